@@ -1,0 +1,1 @@
+"""The user's own Albumentations pipeline, its pixels on the device."""

@@ -1,0 +1,45 @@
+"""Every error and warning of the package.
+
+.. code-block:: text
+
+    FastDataError
+      + OptionsError          an option has an unknown name or an impossible value   (also ValueError)
+      + DatasetError          a dataset is missing, empty, or raised while it was read
+      + BatchError            a batch does not have the form a transform or a loader needs
+      + TransformError        a transform cannot be built, registered or run
+      + BatchSizeError        the batch does not fit the device and the guard may not change it
+
+    FastDataWarning           something was limited or degraded; says what and how to lift it
+
+Every message says what happened, quotes the value, and says what to do.
+"""
+
+from __future__ import annotations
+
+
+class FastDataError(Exception):
+    """Root of all errors raised on purpose by this package."""
+
+
+class OptionsError(FastDataError, ValueError):
+    """An option has an unknown name or an impossible value."""
+
+
+class DatasetError(FastDataError):
+    """A dataset is missing, empty, or raised while it was read."""
+
+
+class BatchError(FastDataError):
+    """A batch does not have the form that a transform or a loader needs."""
+
+
+class TransformError(FastDataError):
+    """A transform cannot be built, registered or run."""
+
+
+class BatchSizeError(FastDataError):
+    """The batch does not fit the device, and the guard was told not to change it."""
+
+
+class FastDataWarning(UserWarning):
+    """Something was limited or degraded; the message says what, and how to lift it."""

@@ -1,0 +1,24 @@
+"""Small types that every room shares."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+Batch: TypeAlias = Any
+"""Any nesting of tuples, lists, dicts, named tuples and dataclasses whose leaves may be tensors."""
+
+Stage: TypeAlias = Literal["train", "val", "test", "predict"]
+"""What a loader or a transform is for. Lightning's sanity check counts as ``val``."""
+
+STAGES: tuple[Stage, ...] = ("train", "val", "test", "predict")
+
+
+class SampleKey(NamedTuple):
+    """What the randomness of one sample depends on, and nothing else."""
+
+    seed: int
+    """Seed of the run."""
+    epoch: int
+    """Epoch in which the sample is drawn, counted from 0."""
+    index: int
+    """Position of the sample in the dataset; for an iterable dataset, its position in the stream."""
