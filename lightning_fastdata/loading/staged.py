@@ -8,14 +8,14 @@ from lightning_fastdata.errors import BatchError
 
 if TYPE_CHECKING:
     from lightning_fastdata.augment.transform import Draws
-    from lightning_fastdata.types import Batch
+    from lightning_fastdata.types import Batch, Stage
 
 _NOT_UNWRAPPED = (
-    "This batch still waits for its transform on the device (StagedBatch.{name} was used). "
+    "This batch still waits for its transform on the device (a StagedBatch, of which {used} was used). "
     "FastDataModule.on_after_batch_transfer applies the transform and hands over the plain batch. "
     "If your class overrides on_before_batch_transfer, transfer_batch_to_device or "
-    "on_after_batch_transfer, start it with `batch = super().<hook>(...)`; in the first two, work "
-    "on `batch.batch`."
+    "on_after_batch_transfer, start it with `batch = super().<hook>(...)`; in the first two, read "
+    "`batch.batch` and return `batch.with_batch(...)`."
 )
 
 
@@ -27,20 +27,37 @@ class StagedBatch:
     from our loader (``example_input_array``) is never taken for a batch.
     """
 
-    __slots__ = ("batch", "draws")
+    __slots__ = ("batch", "draws", "stage")
 
-    def __init__(self, batch: Batch, draws: Draws | None) -> None:
+    def __init__(self, batch: Batch, draws: Draws | None, stage: Stage) -> None:
         self.batch = batch
         self.draws = draws
+        self.stage = stage
+
+    def with_batch(self, batch: Batch) -> StagedBatch:
+        """Return the same draws for another form of the batch, e.g. its copy on the device."""
+        return StagedBatch(batch, self.draws, self.stage)
 
     def pin_memory(self, device: str | None = None) -> StagedBatch:
         """Return the same batch in page-locked memory; torch's pin thread calls this."""
         from torch.utils.data._utils.pin_memory import pin_memory
 
-        return StagedBatch(pin_memory(self.batch, device), pin_memory(self.draws, device))
+        return StagedBatch(
+            pin_memory(self.batch, device), pin_memory(self.draws, device), self.stage
+        )
 
     def __getitem__(self, item: object) -> NoReturn:
-        raise BatchError(_NOT_UNWRAPPED.format(name="__getitem__"))
+        raise _StillStagedError("[...]")
 
     def __iter__(self) -> NoReturn:
-        raise BatchError(_NOT_UNWRAPPED.format(name="__iter__"))
+        raise _StillStagedError("iteration")
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise _StillStagedError(f".{name}")
+
+
+class _StillStagedError(BatchError, AttributeError):
+    """Somebody took a StagedBatch for the batch; an AttributeError too, so that hasattr works."""
+
+    def __init__(self, used: str) -> None:
+        super().__init__(_NOT_UNWRAPPED.format(used=used))

@@ -1,1 +1,31 @@
 """Albumentations transforms in the form that runs on a batch on the device."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final
+
+from lightning_fastdata.augment.ops import (
+    blur,
+    color,
+    dropout,
+    index,
+    output,
+    resample,
+    table,
+    warp,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from lightning_fastdata.augment.ops.operation import DeviceOp
+
+DEVICE_OPS: Final[Mapping[str, DeviceOp]] = MappingProxyType(
+    {
+        op.name: op
+        for family in (index, resample, warp, table, color, blur, dropout, output)
+        for op in family.OPS
+    }
+)
+"""Every transform with a device form, by the name of its class in Albumentations."""

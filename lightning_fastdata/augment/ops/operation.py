@@ -24,7 +24,9 @@ class Encoded(NamedTuple):
 
 
 Encode: TypeAlias = "Callable[[Any, Mapping[str, Any], Shape, np.dtype[Any]], Encoded | None]"
-Run: TypeAlias = "Callable[[torch.Tensor, Mapping[str, Any], Mapping[str, torch.Tensor]], torch.Tensor]"
+Run: TypeAlias = (
+    "Callable[[torch.Tensor, Mapping[str, Any], Mapping[str, torch.Tensor]], torch.Tensor]"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

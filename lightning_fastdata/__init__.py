@@ -1,0 +1,44 @@
+"""A PyTorch Lightning DataModule and callback that keep the GPU fed and show where steps wait.
+
+The public names are loaded on first use, so that importing the package stays light.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning_fastdata.augment.transform import BatchTransform as BatchTransform
+    from lightning_fastdata.errors import FastDataError as FastDataError
+    from lightning_fastdata.errors import FastDataWarning as FastDataWarning
+    from lightning_fastdata.loading.loader import FastDataLoader as FastDataLoader
+    from lightning_fastdata.loading.options import LoaderOptions as LoaderOptions
+    from lightning_fastdata.plugin.bindings import DataThroughputCallback as DataThroughputCallback
+    from lightning_fastdata.plugin.bindings import FastDataModule as FastDataModule
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "BatchTransform": "augment.transform",
+    "DataThroughputCallback": "plugin.bindings",
+    "FastDataError": "errors",
+    "FastDataLoader": "loading.loader",
+    "FastDataModule": "plugin.bindings",
+    "FastDataWarning": "errors",
+    "LoaderOptions": "loading.options",
+}
+
+__all__ = sorted(_HOME)  # noqa: PLE0605
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOME])

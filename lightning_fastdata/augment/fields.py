@@ -1,0 +1,203 @@
+"""Where the image and the mask sit in a sample or a batch, and what form they have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+
+from lightning_fastdata.errors import BatchError
+
+Location: TypeAlias = int | str | None
+"""Index or key of a field; None when the sample or batch is itself the image."""
+
+Layout: TypeAlias = Literal["pil", "hwc", "hw", "chw"]
+"""The form in which an image was found."""
+
+_ARRAY_DTYPES: Final = frozenset({np.dtype(np.uint8), np.dtype(np.float32)})
+_TENSOR_DTYPES: Final = frozenset({torch.uint8, torch.float32})
+_PIL_MODES: Final = {"L": "L", "RGB": "RGB", "RGBA": "RGBA", "1": "L"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fields:
+    """Which fields of a sample or batch hold the image and the mask."""
+
+    image: int | str | None = None
+    """Key or index of the image; None finds it: the key ``"image"``, or the first element that
+    looks like an image."""
+    mask: int | str | None = None
+    """Key or index of the mask; None takes the key ``"mask"`` where there is one."""
+
+
+class Found(NamedTuple):
+    """Where the fields of one sample or batch are."""
+
+    image: Location
+    """Where the image is."""
+    mask: Location
+    """Where the mask is; None when there is none."""
+
+
+def find_fields(item: Any, fields: Fields, *, batched: bool) -> Found:
+    """Return where image and mask are.
+
+    Args:
+        item: a sample or a batch.
+        fields: what is known of it.
+        batched: whether images have a leading batch dimension.
+
+    Raises:
+        BatchError: there is no image, or the field that was named does not exist.
+    """
+    for name, location in (("image", fields.image), ("mask", fields.mask)):
+        if location is not None and not has_field(item, location):
+            raise BatchError(
+                f"There is no field {location!r} (given as {name}=) in {describe(item)}. "
+                f"Name a key or an index that exists."
+            )
+    if fields.image is not None:
+        return Found(fields.image, _mask_location(item, fields))
+    if isinstance(item, Mapping):
+        if "image" in item:
+            return Found("image", _mask_location(item, fields))
+    elif isinstance(item, list | tuple):
+        for index, value in enumerate(item):
+            if looks_like_image(value, batched=batched):
+                return Found(index, _mask_location(item, fields))
+    elif looks_like_image(item, batched=batched):
+        return Found(None, None)
+    raise BatchError(
+        f"No image was found in {describe(item)}. Expected the key 'image', or a tuple with an "
+        "image in it (PIL, or a uint8 or float32 array or tensor with 2 or 3 dimensions per "
+        "sample). Say where it is with image=<key or index>."
+    )
+
+
+def _mask_location(item: Any, fields: Fields) -> Location:
+    if fields.mask is not None:
+        return fields.mask
+    return "mask" if isinstance(item, Mapping) and item.get("mask") is not None else None
+
+
+def has_field(item: Any, location: int | str) -> bool:
+    """Whether a sample or batch has a field at this key or index."""
+    if isinstance(item, Mapping):
+        return location in item
+    if isinstance(item, list | tuple) and isinstance(location, int):
+        return -len(item) <= location < len(item)
+    return False
+
+
+def get_field(item: Any, location: Location) -> Any:
+    """Return one field of a sample or batch."""
+    return item if location is None else item[location]
+
+
+def put_fields(item: Any, values: Mapping[Location, Any]) -> Any:
+    """Return a sample or batch of the same type in which some fields are replaced."""
+    if None in values:
+        return values[None]
+    if isinstance(item, Mapping):
+        changed = {**item, **values}
+        return changed if type(item) is dict else type(item)(changed)  # type: ignore[call-arg]
+    elements = list(item)
+    for location, value in values.items():
+        if isinstance(location, int):
+            elements[location] = value
+    if hasattr(item, "_fields"):
+        return type(item)(*elements)
+    return type(item)(elements)
+
+
+def looks_like_image(value: Any, *, batched: bool = False) -> bool:
+    """Whether a value can be an image: PIL, or uint8 or float32 with 2 or 3 dimensions."""
+    if is_pil(value):
+        return not batched
+    if not isinstance(value, np.ndarray | torch.Tensor):
+        return False
+    dtypes = _ARRAY_DTYPES if isinstance(value, np.ndarray) else _TENSOR_DTYPES
+    return value.dtype in dtypes and value.ndim - batched in {2, 3}
+
+
+def is_pil(value: Any) -> bool:
+    """Whether a value is a PIL image, without importing PIL."""
+    return hasattr(value, "getbands") and hasattr(value, "convert")
+
+
+def to_hwc(value: Any, *, name: str = "image") -> tuple[np.ndarray, Layout]:
+    """Return the image of one sample as Albumentations wants it, and the form it had.
+
+    Args:
+        value: PIL image; array ``[H, W]`` or ``[H, W, C]``; tensor ``[H, W]``, ``[C, H, W]`` or
+            ``[H, W, C]``. The smaller of a tensor's first and last dimension is its channels, the
+            first in doubt.
+        name: how messages call it.
+
+    Returns:
+        A uint8 or float32 array ``[H, W]`` or ``[H, W, C]``, and the form it had.
+
+    Raises:
+        BatchError: it is no image, or has another dtype or number of dimensions.
+    """
+    if is_pil(value):
+        return np.asarray(value.convert(_PIL_MODES.get(value.mode, "RGB"))), "pil"
+    if not isinstance(value, np.ndarray | torch.Tensor):
+        raise BatchError(
+            f"The {name} is {describe(value)}. Expected a PIL image, an array or a tensor."
+        )
+    if not looks_like_image(value):
+        raise BatchError(
+            f"The {name} is {describe(value)}. Expected uint8, or float32 in [0, 1], with 2 or 3 "
+            "dimensions per sample; convert it in the dataset."
+        )
+    if isinstance(value, np.ndarray):
+        return value, "hwc" if value.ndim == 3 else "hw"
+    array = value.detach().cpu().numpy()
+    if array.ndim == 2:
+        return array, "hw"
+    if channels_first(tuple(array.shape)):
+        return np.ascontiguousarray(array.transpose(1, 2, 0)), "chw"
+    return array, "hwc"
+
+
+def mask_to_numpy(value: Any) -> np.ndarray:
+    """Return the mask of one sample as an array ``[H, W]`` or ``[H, W, C]``."""
+    array = np.asarray(value) if is_pil(value) else None
+    if isinstance(value, torch.Tensor):
+        array = value.detach().cpu().numpy()
+    elif isinstance(value, np.ndarray):
+        array = value
+    if array is None or array.ndim not in {2, 3}:
+        raise BatchError(
+            f"The mask is {describe(value)}. Expected a PIL image, or an array or tensor with 2 or "
+            "3 dimensions per sample."
+        )
+    return array
+
+
+def channels_first(shape: tuple[int, ...]) -> bool:
+    """Whether ``[a, b, c]`` is read as ``[C, H, W]``: unless only the last can be channels.
+
+    Channels are the smaller of the first and the last dimension, and the first in doubt.
+    """
+    return shape[0] <= shape[2]
+
+
+def describe(item: Any, depth: int = 0) -> str:
+    """Return the structure of a sample or batch in a few words, for messages."""
+    if isinstance(item, np.ndarray | torch.Tensor):
+        kind = "array" if isinstance(item, np.ndarray) else "tensor"
+        shape = ", ".join(map(str, item.shape))
+        return f"{kind}[{str(item.dtype).removeprefix('torch.')}: {shape}]"
+    if isinstance(item, Mapping) and depth < 3:
+        parts = [f"{key!r}: {describe(value, depth + 1)}" for key, value in item.items()]
+        return "{" + ", ".join(parts[:12]) + (", ...}" if len(parts) > 12 else "}")
+    if isinstance(item, list | tuple) and depth < 3:
+        parts = [describe(value, depth + 1) for value in item[:6]]
+        inner = ", ".join(parts) + (", ..." if len(item) > 6 else "")
+        return f"({inner})" if isinstance(item, tuple) else f"[{inner}]"
+    return f"PIL image ({item.mode})" if is_pil(item) else type(item).__name__

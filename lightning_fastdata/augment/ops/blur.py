@@ -1,0 +1,78 @@
+"""Blurs: the kernel is made by Albumentations, the border is reflected without the edge pixel."""
+
+# ruff: noqa: ARG001 - all operations share one signature
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from lightning_fastdata.augment.ops.border import REFLECT_101, fold
+from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from lightning_fastdata.augment.ops.operation import Shape
+
+_GRAIN = 4
+"""Kernel radii are rounded up to a multiple of this, with zeros, so that samples share launches."""
+
+
+def _padded(kernel: np.ndarray) -> np.ndarray | None:
+    if any(size % 2 == 0 for size in kernel.shape):
+        return None
+    margins = [-(size // 2) % _GRAIN for size in kernel.shape]
+    return np.pad(kernel, [(margin, margin) for margin in margins]).astype(np.float32)
+
+
+def _encode(
+    transform: Any, params: Mapping[str, Any], shape: Shape, dtype: np.dtype[Any]
+) -> Encoded | None:
+    kernel = params["kernel"]
+    if isinstance(kernel, (int, np.integer)):
+        kernel = np.full(int(kernel), 1.0 / int(kernel))
+    padded = _padded(np.asarray(kernel))
+    if padded is None or dtype not in (np.uint8, np.float32):
+        return None
+    # A box blur keeps the range by itself; the others are cut to it, even after Normalize.
+    clips = type(transform).__name__ != "Blur"
+    return Encoded((("clips", clips),), {"kernel": padded})
+
+
+def _along(values: torch.Tensor, kernel: torch.Tensor, axis: int) -> torch.Tensor:
+    """Correlate ``[n, H, W, C]`` along one axis with a kernel per sample, ``[n, k]``."""
+    length, radius = values.shape[axis], kernel.shape[1] // 2
+    at = torch.arange(length, device=values.device)
+    total = torch.zeros_like(values)
+    for tap in range(kernel.shape[1]):
+        shifted = values.index_select(axis, fold(at + tap - radius, length, REFLECT_101))
+        total += shifted * kernel[:, tap, None, None, None]
+    return total
+
+
+def _run(
+    images: torch.Tensor, static: Mapping[str, Any], arrays: Mapping[str, torch.Tensor]
+) -> torch.Tensor:
+    kernel, values = arrays["kernel"], images.float()
+    if kernel.ndim == 2:
+        out = _along(_along(values, kernel, 2), kernel, 1)
+    else:
+        height, radius = values.shape[1], kernel.shape[1] // 2
+        at = torch.arange(height, device=values.device)
+        out = torch.zeros_like(values)
+        for row in range(kernel.shape[1]):
+            shifted = values.index_select(1, fold(at + row - radius, height, REFLECT_101))
+            out += _along(shifted, kernel[:, row], 2)
+    if images.dtype == torch.uint8:
+        return out.round().clamp(0, 255).to(torch.uint8)
+    return out.clamp(0, 1) if static["clips"] else out
+
+
+OPS = tuple(
+    DeviceOp(name=name, encode=_encode, image=_run)
+    for name in ("AdvancedBlur", "Blur", "GaussianBlur", "MotionBlur")
+)
+"""At most one level off on uint8; 1e-5 on float32."""

@@ -1,0 +1,70 @@
+"""RGB to gray and to HSV and back, with OpenCV's own integer and float formulas."""
+
+from __future__ import annotations
+
+import torch
+
+
+def gray(images: torch.Tensor) -> torch.Tensor:
+    """Return the luminance ``[n, H, W]`` of RGB images ``[n, H, W, 3]``: int32 or float32."""
+    if images.dtype == torch.uint8:
+        red, green, blue = images.int().unbind(-1)
+        return (red * 9798 + green * 19235 + blue * 3735 + (1 << 14)) >> 15
+    red, green, blue = images.unbind(-1)
+    return red * 0.299 + green * 0.587 + blue * 0.114
+
+
+def _sector_colours(hue: torch.Tensor, s: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Return RGB from a hue in sixths of the circle, saturation and value in [0, 1]."""
+    sector = hue.floor()
+    part = hue - sector
+    sector = sector.int().remainder(6)
+    low, falling, rising = v * (1 - s), v * (1 - s * part), v * (1 - s * (1 - part))
+    choices = torch.stack([v, low, falling, rising], -1)
+    order = torch.arange(6, device=v.device)
+    # Per sector: which of (v, low, falling, rising) is red; green and blue follow by a third.
+    red = (order == 1) * 2 + ((order == 2) | (order == 3)) * 1 + (order == 4) * 3
+    which = torch.stack([red, red.roll(2), red.roll(4)], -1)[sector.long()]
+    return choices.gather(-1, which)
+
+
+def hsv_bytes(images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return hue in 0..179, saturation and value in 0..255 of uint8 RGB images, as int32."""
+    red, green, blue = images.int().unbind(-1)
+    value = torch.maximum(torch.maximum(red, green), blue)
+    spread = value - torch.minimum(torch.minimum(red, green), blue)
+    by_value = (1044480.0 / value.clamp(min=1) + 0.5).int()  # 255 << 12
+    by_spread = (122880.0 / spread.clamp(min=1) + 0.5).int()  # (180 << 12) / 6
+    saturation = (spread * by_value + 2048) >> 12
+    hue = torch.where(
+        value == red,
+        green - blue,
+        torch.where(value == green, blue - red + 2 * spread, red - green + 4 * spread),
+    )
+    hue = (hue * by_spread + 2048) >> 12
+    return torch.where(hue < 0, hue + 180, hue), saturation, value
+
+
+def rgb_bytes(hue: torch.Tensor, saturation: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Return uint8 RGB images from what `hsv_bytes` returns."""
+    sixths = hue.float() * (6.0 / 180)
+    rgb = _sector_colours(sixths, saturation.float() * (1.0 / 255), value.float() * (1.0 / 255))
+    return (rgb * 255).to(torch.uint8)
+
+
+def shift_hue_floats(images: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
+    """Return float32 RGB images with the hue moved by ``turn`` (1 is the whole circle)."""
+    red, green, blue = images.unbind(-1)
+    value = torch.maximum(torch.maximum(red, green), blue)
+    spread = value - torch.minimum(torch.minimum(red, green), blue)
+    tiny = torch.finfo(torch.float32).eps
+    by_spread = 60.0 / (spread + tiny)
+    hue = torch.where(
+        value == red,
+        (green - blue) * by_spread,
+        torch.where(
+            value == green, (blue - red) * by_spread + 120, (red - green) * by_spread + 240
+        ),
+    )
+    hue = (torch.where(hue < 0, hue + 360, hue) + turn * 360).remainder(360)
+    return _sector_colours(hue / 60, spread / (value.abs() + tiny), value)

@@ -1,0 +1,95 @@
+"""Operations that end a pipeline: the numbers and the layout that a model takes."""
+
+# ruff: noqa: ARG001 - all operations share one signature
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from lightning_fastdata.augment.ops.border import channels
+from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from lightning_fastdata.augment.ops.operation import Shape
+
+
+def _encode_normalize(
+    transform: Any, params: Mapping[str, Any], shape: Shape, dtype: np.dtype[Any]
+) -> Encoded | None:
+    if transform.normalization != "standard" or dtype not in (np.uint8, np.float32):
+        return None
+    count = channels(shape)
+    rows = {}
+    for name, values in (("mean", transform.mean_np), ("gain", transform.denominator)):
+        given = np.asarray(values, np.float32).ravel()
+        # As in albucore: too few numbers mean that the first stands for all.
+        row = given[:count] if given.size >= count else given[:1]
+        rows[name] = np.broadcast_to(row, (count,)).copy()
+    return Encoded((), rows)
+
+
+def _normalize(
+    images: torch.Tensor, static: Mapping[str, Any], arrays: Mapping[str, torch.Tensor]
+) -> torch.Tensor:
+    mean, gain = (arrays[name][:, None, None, :] for name in ("mean", "gain"))
+    return (images.float() - mean) * gain
+
+
+def _encode_to_float(
+    transform: Any, params: Mapping[str, Any], shape: Shape, dtype: np.dtype[Any]
+) -> Encoded | None:
+    if dtype == np.float32:
+        return Encoded((), {})  # Albumentations leaves it alone, whatever max_value is.
+    if dtype != np.uint8:
+        return None
+    limit = 255.0 if transform.max_value is None else float(transform.max_value)
+    return Encoded((), {"limit": np.array([limit], np.float32)})
+
+
+def _to_float(
+    images: torch.Tensor, static: Mapping[str, Any], arrays: Mapping[str, torch.Tensor]
+) -> torch.Tensor:
+    # A tensor, not a number: CUDA would multiply by the reciprocal of a number.
+    return images.float() / arrays["limit"][:, None, None, :] if "limit" in arrays else images
+
+
+def _encode_to_tensor(
+    transform: Any, params: Mapping[str, Any], shape: Shape, dtype: np.dtype[Any]
+) -> Encoded:
+    return Encoded((("transpose_mask", bool(transform.transpose_mask)),), {})
+
+
+def _channels_first(
+    images: torch.Tensor, static: Mapping[str, Any], arrays: Mapping[str, torch.Tensor]
+) -> torch.Tensor:
+    return images.permute(0, 3, 1, 2).contiguous()
+
+
+def _mask_to_tensor(
+    masks: torch.Tensor, static: Mapping[str, Any], arrays: Mapping[str, torch.Tensor]
+) -> torch.Tensor:
+    turned = static["transpose_mask"] and masks.ndim == 4
+    return masks.permute(0, 3, 1, 2).contiguous() if turned else masks
+
+
+def _float_dtype(transform: Any, dtype: np.dtype[Any]) -> np.dtype[Any]:
+    return np.dtype(np.float32)
+
+
+OPS = (
+    DeviceOp(name="Normalize", encode=_encode_normalize, image=_normalize, out_dtype=_float_dtype),
+    DeviceOp(name="ToFloat", encode=_encode_to_float, image=_to_float, out_dtype=_float_dtype),
+    DeviceOp(
+        name="ToTensorV2",
+        encode=_encode_to_tensor,
+        image=_channels_first,
+        mask=_mask_to_tensor,
+        out_shape=lambda _transform, _params, shape: (channels(shape), *shape[:2]),
+    ),
+)
+"""Exact."""

@@ -1,0 +1,137 @@
+"""Operations on single values: a table of 256 entries for uint8, a formula for float32."""
+
+# ruff: noqa: ARG001 - all operations share one signature
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from lightning_fastdata.augment.ops.border import channels
+from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from lightning_fastdata.augment.ops.operation import Shape
+
+
+def look_up(images: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """Return ``table[i, value, channel]`` for every value of image ``i``.
+
+    Args:
+        images: uint8 ``[n, H, W, C]``.
+        table: ``[n, 256, C]``, or ``[n, 256, 1]`` for all channels alike; any dtype.
+    """
+    n, _, count = table.shape
+    first = torch.arange(n, device=images.device, dtype=torch.int32).view(n, 1, 1, 1) * 256
+    index = (first + images) * count
+    if count > 1:
+        index = index + torch.arange(count, device=images.device, dtype=torch.int32)
+    return table.reshape(-1).index_select(0, index.reshape(-1)).view(images.shape)
+
+
+def to_bytes(images: torch.Tensor) -> torch.Tensor:
+    """Return float32 images in [0, 1] as uint8, rounded as Albumentations' ``from_float`` does."""
+    return (images * 255).round().clamp(0, 255).to(torch.uint8)
+
+
+def ramp_table(transform: Any, params: Mapping[str, Any], count: int) -> np.ndarray:
+    """Return what Albumentations itself makes of every uint8 value: uint8 ``[256, count]``."""
+    ramp = np.repeat(np.arange(256, dtype=np.uint8).reshape(16, 16, 1), count, 2)
+    out = transform.apply(ramp, **{**params, "shape": ramp.shape})
+    return np.ascontiguousarray(out.reshape(256, count))
+
+
+def _row(value: Any, count: int) -> np.ndarray | None:
+    """Return a number, or numbers per channel, as float32 ``[count]``."""
+    values = np.asarray(value, np.float32).ravel()
+    if values.size not in (1, count):
+        return None
+    return np.broadcast_to(values, (count,)).copy()
+
+
+def _pointwise(transform: Any, params: Mapping[str, Any], count: int) -> dict[str, Any] | None:
+    """Return params that act on each value alone, or None."""
+    name = type(transform).__name__
+    if name == "RandomBrightnessContrast" and not transform.brightness_by_max:
+        return None  # needs the mean of the real image
+    for key in ("multiplier", "noise_map"):
+        if key in params:
+            if getattr(transform, "elementwise", False) or _row(params[key], count) is None:
+                return None
+            return {**params, key: np.asarray(params[key]).ravel()}
+    return dict(params)
+
+
+def _float_form(
+    name: str, params: Mapping[str, Any], count: int
+) -> tuple[str, dict[str, np.ndarray]] | None:
+    """Return which formula stands for the transform on float32, and its numbers."""
+    if name == "RandomGamma":
+        return "power", {"exponent": np.array([params["gamma"]], np.float32)}
+    if name == "Solarize":
+        return "solarize", {"threshold": np.array([params["threshold"]], np.float32)}
+    gain, offset, kind = {
+        "InvertImg": (-1.0, 1.0, "line"),
+        "RandomBrightnessContrast": (params.get("alpha"), params.get("beta"), "clipped line"),
+        "MultiplicativeNoise": (params.get("multiplier"), 0.0, "clipped line"),
+        "RGBShift": (1.0, params.get("noise_map"), "clipped line"),
+    }.get(name, (None, None, ""))
+    if gain is None or offset is None:
+        return None
+    gains, offsets = _row(gain, count), _row(offset, count)
+    if gains is None or offsets is None:
+        return None
+    return kind, {"gain": gains, "offset": offsets}
+
+
+def _encode(
+    transform: Any, params: Mapping[str, Any], shape: Shape, dtype: np.dtype[Any]
+) -> Encoded | None:
+    count, name = channels(shape), type(transform).__name__
+    plain = _pointwise(transform, params, count)
+    if plain is None:
+        return None
+    # Albumentations takes these two through uint8 even for float32 images.
+    if dtype == np.uint8 or name in {"Posterize", "RandomToneCurve"}:
+        return Encoded((("form", "table"),), {"table": ramp_table(transform, plain, count)})
+    form = _float_form(name, plain, count)
+    if form is None or dtype != np.float32:
+        return None
+    return Encoded((("form", form[0]),), form[1])
+
+
+def _run(
+    images: torch.Tensor, static: Mapping[str, Any], arrays: Mapping[str, torch.Tensor]
+) -> torch.Tensor:
+    form = static["form"]
+    if form == "table":
+        if images.dtype == torch.uint8:
+            return look_up(images, arrays["table"])
+        return look_up(to_bytes(images), arrays["table"]).float() / 255
+    numbers = {name: value[:, None, None, :] for name, value in arrays.items()}
+    if form == "power":
+        return images ** numbers["exponent"]
+    if form == "solarize":
+        return torch.where(images >= numbers["threshold"], 1 - images, images).clamp(0, 1)
+    line = images * numbers["gain"] + numbers["offset"]
+    return line.clamp(0, 1) if form == "clipped line" else line
+
+
+OPS = tuple(
+    DeviceOp(name=name, encode=_encode, image=_run)
+    for name in (
+        "InvertImg",
+        "MultiplicativeNoise",
+        "Posterize",
+        "RGBShift",
+        "RandomBrightnessContrast",
+        "RandomGamma",
+        "RandomToneCurve",
+        "Solarize",
+    )
+)
+"""Exact on uint8, since the table is made by Albumentations; on float32 to 1e-5."""

@@ -1,0 +1,189 @@
+"""Where each operation of an Albumentations pipeline runs, and why; decided before any sample.
+
+The rules, in order:
+
+1. Everything up to and including the operation that makes the image size the same for all samples
+   (``Resize``, ``RandomResizedCrop``, ...) runs in the worker: dataset images may vary in size.
+   A pipeline without such an operation can only be collated when the dataset's images already have
+   one size, so nothing is held back for it.
+2. An operation without a device form runs in the worker on real pixels, and so do the ones before
+   it, but only in samples that drew it.
+3. An operation that changes the shape or dtype of an image runs on the device only when every
+   sample takes it and no later operation may ask for real pixels: a batch must stay one tensor.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
+
+import numpy as np
+
+from lightning_fastdata.augment.sizes import CHANGES_SIZE, Size, follow_sizes, size_after
+from lightning_fastdata.augment.tree import Leaf, is_albumentations, last_opaque, list_leaves
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from lightning_fastdata.augment.ops.operation import DeviceOp
+
+Where: TypeAlias = Literal["worker", "device", "either"]
+
+_CHANGES_DTYPE_OR_LAYOUT: Final = frozenset({"FromFloat", "Normalize", "ToFloat", "ToTensorV2"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpPlacement:
+    """Where one operation runs."""
+
+    name: str
+    """Class name of the transform."""
+    where: Where
+    """``worker``: through Albumentations on the CPU. ``device``: on the batch. ``either``: on the
+    device, except in samples in which a later operation needs real pixels."""
+    why: str
+    """The reason, in a few words."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Where every operation of one pipeline runs."""
+
+    placements: tuple[OpPlacement, ...]
+    """One per leaf transform, in the order in which they are written."""
+    conditional: tuple[bool, ...]
+    """Per leaf: whether some samples skip it."""
+    sees_pixels: tuple[bool, ...]
+    """Per leaf: whether its sampler must be given the real image."""
+    opaque_until: int
+    """Number of the last leaf that must run unobserved, because something calls its transforms in
+    its own way; -1 for none."""
+
+    @property
+    def defers(self) -> bool:
+        """Whether any operation may run on the device."""
+        return any(placement.where != "worker" for placement in self.placements)
+
+
+def analyse(
+    compose: Any,
+    ops: Mapping[str, DeviceOp],
+    *,
+    size: tuple[int, int] | None = None,
+    refusal: str | None = None,
+) -> Plan:
+    """Decide where each operation of a pipeline runs.
+
+    Args:
+        compose: an ``A.Compose``.
+        ops: device forms by class name.
+        size: ``(height, width)`` when all images are known to have it.
+        refusal: a reason to run everything in the worker.
+
+    Returns:
+        The plan; the same for every sample.
+    """
+    leaves = list_leaves(compose)
+    if len({id(leaf.transform) for leaf in leaves}) < len(leaves):
+        refusal = refusal or "the same transform object appears twice in the pipeline"
+    opaque = last_opaque(compose)
+    sizes = follow_sizes(compose, Size(size, size))
+    boundary = max(sizes.boundary, opaque)
+    placed: list[OpPlacement] = []
+    sees = [_reads_pixels(leaf.transform) for leaf in leaves]
+    barrier_after: str | None = None
+    for index in range(len(leaves) - 1, -1, -1):
+        leaf = leaves[index]
+        name = type(leaf.transform).__name__
+        op = device_form(leaf.transform, ops)
+        why_worker = refusal
+        if why_worker is None and index <= boundary:
+            why_worker = (
+                "a container around or after it calls its transforms in its own way"
+                if index <= opaque
+                else "up to the operation that makes the image size the same for all samples"
+            )
+        why_worker = why_worker or _why_worker(leaf, op, sizes.before[index], barrier_after)
+        if why_worker is None and op is not None and not _encodes_after(leaves[:index], leaf, op):
+            why_worker = "no device form for the dtype it is given"
+        if why_worker is not None:
+            placed.append(OpPlacement(name=name, where="worker", why=why_worker))
+            sees[index] = True
+            barrier_after = name
+        elif barrier_after is not None or sees[index]:
+            why = (
+                f"needs the pixels to draw ({name}), then on the batch"
+                if sees[index]
+                else f"on the batch, unless {barrier_after} was drawn after it"
+            )
+            placed.append(OpPlacement(name=name, where="either", why=why))
+            barrier_after = name if sees[index] else barrier_after
+        else:
+            placed.append(OpPlacement(name=name, where="device", why="on the batch"))
+    return Plan(
+        placements=tuple(reversed(placed)),
+        conditional=tuple(leaf.conditional for leaf in leaves),
+        sees_pixels=tuple(sees),
+        opaque_until=opaque,
+    )
+
+
+def device_form(transform: Any, ops: Mapping[str, DeviceOp]) -> DeviceOp | None:
+    """Return the device form of a transform; a user's subclass never inherits one."""
+    return ops.get(type(transform).__name__) if is_albumentations(transform) else None
+
+
+def _why_worker(
+    leaf: Leaf, op: DeviceOp | None, before: Size, barrier_after: str | None
+) -> str | None:
+    if op is None:
+        return "no device form"
+    # Images of an unknown but common size are taken to be any, so not square.
+    one_size = before.exact or (64, 48)
+    if size_after(leaf.transform, Size(one_size, one_size)).exact is None:
+        return "its output size differs between samples"
+    if not _changes_form(leaf.transform):
+        return None
+    if leaf.conditional:
+        return "changes the shape or dtype of some samples only"
+    if barrier_after is not None:
+        return f"changes the shape or dtype, and {barrier_after} after it may need the pixels"
+    return None
+
+
+def _changes_form(transform: Any) -> bool:
+    name = type(transform).__name__
+    if name in _CHANGES_DTYPE_OR_LAYOUT or name in CHANGES_SIZE:
+        return True
+    return bool(name in {"ToGray", "ToRGB"} and transform.num_output_channels != 3)
+
+
+def _reads_pixels(transform: Any) -> bool:
+    name = type(transform).__name__
+    if not is_albumentations(transform):
+        return True
+    if name == "RandomBrightnessContrast":
+        return not transform.brightness_by_max
+    return name == "Equalize" and callable(transform.mask)
+
+
+def _encodes_after(before: list[Leaf], leaf: Leaf, op: DeviceOp, draws: int = 4) -> bool:
+    """Whether an operation behind Normalize or ToFloat has a device form for float images.
+
+    Before those, parameters without a device form send one sample to the CPU. Behind them that
+    would leave float and uint8 images in one batch, so it is tried out here.
+    """
+    if _changes_form(leaf.transform) or not any(
+        type(other.transform).__name__ in {"Normalize", "ToFloat"} for other in before
+    ):
+        return True
+    transform = copy.deepcopy(leaf.transform)
+    image = np.zeros((64, 64, 3), np.float32)
+    for _ in range(draws):
+        data = {"image": image}
+        params = transform.update_transform_params(transform.get_params(), data)
+        params.update(transform.get_params_dependent_on_data(params, data))
+        if op.encode(transform, params, image.shape, image.dtype) is None:
+            return False
+    return True

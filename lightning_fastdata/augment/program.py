@@ -1,0 +1,173 @@
+"""The tapes of a batch, packed into one tensor, in the order in which the device runs them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from lightning_fastdata.augment.ops.operation import Encoded
+    from lightning_fastdata.augment.tape import Role, Tape, TapeOp
+
+_ALIGN: Final = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Where one array lies in the blob of its batch."""
+
+    offset: int
+    """First byte; a multiple of 16."""
+    dtype: torch.dtype
+    """Type of its elements."""
+    shape: tuple[int, ...]
+    """Its shape."""
+
+    def view(self, blob: torch.Tensor) -> torch.Tensor:
+        """Return the array as a view of the blob, wherever that is."""
+        count = self.dtype.itemsize
+        for length in self.shape:
+            count *= length
+        return blob[self.offset : self.offset + count].view(self.dtype).view(self.shape)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPart:
+    """Samples that take one step with the same settings and array shapes: one launch."""
+
+    rows: Slot | None
+    """Positions of the samples in the batch (int64); None when it is all of them, in order."""
+    static: tuple[tuple[str, Any], ...]
+    """Settings that they share."""
+    arrays: Mapping[str, Slot]
+    """Their drawn numbers, stacked to ``[samples, ...]``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProgramStep:
+    """One operation of the pipeline on all samples that take it now."""
+
+    leaf: int
+    """Number of the transform in its pipeline."""
+    name: str
+    """Class name of the transform."""
+    parts: tuple[StepPart, ...]
+    """No sample is in two parts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """Everything that is still to be done to one image or mask field of a batch."""
+
+    role: Role
+    """Whether the field is an image or a mask."""
+    steps: tuple[ProgramStep, ...]
+    """In order."""
+
+
+class Draws:
+    """What the pipeline drew for a batch, on its way to the device beside the batch."""
+
+    __slots__ = ("blob", "programs", "samples")
+
+    def __init__(self, samples: int, programs: Mapping[str, Program], blob: torch.Tensor) -> None:
+        self.samples = samples
+        """Samples in the batch."""
+        self.programs = programs
+        """One program per image or mask, by the name that the pipeline knows it by."""
+        self.blob = blob
+        """uint8, one dimension: every array of every step."""
+
+    def pin_memory(self, device: str | None = None) -> Draws:  # noqa: ARG002 - torch's signature
+        """Return the same draws in page-locked memory."""
+        return Draws(self.samples, self.programs, self.blob.pin_memory())
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Draws:
+        """Return the same draws on a device; one copy."""
+        blob = self.blob.to(device, non_blocking=non_blocking)
+        return Draws(self.samples, self.programs, blob)
+
+
+class _Packer:
+    def __init__(self) -> None:
+        self._chunks: list[np.ndarray] = []
+        self._size = 0
+        self._known: dict[tuple[object, ...], Mapping[str, Slot]] = {}
+
+    def add(self, array: np.ndarray) -> Slot:
+        array = np.ascontiguousarray(array)
+        slot = Slot(self._size, torch.from_numpy(array[:0]).dtype, array.shape)
+        padding = -array.nbytes % _ALIGN
+        self._chunks.append(array.reshape(-1).view(np.uint8))
+        self._chunks.append(np.zeros(padding, np.uint8))
+        self._size += array.nbytes + padding
+        return slot
+
+    def stack(self, encoded: Sequence[Encoded]) -> Mapping[str, Slot]:
+        # An image and the mask beside it share their parameters: packed once.
+        key = tuple(map(id, encoded))
+        if key not in self._known:
+            self._known[key] = {
+                name: self.add(np.stack([np.asarray(one.arrays[name]) for one in encoded]))
+                for name in encoded[0].arrays
+            }
+        return self._known[key]
+
+    def blob(self) -> torch.Tensor:
+        if not self._chunks:
+            return torch.empty(0, dtype=torch.uint8)
+        return torch.from_numpy(np.concatenate(self._chunks))
+
+
+def compile_tapes(tapes: Sequence[Tape]) -> Draws:
+    """Order and pack the tapes of a batch.
+
+    The sample order is the order of the batch. Each sample keeps its own order of operations; a
+    step takes the operation that is written first among those that come next, with all samples
+    whose turn it is.
+    """
+    packer = _Packer()
+    programs = {}
+    for key in dict.fromkeys(name for tape in tapes for name in tape):
+        role = next(tape[key].role for tape in tapes if key in tape)
+        tracks = [tape[key].ops if key in tape else () for tape in tapes]
+        programs[key] = Program(role=role, steps=_schedule(tracks, packer))
+    return Draws(len(tapes), programs, packer.blob())
+
+
+def _schedule(tracks: Sequence[Sequence[TapeOp]], packer: _Packer) -> tuple[ProgramStep, ...]:
+    position = [0] * len(tracks)
+    steps = []
+    while waiting := [row for row, track in enumerate(tracks) if position[row] < len(track)]:
+        coming = {row: tracks[row][position[row]] for row in waiting}
+        leaf = min(op.leaf for op in coming.values())
+        chosen = {row: op for row, op in coming.items() if op.leaf == leaf}
+        groups: dict[object, list[int]] = {}
+        for row, op in chosen.items():
+            groups.setdefault(_form(op.encoded), []).append(row)
+            position[row] += 1
+        parts = []
+        for rows in groups.values():
+            encoded = [chosen[row].encoded for row in rows]
+            everybody = len(rows) == len(tracks)
+            parts.append(
+                StepPart(
+                    rows=None if everybody else packer.add(np.asarray(rows, np.int64)),
+                    static=encoded[0].static,
+                    arrays=packer.stack(encoded),
+                )
+            )
+        name = next(iter(chosen.values())).name
+        steps.append(ProgramStep(leaf=leaf, name=name, parts=tuple(parts)))
+    return tuple(steps)
+
+
+def _form(encoded: Encoded) -> object:
+    arrays = encoded.arrays
+    shapes = tuple((name, np.shape(arrays[name]), arrays[name].dtype.str) for name in arrays)
+    return encoded.static, shapes

@@ -1,0 +1,78 @@
+"""Carry out the program of a batch with torch, on whatever device the batch is on."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lightning_fastdata.errors import TransformError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+
+    from lightning_fastdata.augment.ops.operation import DeviceOp
+    from lightning_fastdata.augment.program import Program, ProgramStep
+
+
+def replay(
+    program: Program, blob: torch.Tensor, batch: torch.Tensor, ops: Mapping[str, DeviceOp]
+) -> torch.Tensor:
+    """Return a batch of images or masks after all steps of its program.
+
+    Args:
+        program: what to do.
+        blob: the arrays of the program, on the device of ``batch``.
+        batch: images ``[n, H, W, C]`` or masks ``[n, H, W]`` / ``[n, H, W, C]``; never written to.
+        ops: device forms by name.
+
+    Raises:
+        TransformError: a step would give some samples another shape or dtype than the others.
+    """
+    current, owned = batch, False
+    for step in program.steps:
+        current, owned = _run_step(step, program, blob, current, ops, owned=owned)
+    return current
+
+
+def _run_step(
+    step: ProgramStep,
+    program: Program,
+    blob: torch.Tensor,
+    current: torch.Tensor,
+    ops: Mapping[str, DeviceOp],
+    *,
+    owned: bool,
+) -> tuple[torch.Tensor, bool]:
+    op = ops[step.name]
+    run = op.image if program.role == "image" else op.mask
+    if run is None:
+        return current, owned
+    results: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for part in step.parts:
+        arrays = {name: slot.view(blob) for name, slot in part.arrays.items()}
+        if part.rows is None:
+            out = run(current, dict(part.static), arrays)
+            return out, owned or not _same_memory(out, current)
+        rows = part.rows.view(blob)
+        results.append((rows, run(current.index_select(0, rows), dict(part.static), arrays)))
+    forms = {(out.shape[1:], out.dtype) for _, out in results}
+    if forms == {(current.shape[1:], current.dtype)}:
+        target = current if owned else current.clone()
+    elif len(forms) == 1 and sum(len(rows) for rows, _ in results) == len(current):
+        first = results[0][1]
+        target = first.new_empty((len(current), *first.shape[1:]))
+    else:
+        raise TransformError(
+            f"{step.name} would turn some images of the batch into another shape or dtype than "
+            f"the others: {sorted(map(str, forms))} beside {current.dtype} "
+            f"{tuple(current.shape[1:])}. Apply it to every image (p=1), or use "
+            "on_device=False (augment='cpu')."
+        )
+    for rows, out in results:
+        target.index_copy_(0, rows, out)
+    return target, True
+
+
+def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()

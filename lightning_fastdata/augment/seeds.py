@@ -1,0 +1,122 @@
+"""The randomness of one sample: found again from its key, whoever draws it.
+
+Albumentations 2.0.8 gives every DataLoader worker the same random streams, and gives every
+transform of a seeded ``Compose`` the same stream as its neighbours. Reseeding each top-level
+pipeline with one shared pair of generators before every sample removes both, and makes a sample
+depend on nothing but ``(seed, epoch, index)``.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import random
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from lightning_fastdata.types import SampleKey
+
+_MAX_DEPTH: Final = 8
+_MAX_ITEMS: Final = 256
+_LEAF_TYPES: Final = (
+    str,
+    bytes,
+    bytearray,
+    int,
+    float,
+    complex,
+    bool,
+    type(None),
+    np.ndarray,
+    type,
+)
+_EMPTY_BUFFER: Final = np.zeros(4, np.uint64)
+_ZERO_COUNTER: Final = np.zeros(4, np.uint64)
+
+
+def reseed(composes: Sequence[Any], key: SampleKey) -> None:
+    """Give each top-level pipeline the random state that belongs to one sample.
+
+    All transforms of one pipeline share one pair of generators, so they draw one after the other
+    from the same stream; different pipelines of one dataset get different streams. NumPy's
+    generator is Philox (a counter-based generator), so that setting it costs no mixing.
+
+    Args:
+        composes: pipelines (``A.Compose`` or single transforms), in a fixed order.
+        key: seed, epoch and index of the sample. Any integers, negative ones too.
+    """
+    for position, compose in enumerate(composes):
+        text = b"%d,%d,%d,%d" % (*key, position)
+        digest = hashlib.blake2b(text, digest_size=32).digest()
+        generator = getattr(compose, "random_generator", None)
+        if generator is None or type(generator.bit_generator) is not np.random.Philox:
+            generator = np.random.Generator(np.random.Philox(key=0))
+        generator.bit_generator.state = {
+            "bit_generator": "Philox",
+            "state": {"counter": _ZERO_COUNTER, "key": np.frombuffer(digest, np.uint64, 2)},
+            "buffer": _EMPTY_BUFFER,
+            "buffer_pos": 4,
+            "has_uint32": 0,
+            "uinteger": 0,
+        }
+        compose.set_random_state(generator, random.Random(int.from_bytes(digest[16:], "little")))
+
+
+def find_composes(obj: object) -> tuple[Any, ...]:
+    """Return the top-level Albumentations pipelines that a dataset holds, in a fixed order.
+
+    Looks through attributes, lists, tuples, dicts (first 256 items, 8 levels deep), wrapped
+    datasets (``Subset``, ``ConcatDataset``), bound methods, ``functools.partial`` and the closures
+    of functions. Never imports Albumentations: where nobody has, there is no pipeline to find.
+    """
+    albumentations = sys.modules.get("albumentations")
+    kinds = tuple(
+        kind
+        for name in ("BaseCompose", "BasicTransform")
+        if isinstance(kind := getattr(albumentations, name, None), type)
+    )
+    if not kinds:
+        return ()
+    found: list[Any] = []
+    seen: set[int] = set()
+    waiting: list[tuple[object, int]] = [(obj, 0)]
+    while waiting:
+        item, depth = waiting.pop(0)
+        if isinstance(item, _LEAF_TYPES) or id(item) in seen:
+            continue
+        seen.add(id(item))
+        if isinstance(item, kinds):
+            found.append(item)
+        elif depth < _MAX_DEPTH:
+            waiting.extend((part, depth + 1) for part in _parts(item))
+    return tuple(found)
+
+
+def _parts(item: object) -> Iterator[object]:
+    if isinstance(item, Mapping):
+        yield from list(item.values())[:_MAX_ITEMS]
+    elif isinstance(item, list | tuple):
+        yield from item[:_MAX_ITEMS]
+    elif isinstance(item, functools.partial):
+        yield item.func
+        yield from item.args
+        yield from item.keywords.values()
+    elif closure := getattr(item, "__closure__", None):
+        for cell in closure:
+            try:
+                yield cell.cell_contents
+            except ValueError:  # a name that is not bound yet
+                continue
+    elif (owner := getattr(item, "__self__", None)) is not None:
+        yield owner
+    elif hasattr(item, "__dict__") and not _is_module_or_tensor(item):
+        yield from list(vars(item).values())[:_MAX_ITEMS]
+
+
+def _is_module_or_tensor(item: object) -> bool:
+    torch = sys.modules.get("torch")
+    return isinstance(item, type(sys)) or (torch is not None and isinstance(item, torch.Tensor))

@@ -1,0 +1,327 @@
+"""Run a real Albumentations pipeline without its pixel work; write down what it would have done.
+
+The pipeline runs as always; only where a transform would touch the pixels of an image or mask, the
+operation and its drawn parameters are noted, and a *phantom* (an empty array of the right shape and
+dtype) goes on in its place. Probabilities, choices, boxes, keypoints, labels and filters are
+therefore Albumentations' own. An operation that needs real pixels gets them: the notes so far are
+carried out first, by Albumentations, for that sample only.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib.metadata
+import os
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+
+from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded
+from lightning_fastdata.augment.plan import Plan, device_form
+from lightning_fastdata.augment.tree import list_leaves
+from lightning_fastdata.errors import TransformError
+
+if TYPE_CHECKING:
+    from lightning_fastdata.augment.ops.operation import Shape
+
+Role: TypeAlias = Literal["image", "mask"]
+
+_ROLES: Final[tuple[Role, ...]] = ("image", "mask")
+
+
+class TapeOp(NamedTuple):
+    """One operation that is still to be carried out on one sample."""
+
+    leaf: int
+    """Number of the transform in its pipeline."""
+    name: str
+    """Class name of the transform."""
+    encoded: Encoded
+    """Its drawn parameters."""
+
+
+class Track(NamedTuple):
+    """All operations still to be carried out on one image or mask of a sample, in order."""
+
+    role: Role
+    """Whether they treat it as an image or as a mask."""
+    ops: tuple[TapeOp, ...]
+    """The operations."""
+
+
+Tape: TypeAlias = Mapping[str, Track]
+"""One track per target name, e.g. ``{"image": ..., "mask": ...}``."""
+
+
+class _Pending(NamedTuple):
+    apply: Callable[..., Any]
+    params: Mapping[str, Any]
+    op: TapeOp
+    changes_form: bool
+
+
+class _Target:
+    """An image or mask on its way: real pixels, and what is still to be done to them."""
+
+    __slots__ = ("pending", "real", "shown")
+
+    def __init__(self, real: Any, shown: Any) -> None:
+        self.real = real
+        self.shown = shown
+        self.pending: list[_Pending] = []
+
+    def flush(self) -> Any:
+        if callable(self.real):
+            self.real = self.real()
+        for pending in self.pending:
+            self.real = _contiguous(pending.apply(_contiguous(self.real), **pending.params))
+        self.pending.clear()
+        return self.real
+
+
+def target_roles(compose: Any) -> dict[str, Role]:
+    """Return the names that a pipeline takes images and masks under, with what each one is."""
+    roles: dict[str, Role] = {role: role for role in _ROLES}
+    for name, kind in getattr(compose, "additional_targets", {}).items():
+        if kind in _ROLES:
+            roles[name] = kind
+    return roles
+
+
+class Recorder:
+    """One pipeline, copied and prepared to be recorded. Not for two threads at once."""
+
+    def __init__(self, compose: Any, plan: Plan, ops: Mapping[str, DeviceOp]) -> None:
+        self.compose = copy.deepcopy(compose)
+        self._plan = plan
+        self._roles = target_roles(compose)
+        self._targets: dict[str, _Target] = {}
+        for index, leaf in enumerate(list_leaves(self.compose)):
+            if index > plan.opaque_until:
+                self._hook(index, leaf.transform, ops)
+
+    def __call__(
+        self, data: Mapping[str, Any], sources: Mapping[str, Callable[[], Any]] | None = None
+    ) -> tuple[dict[str, Any], Tape]:
+        """Run the pipeline once and return what it returns, and what is still to be done.
+
+        Args:
+            data: the arguments of the pipeline.
+            sources: for images and masks whose entry in ``data`` only has the right shape and
+                dtype, the function that fetches the pixels. It is called at most once, and only
+                when an operation needs them.
+
+        Returns:
+            The pipeline's result, in which images and masks are as the real operations left them
+            (the source function itself where nothing needed the pixels), and the tape.
+        """
+        self._targets = {key: _Target(source, data[key]) for key, source in (sources or {}).items()}
+        result = self.compose(**data)
+        tape = {}
+        for key, role in self._roles.items():
+            target = self._targets.get(key)
+            if target is not None and result.get(key) is target.shown:
+                result[key] = target.real
+                tape[key] = Track(role, tuple(pending.op for pending in target.pending))
+        self._targets = {}
+        return result, tape
+
+    def _hook(self, index: int, transform: Any, ops: Mapping[str, DeviceOp]) -> None:
+        # Instance attributes shadow the methods: the classes of Albumentations stay as they are.
+        original = transform.apply_with_params
+        op = None if self._plan.placements[index].where == "worker" else device_form(transform, ops)
+        if op is None:
+            transform.apply_with_params = functools.partial(self._run, original)
+        else:
+            transform.apply_with_params = functools.partial(
+                self._record, original, transform, index, op
+            )
+        if self._plan.sees_pixels[index]:
+            transform.get_params_dependent_on_data = functools.partial(
+                self._draw_on_pixels, transform.get_params_dependent_on_data
+            )
+
+    def _target(self, key: str, value: Any) -> _Target:
+        target = self._targets.get(key)
+        if target is None or target.shown is not value:
+            value = _contiguous(value)
+            target = self._targets[key] = _Target(value, value)
+        return target
+
+    def _is_pixels(self, key: str, value: Any) -> bool:
+        return key in self._roles and value is not None
+
+    def _real(self, data: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            key: self._target(key, value).flush() if self._is_pixels(key, value) else value
+            for key, value in data.items()
+        }
+
+    def _draw_on_pixels(
+        self, original: Callable[..., Any], params: dict[str, Any], data: dict[str, Any]
+    ) -> Any:
+        # `data` itself keeps the phantoms: the call that follows recognises its targets by them.
+        return original(params=params, data=self._real(data))
+
+    def _run(self, original: Callable[..., Any], params: dict[str, Any], /, **data: Any) -> Any:
+        result = original(params, **self._real(data))
+        for key, before in data.items():
+            if self._is_pixels(key, before):
+                value = _contiguous(result[key])
+                result[key] = value
+                self._targets[key] = _Target(value, value)
+        return result
+
+    def _record(
+        self,
+        original: Callable[..., Any],
+        transform: Any,
+        index: int,
+        op: DeviceOp,
+        params: dict[str, Any],
+        /,
+        **data: Any,
+    ) -> Any:
+        noted = self._encode(transform, index, op, params, data)
+        if noted is None:
+            self._refuse_late_pixels(op.name, data)
+            return self._run(original, params, **data)
+        others = {key: data[key] for key in data if not self._is_pixels(key, data[key])}
+        result = data | original(params, **others)
+        for key, (encoded, shape, dtype) in noted.items():
+            target = self._target(key, data[key])
+            changes = shape != tuple(target.shown.shape) or dtype != target.shown.dtype
+            target.pending.append(
+                _Pending(transform._key2func[key], params, TapeOp(index, op.name, encoded), changes)
+            )
+            if op.name == "ToTensorV2" and self._roles[key] == "image":
+                target.shown = _phantom_tensor(shape)
+            elif changes:
+                target.shown = _phantom(shape, dtype.str)
+            result[key] = target.shown
+        return result
+
+    def _encode(
+        self, transform: Any, index: int, op: DeviceOp, params: Mapping[str, Any], data: Any
+    ) -> dict[str, tuple[Encoded, Shape, np.dtype[Any]]] | None:
+        """Return what to note for each image and mask, or None if this draw needs real pixels."""
+        keys = [
+            key for key in self._roles if key in transform._key2func and data.get(key) is not None
+        ]
+        noted = {}
+        # Images first: a mask takes the parameters of the image beside it.
+        for key in sorted(keys, key=lambda key: self._roles[key] != "image"):
+            value = data[key]
+            if not isinstance(value, np.ndarray):
+                return None
+            shape: Shape = tuple(value.shape)
+            if self._roles[key] == "image":
+                encoded = op.encode(transform, params, shape, value.dtype)
+                if encoded is None:
+                    return None
+                form = op.out_shape(transform, params, shape), op.out_dtype(transform, value.dtype)
+                if self._plan.conditional[index] and form != (shape, value.dtype):
+                    return None
+                noted[key] = (encoded, *form)
+            elif op.mask is not None:
+                if not noted:
+                    return None
+                encoded = next(iter(noted.values()))[0]
+                noted[key] = (encoded, op.out_shape(transform, params, shape), value.dtype)
+        return noted
+
+    def _refuse_late_pixels(self, name: str, data: Mapping[str, Any]) -> None:
+        for key, value in data.items():
+            if self._is_pixels(key, value):
+                for pending in self._target(key, value).pending:
+                    if pending.changes_form:
+                        raise TransformError(
+                            f"{name} drew parameters without a form for the device after "
+                            f"{pending.op.name} had changed the shape or dtype of the images. "
+                            f"Put {name} before {pending.op.name} in the pipeline, or use "
+                            "on_device=False (augment='cpu')."
+                        )
+
+
+def _contiguous(value: Any) -> Any:
+    return np.ascontiguousarray(value) if isinstance(value, np.ndarray) else value
+
+
+@functools.lru_cache(maxsize=64)
+def _phantom(shape: Shape, dtype: str) -> np.ndarray:
+    # Zeroed pages that nobody writes to cost no memory. A zero-stride array would not do:
+    # Albumentations copies whatever is not contiguous. Read-only, so that a mistake is an error.
+    phantom = np.zeros(shape, dtype)
+    phantom.flags.writeable = False
+    return phantom
+
+
+@functools.lru_cache(maxsize=64)
+def _phantom_tensor(shape: Shape) -> torch.Tensor:
+    return torch.empty(shape, device="meta")
+
+
+def phantom(shape: Shape, dtype: np.dtype[Any]) -> np.ndarray:
+    """Return a read-only array of this shape and dtype whose pixels mean nothing."""
+    return _phantom(tuple(shape), np.dtype(dtype).str)
+
+
+@functools.cache
+def refusal() -> str | None:
+    """Return why no pipeline may be recorded in this environment, or None."""
+    os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
+    providers = importlib.metadata.packages_distributions().get("albumentations", [])
+    if any(name.lower().replace("-", "") == "albumentationsx" for name in providers):
+        return "albumentations is provided by AlbumentationsX; only 2.0 can be recorded"
+    return _recording_fault()
+
+
+def _recording_fault() -> str | None:
+    """Return why pipelines cannot be recorded with the installed Albumentations, or None.
+
+    Three tiny pipelines are run for real and recorded, and the recordings carried out. The
+    recorder hooks into attributes that Albumentations does not promise to keep.
+    """
+    import albumentations
+
+    from lightning_fastdata.augment.plan import analyse
+    from lightning_fastdata.augment.seeds import reseed
+    from lightning_fastdata.types import SampleKey
+
+    noted: list[str] = []
+
+    def encode(transform: Any, *_: object) -> Encoded:
+        noted.append(type(transform).__name__)
+        return Encoded((), {})
+
+    names = ("HorizontalFlip", "RandomBrightnessContrast")
+    ops = {name: DeviceOp(name=name, encode=encode, image=lambda x, *_: x) for name in names}
+    compose = albumentations.Compose(
+        [
+            albumentations.OneOf(
+                [albumentations.HorizontalFlip(), albumentations.VerticalFlip()], p=0.8
+            ),
+            albumentations.RandomBrightnessContrast(p=1),
+            albumentations.InvertImg(p=1),
+        ],
+        bbox_params=albumentations.BboxParams("pascal_voc", label_fields=["labels"]),
+    )
+    image = np.arange(8 * 6 * 3, dtype=np.uint8).reshape(8, 6, 3)
+    data = {"image": image, "bboxes": [[1, 2, 4, 7]], "labels": [3]}
+    try:
+        recorder = Recorder(compose, analyse(compose, ops), ops)
+        for index in range(3):
+            key = SampleKey(0, 0, index)
+            reseed((compose,), key)
+            reseed((recorder.compose,), key)
+            real = compose(**data)
+            copied, _ = recorder(data)
+            same = np.array_equal(real["image"], copied["image"])
+            if not (same and np.array_equal(real["bboxes"], copied["bboxes"])):
+                return "a recorded pipeline differs from the real one with this Albumentations"
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        return f"this Albumentations cannot be recorded ({type(error).__name__}: {error})"
+    return None if "RandomBrightnessContrast" in noted else "Albumentations ignores the recorder"

@@ -1,0 +1,343 @@
+"""How many CPUs one rank may use: affinity, cgroup quota (v1, v2, nested) and ranks on this host.
+
+``os.cpu_count()`` sees the whole machine and ``os.sched_getaffinity`` does not see the quota of a
+container (``docker --cpus=4`` on 128 cores still shows 128), so neither can size a worker pool.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
+
+from lightning_fastdata.errors import OptionsError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+_LOCAL_SIZE_VARIABLES = (
+    "LOCAL_WORLD_SIZE",  # torchrun, torch elastic
+    "OMPI_COMM_WORLD_LOCAL_SIZE",  # Open MPI
+    "MPI_LOCALNRANKS",  # Intel MPI, MPICH
+)
+_V1_QUOTA = "cpu.cfs_quota_us"
+_V1_PERIOD = "cpu.cfs_period_us"
+_V2_QUOTA = "cpu.max"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CpuLimit:
+    """What limits the CPUs of this process, and what is left for one rank."""
+
+    affinity_cpus: int
+    """CPUs the scheduler may run this process on (``taskset``, cpuset, Slurm binding)."""
+    quota_cpus: float | None
+    """CPU seconds per second the tightest cgroup grants, 1.5 = one and a half CPUs; None: no quota.
+    It bounds computing, not waiting: workers that wait for a disk may be more."""
+    quota_source: str | None
+    """File that states the quota; None without a quota."""
+    ranks_on_host: int
+    """Training processes that share these CPUs."""
+    usable_cpus: int
+    """CPUs one rank may count on; at least 1 and at most ``affinity_cpus``."""
+    reason: str
+    """One sentence that derives ``usable_cpus``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CpuThrottling:
+    """Counters of a cgroup with a quota, since it was made; compare two readings."""
+
+    periods: int
+    """Quota periods (100 ms by default) in which something ran."""
+    throttled_periods: int
+    """Periods in which the quota was used up. A growing share means that the quota, not the
+    program, sets the pace."""
+    throttled_us: int
+    """Microseconds in which runnable threads were held back (v1: summed over CPUs)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CgroupMount:
+    """One mounted cgroup hierarchy."""
+
+    controllers: frozenset[str]
+    """Controllers of a v1 hierarchy; empty for v2, which carries all of them."""
+    root: PurePosixPath
+    """Cgroup shown at the mount point; not ``/`` inside many containers."""
+    mount_point: PurePosixPath
+    """Where it is mounted."""
+
+
+def parse_cpu_max(text: str) -> float | None:
+    """CPUs granted by the text of a v2 ``cpu.max``: ``"150000 100000"`` is 1.5, ``"max ..."`` None.
+
+    https://docs.kernel.org/admin-guide/cgroup-v2.html#cpu-interface-files. A text of another form
+    is None too: a limit we cannot read must not stop a training run.
+    """
+    match re.findall(r"\d+|max", text):
+        case [quota, period] if quota != "max" != period:
+            return parse_cfs_quota(quota, period)
+    return None
+
+
+def parse_cfs_quota(quota_us: str, period_us: str) -> float | None:
+    """CPUs granted by v1 ``cpu.cfs_quota_us`` and ``cpu.cfs_period_us``; None when not limited.
+
+    No limit reads ``-1``. https://docs.kernel.org/scheduler/sched-bwc.html
+    """
+    try:
+        quota, period = int(quota_us), int(period_us)
+    except ValueError:
+        return None
+    return quota / period if quota > 0 and period > 0 else None
+
+
+def parse_cpu_stat(text: str) -> CpuThrottling | None:
+    r"""Throttling counters of a cgroup's ``cpu.stat`` (v1 or v2); None if it counts none.
+
+    Example:
+        >>> parse_cpu_stat("nr_periods 40\nnr_throttled 10\nthrottled_usec 250000\n").throttled_us
+        250000
+    """
+    counts = dict(re.findall(r"^(\w+) (\d+)$", text, flags=re.MULTILINE))
+    if "nr_throttled" not in counts:
+        return None
+    nanoseconds_v1 = int(counts.get("throttled_time", 0))
+    return CpuThrottling(
+        periods=int(counts.get("nr_periods", 0)),
+        throttled_periods=int(counts["nr_throttled"]),
+        throttled_us=int(counts.get("throttled_usec", nanoseconds_v1 // 1000)),
+    )
+
+
+def parse_cgroup_membership(text: str) -> dict[str, PurePosixPath]:
+    """Cgroup of this process by controller, from ``/proc/self/cgroup``; v2 is under ``""``.
+
+    Lines look like ``4:cpu,cpuacct:/docker/0123`` (v1) and ``0::/user.slice`` (v2).
+    """
+    membership = {}
+    for line in text.splitlines():
+        match line.split(":", maxsplit=2):
+            case [_, controllers, path]:
+                membership.update(dict.fromkeys(controllers.split(","), PurePosixPath(path)))
+    return membership
+
+
+def parse_cgroup_mounts(text: str) -> tuple[CgroupMount, ...]:
+    r"""Mounted cgroup hierarchies, from ``/proc/self/mountinfo``.
+
+    A line is ``31 23 0:28 <root> <mount point> <options> [tags] - cgroup2 <source> <options>``;
+    see proc(5). Spaces in paths are written ``\040``.
+    """
+    mounts = []
+    for line in text.splitlines():
+        where, _, what = line.partition(" - ")
+        match where.split(), what.split():
+            case [_, _, _, root, mount_point, *_], [("cgroup" | "cgroup2") as kind, _, options]:
+                v1 = kind == "cgroup"
+                mounts.append(
+                    CgroupMount(
+                        controllers=frozenset(options.split(",") if v1 else ()),
+                        root=PurePosixPath(_unescaped(root)),
+                        mount_point=PurePosixPath(_unescaped(mount_point)),
+                    )
+                )
+    return tuple(mounts)
+
+
+def cgroup_folders(
+    controller: str, *, membership: Mapping[str, PurePosixPath], mounts: tuple[CgroupMount, ...]
+) -> tuple[PurePosixPath, ...]:
+    """Folders of this process's cgroup and of those above it, innermost first.
+
+    All of them count: a limit on an outer cgroup holds for what is inside.
+
+    Args:
+        controller: v1 controller, e.g. ``"cpu"`` or ``"memory"``. Folders of the v2 hierarchy are
+            included; a controller lives in one of the two, the files of the other are missing.
+        membership: From ``parse_cgroup_membership``.
+        mounts: From ``parse_cgroup_mounts``.
+    """
+    folders: list[PurePosixPath] = []
+    for mount in mounts:
+        is_v2 = not mount.controllers
+        path = membership.get("" if is_v2 else controller)
+        if path is None or not (is_v2 or controller in mount.controllers):
+            continue
+        inside = path.is_relative_to(mount.root) and ".." not in path.parts
+        # A path from outside the mount (another cgroup namespace) has no name here; the mount
+        # point is then the innermost cgroup that can be read.
+        below = path.relative_to(mount.root) if inside else PurePosixPath()
+        folder = mount.mount_point / below
+        folders += [folder, *folder.parents[: len(below.parts)]]
+    return tuple(dict.fromkeys(folders))
+
+
+def tasks_on_node(tasks_per_node: str, node: int) -> int | None:
+    """Entry of one node in Slurm's compressed list: ``"4(x2),1"`` is 4, 4, 1; None if not there."""
+    entries = re.fullmatch(r"\d+(\(x\d+\))?(,\d+(\(x\d+\))?)*", tasks_per_node)
+    if entries is None:
+        return None
+    for tasks, repeat in re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks_per_node):
+        node -= int(repeat or 1)
+        if node < 0:
+            return int(tasks)
+    return None
+
+
+def ranks_on_host(environ: Mapping[str, str]) -> int:
+    """Training processes on this host as the launcher's environment variables tell; 1 if unknown.
+
+    Known are torchrun, Open MPI, Intel MPI, MPICH and Slurm. Lightning's own launcher sets no such
+    variable: pass its number of devices to ``read_cpu_limit`` instead.
+    """
+    told = [environ.get(name, "") for name in _LOCAL_SIZE_VARIABLES]
+    numbers = [int(text) for text in told if text.isdecimal()]
+    return next((n for n in [*numbers, _slurm_tasks(environ) or 0] if n > 0), 1)
+
+
+def cpu_limit(
+    *,
+    affinity_cpus: int,
+    quota_cpus: float | None,
+    quota_source: str | None,
+    ranks: int,
+    bound_to_rank: bool,
+) -> CpuLimit:
+    """Share of one rank in the CPUs of this host.
+
+    Args:
+        affinity_cpus: CPUs this process may run on.
+        quota_cpus: Tightest cgroup quota, which all ranks of the host share; None: no quota.
+        quota_source: File that states it.
+        ranks: Ranks on this host.
+        bound_to_rank: The launcher gave each rank an affinity of its own, so it is not divided.
+    """
+    own = affinity_cpus if bound_to_rank else affinity_cpus // ranks
+    # Half a CPU of quota can still run one thread, so a fraction counts as one CPU more.
+    granted = own if quota_cpus is None else math.ceil(quota_cpus) // ranks
+    usable = max(1, min(own, granted))
+    quota = "no cgroup quota" if quota_cpus is None else f"quota {quota_cpus:g} ({quota_source})"
+    owner = " of its own" if bound_to_rank else ""
+    return CpuLimit(
+        affinity_cpus=affinity_cpus,
+        quota_cpus=quota_cpus,
+        quota_source=quota_source,
+        ranks_on_host=ranks,
+        usable_cpus=usable,
+        reason=(
+            f"{_count(usable, 'CPU')} for this rank: affinity {affinity_cpus}{owner}, {quota}, "
+            f"{_count(ranks, 'rank')} on this host"
+        ),
+    )
+
+
+def read_affinity() -> int:
+    """CPUs this process may run on; all of the machine's where the system has no affinity."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def read_cpu_limit(
+    *,
+    root: Path = Path("/"),
+    local_ranks: int | None = None,
+    environ: Mapping[str, str] = os.environ,
+    affinity: Callable[[], int] = read_affinity,
+) -> CpuLimit:
+    """CPU limit of this process, read from ``/proc``, ``/sys`` and the environment.
+
+    Args:
+        root: Folder that holds ``proc`` and ``sys``.
+        local_ranks: Ranks on this host; None asks the launcher's environment variables.
+        environ: Environment variables.
+        affinity: Returns the CPUs this process may run on.
+
+    Raises:
+        OptionsError: ``local_ranks`` is below 1.
+    """
+    if local_ranks is not None and local_ranks < 1:
+        raise OptionsError(
+            f"local_ranks is {local_ranks!r}; a host has at least 1 rank. Pass 1 or more."
+        )
+    ranks = ranks_on_host(environ) if local_ranks is None else local_ranks
+    affinity_cpus = affinity()
+    quotas = list(_read_quotas(root))
+    quota_cpus, quota_source = min(quotas, default=(None, None))
+    return cpu_limit(
+        affinity_cpus=affinity_cpus,
+        quota_cpus=quota_cpus,
+        quota_source=quota_source,
+        ranks=ranks,
+        bound_to_rank=_bound_by_slurm(environ, ranks=ranks, affinity_cpus=affinity_cpus),
+    )
+
+
+def read_cpu_throttling(*, root: Path = Path("/")) -> CpuThrottling | None:
+    """Counters of the most throttled cgroup around this process; None without such counters."""
+    folders = read_cgroup_folders("cpu", root=root)
+    texts = [read_text(root, folder / "cpu.stat") for folder in folders]
+    found = [stat for text in texts if text is not None and (stat := parse_cpu_stat(text))]
+    return max(found, key=lambda stat: stat.throttled_us, default=None)
+
+
+def read_cgroup_folders(controller: str, *, root: Path = Path("/")) -> tuple[PurePosixPath, ...]:
+    """``cgroup_folders`` of this process; empty where the system has no cgroups."""
+    return cgroup_folders(
+        controller,
+        membership=parse_cgroup_membership(
+            read_text(root, PurePosixPath("/proc/self/cgroup")) or ""
+        ),
+        mounts=parse_cgroup_mounts(read_text(root, PurePosixPath("/proc/self/mountinfo")) or ""),
+    )
+
+
+def read_text(root: Path, path: PurePosixPath) -> str | None:
+    """Text of an absolute path below another root; None if it cannot be read."""
+    try:
+        return (root / path.relative_to("/")).read_text()
+    except OSError:
+        return None
+
+
+def _read_quotas(root: Path) -> Iterator[tuple[float, str]]:
+    for folder in read_cgroup_folders("cpu", root=root):
+        v2 = read_text(root, folder / _V2_QUOTA)
+        if v2 is not None and (cpus := parse_cpu_max(v2)) is not None:
+            yield cpus, str(folder / _V2_QUOTA)
+        quota, period = read_text(root, folder / _V1_QUOTA), read_text(root, folder / _V1_PERIOD)
+        if quota and period and (cpus := parse_cfs_quota(quota, period)) is not None:
+            yield cpus, str(folder / _V1_QUOTA)
+
+
+def _slurm_tasks(environ: Mapping[str, str]) -> int | None:
+    node = environ.get("SLURM_NODEID", "0")
+    step = environ.get("SLURM_STEP_TASKS_PER_NODE", "")
+    tasks = tasks_on_node(step, int(node)) if node.isdecimal() else None
+    asked = environ.get("SLURM_NTASKS_PER_NODE", "")
+    return tasks or (int(asked) if asked.isdecimal() else None)
+
+
+def _bound_by_slurm(environ: Mapping[str, str], *, ranks: int, affinity_cpus: int) -> bool:
+    # srun binds each task to its own CPUs. When the ranks are the tasks, an affinity of
+    # cpus-per-task is already one rank's share, and dividing it again would leave CPUs idle.
+    each = environ.get("SLURM_CPUS_PER_TASK", "")
+    return (
+        ranks > 1
+        and _slurm_tasks(environ) == ranks
+        and each.isdecimal()
+        and affinity_cpus <= int(each)
+    )
+
+
+def _unescaped(path: str) -> str:
+    return re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal.group(1), 8)), path)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

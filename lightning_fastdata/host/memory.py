@@ -1,0 +1,213 @@
+"""How much memory is free: RAM, the cgroup's share, ``/dev/shm``, open files, and the device."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
+
+from lightning_fastdata.host.cpu import read_cgroup_folders, read_text
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import torch
+
+_V1_NO_LIMIT_BYTES = 2**62
+"""An unlimited v1 cgroup states the largest multiple of the page size below 2**63."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostMemory:
+    """What this process could still allocate when it was read; other processes take from it too."""
+
+    ram_available_bytes: int
+    """RAM that programs can get without swapping (``MemAvailable``), of the whole machine."""
+    cgroup_available_bytes: int | None
+    """What the tightest memory limit of a cgroup leaves; beyond it the kernel kills. None: no
+    limit."""
+    shm_free_bytes: int | None
+    """Free space of ``/dev/shm``, where batches of worker processes live (64 MiB in a Docker
+    container by default). A full one kills workers with a bus error. None: there is none."""
+    open_files_soft: int | None
+    """File descriptors this process may hold; None: no limit."""
+    open_files_hard: int | None
+    """How far the process may raise ``open_files_soft`` itself; None: no limit."""
+
+    @property
+    def available_bytes(self) -> int:
+        """RAM this process can count on: the smaller of the machine's and the cgroup's."""
+        if self.cgroup_available_bytes is None:
+            return self.ram_available_bytes
+        return min(self.ram_available_bytes, self.cgroup_available_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchMemory:
+    """Where batches of worker processes are held, and how much of it one rank may fill."""
+
+    place: str
+    """``"/dev/shm"`` or ``"RAM"``."""
+    free_bytes: int
+    """What is free there, for all ranks of the host."""
+    parts: int
+    """Into how many parts ``free_bytes`` is divided, of which one loader of one rank may fill one:
+    4 for each rank. The training and the validation workers live at the same time, and the dataset
+    and the model need the rest."""
+    remedy: str
+    """How to enlarge it; ``{gib}`` stands for the GiB that must be free."""
+
+    def holds(self, batches_bytes: int) -> bool:
+        """Whether batches of this size in all fit into one part."""
+        return batches_bytes * self.parts <= self.free_bytes
+
+    def remedy_for(self, batches_bytes: int) -> str:
+        """What to do so that batches of this size in all fit."""
+        return self.remedy.format(gib=math.ceil(batches_bytes * self.parts / 2**30))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceMemory:
+    """Memory of one GPU, as its driver counts it: all processes together."""
+
+    free_bytes: int
+    """What a new allocation can get. Memory that torch keeps cached counts as used here."""
+    total_bytes: int
+    """What the device has."""
+
+
+def parse_meminfo(text: str) -> int | None:
+    """``MemAvailable`` of ``/proc/meminfo`` in bytes; None if it is not stated."""
+    found = re.search(r"^MemAvailable:\s+(\d+) kB$", text, flags=re.MULTILINE)
+    return None if found is None else int(found.group(1)) * 1024
+
+
+def parse_memory_limit(text: str) -> int | None:
+    """Bytes stated by v2 ``memory.max``, ``memory.high`` or v1 ``memory.limit_in_bytes``.
+
+    None: no limit.
+    """
+    digits = text.strip()
+    if not digits.isdecimal():
+        return None
+    limit_bytes = int(digits)
+    return limit_bytes if limit_bytes < _V1_NO_LIMIT_BYTES else None
+
+
+def cgroup_available(*, limit_bytes: int, usage_bytes: int, stat: str) -> int:
+    """Bytes a cgroup may still take.
+
+    Usage counts cached file pages. Those on the inactive list are given back before anything is
+    killed, so they count as available, as in the kubelet's working set
+    (https://kubernetes.io/docs/reference/instrumentation/node-metrics/).
+
+    Args:
+        limit_bytes: Limit of the cgroup.
+        usage_bytes: ``memory.current`` (v2) or ``memory.usage_in_bytes`` (v1).
+        stat: Text of ``memory.stat``.
+    """
+    counts = dict(re.findall(r"^(\w+) (\d+)$", stat, flags=re.MULTILINE))
+    # v1 gives both; the one with "total_" includes the cgroups below, as the usage does.
+    inactive = int(counts.get("total_inactive_file") or counts.get("inactive_file") or 0)
+    return max(0, limit_bytes - max(0, usage_bytes - inactive))
+
+
+def batch_memories(memory: HostMemory, *, ranks: int) -> tuple[BatchMemory, ...]:
+    """Every place that the batches of worker processes must fit into."""
+    ram = BatchMemory(
+        place="RAM",
+        free_bytes=memory.available_bytes,
+        parts=4 * ranks,
+        remedy="Take smaller batches or fewer workers, or free {gib} GiB of memory for the job.",
+    )
+    if memory.shm_free_bytes is None:
+        return (ram,)
+    shm = BatchMemory(
+        place="/dev/shm",
+        free_bytes=memory.shm_free_bytes,
+        parts=4 * ranks,
+        remedy=(
+            "Give it {gib} GiB: docker run --shm-size={gib}g, or "
+            "mount -o remount,size={gib}G /dev/shm."
+        ),
+    )
+    return shm, ram
+
+
+def read_host_memory(*, root: Path = Path("/")) -> HostMemory:
+    """Free memory and open-file limits of this process.
+
+    Args:
+        root: Folder that holds ``proc``, ``sys`` and ``dev``; the open-file limits are always this
+            process's own.
+    """
+    soft, hard = _read_open_file_limits()
+    return HostMemory(
+        ram_available_bytes=_read_ram_available(root),
+        cgroup_available_bytes=min(_read_cgroup_available(root), default=None),
+        shm_free_bytes=_read_free(root / "dev" / "shm"),
+        open_files_soft=soft,
+        open_files_hard=hard,
+    )
+
+
+def read_device_memory(device: torch.device | str | int) -> DeviceMemory | None:
+    """Free and total memory of a CUDA device; None for a device of another kind.
+
+    Args:
+        device: Device, its name, or a CUDA index.
+    """
+    import torch
+
+    device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    if device.type != "cuda":
+        return None
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    return DeviceMemory(free_bytes=free_bytes, total_bytes=total_bytes)
+
+
+def _read_ram_available(root: Path) -> int:
+    stated = parse_meminfo(read_text(root, PurePosixPath("/proc/meminfo")) or "")
+    if stated is not None:
+        return stated
+    import psutil  # macOS and Windows have no /proc
+
+    return int(psutil.virtual_memory().available)
+
+
+def _read_cgroup_available(root: Path) -> Iterator[int]:
+    for folder in read_cgroup_folders("memory", root=root):
+        for limit_name, usage_name in (
+            ("memory.max", "memory.current"),
+            ("memory.high", "memory.current"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+        ):
+            limit = parse_memory_limit(read_text(root, folder / limit_name) or "")
+            usage = read_text(root, folder / usage_name)
+            if limit is not None and usage is not None:
+                yield cgroup_available(
+                    limit_bytes=limit,
+                    usage_bytes=int(usage),
+                    stat=read_text(root, folder / "memory.stat") or "",
+                )
+
+
+def _read_free(folder: Path) -> int | None:
+    try:
+        status = os.statvfs(folder)
+    except OSError:
+        return None
+    return status.f_bavail * status.f_frsize
+
+
+def _read_open_file_limits() -> tuple[int | None, int | None]:
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None, None
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    endless = resource.RLIM_INFINITY
+    return None if soft == endless else soft, None if hard == endless else hard

@@ -1,0 +1,325 @@
+"""From step timings to numbers: the newest steps, means for loggers, a summary of a stage."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_fastdata.errors import OptionsError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from lightning_fastdata.insight.timeline import StepTiming
+
+Columns: TypeAlias = Mapping[str, npt.NDArray[np.float64]]
+"""Field name of `StepTiming` -> one float64 per step, oldest first; NaN = not measured."""
+
+TIMED = ("wait_ms", "stall_ms", "transfer_ms", "augment_ms", "compute_ms", "gap_ms", "step_ms")
+_COLUMNS = (*TIMED, "step", "samples", "cold")
+_STEP_MS = TIMED.index("step_ms")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseSummary:
+    """One phase over the warm steps of a stage."""
+
+    mean_ms: float
+    """Mean over all steps that measured it."""
+    p50_ms: float
+    """Median over the newest steps."""
+    p95_ms: float
+    """95th percentile over the newest steps: far above the median means bursts."""
+    max_ms: float
+    """Largest of all steps."""
+    share: float
+    """Part of the total step time, 0 to 1. The shares of stall, transfer, augment and compute add
+    up to 1; ``wait`` may exceed the stall, and ``gap`` lies outside the step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageSummary:
+    """Where the steps of one stage went. First steps of epochs are counted apart."""
+
+    stage: str
+    """``train``, ``val``, ``test`` or ``predict``."""
+    device: str = "cpu"
+    """Type of the device that computed: ``cpu``, ``cuda``, ..."""
+    steps: int
+    """All steps, cold ones included."""
+    samples: int
+    """Samples in all steps."""
+    duration_s: float
+    """Wall time from the first to the last step, gaps included."""
+    wait: PhaseSummary | None = None
+    stall: PhaseSummary | None = None
+    transfer: PhaseSummary | None = None
+    augment: PhaseSummary | None = None
+    compute: PhaseSummary | None = None
+    gap: PhaseSummary | None = None
+    step: PhaseSummary | None = None
+    cold_steps: int = 0
+    """Steps that were first in an epoch."""
+    cold_wait_ms: float | None = None
+    """Mean host wait of the cold steps: what starting an epoch costs."""
+    samples_per_s: float | None = None
+    """Samples of warm steps over their ``step_ms``."""
+    samples_per_s_if_data_were_free: float | None = None
+    """The same with the stall taken away: the most that faster data can give."""
+    dropped_steps: int = 0
+    """Steps whose device figures were given up because the device lagged too far behind."""
+
+    @property
+    def stall_share(self) -> float | None:
+        """Part of the step in which the device stood idle because of data, 0 to 1."""
+        return None if self.stall is None else self.stall.share
+
+    @property
+    def speedup_possible(self) -> float | None:
+        """How many times faster the step would be if data were free; None if not measured."""
+        if not self.samples_per_s or self.samples_per_s_if_data_were_free is None:
+            return None
+        return self.samples_per_s_if_data_were_free / self.samples_per_s
+
+
+class StepHistory:
+    """Totals over all steps and the single values of the newest, in memory that never grows.
+
+    Args:
+        window: how many of the newest steps keep their single values.
+
+    Raises:
+        OptionsError: if ``window`` is not positive.
+
+    Attributes:
+        steps: all steps so far.
+        samples: samples in all steps so far.
+        cold_steps: steps so far that were the first of an epoch.
+    """
+
+    __slots__ = (
+        "_count",
+        "_max",
+        "_measured_samples",
+        "_rows",
+        "_sum",
+        "cold_steps",
+        "samples",
+        "steps",
+    )
+
+    def __init__(self, window: int = 1024) -> None:
+        if window < 1:
+            raise OptionsError(f"The window must keep at least 1 step, but is {window}.")
+        self._rows = np.full((window, len(_COLUMNS)), np.nan)
+        # Row 0: warm steps, row 1: cold ones.
+        self._sum = np.zeros((2, len(TIMED)))
+        self._count = np.zeros((2, len(TIMED)), dtype=np.int64)
+        self._max = np.full((2, len(TIMED)), -np.inf)
+        self._measured_samples = [0, 0]
+        self.steps = 0
+        self.samples = 0
+        self.cold_steps = 0
+
+    def append(self, timing: StepTiming) -> None:
+        """Count one step; the oldest leaves the window when it is full."""
+        row = self._rows[self.steps % len(self._rows)]
+        row[:] = (
+            _or_nan(timing.wait_ms),
+            _or_nan(timing.stall_ms),
+            _or_nan(timing.transfer_ms),
+            _or_nan(timing.augment_ms),
+            _or_nan(timing.compute_ms),
+            _or_nan(timing.gap_ms),
+            _or_nan(timing.step_ms),
+            timing.step,
+            timing.samples,
+            timing.cold,
+        )
+        kind = int(timing.cold)
+        times = row[: len(TIMED)]
+        measured = times == times  # noqa: PLR0124 - NaN is the one value that differs from itself
+        self._sum[kind, measured] += times[measured]
+        self._count[kind] += measured
+        np.fmax(self._max[kind], times, out=self._max[kind])
+        if timing.step_ms is not None:
+            self._measured_samples[kind] += timing.samples
+        self.steps += 1
+        self.samples += timing.samples
+        self.cold_steps += kind
+
+    def newest(self, steps: int | None = None) -> Columns:
+        """Return copies of the newest steps, oldest first.
+
+        Args:
+            steps: how many; None or more than there are means all in the window.
+        """
+        size = len(self._rows)
+        have = min(self.steps, size)
+        take = have if steps is None else max(0, min(steps, have))
+        positions = np.arange(self.steps - take, self.steps) % size
+        rows = self._rows[positions]
+        return {name: rows[:, i].copy() for i, name in enumerate(_COLUMNS)}
+
+    def summarize(
+        self,
+        stage: str,
+        *,
+        duration_s: float,
+        device: str = "cpu",
+        dropped_steps: int = 0,
+    ) -> StageSummary:
+        """Return where all steps so far went.
+
+        Warm steps only, unless every step was the first of its epoch.
+
+        Args:
+            stage: name of the stage.
+            duration_s: wall time of the stage.
+            device: type of the device that computed.
+            dropped_steps: steps without device figures.
+        """
+        kind = int(not self._count[0].any())
+        columns = _warm(self.newest())
+        totals, counts = self._sum[kind], self._count[kind]
+        step_total, measured = totals[_STEP_MS], self._measured_samples[kind]
+        phases: dict[str, PhaseSummary | None] = {}
+        for i, name in enumerate(TIMED):
+            phases[name.removesuffix("_ms")] = _phase(
+                columns[name], totals[i], int(counts[i]), float(self._max[kind, i]), step_total
+            )
+        free_total = step_total - totals[TIMED.index("stall_ms")]
+        return StageSummary(
+            stage=stage,
+            device=device,
+            steps=self.steps,
+            samples=self.samples,
+            duration_s=duration_s,
+            cold_steps=self.cold_steps,
+            cold_wait_ms=float(self._sum[1, 0] / self._count[1, 0]) if self._count[1, 0] else None,
+            samples_per_s=_per_second(measured, step_total),
+            samples_per_s_if_data_were_free=(
+                _per_second(measured, free_total) if phases["stall"] else None
+            ),
+            dropped_steps=dropped_steps,
+            **phases,
+        )
+
+
+def window_means(columns: Columns, prefix: str = "data") -> dict[str, float]:
+    """Return the scalars of a window of steps; what was not measured has no key.
+
+    Units are in the names. Cold steps are left out, unless there are no others.
+
+    Args:
+        columns: the steps, as from `StepHistory.newest`.
+        prefix: ``data`` for training, ``data_val`` for validation.
+
+    Returns:
+        ``{prefix}/stall_percent`` (device idle because of data, over step time),
+        ``{prefix}/step_ms``, ``{prefix}/throughput_samples_per_s``,
+        ``{prefix}/time_{augment,compute,transfer,wait}_ms`` (wait is host time),
+        ``{prefix}/speedup_possible`` = ``step / (step - stall)``, and
+        ``{prefix}_band/{step,wait,compute}_{p50,p95,max}_ms``.
+    """
+    columns = _warm(columns)
+    scalars: dict[str, float] = {}
+    for phase in ("step", "time_augment", "time_compute", "time_transfer", "time_wait"):
+        values = _measured(columns[f"{phase.removeprefix('time_')}_ms"])
+        if values.size:
+            scalars[f"{prefix}/{phase}_ms"] = float(values.mean())
+    step, stall = columns["step_ms"], columns["stall_ms"]
+    timed = ~np.isnan(step)
+    total = float(step[timed].sum())
+    if total > 0:
+        scalars[f"{prefix}/throughput_samples_per_s"] = (
+            float(columns["samples"][timed].sum()) * 1e3 / total
+        )
+    both = timed & ~np.isnan(stall)
+    total, stalled = float(step[both].sum()), float(stall[both].sum())
+    if total > 0:
+        scalars[f"{prefix}/stall_percent"] = 100.0 * stalled / total
+        if total > stalled:
+            scalars[f"{prefix}/speedup_possible"] = total / (total - stalled)
+    for phase in ("step", "wait", "compute"):
+        values = _measured(columns[f"{phase}_ms"])
+        if values.size:
+            p50, p95 = np.percentile(values, (50, 95))
+            scalars[f"{prefix}_band/{phase}_p50_ms"] = float(p50)
+            scalars[f"{prefix}_band/{phase}_p95_ms"] = float(p95)
+            scalars[f"{prefix}_band/{phase}_max_ms"] = float(values.max())
+    return dict(sorted(scalars.items()))
+
+
+class MetricWindow:
+    """Window means since they were last asked for.
+
+    Args:
+        history: where the steps are recorded.
+        prefix: ``data`` for training, ``data_val`` for validation.
+    """
+
+    __slots__ = ("_history", "_prefix", "_seen")
+
+    def __init__(self, history: StepHistory, prefix: str = "data") -> None:
+        self._history = history
+        self._prefix = prefix
+        self._seen = history.steps
+
+    def take(self) -> dict[str, float]:
+        """Return `window_means` of the steps since the last call; empty if there were none.
+
+        Of more steps than the history keeps, only the kept ones count.
+        """
+        new = self._history.steps - self._seen
+        self._seen = self._history.steps
+        return window_means(self._history.newest(new), self._prefix) if new else {}
+
+
+def columns_of(steps: Sequence[StepTiming]) -> Columns:
+    """Return the columns of single timings, in their order."""
+    return {
+        name: np.array([_or_nan(getattr(step, name)) for step in steps], dtype=np.float64)
+        for name in _COLUMNS
+    }
+
+
+def _or_nan(value: float | None) -> float:
+    return np.nan if value is None else value
+
+
+def _measured(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    return values[~np.isnan(values)]
+
+
+def _warm(columns: Columns) -> Columns:
+    """Return the steps that are not first in their epoch; all of them if there are no others."""
+    warm = columns["cold"] == 0
+    return {name: values[warm] for name, values in columns.items()} if warm.any() else columns
+
+
+def _per_second(samples: int, total_ms: float) -> float | None:
+    return float(samples * 1e3 / total_ms) if total_ms > 0 and samples else None
+
+
+def _phase(
+    newest: npt.NDArray[np.float64], total: float, count: int, largest: float, step_total: float
+) -> PhaseSummary | None:
+    values = _measured(newest)
+    if not count:
+        return None
+    if not values.size:
+        # Measured once, but not in the window: the mean is all that is known.
+        values = np.array([total / count])
+    p50, p95 = np.percentile(values, (50, 95))
+    return PhaseSummary(
+        mean_ms=float(total / count),
+        p50_ms=float(p50),
+        p95_ms=float(p95),
+        max_ms=largest,
+        share=float(total / step_total) if step_total > 0 else 0.0,
+    )

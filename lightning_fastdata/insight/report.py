@@ -1,0 +1,279 @@
+"""A run told to people and to programs: plain text, colours, JSON; and two runs side by side."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import tempfile
+import textwrap
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from rich.console import Console, ConsoleOptions, RenderResult
+
+    from lightning_fastdata.insight.metrics import StageSummary
+    from lightning_fastdata.insight.verdict import Verdict
+
+SCHEMA_VERSION = 1
+"""Raised when a field of the JSON report changes its meaning or goes away."""
+
+PHASE_COLORS = {"wait": "red", "transfer": "cyan", "augment": "magenta", "compute": "green"}
+_KIND_COLORS = {
+    "data-bound": "bold white on red",
+    "balanced": "bold black on yellow",
+    "compute-bound": "bold white on green",
+    "unknown": "bold reverse",
+}
+_EIGHTHS = " ▏▎▍▌▋▊▉"
+_TO_ASCII = str.maketrans({"─": "-", "·": "|", "→": ">", "…": "."})
+_INDENT = 7
+_NARROWEST = 72
+_BAR_SPACE = 50
+"""Columns of a phase's row that are not bar."""
+
+_Line: TypeAlias = "list[tuple[str, str]]"
+"""Pieces of one line: text and rich style."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunReport:
+    """Everything worth keeping of one run.
+
+    ``print(report.text())`` gives plain text; rich consoles print it in colours.
+    """
+
+    stages: tuple[StageSummary, ...]
+    """The first one is told in full and is what the verdict is about; the others get a line."""
+    verdict: Verdict | None = None
+    """What limits the first stage."""
+    notes: tuple[str, ...] = ()
+    """Decisions and limits to know about, one sentence each."""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    """Package name -> version."""
+    machine: Mapping[str, str | int | float] = field(default_factory=dict)
+    """Facts of the machine, units in the names."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the report as plain JSON types; keys of unmeasured numbers hold None."""
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "stages": {stage.stage: _stage_as_dict(stage) for stage in self.stages},
+            "verdict": None if self.verdict is None else dataclasses.asdict(self.verdict),
+            "notes": list(self.notes),
+            "versions": dict(self.versions),
+            "machine": dict(self.machine),
+        }
+
+    def write_json(self, path: str | os.PathLike[str]) -> Path:
+        """Write the report as JSON; readers see the old file or the new one, never a part.
+
+        Args:
+            path: the file; its folder is created.
+
+        Returns:
+            The path.
+        """
+        return write_atomically(Path(path), json.dumps(self.as_dict(), indent=2, allow_nan=False))
+
+    def text(self, width: int = 80, *, ascii: bool = False) -> str:  # noqa: A002
+        """Return the summary as plain text.
+
+        Args:
+            width: columns; below 72 the text is laid out for 72.
+            ascii: draw with ASCII signs, for terminals that are not UTF-8.
+        """
+        lines = self._lines(max(_NARROWEST, width), ascii)
+        return "\n".join("".join(piece for piece, _ in line).rstrip() for line in lines)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        from rich.text import Text
+
+        for line in self._lines(max(_NARROWEST, options.max_width), options.ascii_only):
+            yield Text.assemble(*line, no_wrap=True, overflow="ellipsis")
+
+    def _lines(self, width: int, ascii_only: bool) -> list[_Line]:
+        lines: list[_Line] = []
+        if not self.stages:
+            lines += [_rule("fastdata ", width), [(" nothing was measured", "")]]
+        else:
+            first = self.stages[0]
+            lines.append(_rule(f"fastdata · {_headline(first)} ", width))
+            lines += _verdict_lines(self.verdict, width)
+            lines += [[], *_phase_rows(first, width, ascii_only), []]
+            lines += _throughput_line(first)
+        if self.verdict is not None:
+            lines += _words("why", "; ".join(self.verdict.evidence), width, "")
+            lines += _words("try", self.verdict.next_step, width, "")
+            skip = " ".join(filter(None, (self.verdict.leave_alone, f"[{self.verdict.code}]")))
+            lines += _words("skip" if self.verdict.leave_alone else "", skip, width, "dim")
+        for stage in self.stages[1:]:
+            lines += _words(stage.stage, _stage_line(stage), width, "")
+        for note in self.notes:
+            lines += _words("note", note, width, "dim")
+        lines.append(_rule("", width))
+        if not ascii_only:
+            return lines
+        return [[(_as_ascii(piece), style) for piece, style in line] for line in lines]
+
+
+def comparison_text(
+    before: RunReport,
+    after: RunReport,
+    width: int = 80,
+    *,
+    ascii: bool = False,  # noqa: A002
+) -> str:
+    """Return two bars, samples/s before and after, with the stall of each, and what was gained.
+
+    Args:
+        before: the run to compare with.
+        after: the run that should be faster.
+        width: columns; below 72 the text is laid out for 72.
+        ascii: draw with ASCII signs.
+    """
+    width = max(_NARROWEST, width)
+    rates = [_rate(report) for report in (before, after)]
+    top = max(rates)
+    lines = ["".join(piece for piece, _ in _rule("fastdata · before and after ", width))]
+    for name, report, rate in zip(("before", "after"), (before, after), rates, strict=True):
+        share = report.stages[0].stall_share if report.stages else None
+        stall = "" if share is None else f"wait {_percent(share)}"
+        length = width - 42
+        drawn = bar(rate / top if top else 0.0, length, ascii=ascii)
+        shown = f"{rate:9.0f} samples/s" if rate else "  not measured     "
+        lines.append(f" {name:<8} {drawn:<{length}} {shown}  {stall}".rstrip())
+    if all(rates):
+        lines.append(f" {rates[1] / rates[0]:.2f}x the samples per second")
+    text = "\n".join(lines)
+    return _as_ascii(text) if ascii else text
+
+
+def bar(fraction: float, width: int, *, ascii: bool = False) -> str:  # noqa: A002
+    """Return a bar of ``fraction`` (clipped to 0..1) of ``width`` cells, to an eighth of a cell.
+
+    With ``ascii``, to a whole cell.
+    """
+    cells = min(1.0, max(0.0, fraction)) * width
+    if ascii:
+        return "#" * round(cells)
+    full, eighths = divmod(round(cells * 8), 8)
+    return "█" * full + (_EIGHTHS[eighths] if eighths else "")
+
+
+def duration_text(seconds: float) -> str:
+    """Return ``0.8 s``, ``34 s``, ``1 min 34 s`` or ``2 h 05 min``."""
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def write_atomically(path: Path, text: str) -> Path:
+    """Write ``text`` as UTF-8 so that no reader ever sees a part of it; return the path."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    temporary = Path(name)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.chmod(0o644)
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    return path
+
+
+def _stage_as_dict(stage: StageSummary) -> dict[str, Any]:
+    values = dataclasses.asdict(stage)
+    values["stall_share"] = stage.stall_share
+    values["speedup_possible"] = stage.speedup_possible
+    return values
+
+
+def _rule(title: str, width: int) -> _Line:
+    return [(title, "bold"), ("─" * max(0, width - len(title)), "dim")]
+
+
+def _headline(stage: StageSummary) -> str:
+    return f"{stage.stage} · {stage.steps} steps in {duration_text(stage.duration_s)}"
+
+
+def _verdict_lines(verdict: Verdict | None, width: int) -> Iterable[_Line]:
+    if verdict is None:
+        return
+    badge = f" {verdict.kind.upper()} "
+    for i, part in enumerate(textwrap.wrap(verdict.sentence, width - len(badge) - 2)):
+        if i == 0:
+            yield [(badge, _KIND_COLORS[verdict.kind]), (f"  {part}", "")]
+        else:
+            yield [(" " * (len(badge) + 2) + part, "")]
+
+
+def _phase_rows(stage: StageSummary, width: int, ascii_only: bool) -> Iterable[_Line]:
+    """Return a row for each measured phase; ``wait`` is the exposed part, so that all add up."""
+    phases = {
+        "wait": stage.stall,
+        "transfer": stage.transfer,
+        "augment": stage.augment,
+        "compute": stage.compute,
+    }
+    length = min(40, width - _BAR_SPACE)
+    for name, phase in phases.items():
+        if phase is not None:
+            drawn = bar(phase.share, length, ascii=ascii_only)
+            yield [
+                (f" {name:<9} ", "bold" if name == "wait" else ""),
+                (f"{drawn:<{length}}", PHASE_COLORS[name]),
+                (f" {phase.mean_ms:8.1f} ms {_percent(phase.share):>4}", ""),
+                (f"  p95 {phase.p95_ms:7.1f}", "dim"),
+            ]
+
+
+def _throughput_line(stage: StageSummary) -> Iterable[_Line]:
+    if stage.samples_per_s is None:
+        return []
+    line = [(f" {stage.samples_per_s:.0f} samples/s now", "")]
+    free, speedup = stage.samples_per_s_if_data_were_free, stage.speedup_possible
+    if free is not None and speedup is not None:
+        line += [("  ·  ", "dim"), (f"{free:.0f} if data were free", "")]
+        line += [("  ·  ", "dim"), (f"{speedup:.2f}x to gain", "bold")]
+    return [line]
+
+
+def _stage_line(stage: StageSummary) -> str:
+    parts = [f"{stage.steps} steps in {duration_text(stage.duration_s)}"]
+    if stage.stall_share is not None:
+        parts.append(f"wait {_percent(stage.stall_share)}")
+    if stage.samples_per_s is not None:
+        parts.append(f"{stage.samples_per_s:.0f} samples/s")
+    return "  ·  ".join(parts)
+
+
+def _words(label: str, text: str, width: int, style: str) -> Iterable[_Line]:
+    """Return the text wrapped beside its label."""
+    for i, part in enumerate(textwrap.wrap(text, width - _INDENT) or []):
+        yield [(f" {label if i == 0 else '':<{_INDENT - 2}} ", "bold"), (part, style)]
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f}%"
+
+
+def _as_ascii(text: str) -> str:
+    return text.translate(_TO_ASCII).encode("ascii", "replace").decode("ascii")
+
+
+def _rate(report: RunReport) -> float:
+    return (report.stages[0].samples_per_s or 0.0) if report.stages else 0.0

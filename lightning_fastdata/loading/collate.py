@@ -1,0 +1,91 @@
+"""Samples to one batch: torch's own collation, and dataclasses besides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import default_collate
+
+from lightning_fastdata.errors import BatchError
+from lightning_fastdata.loading.staged import StagedBatch
+
+if TYPE_CHECKING:
+    from lightning_fastdata.augment.transform import WorkerTransform
+    from lightning_fastdata.types import Batch, Stage
+
+
+def collate_samples(samples: Sequence[Any]) -> Batch:
+    """Return the samples as one batch: ``default_collate``, extended to dataclasses.
+
+    Args:
+        samples: At least one sample; all of the same structure.
+
+    Raises:
+        BatchError: The samples cannot be stacked, for example because their shapes differ.
+    """
+    try:
+        return _collate(samples)
+    except (TypeError, RuntimeError, ValueError) as error:
+        shapes = sorted({str(tuple(s.shape)) for s in _array_leaves(samples)})
+        seen = f" Shapes found: {', '.join(shapes[:6])}." if len(shapes) > 1 else ""
+        raise BatchError(
+            f"These {len(samples)} samples cannot be made into one batch: {error}.{seen} "
+            "Give samples one size (for images: a Resize or a crop), or pass a collate_fn."
+        ) from error
+
+
+def _collate(samples: Sequence[Any]) -> Batch:
+    first = samples[0]
+    if not _holds_dataclass(first):
+        return default_collate(list(samples))
+    if is_dataclass(first) and not isinstance(first, type):
+        columns = {f.name: _collate([getattr(s, f.name) for s in samples]) for f in fields(first)}
+        return type(first)(**columns)
+    if isinstance(first, Mapping):
+        return {key: _collate([s[key] for s in samples]) for key in first}
+    columns_ = [_collate(column) for column in zip(*samples, strict=True)]
+    return type(first)(*columns_) if hasattr(first, "_fields") else columns_
+
+
+def _holds_dataclass(sample: Any) -> bool:
+    if is_dataclass(sample):
+        return True
+    if isinstance(sample, Mapping):
+        return any(_holds_dataclass(value) for value in sample.values())
+    return isinstance(sample, list | tuple) and any(_holds_dataclass(value) for value in sample)
+
+
+def _array_leaves(value: Any) -> list[Any]:
+    if hasattr(value, "shape"):
+        return [value]
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    elif is_dataclass(value) and not isinstance(value, type):
+        value = [getattr(value, f.name) for f in fields(value)]
+    if isinstance(value, list | tuple):
+        return [leaf for item in value for leaf in _array_leaves(item)]
+    return []
+
+
+class StagingCollate:
+    """Collates samples and, beside them, what was drawn for their transform on the device."""
+
+    def __init__(
+        self,
+        collate_fn: Callable[[list[Any]], Batch],
+        transform: WorkerTransform | None,
+        stage: Stage,
+    ) -> None:
+        self.collate_fn = collate_fn
+        self.transform = transform
+        self.stage = stage
+
+    def __call__(self, samples: list[Any]) -> StagedBatch:
+        """Return the staged batch of samples, or of ``(sample, tape)`` pairs."""
+        if self.transform is None:
+            return StagedBatch(self.collate_fn(samples), None, self.stage)
+        batch = self.collate_fn([sample for sample, _tape in samples])
+        draws = self.transform.collate([tape for _sample, tape in samples])
+        return StagedBatch(batch, draws, self.stage)

@@ -1,0 +1,168 @@
+"""Datasets whose randomness is keyed by sample: (seed, epoch, index) and nothing else.
+
+Albumentations 2.0.8 hands every worker process the same generator, so workers draw the same
+stream and epochs repeat. Here each sample's transforms are seeded before they run, which makes
+the draws independent of the number of workers, the batch size and the resume point.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import Dataset, IterableDataset, Subset, get_worker_info
+
+from lightning_fastdata.augment.seeds import find_composes, reseed
+from lightning_fastdata.errors import BatchError
+from lightning_fastdata.types import SampleKey
+
+if TYPE_CHECKING:
+    from lightning_fastdata.augment.transform import WorkerTransform
+
+
+class EpochCell:
+    """The current epoch, readable in worker processes that outlive it."""
+
+    def __init__(self) -> None:
+        self._value = torch.zeros(1, dtype=torch.int64).share_memory_()
+
+    def set(self, epoch: int) -> None:
+        """Write the epoch; call it before the first index of that epoch is handed out."""
+        self._value[0] = epoch
+
+    def get(self) -> int:
+        """Return the epoch last written by the training process."""
+        return int(self._value[0])
+
+
+class _Keying:
+    """Seeds the Albumentations pipelines of a dataset and runs our own transform after it."""
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        seed: int,
+        epoch: EpochCell,
+        transform: Callable[[Any, SampleKey], Any] | None,
+    ) -> None:
+        self.dataset = dataset
+        self.seed = seed
+        self.epoch = epoch
+        self.transform = transform
+        self._composes: list[Any] | None = None
+
+    def key(self, index: int) -> SampleKey:
+        return SampleKey(self.seed, self.epoch.get(), index)
+
+    def seed_for(self, key: SampleKey) -> None:
+        # Found on first use, because a worker process holds its own copies of the pipelines.
+        if self._composes is None:
+            self._composes = find_composes(self.dataset)
+        if self._composes:
+            reseed(self._composes, key)
+
+    def finish(self, sample: Any, key: SampleKey) -> Any:
+        return sample if self.transform is None else self.transform(sample, key)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_composes": None}
+
+
+class KeyedDataset(Dataset[Any]):
+    """A map-style dataset, each of whose samples is drawn under its own key."""
+
+    def __init__(self, keying: _Keying) -> None:
+        self._keying = keying
+
+    def __len__(self) -> int:
+        return len(self._keying.dataset)  # type: ignore[arg-type]
+
+    def __getitem__(self, index: Any) -> Any:
+        keying = self._keying
+        key = keying.key(_as_int(index))
+        keying.seed_for(key)
+        return keying.finish(keying.dataset[index], key)
+
+    @property
+    def __getitems__(self) -> Callable[[Sequence[int]], list[Any]] | None:
+        """Torch's fetcher asks for it and takes None for "one sample at a time"."""
+        return self._fetch if fetches_in_batches(self._keying.dataset) else None
+
+    def _fetch(self, indices: Sequence[int]) -> list[Any]:
+        keying = self._keying
+        keys = [keying.key(_as_int(index)) for index in indices]
+        # One call draws for all its samples, so its first key has to speak for them.
+        keying.seed_for(keys[0])
+        samples = keying.dataset.__getitems__(indices)  # type: ignore[attr-defined]
+        if keying.transform is None:
+            return samples  # type: ignore[no-any-return]
+        if not isinstance(samples, Sequence) or len(samples) != len(keys):
+            raise BatchError(
+                f"{type(keying.dataset).__name__}.__getitems__ returned "
+                f"{type(samples).__name__} for {len(keys)} indices; a transform of single samples "
+                "needs a list of that many samples."
+            )
+        return [keying.finish(sample, key) for sample, key in zip(samples, keys, strict=True)]
+
+
+class KeyedIterableDataset(IterableDataset[Any]):
+    """An iterable dataset whose i-th sample in worker w has the key index ``i * workers + w``.
+
+    Attributes are read from and written to the wrapped dataset, so that a ``worker_init_fn`` that
+    configures ``get_worker_info().dataset`` reaches it.
+    """
+
+    def __init__(self, keying: _Keying) -> None:
+        object.__setattr__(self, "_keying", keying)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_keying":
+            raise AttributeError(name)
+        return getattr(self._keying.dataset, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._keying.dataset, name, value)
+
+    def __iter__(self) -> Iterator[Any]:
+        keying: _Keying = self._keying
+        info = get_worker_info()
+        worker, workers = (info.id, info.num_workers) if info is not None else (0, 1)
+        keying.seed_for(keying.key(worker))
+        for position, sample in enumerate(keying.dataset):
+            key = keying.key(position * workers + worker)
+            yield keying.finish(sample, key)
+            keying.seed_for(key._replace(index=key.index + workers))
+
+
+def keyed(
+    dataset: Dataset[Any],
+    *,
+    seed: int,
+    epoch: EpochCell,
+    transform: WorkerTransform | None,
+) -> Dataset[Any]:
+    """Return the dataset with keyed randomness, or the dataset itself if it has none to key."""
+    if transform is None and not find_composes(dataset):
+        return dataset
+    keying = _Keying(dataset, seed, epoch, transform)
+    if isinstance(dataset, IterableDataset):
+        return KeyedIterableDataset(keying)
+    return KeyedDataset(keying)
+
+
+def fetches_in_batches(dataset: Dataset[Any]) -> bool:
+    """Return whether the dataset answers ``__getitems__`` itself, also below a ``Subset``."""
+    if type(dataset) is Subset:
+        return fetches_in_batches(dataset.dataset)
+    return callable(getattr(dataset, "__getitems__", None))
+
+
+def _as_int(index: Any) -> int:
+    try:
+        return int(index)
+    except (TypeError, ValueError):
+        # Samplers may yield anything the dataset understands; equal keys still draw equal numbers.
+        import zlib
+
+        return zlib.crc32(repr(index).encode())

@@ -1,0 +1,228 @@
+"""FastDataLoader: a torch DataLoader whose batches may still have a transform to run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Sampler,
+    default_collate,
+)
+
+from lightning_fastdata.errors import TransformError
+from lightning_fastdata.loading.collate import StagingCollate, collate_samples
+from lightning_fastdata.loading.keyed import EpochCell, keyed
+
+if TYPE_CHECKING:
+    from torch import Generator
+
+    from lightning_fastdata.augment.transform import BatchTransform
+    from lightning_fastdata.types import Batch, Stage
+
+
+class FastDataLoader(DataLoader[Any]):
+    """A ``torch.utils.data.DataLoader`` with randomness keyed by sample and staged transforms.
+
+    All of torch's arguments keep their meaning and are found under the same attributes, so that
+    Lightning, Fabric and every sampler tool treat it as the DataLoader it is. Albumentations
+    pipelines inside the dataset are seeded per sample from ``(seed, epoch, index)``.
+
+    Args:
+        dataset: Map-style or iterable dataset.
+        batch_size: Samples per batch; None to take samples (or ready batches) as they come.
+        shuffle: Permute the samples each epoch.
+        sampler: Yields indices; excludes ``shuffle``.
+        batch_sampler: Yields lists of indices; excludes batch_size, shuffle, sampler, drop_last.
+        num_workers: Side processes that fetch; 0 fetches in the calling process.
+        collate_fn: Samples to batch; default: ``default_collate``, extended to dataclasses.
+        pin_memory: Copy batches into page-locked memory before they are returned.
+        drop_last: Leave out the last batch if it is not full.
+        timeout: Seconds to wait for a batch from a worker; 0 waits for ever.
+        worker_init_fn: Called in each worker with its number.
+        multiprocessing_context: Start method of the workers.
+        generator: Source of torch's own base seed.
+        prefetch_factor: Batches each worker fetches ahead.
+        persistent_workers: Keep the workers between epochs.
+        pin_memory_device: As in torch.
+        in_order: Return batches in the order of their indices.
+        seed: Seed of the per-sample randomness.
+        epoch: Asked at the start of each iteration for the epoch, counted from 0. Default: the
+            number of iterations begun so far.
+        transform: A transform of this package, of which the part that belongs to the workers runs
+            on each sample. With ``on_device`` that is what prepares its run on the device;
+            otherwise it is the whole Albumentations pipeline.
+        on_device: Whether the pixels of ``transform`` are to be computed on the device.
+        staged: Deliver :class:`StagedBatch` of this stage, for the hook that runs the stage's
+            transforms on the device.
+
+    Raises:
+        TransformError: A transform on the device was asked for without batches
+            (``batch_size=None``).
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        batch_size: int | None = 1,
+        shuffle: bool | None = None,
+        sampler: Sampler[Any] | Iterable[Any] | None = None,
+        batch_sampler: Sampler[list[Any]] | Iterable[list[Any]] | None = None,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        pin_memory: bool = False,
+        drop_last: bool = False,
+        timeout: float = 0,
+        worker_init_fn: Callable[[int], None] | None = None,
+        multiprocessing_context: Any = None,
+        generator: Generator | None = None,
+        *,
+        prefetch_factor: int | None = None,
+        persistent_workers: bool = False,
+        pin_memory_device: str = "",
+        in_order: bool = True,
+        seed: int = 0,
+        epoch: Callable[[], int] | None = None,
+        transform: BatchTransform | None = None,
+        on_device: bool = False,
+        staged: Stage | None = None,
+    ) -> None:
+        self._inner: DataLoader[Any] | None = None
+        self._inner_settings: tuple[Any, ...] = ()
+        super().__init__(
+            dataset,
+            batch_size,
+            shuffle,
+            sampler,
+            batch_sampler,
+            num_workers,
+            collate_fn,
+            pin_memory,
+            drop_last,
+            timeout,
+            worker_init_fn,
+            multiprocessing_context,
+            generator,
+            prefetch_factor=prefetch_factor,
+            persistent_workers=persistent_workers,
+            pin_memory_device=pin_memory_device,
+            in_order=in_order,
+        )
+        if staged is not None and not self._batches:
+            raise TransformError(
+                "A transform on the device needs batches, but batch_size=None. Set a batch_size, "
+                "or pass the transform to the dataset."
+            )
+        self.seed = seed
+        self.epoch = epoch
+        self.transform = transform
+        self.on_device = on_device
+        self.staged = staged
+        self._epoch_cell = EpochCell()
+        self._iterations = 0
+
+    @property
+    def _batches(self) -> bool:
+        return self.batch_size is not None or self.batch_sampler is not None
+
+    def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
+        """Start an epoch; the order and the randomness are those of ``epoch()``."""
+        epoch = self._iterations if self.epoch is None else self.epoch()
+        self._iterations += 1
+        if self.epoch is not None:
+            # Lightning sets the epoch only after it has made the iterator of a resumed run.
+            for sampler in (self.sampler, getattr(self.batch_sampler, "sampler", None)):
+                set_epoch = getattr(sampler, "set_epoch", None)
+                if callable(set_epoch):
+                    set_epoch(epoch)
+        self._epoch_cell.set(epoch)
+        return iter(self._open())
+
+    def close(self) -> None:
+        """Stop the workers; the next iteration starts new ones."""
+        self._inner = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Worker processes belong to one loader; a copy starts its own.
+        return {**self.__dict__, "_inner": None, "_inner_settings": ()}
+
+    # torch keeps persistent workers under this name and Lightning stops them through it.
+    @property
+    def _iterator(self) -> Any:
+        return None if self._inner is None else self._inner._iterator
+
+    @_iterator.setter
+    def _iterator(self, value: Any) -> None:
+        if value is None:
+            self._inner = None
+
+    def _open(self) -> DataLoader[Any]:
+        """Return torch's loader over the keyed dataset, with its workers if they persist."""
+        settings = (
+            self.num_workers,
+            self.prefetch_factor,
+            self.pin_memory,
+            self.timeout,
+            self.persistent_workers,
+            self.worker_init_fn,
+            self.collate_fn,
+            self.transform,
+            self.on_device,
+            self.staged,
+            self.multiprocessing_context,
+        )
+        if self._inner is None or self._inner_settings != settings:
+            self._inner = self._make_inner()
+            self._inner_settings = settings
+        return self._inner
+
+    def _make_inner(self) -> DataLoader[Any]:
+        worker_part = None
+        if self.transform is not None:
+            worker_part = self.transform.in_worker(on_device=self.on_device)
+        collate_fn = self.collate_fn
+        if collate_fn is default_collate:
+            collate_fn = collate_samples
+        if self.staged is not None:
+            collate_fn = StagingCollate(collate_fn, worker_part, self.staged)
+        elif worker_part is not None:
+            collate_fn = _FirstOfPairs(collate_fn, single=not self._batches)
+        dataset = keyed(self.dataset, seed=self.seed, epoch=self._epoch_cell, transform=worker_part)
+        order: dict[str, Any]
+        if isinstance(self.dataset, IterableDataset):
+            order = {"batch_size": self.batch_size, "drop_last": self.drop_last}
+        elif self._batches:
+            order = {"batch_sampler": self.batch_sampler}
+        else:
+            order = {"batch_size": None, "sampler": self.sampler}
+        return DataLoader(
+            dataset,
+            **order,
+            num_workers=self.num_workers,
+            collate_fn=collate_fn,
+            pin_memory=self.pin_memory,
+            timeout=self.timeout,
+            worker_init_fn=self.worker_init_fn,
+            multiprocessing_context=self.multiprocessing_context,
+            generator=self.generator,
+            prefetch_factor=self.prefetch_factor,
+            persistent_workers=self.persistent_workers,
+            pin_memory_device=self.pin_memory_device,
+            in_order=self.in_order,
+        )
+
+
+class _FirstOfPairs:
+    """Collates the samples of ``(sample, tape)`` pairs whose transform has already run whole."""
+
+    def __init__(self, collate_fn: Callable[[Any], Any], *, single: bool) -> None:
+        self.collate_fn = collate_fn
+        self.single = single
+
+    def __call__(self, pairs: Any) -> Any:
+        if self.single:
+            return self.collate_fn(pairs[0])
+        return self.collate_fn([sample for sample, _tape in pairs])

@@ -1,0 +1,342 @@
+"""Every setting of a loader, chosen for this machine, with the reason for each."""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from lightning_fastdata.errors import OptionsError
+from lightning_fastdata.host.memory import batch_memories
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from lightning_fastdata.host.cpu import CpuLimit
+    from lightning_fastdata.host.memory import BatchMemory, HostMemory
+    from lightning_fastdata.types import Stage
+
+Auto: TypeAlias = Literal["auto"]
+Value: TypeAlias = int | float | str | None
+
+_START_METHODS = ("auto", "fork", "spawn", "forkserver")
+_SHARING = ("auto", "file_descriptor", "file_system")
+_LOOK_AHEAD_BATCHES = 8
+"""Batches the workers may be ahead together; enough to cover one slow batch."""
+
+_SET = "set by you"
+_PIN = "page-locked memory speeds up copies to CUDA devices only"
+_KEEP = "kept between the epochs of training and validation; a single pass does not need it"
+_FORKSERVER = "CUDA is in use here and does not survive a fork; the dataset is pickled instead"
+_AS_IT_IS = (None, "left as Python and torch have it")
+_FEW_FILES = "shared by name, as the open-file limit is too low to share by descriptor"
+_NO_DESCRIPTORS = ("darwin", "win32")
+_ONE_STREAM = (
+    "num_workers is 1 of {count} possible, because every worker reads the whole stream and samples "
+    "would come several times. If the dataset splits itself (torch.utils.data.get_worker_info), "
+    "set num_workers={count}; otherwise set num_workers=1 and this message goes away."
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoaderOptions:
+    """What you may set about a loader; ``"auto"`` chooses for this machine and says why.
+
+    Raises:
+        OptionsError: A value is impossible.
+    """
+
+    num_workers: int | Auto = "auto"
+    """Processes that read samples; 0 reads in the training process."""
+    pin_memory: bool | Auto = "auto"
+    """Copy batches to page-locked memory, from where a GPU copies without waiting."""
+    persistent_workers: bool | Auto = "auto"
+    """Keep the workers between epochs instead of starting new ones."""
+    prefetch_factor: int | Auto = "auto"
+    """Batches each worker is ahead, at least 1."""
+    multiprocessing_context: Literal["auto", "fork", "spawn", "forkserver"] = "auto"
+    """How workers are started."""
+    sharing_strategy: Literal["auto", "file_descriptor", "file_system"] = "auto"
+    """How tensors travel between processes: by open file or by file name."""
+    timeout_s: float = 0
+    """Seconds to wait for a batch of the workers before it is an error; 0 waits for ever."""
+    in_order: bool = True
+    """Batches come as the sampler gives them; False hands over whichever is ready first."""
+
+    def __post_init__(self) -> None:
+        for name, lowest in (("num_workers", 0), ("prefetch_factor", 1)):
+            value = getattr(self, name)
+            fine = value == "auto" or (type(value) is int and value >= lowest)
+            _check(name, value, fine, f'whole numbers from {lowest}, or "auto"')
+        for name in ("pin_memory", "persistent_workers"):
+            value = getattr(self, name)
+            _check(name, value, value == "auto" or type(value) is bool, 'True, False or "auto"')
+        _check("in_order", self.in_order, type(self.in_order) is bool, "True and False")
+        _check_among("multiprocessing_context", self.multiprocessing_context, _START_METHODS)
+        _check_among("sharing_strategy", self.sharing_strategy, _SHARING)
+        seconds = self.timeout_s
+        fine = type(seconds) in (int, float) and math.isfinite(seconds) and seconds >= 0
+        _check("timeout_s", seconds, fine, "seconds from 0 (no timeout)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """One setting of a loader and where it comes from."""
+
+    option: str
+    """Name of the field of ``LoaderOptions``."""
+    value: Value
+    """What the loader uses; None leaves it to torch."""
+    why: str
+    """The reason, with the numbers it rests on."""
+    by: Literal["you", "auto"]
+    """``"you"``: set by the user to other than the default, and never changed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoaderPlan:
+    """The settings one loader runs with. Fields are those of ``LoaderOptions``, decided."""
+
+    num_workers: int
+    """Processes that read samples; 0 reads in the training process."""
+    pin_memory: bool
+    """Whether batches are copied to page-locked memory."""
+    persistent_workers: bool
+    """Whether workers stay between epochs; without effect when there are none."""
+    prefetch_factor: int | None
+    """Batches each worker is ahead; None or without effect when there are no workers."""
+    multiprocessing_context: str | None
+    """How workers are started; None: the default of Python on this system."""
+    sharing_strategy: str | None
+    """For ``torch.multiprocessing.set_sharing_strategy``; None: leave it as it is."""
+    timeout_s: float
+    """Seconds to wait for a batch; 0 waits for ever. Without effect when there are no workers."""
+    in_order: bool
+    """Whether batches come in the order of the sampler."""
+    choices: tuple[Choice, ...]
+    """One for each setting, in the order of ``LoaderOptions``."""
+    limits: tuple[str, ...]
+    """What this machine cannot give, and how to lift it; worth a ``FastDataWarning`` each."""
+
+    def explain(self) -> str:
+        """A table of option, value, who chose it and why, followed by the limits."""
+        rows = [("option", "value", "by", "why")]
+        for choice in self.choices:
+            value = "default" if choice.value is None else str(choice.value)
+            rows.append((choice.option, value, choice.by, choice.why))
+        widths = [max(len(row[column]) for row in rows) for column in range(3)]
+        lines = ["  ".join([*map(str.ljust, row, widths), row[3]]) for row in rows]
+        return "\n".join([*lines, *(f"limit: {limit}" for limit in self.limits)])
+
+    def dataloader_kwargs(self) -> dict[str, object]:
+        """Keyword arguments for ``torch.utils.data.DataLoader``.
+
+        Torch refuses settings of workers when there are none; those are left out. The sharing
+        strategy is a setting of the process, not of a loader, and is not among them.
+        """
+        kwargs: dict[str, object] = {
+            "num_workers": self.num_workers,
+            "pin_memory": self.pin_memory,
+            "in_order": self.in_order,
+        }
+        if self.num_workers > 0:
+            kwargs |= {
+                "persistent_workers": self.persistent_workers,
+                "prefetch_factor": self.prefetch_factor,
+                "multiprocessing_context": self.multiprocessing_context,
+                "timeout": self.timeout_s,
+            }
+        return kwargs
+
+
+def plan_loader(
+    options: LoaderOptions,
+    *,
+    stage: Stage,
+    cpu: CpuLimit,
+    memory: HostMemory,
+    accelerator: str,
+    sample_bytes: int | None,
+    batch_size: int,
+    dataset_length: int | None,
+    iterable: bool,
+    batched_fetch: bool,
+    cuda_initialised: bool,
+    in_memory: bool = False,
+    tensors_per_batch: int = 2,
+    platform: str = sys.platform,
+) -> LoaderPlan:
+    """Decide every setting of a loader. Reads nothing: the same arguments give the same plan.
+
+    Args:
+        options: What the user set; it always wins, and gets a limit message where it cannot work.
+        stage: What the loader is for.
+        cpu: CPUs of this rank.
+        memory: Free memory of this host, shared by its ranks.
+        accelerator: ``"cpu"``, ``"cuda"``, ``"mps"`` or another device type.
+        sample_bytes: Size of one collated sample; None if unknown, and memory then sets no bound.
+        batch_size: Samples in one batch of this rank.
+        dataset_length: Samples this rank reads in an epoch; None if unknown.
+        iterable: The dataset is a stream (``IterableDataset``).
+        batched_fetch: The dataset gives a whole batch in one call (``__getitems__``).
+        cuda_initialised: This process has used CUDA already.
+        in_memory: The samples are tensors in RAM and nothing is computed for each.
+        tensors_per_batch: Tensors in a batch; each takes open files on its way.
+        platform: ``sys.platform``.
+
+    Raises:
+        OptionsError: ``batch_size`` is below 1, or the system has no such start method or sharing
+            strategy.
+    """
+    if batch_size < 1:
+        raise OptionsError(f"batch_size is {batch_size!r}; a batch has 1 sample or more.")
+    _check_platform(options, platform)
+    limits = list(_overstepped(options, cpu, accelerator, cuda_initialised))
+    if options.num_workers != "auto":
+        count, why = options.num_workers, _SET
+    elif batched_fetch and in_memory:
+        count, why = 0, "in memory: fetching a batch costs less than handing it over"
+    else:
+        batches = None if dataset_length is None else math.ceil(dataset_length / batch_size)
+        count, why = _auto_workers(stage, cpu, on_cpu=accelerator == "cpu", batches=batches)
+        if iterable and count > 1:
+            limits.append(_ONE_STREAM.format(count=count))
+            count, why = 1, "each worker would read the whole stream"
+    if options.prefetch_factor != "auto":
+        prefetch, prefetch_why = options.prefetch_factor, _SET
+    else:
+        prefetch = max(2, min(4, math.ceil(_LOOK_AHEAD_BATCHES / max(1, count))))
+        prefetch_why = f"{count * prefetch} batches ahead in all, to cover a slow one"
+    batch_bytes = (sample_bytes or 0) * batch_size
+    for place in batch_memories(memory, ranks=cpu.ranks_on_host):
+        if not place.holds(_held_batches(count, prefetch) * batch_bytes):
+            fitting = _fit(count, prefetch, batch_bytes, place, options)
+            limits.append(_memory_message((count, prefetch), fitting, batch_bytes, place))
+            why += f"; bounded by {place.place}" if fitting[0] < count else ""
+            prefetch_why = f"bounded by {place.place}" if fitting[1] < prefetch else prefetch_why
+            count, prefetch = fitting
+    open_files = count * prefetch * tensors_per_batch * 2
+    many_files = memory.open_files_soft is not None and open_files * 2 >= memory.open_files_soft
+    many_files = many_files and platform not in _NO_DESCRIPTORS
+    if many_files and options.sharing_strategy != "file_system":
+        limits.append(_open_files_message(open_files, memory, options))
+
+    fork_is_unsafe = cuda_initialised and count > 0 and platform.startswith("linux")
+    auto = {
+        "num_workers": (count, why),
+        "pin_memory": (accelerator == "cuda", _PIN),
+        "persistent_workers": (count > 0 and stage in ("train", "val"), _KEEP),
+        "prefetch_factor": (prefetch, prefetch_why) if count else (None, "not used: no workers"),
+        "multiprocessing_context": ("forkserver", _FORKSERVER) if fork_is_unsafe else _AS_IT_IS,
+        "sharing_strategy": ("file_system", _FEW_FILES) if many_files else _AS_IT_IS,
+        "timeout_s": (0, "wait for ever"),
+        "in_order": (True, "as the sampler gives them"),
+    }
+    choices = tuple(_choice(options, name, *auto[name]) for name in auto)
+    decided: dict[str, Any] = {choice.option: choice.value for choice in choices}
+    return LoaderPlan(**decided, choices=choices, limits=tuple(limits))
+
+
+def _auto_workers(
+    stage: Stage, cpu: CpuLimit, *, on_cpu: bool, batches: int | None
+) -> tuple[int, str]:
+    count, why = cpu.usable_cpus, "the training process mostly waits for the device"
+    if on_cpu:
+        # Every worker more takes a CPU from the model, which is then the slower of the two.
+        count, why = max(1, count // 2), "half of the CPUs, as the model computes on them too"
+    elif count > 2:
+        count, why = count - 1, "one CPU is left for the training process"
+    if stage == "val":
+        count, why = max(1, count // 2), f"half of {count}, as the training workers stay alive"
+    if batches is not None and batches < count:
+        return batches, f"no more than there are batches ({batches})"
+    return count, f"{why} ({cpu.reason})"
+
+
+def _fit(
+    workers: int, prefetch: int, batch_bytes: int, place: BatchMemory, options: LoaderOptions
+) -> tuple[int, int]:
+    # Fewer batches ahead cost less speed than fewer workers.
+    def fits() -> bool:
+        return place.holds(_held_batches(workers, prefetch) * batch_bytes)
+
+    while options.prefetch_factor == "auto" and prefetch > 1 and not fits():
+        prefetch -= 1
+    while options.num_workers == "auto" and workers > 0 and not fits():
+        workers -= 1
+    return workers, prefetch
+
+
+def _held_batches(workers: int, prefetch: int) -> int:
+    # Each worker fills one batch while its finished ones wait.
+    return workers * (prefetch + 1)
+
+
+def _memory_message(
+    wanted: tuple[int, int], fitting: tuple[int, int], batch_bytes: int, place: BatchMemory
+) -> str:
+    held_bytes = _held_batches(*wanted) * batch_bytes
+    fits = place.holds(_held_batches(*fitting) * batch_bytes)
+    return (
+        f"num_workers={wanted[0]} with prefetch_factor={wanted[1]} holds up to "
+        f"{_held_batches(*wanted)} batches of {_size(batch_bytes)}, {_size(held_bytes)} in all, "
+        f"but only 1/{place.parts} of the {_size(place.free_bytes)} free in {place.place} is for "
+        f"them. Now num_workers={fitting[0]}, prefetch_factor={fitting[1]}"
+        f"{'' if fits else ', which may still fail'}. {place.remedy_for(held_bytes)}"
+    )
+
+
+def _overstepped(
+    options: LoaderOptions, cpu: CpuLimit, accelerator: str, cuda_initialised: bool
+) -> Iterator[str]:
+    if options.num_workers != "auto" and options.num_workers > cpu.usable_cpus:
+        yield (
+            f"num_workers={options.num_workers} is more than the CPUs there are ({cpu.reason}). It "
+            "helps only while workers wait for a disk or a network. Set num_workers="
+            f'{cpu.usable_cpus} or "auto", or ask for more CPUs (docker --cpus, Slurm -c).'
+        )
+    if options.pin_memory is True and accelerator != "cuda":
+        yield f'pin_memory=True has no use on {accelerator!r}. Set it to "auto".'
+    if options.multiprocessing_context == "fork" and cuda_initialised:
+        yield (
+            'multiprocessing_context="fork" while CUDA is in use here: a worker that touches CUDA '
+            'fails. Set it to "forkserver" or "auto".'
+        )
+
+
+def _open_files_message(open_files: int, memory: HostMemory, options: LoaderOptions) -> str:
+    took = options.sharing_strategy == "auto"
+    result = 'so sharing_strategy is "file_system"' if took else "and opening one more may fail"
+    return (
+        f"Batches on their way take up to {open_files} open files, more than half of the "
+        f"{memory.open_files_soft} this process may have, {result}. Run `ulimit -n "
+        f"{open_files * 2 + 1}` before the program (hard limit: {memory.open_files_hard})."
+    )
+
+
+def _choice(options: LoaderOptions, option: str, auto: Value, why: str) -> Choice:
+    asked = getattr(options, option)
+    if asked == getattr(LoaderOptions(), option):
+        return Choice(option=option, value=auto, why=why, by="auto")
+    return Choice(option=option, value=asked, why=_SET, by="you")
+
+
+def _size(count_bytes: int) -> str:
+    return f"{count_bytes / 2**20:,.1f} MiB"
+
+
+def _check(name: str, value: object, fine: bool, allowed: str) -> None:
+    if not fine:
+        raise OptionsError(f"{name} is {value!r}; allowed are {allowed}.")
+
+
+def _check_among(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    _check(name, value, value in allowed, ", ".join(map(repr, allowed)))
+
+
+def _check_platform(options: LoaderOptions, platform: str) -> None:
+    if platform == "win32":
+        _check_among("multiprocessing_context", options.multiprocessing_context, ("auto", "spawn"))
+    if platform in _NO_DESCRIPTORS:
+        _check_among("sharing_strategy", options.sharing_strategy, ("auto", "file_system"))

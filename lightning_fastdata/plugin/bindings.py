@@ -1,0 +1,23 @@
+"""FastDataModule and DataThroughputCallback for projects on ``lightning.pytorch``."""
+
+from __future__ import annotations
+
+from lightning.pytorch import Callback, LightningDataModule
+
+from lightning_fastdata.plugin.datamodule import DataModuleHooks
+from lightning_fastdata.plugin.guard_callback import GuardHooks
+from lightning_fastdata.plugin.throughput import ThroughputHooks
+
+
+class BatchSizeGuard(GuardHooks, Callback):  # noqa: D101 - its docstring is the shared one
+    __doc__ = GuardHooks.__doc__
+
+
+class FastDataModule(DataModuleHooks, LightningDataModule):  # noqa: D101
+    __doc__ = DataModuleHooks.__doc__
+
+    _guard_callback = BatchSizeGuard
+
+
+class DataThroughputCallback(ThroughputHooks, Callback):  # noqa: D101
+    __doc__ = ThroughputHooks.__doc__

@@ -1,0 +1,234 @@
+"""The same numbers on every board: scalars, text, and a picture of the step, for any logger.
+
+Loggers are taken for what they can do, not for what they are called, so this module needs neither
+Lightning nor any logger's package; what a logger cannot show is left out without a word.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from lightning_fastdata.insight.metrics import columns_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from matplotlib.figure import Figure
+
+    from lightning_fastdata.insight.metrics import Columns, StageSummary
+    from lightning_fastdata.insight.timeline import StepTiming
+    from lightning_fastdata.insight.verdict import Verdict
+
+_STACK = (
+    ("compute", "compute_ms", "#4c9f70"),
+    ("augment", "augment_ms", "#b07aa1"),
+    ("transfer", "transfer_ms", "#59a1cf"),
+    ("wait", "stall_ms", "#d1495b"),
+)
+_LABEL_FROM = 0.09
+"""Part of the axis height from which an area is thick enough for its name."""
+
+
+def phase_figure(steps: Sequence[StepTiming] | Columns) -> Figure:
+    """Return the step as stacked areas over step number: compute, augment, transfer, wait.
+
+    The dotted line is the floor that free data would give: the median of ``step - stall``.
+    Drawn without pyplot, so neither its state nor a display is touched. 4 x 2.4 inches at 150 dpi.
+
+    Args:
+        steps: single timings, or their columns (`StepHistory.newest`). Steps without device
+            figures are left out; first steps of epochs too, as one of them would flatten the rest.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    columns = steps if isinstance(steps, Mapping) else columns_of(steps)
+    warm = columns["cold"] == 0
+    drawn = ~np.isnan(columns["step_ms"]) & (warm if warm.any() else True)
+    figure = Figure(figsize=(4, 2.4), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    axes.set_title("step time, ms", loc="left", fontsize=9, pad=3)
+    axes.set_xlabel("step", fontsize=8)
+    axes.tick_params(labelsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+    if not drawn.any():
+        axes.text(0.5, 0.5, "not measured", transform=axes.transAxes, ha="center", fontsize=9)
+        return figure
+    x, total = columns["step"][drawn], columns["step_ms"][drawn]
+    phases = [
+        (name, np.nan_to_num(columns[column][drawn]), color)
+        for name, column, color in _STACK
+        if not np.isnan(columns[column][drawn]).all()
+    ]
+    axes.stackplot(
+        x, [values for _, values, _ in phases], colors=[color for *_, color in phases], linewidth=0
+    )
+    # A single spike must not press everything else flat.
+    top = 1.15 * max(float(np.percentile(total, 98)), 1e-6)
+    axes.set_ylim(0, top)
+    axes.set_xlim(float(x[0]), float(x[-1]) if x[-1] > x[0] else float(x[0]) + 1)
+    _label_areas(axes, x, phases, top)
+    floor = float(np.median(total - np.nan_to_num(columns["stall_ms"][drawn])))
+    axes.axhline(floor, color="black", linewidth=0.8, linestyle=":")
+    axes.set_title(f"···  free-data floor {floor:.1f} ms", loc="right", fontsize=7, pad=3)
+    return figure
+
+
+def custom_scalar_layout(prefix: str = "data") -> dict[str, dict[str, list[Any]]]:
+    """Return a layout for ``SummaryWriter.add_custom_scalars``: one line chart, two with a band.
+
+    TensorBoard gives all lines of a run one color, so no chart has more than two. The tags of a
+    line chart are regular expressions, hence the ``$``; those of a band are exact. A writer takes
+    one layout only.
+
+    Args:
+        prefix: as for `window_means`.
+    """
+
+    def band(phase: str) -> list[Any]:
+        tag = f"{prefix}_band/{phase}"
+        return ["Margin", [f"{tag}_p95_ms", f"{tag}_p50_ms", f"{tag}_max_ms"]]
+
+    return {
+        "Data": {
+            "Step and wait (ms)": ["Multiline", [f"{prefix}/step_ms$", f"{prefix}/time_wait_ms$"]],
+            "Step: p50, p95, max (ms)": band("step"),
+            "Wait: p50, p95, max (ms)": band("wait"),
+        }
+    }
+
+
+def verdict_markdown(verdict: Verdict, summary: StageSummary) -> str:
+    """Return the verdict as markdown: the finding, a table of phases, what to try and to leave."""
+    lines = [f"**{verdict.kind}**: {verdict.sentence} [{verdict.code}]", ""]
+    rows = [
+        ("wait", summary.stall),
+        ("transfer", summary.transfer),
+        ("augment", summary.augment),
+        ("compute", summary.compute),
+    ]
+    lines += ["| phase | mean ms | share | p50 | p95 | max |", "|---|---:|---:|---:|---:|---:|"]
+    lines += [
+        f"| {name} | {phase.mean_ms:.1f} | {phase.share:.0%} "
+        f"| {phase.p50_ms:.1f} | {phase.p95_ms:.1f} | {phase.max_ms:.1f} |"
+        for name, phase in rows
+        if phase is not None
+    ]
+    lines.append("")
+    lines += [f"- why: {fact}" for fact in verdict.evidence]
+    lines.append(f"- try: {verdict.next_step}")
+    if verdict.leave_alone is not None:
+        lines.append(f"- skip: {verdict.leave_alone}")
+    return "\n".join(lines) + "\n"
+
+
+def log_to(loggers: Iterable[Any], metrics: Mapping[str, float], step: int) -> None:
+    """Give the metrics to every logger, with ``/`` replaced by the logger's own separator.
+
+    Args:
+        loggers: Lightning loggers.
+        metrics: name -> number; nothing is logged if empty.
+        step: position on the step axis.
+    """
+    if not metrics:
+        return
+    for logger in loggers:
+        logger.log_metrics({_key(logger, name): v for name, v in metrics.items()}, step=step)
+
+
+def log_text(loggers: Iterable[Any], name: str, markdown: str, step: int) -> None:
+    """Show a text on every logger that has a place for it: TensorBoard, W&B, MLflow.
+
+    Args:
+        loggers: Lightning loggers.
+        name: tag, with ``/`` between group and name.
+        markdown: the text.
+        step: position on the step axis.
+    """
+    for logger in loggers:
+        key = _key(logger, name)
+        if _takes(logger, "log_text", "key", "columns", "data", "step"):
+            logger.log_text(key=key, columns=["text"], data=[[markdown]], step=step)
+        elif _takes(_experiment(logger), "add_text", "tag", "text_string", "global_step"):
+            logger.experiment.add_text(key, markdown, global_step=step)
+        elif _takes(_experiment(logger), "log_text", "run_id", "text", "artifact_file"):
+            logger.experiment.log_text(logger.run_id, markdown, f"{name}_{step}.md")
+
+
+def log_figure(loggers: Iterable[Any], name: str, draw: Callable[[], Figure], step: int) -> None:
+    """Show a figure on every logger that has a place for it: TensorBoard, W&B, MLflow.
+
+    Args:
+        loggers: Lightning loggers.
+        name: tag, with ``/`` between group and name.
+        draw: makes the figure; called only if a logger takes it.
+        step: position on the step axis.
+    """
+    draw = cache(draw)
+    for logger in loggers:
+        key = _key(logger, name)
+        if _takes(logger, "log_image", "key", "images", "step"):
+            logger.log_image(key=key, images=[draw()], step=step)
+        elif _takes(_experiment(logger), "add_figure", "tag", "figure", "global_step"):
+            logger.experiment.add_figure(key, draw(), global_step=step, close=False)
+        elif _takes(_experiment(logger), "log_figure", "run_id", "figure", "artifact_file"):
+            logger.experiment.log_figure(logger.run_id, draw(), f"{name}_{step}.png")
+
+
+def log_layout(loggers: Iterable[Any], layout: Mapping[str, Any]) -> None:
+    """Write a layout of custom scalars to TensorBoard loggers. To be called once per run.
+
+    Args:
+        loggers: Lightning loggers.
+        layout: as from `custom_scalar_layout`.
+    """
+    for logger in loggers:
+        if _takes(_experiment(logger), "add_custom_scalars", "layout"):
+            logger.experiment.add_custom_scalars(layout)
+
+
+def _key(logger: Any, name: str) -> str:
+    separator = getattr(logger, "group_separator", "/")
+    return name.replace("/", separator) if isinstance(separator, str) else name
+
+
+def _experiment(logger: Any) -> Any:
+    return getattr(logger, "experiment", None)
+
+
+def _takes(owner: Any, method: str, *names: str) -> bool:
+    """Return whether the owner has a method with parameters of these names.
+
+    Loggers share method names but not their meaning, so the parameters decide.
+    """
+    function = getattr(owner, method, None)
+    if not callable(function):
+        return False
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return False
+    return all(name in parameters for name in names)
+
+
+def _label_areas(axes: Any, x: Any, phases: list[tuple[str, Any, str]], top: float) -> None:
+    """Write each name into its area where it is thickest, away from both ends."""
+    width = max(1, len(x) // 8)
+    base = np.zeros_like(x)
+    for name, values, _ in phases:
+        # A word needs the room of its neighbors too, not of one lucky step.
+        smooth = np.convolve(np.pad(values, width, mode="edge"), np.ones(2 * width + 1), "valid")
+        smooth = smooth / (2 * width + 1)
+        inner = smooth[width:-width] if len(smooth) > 2 * width else smooth
+        start = width if len(smooth) > 2 * width else 0
+        at = start + (len(inner) // 2 if np.ptp(inner) < 0.05 * top else int(np.argmax(inner)))
+        if smooth[at] >= _LABEL_FROM * top:
+            height = float(base[at] + min(values[at], max(0.0, top - base[at])) / 2)
+            axes.text(x[at], height, name, color="white", fontsize=9, ha="center", va="center")
+        base = base + values

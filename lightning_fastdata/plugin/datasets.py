@@ -1,0 +1,45 @@
+"""What a dataset method may return: one dataset, or several by name or position."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch.utils.data import Dataset
+
+
+def named(datasets: Any, name: str) -> list[tuple[str, Any]]:
+    """Return each dataset with the name that messages call it by."""
+    if is_missing(datasets):
+        return []
+    if isinstance(datasets, Mapping):
+        return [(f"{name}[{key!r}]", dataset) for key, dataset in datasets.items()]
+    if is_several(datasets):
+        return [(f"{name}[{i}]", dataset) for i, dataset in enumerate(datasets)]
+    return [(name, datasets)]
+
+
+def is_several(datasets: Any) -> bool:
+    """Whether these are datasets rather than one dataset that happens to be a sequence."""
+    return (
+        isinstance(datasets, list | tuple)
+        and not isinstance(datasets, Dataset)
+        and len(datasets) > 0
+        and all(isinstance(d, Dataset) for d in datasets)
+    )
+
+
+def is_missing(datasets: Any) -> bool:
+    """Whether there is no dataset at all."""
+    return datasets is None or (isinstance(datasets, list | tuple | dict) and len(datasets) == 0)
+
+
+class Constant:
+    """A dataset method that returns a given dataset; unlike a lambda, it can be pickled."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __call__(self) -> Any:
+        """Return the dataset."""
+        return self.dataset

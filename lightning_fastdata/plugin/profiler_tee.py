@@ -1,0 +1,100 @@
+"""Listens to Lightning's own profiler calls, the only public place that sees every fetch.
+
+Callbacks have no hook around the fetch of a batch or its transfer, but the loops announce both to
+``trainer.profiler``, which is a public attribute. The tee stands in that place, forwards every
+call to the user's profiler and tells a listener about the four actions that matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+Listener = tuple[Callable[[], None], Callable[[], None]]
+"""Called at the start and at the end of an action."""
+
+
+class ProfilerTee:
+    """A profiler that forwards to another one and calls listeners on the way.
+
+    Args:
+        profiler: The profiler that was there.
+        listeners: By the last word of the action's name (``train_dataloader_next``,
+            ``val_next``, ``batch_to_device``, ``on_after_batch_transfer``), which is the part that
+            does not depend on the names of classes.
+    """
+
+    def __init__(self, profiler: Any, listeners: Mapping[str, Listener]) -> None:
+        self.profiler = profiler
+        self._listeners = listeners
+        self._by_action: dict[str, Listener | None] = {}
+
+    def start(self, action_name: str) -> None:
+        """Forward, then tell the listener: the user's profiler is not part of the interval."""
+        self.profiler.start(action_name)
+        listener = self._listener(action_name)
+        if listener is not None:
+            listener[0]()
+
+    def stop(self, action_name: str) -> None:
+        """Tell the listener, then forward."""
+        listener = self._listener(action_name)
+        if listener is not None:
+            listener[1]()
+        self.profiler.stop(action_name)
+
+    def profile(self, action_name: str) -> AbstractContextManager[Any]:
+        """Time the block, as ``Profiler.profile`` does."""
+        listener = self._listener(action_name)
+        block = self.profiler.profile(action_name)
+        return block if listener is None else _listened(block, listener)  # type: ignore[no-any-return]
+
+    def _listener(self, action_name: str) -> Listener | None:
+        try:
+            return self._by_action[action_name]
+        except KeyError:
+            found = self._listeners.get(action_name.rpartition(".")[2])
+            self._by_action[action_name] = found
+            return found
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "profiler":  # not yet set: while unpickling or copying
+            raise AttributeError(name)
+        return getattr(self.profiler, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in {"profiler", "_listeners", "_by_action"}:
+            object.__setattr__(self, name, value)
+        else:
+            # Lightning writes to its profiler (`_lightning_module`, `_local_rank`, ...).
+            setattr(self.profiler, name, value)
+
+
+@contextmanager
+def _listened(block: AbstractContextManager[Any], listener: Listener) -> Iterator[Any]:
+    with block as value:
+        listener[0]()
+        try:
+            yield value
+        finally:
+            listener[1]()
+
+
+def attach(trainer: Any, listeners: Mapping[str, Listener]) -> Callable[[], None]:
+    """Put a tee in front of the trainer's profiler and return what takes it away again."""
+    tee = ProfilerTee(trainer.profiler, listeners)
+    trainer.profiler = tee
+
+    def detach() -> None:
+        outer, current = None, trainer.profiler
+        while current is not tee and isinstance(current, ProfilerTee):
+            outer, current = current, current.profiler
+        if current is not tee:
+            return
+        if outer is None:
+            trainer.profiler = tee.profiler
+        else:
+            outer.profiler = tee.profiler
+
+    return detach

@@ -1,0 +1,165 @@
+"""One run of a trainer, measured: which marks belong to which stage, and what is logged when."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lightning_fastdata.insight.clock import CudaClock
+from lightning_fastdata.insight.metrics import MetricWindow
+from lightning_fastdata.insight.timeline import StepTimeline
+from lightning_fastdata.plugin.profiler_tee import Listener
+
+if TYPE_CHECKING:
+    from lightning_fastdata.insight.metrics import StageSummary
+    from lightning_fastdata.types import Batch, Stage
+
+
+class StageMeter:
+    """The timeline of one stage, its log window and the wall time it has covered."""
+
+    def __init__(self, stage: Stage, device: torch.device, prefix: str) -> None:
+        self.stage = stage
+        self.device = device
+        self.timeline = StepTimeline(device=CudaClock() if device.type == "cuda" else None)
+        self.window = MetricWindow(self.timeline.history, prefix)
+        self._began: float | None = None
+        self._ended = 0.0
+
+    def step_ended(self, batch: Batch) -> None:
+        """Close the step whose batch this was."""
+        self.timeline.compute_ended(batch_rows(batch))
+        self._ended = time.monotonic()
+
+    def began(self) -> None:
+        """Note that the stage is under way, if it was not before."""
+        if self._began is None:
+            self._began = time.monotonic()
+
+    def summary(self) -> StageSummary | None:
+        """Return where the steps went, or None before the first step ended."""
+        self.timeline.poll()
+        if self.timeline.history.steps == 0 or self._began is None:
+            return None
+        return self.timeline.history.summarize(
+            self.stage,
+            duration_s=self._ended - self._began,
+            device=self.device.type,
+            dropped_steps=self.timeline.dropped_steps,
+        )
+
+
+class Recording:
+    """Turns the announcements of Lightning's profiler into marks on the right timeline.
+
+    Args:
+        trainer: The trainer that is measured.
+
+    Attributes:
+        augments: Stages in which something runs in ``on_after_batch_transfer``; elsewhere no
+            augmentation is measured, so that none is reported as 0.
+        in_transfer: Whether the trainer is moving a batch of one of its loaders.
+        optimizer_stepped: Whether the open batch has ended in an optimizer step.
+        batches_stepped: Batches that ended in one.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self.augments: frozenset[Stage] = frozenset()
+        self.in_transfer = False
+        self.optimizer_stepped = False
+        self.batches_stepped = 0
+        device = trainer.strategy.root_device
+        self.train = StageMeter("train", device, "data")
+        self.val = StageMeter("val", device, "data_val")
+
+    def restart(self) -> None:
+        """Forget everything measured so far: what tuners ran before the training began."""
+        device = self._trainer.strategy.root_device
+        self.train = StageMeter("train", device, "data")
+        self.val = StageMeter("val", device, "data_val")
+        self.batches_stepped = 0
+
+    def listeners(self) -> Mapping[str, Listener]:
+        """Return what to call when Lightning announces an action, by the action's last word."""
+        return {
+            "train_dataloader_next": (self._train_wait_began, self._train_wait_ended),
+            "val_next": (self._val_wait_began, self._val_wait_ended),
+            "batch_to_device": (self._transfer_began, self._transfer_ended),
+            "on_after_batch_transfer": (self._augment_began, self._augment_ended),
+        }
+
+    def meter(self) -> StageMeter | None:
+        """Return the meter of the stage that runs now; sanity checks and the rest have none."""
+        trainer = self._trainer
+        if trainer.training:
+            return self.train
+        return self.val if trainer.validating else None
+
+    def _train_wait_began(self) -> None:
+        self.train.began()
+        self.train.timeline.wait_began()
+
+    def _train_wait_ended(self) -> None:
+        self.train.timeline.wait_ended()
+
+    def _val_wait_began(self) -> None:
+        if self._trainer.validating:
+            self.val.began()
+            self.val.timeline.wait_began()
+
+    def _val_wait_ended(self) -> None:
+        if self._trainer.validating:
+            self.val.timeline.wait_ended()
+
+    def _transfer_began(self) -> None:
+        self.in_transfer = True
+        meter = self.meter()
+        if meter is not None:
+            meter.timeline.transfer_began()
+
+    def _transfer_ended(self) -> None:
+        self.in_transfer = False
+        meter = self.meter()
+        if meter is not None:
+            meter.timeline.transfer_ended()
+
+    def _augment_began(self) -> None:
+        meter = self.meter()
+        if self.in_transfer and meter is not None and meter.stage in self.augments:
+            meter.timeline.augment_began()
+
+    def _augment_ended(self) -> None:
+        meter = self.meter()
+        if self.in_transfer and meter is not None and meter.stage in self.augments:
+            meter.timeline.augment_ended()
+
+
+def batch_rows(batch: Batch) -> int:
+    """Return the number of samples in a batch: the first dimension of its first tensor.
+
+    Without any tensor it is the length of the batch, or 1 where it has none.
+    """
+    rows = _rows(batch)
+    if rows is not None:
+        return rows
+    return len(batch) if isinstance(batch, list | tuple | Mapping) else 1
+
+
+def _rows(batch: Batch) -> int | None:
+    if isinstance(batch, torch.Tensor):
+        return batch.shape[0] if batch.ndim else None
+    if isinstance(batch, Mapping):
+        batch = batch.values()
+    elif hasattr(batch, "__dataclass_fields__"):
+        batch = [getattr(batch, name) for name in batch.__dataclass_fields__]
+    elif not isinstance(batch, list | tuple):
+        return None
+    for item in batch:
+        rows = _rows(item)
+        if rows is not None:
+            return rows
+    return None

@@ -1,0 +1,310 @@
+"""What DataThroughputCallback does, for either of Lightning's two package names."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning_fastdata.augment.transform import as_batch_transform
+from lightning_fastdata.errors import OptionsError
+from lightning_fastdata.host.cpu import read_cpu_limit
+from lightning_fastdata.host.machine import describe_machine, read_versions
+from lightning_fastdata.insight.report import RunReport
+from lightning_fastdata.insight.verdict import LoaderFacts, judge
+from lightning_fastdata.plugin import boards
+from lightning_fastdata.plugin.foreign import augment_foreign_batches
+from lightning_fastdata.plugin.hooks import overridden_hook
+from lightning_fastdata.plugin.profiler_tee import attach
+from lightning_fastdata.plugin.recording import Recording
+
+if TYPE_CHECKING:
+    from lightning_fastdata.insight.verdict import Verdict
+    from lightning_fastdata.types import Stage
+
+_MOST_FIGURES = 20
+
+
+class ThroughputHooks:
+    """Measures where each step goes, logs it, and runs augmentation on the device.
+
+    Works with every Trainer: with a FastDataModule, other data modules, plain loaders, and the
+    loaders of the LightningModule. Measured are the wait for data, the transfer, the augmentation
+    and the compute time of each step, on a GPU by events that are read late and never waited for.
+    Validation, checkpoints and sanity checks are not part of any of them.
+
+    Args:
+        augment: What runs on each training batch on the device: an ``albumentations.Compose``, or
+            any callable or ``nn.Module`` that takes a batch and returns it.
+        image: Where the image is in a batch: a key of a dict or a position of a tuple. Default:
+            found by itself.
+        mask: Where the mask is, if there is one.
+        every_n_steps: Log every that many optimizer steps. Default: the trainer's
+            ``log_every_n_steps``.
+        figures: Add a figure of the step's phases per epoch to loggers that show figures.
+        summary: Print the summary when the fit ends.
+        report: Where to write the report as JSON. Default: ``report.json`` in the trainer's
+            ``log_dir``; ``False`` writes none.
+
+    Attributes:
+        report: The report of the last fit as :class:`RunReport`; None before.
+
+    Raises:
+        OptionsError: ``every_n_steps`` is not a positive number.
+        TransformError: ``augment`` is not a transform.
+    """
+
+    def __init__(
+        self,
+        augment: Callable[..., Any] | None = None,
+        *,
+        image: str | int | None = None,
+        mask: str | int | None = None,
+        every_n_steps: int | None = None,
+        figures: bool = True,
+        summary: bool = True,
+        report: str | Path | bool = True,
+    ) -> None:
+        super().__init__()
+        if every_n_steps is not None and every_n_steps < 1:
+            raise OptionsError(f"every_n_steps={every_n_steps!r} has to be at least 1, or None.")
+        self.augment = None
+        if augment is not None:
+            self.augment = as_batch_transform(augment, image=image, mask=mask)
+        self.every_n_steps = every_n_steps
+        self.figures = figures
+        self.summary = summary
+        self.report_path = report
+        self.report: RunReport | None = None
+        self._run: _Run | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A run belongs to one trainer; a copy of the callback (and of the trainer) starts afresh.
+        return {**self.__dict__, "_run": None}
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Register the augmentation and start to listen; Lightning calls it before any loader."""
+        self._end_run()
+        if stage not in ("fit", "validate"):
+            return
+        recording = Recording(trainer)
+        undo = [attach(trainer, recording.listeners())]
+        self._run = _Run(trainer, recording, undo)
+        if stage == "fit" and self.augment is not None:
+            undo.append(self._register(trainer, pl_module, recording))
+        recording.augments = _augmenting_stages(trainer, pl_module)
+
+    def _register(self, trainer: Any, pl_module: Any, recording: Recording) -> Callable[[], None]:
+        register = getattr(trainer.datamodule, "register_transform", None)
+        if register is not None:
+            return register(self.augment, stage="train")  # type: ignore[no-any-return]
+        return augment_foreign_batches(
+            trainer,
+            pl_module,
+            self.augment,  # type: ignore[arg-type]
+            seed=int(os.environ.get("PL_GLOBAL_SEED", "0")),
+            in_transfer=lambda: recording.in_transfer,
+        )
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
+        """Forget what tuners and finders ran before, and tell TensorBoard how to lay out charts."""
+        run = self._run
+        if run is None:
+            return
+        run.recording.restart()
+        run.log_dir = trainer.log_dir or trainer.default_root_dir
+        run.every_n_steps = self.every_n_steps or trainer.log_every_n_steps or 0
+        if run.logs:
+            boards.log_layout(trainer.loggers, boards.custom_scalar_layout())
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
+        """The first step of an epoch is counted apart."""
+        if self._run is not None:
+            self._run.recording.train.timeline.epoch_began()
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:  # noqa: ARG002
+        """Note that this batch ends in an optimizer step."""
+        if self._run is not None:
+            self._run.recording.optimizer_stepped = True
+
+    def on_train_batch_end(
+        self,
+        trainer: Any,
+        pl_module: Any,
+        outputs: Any,  # noqa: ARG002
+        batch: Any,
+        batch_idx: int,  # noqa: ARG002
+    ) -> None:
+        """Close the step and, every so often, log the means since the last time."""
+        run = self._run
+        if run is None:
+            return
+        recording = run.recording
+        recording.train.step_ended(batch)
+        if not (recording.optimizer_stepped or not pl_module.automatic_optimization):
+            return
+        recording.optimizer_stepped = False
+        step = _steps_logged_by(trainer, recording.batches_stepped)
+        recording.batches_stepped += 1
+        if run.logs and run.every_n_steps and (step + 1) % run.every_n_steps == 0:
+            boards.log_to(trainer.loggers, recording.train.window.take(), step)
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
+        """Draw the epoch's phases and say what they mean, where that has changed."""
+        run = self._run
+        if run is None:
+            return
+        run.recording.train.timeline.drop_open_step()
+        summary = run.recording.train.summary()
+        if summary is None or not run.logs:
+            return
+        step = _steps_logged_by(trainer, run.recording.batches_stepped)
+        if self.figures and run.figures < _MOST_FIGURES:
+            run.figures += 1
+            columns = run.recording.train.timeline.history.newest()
+            boards.log_figure(
+                trainer.loggers, "data/timeline", lambda: boards.phase_figure(columns), step
+            )
+        verdict = judge(summary, run.facts())
+        if verdict.code != run.verdict_code:
+            run.verdict_code = verdict.code
+            boards.log_text(
+                trainer.loggers, "data/verdict", boards.verdict_markdown(verdict, summary), step
+            )
+
+    def on_validation_epoch_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
+        """The first step of each validation is counted apart."""
+        if self._run is not None and not trainer.sanity_checking:
+            self._run.recording.val.timeline.epoch_began()
+
+    def on_validation_batch_end(
+        self,
+        trainer: Any,
+        pl_module: Any,  # noqa: ARG002
+        outputs: Any,  # noqa: ARG002
+        batch: Any,
+        batch_idx: int,  # noqa: ARG002
+        dataloader_idx: int = 0,  # noqa: ARG002
+    ) -> None:
+        """Close a validation step."""
+        if self._run is not None and not trainer.sanity_checking:
+            self._run.recording.val.step_ended(batch)
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
+        """Log the means of this validation."""
+        run = self._run
+        if run is None or trainer.sanity_checking:
+            return
+        run.recording.val.timeline.drop_open_step()
+        if run.logs:
+            step = _steps_logged_by(trainer, run.recording.batches_stepped)
+            boards.log_to(trainer.loggers, run.recording.val.window.take(), step)
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:  # noqa: ARG002
+        """Flush what was measured; after an exception Lightning calls no teardown."""
+        self._end_run()
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ARG002
+        """Write the report and print the summary, after the progress bar is closed."""
+        self._end_run()
+
+    def _end_run(self) -> None:
+        run, self._run = self._run, None
+        if run is None:
+            return
+        for undo in reversed(run.undo):
+            undo()
+        report = run.report()
+        if report is None:
+            return
+        self.report = report
+        if not run.trainer.is_global_zero:
+            return
+        path = self.report_path
+        if path is not False:
+            file = Path(run.log_dir) / "report.json" if path is True else Path(path)
+            report.write_json(file)
+        if self.summary:
+            from rich.console import Console
+
+            Console().print(report)
+
+
+class _Run:
+    """What one fit needs and nothing outlives."""
+
+    def __init__(self, trainer: Any, recording: Recording, undo: list[Callable[[], None]]) -> None:
+        self.trainer = trainer
+        self.recording = recording
+        self.undo = undo
+        self.log_dir: str = trainer.default_root_dir
+        self.every_n_steps = 0
+        self.figures = 0
+        self.verdict_code: str | None = None
+
+    @property
+    def logs(self) -> bool:
+        return bool(self.trainer.is_global_zero and self.trainer.loggers)
+
+    def facts(self) -> LoaderFacts:
+        """Return what the trainer's loader says about itself."""
+        loader = _first_loader(self.trainer.train_dataloader)
+        workers = getattr(loader, "num_workers", None)
+        transform = getattr(loader, "transform", None)
+        augment_on = None
+        if "train" in self.recording.augments:
+            augment_on = "device"
+        elif transform is not None:
+            augment_on = "cpu"
+        return LoaderFacts(
+            num_workers=workers,
+            usable_cpus=read_cpu_limit(local_ranks=self.trainer.num_devices).usable_cpus,
+            augment_on=augment_on,  # type: ignore[arg-type]
+            pinned=getattr(loader, "pin_memory", None),
+            persistent_workers=getattr(loader, "persistent_workers", None) if workers else None,
+        )
+
+    def report(self) -> RunReport | None:
+        """Return the report of this run, or None if no step ended."""
+        train, val = self.recording.train.summary(), self.recording.val.summary()
+        if train is None:
+            return None
+        verdict: Verdict = judge(train, self.facts())
+        return RunReport(
+            stages=tuple(stage for stage in (train, val) if stage is not None),
+            verdict=verdict,
+            notes=tuple(getattr(self.trainer.datamodule, "notes", ())),
+            versions=read_versions(),
+            machine=describe_machine(self.trainer.strategy.root_device),
+        )
+
+
+def _augmenting_stages(trainer: Any, pl_module: Any) -> frozenset[Stage]:
+    """Return the stages in which something runs in ``on_after_batch_transfer``."""
+    hook = "on_after_batch_transfer"
+    augments = getattr(trainer.datamodule, "augments_on_device", None)
+    written = overridden_hook(pl_module, hook) is not None
+    if augments is None:
+        written = written or overridden_hook(trainer.datamodule, hook) is not None
+        return frozenset(("train", "val")) if written else frozenset()
+    stages: tuple[Stage, ...] = ("train", "val")
+    return frozenset(stage for stage in stages if written or augments(stage))
+
+
+def _steps_logged_by(trainer: Any, counted: int) -> int:
+    """Return the step of Lightning's own x axis.
+
+    Lightning logs at its count of batches that ended in an optimizer step, which differs from
+    ``global_step`` with several optimizers and has no public name.
+    """
+    loop = getattr(trainer.fit_loop, "epoch_loop", None)
+    return int(getattr(loop, "_batches_that_stepped", counted))
+
+
+def _first_loader(loaders: Any) -> Any:
+    if isinstance(loaders, Mapping):
+        return _first_loader(next(iter(loaders.values()), None))
+    if isinstance(loaders, list | tuple):
+        return _first_loader(loaders[0]) if loaders else None
+    return loaders

@@ -1,0 +1,31 @@
+"""The same classes for projects on ``pytorch_lightning``.
+
+``lightning.pytorch`` and ``pytorch_lightning`` are separate class trees, and each Trainer takes
+data modules of its own tree only. Import from here if your project says
+``import pytorch_lightning``; nothing else imports this module.
+"""
+
+from __future__ import annotations
+
+from pytorch_lightning import Callback, LightningDataModule
+
+from lightning_fastdata.plugin.datamodule import DataModuleHooks
+from lightning_fastdata.plugin.guard_callback import GuardHooks
+from lightning_fastdata.plugin.throughput import ThroughputHooks
+
+
+class BatchSizeGuard(GuardHooks, Callback):
+    __doc__ = GuardHooks.__doc__
+
+
+class FastDataModule(DataModuleHooks, LightningDataModule):  # noqa: D101
+    __doc__ = DataModuleHooks.__doc__
+
+    _guard_callback = BatchSizeGuard
+
+
+class DataThroughputCallback(ThroughputHooks, Callback):  # noqa: D101
+    __doc__ = ThroughputHooks.__doc__
+
+
+__all__ = ["DataThroughputCallback", "FastDataModule"]

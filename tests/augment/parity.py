@@ -1,0 +1,105 @@
+"""Compare device forms with Albumentations on the same drawn parameters."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from dataclasses import dataclass
+
+os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
+
+import numpy as np
+import torch
+
+from lightning_fastdata.augment.ops import DEVICE_OPS
+
+torch.set_num_threads(1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parity:
+    """How far two batches are apart."""
+
+    largest: float
+    """Largest difference of two values, in the units of the values."""
+    mean: float
+    """Mean absolute difference."""
+    exact: float
+    """Share of equal values, 0..1."""
+
+
+def photographs(height, width, channels=3, dtype=np.uint8):
+    from skimage import data
+
+    pictures = []
+    for shift, name in enumerate(("astronaut", "coffee", "chelsea")):
+        picture = getattr(data, name)()
+        picture = picture[60 + 9 * shift :, 90:][:height, :width]
+        assert picture.shape[:2] == (height, width)
+        picture = np.concatenate([picture, 255 - picture[::-1], picture[:, ::-1]], 2)
+        pictures.append(np.ascontiguousarray(picture[..., :channels]))
+    if dtype == np.float32:
+        return [(picture / 255).astype(np.float32) for picture in pictures]
+    return pictures
+
+
+def _form(encoded):
+    shapes = tuple((name, array.shape, array.dtype) for name, array in encoded.arrays.items())
+    return encoded.static, shapes
+
+
+def both(transform, images, masks=None, seeds=range(4)):
+    """Return what Albumentations and the device form make of every image for every seed.
+
+    Returns a list of ``(expected image, actual image, expected mask, actual mask)``.
+    """
+    op = DEVICE_OPS[type(transform).__name__]
+    groups = {}
+    for seed in seeds:
+        for number, image in enumerate(images):
+            transform.set_random_seed(101 * seed + number)
+            data = {"image": image}
+            if masks is not None:
+                data["mask"] = masks[number]
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                expected = transform(**{key: value.copy() for key, value in data.items()})
+            encoded = op.encode(transform, transform.params, image.shape, image.dtype)
+            assert encoded is not None
+            hash(encoded.static)
+            assert np.asarray(expected["image"]).shape == tuple(
+                op.out_shape(transform, transform.params, image.shape)
+            )
+            groups.setdefault(_form(encoded), []).append((encoded, data, expected))
+    results = []
+    for (static, _), members in groups.items():
+        arrays = {
+            name: torch.from_numpy(np.stack([one[0].arrays[name] for one in members]))
+            for name in members[0][0].arrays
+        }
+        stacked = torch.from_numpy(np.stack([one[1]["image"] for one in members]))
+        outs = op.image(stacked, dict(static), arrays).numpy()
+        mask_outs = [None] * len(members)
+        if masks is not None:
+            mask_batch = torch.from_numpy(np.stack([one[1]["mask"] for one in members]))
+            mask_outs = (op.mask or (lambda m, *_: m))(mask_batch, dict(static), arrays).numpy()
+        for (_, _, expected), out, mask_out in zip(members, outs, mask_outs, strict=True):
+            want = np.asarray(expected["image"])
+            assert out.shape == want.shape
+            assert out.dtype == want.dtype == op.out_dtype(transform, images[0].dtype)
+            results.append((want, out, np.asarray(expected.get("mask")), mask_out))
+    return results
+
+
+def parity(transform, images, seeds=range(4), levels=1.0):
+    """Return how far the device form is from Albumentations; differences times ``levels``."""
+    pairs = both(transform, images, seeds=seeds)
+    gaps = [np.abs(a.astype(np.float64) - b).ravel() * levels for a, b, *_ in pairs]
+    gap = np.concatenate(gaps)
+    found = Parity(largest=gap.max(), mean=gap.mean(), exact=(gap == 0).mean())
+    sys.stdout.write(
+        f"{type(transform).__name__:26s} {images[0].dtype!s:8s} {images[0].shape!s:16s} "
+        f"max {found.largest:.6g} mean {found.mean:.3g} exact {100 * found.exact:.4f} %\n"
+    )
+    return found

@@ -1,0 +1,184 @@
+from __future__ import annotations
+
+import importlib.util
+import pathlib
+import sys
+import warnings
+
+import numpy as np
+import pytest
+
+_spec = importlib.util.spec_from_file_location(
+    "augment_parity", pathlib.Path(__file__).with_name("parity.py")
+)
+_module = importlib.util.module_from_spec(_spec)
+sys.modules[_spec.name] = _module
+_spec.loader.exec_module(_module)
+both, parity, photographs = _module.both, _module.parity, _module.photographs
+
+import albumentations as A  # noqa: E402
+
+warnings.filterwarnings("ignore", message="ShiftScaleRotate is a special case")
+
+EXACT = {
+    "noop": A.NoOp(p=1),
+    "hflip": A.HorizontalFlip(p=1),
+    "vflip": A.VerticalFlip(p=1),
+    "transpose": A.Transpose(p=1),
+    "rot90": A.RandomRotate90(p=1),
+    "d4": A.D4(p=1),
+    "symmetry": A.SquareSymmetry(p=1),
+    "random crop": A.RandomCrop(50, 61, p=1),
+    "center crop": A.CenterCrop(51, 60, p=1),
+    "crop": A.Crop(3, 4, 60, 47, p=1),
+    **{
+        f"padded crop, border {mode}": A.RandomCrop(
+            190, 201, pad_if_needed=True, border_mode=mode, fill=77.0, fill_mask=9.0, p=1
+        )
+        for mode in range(5)
+    },
+    "pad": A.Pad((3, 5, 7, 2), fill=31.0, p=1),
+    "pad if needed": A.PadIfNeeded(200, 210, border_mode=4, p=1),
+    "resize nearest": A.Resize(67, 91, interpolation=0, p=1),
+    "resize down": A.Resize(67, 91, p=1),
+    "invert": A.InvertImg(p=1),
+    "brightness contrast": A.RandomBrightnessContrast(p=1),
+    "gamma": A.RandomGamma(p=1),
+    "solarize": A.Solarize((0.2, 0.8), p=1),
+    "posterize": A.Posterize((2, 6), p=1),
+    "tone curve": A.RandomToneCurve(p=1),
+    "tone curve per channel": A.RandomToneCurve(per_channel=True, p=1),
+    "multiplicative": A.MultiplicativeNoise(p=1),
+    "multiplicative per channel": A.MultiplicativeNoise(per_channel=True, p=1),
+    "coarse dropout": A.CoarseDropout((1, 5), fill=99.0, fill_mask=3.0, p=1),
+    "erasing": A.Erasing(p=1),
+    "grid dropout": A.GridDropout(p=1),
+    "normalize": A.Normalize((0.485, 0.456, 0.4), (0.229, 0.224, 0.225), p=1),
+    "to float": A.ToFloat(p=1),
+    "to tensor": A.ToTensorV2(),
+}
+COLOUR_EXACT = {
+    "rgb shift": A.RGBShift(p=1),
+    "shuffle": A.ChannelShuffle(p=1),
+    "channel dropout": A.ChannelDropout(fill=7, p=1),
+    "gray": A.ToGray(p=1),
+    "gray average": A.ToGray(method="average", p=1),
+    "gray max": A.ToGray(method="max", p=1),
+    "gray desaturation": A.ToGray(method="desaturation", p=1),
+}
+CLOSE = {
+    "resize up": (A.Resize(301, 299, p=1), 0.998),
+    "resized crop": (A.RandomResizedCrop((112, 96), p=1), 0.998),
+    "sized crop": (A.RandomSizedCrop((40, 120), (112, 96), p=1), 0.998),
+    "box blur": (A.Blur((3, 9), p=1), 0.999),
+    "gaussian blur": (A.GaussianBlur(p=1), 0.999),
+    "motion blur": (A.MotionBlur((3, 9), p=1), 0.999),
+    "advanced blur": (A.AdvancedBlur(p=1), 0.999),
+    **{
+        f"affine, border {mode}": (
+            A.Affine(
+                scale=(0.6, 1.3), rotate=(-40, 40), shear=(-9, 9), translate_percent=(-0.2, 0.2),
+                border_mode=mode, fill=120.0, p=1,
+            ),
+            0.999,
+        )
+        for mode in range(5)
+    },
+    "affine, fit": (A.Affine(rotate=(20, 20), fit_output=True, p=1), 0.999),
+    "rotate": (A.Rotate(fill=200.0, p=1), 0.999),
+    "shift scale rotate": (A.ShiftScaleRotate(p=1), 0.999),
+    "safe rotate": (A.SafeRotate(p=1), 0.999),
+    "perspective": (A.Perspective(fill=50.0, p=1), 0.999),
+}  # fmt: skip
+COLOUR_CLOSE = {
+    "hsv": (A.HueSaturationValue(p=1), 0.97),
+    "jitter": (A.ColorJitter(p=1), 0.99),
+    "jitter without hue": (A.ColorJitter(hue=0, p=1), 0.99),
+}
+
+
+@pytest.mark.parametrize("name", [*EXACT, *COLOUR_EXACT])
+def test_exact_operations_equal_albumentations_on_photographs(name):
+    found = parity((EXACT | COLOUR_EXACT)[name], photographs(131, 170))
+    assert found.largest == 0
+
+
+@pytest.mark.parametrize("name", [*CLOSE, *COLOUR_CLOSE])
+def test_other_operations_are_at_most_one_level_off(name):
+    transform, share = (CLOSE | COLOUR_CLOSE)[name]
+    found = parity(transform, photographs(131, 170))
+    assert found.largest <= (2 if name == "jitter" else 1)
+    assert found.exact >= share
+
+
+@pytest.mark.parametrize("channels", [1, 4, 7])
+@pytest.mark.parametrize("name", [name for name in EXACT if name != "normalize"])
+def test_exact_operations_take_any_number_of_channels(name, channels):
+    assert parity(EXACT[name], photographs(131, 170, channels), seeds=[1]).largest == 0
+
+
+@pytest.mark.parametrize("channels", [1, 4])
+@pytest.mark.parametrize("name", list(CLOSE))
+def test_close_operations_take_any_number_of_channels(name, channels):
+    transform, share = CLOSE[name]
+    found = parity(transform, photographs(131, 170, channels), seeds=[1])
+    assert found.largest <= 1
+    assert found.exact >= share
+
+
+@pytest.mark.parametrize("name", [*EXACT, *COLOUR_EXACT, *CLOSE, *COLOUR_CLOSE])
+def test_float_images_agree_to_a_small_part_of_a_level(name):
+    close = {key: one for key, (one, _) in (CLOSE | COLOUR_CLOSE).items()}
+    transform = (EXACT | COLOUR_EXACT | close)[name]
+    if name in {"coarse dropout", "channel dropout"} or getattr(transform, "fill", 0) not in (0,):
+        transform = transform.__class__(**{**_arguments(transform), "fill": 0.25})
+    found = parity(transform, photographs(131, 170, dtype=np.float32))
+    assert found.largest <= (1 / 255 + 1e-6 if name == "hsv" else 1e-4)
+
+
+def _arguments(transform):
+    return {**transform.get_transform_init_args(), "p": 1}
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int32, np.int64, np.float32])
+@pytest.mark.parametrize("name", [*EXACT, *CLOSE])
+def test_masks_equal_albumentations_exactly(name, dtype):
+    transform = EXACT[name] if name in EXACT else CLOSE[name][0]
+    masks = [(photo[..., 0] // 16).astype(dtype) for photo in photographs(131, 170)]
+    if dtype in (np.int32, np.int64) and not isinstance(
+        transform, (A.HorizontalFlip, A.CoarseDropout, A.RandomRotate90, A.ImageOnlyTransform)
+    ):
+        pytest.skip("OpenCV itself does not take such masks everywhere")
+    for _, _, want, got in both(transform, photographs(131, 170), masks, seeds=[3]):
+        assert got.dtype == want.dtype
+        np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 9), (9, 1), (2, 3)])
+@pytest.mark.parametrize(
+    "name", ["hflip", "rot90", "resize up", "gaussian blur", "affine, border 4", "rotate"]
+)
+def test_tiny_images_are_no_special_case(name, shape):
+    transform = EXACT[name] if name in EXACT else CLOSE[name][0]
+    assert parity(transform, photographs(*shape)).largest <= 1
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        A.Normalize(normalization="image_per_channel", p=1),
+        A.Resize(9, 9, interpolation=4, p=1),
+        A.RandomResizedCrop((9, 9), area_for_downscale="image", p=1),
+        A.CoarseDropout(fill="random", p=1),
+        A.MultiplicativeNoise(elementwise=True, p=1),
+        A.RandomBrightnessContrast(brightness_by_max=False, p=1),
+        A.ToGray(method="pca", p=1),
+        A.Rotate(crop_border=True, p=1),
+    ],
+    ids=lambda transform: type(transform).__name__,
+)
+def test_parameters_without_a_device_form_are_declined(transform):
+    image = photographs(40, 50)[0]
+    transform(image=image)
+    op = _module.DEVICE_OPS[type(transform).__name__]
+    assert op.encode(transform, transform.params, image.shape, image.dtype) is None

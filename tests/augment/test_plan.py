@@ -1,0 +1,146 @@
+from __future__ import annotations
+
+import os
+
+import pytest
+
+os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
+import albumentations as A
+import numpy as np
+
+from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded
+from lightning_fastdata.augment.plan import analyse
+
+NAMES = [
+    "Affine",
+    "CoarseDropout",
+    "ColorJitter",
+    "Equalize",
+    "HorizontalFlip",
+    "InvertImg",
+    "Normalize",
+    "PadIfNeeded",
+    "RandomBrightnessContrast",
+    "RandomCrop",
+    "RandomGamma",
+    "RandomResizedCrop",
+    "RandomRotate90",
+    "Resize",
+    "Rotate",
+    "ToGray",
+    "ToTensorV2",
+    "VerticalFlip",
+]
+
+
+def encode_uint8_only(transform, params, shape, dtype):
+    return Encoded((), {}) if dtype == np.uint8 else None
+
+
+OPS = {name: DeviceOp(name=name, encode=encode_uint8_only, image=lambda x, *_: x) for name in NAMES}
+
+
+def where(*transforms, size=None, **options) -> str:
+    """Return one letter per leaf: worker, device, either."""
+    plan = analyse(A.Compose(list(transforms), **options), OPS, size=size)
+    return "".join(placement.where[0] for placement in plan.placements)
+
+
+H, V, NORM, TENSOR = A.HorizontalFlip, A.VerticalFlip, A.Normalize, A.ToTensorV2
+
+
+class Custom(A.DualTransform):
+    def apply(self, img, **params):
+        return img
+
+
+class HorizontalFlip(A.ImageOnlyTransform):
+    """Shares a name with a transform of Albumentations, and nothing else."""
+
+    def apply(self, img, **params):
+        return img
+
+
+class Unusual(A.HorizontalFlip):
+    def __call__(self, *args, force_apply=False, **data):
+        return data
+
+
+@pytest.mark.parametrize(
+    ("expected", "transforms"),
+    [
+        # The operation that makes the size static, and what is before it, stays in the worker.
+        ("wddd", [A.RandomResizedCrop((32, 32)), H(), NORM(), TENSOR()]),
+        ("wwd", [H(), A.Resize(32, 32), V()]),
+        ("wwwd", [A.LongestMaxSize(32), H(), A.PadIfNeeded(32, 32), V()]),
+        ("wwd", [A.OneOf([A.Resize(32, 32), A.RandomCrop(32, 32)], p=1), H()]),
+        ("wwwd", [A.RandomScale(), H(), A.RandomCrop(8, 8), V()]),
+        ("wwd", [A.Sequential([H(), A.Resize(8, 8)], p=1), V()]),
+        # Nothing makes the size static, so the images have one size already.
+        ("ddd", [H(), NORM(), TENSOR()]),
+        ("dd", [A.ColorJitter(), H()]),
+        ("wd", [A.Resize(8, 8, p=0.5), H()]),
+        # A size that varies again is made static again.
+        ("wwwd", [A.Resize(8, 8), A.Rotate(crop_border=True), A.Resize(4, 4), H()]),
+        ("wwwd", [A.Resize(8, 8), Custom(), A.Resize(4, 4), H()]),
+        # Quarter turns keep the size of square images only.
+        ("wd", [A.Resize(8, 8), A.RandomRotate90()]),
+        ("ww", [A.Resize(8, 9), A.RandomRotate90()]),
+        ("w", [A.RandomRotate90()]),
+        # No device form: the ones before go with it, but only in samples that drew it.
+        ("wewd", [A.Resize(8, 8), H(), A.CLAHE(), V()]),
+        ("wed", [A.Resize(8, 8), A.RandomBrightnessContrast(brightness_by_max=False), H()]),
+        ("weed", [A.Resize(8, 8), H(), A.Equalize(mask=lambda image: image), V()]),
+        # A batch must stay one tensor.
+        ("ew", [H(), NORM(p=0.5)]),
+        ("eww", [H(), A.OneOf([NORM((0, 0, 0)), NORM()], p=1)]),
+        ("eww", [H(), NORM(), A.CLAHE()]),
+        (
+            "wwe",
+            [
+                A.Resize(9, 9),
+                A.RandomCrop(8, 8),
+                A.RandomBrightnessContrast(brightness_by_max=False),
+            ],
+        ),
+        ("wdd", [A.Resize(9, 9), A.RandomCrop(8, 8), H()]),
+        ("ew", [H(), A.ToGray(num_output_channels=1)]),
+        ("dd", [H(), A.ToGray(p=1)]),
+        # Behind Normalize everything must have a form for float images.
+        ("eww", [H(), NORM(), A.RandomGamma()]),
+        # A class of the user's own never inherits a device form.
+        ("w", [HorizontalFlip()]),
+        ("ww", [H(), Unusual()]),
+        ("wd", [A.SelectiveChannelTransform([H()], channels=(0,)), V()]),
+        ("wwd", [A.RandomOrder([V(), Unusual()], n=2), H()]),
+        ("", []),
+    ],
+)
+def test_each_operation_runs_where_the_rules_say(expected, transforms) -> None:
+    assert where(*transforms) == expected
+
+
+def test_a_pipeline_that_may_be_skipped_makes_no_size_static() -> None:
+    assert where(A.Resize(8, 8), H(), NORM(), p=0.5) == "wew"
+
+
+def test_images_of_a_known_size_need_no_operation_that_makes_them_so() -> None:
+    assert where(A.RandomRotate90(), A.Resize(4, 4), NORM(), size=(8, 8)) == "ddd"
+
+
+def test_the_same_transform_object_twice_runs_in_the_worker() -> None:
+    flip = H()
+    assert where(flip, V(), flip) == "www"
+
+
+def test_a_refusal_sends_everything_to_the_worker_and_says_why() -> None:
+    plan = analyse(A.Compose([H(), V()]), OPS, refusal="because")
+    assert not plan.defers
+    assert {placement.why for placement in plan.placements} == {"because"}
+
+
+def test_every_placement_has_a_reason() -> None:
+    plan = analyse(A.Compose([A.Resize(8, 8), H(), A.CLAHE(), NORM(), TENSOR()]), OPS)
+    assert plan.defers
+    assert all(placement.why for placement in plan.placements)
+    assert [placement.name for placement in plan.placements][2] == "CLAHE"

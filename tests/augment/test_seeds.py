@@ -1,0 +1,169 @@
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
+
+os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
+import albumentations as A
+
+from lightning_fastdata.augment.seeds import find_composes, reseed
+from lightning_fastdata.types import SampleKey
+
+IMAGE = np.zeros((8, 8, 3), np.uint8)
+
+
+def applied(compose) -> set[str]:
+    return {name for name, _ in compose(image=IMAGE)["applied_transforms"]}
+
+
+def flips(**options):
+    return A.Compose(
+        [A.HorizontalFlip(p=0.5), A.VerticalFlip(p=0.5)], save_applied_params=True, **options
+    )
+
+
+class Angles(Dataset):
+    """Returns the angle that was drawn for each sample."""
+
+    def __init__(self, keyed: bool) -> None:
+        self.keyed = keyed
+        self.transform = A.Compose([A.Rotate((-90, 90), p=1)], save_applied_params=True)
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> float:
+        if self.keyed:
+            reseed(find_composes(self), SampleKey(0, 0, index))
+        matrix = self.transform(image=IMAGE)["applied_transforms"][0][1]["matrix"]
+        return float(matrix[1, 0])
+
+
+def drawn_in_workers(keyed: bool) -> list[float]:
+    loader = DataLoader(
+        Angles(keyed), batch_size=None, num_workers=2, multiprocessing_context="fork"
+    )
+    return [float(value) for value in loader]
+
+
+def test_without_keys_two_workers_draw_the_same_stream() -> None:
+    angles = drawn_in_workers(keyed=False)
+    assert angles[0::2] == angles[1::2]
+
+
+def test_with_keys_workers_draw_what_one_process_draws_and_nothing_twice() -> None:
+    angles = drawn_in_workers(keyed=True)
+    dataset = Angles(keyed=True)
+    assert angles == [dataset[index] for index in range(8)]
+    assert len(set(angles)) == 8
+
+
+def test_without_keys_a_seeded_pipeline_draws_its_transforms_in_lockstep() -> None:
+    seeded = flips(seed=137)
+    assert {frozenset(applied(seeded)) for _ in range(200)} <= {
+        frozenset(),
+        frozenset({"HorizontalFlip", "VerticalFlip"}),
+    }
+
+
+def test_with_keys_the_transforms_of_a_pipeline_are_independent() -> None:
+    pipeline = flips(seed=137)
+    counts = dict.fromkeys([(False, False), (False, True), (True, False), (True, True)], 0)
+    for index in range(2000):
+        reseed((pipeline,), SampleKey(7, 3, index))
+        names = applied(pipeline)
+        counts["HorizontalFlip" in names, "VerticalFlip" in names] += 1
+    chi2 = sum((count - 500) ** 2 / 500 for count in counts.values())
+    assert chi2 < 21.1  # 3 degrees of freedom, alpha 1e-4; the keys are fixed
+
+
+@pytest.mark.parametrize("step", [SampleKey(1, 0, 0), SampleKey(0, 1, 0), SampleKey(0, 0, 1)])
+def test_each_part_of_the_key_changes_the_draws_independently_of_the_others(step) -> None:
+    pipeline = A.Compose([A.Rotate((-90, 90), p=1)], save_applied_params=True)
+    series = []
+    for key in ([step.seed * i, step.epoch * i, step.index * i] for i in range(300)):
+        reseed((pipeline,), SampleKey(*key))
+        series.append(pipeline(image=IMAGE)["applied_transforms"][0][1]["matrix"][1, 0])
+    assert len(set(series)) == 300
+    assert abs(np.corrcoef(series[:-1], series[1:])[0, 1]) < 0.22  # 3.9 sigma of 299 pairs
+
+
+def test_the_same_key_gives_the_same_draws_whatever_was_drawn_before() -> None:
+    pipeline = A.Compose([A.GaussNoise(p=1), A.Rotate(p=0.5)])
+    reseed((pipeline,), SampleKey(0, 0, 5))
+    first = pipeline(image=IMAGE)["image"]
+    for _ in range(3):
+        pipeline(image=IMAGE)
+    reseed((pipeline,), SampleKey(0, 0, 5))
+    assert np.array_equal(first, pipeline(image=IMAGE)["image"])
+
+
+def test_two_pipelines_of_one_dataset_draw_different_streams() -> None:
+    one, other = flips(), flips()
+    draws = []
+    for index in range(64):
+        reseed((one, other), SampleKey(0, 0, index))
+        draws.append(applied(one) == applied(other))
+    assert not all(draws)
+
+
+@pytest.mark.parametrize("key", [SampleKey(-1, 0, 0), SampleKey(2**80, 0, 2**70)])
+def test_any_integers_make_a_key(key) -> None:
+    reseed((flips(),), key)
+
+
+class Holder:
+    def __init__(self, value) -> None:
+        self.value = value
+
+
+def closing_over(pipeline):
+    return lambda image: pipeline(image=image)["image"]
+
+
+class Slotless(Dataset):
+    def __init__(self, transform) -> None:
+        self.transform = transform
+
+    def __len__(self) -> int:
+        return 4
+
+
+@pytest.mark.parametrize(
+    "hide",
+    [
+        lambda pipeline: pipeline,
+        Holder,
+        lambda pipeline: [1, {"a": (Holder(pipeline),)}],
+        lambda pipeline: Subset(Slotless(pipeline), [0]),
+        lambda pipeline: ConcatDataset([Slotless(None), Slotless(pipeline)]),
+        lambda pipeline: Holder(closing_over(pipeline)),
+        lambda pipeline: Holder(functools.partial(closing_over(None), pipeline)),
+        lambda pipeline: Holder(Holder(pipeline).__init__),
+    ],
+)
+def test_a_pipeline_is_found_wherever_a_dataset_keeps_it(hide) -> None:
+    pipeline = flips()
+    assert find_composes(hide(pipeline)) == (pipeline,)
+
+
+def test_only_top_level_pipelines_are_found_once_each_in_order() -> None:
+    inner = A.Compose([A.OneOf([A.HorizontalFlip()])])
+    first, second = A.Compose([inner]), A.HorizontalFlip()
+    holder = Holder([first, second, first])
+    holder.itself = holder
+    assert find_composes(holder) == (first, second)
+
+
+def test_looking_for_pipelines_never_imports_albumentations() -> None:
+    code = (
+        "import sys; from lightning_fastdata.augment.seeds import find_composes;"
+        "assert find_composes([object()]) == (); assert 'albumentations' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,0 +1,194 @@
+"""Numbers, verdicts and texts say what was measured, and leave out what was not."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import numpy as np
+import pytest
+
+from lightning_fastdata.insight.metrics import MetricWindow, StepHistory, window_means
+from lightning_fastdata.insight.report import RunReport, bar, comparison_text, duration_text
+from lightning_fastdata.insight.timeline import StepTiming
+from lightning_fastdata.insight.verdict import LoaderFacts, judge
+
+
+def timing(step, stall=32.1, transfer=1.1, augment=3.2, compute=41.6, cold=False, **kwargs):
+    total = stall + (transfer or 0) + (augment or 0) + compute
+    return StepTiming(
+        step=step, wait_ms=kwargs.pop("wait", stall), stall_ms=stall, transfer_ms=transfer,
+        augment_ms=augment, compute_ms=compute, step_ms=total, samples=64, cold=cold, **kwargs,
+    )  # fmt: skip
+
+
+def summary(steps=20, stage="train", device="cuda", **kwargs):
+    history = StepHistory()
+    for i in range(steps):
+        history.append(timing(i, **kwargs))
+    return history.summarize(stage, duration_s=94.0, device=device)
+
+
+def run_report(**kwargs):
+    first = summary(**kwargs)
+    facts = LoaderFacts(num_workers=4, usable_cpus=8)
+    return RunReport(stages=(first, summary(stage="val")), verdict=judge(first, facts))
+
+
+def test_window_means_agree_with_numpy_and_leave_out_cold_steps():
+    rng = np.random.default_rng(0)
+    stalls, computes = rng.uniform(1, 40, 30), rng.uniform(20, 60, 30)
+    history = StepHistory()
+    history.append(timing(0, stall=9000.0, cold=True))
+    for i, (stall, compute) in enumerate(zip(stalls, computes, strict=True), start=1):
+        history.append(timing(i, stall=stall, compute=compute, transfer=None))
+    scalars = window_means(history.newest(), "data_val")
+    steps = stalls + computes + 3.2
+    assert scalars["data_val/stall_percent"] == pytest.approx(100 * stalls.sum() / steps.sum())
+    assert scalars["data_val/step_ms"] == pytest.approx(steps.mean())
+    assert scalars["data_val/throughput_samples_per_s"] == pytest.approx(64e3 / steps.mean())
+    assert scalars["data_val/speedup_possible"] == pytest.approx(
+        steps.sum() / (steps - stalls).sum()
+    )
+    assert scalars["data_val_band/wait_p95_ms"] == pytest.approx(np.percentile(stalls, 95))
+    assert scalars["data_val_band/step_max_ms"] == pytest.approx(steps.max())
+    assert "data_val/time_transfer_ms" not in scalars
+
+
+def test_a_window_holds_the_steps_since_it_was_last_taken():
+    history = StepHistory()
+    window = MetricWindow(history)
+    assert window.take() == {}
+    history.append(timing(0, compute=10.0))
+    assert window.take()["data/time_compute_ms"] == 10
+    history.append(timing(1, compute=30.0))
+    assert window.take()["data/time_compute_ms"] == 30
+    assert window.take() == {}
+
+
+def test_a_full_history_keeps_totals_of_all_and_values_of_the_newest():
+    history = StepHistory(window=4)
+    for i in range(10):
+        history.append(timing(i, compute=float(i)))
+    assert history.newest()["step"].tolist() == [6, 7, 8, 9]
+    assert history.newest(2)["step"].tolist() == [8, 9]
+    compute = history.summarize("train", duration_s=1.0).compute
+    assert (compute.mean_ms, compute.p50_ms, compute.max_ms) == (4.5, 7.5, 9.0)
+
+
+def test_shares_of_the_device_phases_add_up_to_one():
+    s = summary()
+    shares = [p.share for p in (s.stall, s.transfer, s.augment, s.compute)]
+    assert sum(shares) == pytest.approx(1.0)
+    assert s.samples_per_s_if_data_were_free == pytest.approx(64e3 / (1.1 + 3.2 + 41.6))
+
+
+@pytest.mark.parametrize(
+    ("measured", "facts", "code", "kind"),
+    [
+        ({"steps": 4}, {}, "FD000", "unknown"),
+        ({"stall": 0.1, "augment": 1.0}, {}, "FD001", "compute-bound"),
+        ({"stall": 2.5, "augment": 1.0}, {}, "FD002", "balanced"),
+        ({}, {"num_workers": 0, "usable_cpus": 4}, "FD101", "data-bound"),
+        ({}, {"num_workers": 2, "usable_cpus": 4}, "FD102", "data-bound"),
+        ({}, {"num_workers": 3, "usable_cpus": 4, "augment_on": "cpu"}, "FD103", "data-bound"),
+        ({}, {"num_workers": 3, "usable_cpus": 4, "augment_on": "device"}, "FD104", "data-bound"),
+        ({}, {}, "FD105", "data-bound"),
+        ({"stall": 0.1, "transfer": 9.0}, {}, "FD201", "balanced"),
+        ({"stall": 0.1, "augment": 9.0}, {}, "FD202", "balanced"),
+    ],
+)
+def test_each_measured_situation_has_its_code(measured, facts, code, kind):
+    verdict = judge(summary(**measured), LoaderFacts(**facts))
+    assert (verdict.code, verdict.kind) == (code, kind)
+    assert verdict.next_step
+
+
+def test_costly_epoch_starts_are_named_when_steps_themselves_are_fine():
+    history = StepHistory()
+    for i in range(40):
+        history.append(timing(i, stall=2000.0 if i % 10 == 0 else 0.1, cold=i % 10 == 0))
+    s = history.summarize("train", duration_s=10.0)
+    assert (s.cold_steps, s.cold_wait_ms) == (4, 2000.0)
+    assert judge(s).code == "FD106"
+    assert judge(s, LoaderFacts(persistent_workers=True)).code != "FD106"
+
+
+def test_an_unknown_loader_is_said_to_be_unknown():
+    assert "number of workers not known" in judge(summary()).evidence
+
+
+def test_bars_grow_by_eighths_of_a_cell_and_stay_within_their_width():
+    lengths = [bar(i / 80, 10) for i in range(81)]
+    assert len(set(lengths)) == 81
+    assert lengths[0] == ""
+    assert lengths[-1] == bar(2.0, 10) == "█" * 10
+    assert bar(0.5, 10, ascii=True) == "#####"
+
+
+def test_durations_read_as_people_say_them():
+    seconds = (0.84, 34.2, 59.7, 94, 7500)
+    assert [duration_text(s) for s in seconds] == [
+        "0.8 s", "34 s", "1 min 00 s", "1 min 34 s", "2 h 05 min",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("ascii_only", [False, True])
+@pytest.mark.parametrize("width", [72, 80, 120])
+def test_no_line_is_wider_than_asked(width, ascii_only):
+    report = run_report()
+    for text in (
+        report.text(width, ascii=ascii_only),
+        comparison_text(report, run_report(stall=1.0), width, ascii=ascii_only),
+    ):
+        assert max(len(line) for line in text.splitlines()) <= width
+        assert not ascii_only or text.isascii()
+
+
+def test_the_summary_tells_the_finding_the_gain_and_the_remedy():
+    text = run_report().text()
+    assert "DATA-BOUND   the GPU waits 41% of each step (32.1 of 78.0 ms)" in text
+    assert "821 samples/s now  ·  1394 if data were free  ·  1.70x to gain" in text
+    assert "num_workers 4 -> 7" in text
+    assert "[FD102]" in text
+
+
+def test_a_phase_that_was_not_measured_has_no_row():
+    text = run_report(transfer=None).text()
+    assert "\n augment " in text
+    assert "\n transfer " not in text
+
+
+def test_a_run_without_steps_can_be_told():
+    empty = StepHistory().summarize("train", duration_s=0.0)
+    text = RunReport(stages=(empty,), verdict=judge(empty)).text()
+    assert "too little was measured" in text
+    assert "nothing was measured" in RunReport(stages=()).text()
+
+
+def test_rich_shows_the_same_words_as_the_plain_text():
+    rich_console = pytest.importorskip("rich.console")
+    out = io.StringIO()
+    rich_console.Console(file=out, width=80, no_color=True).print(run_report())
+    assert [line.rstrip() for line in out.getvalue().splitlines()] == run_report().text(
+        80, ascii=False
+    ).splitlines()
+
+
+def test_json_is_written_whole_and_reads_back(tmp_path):
+    path = tmp_path / "deep" / "report.json"
+    report = run_report()
+    assert report.write_json(path) == path
+    report.write_json(path)
+    read = json.loads(path.read_text(encoding="utf-8"))
+    assert read == json.loads(json.dumps(report.as_dict()))
+    assert read["schema_version"] == 1
+    assert read["stages"]["train"]["stall"]["mean_ms"] == pytest.approx(32.1)
+    assert [p.name for p in path.parent.iterdir()] == ["report.json"]
+
+
+def test_a_comparison_tells_both_rates_and_the_gain():
+    text = comparison_text(run_report(), run_report(stall=0.0))
+    assert "821 samples/s  wait 41%" in text
+    assert "1394 samples/s  wait 0%" in text
+    assert "1.70x the samples per second" in text

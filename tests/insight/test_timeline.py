@@ -1,0 +1,415 @@
+"""Clocks and marks become timings: exact to a microsecond on a virtual device, never waiting."""
+
+from __future__ import annotations
+
+import gc
+import tracemalloc
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_fastdata.errors import OptionsError
+from lightning_fastdata.insight.clock import CudaClock, HostClock
+from lightning_fastdata.insight.timeline import StepTimeline
+
+US = 1e-3
+
+
+class VirtualGpu:
+    """Work starts when the host has launched it and the queue before it is done."""
+
+    def __init__(self):
+        self.now_ns = 0
+        self.free_ns = 0
+
+    def host(self, ms):
+        """Let the host be busy (or wait for data)."""
+        self.now_ns += round(ms * 1e6)
+
+    def launch(self, ms):
+        """Queue work on the device; takes no host time."""
+        self.free_ns = max(self.now_ns, self.free_ns) + round(ms * 1e6)
+
+    def synchronize(self):
+        self.now_ns = max(self.now_ns, self.free_ns)
+
+    def clock_ns(self):
+        return self.now_ns
+
+    def new_event(self):
+        return VirtualEvent(self)
+
+
+class VirtualEvent:
+    """Fires at ``max(host time when recorded, device free)``."""
+
+    def __init__(self, gpu):
+        self.gpu = gpu
+        self.at_ns = None
+
+    def record(self):
+        self.at_ns = max(self.gpu.now_ns, self.gpu.free_ns)
+
+    def query(self):
+        return self.gpu.now_ns >= self.at_ns
+
+    def elapsed_time(self, end):
+        assert self.query()
+        assert end.query()
+        return (end.at_ns - self.at_ns) / 1e6
+
+
+def test_host_clock_returns_differences_of_its_time_source():
+    times = iter([1_000, 3_500_000])
+    clock = HostClock(lambda: next(times))
+    begin, end = clock.mark(), clock.mark()
+    assert clock.elapsed_ms(begin, end) == 3.499
+    assert clock.ready(end)
+
+
+def test_a_mark_is_ready_only_when_the_device_has_passed_it():
+    gpu = VirtualGpu()
+    clock = CudaClock(16, gpu.new_event)
+    begin = clock.mark()
+    gpu.launch(5.0)
+    end = clock.mark()
+    assert clock.ready(begin)
+    assert not clock.ready(end)
+    gpu.host(5.0)
+    assert clock.ready(end)
+    assert clock.elapsed_ms(begin, end) == pytest.approx(5.0, abs=1e-3)
+
+
+def test_a_full_ring_gives_no_mark_and_takes_no_host_time():
+    gpu = VirtualGpu()
+    clock = CudaClock(16, gpu.new_event)
+    gpu.launch(1e6)
+    marks = [clock.mark() for _ in range(16)]
+    before = gpu.now_ns
+    assert None not in marks
+    assert clock.mark() is None
+    assert gpu.now_ns == before
+    clock.forget_before(marks[3])
+    assert [clock.mark() is None for _ in range(4)] == [False, False, False, True]
+
+
+def test_marks_given_back_from_the_newest_end_are_free_again():
+    clock = CudaClock(16, VirtualGpu().new_event)
+    marks = [clock.mark() for _ in range(16)]
+    clock.forget_from(marks[10])
+    assert [clock.mark() is None for _ in range(7)] == [False] * 6 + [True]
+
+
+def test_all_events_are_made_once_at_the_start():
+    made = []
+    gpu = VirtualGpu()
+
+    def new_event():
+        made.append(1)
+        return gpu.new_event()
+
+    clock = CudaClock(16, new_event)
+    for _ in range(100):
+        clock.forget_before(clock.mark())
+    assert len(made) == 16
+
+
+def test_a_ring_too_small_for_two_steps_is_refused():
+    with pytest.raises(OptionsError, match="15"):
+        CudaClock(15, VirtualGpu().new_event)
+
+
+@pytest.mark.gpu
+def test_real_events_measure_without_synchronizing():
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    clock = CudaClock(16)
+    begin = clock.mark()
+    torch.cuda._sleep(50_000_000)
+    end = clock.mark()
+    assert not clock.ready(end)
+    torch.cuda.synchronize()
+    assert clock.ready(end)
+    assert clock.elapsed_ms(begin, end) > 1.0
+
+
+def cuda_timeline(capacity=256, **kwargs):
+    gpu = VirtualGpu()
+    device = CudaClock(capacity, gpu.new_event)
+    return gpu, StepTimeline(host=HostClock(gpu.clock_ns), device=device, **kwargs)
+
+
+def cpu_timeline(**kwargs):
+    gpu = VirtualGpu()
+    return gpu, StepTimeline(host=HostClock(gpu.clock_ns), **kwargs)
+
+
+def wait(gpu, timeline, ms):
+    timeline.wait_began()
+    gpu.host(ms)
+    timeline.wait_ended()
+
+
+def gpu_step(gpu, timeline, *, wait_ms, transfer=0.0, augment=0.0, compute=0.0, launch_host=0.0):
+    """One step as Lightning runs it: the augmentation inside the transfer."""
+    wait(gpu, timeline, wait_ms)
+    timeline.transfer_began()
+    gpu.launch(transfer)
+    timeline.augment_began()
+    gpu.launch(augment)
+    timeline.augment_ended()
+    timeline.transfer_ended()
+    gpu.host(launch_host)
+    gpu.launch(compute)
+    timeline.compute_ended(64)
+
+
+def row(timeline, index, name):
+    return timeline.history.newest()[name][index]
+
+
+def drain(gpu, timeline):
+    gpu.synchronize()
+    timeline.poll()
+
+
+def test_a_wait_behind_a_busy_device_is_no_stall():
+    gpu, timeline = cuda_timeline()
+    gpu_step(gpu, timeline, wait_ms=0, compute=50)
+    gpu_step(gpu, timeline, wait_ms=30, compute=50)
+    drain(gpu, timeline)
+    assert row(timeline, 1, "wait_ms") == pytest.approx(30, abs=US)
+    assert row(timeline, 1, "stall_ms") == pytest.approx(0, abs=US)
+    assert row(timeline, 1, "compute_ms") == pytest.approx(50, abs=US)
+    assert row(timeline, 1, "step_ms") == pytest.approx(50, abs=US)
+
+
+def test_only_the_exposed_part_of_a_wait_is_stall():
+    gpu, timeline = cuda_timeline()
+    gpu_step(gpu, timeline, wait_ms=0, compute=50)
+    gpu_step(gpu, timeline, wait_ms=80, transfer=2, augment=3, compute=50)
+    drain(gpu, timeline)
+    for name, ms in {
+        "wait_ms": 80, "stall_ms": 30, "transfer_ms": 2, "augment_ms": 3, "compute_ms": 50,
+        "step_ms": 85, "gap_ms": 0,
+    }.items():  # fmt: skip
+        assert row(timeline, 1, name) == pytest.approx(ms, abs=US), name
+
+
+def test_with_a_synchronize_in_each_step_the_whole_wait_is_stall():
+    gpu, timeline = cuda_timeline()
+    for _ in range(3):
+        gpu_step(gpu, timeline, wait_ms=7, compute=20)
+        gpu.synchronize()
+    drain(gpu, timeline)
+    assert timeline.history.newest()["stall_ms"] == pytest.approx([7, 7, 7], abs=US)
+    assert timeline.history.newest()["step_ms"] == pytest.approx([27, 27, 27], abs=US)
+    assert timeline.history.newest()["gap_ms"][1:] == pytest.approx([0, 0], abs=US)
+
+
+def test_a_launch_bound_step_is_compute_not_stall():
+    gpu, timeline = cuda_timeline()
+    for _ in range(3):
+        gpu_step(gpu, timeline, wait_ms=0, compute=2, launch_host=9)
+    drain(gpu, timeline)
+    assert timeline.history.newest()["stall_ms"] == pytest.approx([0, 0, 0], abs=US)
+    # The second step's first mark is reached when the first step's 2 ms of work are done.
+    assert timeline.history.newest()["compute_ms"] == pytest.approx([11, 9, 9], abs=US)
+
+
+def test_nothing_is_recorded_before_the_device_has_passed_the_step():
+    gpu, timeline = cuda_timeline()
+    gpu_step(gpu, timeline, wait_ms=0, compute=50)
+    assert (timeline.history.steps, timeline.pending_steps) == (0, 1)
+    gpu.host(49)
+    assert timeline.poll() == 0
+    gpu.host(1)
+    assert timeline.poll() == 1
+
+
+def test_a_full_ring_drops_device_figures_but_keeps_waits_and_recovers():
+    gpu, timeline = cuda_timeline(capacity=16)
+    for _ in range(50):
+        gpu_step(gpu, timeline, wait_ms=1, compute=1000)
+    assert timeline.dropped_steps == 48
+    drain(gpu, timeline)
+    assert timeline.history.steps == 50
+    for _ in range(50):
+        gpu_step(gpu, timeline, wait_ms=1, compute=4)
+        drain(gpu, timeline)
+    assert timeline.dropped_steps == 48
+    columns = timeline.history.newest()
+    assert columns["wait_ms"] == pytest.approx([1] * 100, abs=US)
+    assert columns["step_ms"][-50:] == pytest.approx([5] * 50, abs=US)
+
+
+def test_on_the_cpu_stall_is_exactly_the_wait():
+    timeline = StepTimeline()
+    for _ in range(20):
+        timeline.wait_began()
+        timeline.wait_ended()
+        timeline.compute_ended(4)
+    columns = timeline.history.newest()
+    assert (columns["wait_ms"] == columns["stall_ms"]).all()
+    assert (columns["compute_ms"] > 0).all()
+
+
+def test_what_was_not_marked_is_none_and_never_zero():
+    gpu, timeline = cpu_timeline()
+    timeline.transfer_began()
+    gpu.host(2)
+    timeline.transfer_ended()
+    gpu.host(5)
+    timeline.compute_ended(8)
+    columns = timeline.history.newest()
+    assert [name for name, values in columns.items() if values[0] != values[0]] == [
+        "wait_ms", "stall_ms", "augment_ms", "gap_ms",
+    ]  # fmt: skip
+    assert columns["step_ms"][0] == 7
+
+
+def test_a_step_without_any_mark_counts_its_samples_only():
+    _, timeline = cpu_timeline()
+    timeline.compute_ended(8)
+    summary = timeline.history.summarize("train", duration_s=1.0)
+    assert (summary.steps, summary.samples) == (1, 8)
+    assert summary.step is summary.compute is summary.wait is None
+
+
+def test_several_waits_before_one_step_add_up():
+    gpu, timeline = cpu_timeline()
+    for ms in (3, 4):
+        wait(gpu, timeline, ms)
+        gpu.host(100)
+    timeline.transfer_began()
+    timeline.transfer_ended()
+    timeline.compute_ended(1)
+    assert row(timeline, 0, "wait_ms") == 7
+    assert row(timeline, 0, "stall_ms") == 7
+
+
+def test_time_between_steps_is_gap_and_no_wait():
+    gpu, timeline = cpu_timeline()
+    for _ in range(2):
+        wait(gpu, timeline, 3)
+        gpu.host(5)
+        timeline.compute_ended(1)
+        gpu.host(1000)
+    columns = timeline.history.newest()
+    assert columns["wait_ms"].tolist() == [3, 3]
+    assert columns["step_ms"].tolist() == [8, 8]
+    assert columns["gap_ms"][1] == 1000
+
+
+def test_an_augmentation_after_the_transfer_is_not_taken_off_it():
+    gpu, timeline = cpu_timeline()
+    timeline.transfer_began()
+    gpu.host(2)
+    timeline.transfer_ended()
+    timeline.augment_began()
+    gpu.host(3)
+    timeline.augment_ended()
+    gpu.host(4)
+    timeline.compute_ended(1)
+    assert row(timeline, 0, "transfer_ms") == 2
+    assert row(timeline, 0, "augment_ms") == 3
+    assert row(timeline, 0, "compute_ms") == 4
+
+
+def test_only_the_first_step_of_each_epoch_is_cold():
+    gpu, timeline = cpu_timeline()
+    for _ in range(2):
+        timeline.epoch_began()
+        for _ in range(3):
+            wait(gpu, timeline, 1)
+            timeline.compute_ended(1)
+    assert timeline.history.newest()["cold"].tolist() == [1, 0, 0, 1, 0, 0]
+
+
+def test_an_exhausting_fetch_leaves_no_trace_once_dropped():
+    gpu, timeline = cuda_timeline()
+    gpu_step(gpu, timeline, wait_ms=1, compute=5)
+    timeline.wait_began()
+    gpu.host(500)
+    timeline.drop_open_step()
+    gpu_step(gpu, timeline, wait_ms=2, compute=5)
+    drain(gpu, timeline)
+    assert row(timeline, 1, "wait_ms") == pytest.approx(2, abs=US)
+    assert row(timeline, 1, "stall_ms") == pytest.approx(2, abs=US)
+    assert row(timeline, 1, "step_ms") == pytest.approx(7, abs=US)
+    assert row(timeline, 1, "gap_ms") != row(timeline, 1, "gap_ms")
+
+
+MARKS = st.sampled_from(
+    ["wait_began", "wait_ended", "transfer_began", "transfer_ended", "augment_began",
+     "augment_ended", "drop_open_step", "epoch_began", "end", "host", "launch", "sync"]
+)  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None)
+@given(marks=st.lists(MARKS, max_size=60), cuda=st.booleans())
+def test_no_order_of_marks_corrupts_a_later_step(marks, cuda):
+    gpu, timeline = cuda_timeline(capacity=16) if cuda else cpu_timeline()
+    for mark in marks:
+        if mark == "end":
+            timeline.compute_ended(1)
+        elif mark == "host":
+            gpu.host(1.5)
+        elif mark == "launch":
+            gpu.launch(2.5)
+        elif mark == "sync":
+            gpu.synchronize()
+        else:
+            getattr(timeline, mark)()
+    timeline.drop_open_step()
+    drain(gpu, timeline)
+    ended = marks.count("end")
+    assert timeline.history.steps == ended
+    assert timeline.pending_steps == 0
+    gpu_step(gpu, timeline, wait_ms=7, compute=0)
+    drain(gpu, timeline)
+    columns = timeline.history.newest()
+    assert columns["stall_ms"][-1] == pytest.approx(7, abs=US)
+    assert columns["step"][-1] == ended
+    times = [columns[name] for name in columns if name.endswith("_ms")]
+    assert all((values[values == values] >= 0).all() for values in times)
+
+
+@given(waits=st.lists(st.floats(0, 50), min_size=2, max_size=8), compute=st.floats(0, 30))
+@settings(max_examples=30, deadline=None)
+def test_gaps_and_steps_together_are_the_device_time(waits, compute):
+    gpu, timeline = cuda_timeline()
+    for ms in waits:
+        gpu_step(gpu, timeline, wait_ms=ms, transfer=1, augment=2, compute=compute)
+    drain(gpu, timeline)
+    columns = timeline.history.newest()
+    told = columns["step_ms"].sum() + columns["gap_ms"][1:].sum()
+    assert told == pytest.approx(gpu.free_ns / 1e6, abs=US)
+
+
+def test_memory_stays_flat_over_many_steps():
+    gpu, timeline = cuda_timeline(window=64)
+
+    def run(steps):
+        for _ in range(steps):
+            gpu_step(gpu, timeline, wait_ms=1, compute=3)
+            gpu.host(2)
+
+    run(500)
+    gc.collect()
+    tracemalloc.start()
+    run(500)
+    gc.collect()
+    before = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    run(200_000 - 1_500)
+    tracemalloc.start()
+    run(500)
+    gc.collect()
+    after = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert timeline.history.steps >= 199_990
+    assert len(timeline.history.newest()["step_ms"]) == 64
+    assert after - before < 4096

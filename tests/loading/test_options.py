@@ -1,0 +1,373 @@
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jsonargparse import ArgumentParser
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_fastdata.errors import OptionsError
+from lightning_fastdata.host.cpu import CpuLimit, cpu_limit
+from lightning_fastdata.host.memory import HostMemory
+from lightning_fastdata.loading.options import LoaderOptions, LoaderPlan, plan_loader
+from lightning_fastdata.types import STAGES
+
+GIB = 2**30
+MIB = 2**20
+NAMES = [field.name for field in fields(LoaderOptions)]
+
+
+def cpus(count: int, ranks: int = 1) -> CpuLimit:
+    return cpu_limit(
+        affinity_cpus=count * ranks,
+        quota_cpus=None,
+        quota_source=None,
+        ranks=ranks,
+        bound_to_rank=False,
+    )
+
+
+def memory(
+    *,
+    ram: int = 64 * GIB,
+    cgroup: int | None = None,
+    shm: int | None = 32 * GIB,
+    soft: int | None = 65536,
+) -> HostMemory:
+    return HostMemory(
+        ram_available_bytes=ram,
+        cgroup_available_bytes=cgroup,
+        shm_free_bytes=shm,
+        open_files_soft=soft,
+        open_files_hard=soft,
+    )
+
+
+def plan(options: LoaderOptions | None = None, **changes: Any) -> LoaderPlan:
+    """A plan for a roomy GPU machine, apart from the changes."""
+    arguments: dict[str, Any] = {
+        "stage": "train",
+        "cpu": cpus(8),
+        "memory": memory(),
+        "accelerator": "cuda",
+        "sample_bytes": 150_000,
+        "batch_size": 64,
+        "dataset_length": 50_000,
+        "iterable": False,
+        "batched_fetch": False,
+        "cuda_initialised": False,
+        "platform": "linux",
+    }
+    return plan_loader(options or LoaderOptions(), **{**arguments, **changes})
+
+
+def why(made: LoaderPlan, option: str) -> str:
+    return next(choice.why for choice in made.choices if choice.option == option)
+
+
+any_options = st.builds(
+    LoaderOptions,
+    num_workers=st.just("auto") | st.integers(0, 64),
+    pin_memory=st.sampled_from(["auto", True, False]),
+    persistent_workers=st.sampled_from(["auto", True, False]),
+    prefetch_factor=st.just("auto") | st.integers(1, 16),
+    multiprocessing_context=st.sampled_from(["auto", "fork", "spawn", "forkserver"]),
+    sharing_strategy=st.sampled_from(["auto", "file_descriptor", "file_system"]),
+    timeout_s=st.floats(0, 100),
+    in_order=st.booleans(),
+)
+any_situation = st.fixed_dictionaries(
+    {
+        "stage": st.sampled_from(STAGES),
+        "cpu": st.builds(cpus, st.integers(1, 128), st.integers(1, 8)),
+        "memory": st.builds(
+            memory,
+            ram=st.integers(0, 2**40),
+            cgroup=st.none() | st.integers(0, 2**36),
+            shm=st.none() | st.integers(0, 2**36),
+            soft=st.none() | st.integers(64, 2**20),
+        ),
+        "accelerator": st.sampled_from(["cpu", "cuda", "mps"]),
+        "sample_bytes": st.none() | st.integers(0, 2**26),
+        "batch_size": st.integers(1, 512),
+        "dataset_length": st.none() | st.integers(0, 2**20),
+        "iterable": st.booleans(),
+        "batched_fetch": st.booleans(),
+        "in_memory": st.booleans(),
+        "cuda_initialised": st.booleans(),
+        "tensors_per_batch": st.integers(1, 20),
+    }
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(options=any_options, situation=any_situation)
+def test_the_users_value_always_wins_and_each_option_is_chosen_once(
+    options: LoaderOptions, situation: dict[str, Any]
+) -> None:
+    made = plan(options, **situation)
+    assert [choice.option for choice in made.choices] == NAMES
+    for choice in made.choices:
+        asked = getattr(options, choice.option)
+        assert getattr(made, choice.option) == choice.value
+        if choice.by == "you" or (
+            asked != "auto" and choice.option not in ("timeout_s", "in_order")
+        ):
+            assert (choice.by, choice.value) == ("you", asked)
+        assert choice.why
+        assert choice.option in made.explain()
+    assert (made.timeout_s, made.in_order) == (options.timeout_s, options.in_order)
+    assert all(limit in made.explain() for limit in made.limits)
+
+
+@settings(max_examples=300, deadline=None)
+@given(situation=any_situation)
+def test_what_is_chosen_stays_within_the_machine(situation: dict[str, Any]) -> None:
+    made = plan(**situation)
+    limit, host = situation["cpu"], situation["memory"]
+    assert 0 <= made.num_workers <= limit.usable_cpus
+    if situation["dataset_length"] is not None:
+        assert (made.num_workers - 1) * situation["batch_size"] < max(
+            1, situation["dataset_length"]
+        )
+    if made.num_workers == 0:
+        assert made.prefetch_factor is None
+        return
+    assert made.prefetch_factor is not None
+    assert 1 <= made.prefetch_factor <= 4
+    batch_bytes = (situation["sample_bytes"] or 0) * situation["batch_size"]
+    held_bytes = made.num_workers * (made.prefetch_factor + 1) * batch_bytes * limit.ranks_on_host
+    assert held_bytes * 4 <= host.available_bytes
+    assert host.shm_free_bytes is None or held_bytes * 4 <= host.shm_free_bytes
+    open_files = made.num_workers * made.prefetch_factor * situation["tensors_per_batch"] * 2
+    if host.open_files_soft is not None and open_files * 2 >= host.open_files_soft:
+        assert made.sharing_strategy == "file_system"
+
+
+@settings(max_examples=100, deadline=None)
+@given(situation=any_situation, more=st.integers(1, 64))
+def test_more_cpus_never_give_fewer_workers(situation: dict[str, Any], more: int) -> None:
+    few = situation["cpu"]
+    ranks = few.ranks_on_host
+    many = {
+        **situation,
+        "cpu": cpus(few.usable_cpus + more, ranks),
+        "memory": memory(ram=2**60, shm=None),
+    }
+    few_cpus = {**many, "cpu": few}
+    assert plan(**many).num_workers >= plan(**few_cpus).num_workers
+
+
+@pytest.mark.parametrize(
+    ("changes", "workers"),
+    [
+        pytest.param({}, 7, id="one CPU is left for the training process"),
+        pytest.param({"stage": "val"}, 3, id="the training pool stays alive meanwhile"),
+        pytest.param({"stage": "test"}, 7, id="nothing else runs"),
+        pytest.param({"accelerator": "cpu"}, 4, id="the model computes on the CPUs"),
+        pytest.param({"accelerator": "cpu", "cpu": cpus(2)}, 1, id="two CPUs that also train"),
+        pytest.param({"cpu": cpus(2)}, 2, id="two CPUs and a GPU"),
+        pytest.param({"cpu": cpus(1), "stage": "val"}, 1, id="at least one"),
+        pytest.param({"dataset_length": 129}, 3, id="no more than batches"),
+        pytest.param({"dataset_length": 0}, 0, id="an empty dataset"),
+        pytest.param({"batched_fetch": True, "in_memory": True}, 0, id="tensors in memory"),
+        pytest.param({"batched_fetch": True}, 7, id="batched fetch from a disk"),
+    ],
+)
+def test_workers_follow_what_else_needs_the_cpus(changes: dict[str, Any], workers: int) -> None:
+    made = plan(**changes)
+    assert made.num_workers == workers
+    assert made.limits == ()
+
+
+def test_a_stream_gets_one_worker_and_says_how_to_get_more() -> None:
+    made = plan(iterable=True, dataset_length=None)
+    assert made.num_workers == 1
+    assert "set num_workers=7" in made.limits[0]
+    assert plan(LoaderOptions(num_workers=7), iterable=True).limits == ()
+
+
+def test_a_small_shm_lowers_prefetch_first_then_workers() -> None:
+    # A batch of 64 x 150,000 bytes is 9.16 MiB.
+    assert (plan().num_workers, plan().prefetch_factor) == (7, 2)
+    tight = plan(memory=memory(shm=7 * 2 * 64 * 150_000 * 4))
+    assert (tight.num_workers, tight.prefetch_factor) == (7, 1)
+    tighter = plan(memory=memory(shm=3 * 2 * 64 * 150_000 * 4))
+    assert (tighter.num_workers, tighter.prefetch_factor) == (3, 1)
+    docker = plan(memory=memory(shm=64 * MIB))
+    assert docker.num_workers == 0
+    (limit,) = docker.limits
+    for words in ("21 batches of 9.2 MiB", "64.0 MiB free in /dev/shm", "--shm-size=1g", "remount"):
+        assert words in limit
+    assert "/dev/shm" in why(docker, "num_workers")
+
+
+def test_the_memory_of_the_cgroup_counts_too() -> None:
+    made = plan(memory=memory(cgroup=200 * MIB))
+    assert made.num_workers * ((made.prefetch_factor or 0) + 1) * 64 * 150_000 <= 50 * MIB
+    assert "RAM" in made.limits[0]
+
+
+def test_only_what_the_user_left_open_is_lowered() -> None:
+    small = memory(shm=64 * MIB)
+    fixed = plan(LoaderOptions(num_workers=4), memory=small)
+    assert (fixed.num_workers, fixed.prefetch_factor) == (4, 1)
+    assert "may still fail" in fixed.limits[0]
+    ahead = plan(LoaderOptions(prefetch_factor=3), memory=memory(shm=8 * 64 * 150_000 * 4))
+    assert (ahead.num_workers, ahead.prefetch_factor) == (2, 3)
+
+
+def test_ranks_divide_the_memory() -> None:
+    exact = memory(shm=7 * 3 * 64 * 150_000 * 4)
+    assert plan(memory=exact).limits == ()
+    assert plan(memory=exact, cpu=cpus(8, ranks=2)).limits != ()
+
+
+def test_few_open_files_change_the_sharing_strategy() -> None:
+    made = plan(memory=memory(soft=112))  # 7 workers x 2 batches x 2 tensors x 2 = 56 files
+    assert made.sharing_strategy == "file_system"
+    assert "ulimit -n 113" in made.limits[0]
+    assert plan(memory=memory(soft=113)).sharing_strategy is None
+    user = plan(LoaderOptions(sharing_strategy="file_descriptor"), memory=memory(soft=112))
+    assert user.sharing_strategy == "file_descriptor"
+    assert "ulimit -n 113" in user.limits[0]
+
+
+def test_workers_are_not_forked_once_cuda_is_in_use() -> None:
+    assert plan().multiprocessing_context is None
+    assert plan(cuda_initialised=True).multiprocessing_context == "forkserver"
+    assert "CUDA" in why(plan(cuda_initialised=True), "multiprocessing_context")
+    forked = plan(LoaderOptions(multiprocessing_context="fork"), cuda_initialised=True)
+    assert forked.multiprocessing_context == "fork"
+    assert "forkserver" in forked.limits[0]
+
+
+def test_memory_is_pinned_for_cuda_only() -> None:
+    assert plan().pin_memory
+    assert not plan(accelerator="mps").pin_memory
+    assert "pin_memory" in plan(LoaderOptions(pin_memory=True), accelerator="cpu").limits[0]
+
+
+def test_only_training_and_validation_keep_their_workers() -> None:
+    assert {s: plan(stage=s).persistent_workers for s in STAGES} == {
+        "train": True,
+        "val": True,
+        "test": False,
+        "predict": False,
+    }
+
+
+def test_more_workers_than_cpus_are_kept_with_a_message() -> None:
+    made = plan(LoaderOptions(num_workers=9))
+    assert made.num_workers == 9
+    assert "num_workers=9" in made.limits[0]
+    assert cpus(8).reason in made.limits[0]
+    assert plan(LoaderOptions(num_workers=8)).limits == ()
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("num_workers", -1),
+        ("num_workers", True),
+        ("num_workers", 2.0),
+        ("num_workers", "many"),
+        ("num_workers", None),
+        ("prefetch_factor", 0),
+        ("pin_memory", 1),
+        ("persistent_workers", "yes"),
+        ("multiprocessing_context", "thread"),
+        ("sharing_strategy", []),
+        ("timeout_s", -1.0),
+        ("timeout_s", float("nan")),
+        ("timeout_s", float("inf")),
+        ("timeout_s", "5"),
+        ("in_order", "auto"),
+    ],
+)
+def test_an_impossible_value_is_named_and_quoted(option: str, value: object) -> None:
+    with pytest.raises(OptionsError) as error:
+        LoaderOptions(**{option: value})  # type: ignore[arg-type]
+    assert str(error.value).startswith(f"{option} is {value!r}; allowed are ")
+
+
+@pytest.mark.parametrize(
+    ("platform", "option", "value"),
+    [
+        ("win32", "multiprocessing_context", "fork"),
+        ("win32", "sharing_strategy", "file_descriptor"),
+        ("darwin", "sharing_strategy", "file_descriptor"),
+    ],
+)
+def test_what_the_system_lacks_is_refused(platform: str, option: str, value: str) -> None:
+    with pytest.raises(OptionsError, match=f"{option} is '{value}'"):
+        plan(LoaderOptions(**{option: value}), platform=platform)  # type: ignore[arg-type]
+
+
+def test_a_batch_of_nothing_is_refused() -> None:
+    with pytest.raises(OptionsError, match="batch_size is 0"):
+        plan(batch_size=0)
+
+
+def test_the_table_is_aligned() -> None:
+    made = plan(LoaderOptions(num_workers=3))
+    table = made.explain().splitlines()
+    column = table[0].index("why")
+    assert len(table) == 1 + len(NAMES)
+    assert all(line[column - 1] == " " != line[column] for line in table)
+    assert table[1].split()[:3] == ["num_workers", "3", "you"]
+
+
+def test_options_come_from_a_command_line_and_from_yaml() -> None:
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(LoaderOptions, "loader")
+    parser.add_argument("--config", action="config")
+    yaml = "loader:\n  num_workers: 4\n  pin_memory: false\n  timeout_s: 2.5\n"
+    for parsed in (
+        parser.parse_string(yaml),
+        parser.parse_args(
+            ["--loader.num_workers=4", "--loader.pin_memory=false", "--loader.timeout_s=2.5"]
+        ),
+    ):
+        options = parser.instantiate_classes(parsed).loader
+        assert options == LoaderOptions(num_workers=4, pin_memory=False, timeout_s=2.5)
+
+
+@settings(max_examples=60, deadline=None)
+@given(options=any_options, situation=any_situation)
+def test_torch_takes_the_arguments_of_every_plan(
+    options: LoaderOptions, situation: dict[str, Any]
+) -> None:
+    kwargs = plan(options, **situation).dataloader_kwargs()
+    loader = DataLoader(TensorDataset(torch.arange(10)), **kwargs)  # type: ignore[arg-type]
+    assert loader.num_workers == kwargs["num_workers"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        LoaderOptions(num_workers=0, persistent_workers=True, prefetch_factor=3, timeout_s=5),
+        LoaderOptions(num_workers=0, multiprocessing_context="spawn", in_order=False),
+        LoaderOptions(num_workers=2, timeout_s=60),
+        LoaderOptions(num_workers=1, multiprocessing_context="fork", prefetch_factor=1),
+        LoaderOptions(),
+    ],
+    ids=repr,
+)
+def test_torchs_loader_reads_every_sample_with_a_plan(options: LoaderOptions) -> None:
+    made = plan(options, accelerator="cpu", cpu=cpus(2), batch_size=4, dataset_length=10)
+    data = TensorDataset(torch.arange(10))
+    loader = DataLoader(data, batch_size=4, **made.dataloader_kwargs())  # type: ignore[arg-type]
+    for _ in range(2):
+        assert torch.cat([batch for (batch,) in loader]).tolist() == list(range(10))
+
+
+def test_a_forkserver_plan_reads_every_sample() -> None:
+    made = plan(LoaderOptions(num_workers=1), cuda_initialised=True, accelerator="mps")
+    assert made.multiprocessing_context == "forkserver"
+    loader = DataLoader(TensorDataset(torch.arange(6)), **made.dataloader_kwargs())  # type: ignore[arg-type]
+    assert [int(batch) for (batch,) in loader] == list(range(6))

@@ -1,0 +1,124 @@
+"""What is logged can be read back from the real boards, and no logger is asked for too much."""
+
+from __future__ import annotations
+
+import csv
+import inspect
+
+import numpy as np
+import pytest
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from lightning_fastdata.insight.metrics import StepHistory, window_means
+from lightning_fastdata.insight.timeline import StepTiming
+from lightning_fastdata.insight.verdict import judge
+from lightning_fastdata.plugin import boards
+
+
+@pytest.fixture
+def history():
+    history = StepHistory()
+    for i in range(60):
+        stall = 32 * np.exp(-i / 20) + 1.5
+        history.append(
+            StepTiming(
+                step=i,
+                wait_ms=stall,
+                stall_ms=stall,
+                transfer_ms=1.1,
+                augment_ms=3.2,
+                compute_ms=41.6,
+                step_ms=stall + 45.9,
+                samples=64,
+                cold=False,
+            )
+        )
+    return history
+
+
+def read_back(folder):
+    events = EventAccumulator(str(folder), size_guidance={"images": 0, "tensors": 0, "scalars": 0})
+    return events.Reload()
+
+
+def test_tensorboard_shows_scalars_text_figure_and_layout(tmp_path, history):
+    logger = TensorBoardLogger(tmp_path, name="run", version=0)
+    scalars = window_means(history.newest())
+    summary = history.summarize("train", duration_s=4.0)
+    markdown = boards.verdict_markdown(judge(summary), summary)
+    boards.log_to([logger], scalars, 50)
+    boards.log_text([logger], "data/verdict", markdown, 50)
+    boards.log_figure([logger], "data/timeline", lambda: boards.phase_figure(history.newest()), 50)
+    boards.log_layout([logger], boards.custom_scalar_layout())
+    logger.finalize("success")
+    events = read_back(logger.log_dir)
+    assert set(scalars) <= set(events.Tags()["scalars"])
+    (event,) = events.Scalars("data/stall_percent")
+    assert event.step == 50
+    assert event.value == pytest.approx(scalars["data/stall_percent"], rel=1e-6)
+    (image,) = events.Images("data/timeline")
+    assert (image.width, image.height) == (600, 360)
+    (text,) = events.Tensors("data/verdict/text_summary")
+    assert text.tensor_proto.string_val[0].decode() == markdown
+    assert "custom_scalars__config__" in events.Tags()["tensors"]
+
+
+def test_csv_gets_the_metrics_and_nothing_else(tmp_path, history):
+    logger = CSVLogger(tmp_path, name="run", version=0)
+    boards.log_to([logger], {"data/step_ms": 78.0}, 10)
+    boards.log_to([logger], {}, 11)
+    boards.log_text([logger], "data/verdict", "text", 10)
+    boards.log_figure([logger], "data/timeline", lambda: boards.phase_figure(history.newest()), 10)
+    boards.log_layout([logger], boards.custom_scalar_layout())
+    logger.save()
+    with open(f"{logger.log_dir}/metrics.csv") as file:
+        assert list(csv.DictReader(file)) == [{"data/step_ms": "78.0", "step": "10"}]
+
+
+def test_names_use_the_separator_of_the_logger(tmp_path):
+    class Dashed(CSVLogger):
+        @property
+        def group_separator(self):
+            return "-"
+
+    logger = Dashed(tmp_path, name="run", version=0)
+    boards.log_to([logger], {"data/step_ms": 78.0}, 1)
+    logger.save()
+    with open(f"{logger.log_dir}/metrics.csv") as file:
+        assert set(next(csv.DictReader(file))) == {"data-step_ms", "step"}
+
+
+def test_wandb_still_takes_the_parameters_that_are_used():
+    assert {"key", "columns", "data", "step"} <= set(
+        inspect.signature(WandbLogger.log_text).parameters
+    )
+    assert {"key", "images", "step"} <= set(inspect.signature(WandbLogger.log_image).parameters)
+
+
+def test_layout_names_only_scalars_that_are_logged(history):
+    logged = set(window_means(history.newest(), "data_val"))
+    for charts in boards.custom_scalar_layout("data_val").values():
+        for _, tags in charts.values():
+            assert {tag.removesuffix("$") for tag in tags} <= logged
+
+
+def test_a_figure_draws_only_measured_phases():
+    steps = [
+        StepTiming(step=i, compute_ms=10.0, stall_ms=5.0, step_ms=15.0, samples=1, cold=False)
+        for i in range(10)
+    ]
+    axes = boards.phase_figure(steps).axes[0]
+    assert [text.get_text() for text in axes.texts] == ["compute", "wait"]
+    assert axes.lines[0].get_ydata()[0] == 10.0
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_a_figure_of_hardly_any_steps_is_drawn(steps):
+    timings = [
+        StepTiming(step=i, compute_ms=10.0, step_ms=10.0, samples=1, cold=True)
+        for i in range(steps)
+    ]
+    figure = boards.phase_figure(timings)
+    figure.canvas.draw()
+    assert figure.canvas.get_width_height() == (600, 360)

@@ -1,0 +1,372 @@
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_fastdata.batch_size import (
+    GuardDecision,
+    Probe,
+    agree,
+    decide,
+    is_out_of_memory,
+    next_probe_rows,
+    predict_peak_bytes,
+    probe_sizes,
+    reserve_bytes,
+    skipped,
+)
+from lightning_fastdata.errors import OptionsError
+
+GIB = 2**30
+MIB = 2**20
+
+
+@dataclass
+class Device:
+    """A device on which a step of ``rows`` rows takes ``cost(rows)`` bytes."""
+
+    fixed: int
+    per_row: int
+    capacity: int
+    knee_rows: int = 0
+    noise: dict[int, int] = field(default_factory=dict)
+
+    def cost(self, rows: int) -> int:
+        # each row above the knee takes 3 % more than one below: a convex curve
+        above = max(0, rows - self.knee_rows) if self.knee_rows else 0
+        noise = self.noise.get(rows, 0)
+        return self.fixed + self.per_row * rows + self.per_row * above * 3 // 100 + noise
+
+    def measure(self, rows: int) -> Probe:
+        cost = self.cost(rows)
+        return Probe(rows, cost if cost <= self.capacity else None)
+
+
+devices = st.builds(
+    Device,
+    fixed=st.integers(0, 8 * GIB),
+    per_row=st.integers(0, 4 * GIB),
+    capacity=st.integers(0, 64 * GIB),
+)
+sizes = st.integers(3, 5000)
+
+
+# --- measuring ---------------------------------------------------------------------------------
+
+
+@given(devices, sizes)
+def test_probing_ends_after_few_sizes_and_never_above_the_asked_one(device, asked):
+    probes = probe_sizes(asked, device.measure)
+    rows = [probe.rows for probe in probes]
+    assert len(rows) == len(set(rows)) <= 4
+    assert all(1 <= each <= asked for each in rows)
+
+
+@given(devices, sizes)
+def test_two_sizes_ran_unless_the_device_is_full_at_three_rows(device, asked):
+    probes = probe_sizes(asked, device.measure)
+    ran = [probe for probe in probes if probe.peak_bytes is not None]
+    assert len(ran) == 2 or device.cost(3) > device.capacity
+    assert ran or device.cost(1) > device.capacity
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"), [(3, [2, 3]), (4, [2, 4]), (8, [2, 4]), (12, [3, 6]), (256, [4, 8])]
+)
+def test_one_row_alone_is_never_tried_on_a_device_with_room(asked, expected):
+    roomy = Device(fixed=0, per_row=1, capacity=GIB)
+    assert [probe.rows for probe in probe_sizes(asked, roomy.measure)] == expected
+
+
+def test_a_size_out_of_memory_is_halved_down_to_one_row():
+    device = Device(fixed=0, per_row=GIB, capacity=GIB)
+    assert probe_sizes(64, device.measure) == (Probe(4, None), Probe(2, None), Probe(1, GIB))
+    full = Device(fixed=2 * GIB, per_row=1, capacity=GIB)
+    assert [probe.rows for probe in probe_sizes(64, full.measure)] == [4, 2, 1]
+    assert next_probe_rows(64, [Probe(4, 10), Probe(8, None)]) == 2
+    assert next_probe_rows(8, [Probe(2, 10), Probe(4, None)]) == 3
+    assert next_probe_rows(8, [Probe(2, 10), Probe(4, None), Probe(3, None)]) is None
+
+
+# --- predicting --------------------------------------------------------------------------------
+
+
+@given(devices, sizes)
+def test_the_prediction_is_exact_where_memory_is_a_straight_line(device, asked):
+    device.capacity = device.cost(asked)
+    probes = probe_sizes(asked, device.measure)
+    assert predict_peak_bytes(probes, asked) == device.cost(asked)
+
+
+@given(
+    fixed=st.integers(0, 4 * GIB),
+    per_row=st.integers(1, GIB),
+    knee=st.integers(8, 40),
+    capacity=st.integers(8 * GIB, 140 * GIB),
+)
+def test_the_reserve_covers_a_convex_curve_that_the_line_underestimates_by_three_percent(
+    fixed, per_row, knee, capacity
+):
+    device = Device(fixed=fixed, per_row=per_row, capacity=capacity, knee_rows=knee)
+    budget = capacity - reserve_bytes(capacity)
+    decision = decision_on(device, 100_000, "reduce", budget)
+    chosen = decision.batch_size
+    if decision.action == "reduce":
+        assert device.measure(chosen).peak_bytes is not None
+        probes = probe_sizes(100_000, device.measure)
+        low = device.cost(chosen) / predict_peak_bytes(probes, chosen)
+        assert low < 1.0301
+
+
+@given(st.lists(st.integers(1, 10**9), min_size=2, max_size=2), st.integers(1, 10**5))
+def test_the_prediction_never_falls_with_the_rows(peaks, rows):
+    probes = [Probe(4, peaks[0]), Probe(8, peaks[1])]
+    assert predict_peak_bytes(probes, rows) <= predict_peak_bytes(probes, rows + 1)
+
+
+def test_noise_that_makes_the_larger_probe_smaller_does_not_predict_a_falling_peak():
+    device = Device(fixed=GIB, per_row=0, capacity=2 * GIB, noise={4: MIB})
+    probes = probe_sizes(1000, device.measure)
+    assert predict_peak_bytes(probes, 1000) == GIB
+
+
+def test_one_size_that_ran_predicts_too_much_rather_than_too_little():
+    assert predict_peak_bytes([Probe(2, None), Probe(1, 100)], 5) == 500
+    assert predict_peak_bytes([Probe(4, 100)], 1) == 100
+    assert predict_peak_bytes([Probe(1, None)], 1) is None
+
+
+def test_the_order_of_probes_does_not_matter():
+    probes = [Probe(8, 180), Probe(16, None), Probe(4, 100), Probe(2, 60)]
+    assert predict_peak_bytes(probes, 10) == predict_peak_bytes(probes[::-1], 10) == 220
+
+
+def test_the_reserve_is_five_percent_but_at_least_half_a_gibibyte():
+    assert reserve_bytes(80 * GIB) == 4 * GIB
+    assert reserve_bytes(6 * GIB) == 512 * MIB
+
+
+# --- deciding ----------------------------------------------------------------------------------
+
+policies = st.sampled_from(["accumulate", "reduce", "raise", "warn"])
+
+
+def decision_on(device: Device, asked: int, policy: str, budget: int, **more) -> GuardDecision:
+    probes = probe_sizes(asked, device.measure)
+    return decide(asked=asked, probes=probes, budget_bytes=budget, policy=policy, **more)
+
+
+@given(devices, sizes, policies, st.integers(0, 64 * GIB), st.integers(1, 8))
+@settings(max_examples=300)
+def test_the_chosen_size_fits_by_prediction_and_is_never_above_the_asked_one(
+    device, asked, policy, budget, accumulate_now
+):
+    probes = probe_sizes(asked, device.measure)
+    decision = decision_on(device, asked, policy, budget, accumulate_now=accumulate_now)
+    assert 1 <= decision.batch_size <= asked
+    if decision.action in ("keep", "accumulate", "reduce"):
+        assert predict_peak_bytes(probes, decision.batch_size) <= budget
+        assert not any(p.peak_bytes is None and p.rows <= decision.batch_size for p in probes)
+    else:
+        assert decision.batch_size == asked
+        assert decision.accumulate_grad_batches == accumulate_now
+    if decision.action == "keep":
+        assert decision.accumulate_grad_batches == accumulate_now
+    assert decision.predicted_peak_bytes == predict_peak_bytes(probes, asked)
+
+
+@given(devices, sizes, st.integers(0, 64 * GIB), st.integers(1, 8))
+@settings(max_examples=300)
+def test_accumulation_keeps_the_effective_batch_exactly_where_a_divisor_allows_it(
+    device, asked, budget, accumulate_now
+):
+    largest = decision_on(device, asked, "reduce", budget)
+    decision = decision_on(device, asked, "accumulate", budget, accumulate_now=accumulate_now)
+    if decision.action != "accumulate":
+        assert decision.action == ("raise" if largest.action == "raise" else "keep")
+        return
+    parts, rest = divmod(decision.accumulate_grad_batches, accumulate_now)
+    assert rest == 0
+    fewest = math.ceil(asked / largest.batch_size)
+    divisors = [k for k in range(fewest, 2 * fewest + 1) if asked % k == 0]
+    assert parts == (divisors[0] if divisors else fewest)
+    surplus = decision.batch_size * parts - asked
+    assert surplus == 0 if divisors else 0 < surplus < parts
+    word = "still sees" if surplus == 0 else "instead of"
+    assert word in decision.reason
+
+
+@given(devices, sizes, st.integers(0, 64 * GIB))
+def test_reduce_takes_the_largest_size_that_fits(device, asked, budget):
+    probes = probe_sizes(asked, device.measure)
+    decision = decision_on(device, asked, "reduce", budget)
+    if decision.action == "reduce":
+        above = decision.batch_size + 1
+        out = any(p.peak_bytes is None and p.rows <= above for p in probes)
+        assert out or predict_peak_bytes(probes, above) > budget
+
+
+@given(devices, sizes, st.integers(0, 64 * GIB))
+def test_policies_agree_on_whether_the_batch_fits(device, asked, budget):
+    actions = {
+        policy: decision_on(device, asked, policy, budget).action
+        for policy in ("accumulate", "reduce", "raise", "warn")
+    }
+    kept = [action == "keep" for action in actions.values()]
+    assert all(kept) or not any(kept)
+    if not kept[0]:
+        assert actions["raise"] == "raise"
+        assert actions["warn"] == "warn"
+        assert actions["accumulate"] in ("accumulate", "raise")
+
+
+@given(devices, sizes, st.integers(0, 32 * GIB), st.integers(0, 32 * GIB))
+def test_another_tenant_that_takes_memory_never_makes_the_batch_larger(device, asked, free, taken):
+    before = decision_on(device, asked, "reduce", free + taken)
+    after = decision_on(device, asked, "reduce", free)
+    assert after.action == "raise" or after.batch_size <= before.batch_size
+
+
+@pytest.mark.parametrize("policy", ["accumulate", "reduce", "raise"])
+def test_a_device_too_small_for_one_row_raises_whatever_the_policy(policy):
+    full = Device(fixed=2 * GIB, per_row=GIB, capacity=GIB)
+    decision = decision_on(full, 32, policy, GIB)
+    assert decision.action == "raise"
+    assert "not even one row fits" in decision.reason
+
+
+def test_warn_lets_even_a_hopeless_batch_go_on():
+    full = Device(fixed=2 * GIB, per_row=GIB, capacity=GIB)
+    assert decision_on(full, 32, "warn", GIB).action == "warn"
+
+
+def test_off_and_no_measurement_are_skipped_and_change_nothing():
+    for decision in (
+        decide(asked=32, probes=[Probe(1, None)], budget_bytes=0, policy="off", accumulate_now=3),
+        decide(asked=32, probes=[], budget_bytes=0, policy="reduce", accumulate_now=3),
+    ):
+        assert decision.action == "skipped"
+        assert (decision.batch_size, decision.accumulate_grad_batches) == (32, 3)
+
+
+def test_a_dataset_smaller_than_the_batch_is_judged_by_its_own_rows():
+    device = Device(fixed=0, per_row=MIB, capacity=GIB)
+    assert decision_on(device, 4096, "raise", 100 * MIB, dataset_rows=100).action == "keep"
+    assert decision_on(device, 4096, "raise", 99 * MIB, dataset_rows=100).action == "raise"
+    cut = decision_on(device, 4096, "accumulate", 60 * MIB, dataset_rows=100)
+    assert (cut.batch_size, cut.accumulate_grad_batches) == (50, 2)
+
+
+@pytest.mark.parametrize(
+    ("asked", "fits", "rows", "batches"),
+    [(256, 100, 64, 4), (256, 128, 128, 2), (96, 40, 32, 3), (127, 64, 64, 2), (10, 4, 2, 5)],
+)
+def test_accumulation_table(asked, fits, rows, batches):
+    device = Device(fixed=0, per_row=MIB, capacity=GIB)
+    decision = decision_on(device, asked, "accumulate", fits * MIB)
+    assert (decision.batch_size, decision.accumulate_grad_batches) == (rows, batches)
+
+
+def test_the_reason_tells_need_budget_and_what_changes():
+    device = Device(fixed=GIB, per_row=GIB // 8, capacity=80 * GIB)
+    assert decision_on(device, 256, "accumulate", 20 * GIB).reason == (
+        "A training step on 256 rows needs about 33.00 GiB of GPU memory, but 20.00 GiB may be "
+        "used: the loader now gives 128 rows at a time and gradients accumulate over 2 batches. "
+        "Each optimizer step still sees 256 rows."
+    )
+    assert decision_on(device, 127, "accumulate", 10 * GIB, accumulate_now=2).reason.endswith(
+        "gives 64 rows at a time and gradients accumulate over 4 batches. Each optimizer step "
+        "sees 256 instead of 254 rows."
+    )
+    small = Device(fixed=0, per_row=GIB, capacity=3 * GIB)
+    assert "a step on 4 rows ran out of memory" in decision_on(small, 64, "raise", GIB).reason
+
+
+def test_impossible_options_are_refused_by_name():
+    with pytest.raises(OptionsError, match="'halve'"):
+        decide(asked=8, probes=[], budget_bytes=0, policy="halve")
+    with pytest.raises(OptionsError, match="at least 1"):
+        decide(asked=0, probes=[], budget_bytes=0, policy="reduce")
+
+
+# --- ranks -------------------------------------------------------------------------------------
+
+
+def test_ranks_follow_the_one_with_the_least_memory_and_say_which():
+    device = Device(fixed=0, per_row=MIB, capacity=GIB)
+    budgets = [300 * MIB, 100 * MIB, 140 * MIB]
+    decisions = [decision_on(device, 256, "accumulate", budget) for budget in budgets]
+    agreed = agree(decisions)
+    assert (agreed.batch_size, agreed.accumulate_grad_batches) == (64, 4)
+    assert agreed.reason.startswith("Rank 1 has the least room.")
+
+
+def test_one_rank_that_raises_stops_all_and_equal_ranks_need_no_word():
+    device = Device(fixed=0, per_row=MIB, capacity=GIB)
+    fits = decision_on(device, 256, "raise", GIB)
+    raises = decision_on(device, 256, "raise", MIB)
+    assert agree([fits, raises]).action == "raise"
+    assert agree([fits, fits]) == fits
+    assert agree([skipped(8, 1, "x"), skipped(8, 1, "x")]).action == "skipped"
+    with pytest.raises(OptionsError, match="one per rank"):
+        agree([])
+
+
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=6))
+def test_agreement_does_not_depend_on_the_order_of_the_ranks(limits):
+    device = Device(fixed=0, per_row=MIB, capacity=GIB)
+    decisions = [decision_on(device, 256, "accumulate", limit * MIB) for limit in limits]
+    forth, back = agree(decisions), agree(decisions[::-1])
+    assert (forth.batch_size, forth.action) == (back.batch_size, back.action)
+    assert forth.batch_size == min(each.batch_size for each in decisions)
+
+
+# --- errors ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("anything"),
+        RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB (GPU 0; ...)"),
+        RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronous"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you ..."),
+        RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR"),
+        RuntimeError("HIP out of memory. Tried to allocate 20.00 MiB"),
+        RuntimeError("XPU out of memory. Tried to allocate 20.00 MiB"),
+        RuntimeError("MPS backend out of memory (MPS allocated: 18.1 GB, max allowed: 18.1 GB)"),
+        RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:75] DefaultCPUAllocator: can't allocate memory"
+        ),
+        RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 1 bytes"),
+    ],
+)
+def test_errors_of_full_devices_are_known(error):
+    assert is_out_of_memory(error)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("mat1 and mat2 shapes cannot be multiplied (4x8 and 9x2)"),
+        RuntimeError("CUDA error: device-side assert triggered"),
+        ValueError("CUDA out of memory"),
+        MemoryError(),
+        KeyboardInterrupt(),
+    ],
+)
+def test_other_errors_are_not_taken_for_a_full_device(error):
+    assert not is_out_of_memory(error)
+
+
+def test_a_real_host_allocation_that_cannot_succeed_is_known():
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**62, dtype=torch.uint8)
+    assert is_out_of_memory(caught.value)

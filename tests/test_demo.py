@@ -1,0 +1,76 @@
+"""The demo trains on real photographs and shows what loading costs, before and after."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+
+from lightning_fastdata.demo import (
+    IMAGE_PX,
+    AugmentedPhotos,
+    PhotoClassifier,
+    run_demo,
+    train_augmentation,
+    val_augmentation,
+)
+from lightning_fastdata.photos import PHOTOGRAPHS, Cut, cut_photographs
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("demo")
+    said: list[str] = []
+    before, after = run_demo(
+        folder / "photos", folder / "logs", epochs=2, crops=24, say=said.append
+    )
+    return folder, "\n".join(said), before, after
+
+
+def test_both_trainings_are_measured_by_the_same_clock(demo):
+    _, _, before, after = demo
+    for report in (before, after):
+        train = report.stages[0]
+        assert train.stage == "train"
+        assert train.samples_per_s > 0
+        assert 0 <= train.stall_share <= 1
+    assert before.stages[0].steps == after.stages[0].steps
+    assert before.stages[0].steps == 2 * math.ceil(24 * len(PHOTOGRAPHS) / 64)
+
+
+def test_what_is_printed_compares_and_names_the_tensorboard_folder(demo):
+    folder, said, _, _ = demo
+    assert "before and after" in said
+    assert "validation accuracy" in said
+    assert f"tensorboard --logdir {folder / 'logs'}" in said
+    assert "num_workers" in said
+
+
+def test_each_training_leaves_a_report_and_tensorboard_files(demo):
+    folder, _, _, after = demo
+    for name in ("usual", "fastdata"):
+        [report] = (folder / "logs" / name).rglob("report.json")
+        assert set(json.loads(report.read_text())["stages"]) >= {"train"}
+        assert list(report.parent.glob("events.out.tfevents.*"))
+    [report] = (folder / "logs" / "fastdata").rglob("report.json")
+    assert json.loads(report.read_text()) == after.as_dict()
+
+
+@pytest.mark.parametrize("make", [train_augmentation, val_augmentation])
+def test_the_usual_way_gives_what_the_network_takes(tmp_path, make):
+    photos = cut_photographs(tmp_path / "photos", Cut(train_per_class=1, val_per_class=1))
+    image, label = AugmentedPhotos(photos / "val", make())[3]
+    assert image.shape == (3, IMAGE_PX, IMAGE_PX)
+    assert image.dtype == torch.float32
+    assert label == 3
+    assert PhotoClassifier()(image[None]).shape == (1, len(PHOTOGRAPHS))
+
+
+@pytest.mark.slow
+def test_the_network_learns_the_photographs(tmp_path):
+    said: list[str] = []
+    run_demo(tmp_path / "photos", tmp_path / "logs", say=said.append)
+    [line] = [text for text in said if "validation accuracy" in text]
+    assert float(line.split()[-1].rstrip("%")) >= 90
