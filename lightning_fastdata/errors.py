@@ -3,7 +3,7 @@
 .. code-block:: text
 
     FastDataError
-      + OptionsError          an option has an unknown name or an impossible value   (also ValueError)
+      + OptionsError          an option has an unknown name or an impossible value (a ValueError)
       + DatasetError          a dataset is missing, empty, or raised while it was read
       + BatchError            a batch does not have the form a transform or a loader needs
       + TransformError        a transform cannot be built, registered or run

@@ -18,13 +18,13 @@ class BatchSizeGuard(GuardHooks, Callback):
     __doc__ = GuardHooks.__doc__
 
 
-class FastDataModule(DataModuleHooks, LightningDataModule):  # noqa: D101
+class FastDataModule(DataModuleHooks, LightningDataModule):  # type: ignore[misc]  # noqa: D101
     __doc__ = DataModuleHooks.__doc__
 
     _guard_callback = BatchSizeGuard
 
 
-class DataThroughputCallback(ThroughputHooks, Callback):  # noqa: D101
+class DataThroughputCallback(ThroughputHooks, Callback):  # type: ignore[misc]  # noqa: D101
     __doc__ = ThroughputHooks.__doc__
 
 

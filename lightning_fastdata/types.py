@@ -20,5 +20,5 @@ class SampleKey(NamedTuple):
     """Seed of the run."""
     epoch: int
     """Epoch in which the sample is drawn, counted from 0."""
-    index: int
-    """Position of the sample in the dataset; for an iterable dataset, its position in the stream."""
+    index: int  # type: ignore[assignment]  # the field's name matters more than tuple.index
+    """Position of the sample in the dataset, or in the stream of an iterable dataset."""

@@ -58,9 +58,11 @@ class ProfilerTee:
             self._by_action[action_name] = found
             return found
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The listeners belong to one run of one trainer; a copy of the trainer is not measured.
+        return _itself, (self.profiler,)
+
     def __getattr__(self, name: str) -> Any:
-        if name == "profiler":  # not yet set: while unpickling or copying
-            raise AttributeError(name)
         return getattr(self.profiler, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -69,6 +71,10 @@ class ProfilerTee:
         else:
             # Lightning writes to its profiler (`_lightning_module`, `_local_rank`, ...).
             setattr(self.profiler, name, value)
+
+
+def _itself(profiler: Any) -> Any:
+    return profiler
 
 
 @contextmanager

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_fastdata.augment.transform import as_batch_transform
-from lightning_fastdata.errors import OptionsError
+from lightning_fastdata.errors import OptionsError, TransformError
 from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.host.machine import describe_machine, read_versions
 from lightning_fastdata.insight.report import RunReport
@@ -52,7 +54,8 @@ class ThroughputHooks:
 
     Raises:
         OptionsError: ``every_n_steps`` is not a positive number.
-        TransformError: ``augment`` is not a transform.
+        TransformError: ``augment`` is not a transform; when a fit starts: the training step fetches
+            its batches itself, so that no transfer hook would run.
     """
 
     def __init__(
@@ -89,6 +92,8 @@ class ThroughputHooks:
         if stage not in ("fit", "validate"):
             return
         recording = Recording(trainer)
+        if stage == "fit" and self.augment is not None:
+            _check_hooks_run(pl_module)
         undo = [attach(trainer, recording.listeners())]
         self._run = _Run(trainer, recording, undo)
         if stage == "fit" and self.augment is not None:
@@ -159,7 +164,8 @@ class ThroughputHooks:
         summary = run.recording.train.summary()
         if summary is None or not run.logs:
             return
-        step = _steps_logged_by(trainer, run.recording.batches_stepped)
+        # Lightning logs what ends an epoch at the step of the epoch's last batch.
+        step = max(0, _steps_logged_by(trainer, run.recording.batches_stepped) - 1)
         if self.figures and run.figures < _MOST_FIGURES:
             run.figures += 1
             columns = run.recording.train.timeline.history.newest()
@@ -228,6 +234,7 @@ class ThroughputHooks:
         if self.summary:
             from rich.console import Console
 
+            _close_progress_bar(run.trainer)
             Console().print(report)
 
 
@@ -300,6 +307,30 @@ def _steps_logged_by(trainer: Any, counted: int) -> int:
     """
     loop = getattr(trainer.fit_loop, "epoch_loop", None)
     return int(getattr(loop, "_batches_that_stepped", counted))
+
+
+def _check_hooks_run(pl_module: Any) -> None:
+    """Refuse to augment for a training step whose batches pass no transfer hook."""
+    if "dataloader_iter" in inspect.signature(pl_module.training_step).parameters:
+        raise TransformError(
+            f"{type(pl_module).__name__}.training_step(dataloader_iter) fetches its batches itself, "
+            "and Lightning then calls no on_after_batch_transfer, so that `augment` would never "
+            "run. Use training_step(batch, batch_idx), or call the transform in the step and leave "
+            "out `augment`."
+        )
+
+
+def _close_progress_bar(trainer: Any) -> None:
+    """Close the bar, whose own teardown may come after ours and would draw over the summary.
+
+    Both of Lightning's bars are closed by these public names, and closing twice is harmless.
+    """
+    bar = trainer.progress_bar_callback
+    with suppress(AttributeError):
+        bar.progress.stop()  # Rich
+    for name in ("train_progress_bar", "val_progress_bar"):
+        with suppress(AttributeError, TypeError):  # a TypeError before its first use
+            getattr(bar, name).close()  # TQDM
 
 
 def _first_loader(loaders: Any) -> Any:

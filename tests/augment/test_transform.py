@@ -254,6 +254,27 @@ def test_boxes_labels_and_keypoints_are_albumentations_own(middle, seed) -> None
             assert np.array_equal(one[name], other[name])
 
 
+def test_the_shipped_device_forms_give_what_albumentations_gives() -> None:
+    compose = A.Compose(
+        [
+            A.RandomResizedCrop((20, 20)),
+            A.D4(p=1),
+            A.OneOf([A.RandomGamma(), A.Posterize(), A.CLAHE()], p=0.7),
+            A.HorizontalFlip(),
+            A.RandomCrop(16, 16),
+            A.RandomBrightnessContrast(),
+            A.Normalize(),
+            A.ToTensorV2(),
+        ]
+    )
+    transform = as_batch_transform(compose)
+    assert isinstance(transform, ComposeTransform)
+    assert [place.where for place in transform.plan.placements].count("worker") == 2
+    oracle, batch = both_ways(transform, samples(24))
+    assert torch.equal(oracle["mask"], batch["mask"])
+    assert torch.allclose(oracle["image"], batch["image"], atol=1e-5)
+
+
 def test_additional_images_and_masks_ride_along() -> None:
     compose = A.Compose(
         [A.RandomCrop(16, 16), A.HorizontalFlip(), A.CLAHE(p=0.3), A.RandomGamma(), A.Normalize()],

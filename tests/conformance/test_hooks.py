@@ -208,21 +208,26 @@ def test_row_6_example_inputs_are_not_taken_for_batches(tmp_path, source):
         calls.append(1)
         return add_one(batch)
 
-    model, data = Example(), {}
+    def fit(callbacks, **data):
+        model = Example()
+        torch.manual_seed(1)
+        make_trainer(
+            tmp_path,
+            logger=TensorBoardLogger(tmp_path, log_graph=True),
+            enable_model_summary=True,
+            callbacks=callbacks,
+            limit_val_batches=0,
+        ).fit(model, **data)
+        return model, torch.get_rng_state()
+
+    loader = DataLoader(Rows(32), batch_size=8)
+    _, expected_state = fit([], train_dataloaders=loader)
+    callback = DataThroughputCallback(augment=counted, summary=False, report=False)
     if source == "ours":
-        data["datamodule"] = RowsModule(batch_size=8)
+        model, state = fit([callback], datamodule=RowsModule(batch_size=8))
     else:
-        data["train_dataloaders"] = DataLoader(Rows(32), batch_size=8)
-    trainer = make_trainer(
-        tmp_path,
-        logger=TensorBoardLogger(tmp_path, log_graph=True),
-        enable_model_summary=True,
-        callbacks=[DataThroughputCallback(augment=counted, summary=False, report=False)],
-        limit_val_batches=0,
-    )
-    state = torch.get_rng_state()
-    trainer.fit(model, **data)
-    assert torch.equal(torch.get_rng_state(), state) or source == "loaders"
+        model, state = fit([callback], train_dataloaders=loader)
+    assert torch.equal(state, expected_state)
     assert model.forwarded
     assert all(torch.equal(x, torch.ones(2, 4)) for x in model.forwarded)
     assert len(calls) == 4

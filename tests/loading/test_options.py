@@ -322,6 +322,7 @@ def test_the_table_is_aligned() -> None:
     assert table[1].split()[:3] == ["num_workers", "3", "you"]
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_options_come_from_a_command_line_and_from_yaml() -> None:
     parser = ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(LoaderOptions, "loader")
@@ -337,6 +338,7 @@ def test_options_come_from_a_command_line_and_from_yaml() -> None:
         assert options == LoaderOptions(num_workers=4, pin_memory=False, timeout_s=2.5)
 
 
+@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 @settings(max_examples=60, deadline=None)
 @given(options=any_options, situation=any_situation)
 def test_torch_takes_the_arguments_of_every_plan(

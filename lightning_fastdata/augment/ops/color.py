@@ -198,5 +198,7 @@ OPS = (
     DeviceOp(name="ChannelShuffle", encode=_encode_shuffle, image=_run_shuffle),
     DeviceOp(name="ChannelDropout", encode=_encode_channel_dropout, image=_run_channel_dropout),
 )
-"""On uint8, gray and channel moves are exact and hue is at most one level off; on float32 the
-colour formulas agree to 1e-4, and HueSaturationValue goes through uint8 as in Albumentations."""
+"""On uint8, gray and channel moves are exact and HueSaturationValue is at most one level off, above
+all in the last columns, which do not fill a vector of OpenCV's and which it rounds differently; in
+ColorJitter, contrast and saturation can make that two or three. On float32 the colour formulas
+agree to 1e-4, and HueSaturationValue goes through uint8 as in Albumentations."""

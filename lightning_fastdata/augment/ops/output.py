@@ -7,13 +7,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from lightning_fastdata.augment.ops.border import channels
 from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    import torch
 
     from lightning_fastdata.augment.ops.operation import Shape
 

@@ -1,7 +1,5 @@
 """Operations on single values: a table of 256 entries for uint8, a formula for float32."""
 
-# ruff: noqa: ARG001 - all operations share one signature
-
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any

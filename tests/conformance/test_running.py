@@ -1,0 +1,534 @@
+"""Around a run: profilers, bars, errors, copies, processes, compilation and early ends."""
+
+from __future__ import annotations
+
+import copy
+import json
+import multiprocessing
+import pickle
+import signal
+import subprocess
+import sys
+from datetime import timedelta
+
+import pytest
+import torch
+from conformance.pieces import Linear, Rows, RowsModule, make_trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    ModelCheckpoint,
+    RichProgressBar,
+    Timer,
+    TQDMProgressBar,
+)
+from lightning.pytorch.profilers import (
+    AdvancedProfiler,
+    PassThroughProfiler,
+    Profiler,
+    PyTorchProfiler,
+    SimpleProfiler,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_fastdata import DataThroughputCallback, FastDataModule, LoaderOptions
+
+
+def quiet(**arguments):
+    return DataThroughputCallback(**{"summary": False, "report": False, **arguments})
+
+
+def add_one(batch):
+    return [batch[0] + 1, batch[1]]
+
+
+# -- profilers -------------------------------------------------------------------------------------
+
+
+class OwnProfiler(Profiler):
+    """Somebody's profiler: counts, and keeps an attribute of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = {}
+        self.open = []
+
+    def start(self, action_name):
+        self.open.append(action_name)
+        self.counts[action_name] = self.counts.get(action_name, 0) + 1
+
+    def stop(self, action_name):
+        self.open.remove(action_name)
+
+
+def actions_of(profiler):
+    """Return how often each action was profiled."""
+    if isinstance(profiler, SimpleProfiler):
+        return {name: len(times) for name, times in profiler.recorded_durations.items()}
+    if isinstance(profiler, AdvancedProfiler):
+        return {name: 1 for name in profiler.profiled_actions}
+    if isinstance(profiler, PyTorchProfiler):
+        events = profiler.function_events
+        return {e.key: e.count for e in events.key_averages() if e.key.startswith("[pl]")}
+    return profiler.counts
+
+
+@pytest.mark.parametrize("kind", [SimpleProfiler, AdvancedProfiler, PyTorchProfiler, OwnProfiler])
+def test_row_27_a_users_profiler_sees_what_it_saw_without_the_callback(tmp_path, kind):
+    seen = []
+    for callbacks in ([], [quiet()]):
+        profiler = kind() if kind is OwnProfiler else kind(dirpath=tmp_path, filename="profile")
+        trainer = make_trainer(tmp_path, max_epochs=2, callbacks=callbacks, profiler=profiler)
+        trainer.fit(Linear(), datamodule=RowsModule(batch_size=8, guard="off"))
+        assert trainer.profiler is profiler
+        actions = {n: c for n, c in actions_of(profiler).items() if "[Callback]" not in n}
+        seen.append(actions)
+    assert seen[0] == seen[1]
+    assert any("train_dataloader_next" in name for name in seen[1])
+    if kind is OwnProfiler:
+        assert profiler.open == []
+        assert profiler.counts["[_TrainingEpochLoop].train_dataloader_next"] == 8
+    else:
+        assert len(list(tmp_path.glob("fit-profile*.txt"))) == 1
+
+
+def test_row_27_the_trainers_own_profiler_comes_back(tmp_path):
+    trainer = make_trainer(tmp_path, callbacks=[quiet(), quiet()])
+    before = trainer.profiler
+    assert type(before) is PassThroughProfiler
+    during = []
+
+    class Looks(Callback):
+        def on_train_batch_end(self, trainer, *_):
+            during.append(trainer.profiler)
+
+    trainer.callbacks.append(Looks())
+    trainer.fit(Linear(), datamodule=RowsModule())
+    assert trainer.profiler is before
+    assert during[0] is not before
+    trainer.validate(Linear(), datamodule=RowsModule(), verbose=False)
+    assert trainer.profiler is before
+
+
+# -- progress bars ---------------------------------------------------------------------------------
+
+
+class Fails(Linear):
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 3:
+            raise ZeroDivisionError("the step failed")
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("bar", [TQDMProgressBar, RichProgressBar])
+@pytest.mark.parametrize("ours_first", [True, False])
+@pytest.mark.parametrize("ending", ["end", "exception"])
+def test_row_28_the_summary_comes_after_the_bar(tmp_path, capsys, bar, ours_first, ending):
+    callback = DataThroughputCallback(report=False)
+    callbacks = [callback, bar()] if ours_first else [bar(), callback]
+    trainer = make_trainer(tmp_path, callbacks=callbacks, enable_progress_bar=True)
+    if ending == "end":
+        trainer.fit(Linear(), datamodule=RowsModule(batch_size=4))
+    else:
+        with pytest.raises(ZeroDivisionError, match="the step failed"):
+            trainer.fit(Fails(), datamodule=RowsModule(batch_size=4))
+    out = capsys.readouterr().out
+    assert out.count("fastdata · train") == 1
+    assert "Epoch 0" in out
+    assert out.rindex("Epoch 0") < out.index("fastdata · train")
+    # Nothing of the bar is drawn behind the summary.
+    last = out[out.index("fastdata · train") :]
+    assert "/8" not in last
+    assert "it/s" not in last
+
+
+class CountsReads(TorchDispatchMode):
+    """Counts tensor values read by the host, each of which would wait for a device."""
+
+    def __init__(self):
+        super().__init__()
+        self.reads = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.reads += function is torch.ops.aten._local_scalar_dense.default
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("logger", [False, True])
+def test_row_28_nothing_of_ours_reads_a_tensor(tmp_path, logger):
+    class Model(LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(4, 1)
+
+        def training_step(self, batch, batch_idx):
+            return self.layer(batch[0]).pow(2).mean()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+    reads = []
+    for callbacks in ([], [quiet(augment=add_one)]):
+        trainer = make_trainer(
+            tmp_path, callbacks=callbacks, logger=logger, log_every_n_steps=1, limit_val_batches=0
+        )
+        with CountsReads() as mode:
+            trainer.fit(Model(), DataLoader(Rows(16), batch_size=2))
+        reads.append(mode.reads)
+    assert reads[0] == reads[1]
+
+
+# -- errors ----------------------------------------------------------------------------------------
+
+
+class Breaks(Dataset):
+    """Raises at one sample, but not at the first, which is looked at beforehand."""
+
+    def __init__(self, at=None):
+        self.at = at
+
+    def __len__(self):
+        return 32
+
+    def __getitem__(self, i):
+        if i == self.at:
+            raise ZeroDivisionError(f"sample {i} is broken")
+        return torch.full((4,), float(i)), i
+
+
+def broken_collate(samples):
+    raise ZeroDivisionError("collate is broken")
+
+
+def broken_transform(batch):
+    raise ZeroDivisionError("transform is broken")
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("where", ["sample", "collate", "transform", "step"])
+@pytest.mark.parametrize("ours", [True, False])
+def test_row_35_an_error_keeps_its_type_and_place_and_leaves_no_worker(
+    tmp_path, workers, where, ours
+):
+    dataset = Breaks(at=17 if where == "sample" else None)
+    collate = broken_collate if where == "collate" else None
+    augment = broken_transform if where == "transform" else None
+    if ours:
+        options = LoaderOptions(num_workers=workers)
+        module = FastDataModule.from_datasets(
+            dataset, batch_size=4, options=options, collate_fn=collate, guard="off"
+        )
+        data = {"datamodule": module}
+    else:
+        loader = DataLoader(dataset, 4, num_workers=workers, collate_fn=collate)
+        data = {"train_dataloaders": loader}
+    trainer = make_trainer(
+        tmp_path, callbacks=[quiet(augment=augment)], limit_val_batches=0, max_epochs=2
+    )
+    model = Fails() if where == "step" else Linear()
+    before = set(multiprocessing.active_children())
+    with pytest.raises(ZeroDivisionError) as caught:
+        trainer.fit(model, **data)
+    said = {"sample": "sample 17", "step": "the step failed"}.get(where, f"{where} is broken")
+    assert said in str(caught.value)
+    places = {"sample": "__getitem__", "step": "training_step"}
+    place = places.get(where, f"broken_{where}")
+    in_worker = workers and where in ("sample", "collate")
+    traceback = [entry.name for entry in caught.traceback]
+    # A worker's traceback comes as text.
+    assert place in (str(caught.value) if in_worker else traceback)
+    del caught, trainer, data
+    left = set(multiprocessing.active_children()) - before
+    for worker in left:
+        worker.join(10)
+    assert [worker for worker in left if worker.is_alive()] == []
+
+
+# -- copies and processes ----------------------------------------------------------------------------
+
+
+class Copies(Callback):
+    """Copies trainer and module in the middle of an epoch."""
+
+    def __init__(self):
+        self.made = []
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if batch_idx == 1 and trainer.current_epoch == 0:
+            self.made = [copy.deepcopy(trainer), copy.deepcopy(pl_module)]
+
+
+@pytest.mark.parametrize("source", ["ours", "loaders"])
+def test_row_37_trainers_and_modules_can_be_copied_while_they_run(tmp_path, source):
+    copies, callback = Copies(), quiet(augment=add_one)
+    trainer = make_trainer(tmp_path, callbacks=[callback, copies], limit_val_batches=0)
+    data = {"datamodule": RowsModule(batch_size=8)}
+    if source == "loaders":
+        data = {"train_dataloaders": DataLoader(Rows(32), batch_size=8)}
+    model = Linear()
+    trainer.fit(model, **data)
+    assert callback.report.stages[0].steps == 4
+    for x, i in model.seen["train"]:
+        assert torch.equal(x[:, 0], i + 1.0)
+    twin, twin_model = copies.made
+    # A copy is not measured: its profiler is the plain one.
+    assert type(twin.profiler) is PassThroughProfiler
+    assert twin.callbacks[0]._run is None or source == "ours"
+    assert copy.deepcopy(trainer).profiler is not trainer.profiler
+    x, _ = twin_model.seen["train"][0]
+    assert torch.equal(x, model.seen["train"][0][0])
+    again = make_trainer(tmp_path, callbacks=[quiet(augment=add_one)], limit_val_batches=0)
+    twin_model.seen["train"].clear()
+    again.fit(twin_model, **data)
+    for x, i in twin_model.seen["train"]:
+        assert torch.equal(x[:, 0], i + 1.0)
+
+
+@pytest.mark.parametrize("source", ["ours", "loaders"])
+def test_row_37_averaged_weights_follow_an_augmented_run(tmp_path, source):
+    callbacks = pytest.importorskip("lightning.pytorch.callbacks.weight_averaging")
+    data = {"datamodule": RowsModule(batch_size=8)}
+    if source == "loaders":
+        data = {"train_dataloaders": DataLoader(Rows(32), batch_size=8)}
+    model = Linear()
+    average = callbacks.EMAWeightAveraging(decay=0.5)
+    for order in ([average, quiet(augment=add_one)], [quiet(augment=add_one), average]):
+        model.seen["train"].clear()
+        trainer = make_trainer(tmp_path, callbacks=order, max_epochs=1)
+        trainer.fit(model, **data)
+        for x, i in model.seen["train"]:
+            assert torch.equal(x[:, 0], i + 1.0)
+        assert "on_after_batch_transfer" not in vars(model)
+
+
+def test_row_37_a_data_module_and_a_callback_can_be_pickled(tmp_path):
+    module, callback = RowsModule(batch_size=8), quiet(augment=add_one)
+    module.register_transform(add_one)
+    trainer = make_trainer(tmp_path, callbacks=[callback], limit_val_batches=0)
+    trainer.fit(Linear(), datamodule=module)
+    module.trainer = None
+    twin, twin_callback = pickle.loads(pickle.dumps((module, callback)))
+    assert twin_callback.report == callback.report
+    model = Linear()
+    make_trainer(tmp_path, callbacks=[twin_callback], limit_val_batches=0).fit(
+        model, datamodule=twin
+    )
+    for x, i in model.seen["train"]:
+        assert torch.equal(x[:, 0], i + 2.0)
+
+
+class WritesSeen(Callback):
+    """Writes what each rank saw."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def on_train_end(self, trainer, pl_module):
+        rows = [[x[:, 0].tolist(), i.tolist()] for x, i in pl_module.seen["train"]]
+        (self.folder / f"rank{trainer.global_rank}.json").write_text(json.dumps(rows))
+
+
+@pytest.mark.parametrize("strategy", ["ddp_fork", "ddp_spawn"])
+@pytest.mark.parametrize("source", ["ours", "loaders"])
+def test_row_37_two_processes_share_the_samples_and_one_writes_the_report(
+    tmp_path, strategy, source
+):
+    if strategy == "ddp_spawn" and source == "loaders":
+        pytest.skip("starting interpreters is slow; the callback starts the same way in both")
+    data = {"datamodule": RowsModule(batch_size=4, options=LoaderOptions(num_workers=0))}
+    if source == "loaders":
+        data = {"train_dataloaders": DataLoader(Rows(32), batch_size=4)}
+    callbacks = [DataThroughputCallback(augment=add_one, summary=False), WritesSeen(tmp_path)]
+    trainer = make_trainer(
+        tmp_path, strategy=strategy, devices=2, callbacks=callbacks, limit_val_batches=0
+    )
+    trainer.fit(Linear(), **data)
+    indices = []
+    for rank in range(2):
+        for x, i in json.loads((tmp_path / f"rank{rank}.json").read_text()):
+            assert x == [value + 1.0 for value in i]
+            indices += i
+    assert sorted(indices) == list(range(32))
+    (report,) = tmp_path.rglob("report.json")
+    assert json.loads(report.read_text())["stages"]["train"]["samples"] == 16
+
+
+# -- compilation -----------------------------------------------------------------------------------
+
+
+class Counts:
+    """A compiler that compiles nothing and counts how often it was asked."""
+
+    def __init__(self):
+        self.graphs = 0
+
+    def __call__(self, graph, inputs):
+        self.graphs += 1
+        return graph.forward
+
+
+@pytest.mark.parametrize("source", ["ours", "loaders"])
+def test_row_49_a_compiled_model_is_compiled_as_often_as_without_us(tmp_path, source):
+    class Model(LightningModule):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer = torch.nn.Linear(4, 1)
+            self.losses = []
+            self.counter = None
+            self.after_first_epoch = None
+
+        def forward(self, x):
+            return self.layer(x * 1e-2)
+
+        def training_step(self, batch, batch_idx):
+            return self(batch[0]).pow(2).mean()
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            self.losses.append(float(outputs["loss"]))
+
+        def on_train_epoch_end(self):
+            if self.after_first_epoch is None:
+                self.after_first_epoch = self.counter.graphs
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=1e-2)
+
+    def run(with_us):
+        torch._dynamo.reset()
+        model = Model()
+        model.counter = counter = Counts()
+        callbacks = [quiet()] if with_us else []
+        trainer = make_trainer(
+            tmp_path, max_epochs=3, callbacks=callbacks, logger=True, log_every_n_steps=1
+        )
+        if source == "ours" and with_us:
+            options = LoaderOptions(num_workers=0)
+            module = FastDataModule.from_datasets(
+                Rows(24), batch_size=4, options=options, augment=add_nothing, guard="off"
+            )
+            module.register_transform = None
+            loader = module.train_dataloader()
+            data = {"datamodule": module}
+            del loader
+        else:
+            data = {"train_dataloaders": DataLoader(Rows(24), batch_size=4)}
+        trainer.fit(torch.compile(model, backend=counter), **data)
+        return model, counter.graphs
+
+    plain, graphs = run(with_us=False)
+    model, graphs_with_us = run(with_us=True)
+    assert graphs == graphs_with_us >= 1
+    assert model.after_first_epoch == graphs_with_us
+    if source == "loaders":
+        assert model.losses == plain.losses
+
+
+def add_nothing(batch):
+    return [batch[0] + 0, batch[1]]
+
+
+# -- other callbacks, and early ends -----------------------------------------------------------------
+
+
+def test_row_51_stateful_callbacks_live_beside_two_of_ours(tmp_path):
+    callbacks = [
+        quiet(),
+        Timer(),
+        EarlyStopping("val", patience=5),
+        quiet(augment=add_one),
+        ModelCheckpoint(tmp_path / "a", monitor="val"),
+        ModelCheckpoint(tmp_path / "b", every_n_train_steps=2),
+    ]
+
+    class Validated(Linear):
+        def on_validation_epoch_end(self):
+            self.log("val", 1.0)
+
+    trainer = make_trainer(
+        tmp_path, max_epochs=2, callbacks=callbacks, enable_checkpointing=True
+    )
+    model = Validated()
+    trainer.fit(model, datamodule=RowsModule(batch_size=8))
+    (last,) = (tmp_path / "b").iterdir()
+    x, i = model.seen["train"][-1]
+    assert torch.equal(x[:, 0], i + 1.0)
+    resumed = make_trainer(
+        tmp_path, max_epochs=3, callbacks=callbacks, enable_checkpointing=True
+    )
+    resumed.fit(Validated(), datamodule=RowsModule(batch_size=8), ckpt_path=last)
+    assert [c.report.stages[0].steps for c in (callbacks[0], callbacks[3])] == [4, 4]
+
+
+class StopsItself(Linear):
+    def training_step(self, batch, batch_idx):
+        self.trainer.should_stop = batch_idx == 2
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("how", ["should_stop", "max_steps", "max_time", "timer", "skipped epoch"])
+def test_row_52_a_run_that_ends_in_mid_epoch_is_reported(tmp_path, capsys, how):
+    class Skips(Linear):
+        def on_train_batch_start(self, batch, batch_idx):
+            return -1 if batch_idx == 3 else None
+
+    model = {"should_stop": StopsItself, "skipped epoch": Skips}.get(how, Linear)()
+    callbacks, arguments = [DataThroughputCallback()], {}
+    if how == "max_steps":
+        arguments = {"max_steps": 3, "max_epochs": -1}
+    elif how == "max_time":
+        arguments = {"max_time": timedelta(seconds=0.2), "max_epochs": -1}
+    elif how == "timer":
+        callbacks.append(Timer(timedelta(seconds=0.2)))
+        arguments = {"max_epochs": -1}
+    trainer = make_trainer(tmp_path, callbacks=callbacks, limit_val_batches=0, **arguments)
+    rows = Rows(10_000, dict.fromkeys(range(10_000), 0.02))
+    trainer.fit(model, DataLoader(rows, batch_size=1))
+    report = json.loads((tmp_path / "report.json").read_text())
+    steps = report["stages"]["train"]["steps"]
+    assert steps == len(model.seen["train"]) == callbacks[0].report.stages[0].steps
+    assert steps == 3 or how in ("max_time", "timer")
+    assert 1 <= steps < 10_000
+    assert capsys.readouterr().out.count("fastdata · train") == 1
+
+
+SCRIPT = """
+import sys, torch
+from conformance.pieces import Linear, Rows, make_trainer
+from torch.utils.data import DataLoader
+from lightning_fastdata import DataThroughputCallback
+
+class Says(Linear):
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 5:
+            print("stepping", flush=True)
+        return super().training_step(batch, batch_idx)
+
+rows = Rows(100_000, dict.fromkeys(range(100_000), 0.01))
+trainer = make_trainer(sys.argv[1], callbacks=[DataThroughputCallback()], limit_val_batches=0)
+trainer.fit(Says(), DataLoader(rows, batch_size=1))
+"""
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+def test_row_52_a_signal_leaves_summary_and_report(tmp_path, sent):
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, str(tmp_path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**__import__("os").environ, "PYTHONPATH": "tests"},
+    )
+    try:
+        line = process.stdout.readline()
+        while line and "stepping" not in line:
+            line = process.stdout.readline()
+        process.send_signal(sent)
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode != 0
+    assert "fastdata · train" in out, err
+    steps = json.loads((tmp_path / "report.json").read_text())["stages"]["train"]["steps"]
+    assert 5 <= steps < 100_000

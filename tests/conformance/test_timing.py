@@ -1,0 +1,252 @@
+"""What is measured: every wait in the step that waited, and nothing that is not one."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+import torch
+from conformance.pieces import Linear, Rows, RowsModule, make_trainer
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from lightning_fastdata import DataThroughputCallback, FastDataModule, LoaderOptions
+from lightning_fastdata.errors import FastDataError, TransformError
+
+SLEEP_S = 0.25
+LONG_MS = 125.0
+"""Half of a sleep: neither the machine's noise nor a lost millisecond decides."""
+
+
+class Measured(DataThroughputCallback):
+    """Keeps the single steps of the last fit."""
+
+    def __init__(self, **arguments):
+        super().__init__(**{"summary": False, "report": False, **arguments})
+        self.train = self.val = None
+
+    def on_train_end(self, trainer, pl_module):
+        self.train = self._run.recording.train.timeline.history.newest()
+        self.val = self._run.recording.val.timeline.history.newest()
+
+    def long(self, column="wait_ms"):
+        """Return the steps in which a phase took as long as a sleep."""
+        return np.flatnonzero(self.train[column] > LONG_MS).tolist()
+
+
+class Stream(IterableDataset):
+    """Samples 0 to ``length``, asleep before some; counts how often it was asked."""
+
+    def __init__(self, length, sleep_s=None):
+        self.length = length
+        self.sleep_s = sleep_s or {}
+        self.asked = 0
+
+    def __iter__(self):
+        for i in range(self.length):
+            self.asked += 1
+            time.sleep(self.sleep_s.get(i, 0))
+            yield torch.full((4,), float(i)), i
+        self.asked += 1
+        time.sleep(self.sleep_s.get(self.length, 0))
+
+
+@pytest.mark.parametrize("ours", [False, True])
+def test_row_22_a_wait_of_a_loader_without_length_is_found_in_the_step_that_waited(tmp_path, ours):
+    """Such a loader is asked one batch ahead, and once more at its end."""
+    stream = Stream(6, {3: SLEEP_S, 6: SLEEP_S})
+    data = {"train_dataloaders": DataLoader(stream, batch_size=1)}
+    if ours:
+        module = FastDataModule.from_datasets(
+            stream, batch_size=1, options=LoaderOptions(num_workers=0)
+        )
+        data = {"datamodule": module}
+    callback = Measured()
+    make_trainer(tmp_path, max_epochs=2, callbacks=[callback], limit_val_batches=0).fit(
+        Linear(), **data
+    )
+    assert stream.asked >= 2 * 7
+    # Batch 3 is fetched while step 2 is due, the end while step 5 is.
+    assert callback.long() == [2, 5, 8, 11]
+    assert callback.long("step_ms") == [2, 5, 8, 11]
+    assert callback.train["cold"].tolist() == [1, 0, 0, 0, 0, 0] * 2
+
+
+def test_row_22_each_batch_of_a_loader_with_length_is_waited_for_in_its_own_step(tmp_path):
+    callback = Measured()
+    rows = Rows(6, {3: SLEEP_S})
+    trainer = make_trainer(tmp_path, max_epochs=2, callbacks=[callback], limit_val_batches=0)
+    trainer.fit(Linear(), DataLoader(rows, batch_size=1))
+    assert callback.long() == [3, 9]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("ours", [False, True])
+def test_row_23_a_slow_sample_shows_in_the_step_of_its_batch_and_nowhere_else(
+    tmp_path, workers, ours
+):
+    slow = {13: SLEEP_S, 29: SLEEP_S}
+    if ours:
+        module = FastDataModule.from_datasets(
+            Rows(40, slow), batch_size=2, seed=1, options=LoaderOptions(num_workers=workers)
+        )
+        data = {"datamodule": module}
+    else:
+        data = {"train_dataloaders": DataLoader(Rows(40, slow), 2, num_workers=workers)}
+    model, callback = Linear(), Measured()
+    trainer = make_trainer(tmp_path, callbacks=[callback], limit_val_batches=0)
+    trainer.fit(model, **data)
+    batches = [i.tolist() for _, i in model.seen["train"]]
+    expected = [k for k, batch in enumerate(batches) if set(batch) & set(slow)]
+    assert 1 <= len(expected) <= 2
+    assert [k for k in callback.long() if k > 0] == [k for k in expected if k > 0]
+    warm = callback.train["wait_ms"][[k for k in expected if k > 0]]
+    # Workers may begin a little before they are asked; nothing may be added to the sleep but noise.
+    assert (warm > SLEEP_S * 1e3 * (0.6 if workers else 0.99)).all()
+
+
+class SlowSaves(ModelCheckpoint):
+    def _save_checkpoint(self, trainer, filepath):
+        time.sleep(SLEEP_S)
+        super()._save_checkpoint(trainer, filepath)
+
+
+@pytest.mark.parametrize(
+    "when",
+    [
+        {"val_check_interval": 0.25},
+        {"val_check_interval": 3},
+        {"val_check_interval": 5, "check_val_every_n_epoch": None},
+    ],
+    ids=["fraction", "batches", "batches over epochs"],
+)
+def test_row_24_validation_and_checkpoints_are_no_part_of_a_step(tmp_path, when):
+    class SlowlyValidated(Linear):
+        def on_validation_epoch_start(self):
+            time.sleep(SLEEP_S)
+
+        def on_validation_epoch_end(self):
+            self.log("val", 1.0)
+
+    callback = Measured()
+    saves = SlowSaves(dirpath=tmp_path / "saved", every_n_train_steps=4, save_top_k=-1)
+    trainer = make_trainer(
+        tmp_path,
+        max_epochs=2,
+        callbacks=[saves, callback],
+        enable_checkpointing=True,
+        num_sanity_val_steps=1,
+        **when,
+    )
+    model = SlowlyValidated()
+    val = DataLoader(Rows(2, {1: SLEEP_S}), batch_size=1)
+    trainer.fit(model, DataLoader(Rows(8), batch_size=1), val)
+    assert len(model.seen["val"]) > 3
+    assert len(list((tmp_path / "saved").iterdir())) == 4
+    for column in ("wait_ms", "stall_ms", "transfer_ms", "compute_ms", "step_ms"):
+        assert callback.long(column) == [], column
+    assert len(callback.long("gap_ms")) >= 2
+    # Validation has its own timeline: the second batch of each run sleeps, the first does not.
+    runs = len(callback.val["wait_ms"]) // 2
+    assert (callback.val["wait_ms"] > LONG_MS).tolist() == [False, True] * runs
+    assert callback.val["cold"].tolist() == [1, 0] * runs
+
+
+def test_a_sanity_check_is_not_measured(tmp_path):
+    seen = []
+
+    class Looks(Callback):
+        def on_train_start(self, trainer, pl_module):
+            recording = callback._run.recording
+            seen.extend(m.timeline.history.steps for m in (recording.train, recording.val))
+
+    callback = Measured()
+    trainer = make_trainer(tmp_path, callbacks=[Looks(), callback], num_sanity_val_steps=-1)
+    model = Linear()
+    trainer.fit(model, datamodule=RowsModule(batch_size=4))
+    assert seen == [0, 0]
+    assert len(model.seen["val"]) == 8
+    assert len(callback.val["step"]) == 4
+    assert callback.report.stages[1].steps == 4
+
+
+def test_row_12_a_step_that_fetches_for_itself_is_measured(tmp_path):
+    class Fetches(Linear):
+        def training_step(self, dataloader_iter):
+            batch, _, _ = next(dataloader_iter)
+            return self._step("train", batch)
+
+    callback = Measured()
+    trainer = make_trainer(tmp_path, callbacks=[callback], limit_val_batches=0)
+    model = Fetches()
+    trainer.fit(model, DataLoader(Rows(6, {3: SLEEP_S}), batch_size=1))
+    assert len(model.seen["train"]) == 6
+    assert callback.long() == [3]
+    assert callback.report.stages[0].wait is not None
+    assert callback.report.stages[0].transfer is None
+
+
+@pytest.mark.parametrize("source", ["ours", "callback on ours", "callback on loaders"])
+def test_row_12_a_transform_that_such_a_step_would_skip_is_an_error(tmp_path, source):
+    class Fetches(LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(4, 1)
+
+        def training_step(self, dataloader_iter):
+            batch, _, _ = next(dataloader_iter)
+            return self.layer(batch[0]).mean()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+    def double(batch):
+        return [batch[0] * 2, batch[1]]
+
+    callback = Measured(augment=double if source.startswith("callback") else None)
+    data = {"train_dataloaders": DataLoader(Rows(6), batch_size=2)}
+    if source != "callback on loaders":
+        data = {"datamodule": RowsModule(batch_size=2)}
+    if source == "ours":
+        data["datamodule"].register_transform(double)
+    trainer = make_trainer(tmp_path, callbacks=[callback], limit_val_batches=0)
+    error = FastDataError if source == "ours" else TransformError
+    with pytest.raises(error, match="on_after_batch_transfer"):
+        trainer.fit(Fetches(), **data)
+
+
+def test_transfer_and_augmentation_are_told_apart(tmp_path):
+    class Slow(Dataset):
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, i):
+            return torch.ones(4)
+
+    def sleeps(batch):
+        time.sleep(SLEEP_S / 4)
+        return batch
+
+    class SlowTransfer(Linear):
+        def on_before_batch_transfer(self, batch, dataloader_idx):
+            time.sleep(SLEEP_S / 4)  # before the transfer: neither of the two
+            return batch
+
+        def transfer_batch_to_device(self, batch, device, dataloader_idx):
+            time.sleep(SLEEP_S / 2)
+            return super().transfer_batch_to_device(batch, device, dataloader_idx)
+
+    callback = Measured(augment=sleeps)
+    trainer = make_trainer(tmp_path, callbacks=[callback], limit_val_batches=0)
+    trainer.fit(SlowTransfer(), DataLoader(Slow(), batch_size=1))
+    transfer, augment = callback.train["transfer_ms"], callback.train["augment_ms"]
+    assert (transfer >= SLEEP_S / 2 * 1e3).all()
+    assert (augment >= SLEEP_S / 4 * 1e3).all()
+    assert (transfer + augment <= callback.train["step_ms"]).all()
+    total = sum(
+        np.nan_to_num(callback.train[f"{name}_ms"])
+        for name in ("stall", "transfer", "augment", "compute")
+    )
+    assert np.allclose(total, callback.train["step_ms"])
