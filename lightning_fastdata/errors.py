@@ -7,6 +7,7 @@
       + DatasetError          a dataset is missing, empty, or raised while it was read
       + BatchError            a batch does not have the form a transform or a loader needs
       + TransformError        a transform cannot be built, registered or run
+      + WorkerError           a side process of a loader died, hung or broke (a RuntimeError)
       + BatchSizeError        the batch does not fit the device and the guard may not change it
 
     FastDataWarning           something was limited or degraded; says what and how to lift it
@@ -35,6 +36,10 @@ class BatchError(FastDataError):
 
 class TransformError(FastDataError):
     """A transform cannot be built, registered or run."""
+
+
+class WorkerError(FastDataError, RuntimeError):
+    """A side process of a loader died, hung, or could not be started."""
 
 
 class BatchSizeError(FastDataError):

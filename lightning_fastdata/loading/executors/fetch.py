@@ -1,0 +1,101 @@
+"""What an executor fetches, and how one batch is fetched in one process."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+_COLLATION = -1
+"""Stands for the sample index in the randomness of a collate function."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchPlan:
+    """Everything an executor needs to know before the first epoch."""
+
+    dataset: Any
+    """A map-style dataset."""
+    collate_fn: Callable[[Any], Any]
+    """Samples to batch; with ``batched=False`` one sample to what is delivered."""
+    default_collation: bool = False
+    """``collate_fn`` is torch's default, so that samples may be written in place instead."""
+    batched: bool = True
+    """The plan's items are lists of indices; False: single indices."""
+    seed: int | None = None
+    """Seed of the per-sample randomness of ``random``, ``numpy.random`` and torch; None leaves the
+    generators alone."""
+    base_seed: int = 0
+    """Each side process seeds its generators from this and its number when it starts."""
+    worker_init_fn: Callable[[int], None] | None = None
+    """Called in each side process with its number."""
+    timeout_s: float = 0
+    """Seconds to wait for one batch; 0 waits for ever."""
+    in_order: bool = True
+    """Deliver in the plan's order; False: as they are ready."""
+    context: Any = None
+    """How side processes start: a ``multiprocessing`` context, its name, or None for Python's."""
+    look_ahead: int = 8
+    """Batches under way at once."""
+    memory_limit_bytes: int = 2**31
+    """What the slots may take together."""
+    niceness: int = 5
+    """How much side processes give way to the training process, 0 to 19."""
+
+
+class Fetcher:
+    """Reads samples and batches of a plan in the calling thread."""
+
+    def __init__(self, plan: FetchPlan, *, keyed: bool = True) -> None:
+        self.plan = plan
+        self.dataset = plan.dataset
+        self.seed = plan.seed if keyed else None
+        self.position = 0
+        """Which sample of the batch is being read; that of an error when one is raised."""
+
+    def sample(self, index: Any, epoch: int) -> Any:
+        """Return ``dataset[index]``, drawn under its own key."""
+        if self.seed is not None:
+            seed_global_generators(self.seed, epoch, index)
+        return self.dataset[index]
+
+    def batch(self, indices: Any, epoch: int, mark: Callable[[int], None] | None = None) -> Any:
+        """Return the collated batch of the indices."""
+        self.position = 0
+        if not self.plan.batched:
+            return self.plan.collate_fn(self.sample(indices, epoch))
+        many = getattr(self.dataset, "__getitems__", None)
+        if many:
+            if self.seed is not None and len(indices):
+                seed_global_generators(self.seed, epoch, indices[0])
+            samples = many(indices)
+        else:
+            samples = []
+            for position, index in enumerate(indices):
+                self.position = position
+                if mark is not None:
+                    mark(position)
+                samples.append(self.sample(index, epoch))
+        self.position = -1
+        return self.collate(samples, indices, epoch)
+
+    def collate(self, samples: Sequence[Any], indices: Any, epoch: int) -> Any:
+        """Return the batch of samples."""
+        if self.seed is not None and not self.plan.default_collation and len(indices):
+            seed_global_generators(self.seed, epoch, (_COLLATION, indices[0]))
+        return self.plan.collate_fn(samples)
+
+
+def seed_global_generators(seed: int, epoch: int, index: Any) -> None:
+    """Seed ``random``, ``numpy.random`` and torch's CPU generator for one sample."""
+    text = f"{seed},{epoch},{index}".encode()
+    digest = hashlib.blake2b(text, digest_size=20).digest()
+    random.seed(int.from_bytes(digest[:8], "little"))
+    np.random.seed(int.from_bytes(digest[8:12], "little"))
+    # torch.manual_seed would also seed, and here queue up, all accelerators.
+    torch.default_generator.manual_seed(int.from_bytes(digest[12:], "little", signed=True))

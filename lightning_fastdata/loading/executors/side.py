@@ -1,0 +1,228 @@
+"""What runs inside a side process."""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import os
+import queue
+import random
+import signal
+import sys
+import threading
+import time
+import traceback
+from mmap import mmap
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import torch
+import torch.utils.data._utils.worker as torch_worker
+
+from lightning_fastdata.loading.executors.fetch import Fetcher
+from lightning_fastdata.loading.executors.wire import Wire
+from lightning_fastdata.loading.layout import MisfitError, SampleLayout, layout_of
+from lightning_fastdata.loading.leaves import pack, write_leaves
+from lightning_fastdata.loading.slots import create_shared_memory, map_shared_memory
+
+if TYPE_CHECKING:
+    import socket
+
+    from lightning_fastdata.loading.executors.fetch import FetchPlan
+
+_PR_SET_PDEATHSIG: Final = 1
+MARK_WORDS: Final = 2
+"""int64 numbers per thread in the progress memory: the batch and the position it works on."""
+
+
+def side_main(
+    end: socket.socket,
+    plan: FetchPlan,
+    number: int,
+    processes: int,
+    threads: int,
+    strangers: tuple[int, ...],
+    parent: int,
+) -> None:
+    """Fetch what the training process asks for until it closes the wire."""
+    for descriptor in strangers:
+        os.close(descriptor)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _die_with(parent)
+    wire = Wire(end)
+    first = wire.receive()
+    if first is None:
+        return
+    progress, stacks = first[1]
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True, chain=False)
+    os.nice(plan.niceness)
+    torch.set_num_threads(1)
+    cv2 = sys.modules.get("cv2")
+    if cv2 is not None:
+        cv2.setNumThreads(0)
+    seed = plan.base_seed + number
+    random.seed(seed)
+    torch.default_generator.manual_seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+    # What torch.utils.data.get_worker_info() returns; a test pins that this is its place.
+    torch_worker._worker_info = torch_worker.WorkerInfo(
+        id=number, num_workers=processes, seed=seed, dataset=plan.dataset
+    )
+    side = _Side(wire, plan, np.frombuffer(map_shared_memory(progress), np.int64), threads)
+    if plan.worker_init_fn is not None:
+        try:
+            plan.worker_init_fn(number)
+        except Exception as error:
+            wire.send(("failed", *_report(error, f"in worker_init_fn({number})")))
+            return
+    side.run()
+
+
+def _die_with(parent: int) -> None:
+    if sys.platform.startswith("linux") and os.getppid() == parent:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(0)
+
+
+def _report(error: BaseException, where: str) -> tuple[type, str]:
+    return type(error), f"{where}.\n{''.join(traceback.format_exception(error))}"
+
+
+class _Side:
+    def __init__(self, wire: Wire, plan: FetchPlan, marks: Any, threads: int) -> None:
+        self.wire = wire
+        self.plan = plan
+        self.marks = marks
+        self.threads = threads
+        self.layout: SampleLayout | None = None
+        self.maps: dict[int, mmap] = {}
+        self.kept: dict[tuple[int, int], Any] = {}
+
+    def run(self) -> None:
+        if self.threads == 1:
+            work = _Work(self, 0)
+            while (task := self.next_task()) is not None:
+                work.do(task)
+            return
+        tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        for number in range(self.threads):
+            target = _Work(self, number).run
+            threading.Thread(target=target, args=(tasks,), daemon=True).start()
+        while (task := self.next_task()) is not None:
+            tasks.put(task)
+        os._exit(0)
+
+    def next_task(self) -> tuple[Any, ...] | None:
+        while True:
+            try:
+                received = self.wire.receive()
+            except OSError:
+                return None
+            if received is None:
+                return None
+            message, descriptors = received
+            if message[0] == "slot":
+                self.maps[message[1]] = map_shared_memory(descriptors[0])
+                os.close(descriptors[0])
+            elif message[0] == "drop":
+                self.maps.pop(message[1], None)
+            elif message[0] == "layout":
+                self.layout = message[1]
+            else:
+                return message
+
+
+class _Work:
+    """One thread of a side process."""
+
+    def __init__(self, side: _Side, number: int) -> None:
+        self.side = side
+        self.mark_at = number * MARK_WORDS
+        self.fetcher = Fetcher(side.plan, keyed=side.threads == 1)
+
+    def run(self, tasks: queue.SimpleQueue[Any]) -> None:
+        while True:
+            self.do(tasks.get())
+
+    def do(self, task: tuple[Any, ...]) -> None:
+        kind, number, generation, batch, epoch, start, indices, rows, slot = task
+        if generation < self.side.marks[-1]:
+            self._answer(("stale", number))
+            return
+        began = time.perf_counter_ns()
+        try:
+            if kind == "rows":
+                reply, files = self._rows(batch, epoch, start, indices, rows, slot), ()
+            elif kind == "first":
+                reply, files = self._first(batch, epoch, indices), ()
+            else:
+                reply, files = self._whole(batch, epoch, indices, slot)
+        except MisfitError:
+            reply, files = ("misfit",), ()
+        except Exception as error:
+            at = self.fetcher.position
+            where = "in collate_fn"
+            if at >= 0:
+                index = indices[at] if self.side.plan.batched else indices
+                where = f"while reading sample {index!r} of the dataset"
+            reply, files = ("error", start + max(at, 0), *_report(error, where)), ()
+        self._mark(-1, -1)
+        spent = time.perf_counter_ns() - began
+        self._answer((reply[0], number, spent, *reply[1:]), files)
+        for descriptor in files:
+            os.close(descriptor)
+
+    def _answer(self, message: tuple[Any, ...], files: tuple[int, ...] = ()) -> None:
+        try:
+            self.side.wire.send(message, files)
+        except OSError:  # the training process is gone, and nobody is left to tell
+            os._exit(0)
+
+    def _mark(self, batch: int, position: int) -> None:
+        self.side.marks[self.mark_at + 1] = position
+        self.side.marks[self.mark_at] = batch
+
+    def _first(self, batch: int, epoch: int, indices: Any) -> tuple[Any, ...]:
+        self.fetcher.position = 0
+        self._mark(batch, 0)
+        sample = self.fetcher.sample(indices[0], epoch)
+        self.fetcher.position = -1
+        layout = layout_of(sample, self.side.plan.collate_fn)
+        if layout is not None:
+            self.side.kept[batch, 0] = sample
+        return "layout", layout
+
+    def _rows(
+        self, batch: int, epoch: int, start: int, indices: Any, rows: int, slot: int
+    ) -> tuple[Any, ...]:
+        layout = self.side.layout
+        if layout is None:
+            raise MisfitError
+        writers = layout.writers(self.side.maps[slot], rows)
+        fetcher, kept = self.fetcher, self.side.kept
+        for offset, index in enumerate(indices):
+            fetcher.position = offset
+            self._mark(batch, start + offset)
+            sample = kept.pop((batch, start + offset), kept) if kept else kept
+            if sample is kept:
+                sample = fetcher.sample(index, epoch)
+            layout.write(sample, writers, start + offset)
+        return ("rows",)
+
+    def _whole(
+        self, batch: int, epoch: int, indices: Any, slot: int | None
+    ) -> tuple[tuple[Any, ...], tuple[int, ...]]:
+        self._mark(batch, 0)
+        result = self.fetcher.batch(indices, epoch, lambda at: self._mark(batch, at))
+        packed, leaves = pack(result)
+        if not packed.size_bytes:
+            write_leaves(packed, leaves, bytearray(1))
+            return ("whole", packed, None), ()
+        mapping = self.side.maps.get(slot) if slot is not None else None
+        if mapping is not None and len(mapping) >= packed.size_bytes:
+            write_leaves(packed, leaves, mapping)
+            return ("whole", packed, slot), ()
+        descriptor = create_shared_memory(packed.size_bytes)
+        write_leaves(packed, leaves, map_shared_memory(descriptor))
+        return ("whole", packed, None), (descriptor,)

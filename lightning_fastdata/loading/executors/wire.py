@@ -1,0 +1,68 @@
+"""Messages between the training process and one side process: whole or not at all."""
+
+from __future__ import annotations
+
+import array
+import os
+import pickle
+import socket
+from typing import Any, Final
+
+from lightning_fastdata.loading.slots import create_shared_memory
+
+_LARGE_BYTES: Final = 48 * 1024
+_MAX_DESCRIPTORS: Final = 4
+_DESCRIPTOR_BYTES: Final = array.array("i").itemsize
+
+
+class Wire:
+    """One end of a sequenced-packet socket, on which a killed writer leaves no half message."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self.end = end
+
+    def fileno(self) -> int:
+        return self.end.fileno()
+
+    def send(self, message: tuple[Any, ...], descriptors: tuple[int, ...] = ()) -> None:
+        """Send a message and open files; large ones travel as an open file themselves.
+
+        Raises:
+            BlockingIOError: The other side has too many unread messages (non-blocking ends only).
+            OSError: The other side is gone.
+        """
+        data = pickle.dumps(message, 5)
+        if len(data) <= _LARGE_BYTES:
+            socket.send_fds(self.end, [b"m", data], list(descriptors))
+            return
+        letter = create_shared_memory(len(data))
+        try:
+            os.pwrite(letter, data, 0)
+            socket.send_fds(self.end, [b"f"], [*descriptors, letter])
+        finally:
+            os.close(letter)
+
+    def receive(self) -> tuple[tuple[Any, ...], list[int]] | None:
+        """Return the next message and its open files; None when the other side is gone.
+
+        Raises:
+            BlockingIOError: There is none (non-blocking ends only).
+        """
+        try:
+            data, descriptors, _, _ = socket.recv_fds(self.end, 65536, _MAX_DESCRIPTORS)
+        except ConnectionError:
+            return None
+        if not data:
+            return None
+        if data[:1] == b"f":
+            letter = descriptors.pop()
+            data = os.pread(letter, os.fstat(letter).st_size, 0)
+            os.close(letter)
+        else:
+            data = data[1:]
+        return pickle.loads(data), descriptors  # noqa: S301 - from our own process
+
+
+def wire_pair() -> tuple[socket.socket, socket.socket]:
+    """Return the two ends of a new wire."""
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -1,0 +1,199 @@
+"""Where each sample of a batch goes, so that it can be written in place and nothing is collated."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import torch
+from torch.utils.data import default_collate
+
+from lightning_fastdata.loading.leaves import tensor_over
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+_ALIGNMENT_BYTES: Final = 64
+_SMALL_BYTES: Final = 16 * 1024
+_SCALARS: Final = (int, float, bool)
+
+
+class MisfitError(Exception):
+    """A sample has another structure, type or shape than the first one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One leaf of a sample."""
+
+    kind: type
+    """The exact type of the leaf."""
+    dtype: Any
+    """The leaf's own type of numbers."""
+    shape: tuple[int, ...]
+    """The leaf's shape; () for numbers."""
+    batch_dtype: torch.dtype
+    """What the default collation makes of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A container of a sample, or one of its leaves."""
+
+    kind: type
+    """The exact type of the container; that of the leaf for leaves."""
+    keys: tuple[Any, ...] = ()
+    """Keys of a dict."""
+    parts: tuple[Node, ...] = ()
+    """What the container holds."""
+    leaf: int = -1
+    """Number of the field; -1 for a container."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleLayout:
+    """The structure of all samples of a dataset, inferred from one."""
+
+    root: Node
+    """The sample's structure."""
+    fields: tuple[Field, ...]
+    """Its leaves."""
+
+    def offsets(self, samples: int) -> tuple[list[int], int]:
+        """Return where each leaf's batch starts in the slot, and the bytes of all."""
+        starts, end = [], 0
+        for field in self.fields:
+            starts.append(end)
+            size = samples * math.prod(field.shape) * field.batch_dtype.itemsize
+            end += -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        return starts, end
+
+    def tensors(self, memory: Any, samples: int) -> list[torch.Tensor]:
+        """Return the batch of each leaf as a tensor [samples, *shape] over a slot's memory."""
+        starts, _ = self.offsets(samples)
+        return [
+            tensor_over(memory, field.batch_dtype, (samples, *field.shape), start)
+            for field, start in zip(self.fields, starts, strict=True)
+        ]
+
+    def writers(self, memory: Any, samples: int) -> list[Any]:
+        """Return what :meth:`write` assigns to: tensors for tensors, arrays for all else."""
+        tensors = self.tensors(memory, samples)
+        return [
+            tensor if field.kind is torch.Tensor else tensor.numpy()
+            for field, tensor in zip(self.fields, tensors, strict=True)
+        ]
+
+    def write(self, sample: Any, writers: list[Any], row: int) -> None:
+        """Write a sample into its row of the batch.
+
+        Raises:
+            MisfitError: The sample does not look like the first one.
+        """
+        _write(self.root, sample, self.fields, writers, row)
+
+    def batch(self, owner: NDArray[np.uint8], samples: int, *, copy: bool = False) -> Any:
+        """Return the batch: the structure of the default collation over the slot's memory."""
+        tensors = [
+            t.clone() if copy or t.nbytes <= _SMALL_BYTES else t
+            for t in self.tensors(owner, samples)
+        ]
+        return _collated(self.root, tensors)
+
+
+def layout_of(sample: Any, collate: Callable[[list[Any]], Any]) -> SampleLayout | None:
+    """Return the layout of a sample, or None if its batches have to be collated.
+
+    The layout is tried on the sample itself: where ``collate`` does not give the very same batch,
+    in structure, types and bytes, there is none.
+    """
+    fields: list[Field] = []
+    try:
+        layout = SampleLayout(_node(sample, fields), tuple(fields))
+        if not fields:
+            return None
+        memory = np.zeros(max(1, layout.offsets(2)[1]), np.uint8)
+        writers = layout.writers(memory, 2)
+        for row in range(2):
+            layout.write(sample, writers, row)
+        same = _same(layout.batch(memory, 2), collate([sample, sample]))
+    except Exception:  # the true collation is to raise it, on the true batch
+        return None
+    return layout if same else None
+
+
+def _node(value: Any, fields: list[Field]) -> Node:
+    kind = type(value)
+    if kind is dict:
+        parts = tuple(_node(part, fields) for part in value.values())
+        return Node(kind, tuple(value), parts)
+    if kind is list or kind is tuple or (isinstance(value, tuple) and hasattr(kind, "_fields")):
+        return Node(kind, (), tuple(_node(part, fields) for part in value))
+    if kind is torch.Tensor:
+        if value.requires_grad or value.layout is not torch.strided or value.is_quantized:
+            raise MisfitError
+        field = Field(kind, value.dtype, tuple(value.shape), value.dtype)
+    elif kind is np.ndarray or kind is np.memmap:
+        field = Field(kind, value.dtype, value.shape, torch.as_tensor(value).dtype)
+    elif kind in _SCALARS or isinstance(value, np.number | np.bool_):
+        field = Field(kind, None, (), default_collate([value]).dtype)
+    else:
+        raise MisfitError
+    fields.append(field)
+    return Node(kind, leaf=len(fields) - 1)
+
+
+def _write(node: Node, value: Any, fields: tuple[Field, ...], writers: list[Any], row: int) -> None:
+    if type(value) is not node.kind:
+        raise MisfitError
+    if node.leaf >= 0:
+        field = fields[node.leaf]
+        if field.dtype is None:
+            try:
+                writers[node.leaf][row] = value
+            except OverflowError as error:
+                raise MisfitError from error
+            return
+        if value.dtype != field.dtype or tuple(value.shape) != field.shape:
+            raise MisfitError
+        if node.kind is torch.Tensor:
+            if value.requires_grad or value.device.type != "cpu":
+                raise MisfitError
+            writers[node.leaf][row].copy_(value)
+        else:
+            writers[node.leaf][row] = value
+        return
+    if len(value) != len(node.parts):
+        raise MisfitError
+    if node.kind is dict:
+        try:
+            value = [value[key] for key in node.keys]
+        except KeyError as error:
+            raise MisfitError from error
+    for part, item in zip(node.parts, value, strict=True):
+        _write(part, item, fields, writers, row)
+
+
+def _collated(node: Node, tensors: list[torch.Tensor]) -> Any:
+    if node.leaf >= 0:
+        return tensors[node.leaf]
+    parts = [_collated(part, tensors) for part in node.parts]
+    if node.kind is dict:
+        return dict(zip(node.keys, parts, strict=True))
+    return node.kind(*parts) if hasattr(node.kind, "_fields") else parts
+
+
+def _same(ours: Any, theirs: Any) -> bool:
+    if type(ours) is not type(theirs):
+        return False
+    if isinstance(ours, torch.Tensor):
+        same_form = ours.dtype == theirs.dtype and ours.shape == theirs.shape
+        # NaN equals NaN here, as the bytes are what matters.
+        return same_form and ours.contiguous().numpy(force=True).tobytes() == theirs.contiguous(
+        ).numpy(force=True).tobytes() if ours.dtype is not torch.bfloat16 else same_form
+    if isinstance(ours, dict):
+        return list(ours) == list(theirs) and all(_same(ours[k], theirs[k]) for k in ours)
+    return len(ours) == len(theirs) and all(map(_same, ours, theirs))

@@ -1,0 +1,183 @@
+"""A batch taken apart: its tensors and arrays into a slot, everything else pickled beside them."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+_ALIGNMENT_BYTES: Final = 64
+_SMALL_BYTES: Final = 16 * 1024
+"""Leaves up to this size are handed over as copies, so that labels a user keeps hold no images."""
+_MIN_ARRAY_BYTES: Final = 256
+
+
+class Leaf(NamedTuple):
+    """Where one tensor or array of a batch lies in its slot."""
+
+    dtype: Any
+    """A ``torch.dtype`` for a tensor, the type string for an array."""
+    shape: tuple[int, ...]
+    """Its shape."""
+    offset_bytes: int
+    """Its place in the slot."""
+    size_bytes: int
+    """Its length there."""
+    layout: str
+    """``"C"``, or ``"last"`` for tensors whose channels come last in memory."""
+    requires_grad: bool
+    """As of the tensor."""
+
+
+class Packed(NamedTuple):
+    """A batch in parts."""
+
+    skeleton: bytes
+    """The pickled structure with numbered places for the leaves."""
+    table: tuple[Leaf, ...]
+    """One entry for each place."""
+    size_bytes: int
+    """Bytes of slot that the leaves need."""
+
+
+def pack(batch: Any) -> tuple[Packed, list[Any]]:
+    """Take a batch apart; the leaves are still to be written with :func:`write_leaves`.
+
+    Every structure that can be pickled will do: tuples, dicts, named tuples, dataclasses, classes
+    of the user. One tensor in two places stays one tensor. Tensors of other kinds than plain,
+    dense ones in host memory, and their subclasses, are pickled whole.
+    """
+    buffer = io.BytesIO()
+    pickler = _Pickler(buffer)
+    pickler.dump(batch)
+    packed = Packed(buffer.getvalue(), tuple(pickler.table), pickler.size_bytes)
+    return packed, pickler.leaves
+
+
+def write_leaves(packed: Packed, leaves: list[Any], memory: Any) -> None:
+    """Copy leaves into memory: anything with a writable buffer of ``packed.size_bytes``."""
+    for entry, leaf in zip(packed.table, leaves, strict=True):
+        if isinstance(leaf, torch.Tensor):
+            with torch.no_grad():
+                _tensor_view(entry, memory).copy_(leaf)
+        else:
+            np.copyto(_array_view(entry, np.frombuffer(memory, np.uint8)), leaf)
+
+
+def unpack(packed: Packed, owner: NDArray[np.uint8] | None, *, copy: bool = False) -> Any:
+    """Put a batch together again.
+
+    Args:
+        packed: What :func:`pack` returned.
+        owner: The slot's memory; None if no leaf has bytes.
+        copy: Give every leaf memory of its own instead of a view of the slot.
+    """
+    return _Unpickler(packed, owner, copy).load()
+
+
+def tensor_over(owner: Any, dtype: torch.dtype, shape: tuple[int, ...], offset: int) -> Any:
+    """Return a tensor over part of a buffer; its storage spans that part and no more."""
+    count = 1
+    for side in shape:
+        count *= side
+    if count == 0:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(owner, dtype=dtype, count=count, offset=offset).view(shape)
+
+
+def _tensor_view(leaf: Leaf, owner: Any) -> torch.Tensor:
+    shape = leaf.shape
+    if leaf.layout == "last":
+        moved = (shape[0], *shape[2:], shape[1])
+        tensor = tensor_over(owner, leaf.dtype, moved, leaf.offset_bytes)
+        return tensor.movedim(-1, 1)  # type: ignore[no-any-return]
+    return tensor_over(owner, leaf.dtype, shape, leaf.offset_bytes)  # type: ignore[no-any-return]
+
+
+def _array_view(leaf: Leaf, owner: NDArray[np.uint8]) -> NDArray[Any]:
+    part = owner[leaf.offset_bytes : leaf.offset_bytes + leaf.size_bytes]
+    return part.view(leaf.dtype).reshape(leaf.shape)
+
+
+def _place(_number: int) -> Any:
+    """Stand for a leaf in a pickled structure; the reader puts its own function in its place."""
+    raise pickle.UnpicklingError("A batch in parts can only be put together by unpack().")
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, buffer: io.BytesIO) -> None:
+        super().__init__(buffer, protocol=5)
+        self.table: list[Leaf] = []
+        self.leaves: list[Any] = []
+        self.size_bytes = 0
+
+    # Unlike persistent_id this is not called for each number and string of a batch.
+    def reducer_override(self, obj: Any) -> Any:
+        kind = type(obj)
+        if kind is torch.Tensor:
+            if not _is_plain(obj):
+                return NotImplemented
+            layout = _memory_layout(obj)
+            size = obj.numel() * obj.element_size()
+            return self._leaf(obj, obj.dtype, size, layout, obj.requires_grad)
+        if kind is np.ndarray or kind is np.memmap:
+            if obj.nbytes < _MIN_ARRAY_BYTES or obj.dtype.hasobject or obj.dtype.names:
+                return NotImplemented
+            return self._leaf(obj, obj.dtype.str, obj.nbytes, "C", requires_grad=False)
+        return NotImplemented
+
+    def _leaf(self, leaf: Any, dtype: Any, size: int, layout: str, requires_grad: bool) -> Any:
+        self.table.append(
+            Leaf(dtype, tuple(leaf.shape), self.size_bytes, size, layout, requires_grad)
+        )
+        self.leaves.append(leaf)
+        self.size_bytes += -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        return _place, (len(self.leaves) - 1,)
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, packed: Packed, owner: NDArray[np.uint8] | None, copy: bool) -> None:
+        super().__init__(io.BytesIO(packed.skeleton))
+        self._packed = packed
+        self._owner = owner
+        self._copy = copy
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name == "_place" and module == __name__:
+            return self._take
+        return super().find_class(module, name)
+
+    def _take(self, number: int) -> Any:
+        leaf = self._packed.table[number]
+        copy = self._copy or leaf.size_bytes <= _SMALL_BYTES
+        if isinstance(leaf.dtype, torch.dtype):
+            tensor = _tensor_view(leaf, self._owner)
+            if copy:
+                tensor = tensor.clone()
+            return tensor.requires_grad_() if leaf.requires_grad else tensor
+        owner = np.empty(0, np.uint8) if self._owner is None else self._owner
+        array = _array_view(leaf, owner)
+        return array.copy() if copy else array
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return (
+        tensor.layout is torch.strided
+        and tensor.device.type == "cpu"
+        and not tensor.is_nested
+        and not tensor.is_quantized
+    )
+
+
+def _memory_layout(tensor: torch.Tensor) -> str:
+    if tensor.is_contiguous():
+        return "C"
+    four = tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
+    five = tensor.dim() == 5 and tensor.is_contiguous(memory_format=torch.channels_last_3d)
+    return "last" if four or five else "C"

@@ -1,0 +1,191 @@
+"""Reusable batch memory: written by side processes, viewed by tensors, never overwritten.
+
+A slot is one anonymous file in memory (``memfd_create``): it has no name that could be left over,
+its pages are reserved before they are used, and it is gone when the last process that maps it is.
+Tensors of a batch view the slot; it is written again only when none of them is alive.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import sys
+import weakref
+from collections import deque
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from lightning_fastdata.errors import WorkerError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+_PAGE_BYTES: Final = 4096
+_HUGE_PAGE_BYTES: Final = 2**21
+
+
+def shared_slots_supported() -> bool:
+    """Return whether this system has memory files without a name (Linux)."""
+    return sys.platform.startswith("linux") and hasattr(os, "memfd_create")
+
+
+def create_shared_memory(size_bytes: int) -> int:
+    """Return the descriptor of an anonymous memory file whose pages are reserved.
+
+    Raises:
+        WorkerError: There is not so much memory.
+    """
+    descriptor = os.memfd_create("fastdata", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(descriptor, size_bytes)
+        os.posix_fallocate(descriptor, 0, size_bytes)
+    except OSError as error:
+        os.close(descriptor)
+        raise WorkerError(
+            f"No memory for a batch of {size_bytes / 2**20:,.1f} MiB ({error.strerror}). Use a "
+            "smaller batch_size or prefetch_factor, or give the job more memory."
+        ) from error
+    return descriptor
+
+
+def map_shared_memory(descriptor: int) -> mmap.mmap:
+    """Map a memory file for reading and writing."""
+    return _advised(mmap.mmap(descriptor, 0))
+
+
+def _advised(mapping: mmap.mmap) -> mmap.mmap:
+    if len(mapping) >= _HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+        try:
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+        except OSError:  # a kernel built without huge pages
+            return mapping
+    return mapping
+
+
+class Slot:
+    """One piece of batch memory. Made by a pool only."""
+
+    __slots__ = ("_lease", "descriptor", "mapping", "number", "size_bytes")
+
+    def __init__(self, number: int, descriptor: int | None, mapping: mmap.mmap) -> None:
+        self.number = number
+        self.descriptor = descriptor
+        self.mapping = mapping
+        self.size_bytes = len(mapping)
+        self._lease: weakref.ref[NDArray[np.uint8]] | None = None
+
+    def lease(self, returned: deque[Slot]) -> NDArray[np.uint8]:
+        """Return an array over the slot; when it and all its views are gone, the slot returns."""
+        owner = np.frombuffer(self.mapping, np.uint8)
+        # Deque appends are atomic, and a collected tensor may end its life in any thread.
+        self._lease = weakref.ref(owner, lambda _: returned.append(self))
+        return owner
+
+
+class SlotPool:
+    """The slots of one executor.
+
+    Args:
+        limit_bytes: How much memory the slots may take together. Two slots are granted in any
+            case, since a batch is read while the next is written.
+        shared: Memory that side processes can map; False: private memory of this process.
+    """
+
+    def __init__(self, *, limit_bytes: int, shared: bool = True) -> None:
+        self.limit_bytes = limit_bytes
+        self.shared = shared
+        self._numbers = 0
+        self._slots: dict[int, Slot] = {}
+        self._free: list[Slot] = []
+        self._returned: deque[Slot] = deque()
+        self.dropped: deque[int] = deque()
+        """Numbers of slots given up since this was last emptied; side processes unmap them."""
+
+    @property
+    def size_bytes(self) -> int:
+        """What the slots take together."""
+        return sum(slot.size_bytes for slot in self._slots.values())
+
+    @property
+    def free_count(self) -> int:
+        """Slots that nobody writes or views."""
+        self._collect()
+        return len(self._free)
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def take(self, size_bytes: int) -> Slot | None:
+        """Return a slot of at least so many bytes, or None while the bound allows no more."""
+        self._collect()
+        fitting = [slot for slot in self._free if slot.size_bytes >= size_bytes]
+        if fitting:
+            # The one used last is still in the processor's cache.
+            slot = min(reversed(fitting), key=lambda slot: slot.size_bytes)
+            self._free.remove(slot)
+            return slot
+        size_bytes = _rounded(size_bytes)
+        while self._free and not self._allows(size_bytes):
+            self._drop(self._free[0])
+        if not self._allows(size_bytes):
+            return None
+        if self.shared:
+            descriptor = create_shared_memory(size_bytes)
+            return self._add(descriptor, map_shared_memory(descriptor))
+        return self._add(None, _advised(mmap.mmap(-1, size_bytes)))
+
+    def adopt(self, descriptor: int) -> Slot:
+        """Take over memory that a side process made because its batch fitted into no slot."""
+        return self._add(descriptor, map_shared_memory(descriptor))
+
+    def may_grow(self, size_bytes: int) -> bool:
+        """Return whether a slot of so many bytes is free or may still be made."""
+        self._collect()
+        return any(s.size_bytes >= size_bytes for s in self._free) or self._allows(size_bytes)
+
+    def lease(self, slot: Slot) -> NDArray[np.uint8]:
+        """Return the slot's memory, uint8 [size]; the slot is free when no view of it is left."""
+        return slot.lease(self._returned)
+
+    def give_back(self, slot: Slot) -> None:
+        """Free a slot that was taken and is not leased."""
+        self._returned.append(slot)
+
+    def close(self) -> None:
+        """Let go of all slots; tensors that view one keep its memory alive."""
+        for slot in list(self._slots.values()):
+            self._drop(slot)
+
+    def _allows(self, size_bytes: int) -> bool:
+        return len(self._slots) < 2 or self.size_bytes + size_bytes <= self.limit_bytes
+
+    def _add(self, descriptor: int | None, mapping: mmap.mmap) -> Slot:
+        slot = Slot(self._numbers, descriptor, mapping)
+        self._numbers += 1
+        self._slots[slot.number] = slot
+        return slot
+
+    def _drop(self, slot: Slot) -> None:
+        del self._slots[slot.number]
+        if slot in self._free:
+            self._free.remove(slot)
+        if slot.descriptor is not None:
+            os.close(slot.descriptor)
+            slot.descriptor = None
+            self.dropped.append(slot.number)
+
+    def _collect(self) -> None:
+        while self._returned:
+            slot = self._returned.popleft()
+            if slot.number not in self._slots:
+                continue
+            self._free.append(slot)
+            # Sizes that batches have outgrown would otherwise pile up.
+            if self.size_bytes > self.limit_bytes and len(self._slots) > 2:
+                self._drop(slot)
+
+
+def _rounded(size_bytes: int) -> int:
+    unit = _HUGE_PAGE_BYTES if size_bytes > _HUGE_PAGE_BYTES else _PAGE_BYTES
+    return max(1, -(-size_bytes // unit)) * unit
