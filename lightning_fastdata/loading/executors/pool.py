@@ -1,0 +1,406 @@
+"""Side processes that fetch: ``workers`` with one thread each, ``sidecar`` with many in one.
+
+The training process keeps the indices of everything that is under way, so whatever a process that
+died had not finished is given to another one. Nothing is shared between two side processes.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import time
+import weakref
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, Final
+
+from lightning_fastdata.errors import WorkerError
+from lightning_fastdata.loading.executors.processes import PendingBatch, SideProcess, Task
+from lightning_fastdata.loading.leaves import unpack
+from lightning_fastdata.loading.slots import SlotPool
+
+if TYPE_CHECKING:
+    from lightning_fastdata.loading.executors.fetch import FetchPlan
+    from lightning_fastdata.loading.layout import SampleLayout
+
+_TASK_NS: Final = 2_000_000
+"""Cheap samples share a task of about this length, as a message costs some 20 us."""
+_CRASHES: Final = 2
+_KILLS: Final = 4
+"""SIGKILL comes from outside, so a sample that was under way need not be the cause."""
+_STILLBORN: Final = 3
+
+
+class PoolExecutor:
+    """Fetches batches in ``processes`` side processes of ``threads`` threads each."""
+
+    def __init__(self, plan: FetchPlan, *, processes: int, threads: int = 1) -> None:
+        self.plan = plan
+        self.threads = threads
+        self.respawned = 0
+        self._wanted = processes
+        self._slots = SlotPool(limit_bytes=plan.memory_limit_bytes)
+        self._layout: SampleLayout | None = None
+        # Whether batches are written in place: not known before the first sample was read.
+        self._in_place = None if plan.default_collation and plan.batched else False
+        if self._in_place is None and getattr(plan.dataset, "__getitems__", None):
+            self._in_place = False
+        self._whole_bytes = 0
+        self._sample_ns: float | None = None
+        self._source: Iterator[Any] = iter(())
+        self._exhausted = True
+        self._generation = 0
+        self._epoch = 0
+        self._batches: deque[PendingBatch] = deque()
+        self._todo: deque[Task] = deque()
+        self._count = 0
+        self._task_count = 0
+        self._deaths: Counter[tuple[int, int]] = Counter()
+        self._stillborn = 0
+        self._sides: dict[int, SideProcess] = {}
+        self._closer = weakref.finalize(self, _stop_all, self._sides, os.getpid())
+        self._spawn_missing()
+
+    def start_epoch(self, batches: Iterable[Any], epoch: int) -> None:
+        """Begin an epoch; what is left of the one before is dropped."""
+        self._generation += 1
+        for side in self._sides.values():
+            side.marks[-1] = self._generation
+        for batch in self._batches:
+            if not batch.open_tasks:
+                self._release(batch)
+        self._batches.clear()
+        for task in self._todo:
+            task.batch.open_tasks -= 1
+            if not task.batch.open_tasks:
+                self._release(task.batch)
+        self._todo.clear()
+        self._deaths.clear()
+        self._source, self._exhausted, self._epoch = iter(batches), False, epoch
+        self._fill()
+
+    def __iter__(self) -> PoolExecutor:
+        return self
+
+    def __next__(self) -> Any:
+        until = time.monotonic() + self.plan.timeout_s if self.plan.timeout_s else None
+        while True:
+            self._fill()
+            batch = self._next_ready()
+            if batch is not None:
+                return self._deliver(batch)
+            if not self._batches and self._exhausted:
+                raise StopIteration
+            self._receive(until)
+
+    def resize(self, workers: int) -> None:
+        """Have so many side processes from now on; those too many finish their work first."""
+        self._wanted = workers
+        for number, side in list(self._sides.items()):
+            side.retiring = number >= workers
+            self._retire(side)
+        self._spawn_missing()
+
+    def close(self) -> None:
+        """Stop all side processes and let go of the memory; batches handed out stay valid."""
+        self._closer()
+        self._slots.close()
+        self._batches.clear()
+        self._todo.clear()
+        self._exhausted = True
+
+    # What is under way
+
+    def _fill(self) -> None:
+        while not self._exhausted and len(self._batches) < self.plan.look_ahead:
+            waits = self._in_place is None and self._batches
+            if waits or not self._has_place():
+                break
+            try:
+                indices = next(self._source)
+            except StopIteration:
+                self._exhausted = True
+                break
+            self._count += 1
+            if hasattr(indices, "tolist"):
+                indices = indices.tolist()
+            batch = PendingBatch(self._count, self._generation, self._epoch, indices)
+            self._batches.append(batch)
+            self._todo.extend(self._tasks(batch))
+        sides = [side for side in self._sides.values() if not side.retiring]
+        while self._todo:
+            self._give(min(sides, key=lambda side: side.load), self._todo.popleft())
+
+    def _has_place(self) -> bool:
+        if not self._in_place or self._layout is None or not self._batches:
+            return True
+        size = self._layout.offsets(len(self._batches[-1].indices))[1]
+        return self._slots.may_grow(size)
+
+    def _tasks(self, batch: PendingBatch) -> list[Task]:
+        indices = batch.indices
+        if self._in_place is None and indices:
+            batch.open_tasks = 1
+            return [Task("first", batch, 0, indices)]
+        if self._in_place and self._layout is not None and indices:
+            slot = self._slots.take(self._layout.offsets(len(indices))[1])
+            if slot is not None:
+                batch.slot, batch.in_place = slot, True
+                size = self._rows_per_task(len(indices))
+                starts = range(0, len(indices), size)
+                batch.open_tasks = len(starts)
+                return [Task("rows", batch, at, indices[at : at + size]) for at in starts]
+        batch.open_tasks = 1
+        if self._whole_bytes:
+            batch.slot = self._slots.take(self._whole_bytes)
+        return [Task("whole", batch, 0, indices)]
+
+    def _rows_per_task(self, samples: int) -> int:
+        spread = -(-samples // (self._wanted * self.threads))
+        if self._sample_ns is None:
+            return spread
+        return max(1, min(spread, round(_TASK_NS / max(1.0, self._sample_ns))))
+
+    def _give(self, side: SideProcess, task: Task) -> None:
+        slot = task.batch.slot
+        for number in self._slots.dropped:
+            for other in self._sides.values():
+                if number in other.known_slots:
+                    other.known_slots.discard(number)
+                    other.send(("drop", number))
+        self._slots.dropped.clear()
+        if slot is not None and slot.number not in side.known_slots and slot.descriptor is not None:
+            side.known_slots.add(slot.number)
+            side.send(("slot", slot.number), (slot.descriptor,))
+        self._task_count += 1
+        side.tasks[self._task_count] = task
+        batch = task.batch
+        rows = len(batch.indices) if self.plan.batched else 1
+        place = None if slot is None else slot.number
+        side.send(
+            (task.kind, self._task_count, batch.generation, batch.number, batch.epoch)
+            + (task.start, task.indices, rows, place)
+        )
+
+    # What comes back
+
+    def _receive(self, until: float | None) -> None:
+        poller = select.poll()
+        by_end = {side.wire.fileno(): side for side in self._sides.values()}
+        for end, side in by_end.items():
+            poller.register(end, select.POLLIN | (select.POLLOUT if side.outbox else 0))
+        left_ms = None if until is None else max(0.0, (until - time.monotonic()) * 1000)
+        events = poller.poll(left_ms)
+        if not events and until is not None:
+            raise self._timed_out()
+        for end, event in events:
+            side = by_end[end]
+            if event & select.POLLOUT:
+                side.flush()
+            if event & ~select.POLLOUT:
+                self._read(side)
+
+    def _read(self, side: SideProcess) -> None:
+        while True:
+            try:
+                received = side.wire.receive()
+            except BlockingIOError:
+                break
+            if received is None:
+                self._bury(side)
+                return
+            self._answer(side, *received)
+        self._retire(side)
+
+    def _answer(self, side: SideProcess, message: tuple[Any, ...], files: list[int]) -> None:
+        kind = message[0]
+        if kind == "failed":
+            raise _as_error(message[1], side.number, message[2])
+        task = side.tasks.pop(message[1])
+        side.answers += 1
+        self._stillborn = 0
+        batch = task.batch
+        batch.open_tasks -= 1
+        if kind == "rows":
+            each = message[2] / len(task.indices)
+            known = self._sample_ns
+            self._sample_ns = each if known is None else 0.9 * known + 0.1 * each
+        elif kind == "layout":
+            self._learn(side, message[3], batch)
+        elif kind == "whole":
+            batch.packed = message[3]
+            if files:
+                if batch.slot is not None:
+                    self._slots.give_back(batch.slot)
+                batch.slot = self._slots.adopt(files[0])
+            self._whole_bytes = max(self._whole_bytes, batch.packed.size_bytes)
+        elif kind == "misfit":
+            batch.misfit = True
+        elif kind == "error":
+            at, error = message[3], _as_error(message[4], side.number, message[5])
+            if batch.error is None or at < batch.error[0]:
+                batch.error = at, error
+        if not batch.open_tasks:
+            self._finish(batch)
+
+    def _learn(self, side: SideProcess, layout: SampleLayout | None, batch: PendingBatch) -> None:
+        if self._in_place is None:
+            self._in_place, self._layout = layout is not None, layout
+            for other in self._sides.values():
+                other.send(("layout", layout))
+        tasks = self._tasks(batch)
+        # The process that found the layout has kept the sample it found it with.
+        self._give(side, tasks[0])
+        self._todo.extend(tasks[1:])
+
+    def _finish(self, batch: PendingBatch) -> None:
+        if batch.generation != self._generation:
+            self._release(batch)
+        elif batch.misfit and batch.error is None:
+            # True collation decides what becomes of samples that differ, as it would in torch.
+            self._in_place = False
+            self._release(batch)
+            batch.misfit = batch.in_place = False
+            self._todo.extendleft(self._tasks(batch))
+
+    def _release(self, batch: PendingBatch) -> None:
+        if batch.slot is not None:
+            self._slots.give_back(batch.slot)
+            batch.slot = None
+
+    def _next_ready(self) -> PendingBatch | None:
+        if self._batches and not self._batches[0].open_tasks and not self._batches[0].misfit:
+            return self._batches.popleft()
+        if not self.plan.in_order:
+            for batch in self._batches:
+                if not batch.open_tasks and not batch.misfit:
+                    self._batches.remove(batch)
+                    return batch
+        return None
+
+    def _deliver(self, batch: PendingBatch) -> Any:
+        if batch.error is not None:
+            self._release(batch)
+            raise batch.error[1]
+        slot, batch.slot = batch.slot, None
+        if slot is None:
+            return unpack(batch.packed, None)
+        # A user who keeps batches gets memory of their own once the slots are used up.
+        copy = not self._slots.may_grow(slot.size_bytes)
+        owner = self._slots.lease(slot)
+        if batch.in_place and self._layout is not None:
+            return self._layout.batch(owner, len(batch.indices), copy=copy)
+        return unpack(batch.packed, owner, copy=copy)
+
+    # Life and death
+
+    def _spawn_missing(self) -> None:
+        for number in range(self._wanted):
+            if number not in self._sides:
+                side = SideProcess(
+                    self.plan, number, self._wanted, self.threads, self._sides.values()
+                )
+                side.marks[-1] = self._generation
+                if self._layout is not None:
+                    side.send(("layout", self._layout))
+                self._sides[number] = side
+
+    def _retire(self, side: SideProcess) -> None:
+        if side.retiring and not side.tasks and self._sides.get(side.number) is side:
+            del self._sides[side.number]
+            side.stop()
+
+    def _bury(self, side: SideProcess) -> None:
+        del self._sides[side.number]
+        side.stop(patience_s=5)
+        code = side.process.exitcode
+        guilty = side.working_on()
+        if not side.answers and not guilty:
+            self._stillborn += 1
+            if self._stillborn >= _STILLBORN:
+                raise WorkerError(
+                    f"Side process {side.number} {_death(code)} {_STILLBORN} times before it read a "
+                    "sample. Its own message is on the standard error output. With the start "
+                    'methods "spawn" and "forkserver" the script needs `if __name__ == '
+                    '"__main__":`.'
+                )
+        self._deaths.update(guilty)
+        limit = _KILLS if code == -signal.SIGKILL else _CRASHES
+        lost = [task for _, task in sorted(side.tasks.items())]
+        for task in reversed(lost):
+            batch = task.batch
+            positions = range(task.start, task.start + len(task.indices) if self.plan.batched else 1)
+            poison = [
+                at
+                for number, at in guilty
+                if number == batch.number and at in positions and self._deaths[number, at] >= limit
+            ]
+            if poison:
+                index = batch.indices[poison[0]] if self.plan.batched else batch.indices
+                batch.error = poison[0], WorkerError(
+                    f"Sample {index!r} of the dataset was being read each of the {limit} times that "
+                    f"a side process {_death(code)}. Read dataset[{index!r}] in a script of its "
+                    "own to see why, and leave it out or repair it."
+                )
+            if poison or batch.generation != self._generation:
+                batch.open_tasks -= 1
+                if not batch.open_tasks:
+                    self._finish(batch)
+            else:
+                self._todo.appendleft(task)
+        self.respawned += 1
+        self._spawn_missing()
+
+    def _timed_out(self) -> WorkerError:
+        lines = [
+            f"No batch within timeout={self.plan.timeout_s:g} s. Reading may be slow (raise the "
+            "timeout) or stuck:"
+        ]
+        by_number = {batch.number: batch for batch in self._batches}
+        for side in self._sides.values():
+            reading = [
+                repr(by_number[number].indices[at] if self.plan.batched else at)
+                for number, at in side.working_on()
+                if number in by_number
+            ]
+            if side.tasks:
+                lines.append(
+                    f"side process {side.number} (pid {side.process.pid}), reading sample "
+                    f"{', '.join(reading) or 'none'}:\n{side.stack()}"
+                )
+        return WorkerError("\n".join(lines))
+
+
+def _stop_all(sides: dict[int, SideProcess], owner: int) -> None:
+    if os.getpid() != owner:  # a forked child must not end its parent's processes
+        return
+    for side in sides.values():
+        side.wire.end.close()
+    until = time.monotonic() + 1
+    for side in sides.values():
+        side.stop(max(0.0, until - time.monotonic()))
+    sides.clear()
+
+
+def _death(code: int | None) -> str:
+    if code is not None and code < 0:
+        hint = " (the kernel kills so when memory runs out)" if code == -signal.SIGKILL else ""
+        return f"was ended by {signal.Signals(-code).name}{hint}"
+    return f"left with exit code {code}"
+
+
+def _as_error(kind: type[BaseException], number: int, text: str) -> BaseException:
+    message = f"Caught {kind.__name__} in side process {number} {text}"
+    try:
+        # A KeyError shows its argument quoted, which no traceback survives.
+        return kind(_Verbatim(message)) if issubclass(kind, KeyError) else kind(message)
+    except Exception:  # whatever an exception class of the user asks of its arguments
+        return RuntimeError(message)
+
+
+class _Verbatim(str):
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)

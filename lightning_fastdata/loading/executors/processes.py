@@ -1,0 +1,193 @@
+"""One side process as the training process sees it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from collections import deque
+from dataclasses import dataclass
+from multiprocessing.context import BaseContext
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from lightning_fastdata.loading.executors.side import MARK_WORDS, side_main
+from lightning_fastdata.loading.executors.wire import Wire, wire_pair
+from lightning_fastdata.loading.slots import create_shared_memory, map_shared_memory
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from lightning_fastdata.loading.executors.fetch import FetchPlan
+    from lightning_fastdata.loading.slots import Slot
+
+
+@dataclass(slots=True, eq=False)
+class PendingBatch:
+    """A batch that is under way."""
+
+    number: int
+    """Counts all batches of the executor."""
+    generation: int
+    """The epoch it was started for; older ones are dropped when their work has ended."""
+    epoch: int
+    """Part of the key of its randomness."""
+    indices: Any
+    """What the plan gave."""
+    slot: Slot | None = None
+    """Where it is written; None until it has a place."""
+    open_tasks: int = 0
+    """Tasks whose answers are still to come."""
+    packed: Any = None
+    """Its parts, if it was collated by a side process."""
+    error: tuple[int, BaseException] | None = None
+    """The error of its first failing sample."""
+    misfit: bool = False
+    """Some sample did not fit the layout; to be collated as a whole."""
+    in_place: bool = False
+    """Its samples are written in place."""
+
+
+@dataclass(slots=True, eq=False)
+class Task:
+    """What one thread of a side process does in one go."""
+
+    kind: str
+    """``"rows"``: write samples in place; ``"whole"``: collate; ``"first"``: find the layout."""
+    batch: PendingBatch
+    """The batch it belongs to."""
+    start: int
+    """Position in the batch of its first sample."""
+    indices: Any
+    """Of its samples."""
+
+
+class SideProcess:
+    """A process, the wire to it, and what it was given to do."""
+
+    def __init__(
+        self,
+        plan: FetchPlan,
+        number: int,
+        processes: int,
+        threads: int,
+        siblings: Iterable[SideProcess],
+    ) -> None:
+        self.number = number
+        self.threads = threads
+        self.tasks: dict[int, Task] = {}
+        self.outbox: deque[tuple[tuple[Any, ...], tuple[int, ...]]] = deque()
+        self.known_slots: set[int] = set()
+        self.answers = 0
+        self.retiring = False
+        ours, theirs = wire_pair()
+        ours.setblocking(False)
+        context = plan.context
+        if not isinstance(context, BaseContext):
+            context = multiprocessing.get_context(context)
+        strangers: tuple[int, ...] = ()
+        if context.get_start_method() == "fork":
+            # A forked child holds its siblings' wires too, and they would never see them closed.
+            strangers = (ours.fileno(), *(side.wire.fileno() for side in siblings))
+        self.process = context.Process(
+            target=side_main,
+            args=(theirs, plan, number, processes, threads, strangers, os.getpid()),
+            daemon=True,
+            name=f"fastdata-{number}",
+        )
+        try:
+            self.process.start()
+        finally:
+            theirs.close()
+        self.wire = Wire(ours)
+        progress = create_shared_memory((threads * MARK_WORDS + 1) * 8)
+        self.stacks = create_shared_memory(1)
+        os.ftruncate(self.stacks, 0)
+        self.marks = np.frombuffer(map_shared_memory(progress), np.int64)
+        self.marks[:-1] = -1
+        self.send(("start",), (progress, self.stacks))
+        os.close(progress)
+
+    @property
+    def load(self) -> float:
+        """Samples it still has to read, per thread."""
+        return sum(len(task.indices) for task in self.tasks.values()) / self.threads
+
+    def send(self, message: tuple[Any, ...], descriptors: tuple[int, ...] = ()) -> None:
+        """Send now, or as soon as the process has read enough of what it has."""
+        if not self.outbox:
+            try:
+                self.wire.send(message, descriptors)
+            except BlockingIOError:
+                pass
+            except OSError:
+                return  # its death is seen, and its tasks are given away, when the wire is read
+            else:
+                return
+        self.outbox.append((message, tuple(os.dup(d) for d in descriptors)))
+
+    def flush(self) -> None:
+        """Send what had to wait."""
+        while self.outbox:
+            message, descriptors = self.outbox[0]
+            try:
+                self.wire.send(message, descriptors)
+            except BlockingIOError:
+                return
+            except OSError:
+                self._empty_outbox()
+                return
+            self.outbox.popleft()
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+    def working_on(self) -> list[tuple[int, int]]:
+        """Return (batch number, position) of each sample that is being read right now."""
+        marks = self.marks[:-1].reshape(-1, MARK_WORDS)
+        return [(int(batch), int(at)) for batch, at in marks if batch >= 0]
+
+    def stack(self, wait_s: float = 1.0) -> str:
+        """Return the Python stacks of its threads, asked for through SIGUSR1."""
+        state = self._state()
+        if state.startswith("T"):
+            return f"(no stack: the process is stopped, state {state}; send it SIGCONT)"
+        size = os.fstat(self.stacks).st_size
+        try:
+            os.kill(self.process.pid or 0, signal.SIGUSR1)
+        except ProcessLookupError:
+            return "(no stack: the process is gone)"
+        until = time.monotonic() + wait_s
+        while time.monotonic() < until:
+            time.sleep(0.05)
+            now = os.fstat(self.stacks).st_size
+            if now > size and now == os.fstat(self.stacks).st_size:
+                time.sleep(0.05)
+                return os.pread(self.stacks, 2**16, size).decode(errors="replace")
+        return f"(no stack within {wait_s:g} s, state {state})"
+
+    def stop(self, patience_s: float = 1.0) -> None:
+        """End the process: it leaves by itself when the wire closes, or is killed."""
+        self._empty_outbox()
+        self.wire.end.close()
+        self.process.join(patience_s)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+        if self.stacks >= 0:
+            os.close(self.stacks)
+            self.stacks = -1
+
+    def _empty_outbox(self) -> None:
+        while self.outbox:
+            for descriptor in self.outbox.popleft()[1]:
+                os.close(descriptor)
+
+    def _state(self) -> str:
+        try:
+            with open(f"/proc/{self.process.pid}/status", encoding="utf-8") as status:  # noqa: PTH123
+                lines = status.read().splitlines()
+        except OSError:
+            return "?"
+        return next((line[6:].strip() for line in lines if line.startswith("State:")), "?")
