@@ -12,12 +12,15 @@ import sys
 import threading
 import time
 import traceback
+from dataclasses import replace
 from mmap import mmap
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
 import torch.utils.data._utils.worker as torch_worker
+from torch.utils.data import default_collate
+from torch.utils.data._utils.collate import collate, collate_tensor_fn, default_collate_fn_map
 
 from lightning_fastdata.loading.executors.fetch import Fetcher
 from lightning_fastdata.loading.executors.wire import Wire
@@ -68,6 +71,8 @@ def side_main(
     torch_worker._worker_info = torch_worker.WorkerInfo(
         id=number, num_workers=processes, seed=seed, dataset=plan.dataset
     )
+    if plan.collate_fn is default_collate:
+        plan = replace(plan, collate_fn=collate_privately)
     side = _Side(wire, plan, np.frombuffer(map_shared_memory(progress), np.int64), threads)
     if plan.worker_init_fn is not None:
         try:
@@ -76,6 +81,21 @@ def side_main(
             wire.send(("failed", *_report(error, f"in worker_init_fn({number})")))
             return
     side.run()
+
+
+def collate_privately(samples: Any) -> Any:
+    """Return what ``default_collate`` returns in the training process.
+
+    In a worker torch collates into new shared memory for each batch, which costs a page fault for
+    every 4 KiB, and refuses types that it promotes elsewhere.
+    """
+    return collate(samples, collate_fn_map={**default_collate_fn_map, torch.Tensor: _stack})
+
+
+def _stack(samples: Any, *, collate_fn_map: Any = None) -> Any:
+    if samples[0].is_nested or samples[0].layout is not torch.strided:
+        return collate_tensor_fn(samples, collate_fn_map=collate_fn_map)
+    return torch.stack(samples)
 
 
 def _die_with(parent: int) -> None:

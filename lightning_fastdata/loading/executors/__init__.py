@@ -1,0 +1,69 @@
+"""Who runs the fetch: one contract, several executors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, get_args
+
+from lightning_fastdata.errors import OptionsError
+
+if TYPE_CHECKING:
+    from lightning_fastdata.loading.executors.fetch import FetchPlan
+
+ExecutorName: TypeAlias = Literal["inline", "gather", "workers", "sidecar"]
+
+
+class Executor(Protocol):
+    """Turns batches of indices into batches of data."""
+
+    def start_epoch(self, batches: Iterable[Any], epoch: int) -> None:
+        """Begin an epoch over batches of indices; what is left of the one before is dropped."""
+
+    def __iter__(self) -> Executor: ...
+
+    def __next__(self) -> Any:
+        """Return the next batch; the user may keep it, and nothing will overwrite it."""
+
+    def resize(self, workers: int) -> None:
+        """Fetch with so many side processes from now on, without losing what is under way."""
+
+    def close(self) -> None:
+        """Stop threads and processes; batches handed out stay valid."""
+
+
+def open_executor(
+    name: ExecutorName, plan: FetchPlan, *, workers: int = 1, threads: int = 8
+) -> Executor:
+    """Start an executor.
+
+    Args:
+        name: ``"inline"``: the caller fetches. ``"gather"``: tensors and arrays, one call a batch.
+            ``"workers"``: side processes of one thread, for Python code. ``"sidecar"``: threads in
+            side processes, for code that waits or releases the GIL; it cannot key global
+            generators by sample, as its threads share them.
+        plan: What to fetch.
+        workers: Side processes.
+        threads: Threads in each side process of a sidecar.
+
+    Raises:
+        OptionsError: There is no such executor, or it cannot run this plan.
+    """
+    from lightning_fastdata.loading.slots import shared_slots_supported
+
+    if name not in get_args(ExecutorName):
+        raise OptionsError(
+            f"executor is {name!r}; there are {', '.join(map(repr, get_args(ExecutorName)))}."
+        )
+    if name == "inline":
+        from lightning_fastdata.loading.executors.inline import InlineExecutor
+
+        return InlineExecutor(plan)
+    if name == "gather":
+        from lightning_fastdata.loading.executors.gather import GatherExecutor
+
+        return GatherExecutor(plan)
+    if not shared_slots_supported():
+        raise OptionsError(f"executor {name!r} needs Linux; use 'torch' or 'inline' here.")
+    from lightning_fastdata.loading.executors.pool import PoolExecutor
+
+    return PoolExecutor(plan, processes=workers, threads=threads if name == "sidecar" else 1)

@@ -1,0 +1,228 @@
+"""Side processes die, hang and are interrupted; the batches do not notice."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch.utils.data import Dataset, default_collate
+
+from lightning_fastdata.errors import WorkerError
+from lightning_fastdata.loading.executors.fetch import FetchPlan
+from lightning_fastdata.loading.executors.pool import PoolExecutor
+
+
+def listed(samples: list[Any]) -> Any:
+    return [sample.clone() for sample in samples], "kept beside"
+
+
+class Slow(Dataset):
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(0.002)
+        return torch.full((4096,), index)
+
+
+class Deadly(Dataset):
+    def __init__(self, how: str) -> None:
+        self.how = how
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 13:
+            if self.how == "exit":
+                os._exit(3)
+            os.kill(os.getpid(), getattr(signal, self.how))
+        return torch.full((3,), index)
+
+
+def pool(dataset: Any, collate: Any = default_collate, processes: int = 2, **how: Any):
+    threads = how.pop("threads", 1)
+    default = collate is default_collate
+    plan = FetchPlan(dataset=dataset, collate_fn=collate, default_collation=default, **how)
+    return PoolExecutor(plan, processes=processes, threads=threads)
+
+
+@pytest.mark.parametrize(
+    ("collate", "threads"), [(default_collate, 1), (listed, 1), (default_collate, 3)]
+)
+def test_no_sample_is_lost_or_doubled_while_processes_are_killed(collate, threads) -> None:
+    executor = pool(Slow(), collate, 3, threads=threads)
+    rng = random.Random(0)
+    kills = 0
+    done = threading.Event()
+
+    def kill() -> None:
+        nonlocal kills
+        while kills < 35 and not done.is_set():
+            time.sleep(rng.uniform(0.01, 0.06))
+            with contextlib.suppress(Exception):
+                side = executor._sides[rng.randrange(3)]
+                # A process that was just forked is to get somewhere first.
+                if side.answers:
+                    side.process.kill()
+                    kills += 1
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    seen = []
+    epochs = 0
+    while kills < 35:
+        executor.start_epoch([list(range(i, i + 4)) for i in range(0, 1200, 4)], epochs)
+        epochs += 1
+        for batch in executor:
+            rows = batch if collate is default_collate else batch[0]
+            for row in rows:
+                assert row.eq(row[0]).all()
+                seen.append(int(row[0]))
+    done.set()
+    killer.join()
+    assert seen == list(range(1200)) * epochs
+    assert executor.respawned >= 30
+    executor.close()
+
+
+@pytest.mark.parametrize("how", ["SIGSEGV", "SIGKILL", "exit"])
+@pytest.mark.parametrize("collate", [default_collate, listed])
+def test_a_sample_that_kills_is_named_and_the_others_come(how: str, collate: Any) -> None:
+    executor = pool(Deadly(how), collate)
+    executor.start_epoch([[10, 11], [12, 13], [14, 15], [16]], 0)
+    next(executor)
+    with pytest.raises(WorkerError, match=r"Sample 13 .*(SIG|exit code 3)"):
+        next(executor)
+    assert len(list(executor)) == 2
+    executor.close()
+
+
+class Stuck(Dataset):
+    def __getitem__(self, index: int) -> Any:
+        if index == 5:
+            self.wait_for_a_server()
+        return index
+
+    def wait_for_a_server(self) -> None:
+        time.sleep(60)
+
+
+def test_a_timeout_names_the_sample_and_shows_where_it_is_stuck() -> None:
+    executor = pool(Stuck(), timeout_s=1)
+    executor.start_epoch([[0, 1], [4, 5]], 0)
+    next(executor)
+    with pytest.raises(WorkerError, match=r"(?s)timeout=1 s.*sample 5.*wait_for_a_server"):
+        next(executor)
+    executor.close()
+
+
+def test_a_timeout_tells_that_a_process_is_stopped() -> None:
+    executor = pool(Slow(), processes=1, timeout_s=1)
+    executor.start_epoch([[i, i + 1] for i in range(0, 2000, 2)], 0)
+    next(executor)
+    os.kill(executor._sides[0].process.pid, signal.SIGSTOP)
+    with pytest.raises(WorkerError, match=r"stopped, state T.*SIGCONT"):
+        list(executor)
+    executor.close()
+
+
+def broken(number: int) -> None:
+    raise ValueError(f"no licence for {number}")
+
+
+def test_an_error_at_the_start_of_a_worker_is_raised() -> None:
+    executor = pool(Slow(), worker_init_fn=broken)
+    executor.start_epoch([[1]], 0)
+    with pytest.raises(ValueError, match="no licence for"):
+        next(executor)
+    executor.close()
+
+
+def dies_at_once(number: int) -> None:
+    os._exit(7)
+
+
+def test_workers_that_never_start_are_given_up() -> None:
+    executor = pool(Slow(), worker_init_fn=dies_at_once)
+    executor.start_epoch([[1]], 0)
+    with pytest.raises(WorkerError, match="exit code 7 3 times"):
+        next(executor)
+    executor.close()
+
+
+SCRIPT = """
+import sys, time, torch
+from torch.utils.data import default_collate
+from lightning_fastdata.loading.executors.fetch import FetchPlan
+from lightning_fastdata.loading.executors.pool import PoolExecutor
+class Slow(torch.utils.data.Dataset):
+    def __getitem__(self, index):
+        time.sleep(0.01)
+        return torch.full((100000,), index)
+if __name__ == "__main__":
+    plan = FetchPlan(dataset=Slow(), collate_fn=default_collate, default_collation=True,
+                     context=sys.argv[1])
+    executor = PoolExecutor(plan, processes=2)
+    executor.start_epoch([[i] for i in range(10**6)], 0)
+    next(executor)
+    print(*[s.process.pid for s in executor._sides.values()], flush=True)
+    for batch in executor:
+        pass
+"""
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+@pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_nothing_is_left_of_a_program_that_ends(tmp_path: Path, context, ending) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    files = set(os.listdir("/dev/shm"))
+    program = subprocess.Popen(
+        [sys.executable, str(script), context],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    assert program.stdout is not None
+    pids = [int(pid) for pid in program.stdout.readline().split()]
+    assert len(pids) == 2
+    program.send_signal(ending)
+    program.wait(20)
+    until = time.monotonic() + 10
+    while any(map(_runs, pids)) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not any(map(_runs, pids))
+    assert not {f for f in set(os.listdir("/dev/shm")) - files if "fastdata" in f}
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+class Quick(Dataset):
+    def __getitem__(self, index: int) -> Any:
+        return torch.full((20000,), index)
+
+
+@pytest.mark.parametrize("collate", [default_collate, listed])
+def test_memory_and_open_files_stay_flat(collate: Any) -> None:
+    executor = pool(Quick(), collate)
+    sizes = []
+    for epoch in range(4):
+        executor.start_epoch([[i, i + 1] for i in range(0, 600, 2)], epoch)
+        for _ in executor:
+            pass
+        sizes.append((executor._slots.size_bytes, len(os.listdir("/proc/self/fd"))))
+    assert sizes[1] == sizes[-1]
+    executor.close()
+    assert len(os.listdir("/proc/self/fd")) < sizes[0][1]
