@@ -192,8 +192,13 @@ def _same(ours: Any, theirs: Any) -> bool:
     if isinstance(ours, torch.Tensor):
         same_form = ours.dtype == theirs.dtype and ours.shape == theirs.shape
         # NaN equals NaN here, as the bytes are what matters.
-        return same_form and ours.contiguous().numpy(force=True).tobytes() == theirs.contiguous(
-        ).numpy(force=True).tobytes() if ours.dtype is not torch.bfloat16 else same_form
+        return (
+            same_form
+            and ours.contiguous().numpy(force=True).tobytes()
+            == theirs.contiguous().numpy(force=True).tobytes()
+            if ours.dtype is not torch.bfloat16
+            else same_form
+        )
     if isinstance(ours, dict):
         return list(ours) == list(theirs) and all(_same(ours[k], theirs[k]) for k in ours)
     return len(ours) == len(theirs) and all(map(_same, ours, theirs))

@@ -117,9 +117,7 @@ class GatherExecutor:
         work = (self._ready, self._stop, self._batches)
         threading.Thread(target=self._run, args=work, daemon=True).start()
 
-    def _run(
-        self, ready: queue.Queue[Any], stop: threading.Event, batches: Iterator[Any]
-    ) -> None:
+    def _run(self, ready: queue.Queue[Any], stop: threading.Event, batches: Iterator[Any]) -> None:
         result: Any = None
         while result is not _END and not stop.is_set():
             try:

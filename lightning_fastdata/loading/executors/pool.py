@@ -330,7 +330,9 @@ class PoolExecutor:
         lost = [task for _, task in sorted(side.tasks.items())]
         for task in reversed(lost):
             batch = task.batch
-            positions = range(task.start, task.start + len(task.indices) if self.plan.batched else 1)
+            positions = range(
+                task.start, task.start + len(task.indices) if self.plan.batched else 1
+            )
             poison = [
                 at
                 for number, at in guilty
@@ -338,10 +340,13 @@ class PoolExecutor:
             ]
             if poison:
                 index = batch.indices[poison[0]] if self.plan.batched else batch.indices
-                batch.error = poison[0], WorkerError(
-                    f"Sample {index!r} of the dataset was being read each of the {limit} times that "
-                    f"a side process {_death(code)}. Read dataset[{index!r}] in a script of its "
-                    "own to see why, and leave it out or repair it."
+                batch.error = (
+                    poison[0],
+                    WorkerError(
+                        f"Sample {index!r} of the dataset was being read each of the {limit} times that "
+                        f"a side process {_death(code)}. Read dataset[{index!r}] in a script of its "
+                        "own to see why, and leave it out or repair it."
+                    ),
                 )
             if poison or batch.generation != self._generation:
                 batch.open_tasks -= 1
