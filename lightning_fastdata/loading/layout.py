@@ -147,7 +147,8 @@ def _node(value: Any, fields: list[Field]) -> Node:
 
 
 def _write(node: Node, value: Any, fields: tuple[Field, ...], writers: list[Any], row: int) -> None:
-    if type(value) is not node.kind:
+    kind: Any = type(value)
+    if kind is not node.kind:
         raise MisfitError
     if node.leaf >= 0:
         field = fields[node.leaf]

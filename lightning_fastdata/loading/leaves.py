@@ -78,7 +78,12 @@ def unpack(packed: Packed, owner: NDArray[np.uint8] | None, *, copy: bool = Fals
         owner: The slot's memory; None if no leaf has bytes.
         copy: Give every leaf memory of its own instead of a view of the slot.
     """
-    return _Unpickler(packed, owner, copy).load()
+    unpickler = _Unpickler(packed, owner, copy)
+    try:
+        return unpickler.load()
+    finally:
+        # It holds itself and all tensors through its memo, and with them the slot.
+        unpickler.memo.clear()  # type: ignore[attr-defined]
 
 
 def tensor_over(owner: Any, dtype: torch.dtype, shape: tuple[int, ...], offset: int) -> Any:
@@ -101,7 +106,7 @@ def _tensor_view(leaf: Leaf, owner: Any) -> torch.Tensor:
 
 
 def _array_view(leaf: Leaf, owner: NDArray[np.uint8]) -> NDArray[Any]:
-    part = owner[leaf.offset_bytes : leaf.offset_bytes + leaf.size_bytes]
+    part: NDArray[Any] = owner[leaf.offset_bytes : leaf.offset_bytes + leaf.size_bytes]
     return part.view(leaf.dtype).reshape(leaf.shape)
 
 

@@ -17,12 +17,20 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from lightning_fastdata.errors import WorkerError
+from lightning_fastdata.host.memory import read_host_memory
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from numpy.typing import NDArray
 
 _PAGE_BYTES: Final = 4096
 _HUGE_PAGE_BYTES: Final = 2**21
+_LARGE_BYTES: Final = 2**25
+_NO_MEMORY: Final = (
+    "No memory for a batch of {mib:,.1f} MiB ({why}). Use a smaller batch_size or prefetch_factor, "
+    "or give the job more memory."
+)
 
 
 def shared_slots_supported() -> bool:
@@ -30,12 +38,25 @@ def shared_slots_supported() -> bool:
     return sys.platform.startswith("linux") and hasattr(os, "memfd_create")
 
 
-def create_shared_memory(size_bytes: int) -> int:
+def _available_bytes() -> int:
+    return read_host_memory().available_bytes
+
+
+def create_shared_memory(
+    size_bytes: int, *, available_bytes: Callable[[], int] = _available_bytes
+) -> int:
     """Return the descriptor of an anonymous memory file whose pages are reserved.
+
+    Args:
+        size_bytes: How much.
+        available_bytes: Asked before large reservations, because the kernel answers one that is
+            too large by killing processes, not with an error.
 
     Raises:
         WorkerError: There is not so much memory.
     """
+    if size_bytes >= _LARGE_BYTES and size_bytes > available_bytes():
+        raise WorkerError(_NO_MEMORY.format(mib=size_bytes / 2**20, why="more than is available"))
     descriptor = os.memfd_create("fastdata", os.MFD_CLOEXEC)
     try:
         os.ftruncate(descriptor, size_bytes)
@@ -43,8 +64,7 @@ def create_shared_memory(size_bytes: int) -> int:
     except OSError as error:
         os.close(descriptor)
         raise WorkerError(
-            f"No memory for a batch of {size_bytes / 2**20:,.1f} MiB ({error.strerror}). Use a "
-            "smaller batch_size or prefetch_factor, or give the job more memory."
+            _NO_MEMORY.format(mib=size_bytes / 2**20, why=error.strerror)
         ) from error
     return descriptor
 
@@ -126,7 +146,7 @@ class SlotPool:
             self._free.remove(slot)
             return slot
         size_bytes = _rounded(size_bytes)
-        while self._free and not self._allows(size_bytes):
+        while self._free and self.size_bytes + size_bytes > self.limit_bytes:
             self._drop(self._free[0])
         if not self._allows(size_bytes):
             return None

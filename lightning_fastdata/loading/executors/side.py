@@ -171,22 +171,24 @@ class _Work:
             self._answer(("stale", number))
             return
         began = time.perf_counter_ns()
+        reply: tuple[Any, ...]
+        files: tuple[int, ...] = ()
         try:
             if kind == "rows":
-                reply, files = self._rows(batch, epoch, start, indices, rows, slot), ()
+                reply = self._rows(batch, epoch, start, indices, rows, slot)
             elif kind == "first":
-                reply, files = self._first(batch, epoch, indices), ()
+                reply = self._first(batch, epoch, indices)
             else:
                 reply, files = self._whole(batch, epoch, indices, slot)
         except MisfitError:
-            reply, files = ("misfit",), ()
+            reply = ("misfit",)
         except Exception as error:
             at = self.fetcher.position
             where = "in collate_fn"
             if at >= 0:
                 index = indices[at] if self.side.plan.batched else indices
                 where = f"while reading sample {index!r} of the dataset"
-            reply, files = ("error", start + max(at, 0), *_report(error, where)), ()
+            reply = ("error", start + max(at, 0), *_report(error, where))
         self._mark(-1, -1)
         spent = time.perf_counter_ns() - began
         self._answer((reply[0], number, spent, *reply[1:]), files)

@@ -22,6 +22,7 @@ class Wire:
         self.end = end
 
     def fileno(self) -> int:
+        """Return the descriptor, for poll."""
         return self.end.fileno()
 
     def send(self, message: tuple[Any, ...], descriptors: tuple[int, ...] = ()) -> None:
@@ -60,7 +61,7 @@ class Wire:
             os.close(letter)
         else:
             data = data[1:]
-        return pickle.loads(data), descriptors  # noqa: S301 - from our own process
+        return pickle.loads(data), descriptors  # from our own process
 
 
 def wire_pair() -> tuple[socket.socket, socket.socket]:
