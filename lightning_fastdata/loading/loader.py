@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch.utils.data import (
     DataLoader,
@@ -14,13 +14,18 @@ from torch.utils.data import (
 )
 
 from lightning_fastdata.errors import TransformError
+from lightning_fastdata.host.memory import read_host_memory
 from lightning_fastdata.loading.collate import StagingCollate, collate_samples
+from lightning_fastdata.loading.engine import Engine
+from lightning_fastdata.loading.executors.fetch import FetchPlan
 from lightning_fastdata.loading.keyed import EpochCell, keyed
+from lightning_fastdata.loading.order import index_batches
 
 if TYPE_CHECKING:
     from torch import Generator
 
     from lightning_fastdata.augment.transform import BatchTransform
+    from lightning_fastdata.loading.executors import ExecutorName
     from lightning_fastdata.types import Batch, Stage
 
 
@@ -58,6 +63,8 @@ class FastDataLoader(DataLoader[Any]):
         on_device: Whether the pixels of ``transform`` are to be computed on the device.
         staged: Deliver :class:`StagedBatch` of this stage, for the hook that runs the stage's
             transforms on the device.
+        executor: Who fetches: ``"torch"``'s own iterator, ``"inline"``, ``"gather"``,
+            ``"workers"`` or ``"sidecar"``. An iterable dataset is always fetched by torch.
 
     Raises:
         TransformError: A transform on the device was asked for without batches
@@ -89,8 +96,9 @@ class FastDataLoader(DataLoader[Any]):
         transform: BatchTransform | None = None,
         on_device: bool = False,
         staged: Stage | None = None,
+        executor: ExecutorName | Literal["torch"] = "torch",
     ) -> None:
-        self._inner: DataLoader[Any] | None = None
+        self._inner: DataLoader[Any] | Engine | None = None
         self._inner_settings: tuple[Any, ...] = ()
         super().__init__(
             dataset,
@@ -121,6 +129,7 @@ class FastDataLoader(DataLoader[Any]):
         self.transform = transform
         self.on_device = on_device
         self.staged = staged
+        self.executor = executor
         self._epoch_cell = EpochCell()
         self._iterations = 0
 
@@ -143,6 +152,8 @@ class FastDataLoader(DataLoader[Any]):
 
     def close(self) -> None:
         """Stop the workers; the next iteration starts new ones."""
+        if isinstance(self._inner, Engine):
+            self._inner.close()
         self._inner = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -157,9 +168,9 @@ class FastDataLoader(DataLoader[Any]):
     @_iterator.setter
     def _iterator(self, value: Any) -> None:
         if value is None:
-            self._inner = None
+            self.close()
 
-    def _open(self) -> DataLoader[Any]:
+    def _open(self) -> DataLoader[Any] | Engine:
         """Return torch's loader over the keyed dataset, with its workers if they persist."""
         settings = (
             self.num_workers,
@@ -173,13 +184,14 @@ class FastDataLoader(DataLoader[Any]):
             self.on_device,
             self.staged,
             self.multiprocessing_context,
+            self.executor,
         )
         if self._inner is None or self._inner_settings != settings:
             self._inner = self._make_inner()
             self._inner_settings = settings
         return self._inner
 
-    def _make_inner(self) -> DataLoader[Any]:
+    def _make_inner(self) -> DataLoader[Any] | Engine:
         worker_part = None
         if self.transform is not None:
             worker_part = self.transform.in_worker(on_device=self.on_device)
@@ -191,6 +203,8 @@ class FastDataLoader(DataLoader[Any]):
         elif worker_part is not None:
             collate_fn = _FirstOfPairs(collate_fn, single=not self._batches)
         dataset = keyed(self.dataset, seed=self.seed, epoch=self._epoch_cell, transform=worker_part)
+        if self.executor != "torch" and not isinstance(self.dataset, IterableDataset):
+            return self._make_engine(self.executor, dataset, collate_fn)
         order: dict[str, Any]
         if isinstance(self.dataset, IterableDataset):
             order = {"batch_size": self.batch_size, "drop_last": self.drop_last}
@@ -213,6 +227,38 @@ class FastDataLoader(DataLoader[Any]):
             pin_memory_device=self.pin_memory_device,
             in_order=self.in_order,
         )
+
+    def _make_engine(self, executor: ExecutorName, dataset: Any, collate_fn: Any) -> Engine:
+        default = collate_fn is default_collate or collate_fn is collate_samples
+        plan = FetchPlan(
+            dataset=dataset,
+            collate_fn=collate_fn,
+            default_collation=default and self._batches,
+            batched=self._batches,
+            seed=self.seed,
+            base_seed=self.seed,
+            worker_init_fn=self.worker_init_fn,
+            timeout_s=self.timeout,
+            in_order=self.in_order,
+            context=self.multiprocessing_context,
+            look_ahead=max(8, self.num_workers * (self.prefetch_factor or 2)),
+            memory_limit_bytes=read_host_memory().available_bytes // 4,
+        )
+        return Engine(
+            executor,
+            plan,
+            batches=self._index_batches,
+            epoch=self._epoch_cell.get,
+            workers=self.num_workers,
+            keep=self.persistent_workers,
+        )
+
+    def _index_batches(self) -> Iterable[Any]:
+        if not self._batches:
+            return self.sampler
+        if self.executor == "gather":
+            return index_batches(self.batch_sampler)  # type: ignore[arg-type]
+        return self.batch_sampler  # type: ignore[return-value]
 
 
 class _FirstOfPairs:

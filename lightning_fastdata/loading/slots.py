@@ -63,9 +63,7 @@ def create_shared_memory(
         os.posix_fallocate(descriptor, 0, size_bytes)
     except OSError as error:
         os.close(descriptor)
-        raise WorkerError(
-            _NO_MEMORY.format(mib=size_bytes / 2**20, why=error.strerror)
-        ) from error
+        raise WorkerError(_NO_MEMORY.format(mib=size_bytes / 2**20, why=error.strerror)) from error
     return descriptor
 
 

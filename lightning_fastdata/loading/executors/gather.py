@@ -124,7 +124,7 @@ class GatherExecutor:
                 result = self._gather(next(batches))
             except StopIteration:
                 result = _END
-            except BaseException as error:  # noqa: BLE001 - raised again where the batch is asked for
+            except BaseException as error:
                 _put(ready, stop, error)
                 return
             _put(ready, stop, result)

@@ -123,7 +123,7 @@ class PoolExecutor:
                 self._exhausted = True
                 break
             self._count += 1
-            if hasattr(indices, "tolist"):
+            if self.plan.batched and hasattr(indices, "tolist"):
                 indices = indices.tolist()
             batch = PendingBatch(self._count, self._generation, self._epoch, indices)
             self._batches.append(batch)
@@ -178,10 +178,8 @@ class PoolExecutor:
         batch = task.batch
         rows = len(batch.indices) if self.plan.batched else 1
         place = None if slot is None else slot.number
-        side.send(
-            (task.kind, self._task_count, batch.generation, batch.number, batch.epoch)
-            + (task.start, task.indices, rows, place)
-        )
+        what = (task.start, task.indices, rows, place)
+        side.send((task.kind, self._task_count, batch.generation, batch.number, batch.epoch, *what))
 
     # What comes back
 

@@ -113,7 +113,11 @@ class SideProcess:
     @property
     def load(self) -> float:
         """Samples it still has to read, per thread."""
-        return sum(len(task.indices) for task in self.tasks.values()) / self.threads
+        samples = (
+            len(task.indices) if isinstance(task.indices, list) else 1
+            for task in self.tasks.values()
+        )
+        return sum(samples) / self.threads
 
     def send(self, message: tuple[Any, ...], descriptors: tuple[int, ...] = ()) -> None:
         """Send now, or as soon as the process has read enough of what it has."""
