@@ -1,4 +1,4 @@
-"""One loader's executor, kept between epochs: what ``FastDataLoader`` iterates instead of torch's."""
+"""One loader's executor, kept between epochs, which ``FastDataLoader`` iterates."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def unpack(packed: Packed, owner: NDArray[np.uint8] | None, *, copy: bool = Fals
         return unpickler.load()
     finally:
         # It holds itself and all tensors through its memo, and with them the slot.
-        unpickler.memo.clear()  # type: ignore[attr-defined]
+        unpickler.memo.clear()
 
 
 def tensor_over(owner: Any, dtype: torch.dtype, shape: tuple[int, ...], offset: int) -> Any:
@@ -107,7 +107,8 @@ def _tensor_view(leaf: Leaf, owner: Any) -> torch.Tensor:
 
 def _array_view(leaf: Leaf, owner: NDArray[np.uint8]) -> NDArray[Any]:
     part: NDArray[Any] = owner[leaf.offset_bytes : leaf.offset_bytes + leaf.size_bytes]
-    return part.view(leaf.dtype).reshape(leaf.shape)
+    array: NDArray[Any] = part.view(leaf.dtype).reshape(leaf.shape)
+    return array
 
 
 def _place(_number: int) -> Any:

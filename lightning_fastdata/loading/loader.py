@@ -250,7 +250,8 @@ class FastDataLoader(DataLoader[Any]):
             batches=self._index_batches,
             epoch=self._epoch_cell.get,
             workers=self.num_workers,
-            keep=self.persistent_workers,
+            # Threads and reused memory cost nothing between epochs; processes do.
+            keep=self.persistent_workers or executor in ("inline", "gather"),
         )
 
     def _index_batches(self) -> Iterable[Any]:

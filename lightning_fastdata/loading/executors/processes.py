@@ -75,6 +75,7 @@ class SideProcess:
         threads: int,
         siblings: Iterable[SideProcess],
     ) -> None:
+        self.wire: Wire
         self.number = number
         self.threads = threads
         self.tasks: dict[int, Task] = {}
