@@ -36,6 +36,8 @@ def through_a_slot(batch: Any, *, copy: bool = False) -> Any:
 
 
 def bits(tensor: torch.Tensor) -> bytes:
+    if not tensor.numel():
+        return b""  # an empty tensor may keep strides that no view of bytes accepts
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
