@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 from augment.parity import both, parity, photographs
 
+from lightning_fastdata.augment.ops import DEVICE_OPS
+
 warnings.filterwarnings("ignore", message="ShiftScaleRotate is a special case")
 
 EXACT = {
@@ -184,5 +186,5 @@ def test_tiny_images_are_no_special_case(name, shape):
 def test_parameters_without_a_device_form_are_declined(transform):
     image = photographs(40, 50)[0]
     transform(image=image)
-    op = _module.DEVICE_OPS[type(transform).__name__]
+    op = DEVICE_OPS[type(transform).__name__]
     assert op.encode(transform, transform.params, image.shape, image.dtype) is None
