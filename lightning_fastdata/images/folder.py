@@ -35,10 +35,9 @@ class FastImageFolder(Dataset[tuple[torch.Tensor, int]]):
     (``images.permute(0, 3, 1, 2).float().div(255)``, or ``ToTensorV2`` on the device).
 
     The random part of a sample depends on (``seed``, epoch, index) and nothing else: not on the
-    worker, the thread, the batch size or what was read before. ``set_epoch`` says which epoch it
-    is; whoever knows better passes a key to :meth:`write_into`. Torch's ``DataLoader`` copies the
-    dataset into its workers when an epoch starts, so ``set_epoch`` reaches them before the epoch,
-    but not with ``persistent_workers=True``.
+    worker, the thread, the batch size or what was read before. :meth:`set_epoch` says which epoch
+    it is, also to the worker processes of torch's ``DataLoader``, persistent or not; whoever knows
+    better passes a key to :meth:`write_into`.
 
     Any number of threads may read from one instance. OpenCV and torch may use threads of their own
     for a single picture; in side processes set both to one (``cv2.setNumThreads(0)``,
@@ -106,7 +105,8 @@ class FastImageFolder(Dataset[tuple[torch.Tensor, int]]):
         self.resample = settle_resample(resample, crop)
         self.root = os.path.expanduser(os.fspath(root))  # noqa: PTH111  # as ImageFolder spells it
         self.seed = seed
-        self.epoch = 0
+        # Shared memory, so that workers that outlive an epoch see the next one.
+        self._epoch = torch.zeros(1, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
         self._decoder_name = decoder
         choose_decoder(decoder)  # a decoder that is not there is told now, not in a worker
         self._max_pixels = max_pixels
@@ -150,7 +150,12 @@ class FastImageFolder(Dataset[tuple[torch.Tensor, int]]):
 
     def set_epoch(self, epoch: int) -> None:
         """Draw the random crops and flips of this epoch (counted from 0) from now on."""
-        self.epoch = epoch
+        self._epoch[0] = epoch
+
+    @property
+    def epoch(self) -> int:
+        """The epoch whose random crops and flips are drawn."""
+        return int(self._epoch[0])
 
     def __len__(self) -> int:
         return len(self.index)

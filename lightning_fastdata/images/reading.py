@@ -70,7 +70,8 @@ def open_image(
         decoder: From :func:`~lightning_fastdata.images.decoders.choose_decoder`.
         max_pixels: Height x width above which the file is refused before anything is decoded.
         apply_exif_orientation: Turn the picture as its EXIF tag says. Off, as in torchvision's
-            ``ImageFolder``: a model sees the pixels as they are stored.
+            ``ImageFolder``: a model sees the pixels as they are stored. (A TIFF is always turned,
+            there as here: Pillow does it while it loads.)
 
     Raises:
         DatasetError: If the file cannot be read (the ``OSError`` is its cause), is damaged or not
@@ -108,11 +109,16 @@ def open_image(
 
 
 def exif_orientation(data: bytes) -> int:
-    """Return the EXIF orientation of an encoded image, 1 to 8; 1 if it has none or a broken one."""
+    """Return the EXIF orientation of an encoded image, 1 to 8; 1 if it has none or a broken one.
+
+    Also 1 for a TIFF, because Pillow turns a TIFF by itself while it loads it.
+    """
     from PIL import Image
 
     try:
         with Image.open(io.BytesIO(data)) as image:
+            if image.format == "TIFF":
+                return 1
             orientation = image.getexif().get(_EXIF_ORIENTATION, 1)
     except MemoryError:
         raise

@@ -22,8 +22,8 @@ decode fully, torchvision's antialiased bilinear resize. ``linear``: decode full
 Filter: TypeAlias = Literal["linear", "area", "antialias"]
 
 LINEAR_BELOW = 1.5
-"""Downscale below which two taps per axis are enough: 53 dB and better against the antialiased
-resize on photographs, at a quarter of its cost."""
+"""Downscale below which two taps per axis are enough. Against the antialiased resize, photographs
+are then at 45 dB (median; the sharpest crops at 34), and a sample costs a quarter less."""
 
 
 class ResamplePlan(NamedTuple):
@@ -40,9 +40,9 @@ def plan_resample(placement: Placement, resample: Resample, *, scalable: bool) -
 
     ``auto`` uses ``linear`` while the box shrinks by less than 1.5 on both axes. Beyond, it decodes
     at the power of two that leaves a factor of at least 1 (below 2 on the shorter axis), and
-    resizes the rest with the antialiased filter. OpenCV's ``INTER_AREA`` would be the usual choice
-    for the rest, but at fractional factors it costs twice the antialiased filter and is further
-    from torchvision.
+    resizes the rest with the antialiased filter. OpenCV's ``INTER_AREA`` is no alternative: at
+    fractional factors it takes longer than torch's antialiased uint8 kernel (0.9 against 0.4 ms
+    for 400 to 224 pixels) and is further from torchvision (42 dB).
 
     Args:
         placement: Where the sample comes from.

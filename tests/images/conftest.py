@@ -1,4 +1,4 @@
-"""Real photographs from the wheels of scikit-learn and scikit-image, in the forms the tests need."""
+"""Real photographs from the wheels of scikit-learn and scikit-image, as the tests need them."""
 
 from __future__ import annotations
 
@@ -7,13 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import sklearn
-import torch
-from PIL import Image
-
 import skimage
-
-torch.set_num_threads(1)
+import sklearn
+from PIL import Image
 
 PHOTOS = {
     "china": Path(sklearn.__file__).parent / "datasets/images/china.jpg",
@@ -26,7 +22,7 @@ PHOTOS = {
 
 @pytest.fixture(scope="session")
 def photos():
-    """Name to path of five photographs: 640x427 twice, 640x427, 1411x1411 JPEG, 600x400 PNG."""
+    """Name to path of five photographs: four JPEG files from 640x427 to 1411x1411, and a PNG."""
     return PHOTOS
 
 

@@ -175,7 +175,7 @@ def test_auto_falls_back_in_order_when_libraries_are_missing():
 
 
 def test_an_unknown_decoder_is_refused_by_name():
-    with pytest.raises(OptionsError, match="'jpegli'.*simplejpeg"):
+    with pytest.raises(OptionsError, match=r"'jpegli'.*simplejpeg"):
         choose_decoder("jpegli")
 
 
