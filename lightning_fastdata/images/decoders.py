@@ -119,24 +119,32 @@ class SimpleJpegDecoder:
 
     def size(self, data: bytes) -> tuple[int, int]:
         """See :meth:`Decoder.size`."""
-        if not is_jpeg(data):
-            return self._others.size(data)
-        height, width, _, _ = self._header(data)
-        return height, width
+        header = self._read_header(data)
+        return self._others.size(data) if header is None else header[:2]
 
     def decode(self, data: bytes, *, scale: Scale = 1) -> Pixels:
         """See :meth:`Decoder.decode`."""
-        if not is_jpeg(data):
-            return self._others.decode(data, scale=scale)
-        height, width, colorspace, _ = self._header(data)
-        if colorspace not in ("RGB", "YCbCr", "Gray"):
+        header = self._read_header(data)
+        if header is None or header[2] not in ("RGB", "YCbCr", "Gray"):
             return self._others.decode(data, scale=scale)
         if scale == 1:
             return self._decode(data)
+        height, width, _ = header
         # The smallest picture that is no smaller than this is exactly the one asked for.
         return self._decode(
             data, min_height=-(-height // scale), min_width=-(-width // scale), min_factor=scale
         )
+
+    def _read_header(self, data: bytes) -> tuple[int, int, str] | None:
+        """Return height, width and colour space; None for what Pillow has to judge."""
+        if not is_jpeg(data):
+            return None
+        try:
+            return self._header(data)[:3]
+        except (KeyError, ValueError):
+            # Damaged, or one of the rare subsamplings that simplejpeg has no name for (a KeyError
+            # for 4:4:1) or TurboJPEG refuses: Pillow decodes it, or says what is wrong.
+            return None
 
 
 class TorchCodecDecoder:

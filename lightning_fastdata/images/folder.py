@@ -36,8 +36,9 @@ class FastImageFolder(Dataset[tuple[torch.Tensor, int]]):
 
     The random part of a sample depends on (``seed``, epoch, index) and nothing else: not on the
     worker, the thread, the batch size or what was read before. :meth:`set_epoch` says which epoch
-    it is, also to the worker processes of torch's ``DataLoader``, persistent or not; whoever knows
-    better passes a key to :meth:`write_into`.
+    it is, also to the worker processes of torch's ``DataLoader``, persistent or not; if nobody
+    calls it, every epoch draws the same crops. Whoever knows better passes a key to
+    :meth:`write_into`.
 
     Any number of threads may read from one instance. OpenCV and torch may use threads of their own
     for a single picture; in side processes set both to one (``cv2.setNumThreads(0)``,

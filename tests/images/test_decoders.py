@@ -11,6 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
 from PIL import Image
 
 from lightning_fastdata.errors import OptionsError
@@ -26,6 +28,14 @@ JPEGS = ["420", "444", "422", "grey", "progressive", "rgb", "cmyk", "restart", "
 @pytest.fixture(params=NAMES)
 def decoder(request):
     return choose_decoder(request.param)
+
+
+@pytest.fixture(scope="module")
+def others(china, encode):
+    """Small images in other formats."""
+    image = china.crop((200, 100, 264, 148))
+    kinds = ("PNG", "GIF", "WEBP", "TIFF", "BMP")
+    return {kind: encode(image, format=kind) for kind in kinds}
 
 
 @pytest.mark.parametrize("kind", JPEGS)
@@ -70,6 +80,13 @@ def test_pixels_without_a_known_range_are_an_error(decoder, encode):
 @pytest.mark.parametrize("kind", JPEGS)
 def test_the_size_in_the_header_is_the_size_of_the_pixels(decoder, kind, jpegs):
     assert decoder.size(jpegs[kind]) == decoder.decode(jpegs[kind]).shape[:2]
+
+
+@pytest.mark.parametrize("factors", [0x14, 0x31, 0x13, 0x24])
+def test_a_rare_subsampling_has_a_size_too(decoder, factors, jpegs):
+    data = bytearray(jpegs["444"])
+    data[data.index(b"\xff\xc0") + 11] = factors
+    assert decoder.size(bytes(data)) == (257, 333)
 
 
 @pytest.mark.parametrize("scale", [2, 4, 8])
@@ -143,6 +160,30 @@ def test_decoders_that_are_not_strict_say_so(jpegs):
         decoder = choose_decoder(name)
         assert not decoder.strict
         assert decoder.decode(bytes(data)).shape == (257, 333, 3)
+
+
+@given(data=st.data())
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+def test_whatever_the_bytes_are_there_are_pixels_or_a_reason(decoder, data, jpegs, others):
+    samples = {**jpegs, **others}
+    encoded = bytearray(samples[data.draw(st.sampled_from(sorted(samples)))])
+    for _ in range(data.draw(st.integers(1, 6))):
+        at = data.draw(st.integers(0, len(encoded) - 1))
+        encoded[at] = data.draw(st.integers(0, 255))
+    scale = data.draw(st.sampled_from([1, 2, 4, 8]))
+    try:
+        height, width = decoder.size(bytes(encoded))
+        assume(height * width < 1_000_000)
+        pixels = decoder.decode(bytes(encoded), scale=scale)
+    except ValueError as error:
+        reason = str(error)
+    else:
+        reason = "pixels"
+        assert pixels.dtype == np.uint8
+        assert pixels.shape == (-(-height // scale), -(-width // scale), 3)
+    assert reason
 
 
 def test_many_threads_share_one_decoder(decoder, jpegs, as_image_folder_loads):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import struct
 
@@ -14,6 +15,8 @@ from lightning_fastdata.images.decoders import choose_decoder
 from lightning_fastdata.images.reading import exif_orientation, open_image
 
 NAMES = ["simplejpeg", "opencv", "pillow"]
+if importlib.util.find_spec("torchcodec"):
+    NAMES.append("torchcodec")
 
 
 @pytest.fixture(params=NAMES)
