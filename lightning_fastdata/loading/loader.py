@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.utils.data import (
     DataLoader,
     Dataset,
@@ -179,6 +180,12 @@ class FastDataLoader(DataLoader[Any]):
             self._inner_settings = settings
         return self._inner
 
+    def _worker_start(self) -> Callable[[int], None] | None:
+        if self.num_workers == 0:
+            return self.worker_init_fn
+        strategy = torch.multiprocessing.get_sharing_strategy()  # type: ignore[no-untyped-call]
+        return _WorkerStart(strategy, self.worker_init_fn)
+
     def _make_inner(self) -> DataLoader[Any]:
         worker_part = None
         if self.transform is not None:
@@ -205,7 +212,7 @@ class FastDataLoader(DataLoader[Any]):
             collate_fn=collate_fn,
             pin_memory=self.pin_memory,
             timeout=self.timeout,
-            worker_init_fn=self.worker_init_fn,
+            worker_init_fn=self._worker_start(),
             multiprocessing_context=self.multiprocessing_context,
             generator=self.generator,
             prefetch_factor=self.prefetch_factor,
@@ -213,6 +220,19 @@ class FastDataLoader(DataLoader[Any]):
             pin_memory_device=self.pin_memory_device,
             in_order=self.in_order,
         )
+
+
+class _WorkerStart:
+    """Gives a worker the sharing strategy of its parent, which only a forked one inherits."""
+
+    def __init__(self, strategy: str, then: Callable[[int], None] | None) -> None:
+        self.strategy = strategy
+        self.then = then
+
+    def __call__(self, worker_id: int) -> None:
+        torch.multiprocessing.set_sharing_strategy(self.strategy)  # type: ignore[no-untyped-call]
+        if self.then is not None:
+            self.then(worker_id)
 
 
 class _FirstOfPairs:

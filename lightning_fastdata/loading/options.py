@@ -43,26 +43,32 @@ _ONE_STREAM = (
 class LoaderOptions:
     """What you may set about a loader; ``"auto"`` chooses for this machine and says why.
 
+    Args:
+        num_workers: Processes that read samples; 0 reads in the training process.
+        pin_memory: Copy batches to page-locked memory, from where a GPU copies without waiting.
+        persistent_workers: Keep the workers between epochs instead of starting new ones.
+        prefetch_factor: Batches each worker is ahead, at least 1.
+        multiprocessing_context: How workers are started.
+        sharing_strategy: How tensors travel between processes: by open file or by file name. It
+            is set for the whole process.
+        timeout_s: Seconds to wait for a batch of the workers before it is an error; 0 waits for
+            ever.
+        in_order: Batches come as the sampler gives them; False hands over whichever is ready
+            first.
+
     Raises:
         OptionsError: A value is impossible.
     """
 
+    # Described above and not below each field, because that is where LightningCLI takes its help.
     num_workers: int | Auto = "auto"
-    """Processes that read samples; 0 reads in the training process."""
     pin_memory: bool | Auto = "auto"
-    """Copy batches to page-locked memory, from where a GPU copies without waiting."""
     persistent_workers: bool | Auto = "auto"
-    """Keep the workers between epochs instead of starting new ones."""
     prefetch_factor: int | Auto = "auto"
-    """Batches each worker is ahead, at least 1."""
     multiprocessing_context: Literal["auto", "fork", "spawn", "forkserver"] = "auto"
-    """How workers are started."""
     sharing_strategy: Literal["auto", "file_descriptor", "file_system"] = "auto"
-    """How tensors travel between processes: by open file or by file name."""
     timeout_s: float = 0
-    """Seconds to wait for a batch of the workers before it is an error; 0 waits for ever."""
     in_order: bool = True
-    """Batches come as the sampler gives them; False hands over whichever is ready first."""
 
     def __post_init__(self) -> None:
         for name, lowest in (("num_workers", 0), ("prefetch_factor", 1)):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -26,3 +28,19 @@ def overridden_hook(owner: object, name: str) -> Callable[..., Any] | None:
         if name in vars(cls):
             return None if cls.__name__ == "DataHooks" else getattr(owner, name)
     return None
+
+
+def silence_shared_hook_warning(name: str) -> None:
+    """Keep Lightning from warning that a LightningModule's transfer hook is not called.
+
+    Lightning calls the data module's hook only and says so, once per process. Ours calls the
+    LightningModule's hook too, so that this one message would be false.
+
+    Args:
+        name: One of :data:`HOOKS`.
+    """
+    message = (
+        f"You have overridden `{name}` in both `LightningModule` and `LightningDataModule`. "
+        "It will use the implementation from `LightningDataModule` instance."
+    )
+    warnings.filterwarnings("ignore", message=re.escape(message) + "$", category=UserWarning)

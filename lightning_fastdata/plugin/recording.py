@@ -70,6 +70,7 @@ class Recording:
         self._trainer = trainer
         self.augments: frozenset[Stage] = frozenset()
         self.in_transfer = False
+        self._moving: StageMeter | None = None
         self.optimizer_stepped = False
         self.batches_stepped = 0
         device = trainer.strategy.root_device
@@ -117,25 +118,24 @@ class Recording:
 
     def _transfer_began(self) -> None:
         self.in_transfer = True
-        meter = self.meter()
-        if meter is not None:
-            meter.timeline.transfer_began()
+        # Looked up once per batch: the stage cannot change before its transfer ends.
+        self._moving = self.meter()
+        if self._moving is not None:
+            self._moving.timeline.transfer_began()
 
     def _transfer_ended(self) -> None:
         self.in_transfer = False
-        meter = self.meter()
-        if meter is not None:
-            meter.timeline.transfer_ended()
+        if self._moving is not None:
+            self._moving.timeline.transfer_ended()
+            self._moving = None
 
     def _augment_began(self) -> None:
-        meter = self.meter()
-        if self.in_transfer and meter is not None and meter.stage in self.augments:
-            meter.timeline.augment_began()
+        if self._moving is not None and self._moving.stage in self.augments:
+            self._moving.timeline.augment_began()
 
     def _augment_ended(self) -> None:
-        meter = self.meter()
-        if self.in_transfer and meter is not None and meter.stage in self.augments:
-            meter.timeline.augment_ended()
+        if self._moving is not None and self._moving.stage in self.augments:
+            self._moving.timeline.augment_ended()
 
 
 def batch_rows(batch: Batch) -> int:

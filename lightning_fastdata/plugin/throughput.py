@@ -313,10 +313,10 @@ def _check_hooks_run(pl_module: Any) -> None:
     """Refuse to augment for a training step whose batches pass no transfer hook."""
     if "dataloader_iter" in inspect.signature(pl_module.training_step).parameters:
         raise TransformError(
-            f"{type(pl_module).__name__}.training_step(dataloader_iter) fetches its batches itself, "
-            "and Lightning then calls no on_after_batch_transfer, so that `augment` would never "
-            "run. Use training_step(batch, batch_idx), or call the transform in the step and leave "
-            "out `augment`."
+            f"{type(pl_module).__name__}.training_step(dataloader_iter) fetches its batches "
+            "itself, and Lightning then calls no on_after_batch_transfer, so that `augment` would "
+            "never run. Use training_step(batch, batch_idx), or call the transform in the step "
+            "and leave out `augment`."
         )
 
 
@@ -326,11 +326,13 @@ def _close_progress_bar(trainer: Any) -> None:
     Both of Lightning's bars are closed by these public names, and closing twice is harmless.
     """
     bar = trainer.progress_bar_callback
-    with suppress(AttributeError):
-        bar.progress.stop()  # Rich
+    rich_progress = getattr(bar, "progress", None)
+    if rich_progress is not None:
+        rich_progress.stop()
+        return
     for name in ("train_progress_bar", "val_progress_bar"):
-        with suppress(AttributeError, TypeError):  # a TypeError before its first use
-            getattr(bar, name).close()  # TQDM
+        with suppress(AttributeError, TypeError):  # TQDM's raise a TypeError before first use
+            getattr(bar, name).close()
 
 
 def _first_loader(loaders: Any) -> Any:
