@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -16,13 +16,43 @@ from lightning_fastdata.errors import OptionsError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from lightning_fastdata.insight.timeline import StepTiming
-
 Columns: TypeAlias = Mapping[str, npt.NDArray[np.float64]]
 """Field name of `StepTiming` -> one float64 per step, oldest first; NaN = not measured."""
 
-TIMED = ("wait_ms", "stall_ms", "transfer_ms", "augment_ms", "compute_ms", "gap_ms", "step_ms")
-_COLUMNS = (*TIMED, "step", "samples", "cold")
+
+class StepTiming(NamedTuple):
+    """What one step cost. None = not measured, never 0.
+
+    A tuple and not a frozen dataclass, because one is made in every step, at a quarter of the cost.
+    """
+
+    step: int
+    """Number of the step in its stage, counted from 0 over all epochs."""
+    samples: int
+    """Samples in the batch."""
+    cold: bool
+    """True for the first step of an epoch, where workers start and queues are empty."""
+    wait_ms: float | None = None
+    """Host time spent asking for the batch. Part of it may be hidden behind a busy device."""
+    stall_ms: float | None = None
+    """Time the device stood idle because of data; equals ``wait_ms`` where the host is the device.
+    This, not ``wait_ms``, is what faster data would save."""
+    transfer_ms: float | None = None
+    """Host-to-device copy, without the augmentation that runs within the transfer hooks."""
+    augment_ms: float | None = None
+    """Batch transforms on the device."""
+    compute_ms: float | None = None
+    """From the last of these marks to the end of the step: forward, backward, optimizer."""
+    gap_ms: float | None = None
+    """From the end of the previous step to the first wait of this one: logging, checkpoints,
+    validation. Not part of ``step_ms``."""
+    step_ms: float | None = None
+    """``stall + transfer + augment + compute``: the step as the device saw it."""
+
+
+_COLUMNS = StepTiming._fields
+_FIRST_TIMED = _COLUMNS.index("wait_ms")
+TIMED = _COLUMNS[_FIRST_TIMED:]
 _STEP_MS = TIMED.index("step_ms")
 
 
@@ -117,7 +147,7 @@ class StepHistory:
     def __init__(self, window: int = 1024) -> None:
         if window < 1:
             raise OptionsError(f"The window must keep at least 1 step, but is {window}.")
-        self._rows: deque[tuple[float | None, ...]] = deque(maxlen=window)
+        self._rows: deque[StepTiming] = deque(maxlen=window)
         # Plain lists: a step has few numbers, and numpy's price is one per call.
         # Entry 0: warm steps, entry 1: cold ones.
         self._sum = ([0.0] * len(TIMED), [0.0] * len(TIMED))
@@ -130,19 +160,10 @@ class StepHistory:
 
     def append(self, timing: StepTiming) -> None:
         """Count one step; the oldest leaves the window when it is full."""
-        times = (
-            timing.wait_ms,
-            timing.stall_ms,
-            timing.transfer_ms,
-            timing.augment_ms,
-            timing.compute_ms,
-            timing.gap_ms,
-            timing.step_ms,
-        )
-        self._rows.append((*times, timing.step, timing.samples, timing.cold))
+        self._rows.append(timing)
         kind = int(timing.cold)
         total, count, largest = self._sum[kind], self._count[kind], self._max[kind]
-        for i, value in enumerate(times):
+        for i, value in enumerate(timing[_FIRST_TIMED:]):
             if value is not None:
                 total[i] += value
                 count[i] += 1

@@ -91,7 +91,8 @@ class FastDataLoader(DataLoader[Any]):
         on_device: bool = False,
         staged: Stage | None = None,
     ) -> None:
-        self._inner: DataLoader[Any] | None = None
+        self._inner: DataLoader[Any] | None
+        self._keep(None)
         self._inner_settings: tuple[Any, ...] = ()
         super().__init__(
             dataset,
@@ -142,9 +143,14 @@ class FastDataLoader(DataLoader[Any]):
         self._epoch_cell.set(epoch)
         return iter(self._open())
 
+    def _keep(self, inner: DataLoader[Any] | None) -> None:
+        # Lightning records the attributes that are set on loaders in a data hook, and goes on to do
+        # so in the whole process if the hook raises. A record would keep the workers alive.
+        vars(self)["_inner"] = inner
+
     def close(self) -> None:
         """Stop the workers; the next iteration starts new ones."""
-        self._inner = None
+        self._keep(None)
 
     def __getstate__(self) -> dict[str, Any]:
         # Worker processes belong to one loader; a copy starts its own.
@@ -158,7 +164,7 @@ class FastDataLoader(DataLoader[Any]):
     @_iterator.setter
     def _iterator(self, value: Any) -> None:
         if value is None:
-            self._inner = None
+            self._keep(None)
 
     def _open(self) -> DataLoader[Any]:
         """Return torch's loader over the keyed dataset, with its workers if they persist."""
@@ -175,10 +181,12 @@ class FastDataLoader(DataLoader[Any]):
             self.staged,
             self.multiprocessing_context,
         )
-        if self._inner is None or self._inner_settings != settings:
-            self._inner = self._make_inner()
-            self._inner_settings = settings
-        return self._inner
+        inner = self._inner
+        if inner is None or self._inner_settings != settings:
+            inner = self._make_inner()
+            self._keep(inner)
+            vars(self)["_inner_settings"] = settings
+        return inner
 
     def _worker_start(self) -> Callable[[int], None] | None:
         if self.num_workers == 0:

@@ -70,6 +70,7 @@ class Recording:
         self._trainer = trainer
         self.augments: frozenset[Stage] = frozenset()
         self.in_transfer = False
+        self._fetching: StageMeter | None = None
         self._moving: StageMeter | None = None
         self.optimizer_stepped = False
         self.batches_stepped = 0
@@ -93,14 +94,8 @@ class Recording:
             "on_after_batch_transfer": (self._augment_began, self._augment_ended),
         }
 
-    def meter(self) -> StageMeter | None:
-        """Return the meter of the stage that runs now; sanity checks and the rest have none."""
-        trainer = self._trainer
-        if trainer.training:
-            return self.train
-        return self.val if trainer.validating else None
-
     def _train_wait_began(self) -> None:
+        self._fetching = self.train
         self.train.began()
         self.train.timeline.wait_began()
 
@@ -108,18 +103,20 @@ class Recording:
         self.train.timeline.wait_ended()
 
     def _val_wait_began(self) -> None:
-        if self._trainer.validating:
+        # The sanity check fetches under the same name; it is not measured.
+        self._fetching = self.val if self._trainer.validating else None
+        if self._fetching is not None:
             self.val.began()
             self.val.timeline.wait_began()
 
     def _val_wait_ended(self) -> None:
-        if self._trainer.validating:
+        if self._fetching is not None:
             self.val.timeline.wait_ended()
 
     def _transfer_began(self) -> None:
         self.in_transfer = True
-        # Looked up once per batch: the stage cannot change before its transfer ends.
-        self._moving = self.meter()
+        # What is moved was fetched last: asking the trainer for its stage costs microseconds.
+        self._moving = self._fetching
         if self._moving is not None:
             self._moving.timeline.transfer_began()
 

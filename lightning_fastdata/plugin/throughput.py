@@ -152,7 +152,7 @@ class ThroughputHooks:
         recording.optimizer_stepped = False
         step = _steps_logged_by(trainer, recording.batches_stepped)
         recording.batches_stepped += 1
-        if run.logs and run.every_n_steps and (step + 1) % run.every_n_steps == 0:
+        if run.every_n_steps and (step + 1) % run.every_n_steps == 0 and run.logs:
             boards.log_to(trainer.loggers, recording.train.window.take(), step)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002

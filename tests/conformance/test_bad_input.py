@@ -6,6 +6,8 @@ import os
 
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 
+import copy
+
 import albumentations as A
 import numpy as np
 import pytest
@@ -78,6 +80,19 @@ def test_an_empty_dataset(tmp_path):
         fit(tmp_path, RowsModule(length=0))
     with pytest.raises(DatasetError, match="empty Rows"):
         RowsModule(length=0).train_dataloader()
+
+
+def test_loaders_can_be_copied_after_an_error(tmp_path):
+    with pytest.raises(DatasetError):
+        fit(tmp_path, RowsModule(length=0))
+    module = RowsModule(options=LoaderOptions(num_workers=1, persistent_workers=True))
+    loader = module.train_dataloader()
+    next(iter(loader))
+    twin = copy.deepcopy(loader)
+    assert len(list(twin)) == len(loader)
+    for each in (loader, twin):
+        each.close()
+        assert each._iterator is None
 
 
 def test_an_empty_list_of_datasets(tmp_path):

@@ -12,7 +12,7 @@ from gpu.device import CUDA, DeviceWork, PictureDicts, largest_gap, needs_cuda, 
 from lightning_fastdata import FastDataLoader
 from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.loading.staged import StagedBatch
-from lightning_fastdata.plugin.staging import finish, transfer
+from lightning_fastdata.plugin.staging import transfer
 
 pytestmark = needs_cuda
 
@@ -48,19 +48,23 @@ def test_the_pin_thread_pins_the_batch_and_its_draws(workers):
 
 
 def test_pinned_batches_reach_the_device_without_waiting_and_equal_albumentations():
-    transforms = {"train": [as_batch_transform(recipe())]}
+    transform = as_batch_transform(recipe())
     staged = list(loader(on_device=True, workers=2, pin_memory=True))
     whole = list(loader(on_device=False, workers=0, pin_memory=False))
 
     def move(batch):
         return {name: tensor.to(CUDA, non_blocking=True) for name, tensor in batch.items()}
 
-    finish(transfer(staged[0], move, CUDA), transforms)  # loads kernels
+    def finished(batch):
+        arrived = transfer(batch, move, CUDA)
+        return transform.apply(arrived.batch, arrived.draws)
+
+    finished(staged[0])  # loads kernels
     work = DeviceWork()
     torch.cuda.synchronize()
     with no_waiting():
         before = work(2000)
-        done = [finish(transfer(batch, move, CUDA), transforms)[0] for batch in staged]
+        done = [finished(batch) for batch in staged]
         assert not before.query()
     torch.cuda.synchronize()
     for ours, oracle in zip(done, whole, strict=True):

@@ -8,9 +8,8 @@ import json
 import numpy as np
 import pytest
 
-from lightning_fastdata.insight.metrics import MetricWindow, StepHistory, window_means
+from lightning_fastdata.insight.metrics import MetricWindow, StepHistory, StepTiming, window_means
 from lightning_fastdata.insight.report import RunReport, bar, comparison_text, duration_text
-from lightning_fastdata.insight.timeline import StepTiming
 from lightning_fastdata.insight.verdict import LoaderFacts, judge
 
 

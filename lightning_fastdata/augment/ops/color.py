@@ -61,7 +61,8 @@ def _run_hsv(
     as_bytes = images if images.dtype == torch.uint8 else to_bytes(images)
     if static["form"] == "hsv":
         planes = torch.stack(hsv_bytes(as_bytes), -1).to(torch.uint8)
-        out = rgb_bytes(*look_up(planes, arrays["table"]).unbind(-1), static["lanes"])
+        hue, saturation, value = look_up(planes, arrays["table"]).unbind(-1)
+        out = rgb_bytes(hue, saturation, value, static["lanes"])
     else:
         out = as_bytes if static["form"] == "same" else look_up(as_bytes, arrays["table"])
     return out if images.dtype == torch.uint8 else out.float() / 255
