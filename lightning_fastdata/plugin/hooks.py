@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
@@ -24,10 +25,15 @@ def overridden_hook(owner: object, name: str) -> Callable[..., Any] | None:
         return None
     if name in vars(owner):
         return getattr(owner, name)  # type: ignore[no-any-return]
-    for cls in type(owner).__mro__:
-        if name in vars(cls):
-            return None if cls.__name__ == "DataHooks" else getattr(owner, name)
-    return None
+    # mypy does not see that classes can be hashed.
+    written = _written_in_class(type(owner), name)  # type: ignore[arg-type]
+    return getattr(owner, name) if written else None
+
+
+@cache
+def _written_in_class(cls: type[Any], name: str) -> bool:
+    definer = next((base for base in cls.__mro__ if name in vars(base)), None)
+    return definer is not None and definer.__name__ != "DataHooks"
 
 
 def silence_shared_hook_warning(name: str) -> None:

@@ -55,7 +55,10 @@ class ProfilerTee:
 
         A step has some twenty such blocks, so those that nobody listens to cost next to nothing.
         """
-        listener = self._listener(action_name)
+        try:
+            listener = self._by_action[action_name]
+        except KeyError:
+            listener = self._listener(action_name)
         block = _NOTHING if self._idle else self.profiler.profile(action_name)
         return block if listener is None else _Listened(block, listener)
 

@@ -42,11 +42,8 @@ def folder(tmp_path):
 
 def same(ours, theirs):
     for a, b in zip(theirs, ours, strict=True):
-        if isinstance(a, dict):
-            assert a.keys() == b.keys()
-            a, b = list(a.values()), list(b.values())
-        for x, y in zip(a, b, strict=True):
-            assert torch.equal(x, y)
+        pairs = ((a[k], b[k]) for k in a) if isinstance(a, dict) else zip(a, b, strict=True)
+        assert all(torch.equal(x, y) for x, y in pairs)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
