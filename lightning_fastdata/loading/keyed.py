@@ -152,6 +152,21 @@ def keyed(
     return KeyedDataset(keying)
 
 
+def tell_epoch(dataset: Dataset[Any], epoch: int) -> None:
+    """Call ``set_epoch`` of a dataset that has one, also below datasets that wrap it.
+
+    :class:`FastImageFolder` and Hugging Face's iterable datasets draw by it.
+    """
+    set_epoch = getattr(dataset, "set_epoch", None)
+    if callable(set_epoch):
+        set_epoch(epoch)
+        return
+    wrapped = [getattr(dataset, "dataset", None), *(getattr(dataset, "datasets", None) or ())]
+    for inner in wrapped:
+        if isinstance(inner, Dataset):
+            tell_epoch(inner, epoch)
+
+
 def fetches_in_batches(dataset: Dataset[Any]) -> bool:
     """Return whether the dataset answers ``__getitems__`` itself, also below a ``Subset``."""
     if type(dataset) is Subset:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +18,7 @@ from torch.utils.data import (
 
 from lightning_fastdata.errors import TransformError
 from lightning_fastdata.loading.collate import StagingCollate, collate_samples
-from lightning_fastdata.loading.keyed import EpochCell, keyed
+from lightning_fastdata.loading.keyed import EpochCell, keyed, tell_epoch
 
 if TYPE_CHECKING:
     from torch import Generator
@@ -57,6 +59,8 @@ class FastDataLoader(DataLoader[Any]):
             on each sample. With ``on_device`` that is what prepares its run on the device;
             otherwise it is the whole Albumentations pipeline.
         on_device: Whether the pixels of ``transform`` are to be computed on the device.
+        worker_nice: Added to the niceness of the workers, 0 to 19: how much the calling process
+            goes first where both want a CPU.
         staged: Deliver :class:`StagedBatch` of this stage, for the hook that runs the stage's
             transforms on the device.
 
@@ -89,6 +93,7 @@ class FastDataLoader(DataLoader[Any]):
         epoch: Callable[[], int] | None = None,
         transform: BatchTransform | None = None,
         on_device: bool = False,
+        worker_nice: int = 0,
         staged: Stage | None = None,
     ) -> None:
         self._inner: DataLoader[Any] | None
@@ -122,6 +127,7 @@ class FastDataLoader(DataLoader[Any]):
         self.epoch = epoch
         self.transform = transform
         self.on_device = on_device
+        self.worker_nice = worker_nice
         self.staged = staged
         self._epoch_cell = EpochCell()
         self._iterations = 0
@@ -141,6 +147,7 @@ class FastDataLoader(DataLoader[Any]):
                 if callable(set_epoch):
                     set_epoch(epoch)
         self._epoch_cell.set(epoch)
+        tell_epoch(self.dataset, epoch)
         return iter(self._open())
 
     def _keep(self, inner: DataLoader[Any] | None) -> None:
@@ -178,6 +185,7 @@ class FastDataLoader(DataLoader[Any]):
             self.collate_fn,
             self.transform,
             self.on_device,
+            self.worker_nice,
             self.staged,
             self.multiprocessing_context,
         )
@@ -192,7 +200,7 @@ class FastDataLoader(DataLoader[Any]):
         if self.num_workers == 0:
             return self.worker_init_fn
         strategy = torch.multiprocessing.get_sharing_strategy()  # type: ignore[no-untyped-call]
-        return _WorkerStart(strategy, self.worker_init_fn)
+        return _WorkerStart(strategy, self.worker_nice, self.worker_init_fn)
 
     def _make_inner(self) -> DataLoader[Any]:
         worker_part = None
@@ -231,14 +239,23 @@ class FastDataLoader(DataLoader[Any]):
 
 
 class _WorkerStart:
-    """Gives a worker the sharing strategy of its parent, which only a forked one inherits."""
+    """Makes a worker a good neighbour, then runs the user's own ``worker_init_fn``.
 
-    def __init__(self, strategy: str, then: Callable[[int], None] | None) -> None:
+    It lets the training process go first, computes on one thread (torch sees to its own threads,
+    not to OpenCV's), and takes the sharing strategy of its parent, which only a forked one has.
+    """
+
+    def __init__(self, strategy: str, nice: int, then: Callable[[int], None] | None) -> None:
         self.strategy = strategy
+        self.nice = nice
         self.then = then
 
     def __call__(self, worker_id: int) -> None:
         torch.multiprocessing.set_sharing_strategy(self.strategy)  # type: ignore[no-untyped-call]
+        if self.nice and hasattr(os, "nice"):
+            os.nice(self.nice)
+        if "cv2" in sys.modules:
+            sys.modules["cv2"].setNumThreads(0)
         if self.then is not None:
             self.then(worker_id)
 

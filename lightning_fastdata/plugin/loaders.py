@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from lightning_fastdata.errors import DatasetError
 from lightning_fastdata.host.cpu import read_cpu_limit
@@ -82,8 +82,8 @@ def plan_for(
         batch_size=batch_size,
         dataset_length=dataset_length(dataset),
         iterable=isinstance(dataset, IterableDataset),
-        batched_fetch=fetches_in_batches(dataset),
-        cuda_initialised=torch.cuda.is_initialized(),  # type: ignore[no-untyped-call]
+        batched_fetch=fetches_in_batches(dataset) or isinstance(dataset, TensorDataset),
+        in_memory=isinstance(dataset, TensorDataset),
     )
 
 
@@ -106,7 +106,7 @@ def build_loader(
     """
     if plan.sharing_strategy is not None:
         torch.multiprocessing.set_sharing_strategy(plan.sharing_strategy)  # type: ignore[no-untyped-call]
-    arguments = {**settings, **plan.dataloader_kwargs()}
+    arguments = {**settings, **plan.dataloader_kwargs(), "worker_nice": plan.worker_nice}
     if stage == "train" and not isinstance(dataset, IterableDataset):
         arguments["sampler"] = ShuffleSampler(cast("Any", dataset), settings["seed"])
     excluded = _REPLACED_BY_BATCH_SAMPLER if "batch_sampler" in overrides else ()

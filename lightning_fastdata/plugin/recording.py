@@ -26,27 +26,34 @@ class StageMeter:
         self.device = device
         self.timeline = StepTimeline(device=CudaClock() if device.type == "cuda" else None)
         self.window = MetricWindow(self.timeline.history, prefix)
-        self._began: float | None = None
-        self._ended = 0.0
+        self._duration_s = 0.0
+        self._last: float | None = None
 
     def step_ended(self, batch: Batch) -> None:
         """Close the step whose batch this was."""
         self.timeline.compute_ended(batch_rows(batch))
-        self._ended = time.monotonic()
+        now = time.monotonic()
+        if self._last is not None:
+            self._duration_s += now - self._last
+        self._last = now
 
     def began(self) -> None:
         """Note that the stage is under way, if it was not before."""
-        if self._began is None:
-            self._began = time.monotonic()
+        if self._last is None:
+            self._last = time.monotonic()
+
+    def paused(self) -> None:
+        """Do not count the time until the stage goes on: training and validation take turns."""
+        self._last = None
 
     def summary(self) -> StageSummary | None:
         """Return where the steps went, or None before the first step ended."""
         self.timeline.poll()
-        if self.timeline.history.steps == 0 or self._began is None:
+        if self.timeline.history.steps == 0:
             return None
         return self.timeline.history.summarize(
             self.stage,
-            duration_s=self._ended - self._began,
+            duration_s=self._duration_s,
             device=self.device.type,
             dropped_steps=self.timeline.dropped_steps,
         )

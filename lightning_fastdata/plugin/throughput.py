@@ -182,6 +182,7 @@ class ThroughputHooks:
     def on_validation_epoch_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
         """The first step of each validation is counted apart."""
         if self._run is not None and not trainer.sanity_checking:
+            self._run.recording.train.paused()
             self._run.recording.val.timeline.epoch_began()
 
     def on_validation_batch_end(
@@ -203,6 +204,7 @@ class ThroughputHooks:
         if run is None or trainer.sanity_checking:
             return
         run.recording.val.timeline.drop_open_step()
+        run.recording.val.paused()
         if run.logs:
             step = _steps_logged_by(trainer, run.recording.batches_stepped)
             boards.log_to(trainer.loggers, run.recording.val.window.take(), step)
