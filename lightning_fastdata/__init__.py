@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from lightning_fastdata.augment.transform import BatchTransform as BatchTransform
     from lightning_fastdata.errors import FastDataError as FastDataError
     from lightning_fastdata.errors import FastDataWarning as FastDataWarning
+    from lightning_fastdata.images.folder import FastImageFolder as FastImageFolder
     from lightning_fastdata.loading.loader import FastDataLoader as FastDataLoader
     from lightning_fastdata.loading.options import LoaderOptions as LoaderOptions
     from lightning_fastdata.plugin.bindings import DataThroughputCallback as DataThroughputCallback
@@ -26,6 +27,7 @@ _HOME = {
     "FastDataLoader": "loading.loader",
     "FastDataModule": "plugin.bindings",
     "FastDataWarning": "errors",
+    "FastImageFolder": "images.folder",
     "LoaderOptions": "loading.options",
 }
 

@@ -69,7 +69,12 @@ class CudaMemoryReader:
     """
 
     def __init__(self, device: torch.device | int | str = "cuda") -> None:
-        self._device = torch.device(device)
+        named = torch.device(device)
+        # Some of torch's memory functions take a device only with its index.
+        index: int | None = named.index
+        self._device = torch.device(
+            named.type, torch.cuda.current_device() if index is None else index
+        )
 
     def reset_peak(self) -> None:
         """Give cached memory back to the driver and start to measure a new peak."""
@@ -82,15 +87,15 @@ class CudaMemoryReader:
 
     def free_bytes(self) -> int:
         """Return what the driver says is free plus what this process has reserved already."""
-        free, total = torch.cuda.mem_get_info(self._device)
-        held = torch.cuda.memory_reserved(self._device)
-        # Absent before torch 2.7; without it a limit set by the user is not seen.
-        read_fraction = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)
-        return min(free + held, int(total * read_fraction(self._device)))
+        free, _total = torch.cuda.mem_get_info(self._device)
+        return min(free + torch.cuda.memory_reserved(self._device), self.total_bytes())
 
     def total_bytes(self) -> int:
-        """Return the memory of the whole device."""
-        return torch.cuda.mem_get_info(self._device)[1]
+        """Return the memory of the device, or the part of it that this process may use."""
+        # Absent before torch 2.7; without it a limit set by the user is not seen.
+        read_fraction = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)
+        total = torch.cuda.mem_get_info(self._device)[1]
+        return int(total * read_fraction(self._device))
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ import logging
 import os
 import sys
 import warnings
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as lightning
@@ -21,20 +22,21 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_fastdata import DataThroughputCallback, FastDataModule
+from lightning_fastdata import DataThroughputCallback, FastDataModule, FastImageFolder
 from lightning_fastdata.errors import FastDataError
 from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.insight.report import comparison_text
 from lightning_fastdata.photos import PHOTOGRAPHS, Cut, cut_photographs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from lightning_fastdata.insight.report import RunReport
 
 IMAGE_PX = 112
 BATCH_SIZE = 64
+CROP_SCALE = (0.3, 1.0)
 _SEED = 7
 
 
@@ -43,7 +45,7 @@ def train_augmentation(size_px: int = IMAGE_PX) -> Any:
     albumentations = _albumentations()
     return albumentations.Compose(
         [
-            albumentations.RandomResizedCrop((size_px, size_px), scale=(0.3, 1.0)),
+            albumentations.RandomResizedCrop((size_px, size_px), scale=CROP_SCALE),
             albumentations.HorizontalFlip(),
             albumentations.ColorJitter(),
             albumentations.Normalize(),
@@ -145,8 +147,8 @@ def run_demo(
     epochs: int = 3,
     crops: int = 192,
     say: Callable[[str], object] = lambda text: sys.stdout.write(text + "\n"),
-) -> tuple[RunReport, RunReport]:
-    """Train twice, print the comparison, and return the reports of both trainings.
+) -> dict[str, RunReport]:
+    """Train three times, print the comparison, and return the report of each training by name.
 
     Args:
         data: Folder for the photographs; reused when it is complete.
@@ -164,9 +166,10 @@ def run_demo(
         f"{len(PHOTOGRAPHS)} photographs, cut into {len(PHOTOGRAPHS) * cut.train_per_class} "
         f"training and {len(PHOTOGRAPHS) * cut.val_per_class} validation JPEG files: {photos}"
     )
+    reports = {}
 
     say("\n1  the usual way: DataLoader(num_workers=0), Albumentations sample by sample")
-    before, _ = _train(
+    reports["DataLoader"], _ = _train(
         logs,
         "usual",
         epochs,
@@ -176,28 +179,63 @@ def run_demo(
         val_dataloaders=DataLoader(AugmentedPhotos(photos / "val", val_augmentation()), BATCH_SIZE),
     )
 
-    say("\n2  FastDataModule, all options automatic, the same Albumentations pipeline")
+    say("\n2  FastDataModule, all options automatic, the same dataset and pipeline")
     module = FastDataModule.from_datasets(
         photo_folder(photos / "train"),
         photo_folder(photos / "val"),
         batch_size=BATCH_SIZE,
         augment={"train": train_augmentation(), "val": val_augmentation()},
     )
-    after, accuracy = _train(logs, "fastdata", epochs, datamodule=module)
+    with _model_leaves_cpus_to_workers(say):
+        reports["FastDataModule"], _ = _train(logs, "fastdata", epochs, datamodule=module)
     say(module.explain())
 
-    say("\n" + comparison_text(before, after))
-    say(f"\nvalidation accuracy with FastDataModule: {accuracy:.1%}")
+    say("\n3  the same, and FastImageFolder decodes, crops and resizes")
+    module = FastDataModule.from_datasets(
+        FastImageFolder(photos / "train", size=IMAGE_PX, scale=CROP_SCALE),
+        FastImageFolder(photos / "val", size=IMAGE_PX, crop="stretch"),
+        batch_size=BATCH_SIZE,
+        augment={
+            "train": _without_first(train_augmentation()),
+            "val": _without_first(val_augmentation()),
+        },
+    )
+    with _model_leaves_cpus_to_workers(say):
+        reports["+ FastImageFolder"], accuracy = _train(logs, "folder", epochs, datamodule=module)
+
+    say("\n" + comparison_text(reports))
+    say(f"\nvalidation accuracy of the last: {accuracy:.1%}")
     say(f"TensorBoard files: {logs}   (tensorboard --logdir {logs})")
-    return before, after
+    return reports
+
+
+def _without_first(compose: Any) -> Any:
+    """Return a pipeline without its first operation, which FastImageFolder does."""
+    return _albumentations().Compose(compose.transforms[1:])
+
+
+@contextmanager
+def _model_leaves_cpus_to_workers(say: Callable[[str], object]) -> Iterator[None]:
+    """Without a GPU, let the model compute on half of the CPUs while the workers load.
+
+    The threads of the model wait for each other, so that a worker on one of their CPUs slows all
+    of them down. torch's default, as many threads as CPUs, suits a training without workers.
+    """
+    threads = torch.get_num_threads()
+    if torch.cuda.is_available():
+        yield
+        return
+    fewer = max(1, read_cpu_limit().usable_cpus // 2)
+    say(f"   no GPU: torch.set_num_threads({fewer}) instead of {threads}, to leave CPUs to workers")
+    torch.set_num_threads(fewer)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _train(logs: str | Path, name: str, epochs: int, **loaders: Any) -> tuple[RunReport, float]:
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-    if not torch.cuda.is_available():
-        # The threads of the model wait for each other by spinning: a worker on one of their cores
-        # slows all of them down. Both trainings leave it half of the cores.
-        torch.set_num_threads(max(1, read_cpu_limit().usable_cpus // 2))
     lightning.seed_everything(_SEED, verbose=False)
     throughput = DataThroughputCallback()
     with warnings.catch_warnings():

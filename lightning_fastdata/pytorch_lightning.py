@@ -14,7 +14,7 @@ from lightning_fastdata.plugin.guard_callback import GuardHooks
 from lightning_fastdata.plugin.throughput import ThroughputHooks
 
 
-class BatchSizeGuard(GuardHooks, Callback):
+class BatchSizeGuard(GuardHooks, Callback):  # type: ignore[misc]
     __doc__ = GuardHooks.__doc__
 
 

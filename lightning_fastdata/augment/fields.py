@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -201,3 +201,18 @@ def describe(item: Any, depth: int = 0) -> str:
         inner = ", ".join(parts) + (", ..." if len(item) > 6 else "")
         return f"({inner})" if isinstance(item, tuple) else f"[{inner}]"
     return f"PIL image ({item.mode})" if is_pil(item) else type(item).__name__
+
+
+def first_device(item: Any) -> torch.device | None:
+    """Return the device of the first tensor in a sample or batch, or None if there is none."""
+    if isinstance(item, torch.Tensor):
+        return item.device
+    if isinstance(item, Mapping):
+        values = list(item.values())
+    elif isinstance(item, list | tuple):
+        values = list(item)
+    elif is_dataclass(item) and not isinstance(item, type):
+        values = [getattr(item, field.name) for field in fields(item)]
+    else:
+        return None
+    return next((device for value in values if (device := first_device(value)) is not None), None)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 import torch
 
+from lightning_fastdata.augment.callables import CallableTransform, plain_tensors, table
 from lightning_fastdata.augment.fields import (
     Fields,
     Found,
@@ -91,41 +91,6 @@ def as_batch_transform(
         f"{transform!r} cannot transform a batch. Pass an albumentations Compose (an instance), an "
         "nn.Module, or a callable that takes a batch and returns a batch."
     )
-
-
-class CallableTransform:
-    """A callable or ``nn.Module`` that runs on the batch on the device."""
-
-    def __init__(self, function: Callable[[Any], Any], fields: Fields) -> None:
-        self.name = getattr(function, "__name__", type(function).__name__)
-        self.starts_in_worker = False
-        self._function = function
-        self._fields = fields
-
-    def check_sample(self, sample: Any) -> None:
-        """Accept every sample: only the callable knows what it needs."""
-
-    def in_worker(self, *, on_device: bool) -> None:  # noqa: ARG002 - the contract's signature
-        """Return None: nothing runs in the side process."""
-        return
-
-    def apply(self, batch: Batch, draws: Draws | None = None) -> Batch:  # noqa: ARG002
-        """Call it on the image field if one was named, else on the whole batch."""
-        with plain_tensors():
-            if self._fields.image is None:
-                return self._function(batch)
-            location = find_fields(batch, self._fields, batched=True).image
-            return put_fields(batch, {location: self._function(get_field(batch, location))})
-
-    def apply_unprepared(self, batch: Batch, key: SampleKey) -> Batch:  # noqa: ARG002
-        """Do the same as :meth:`apply`; the callable draws its own random numbers."""
-        return self.apply(batch)
-
-    def explain(self) -> str:
-        """Return one line."""
-        field = self._fields.image
-        what = "the whole batch" if field is None else f"the field {field!r}"
-        return _table([(self.name, "device", f"a callable on {what}")])
 
 
 class ComposeTransform:
@@ -216,7 +181,7 @@ class ComposeTransform:
 
     def explain(self) -> str:
         """Return a table: operation, where it runs, why."""
-        return _table([(place.name, place.where, place.why) for place in self.plan.placements])
+        return table([(place.name, place.where, place.why) for place in self.plan.placements])
 
 
 class WorkerTransform:
@@ -299,17 +264,6 @@ class WorkerTransform:
         return data, places
 
 
-@contextmanager
-def plain_tensors() -> Iterator[None]:
-    """Create ordinary tensors without gradients, also when Lightning is in inference mode.
-
-    A constant or batch created in inference mode during ``validate`` could not be used in a later
-    ``fit``.
-    """
-    with torch.inference_mode(False), torch.no_grad():
-        yield
-
-
 def device_ops(ops: Mapping[str, DeviceOp] | None = None) -> Mapping[str, DeviceOp]:
     """Return the device forms of Albumentations' transforms by class name; ours by default."""
     if ops is not None:
@@ -333,9 +287,3 @@ def _own_tensor(array: np.ndarray) -> torch.Tensor:
     # The pipeline may hand back the dataset's own read-only array (a memory map).
     array = np.ascontiguousarray(array)
     return torch.from_numpy(array if array.flags.writeable else array.copy())
-
-
-def _table(rows: list[tuple[str, str, str]]) -> str:
-    rows = [("operation", "where", "why"), *rows]
-    first, second = (max(len(row[column]) for row in rows) for column in (0, 1))
-    return "\n".join(f"{a:<{first}}  {b:<{second}}  {c}".rstrip() for a, b, c in rows)

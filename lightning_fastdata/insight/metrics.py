@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from itertools import islice
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -14,13 +16,43 @@ from lightning_fastdata.errors import OptionsError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from lightning_fastdata.insight.timeline import StepTiming
-
 Columns: TypeAlias = Mapping[str, npt.NDArray[np.float64]]
 """Field name of `StepTiming` -> one float64 per step, oldest first; NaN = not measured."""
 
-TIMED = ("wait_ms", "stall_ms", "transfer_ms", "augment_ms", "compute_ms", "gap_ms", "step_ms")
-_COLUMNS = (*TIMED, "step", "samples", "cold")
+
+class StepTiming(NamedTuple):
+    """What one step cost. None = not measured, never 0.
+
+    A tuple and not a frozen dataclass, because one is made in every step, at a quarter of the cost.
+    """
+
+    step: int
+    """Number of the step in its stage, counted from 0 over all epochs."""
+    samples: int
+    """Samples in the batch."""
+    cold: bool
+    """True for the first step of an epoch, where workers start and queues are empty."""
+    wait_ms: float | None = None
+    """Host time spent asking for the batch. Part of it may be hidden behind a busy device."""
+    stall_ms: float | None = None
+    """Time the device stood idle because of data; equals ``wait_ms`` where the host is the device.
+    This, not ``wait_ms``, is what faster data would save."""
+    transfer_ms: float | None = None
+    """Host-to-device copy, without the augmentation that runs within the transfer hooks."""
+    augment_ms: float | None = None
+    """Batch transforms on the device."""
+    compute_ms: float | None = None
+    """From the last of these marks to the end of the step: forward, backward, optimizer."""
+    gap_ms: float | None = None
+    """From the end of the previous step to the first wait of this one: logging, checkpoints,
+    validation. Not part of ``step_ms``."""
+    step_ms: float | None = None
+    """``stall + transfer + augment + compute``: the step as the device saw it."""
+
+
+_COLUMNS = StepTiming._fields
+_FIRST_TIMED = _COLUMNS.index("wait_ms")
+TIMED = _COLUMNS[_FIRST_TIMED:]
 _STEP_MS = TIMED.index("step_ms")
 
 
@@ -115,11 +147,12 @@ class StepHistory:
     def __init__(self, window: int = 1024) -> None:
         if window < 1:
             raise OptionsError(f"The window must keep at least 1 step, but is {window}.")
-        self._rows = np.full((window, len(_COLUMNS)), np.nan)
-        # Row 0: warm steps, row 1: cold ones.
-        self._sum = np.zeros((2, len(TIMED)))
-        self._count = np.zeros((2, len(TIMED)), dtype=np.int64)
-        self._max = np.full((2, len(TIMED)), -np.inf)
+        self._rows: deque[StepTiming] = deque(maxlen=window)
+        # Plain lists: a step has few numbers, and numpy's price is one per call.
+        # Entry 0: warm steps, entry 1: cold ones.
+        self._sum = ([0.0] * len(TIMED), [0.0] * len(TIMED))
+        self._count = ([0] * len(TIMED), [0] * len(TIMED))
+        self._max = ([-np.inf] * len(TIMED), [-np.inf] * len(TIMED))
         self._measured_samples = [0, 0]
         self.steps = 0
         self.samples = 0
@@ -127,25 +160,14 @@ class StepHistory:
 
     def append(self, timing: StepTiming) -> None:
         """Count one step; the oldest leaves the window when it is full."""
-        row = self._rows[self.steps % len(self._rows)]
-        row[:] = (
-            _or_nan(timing.wait_ms),
-            _or_nan(timing.stall_ms),
-            _or_nan(timing.transfer_ms),
-            _or_nan(timing.augment_ms),
-            _or_nan(timing.compute_ms),
-            _or_nan(timing.gap_ms),
-            _or_nan(timing.step_ms),
-            timing.step,
-            timing.samples,
-            timing.cold,
-        )
+        self._rows.append(timing)
         kind = int(timing.cold)
-        times = row[: len(TIMED)]
-        measured = times == times  # noqa: PLR0124 - NaN is the one value that differs from itself
-        self._sum[kind, measured] += times[measured]
-        self._count[kind] += measured
-        np.fmax(self._max[kind], times, out=self._max[kind])
+        total, count, largest = self._sum[kind], self._count[kind], self._max[kind]
+        for i, value in enumerate(timing[_FIRST_TIMED:]):
+            if value is not None:
+                total[i] += value
+                count[i] += 1
+                largest[i] = max(largest[i], value)
         if timing.step_ms is not None:
             self._measured_samples[kind] += timing.samples
         self.steps += 1
@@ -158,11 +180,11 @@ class StepHistory:
         Args:
             steps: how many; None or more than there are means all in the window.
         """
-        size = len(self._rows)
-        have = min(self.steps, size)
+        have = len(self._rows)
         take = have if steps is None else max(0, min(steps, have))
-        positions = np.arange(self.steps - take, self.steps) % size
-        rows = self._rows[positions]
+        newest = list(islice(self._rows, have - take, None))
+        # None becomes NaN.
+        rows = np.array(newest, dtype=np.float64).reshape(take, len(_COLUMNS))
         return {name: rows[:, i].copy() for i, name in enumerate(_COLUMNS)}
 
     def summarize(
@@ -183,14 +205,14 @@ class StepHistory:
             device: type of the device that computed.
             dropped_steps: steps without device figures.
         """
-        kind = int(not self._count[0].any())
+        kind = int(not any(self._count[0]))
         columns = _warm(self.newest())
         totals, counts = self._sum[kind], self._count[kind]
         step_total, measured = totals[_STEP_MS], self._measured_samples[kind]
         phases: dict[str, PhaseSummary | None] = {}
         for i, name in enumerate(TIMED):
             phases[name.removesuffix("_ms")] = _phase(
-                columns[name], totals[i], int(counts[i]), float(self._max[kind, i]), step_total
+                columns[name], totals[i], counts[i], self._max[kind][i], step_total
             )
         free_total = step_total - totals[TIMED.index("stall_ms")]
         return StageSummary(
@@ -200,7 +222,7 @@ class StepHistory:
             samples=self.samples,
             duration_s=duration_s,
             cold_steps=self.cold_steps,
-            cold_wait_ms=float(self._sum[1, 0] / self._count[1, 0]) if self._count[1, 0] else None,
+            cold_wait_ms=self._sum[1][0] / self._count[1][0] if self._count[1][0] else None,
             samples_per_s=_per_second(measured, step_total),
             samples_per_s_if_data_were_free=(
                 _per_second(measured, free_total) if phases["stall"] else None

@@ -122,33 +122,31 @@ class RunReport:
 
 
 def comparison_text(
-    before: RunReport,
-    after: RunReport,
+    reports: Mapping[str, RunReport],
     width: int = 80,
     *,
     ascii: bool = False,  # noqa: A002
 ) -> str:
-    """Return two bars, samples/s before and after, with the stall of each, and what was gained.
+    """Return a bar of samples/s for each run, with its stall and its ratio to the first run.
 
     Args:
-        before: the run to compare with.
-        after: the run that should be faster.
+        reports: Name of a run -> its report; the first is what the others are compared with.
         width: columns; below 72 the text is laid out for 72.
         ascii: draw with ASCII signs.
     """
     width = max(_NARROWEST, width)
-    rates = [_rate(report) for report in (before, after)]
-    top = max(rates)
-    lines = ["".join(piece for piece, _ in _rule("fastdata · before and after ", width))]
-    for name, report, rate in zip(("before", "after"), (before, after), rates, strict=True):
+    rates = [_rate(report) for report in reports.values()]
+    top = max(rates, default=0.0)
+    names = max((len(name) for name in reports), default=0)
+    length = width - names - 38
+    lines = ["".join(piece for piece, _ in _rule("fastdata · the same training ", width))]
+    for (name, report), rate in zip(reports.items(), rates, strict=True):
         share = report.stages[0].stall_share if report.stages else None
-        stall = "" if share is None else f"wait {_percent(share)}"
-        length = width - 42
+        stall = "" if share is None else f"wait {_percent(share):>4}"
+        ratio = f"{rate / rates[0]:5.2f}x" if rate and rates[0] else ""
         drawn = bar(rate / top if top else 0.0, length, ascii=ascii)
-        shown = f"{rate:9.0f} samples/s" if rate else "  not measured     "
-        lines.append(f" {name:<8} {drawn:<{length}} {shown}  {stall}".rstrip())
-    if all(rates):
-        lines.append(f" {rates[1] / rates[0]:.2f}x the samples per second")
+        shown = f"{rate:6.0f} samples/s" if rate else "  not measured  "
+        lines.append(f" {name:<{names}} {drawn:<{length}} {shown} {ratio}  {stall}".rstrip())
     text = "\n".join(lines)
     return _as_ascii(text) if ascii else text
 

@@ -14,35 +14,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from lightning_fastdata.insight.clock import DeviceClock, HostClock
-from lightning_fastdata.insight.metrics import StepHistory
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepTiming:
-    """What one step cost. None = not measured, never 0."""
-
-    step: int
-    """Number of the step in its stage, counted from 0 over all epochs."""
-    wait_ms: float | None = None
-    """Host time spent asking for the batch. Part of it may be hidden behind a busy device."""
-    stall_ms: float | None = None
-    """Time the device stood idle because of data; equals ``wait_ms`` where the host is the device.
-    This, not ``wait_ms``, is what faster data would save."""
-    transfer_ms: float | None = None
-    """Host-to-device copy, without the augmentation that runs within the transfer hooks."""
-    augment_ms: float | None = None
-    """Batch transforms on the device."""
-    compute_ms: float | None = None
-    """From the last of these marks to the end of the step: forward, backward, optimizer."""
-    gap_ms: float | None = None
-    """From the end of the previous step to the first wait of this one: logging, checkpoints,
-    validation. Not part of ``step_ms``."""
-    step_ms: float | None = None
-    """``stall + transfer + augment + compute``: the step as the device saw it."""
-    samples: int
-    """Samples in the batch."""
-    cold: bool
-    """True for the first step of an epoch, where workers start and queues are empty."""
+from lightning_fastdata.insight.metrics import StepHistory, StepTiming
 
 
 class _Phase:

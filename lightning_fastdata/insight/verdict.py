@@ -9,7 +9,7 @@ FD002 balanced      stall from 3 to 10 %                                    noth
 FD101 data-bound    stall above 10 %, the training process loads            workers
 FD102 data-bound    stall above 10 %, fewer workers than free CPUs          more workers
 FD103 data-bound    as FD104, and the transforms run on the CPU             augment on the device
-FD104 data-bound    stall above 10 %, every CPU has a worker                cache decoded samples
+FD104 data-bound    stall above 10 %, workers enough                        cache decoded samples
 FD105 data-bound    stall above 10 %, how batches are loaded is not known   give the loader's facts
 FD106 any           epoch starts cost above 5 % of the time                 persistent workers
 FD201 balanced      stall up to 10 %, transfer above 5 %                    pinned memory, uint8
@@ -92,11 +92,13 @@ def judge(summary: StageSummary, facts: LoaderFacts | None = None) -> Verdict:
     next_step = _NEXT_STEP[code]
     if code == "FD102":
         next_step = (
-            f"num_workers {facts.num_workers} -> {_wanted_workers(facts)}  "
+            f"num_workers {facts.num_workers} -> {_wanted_workers(summary, facts)}  "
             f"({facts.usable_cpus} CPUs are usable)"
         )
     elif code == "FD101" and facts.usable_cpus is not None:
-        next_step = f"num_workers 0 -> {_wanted_workers(facts)}  ({facts.usable_cpus} CPUs usable)"
+        next_step = (
+            f"num_workers 0 -> {_wanted_workers(summary, facts)}  ({facts.usable_cpus} CPUs usable)"
+        )
     elif code == "FD201" and facts.pinned:
         next_step = "send uint8 and normalize on the device (batches are pinned already)"
     if kind == "data-bound" and summary.speedup_possible is not None:
@@ -134,7 +136,7 @@ def _finding(
         f"{who} waits {stall.share:.0%} of each step ({stall.mean_ms:.1f} of {step.mean_ms:.1f} ms)"
     )
     if stall.share > STALL_HIGH:
-        return _data_bound_code(facts), "data-bound", waits
+        return _data_bound_code(summary, facts), "data-bound", waits
     kind: Kind = "balanced" if stall.share >= STALL_LOW else "compute-bound"
     starts = _epoch_start_share(summary)
     if starts is not None and starts > EPOCH_START_HIGH and facts.persistent_workers is not True:
@@ -147,24 +149,23 @@ def _finding(
     return ("FD002" if kind == "balanced" else "FD001"), kind, waits
 
 
-def _data_bound_code(facts: LoaderFacts) -> str:
-    if facts.num_workers is None:
+def _data_bound_code(summary: StageSummary, facts: LoaderFacts) -> str:
+    wanted = _wanted_workers(summary, facts)
+    if facts.num_workers is None or (wanted is None and facts.num_workers > 0):
         return "FD105"
-    wanted = _wanted_workers(facts)
     if facts.num_workers == 0:
-        return "FD101" if wanted is None or wanted > 0 else _saturated_code(facts)
-    if wanted is None:
-        return "FD105"
-    return "FD102" if facts.num_workers < wanted else _saturated_code(facts)
+        return "FD101"
+    if wanted is not None and facts.num_workers < wanted:
+        return "FD102"
+    return "FD103" if facts.augment_on == "cpu" and summary.device != "cpu" else "FD104"
 
 
-def _saturated_code(facts: LoaderFacts) -> str:
-    return "FD103" if facts.augment_on == "cpu" else "FD104"
-
-
-def _wanted_workers(facts: LoaderFacts) -> int | None:
-    """Return a worker for each CPU but one, which stays with the training process."""
-    return None if facts.usable_cpus is None else facts.usable_cpus - 1
+def _wanted_workers(summary: StageSummary, facts: LoaderFacts) -> int | None:
+    """Return as many workers as the loaders' plan takes by itself."""
+    cpus = facts.usable_cpus
+    if cpus is None or cpus <= 2 or summary.device == "cpu":
+        return cpus
+    return cpus - 1  # one for the training process
 
 
 def _epoch_start_share(summary: StageSummary) -> float | None:

@@ -7,7 +7,7 @@ the draws independent of the number of workers, the batch size and the resume po
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +25,7 @@ class EpochCell:
     """The current epoch, readable in worker processes that outlive it."""
 
     def __init__(self) -> None:
-        self._value = torch.zeros(1, dtype=torch.int64).share_memory_()
+        self._value = torch.zeros(1, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
 
     def set(self, epoch: int) -> None:
         """Write the epoch; call it before the first index of that epoch is handed out."""
@@ -50,7 +50,7 @@ class _Keying:
         self.seed = seed
         self.epoch = epoch
         self.transform = transform
-        self._composes: list[Any] | None = None
+        self._composes: Sequence[Any] | None = None
 
     def key(self, index: int) -> SampleKey:
         return SampleKey(self.seed, self.epoch.get(), index)
@@ -129,7 +129,8 @@ class KeyedIterableDataset(IterableDataset[Any]):
         info = get_worker_info()
         worker, workers = (info.id, info.num_workers) if info is not None else (0, 1)
         keying.seed_for(keying.key(worker))
-        for position, sample in enumerate(keying.dataset):
+        samples: Iterable[Any] = keying.dataset  # type: ignore[assignment]
+        for position, sample in enumerate(samples):
             key = keying.key(position * workers + worker)
             yield keying.finish(sample, key)
             keying.seed_for(key._replace(index=key.index + workers))
@@ -149,6 +150,21 @@ def keyed(
     if isinstance(dataset, IterableDataset):
         return KeyedIterableDataset(keying)
     return KeyedDataset(keying)
+
+
+def tell_epoch(dataset: Dataset[Any], epoch: int) -> None:
+    """Call ``set_epoch`` of a dataset that has one, also below datasets that wrap it.
+
+    :class:`FastImageFolder` and Hugging Face's iterable datasets draw by it.
+    """
+    set_epoch = getattr(dataset, "set_epoch", None)
+    if callable(set_epoch):
+        set_epoch(epoch)
+        return
+    wrapped = [getattr(dataset, "dataset", None), *(getattr(dataset, "datasets", None) or ())]
+    for inner in wrapped:
+        if isinstance(inner, Dataset):
+            tell_epoch(inner, epoch)
 
 
 def fetches_in_batches(dataset: Dataset[Any]) -> bool:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from torch.utils.data import (
     DataLoader,
     Dataset,
@@ -18,7 +21,7 @@ from lightning_fastdata.host.memory import read_host_memory
 from lightning_fastdata.loading.collate import StagingCollate, collate_samples
 from lightning_fastdata.loading.engine import Engine
 from lightning_fastdata.loading.executors.fetch import FetchPlan
-from lightning_fastdata.loading.keyed import EpochCell, keyed
+from lightning_fastdata.loading.keyed import EpochCell, keyed, tell_epoch
 from lightning_fastdata.loading.order import index_batches
 
 if TYPE_CHECKING:
@@ -61,6 +64,8 @@ class FastDataLoader(DataLoader[Any]):
             on each sample. With ``on_device`` that is what prepares its run on the device;
             otherwise it is the whole Albumentations pipeline.
         on_device: Whether the pixels of ``transform`` are to be computed on the device.
+        worker_nice: Added to the niceness of the workers, 0 to 19: how much the calling process
+            goes first where both want a CPU.
         staged: Deliver :class:`StagedBatch` of this stage, for the hook that runs the stage's
             transforms on the device.
         executor: Who fetches: ``"torch"``'s own iterator, ``"inline"``, ``"gather"``,
@@ -95,10 +100,12 @@ class FastDataLoader(DataLoader[Any]):
         epoch: Callable[[], int] | None = None,
         transform: BatchTransform | None = None,
         on_device: bool = False,
+        worker_nice: int = 0,
         staged: Stage | None = None,
         executor: ExecutorName | Literal["torch"] = "torch",
     ) -> None:
-        self._inner: DataLoader[Any] | Engine | None = None
+        self._inner: DataLoader[Any] | Engine | None
+        self._keep(None)
         self._inner_settings: tuple[Any, ...] = ()
         super().__init__(
             dataset,
@@ -128,6 +135,7 @@ class FastDataLoader(DataLoader[Any]):
         self.epoch = epoch
         self.transform = transform
         self.on_device = on_device
+        self.worker_nice = worker_nice
         self.staged = staged
         self.executor = executor
         self._epoch_cell = EpochCell()
@@ -148,13 +156,19 @@ class FastDataLoader(DataLoader[Any]):
                 if callable(set_epoch):
                     set_epoch(epoch)
         self._epoch_cell.set(epoch)
+        tell_epoch(self.dataset, epoch)
         return iter(self._open())
+
+    def _keep(self, inner: DataLoader[Any] | Engine | None) -> None:
+        # Lightning records the attributes that are set on loaders in a data hook, and goes on to do
+        # so in the whole process if the hook raises. A record would keep the workers alive.
+        vars(self)["_inner"] = inner
 
     def close(self) -> None:
         """Stop the workers; the next iteration starts new ones."""
         if isinstance(self._inner, Engine):
             self._inner.close()
-        self._inner = None
+        self._keep(None)
 
     def __getstate__(self) -> dict[str, Any]:
         # Worker processes belong to one loader; a copy starts its own.
@@ -182,14 +196,23 @@ class FastDataLoader(DataLoader[Any]):
             self.collate_fn,
             self.transform,
             self.on_device,
+            self.worker_nice,
             self.staged,
             self.multiprocessing_context,
             self.executor,
         )
-        if self._inner is None or self._inner_settings != settings:
-            self._inner = self._make_inner()
-            self._inner_settings = settings
-        return self._inner
+        inner = self._inner
+        if inner is None or self._inner_settings != settings:
+            inner = self._make_inner()
+            self._keep(inner)
+            vars(self)["_inner_settings"] = settings
+        return inner
+
+    def _worker_start(self) -> Callable[[int], None] | None:
+        if self.num_workers == 0:
+            return self.worker_init_fn
+        strategy = torch.multiprocessing.get_sharing_strategy()  # type: ignore[no-untyped-call]
+        return _WorkerStart(strategy, self.worker_nice, self.worker_init_fn)
 
     def _make_inner(self) -> DataLoader[Any] | Engine:
         worker_part = None
@@ -219,7 +242,7 @@ class FastDataLoader(DataLoader[Any]):
             collate_fn=collate_fn,
             pin_memory=self.pin_memory,
             timeout=self.timeout,
-            worker_init_fn=self.worker_init_fn,
+            worker_init_fn=self._worker_start(),
             multiprocessing_context=self.multiprocessing_context,
             generator=self.generator,
             prefetch_factor=self.prefetch_factor,
@@ -260,6 +283,28 @@ class FastDataLoader(DataLoader[Any]):
         if self.executor == "gather":
             return index_batches(self.batch_sampler)  # type: ignore[arg-type]
         return self.batch_sampler  # type: ignore[return-value]
+
+
+class _WorkerStart:
+    """Makes a worker a good neighbour, then runs the user's own ``worker_init_fn``.
+
+    It lets the training process go first, computes on one thread (torch sees to its own threads,
+    not to OpenCV's), and takes the sharing strategy of its parent, which only a forked one has.
+    """
+
+    def __init__(self, strategy: str, nice: int, then: Callable[[int], None] | None) -> None:
+        self.strategy = strategy
+        self.nice = nice
+        self.then = then
+
+    def __call__(self, worker_id: int) -> None:
+        torch.multiprocessing.set_sharing_strategy(self.strategy)  # type: ignore[no-untyped-call]
+        if self.nice and hasattr(os, "nice"):
+            os.nice(self.nice)
+        if "cv2" in sys.modules:
+            sys.modules["cv2"].setNumThreads(0)
+        if self.then is not None:
+            self.then(worker_id)
 
 
 class _FirstOfPairs:

@@ -22,13 +22,13 @@ Value: TypeAlias = int | float | str | None
 
 _START_METHODS = ("auto", "fork", "spawn", "forkserver")
 _SHARING = ("auto", "file_descriptor", "file_system")
+_POLITE = 5
 _LOOK_AHEAD_BATCHES = 8
 """Batches the workers may be ahead together; enough to cover one slow batch."""
 
 _SET = "set by you"
 _PIN = "page-locked memory speeds up copies to CUDA devices only"
 _KEEP = "kept between the epochs of training and validation; a single pass does not need it"
-_FORKSERVER = "CUDA is in use here and does not survive a fork; the dataset is pickled instead"
 _AS_IT_IS = (None, "left as Python and torch have it")
 _FEW_FILES = "shared by name, as the open-file limit is too low to share by descriptor"
 _NO_DESCRIPTORS = ("darwin", "win32")
@@ -43,29 +43,38 @@ _ONE_STREAM = (
 class LoaderOptions:
     """What you may set about a loader; ``"auto"`` chooses for this machine and says why.
 
+    Args:
+        num_workers: Processes that read samples; 0 reads in the training process.
+        pin_memory: Copy batches to page-locked memory, from where a GPU copies without waiting.
+        persistent_workers: Keep the workers between epochs instead of starting new ones.
+        prefetch_factor: Batches each worker is ahead, at least 1.
+        multiprocessing_context: How workers are started.
+        sharing_strategy: How tensors travel between processes: by open file or by file name. It
+            is set for the whole process.
+        timeout_s: Seconds to wait for a batch of the workers before it is an error; 0 waits for
+            ever.
+        in_order: Batches come as the sampler gives them; False hands over whichever is ready
+            first.
+        worker_nice: How much the training process goes before the workers where both want a CPU:
+            0 (not at all) to 19, added to the niceness of the workers.
+
     Raises:
         OptionsError: A value is impossible.
     """
 
+    # Described above and not below each field, because that is where LightningCLI takes its help.
     num_workers: int | Auto = "auto"
-    """Processes that read samples; 0 reads in the training process."""
     pin_memory: bool | Auto = "auto"
-    """Copy batches to page-locked memory, from where a GPU copies without waiting."""
     persistent_workers: bool | Auto = "auto"
-    """Keep the workers between epochs instead of starting new ones."""
     prefetch_factor: int | Auto = "auto"
-    """Batches each worker is ahead, at least 1."""
     multiprocessing_context: Literal["auto", "fork", "spawn", "forkserver"] = "auto"
-    """How workers are started."""
     sharing_strategy: Literal["auto", "file_descriptor", "file_system"] = "auto"
-    """How tensors travel between processes: by open file or by file name."""
     timeout_s: float = 0
-    """Seconds to wait for a batch of the workers before it is an error; 0 waits for ever."""
     in_order: bool = True
-    """Batches come as the sampler gives them; False hands over whichever is ready first."""
+    worker_nice: int | Auto = "auto"
 
     def __post_init__(self) -> None:
-        for name, lowest in (("num_workers", 0), ("prefetch_factor", 1)):
+        for name, lowest in (("num_workers", 0), ("prefetch_factor", 1), ("worker_nice", 0)):
             value = getattr(self, name)
             fine = value == "auto" or (type(value) is int and value >= lowest)
             _check(name, value, fine, f'whole numbers from {lowest}, or "auto"')
@@ -114,6 +123,8 @@ class LoaderPlan:
     """Seconds to wait for a batch; 0 waits for ever. Without effect when there are no workers."""
     in_order: bool
     """Whether batches come in the order of the sampler."""
+    worker_nice: int
+    """Added to the niceness of the workers; without effect when there are none."""
     choices: tuple[Choice, ...]
     """One for each setting, in the order of ``LoaderOptions``."""
     limits: tuple[str, ...]
@@ -162,7 +173,6 @@ def plan_loader(
     dataset_length: int | None,
     iterable: bool,
     batched_fetch: bool,
-    cuda_initialised: bool,
     in_memory: bool = False,
     tensors_per_batch: int = 2,
     platform: str = sys.platform,
@@ -180,7 +190,6 @@ def plan_loader(
         dataset_length: Samples this rank reads in an epoch; None if unknown.
         iterable: The dataset is a stream (``IterableDataset``).
         batched_fetch: The dataset gives a whole batch in one call (``__getitems__``).
-        cuda_initialised: This process has used CUDA already.
         in_memory: The samples are tensors in RAM and nothing is computed for each.
         tensors_per_batch: Tensors in a batch; each takes open files on its way.
         platform: ``sys.platform``.
@@ -192,7 +201,7 @@ def plan_loader(
     if batch_size < 1:
         raise OptionsError(f"batch_size is {batch_size!r}; a batch has 1 sample or more.")
     _check_platform(options, platform)
-    limits = list(_overstepped(options, cpu, accelerator, cuda_initialised))
+    limits = list(_overstepped(options, cpu, accelerator))
     if options.num_workers != "auto":
         count, why = options.num_workers, _SET
     elif batched_fetch and in_memory:
@@ -222,16 +231,16 @@ def plan_loader(
     if many_files and options.sharing_strategy != "file_system":
         limits.append(_open_files_message(open_files, memory, options))
 
-    fork_is_unsafe = cuda_initialised and count > 0 and platform.startswith("linux")
     auto = {
         "num_workers": (count, why),
         "pin_memory": (accelerator == "cuda", _PIN),
         "persistent_workers": (count > 0 and stage in ("train", "val"), _KEEP),
         "prefetch_factor": (prefetch, prefetch_why) if count else (None, "not used: no workers"),
-        "multiprocessing_context": ("forkserver", _FORKSERVER) if fork_is_unsafe else _AS_IT_IS,
+        "multiprocessing_context": _AS_IT_IS,
         "sharing_strategy": ("file_system", _FEW_FILES) if many_files else _AS_IT_IS,
         "timeout_s": (0, "wait for ever"),
         "in_order": (True, "as the sampler gives them"),
+        "worker_nice": (_POLITE, "the training process goes first where both want a CPU"),
     }
     choices = tuple(_choice(options, name, *auto[name]) for name in auto)
     decided: dict[str, Any] = {choice.option: choice.value for choice in choices}
@@ -243,8 +252,8 @@ def _auto_workers(
 ) -> tuple[int, str]:
     count, why = cpu.usable_cpus, "the training process mostly waits for the device"
     if on_cpu:
-        # Every worker more takes a CPU from the model, which is then the slower of the two.
-        count, why = max(1, count // 2), "half of the CPUs, as the model computes on them too"
+        # A worker that is ahead sleeps, and one that is late has the CPU that the model waits on.
+        why = "one for each CPU, which the model takes back as long as batches are ready"
     elif count > 2:
         count, why = count - 1, "one CPU is left for the training process"
     if stage == "val":
@@ -287,9 +296,7 @@ def _memory_message(
     )
 
 
-def _overstepped(
-    options: LoaderOptions, cpu: CpuLimit, accelerator: str, cuda_initialised: bool
-) -> Iterator[str]:
+def _overstepped(options: LoaderOptions, cpu: CpuLimit, accelerator: str) -> Iterator[str]:
     if options.num_workers != "auto" and options.num_workers > cpu.usable_cpus:
         yield (
             f"num_workers={options.num_workers} is more than the CPUs there are ({cpu.reason}). It "
@@ -298,11 +305,6 @@ def _overstepped(
         )
     if options.pin_memory is True and accelerator != "cuda":
         yield f'pin_memory=True has no use on {accelerator!r}. Set it to "auto".'
-    if options.multiprocessing_context == "fork" and cuda_initialised:
-        yield (
-            'multiprocessing_context="fork" while CUDA is in use here: a worker that touches CUDA '
-            'fails. Set it to "forkserver" or "auto".'
-        )
 
 
 def _open_files_message(open_files: int, memory: HostMemory, options: LoaderOptions) -> str:

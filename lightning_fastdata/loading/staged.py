@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from lightning_fastdata.errors import BatchError
 
@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from lightning_fastdata.types import Batch, Stage
 
 _NOT_UNWRAPPED = (
-    "This batch still waits for its transform on the device (a StagedBatch, of which {used} was used). "
+    "This batch still waits for its transform on the device (a StagedBatch, of which {used} was "
+    "used). "
     "FastDataModule.on_after_batch_transfer applies the transform and hands over the plain batch. "
     "If your class overrides on_before_batch_transfer, transfer_batch_to_device or "
     "on_after_batch_transfer, start it with `batch = super().<hook>(...)`; in the first two, read "
@@ -40,11 +41,7 @@ class StagedBatch:
 
     def pin_memory(self, device: str | None = None) -> StagedBatch:
         """Return the same batch in page-locked memory; torch's pin thread calls this."""
-        from torch.utils.data._utils.pin_memory import pin_memory
-
-        return StagedBatch(
-            pin_memory(self.batch, device), pin_memory(self.draws, device), self.stage
-        )
+        return StagedBatch(_pinned(self.batch, device), _pinned(self.draws, device), self.stage)
 
     def __getitem__(self, item: object) -> NoReturn:
         raise _StillStagedError("[...]")
@@ -54,6 +51,13 @@ class StagedBatch:
 
     def __getattr__(self, name: str) -> NoReturn:
         raise _StillStagedError(f".{name}")
+
+
+def _pinned(value: Any, device: str | None) -> Any:
+    # torch pins nested structures with this function only; it has no public name.
+    from torch.utils.data._utils.pin_memory import pin_memory
+
+    return pin_memory(value, device)  # type: ignore[no-untyped-call]
 
 
 class _StillStagedError(BatchError, AttributeError):

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 
     from matplotlib.figure import Figure
 
-    from lightning_fastdata.insight.metrics import Columns, StageSummary
-    from lightning_fastdata.insight.timeline import StepTiming
+    from lightning_fastdata.insight.metrics import Columns, StageSummary, StepTiming
     from lightning_fastdata.insight.verdict import Verdict
 
 _STACK = (

@@ -8,45 +8,36 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
-import torch
-from torch.utils.data import Dataset, IterableDataset
-
-from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.batch_size import GuardPolicy
-from lightning_fastdata.errors import (
-    DatasetError,
-    FastDataWarning,
-    OptionsError,
-    TransformError,
-)
-from lightning_fastdata.host.cpu import read_cpu_limit
-from lightning_fastdata.host.memory import read_host_memory
-from lightning_fastdata.loading.keyed import fetches_in_batches
+from lightning_fastdata.errors import DatasetError, FastDataWarning, OptionsError
 from lightning_fastdata.loading.loader import FastDataLoader
-from lightning_fastdata.loading.options import LoaderOptions, LoaderPlan, plan_loader
-from lightning_fastdata.loading.order import ShuffleSampler, dataset_length
-from lightning_fastdata.loading.probe import probe_sample, sample_bytes
-from lightning_fastdata.plugin.datasets import Constant, is_missing, is_several, named
-from lightning_fastdata.plugin.guard_callback import first_rows
-from lightning_fastdata.plugin.hooks import overridden_hook
+from lightning_fastdata.loading.options import LoaderOptions, LoaderPlan
+from lightning_fastdata.plugin.arguments import check_choice, checked_batch_size
+from lightning_fastdata.plugin.datasets import Constant, in_form_of, is_missing, named
+from lightning_fastdata.plugin.guard_callback import attach_guard, first_rows, guard_rows
+from lightning_fastdata.plugin.hooks import HOOKS, overridden_hook, silence_shared_hook_warning
+from lightning_fastdata.plugin.loaders import build_loader, checked_sample, plan_for
+from lightning_fastdata.plugin.stage_transforms import StageTransforms
 from lightning_fastdata.plugin.staging import finish, inside, transfer
+from lightning_fastdata.plugin.trainer_facts import (
+    device_type,
+    first_epoch,
+    running_stage,
+    training_epoch,
+)
 from lightning_fastdata.types import STAGES, Stage
 
 if TYPE_CHECKING:
-    from lightning_fastdata.augment.transform import BatchTransform
+    import torch
+    from torch.utils.data import Dataset
+
     from lightning_fastdata.types import Batch
 
 AugmentOn = Literal["auto", "gpu", "cpu"]
 _DATASET_METHOD = {stage: f"{stage}_dataset" for stage in STAGES}
-_STAGE_OF_FN: dict[str, Stage] = {
-    "fit": "train",
-    "validate": "val",
-    "test": "test",
-    "predict": "predict",
-}
 
 
 class DataModuleHooks:
@@ -98,25 +89,22 @@ class DataModuleHooks:
     ) -> None:
         self._trainer: Any = None
         super().__init__()
-        _check_choice("guard", guard, get_args(GuardPolicy))
-        _check_choice("augment_on", augment_on, get_args(AugmentOn))
+        check_choice("guard", guard, get_args(GuardPolicy))
+        check_choice("augment_on", augment_on, get_args(AugmentOn))
         if options is not None and not isinstance(options, LoaderOptions):
             raise OptionsError(
                 f"options={options!r} is a {type(options).__name__}; pass LoaderOptions(...)."
             )
-        self.batch_size = _checked_batch_size(batch_size)
+        self.batch_size = checked_batch_size(batch_size)
         self.options = options if options is not None else LoaderOptions()
         self.augment_on: AugmentOn = augment_on
         self.guard: GuardPolicy = guard
         self.collate_fn = collate_fn
         self.drop_last = drop_last
         self.seed = seed
-        self._image, self._mask = image, mask
-        self._transforms: dict[Stage, list[BatchTransform]] = {stage: [] for stage in STAGES}
+        self._transforms = StageTransforms(augment, image=image, mask=mask)
         self._plans: dict[str, LoaderPlan] = {}
         self.notes: list[str] = []
-        for stage, transform in _augment_by_stage(augment).items():
-            self.register_transform(transform, stage=stage)
 
     _guard_callback: type | None = None
 
@@ -128,13 +116,16 @@ class DataModuleHooks:
     @trainer.setter
     def trainer(self, trainer: Any) -> None:
         self._trainer = trainer
-        # Attaching is the one moment that no subclass overrides. Lightning calls callbacks in
-        # order, so that the guard decides before anything else looks at the batch size.
-        guard = self._guard_callback
-        if trainer is None or guard is None or self.guard == "off":
+        if trainer is None:
             return
-        if not any(isinstance(callback, guard) for callback in trainer.callbacks):
-            trainer.callbacks.insert(0, guard())
+        # Attaching is the one moment that no subclass overrides.
+        if self.guard != "off" and self._guard_callback is not None:
+            attach_guard(trainer, self._guard_callback)
+        for name in HOOKS:
+            # A subclass's own hook may leave out super(), and then the warning is right.
+            ours = getattr(type(self), name) is getattr(DataModuleHooks, name)
+            if ours and overridden_hook(self._module(), name) is not None:
+                silence_shared_hook_warning(name)
 
     # -- what a subclass writes ------------------------------------------------------------------
 
@@ -200,26 +191,7 @@ class DataModuleHooks:
             TransformError: The stage does not exist, the transform is of no known kind, or it
                 would be a second Albumentations pipeline or one that comes too late.
         """
-        if stage not in STAGES:
-            raise TransformError(
-                f"There is no stage {stage!r} to register a transform for; stages are "
-                f"{', '.join(STAGES)}."
-            )
-        made = as_batch_transform(transform, image=self._image, mask=self._mask)
-        registered = self._transforms[stage]
-        if made.starts_in_worker and registered:
-            raise TransformError(
-                f"The Albumentations pipeline {made.name} was registered for stage {stage!r} after "
-                f"{registered[0].name}. It starts in the workers and has to be the first and only "
-                "one: register it first, or join two pipelines in one Compose."
-            )
-        registered.append(made)
-
-        def remove() -> None:
-            if made in registered:
-                registered.remove(made)
-
-        return remove
+        return self._transforms.register(transform, stage)
 
     # -- loaders -----------------------------------------------------------------------------------
 
@@ -255,61 +227,35 @@ class DataModuleHooks:
             DatasetError: The dataset is empty, or its first sample cannot be read.
             BatchError: A transform for images was registered and the samples hold none.
         """
-        name = name if name is not None else f"{type(self).__name__}.{_DATASET_METHOD[stage]}()"
-        transforms = self._transforms[stage]
-        sample = None
-        if self._trainer is not None:
-            sample = probe_sample(dataset, name)
-            if sample is not None:
-                for transform in transforms:
-                    transform.check_sample(sample)
-        elif dataset_length(dataset) == 0:
-            raise DatasetError(f"{name} returned an empty {type(dataset).__name__} (length 0).")
+        name = name if name is not None else self._name_of(stage)
+        attached = self._trainer is not None
+        sample = checked_sample(dataset, name, self._transforms[stage], read=attached)
         plan = self._plan(dataset, stage=stage, sample=sample)
         for limit in plan.limits:
             warnings.warn(f"{name}: {limit}", FastDataWarning, stacklevel=2)
         self._plans[name] = plan
-
-        worker_part = transforms[0] if transforms and transforms[0].starts_in_worker else None
-        on_device = worker_part is not None and self._augments_on_device()
-        # Without a trainer there is no hook to finish the batches, so they come finished.
-        staged = self._trainer is not None and (
-            on_device or any(t is not worker_part for t in transforms)
-        )
-        arguments: dict[str, Any] = {
+        worker_part = self._transforms.worker_part(stage)
+        settings = {
             "batch_size": self.batch_size,
             "collate_fn": self.collate_fn,
             "drop_last": self.drop_last and stage == "train",
             "seed": self._seed(),
-            "epoch": self._train_epoch if stage == "train" else _first_epoch,
+            "epoch": self._train_epoch if stage == "train" else first_epoch,
             "transform": worker_part,
-            "on_device": on_device,
-            "staged": stage if staged else None,
-            **plan.dataloader_kwargs(),
+            "on_device": worker_part is not None and self._augments_on_device(),
+            # Without a trainer there is no hook to finish the batches, so they come finished.
+            "staged": stage if attached and self.augments_on_device(stage) else None,
         }
-        if stage == "train" and not isinstance(dataset, IterableDataset):
-            arguments["sampler"] = ShuffleSampler(cast("Any", dataset), self._seed())
-        if "batch_sampler" in overrides:
-            for excluded in ("batch_size", "sampler", "drop_last"):
-                arguments.pop(excluded, None)
-        if overrides.get("num_workers") == 0:
-            for excluded in ("prefetch_factor", "persistent_workers", "multiprocessing_context"):
-                arguments.pop(excluded, None)
-        return FastDataLoader(dataset, **{**arguments, **overrides})
+        return build_loader(dataset, stage=stage, plan=plan, settings=settings, overrides=overrides)
 
     def batch_for_guard(self, rows: int) -> Batch:
         """Return a training batch with that many rows, for the batch-size guard."""
-        return first_rows(self, self._one_train_dataset(), rows)
+        datasets = self.train_dataset()
+        return in_form_of(datasets, [first_rows(self, d, rows) for _, d in named(datasets, "")])
 
     def rows_for_guard(self) -> int | None:
-        """Return the number of training samples, or None if that is not known."""
-        return dataset_length(self._one_train_dataset())
-
-    def _one_train_dataset(self) -> Any:
-        datasets = self.train_dataset()
-        if isinstance(datasets, Mapping):
-            return next(iter(datasets.values()))
-        return datasets[0] if is_several(datasets) else datasets
+        """Return the number of training samples, or None if no batch can be made of any size."""
+        return guard_rows(dataset for _, dataset in named(self.train_dataset(), ""))
 
     def explain(self) -> str:
         """Return every choice that was made, its value and its reason, as text.
@@ -317,93 +263,61 @@ class DataModuleHooks:
         Loaders that were not built yet are planned for, which calls the dataset methods.
         """
         for stage in STAGES:
-            datasets = getattr(self, _DATASET_METHOD[stage])()
-            for name, dataset in named(
-                datasets, f"{type(self).__name__}.{_DATASET_METHOD[stage]}()"
-            ):
+            for name, dataset in self._named_datasets(stage)[1]:
                 if name not in self._plans:
                     self._plans[name] = self._plan(dataset, stage=stage, sample=None)
+        in_workers = None
+        if not self._augments_on_device():
+            on_cpu = self.augment_on == "cpu"
+            in_workers = 'augment_on="cpu"' if on_cpu else "there is no CUDA GPU to run on"
         parts = [f"{name}\n{plan.explain()}" for name, plan in self._plans.items()]
-        for stage in STAGES:
-            parts.extend(
-                f"augment, {stage}\n{self._explain_transform(transform)}"
-                for transform in self._transforms[stage]
-            )
-        return "\n\n".join(parts)
-
-    def _explain_transform(self, transform: BatchTransform) -> str:
-        if transform.starts_in_worker and not self._augments_on_device():
-            why = (
-                'augment_on="cpu"' if self.augment_on == "cpu" else "there is no CUDA GPU to run on"
-            )
-            return f"all of it in the workers, by Albumentations itself: {why}"
-        return transform.explain()
+        return "\n\n".join([*parts, *self._transforms.explain(in_workers)])
 
     def _loaders(self, stage: Stage) -> Any:
-        datasets = getattr(self, _DATASET_METHOD[stage])()
+        datasets, by_name = self._named_datasets(stage)
         if is_missing(datasets):
-            if stage == "val" and self._running_stage() in (None, "train"):
+            if stage == "val" and running_stage(self._trainer) in (None, "train"):
                 return []
             raise DatasetError(
                 f"{type(self).__name__} has no {stage} dataset: "
                 f"{_DATASET_METHOD[stage]}() returned {datasets!r}. Override it to return a "
                 "dataset."
             )
-        loaders = {
-            name: self.make_loader(dataset, stage=stage, name=name)
-            for name, dataset in named(
-                datasets, f"{type(self).__name__}.{_DATASET_METHOD[stage]}()"
-            )
-        }
-        if isinstance(datasets, Mapping):
-            return dict(zip(datasets, loaders.values(), strict=True))
-        if is_several(datasets):
-            return list(loaders.values())
-        return next(iter(loaders.values()))
+        loaders = [self.make_loader(d, stage=stage, name=name) for name, d in by_name]
+        return in_form_of(datasets, loaders)
+
+    def _named_datasets(self, stage: Stage) -> tuple[Any, list[tuple[str, Any]]]:
+        datasets = getattr(self, _DATASET_METHOD[stage])()
+        return datasets, named(datasets, self._name_of(stage))
+
+    def _name_of(self, stage: Stage) -> str:
+        return f"{type(self).__name__}.{_DATASET_METHOD[stage]}()"
 
     def _plan(self, dataset: Dataset[Any], *, stage: Stage, sample: Any) -> LoaderPlan:
-        trainer = self._trainer
-        cuda = torch.cuda.is_initialized()
-        return plan_loader(
-            self.options,
+        return plan_for(
+            dataset,
+            options=self.options,
             stage=stage,
-            cpu=read_cpu_limit(local_ranks=1 if trainer is None else trainer.num_devices),
-            memory=read_host_memory(),
-            accelerator=self._device_type(),
-            sample_bytes=None if sample is None else sample_bytes(sample),
+            sample=sample,
             batch_size=self.batch_size,
-            dataset_length=dataset_length(dataset),
-            iterable=isinstance(dataset, IterableDataset),
-            batched_fetch=fetches_in_batches(dataset),
-            cuda_initialised=cuda,
+            accelerator=device_type(self._trainer),
+            local_ranks=1 if self._trainer is None else self._trainer.num_devices,
         )
 
     def augments_on_device(self, stage: Stage) -> bool:
         """Return whether :meth:`on_after_batch_transfer` transforms the batches of a stage."""
-        transforms = self._transforms[stage]
-        return any(not t.starts_in_worker or self._augments_on_device() for t in transforms)
+        return self._transforms.run_on_device(stage, pipeline=self._augments_on_device())
 
     def _augments_on_device(self) -> bool:
         if self._trainer is None or self.augment_on == "cpu":
             return False
-        return self.augment_on == "gpu" or self._device_type() == "cuda"
-
-    def _device_type(self) -> str:
-        if self._trainer is not None:
-            return str(self._trainer.strategy.root_device.type)
-        return "cuda" if torch.cuda.is_available() else "cpu"
-
-    def _running_stage(self) -> Stage | None:
-        state = getattr(self._trainer, "state", None)
-        return None if state is None or state.fn is None else _STAGE_OF_FN[state.fn.value]
+        return self.augment_on == "gpu" or device_type(self._trainer) == "cuda"
 
     def _seed(self) -> int:
-        if self.seed is not None:
-            return self.seed
-        return int(os.environ.get("PL_GLOBAL_SEED", "0"))
+        return self.seed if self.seed is not None else int(os.environ.get("PL_GLOBAL_SEED", "0"))
 
     def _train_epoch(self) -> int:
-        return 0 if self._trainer is None else int(self._trainer.current_epoch)
+        return training_epoch(self._trainer)
 
     # -- Lightning's transfer hooks: the one place where batches are transformed -------------------
 
@@ -434,27 +348,3 @@ class DataModuleHooks:
 
     def _module(self) -> Any:
         return None if self._trainer is None else self._trainer.lightning_module
-
-
-def _first_epoch() -> int:
-    """Evaluation draws the same augmentation each time, so that its metrics can be compared."""
-    return 0
-
-
-def _augment_by_stage(augment: Any) -> dict[Stage, Any]:
-    if augment is None:
-        return {}
-    if isinstance(augment, Mapping):
-        return {cast("Stage", stage): t for stage, t in augment.items() if t is not None}
-    return {"train": augment}
-
-
-def _check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
-    if value not in allowed:
-        raise OptionsError(f"{name}={value!r} is not one of {', '.join(map(repr, allowed))}.")
-
-
-def _checked_batch_size(batch_size: object) -> int:
-    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-        raise OptionsError(f"batch_size={batch_size!r} has to be a whole number of at least 1.")
-    return batch_size

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch.utils.data import Dataset
@@ -19,14 +19,23 @@ def named(datasets: Any, name: str) -> list[tuple[str, Any]]:
     return [(name, datasets)]
 
 
+def in_form_of(datasets: Any, values: Sequence[Any]) -> Any:
+    """Return one value for each dataset in the form in which the datasets came.
+
+    Args:
+        datasets: One dataset, or several by name or position; not none at all.
+        values: As many values, in the order of :func:`named`.
+    """
+    if isinstance(datasets, Mapping):
+        return dict(zip(datasets, values, strict=True))
+    return list(values) if is_several(datasets) else values[0]
+
+
 def is_several(datasets: Any) -> bool:
     """Whether these are datasets rather than one dataset that happens to be a sequence."""
-    return (
-        isinstance(datasets, list | tuple)
-        and not isinstance(datasets, Dataset)
-        and len(datasets) > 0
-        and all(isinstance(d, Dataset) for d in datasets)
-    )
+    if isinstance(datasets, Dataset) or not isinstance(datasets, list | tuple):
+        return False
+    return len(datasets) > 0 and all(isinstance(d, Dataset) for d in datasets)
 
 
 def is_missing(datasets: Any) -> bool:

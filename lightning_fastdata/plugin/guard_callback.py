@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lightning_fastdata.batch_size import CudaMemoryReader
+from torch.utils.data import IterableDataset
+
+from lightning_fastdata.batch_size import CudaMemoryReader, skipped
+from lightning_fastdata.loading.order import dataset_length
 from lightning_fastdata.loading.probe import shallow_copy
 from lightning_fastdata.plugin.guard import apply_decision, run_guard
+from lightning_fastdata.plugin.trainer_facts import has_cuda
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from lightning_fastdata.batch_size import GuardDecision, MemoryReader
     from lightning_fastdata.types import Batch
 
@@ -16,7 +22,7 @@ if TYPE_CHECKING:
 class GuardHooks:
     """Runs the batch-size guard of the trainer's FastDataModule when a fit starts.
 
-    A FastDataModule adds it to its trainer; it does nothing for other data modules.
+    A FastDataModule adds it to a trainer on CUDA; it does nothing for other data modules.
 
     Args:
         reader: Reads the device's memory. Default: the CUDA device of the trainer; on another
@@ -31,7 +37,7 @@ class GuardHooks:
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Measure two small training steps, decide, and apply the decision."""
         datamodule = trainer.datamodule
-        guard = getattr(datamodule, "guard", "off")
+        guard: Any = getattr(datamodule, "guard", "off")
         device = trainer.strategy.root_device
         if guard == "off" or not hasattr(datamodule, "batch_for_guard"):
             return
@@ -40,17 +46,41 @@ class GuardHooks:
             if device.type != "cuda":
                 return
             reader = CudaMemoryReader(device)
-        self.decision = run_guard(
-            trainer,
-            pl_module,
-            batch_of=datamodule.batch_for_guard,
-            batch_size=datamodule.batch_size,
-            policy=guard,
-            reader=reader,
-            dataset_rows=datamodule.rows_for_guard(),
-        )
-        sentence = apply_decision(self.decision, trainer, datamodule)
-        datamodule.notes.append(sentence)
+        rows = datamodule.rows_for_guard()
+        if rows is None:
+            why = (
+                "the training data is a stream, or comes from the module's own train_dataloader(), "
+                "so that no batch of another size can be made"
+            )
+            self.decision = skipped(datamodule.batch_size, trainer.accumulate_grad_batches, why)
+        else:
+            self.decision = run_guard(
+                trainer,
+                pl_module,
+                batch_of=datamodule.batch_for_guard,
+                batch_size=datamodule.batch_size,
+                policy=guard,
+                reader=reader,
+                dataset_rows=rows,
+            )
+        datamodule.notes[:] = [apply_decision(self.decision, trainer, datamodule)]
+
+
+def attach_guard(trainer: Any, guard: type) -> None:
+    """Add the guard to a trainer that runs on CUDA, unless it has one.
+
+    Lightning calls callbacks in order, so the guard comes first and decides before anything else
+    looks at the batch size.
+    """
+    if has_cuda(trainer) and not any(isinstance(own, guard) for own in trainer.callbacks):
+        trainer.callbacks.insert(0, guard())
+
+
+def guard_rows(datasets: Iterable[Any]) -> int | None:
+    """Return the samples of the longest dataset; None if one is a stream, or there is none."""
+    known = list(datasets)
+    lengths = [None if isinstance(d, IterableDataset) else dataset_length(d) for d in known]
+    return None if None in lengths else max((n for n in lengths if n is not None), default=None)
 
 
 def first_rows(datamodule: Any, dataset: Any, rows: int) -> Batch:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import warnings
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
@@ -22,7 +25,28 @@ def overridden_hook(owner: object, name: str) -> Callable[..., Any] | None:
         return None
     if name in vars(owner):
         return getattr(owner, name)  # type: ignore[no-any-return]
-    for cls in type(owner).__mro__:
-        if name in vars(cls):
-            return None if cls.__name__ == "DataHooks" else getattr(owner, name)
-    return None
+    # mypy does not see that classes can be hashed.
+    written = _written_in_class(type(owner), name)  # type: ignore[arg-type]
+    return getattr(owner, name) if written else None
+
+
+@cache
+def _written_in_class(cls: type[Any], name: str) -> bool:
+    definer = next((base for base in cls.__mro__ if name in vars(base)), None)
+    return definer is not None and definer.__name__ != "DataHooks"
+
+
+def silence_shared_hook_warning(name: str) -> None:
+    """Keep Lightning from warning that a LightningModule's transfer hook is not called.
+
+    Lightning calls the data module's hook only and says so, once per process. Ours calls the
+    LightningModule's hook too, so that this one message would be false.
+
+    Args:
+        name: One of :data:`HOOKS`.
+    """
+    message = (
+        f"You have overridden `{name}` in both `LightningModule` and `LightningDataModule`. "
+        "It will use the implementation from `LightningDataModule` instance."
+    )
+    warnings.filterwarnings("ignore", message=re.escape(message) + "$", category=UserWarning)

@@ -26,27 +26,34 @@ class StageMeter:
         self.device = device
         self.timeline = StepTimeline(device=CudaClock() if device.type == "cuda" else None)
         self.window = MetricWindow(self.timeline.history, prefix)
-        self._began: float | None = None
-        self._ended = 0.0
+        self._duration_s = 0.0
+        self._last: float | None = None
 
     def step_ended(self, batch: Batch) -> None:
         """Close the step whose batch this was."""
         self.timeline.compute_ended(batch_rows(batch))
-        self._ended = time.monotonic()
+        now = time.monotonic()
+        if self._last is not None:
+            self._duration_s += now - self._last
+        self._last = now
 
     def began(self) -> None:
         """Note that the stage is under way, if it was not before."""
-        if self._began is None:
-            self._began = time.monotonic()
+        if self._last is None:
+            self._last = time.monotonic()
+
+    def paused(self) -> None:
+        """Do not count the time until the stage goes on: training and validation take turns."""
+        self._last = None
 
     def summary(self) -> StageSummary | None:
         """Return where the steps went, or None before the first step ended."""
         self.timeline.poll()
-        if self.timeline.history.steps == 0 or self._began is None:
+        if self.timeline.history.steps == 0:
             return None
         return self.timeline.history.summarize(
             self.stage,
-            duration_s=self._ended - self._began,
+            duration_s=self._duration_s,
             device=self.device.type,
             dropped_steps=self.timeline.dropped_steps,
         )
@@ -70,6 +77,8 @@ class Recording:
         self._trainer = trainer
         self.augments: frozenset[Stage] = frozenset()
         self.in_transfer = False
+        self._fetching: StageMeter | None = None
+        self._moving: StageMeter | None = None
         self.optimizer_stepped = False
         self.batches_stepped = 0
         device = trainer.strategy.root_device
@@ -92,14 +101,8 @@ class Recording:
             "on_after_batch_transfer": (self._augment_began, self._augment_ended),
         }
 
-    def meter(self) -> StageMeter | None:
-        """Return the meter of the stage that runs now; sanity checks and the rest have none."""
-        trainer = self._trainer
-        if trainer.training:
-            return self.train
-        return self.val if trainer.validating else None
-
     def _train_wait_began(self) -> None:
+        self._fetching = self.train
         self.train.began()
         self.train.timeline.wait_began()
 
@@ -107,35 +110,36 @@ class Recording:
         self.train.timeline.wait_ended()
 
     def _val_wait_began(self) -> None:
-        if self._trainer.validating:
+        # The sanity check fetches under the same name; it is not measured.
+        self._fetching = self.val if self._trainer.validating else None
+        if self._fetching is not None:
             self.val.began()
             self.val.timeline.wait_began()
 
     def _val_wait_ended(self) -> None:
-        if self._trainer.validating:
+        if self._fetching is not None:
             self.val.timeline.wait_ended()
 
     def _transfer_began(self) -> None:
         self.in_transfer = True
-        meter = self.meter()
-        if meter is not None:
-            meter.timeline.transfer_began()
+        # What is moved was fetched last: asking the trainer for its stage costs microseconds.
+        self._moving = self._fetching
+        if self._moving is not None:
+            self._moving.timeline.transfer_began()
 
     def _transfer_ended(self) -> None:
         self.in_transfer = False
-        meter = self.meter()
-        if meter is not None:
-            meter.timeline.transfer_ended()
+        if self._moving is not None:
+            self._moving.timeline.transfer_ended()
+            self._moving = None
 
     def _augment_began(self) -> None:
-        meter = self.meter()
-        if self.in_transfer and meter is not None and meter.stage in self.augments:
-            meter.timeline.augment_began()
+        if self._moving is not None and self._moving.stage in self.augments:
+            self._moving.timeline.augment_began()
 
     def _augment_ended(self) -> None:
-        meter = self.meter()
-        if self.in_transfer and meter is not None and meter.stage in self.augments:
-            meter.timeline.augment_ended()
+        if self._moving is not None and self._moving.stage in self.augments:
+            self._moving.timeline.augment_ended()
 
 
 def batch_rows(batch: Batch) -> int:

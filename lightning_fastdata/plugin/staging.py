@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from lightning_fastdata.loading.staged import StagedBatch
@@ -10,8 +10,8 @@ from lightning_fastdata.loading.staged import StagedBatch
 if TYPE_CHECKING:
     import torch
 
-    from lightning_fastdata.augment.transform import BatchTransform
-    from lightning_fastdata.types import Batch, Stage
+    from lightning_fastdata.plugin.stage_transforms import StageTransforms
+    from lightning_fastdata.types import Batch
 
 
 def inside(batch: Batch, function: Callable[[Batch], Batch]) -> Batch:
@@ -63,9 +63,7 @@ def _any_staged(values: Any) -> bool:
     return any(isinstance(value, StagedBatch) for value in values)
 
 
-def finish(
-    batch: Batch, transforms: Mapping[Stage, Sequence[BatchTransform]]
-) -> tuple[Batch, bool]:
+def finish(batch: Batch, transforms: StageTransforms) -> tuple[Batch, bool]:
     """Run what the batch waits for, and return it plain, with whether anything ran.
 
     Args:

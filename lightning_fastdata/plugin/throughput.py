@@ -152,7 +152,7 @@ class ThroughputHooks:
         recording.optimizer_stepped = False
         step = _steps_logged_by(trainer, recording.batches_stepped)
         recording.batches_stepped += 1
-        if run.logs and run.every_n_steps and (step + 1) % run.every_n_steps == 0:
+        if run.every_n_steps and (step + 1) % run.every_n_steps == 0 and run.logs:
             boards.log_to(trainer.loggers, recording.train.window.take(), step)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
@@ -182,6 +182,7 @@ class ThroughputHooks:
     def on_validation_epoch_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
         """The first step of each validation is counted apart."""
         if self._run is not None and not trainer.sanity_checking:
+            self._run.recording.train.paused()
             self._run.recording.val.timeline.epoch_began()
 
     def on_validation_batch_end(
@@ -203,6 +204,7 @@ class ThroughputHooks:
         if run is None or trainer.sanity_checking:
             return
         run.recording.val.timeline.drop_open_step()
+        run.recording.val.paused()
         if run.logs:
             step = _steps_logged_by(trainer, run.recording.batches_stepped)
             boards.log_to(trainer.loggers, run.recording.val.window.take(), step)
@@ -313,10 +315,10 @@ def _check_hooks_run(pl_module: Any) -> None:
     """Refuse to augment for a training step whose batches pass no transfer hook."""
     if "dataloader_iter" in inspect.signature(pl_module.training_step).parameters:
         raise TransformError(
-            f"{type(pl_module).__name__}.training_step(dataloader_iter) fetches its batches itself, "
-            "and Lightning then calls no on_after_batch_transfer, so that `augment` would never "
-            "run. Use training_step(batch, batch_idx), or call the transform in the step and leave "
-            "out `augment`."
+            f"{type(pl_module).__name__}.training_step(dataloader_iter) fetches its batches "
+            "itself, and Lightning then calls no on_after_batch_transfer, so that `augment` would "
+            "never run. Use training_step(batch, batch_idx), or call the transform in the step "
+            "and leave out `augment`."
         )
 
 
@@ -326,11 +328,13 @@ def _close_progress_bar(trainer: Any) -> None:
     Both of Lightning's bars are closed by these public names, and closing twice is harmless.
     """
     bar = trainer.progress_bar_callback
-    with suppress(AttributeError):
-        bar.progress.stop()  # Rich
+    rich_progress = getattr(bar, "progress", None)
+    if rich_progress is not None:
+        rich_progress.stop()
+        return
     for name in ("train_progress_bar", "val_progress_bar"):
-        with suppress(AttributeError, TypeError):  # a TypeError before its first use
-            getattr(bar, name).close()  # TQDM
+        with suppress(AttributeError, TypeError):  # TQDM's raise a TypeError before first use
+            getattr(bar, name).close()
 
 
 def _first_loader(loaders: Any) -> Any:

@@ -1,22 +1,13 @@
 from __future__ import annotations
 
-import importlib.util
-import pathlib
-import sys
 import warnings
 
+import albumentations as A
 import numpy as np
 import pytest
+from augment.parity import both, parity, photographs
 
-_spec = importlib.util.spec_from_file_location(
-    "augment_parity", pathlib.Path(__file__).with_name("parity.py")
-)
-_module = importlib.util.module_from_spec(_spec)
-sys.modules[_spec.name] = _module
-_spec.loader.exec_module(_module)
-both, parity, photographs = _module.both, _module.parity, _module.photographs
-
-import albumentations as A  # noqa: E402
+from lightning_fastdata.augment.ops import DEVICE_OPS
 
 warnings.filterwarnings("ignore", message="ShiftScaleRotate is a special case")
 
@@ -91,8 +82,8 @@ CLOSE = {
     "perspective": (A.Perspective(fill=50.0, p=1), 0.999),
 }  # fmt: skip
 COLOUR_CLOSE = {
-    "hsv": (A.HueSaturationValue(p=1), 0.97),
-    "jitter": (A.ColorJitter(p=1), 0.97),
+    "hsv": (A.HueSaturationValue(p=1), 0.999),
+    "jitter": (A.ColorJitter(p=1), 0.999),
     "jitter without hue": (A.ColorJitter(hue=0, p=1), 0.99),
 }
 
@@ -107,16 +98,23 @@ def test_exact_operations_equal_albumentations_on_photographs(name):
 def test_other_operations_are_at_most_one_level_off(name):
     transform, share = (CLOSE | COLOUR_CLOSE)[name]
     found = parity(transform, photographs(131, 170))
-    # Contrast and saturation after the hue shift make a difference of one level larger.
-    assert found.largest <= (3 if name == "jitter" else 1)
+    # Contrast or saturation after the hue shift can double a difference of one level.
+    assert found.largest <= (2 if name == "jitter" else 1)
     assert found.exact >= share
 
 
-def test_hue_equals_albumentations_where_opencv_is_vectorised():
-    # OpenCV truncates in its vector code, but rounds in the scalar code that ends a row.
-    pairs = both(COLOUR_CLOSE["hsv"][0], photographs(131, 170))
-    same = np.concatenate([(want == got)[:, :128].ravel() for want, got, *_ in pairs])
-    assert same.mean() >= 0.999
+@pytest.mark.parametrize("width", [1, 31, 32, 33, 112, 255, 257, 300])
+def test_hue_equals_albumentations_at_any_width(width):
+    """OpenCV truncates where it is vectorized and rounds in what is left of a row."""
+    found = parity(COLOUR_CLOSE["hsv"][0], photographs(131, width))
+    assert found.exact >= 0.999
+
+
+@pytest.mark.parametrize(("length", "out"), [(6, 34), (6, 130), (148, 91), (212, 3), (97, 96)])
+def test_nearest_reads_the_pixel_that_opencv_reads_where_the_last_bit_decides(length, out):
+    ramp = np.arange(length, dtype=np.float32)[None, :, None].repeat(2, 0)
+    transform = A.Resize(2, out, interpolation=0, p=1)
+    assert parity(transform, [ramp / 256], seeds=[0]).largest == 0
 
 
 @pytest.mark.parametrize("channels", [1, 4, 7])
@@ -188,5 +186,5 @@ def test_tiny_images_are_no_special_case(name, shape):
 def test_parameters_without_a_device_form_are_declined(transform):
     image = photographs(40, 50)[0]
     transform(image=image)
-    op = _module.DEVICE_OPS[type(transform).__name__]
+    op = DEVICE_OPS[type(transform).__name__]
     assert op.encode(transform, transform.params, image.shape, image.dtype) is None

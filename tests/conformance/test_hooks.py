@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from lightning.pytorch import LightningDataModule
 from conformance.pieces import Images, Linear, Pixels, Rows, RowsModule, make_trainer
+from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_fastdata import DataThroughputCallback, FastDataModule

@@ -199,7 +199,7 @@ def test_row_15_constructor_arguments_survive_lightnings_rebuild(tmp_path, where
         from lightning.fabric import Fabric
 
         rebuilt = Fabric(accelerator="cpu", devices=1).setup_dataloaders(loader)
-        assert indices([batch for batch in rebuilt]) == list(range(16))
+        assert indices(list(rebuilt)) == list(range(16))
         loader.close()
         return
     trainer = make_trainer(tmp_path, overfit_batches=2 if where == "overfit" else 0)
@@ -254,7 +254,7 @@ def test_row_18_prediction_writers_get_the_right_indices(tmp_path):
     writer = Writer()
     trainer = make_trainer(tmp_path, callbacks=[writer])
     trainer.predict(Linear(), datamodule=RowsModule(batch_size=6, length=32))
-    expected = [list(range(0, 6)), list(range(6, 12)), list(range(12, 16))]
+    expected = [list(range(6)), list(range(6, 12)), list(range(12, 16))]
     assert writer.by_batch == [(batch, batch) for batch in expected]
     assert writer.by_epoch in (expected, [expected])
 

@@ -250,3 +250,18 @@ def test_transfer_and_augmentation_are_told_apart(tmp_path):
         for name in ("stall", "transfer", "augment", "compute")
     )
     assert np.allclose(total, callback.train["step_ms"])
+
+
+def test_the_duration_of_a_stage_leaves_out_the_other_stage(tmp_path):
+    class SlowValidation(Linear):
+        def validation_step(self, batch, batch_idx):
+            time.sleep(0.4)
+
+    callback = DataThroughputCallback(summary=False, report=False)
+    trainer = make_trainer(
+        tmp_path, max_epochs=3, num_sanity_val_steps=0, limit_val_batches=1, callbacks=[callback]
+    )
+    trainer.fit(SlowValidation(), datamodule=RowsModule(batch_size=16))
+    train, val = callback.report.stages
+    assert val.duration_s >= 3 * 0.4
+    assert train.duration_s < 3 * 0.4

@@ -8,9 +8,8 @@ import json
 import numpy as np
 import pytest
 
-from lightning_fastdata.insight.metrics import MetricWindow, StepHistory, window_means
+from lightning_fastdata.insight.metrics import MetricWindow, StepHistory, StepTiming, window_means
 from lightning_fastdata.insight.report import RunReport, bar, comparison_text, duration_text
-from lightning_fastdata.insight.timeline import StepTiming
 from lightning_fastdata.insight.verdict import LoaderFacts, judge
 
 
@@ -139,7 +138,9 @@ def test_no_line_is_wider_than_asked(width, ascii_only):
     report = run_report()
     for text in (
         report.text(width, ascii=ascii_only),
-        comparison_text(report, run_report(stall=1.0), width, ascii=ascii_only),
+        comparison_text(
+            {"before": report, "after": run_report(stall=1.0)}, width, ascii=ascii_only
+        ),
     ):
         assert max(len(line) for line in text.splitlines()) <= width
         assert not ascii_only or text.isascii()
@@ -188,7 +189,6 @@ def test_json_is_written_whole_and_reads_back(tmp_path):
 
 
 def test_a_comparison_tells_both_rates_and_the_gain():
-    text = comparison_text(run_report(), run_report(stall=0.0))
-    assert "821 samples/s  wait 41%" in text
-    assert "1394 samples/s  wait 0%" in text
-    assert "1.70x the samples per second" in text
+    text = comparison_text({"before": run_report(), "after": run_report(stall=0.0)})
+    assert "821 samples/s  1.00x  wait  41%" in text
+    assert "1394 samples/s  1.70x  wait   0%" in text

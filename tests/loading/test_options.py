@@ -59,7 +59,6 @@ def plan(options: LoaderOptions | None = None, **changes: Any) -> LoaderPlan:
         "dataset_length": 50_000,
         "iterable": False,
         "batched_fetch": False,
-        "cuda_initialised": False,
         "platform": "linux",
     }
     return plan_loader(options or LoaderOptions(), **{**arguments, **changes})
@@ -98,7 +97,6 @@ any_situation = st.fixed_dictionaries(
         "iterable": st.booleans(),
         "batched_fetch": st.booleans(),
         "in_memory": st.booleans(),
-        "cuda_initialised": st.booleans(),
         "tensors_per_batch": st.integers(1, 20),
     }
 )
@@ -168,8 +166,8 @@ def test_more_cpus_never_give_fewer_workers(situation: dict[str, Any], more: int
         pytest.param({}, 7, id="one CPU is left for the training process"),
         pytest.param({"stage": "val"}, 3, id="the training pool stays alive meanwhile"),
         pytest.param({"stage": "test"}, 7, id="nothing else runs"),
-        pytest.param({"accelerator": "cpu"}, 4, id="the model computes on the CPUs"),
-        pytest.param({"accelerator": "cpu", "cpu": cpus(2)}, 1, id="two CPUs that also train"),
+        pytest.param({"accelerator": "cpu"}, 8, id="the model computes on the CPUs"),
+        pytest.param({"accelerator": "cpu", "cpu": cpus(2)}, 2, id="two CPUs that also train"),
         pytest.param({"cpu": cpus(2)}, 2, id="two CPUs and a GPU"),
         pytest.param({"cpu": cpus(1), "stage": "val"}, 1, id="at least one"),
         pytest.param({"dataset_length": 129}, 3, id="no more than batches"),
@@ -237,13 +235,11 @@ def test_few_open_files_change_the_sharing_strategy() -> None:
     assert "ulimit -n 113" in user.limits[0]
 
 
-def test_workers_are_not_forked_once_cuda_is_in_use() -> None:
+def test_workers_start_as_python_starts_them_unless_the_user_says_otherwise() -> None:
     assert plan().multiprocessing_context is None
-    assert plan(cuda_initialised=True).multiprocessing_context == "forkserver"
-    assert "CUDA" in why(plan(cuda_initialised=True), "multiprocessing_context")
-    forked = plan(LoaderOptions(multiprocessing_context="fork"), cuda_initialised=True)
+    forked = plan(LoaderOptions(multiprocessing_context="fork"))
     assert forked.multiprocessing_context == "fork"
-    assert "forkserver" in forked.limits[0]
+    assert forked.limits == ()
 
 
 def test_memory_is_pinned_for_cuda_only() -> None:
@@ -369,7 +365,6 @@ def test_torchs_loader_reads_every_sample_with_a_plan(options: LoaderOptions) ->
 
 
 def test_a_forkserver_plan_reads_every_sample() -> None:
-    made = plan(LoaderOptions(num_workers=1), cuda_initialised=True, accelerator="mps")
-    assert made.multiprocessing_context == "forkserver"
+    made = plan(LoaderOptions(num_workers=1, multiprocessing_context="forkserver"))
     loader = DataLoader(TensorDataset(torch.arange(6)), **made.dataloader_kwargs())  # type: ignore[arg-type]
     assert [int(batch) for (batch,) in loader] == list(range(6))

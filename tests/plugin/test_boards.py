@@ -10,8 +10,7 @@ import pytest
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from lightning_fastdata.insight.metrics import StepHistory, window_means
-from lightning_fastdata.insight.timeline import StepTiming
+from lightning_fastdata.insight.metrics import StepHistory, StepTiming, window_means
 from lightning_fastdata.insight.verdict import judge
 from lightning_fastdata.plugin import boards
 

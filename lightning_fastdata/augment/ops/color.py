@@ -10,7 +10,13 @@ import numpy as np
 import torch
 
 from lightning_fastdata.augment.ops.border import channels
-from lightning_fastdata.augment.ops.hsv import gray, hsv_bytes, rgb_bytes, shift_hue_floats
+from lightning_fastdata.augment.ops.hsv import (
+    gray,
+    hsv_bytes,
+    opencv_lanes,
+    rgb_bytes,
+    shift_hue_floats,
+)
 from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded
 from lightning_fastdata.augment.ops.table import look_up, ramp_table, to_bytes
 
@@ -46,7 +52,7 @@ def _encode_hsv(
     table[:, 1] = add_constant(ramp.copy(), saturation)[0] if saturation else ramp[0]
     table[0, 1] = 0  # gray stays gray
     table[:, 2] = add_constant(ramp.copy(), value)[0] if value else ramp[0]
-    return Encoded((("form", "hsv"),), {"table": table})
+    return Encoded((("form", "hsv"), ("lanes", opencv_lanes())), {"table": table})
 
 
 def _run_hsv(
@@ -55,7 +61,8 @@ def _run_hsv(
     as_bytes = images if images.dtype == torch.uint8 else to_bytes(images)
     if static["form"] == "hsv":
         planes = torch.stack(hsv_bytes(as_bytes), -1).to(torch.uint8)
-        out = rgb_bytes(*look_up(planes, arrays["table"]).unbind(-1))
+        hue, saturation, value = look_up(planes, arrays["table"]).unbind(-1)
+        out = rgb_bytes(hue, saturation, value, static["lanes"])
     else:
         out = as_bytes if static["form"] == "same" else look_up(as_bytes, arrays["table"])
     return out if images.dtype == torch.uint8 else out.float() / 255
@@ -68,7 +75,7 @@ def _encode_jitter(
         return None
     names = ("brightness", "contrast", "saturation", "hue")
     factors = np.array([params[name] for name in names], np.float64)
-    static = (("shifts_hue", bool(factors[3] != 0)),)
+    static = (("shifts_hue", bool(factors[3] != 0)), ("lanes", opencv_lanes()))
     order = np.array(params["order"], np.int32)
     table = _hue_table(180 * factors[3])[:, None]
     return Encoded(static, {"factors": factors, "order": order, "hue_table": table})
@@ -85,7 +92,8 @@ def _contrast(images: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     luminance = gray(images)
     whole = luminance.dtype == torch.int32
     total = luminance.sum((1, 2), dtype=torch.int64 if whole else torch.float64)
-    mean = total.double() / (images.shape[1] * images.shape[2])
+    # By a tensor: CUDA would multiply by the reciprocal of a number, and halves decide below.
+    mean = total.double() / torch.full_like(total, images.shape[1] * images.shape[2]).double()
     offset = (mean * (1 - factor)).float()
     if whole:
         offset = torch.where(factor == 0, (mean + 0.5).floor().float(), offset)
@@ -101,12 +109,12 @@ def _saturation(images: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     return torch.where(factor == 1, images, mixed.to(images.dtype))
 
 
-def _hue(images: torch.Tensor, arrays: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def _hue(images: torch.Tensor, arrays: Mapping[str, torch.Tensor], lanes: int) -> torch.Tensor:
     if images.dtype != torch.uint8:
         return shift_hue_floats(images, arrays["factors"][:, 3].float()[:, None, None])
     hue, saturation, value = hsv_bytes(images)
     moved = look_up(hue.to(torch.uint8).unsqueeze(-1), arrays["hue_table"]).squeeze(-1)
-    return rgb_bytes(moved, saturation, value)
+    return rgb_bytes(moved, saturation, value, lanes)
 
 
 def _run_jitter(
@@ -121,7 +129,8 @@ def _run_jitter(
         images = _contrast(images, factors[1])
         images = _saturation(images, factors[2])
         if static["shifts_hue"]:
-            images = torch.where((turn == 3)[:, None, None, None], _hue(images, arrays), images)
+            hued = _hue(images, arrays, static["lanes"])
+            images = torch.where((turn == 3)[:, None, None, None], hued, images)
     return images
 
 

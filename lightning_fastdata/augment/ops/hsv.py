@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import cache
+
+import numpy as np
 import torch
 
 
@@ -45,11 +48,41 @@ def hsv_bytes(images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.T
     return torch.where(hue < 0, hue + 180, hue), saturation, value
 
 
-def rgb_bytes(hue: torch.Tensor, saturation: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Return uint8 RGB images from what `hsv_bytes` returns."""
+def rgb_bytes(
+    hue: torch.Tensor, saturation: torch.Tensor, value: torch.Tensor, lanes: int
+) -> torch.Tensor:
+    """Return uint8 RGB images from what `hsv_bytes` returns, with OpenCV's rounding.
+
+    Args:
+        hue: ``[n, H, W]``, 0 to 179.
+        saturation: ``[n, H, W]``, 0 to 255.
+        value: ``[n, H, W]``, 0 to 255.
+        lanes: See :func:`opencv_lanes`.
+    """
     sixths = hue.float() * (6.0 / 180)
     rgb = _sector_colours(sixths, saturation.float() * (1.0 / 255), value.float() * (1.0 / 255))
-    return (rgb * 255).to(torch.uint8)
+    rgb = rgb * 255
+    width = hue.shape[-1]
+    if lanes == 1:
+        return rgb.to(torch.uint8)
+    tail = width % lanes if lanes else width
+    rgb[..., width - tail :, :].round_()
+    return rgb.to(torch.uint8)
+
+
+@cache
+def opencv_lanes() -> int:
+    """Return how many pixels OpenCV on this CPU converts from HSV at a time.
+
+    Whole groups of that many pixels of a row are truncated to bytes, what is left of the row is
+    rounded. The number depends on the CPU and on OpenCV's build, so it is found out by converting
+    a row of a color whose green is 173.67. 0 means that every pixel is rounded.
+    """
+    import cv2
+
+    row = np.full((1, 255, 3), (10, 122, 255), np.uint8)
+    truncated = int((cv2.cvtColor(row, cv2.COLOR_HSV2RGB)[0, :, 1] == 173).sum())
+    return 256 - truncated if truncated else 0
 
 
 def shift_hue_floats(images: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:

@@ -55,11 +55,19 @@ def _encode(
     return Encoded(static, {"box": np.array(box, np.int32)})
 
 
+def _step(length: torch.Tensor, out: int) -> torch.Tensor:
+    """Return the source pixels per output pixel, to the last bit, which decides at whole steps.
+
+    OpenCV takes the reciprocal of a quotient. Both are divisions of tensors: torch computes a
+    number over a tensor as the tensor's reciprocal times the number, which rounds once more.
+    """
+    return 1.0 / (torch.full_like(length, out) / length)
+
+
 def _nearest(first: torch.Tensor, last: torch.Tensor, out: int) -> torch.Tensor:
     length = (last - first).double()[:, None]
     grid = torch.arange(out, device=first.device, dtype=torch.float64)
-    # OpenCV multiplies by the reciprocal of the reciprocal; the last bit decides at whole steps.
-    index = (grid * (1.0 / (out / length))).floor().minimum(length - 1)
+    index = (grid * _step(length, out)).floor().minimum(length - 1)
     return index.long() + first[:, None]
 
 
@@ -69,7 +77,7 @@ def _linear(
     """Return the two source positions and the weight of the second, each ``[n, out]``."""
     length = (last - first).double()[:, None]
     grid = torch.arange(out, device=first.device, dtype=torch.float64)
-    position = ((grid + 0.5) * (1.0 / (out / length)) - 0.5).float()
+    position = ((grid + 0.5) * _step(length, out) - 0.5).float()
     low = position.floor()
     weight = position - low
     edge = length.long() - 1

@@ -1,0 +1,255 @@
+"""What the package does on a GPU, measured: augmentation, overhead, the guard, a whole training.
+
+python benchmarks/gpu.py --out benchmarks/results/gpu.json
+
+Takes less than eight minutes, prints a Markdown table and writes JSON. Exits with 2 where there is
+no CUDA device. ``--device cpu --quick`` only tries the program itself: its numbers mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import platform
+import sys
+import tempfile
+import time
+import warnings
+from importlib.util import find_spec
+from pathlib import Path
+
+os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
+
+import numpy as np
+import torch
+from gpu_run import Run, Skipped, new_trainer
+from gpu_training import measure_guard, measure_training
+from torch import nn
+
+MIB = 2**20
+
+
+def measure_augment(run):
+    from albumentations import ColorJitter, Compose, HorizontalFlip, Normalize, ToTensorV2
+
+    from lightning_fastdata.augment.transform import as_batch_transform
+    from lightning_fastdata.types import SampleKey
+
+    rows, side = (8, 64) if run.quick else (256, 224)
+    name = f"augment {rows}x3x{side}x{side}"
+    rng = np.random.default_rng(0)
+    images = list(rng.integers(0, 256, (rows, side, side, 3), np.uint8))
+    transform = as_batch_transform(
+        Compose([HorizontalFlip(), ColorJitter(), Normalize(), ToTensorV2()]), image=0
+    )
+    worker = transform.in_worker(on_device=True)
+    at = time.perf_counter()
+    pairs = [worker((image,), SampleKey(0, 0, i)) for i, image in enumerate(images)]
+    draws = worker.collate([tape for _, tape in pairs])
+    run.add(name, "draw and pack, one core", (time.perf_counter() - at) * 1e3, "ms")
+    run.add(name, "draws, size", draws.blob.numel() / 1024, "KiB")
+    draws = draws.to(run.device)
+    batch = (torch.stack([sample[0] for sample, _ in pairs]).to(run.device),)
+
+    apply_ms = run.time_ms(lambda: transform.apply(batch, draws))
+    run.add(name, "apply()", apply_ms, "ms")
+    run.add(name, "apply(), launches", run.launches(lambda: transform.apply(batch, draws)), "")
+    if run.cuda:
+        torch.cuda.reset_peak_memory_stats(run.device)
+        before = torch.cuda.memory_allocated(run.device)
+        transform.apply(batch, draws)
+        peak = torch.cuda.max_memory_allocated(run.device) - before
+        run.add(name, "apply(), extra memory at its peak", peak / MIB, "MiB")
+
+    source = torch.empty((64 if run.quick else 2048) * MIB // 4, device=run.device)
+    target = torch.empty_like(source)
+    copy_ms = run.time_ms(lambda: target.copy_(source))
+    bandwidth = 2 * source.numel() * 4 / (copy_ms / 1e3)
+    values = batch[0].numel()
+    limit_ms = values * (1 + 4) / bandwidth * 1e3
+    run.add(name, "memory bandwidth of a copy", bandwidth / 1e9, "GB/s", "read and written")
+    run.add(name, "limit: read bytes, write float32 once", limit_ms, "ms")
+    run.add(name, "images.float() alone", run.time_ms(batch[0].float), "ms")
+    run.add(name, "apply() over the limit", apply_ms / limit_ms, "x")
+    measure_rivals(run, name, batch[0].permute(0, 3, 1, 2).contiguous())
+
+
+def measure_rivals(run, name, images):
+    mean, std = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+    if find_spec("torchvision") is None:
+        run.add(name, "torchvision v2", None, "ms", "not installed")
+    else:
+        from torchvision.transforms import v2
+
+        theirs = v2.Compose(
+            [
+                v2.RandomHorizontalFlip(),
+                v2.ColorJitter(0.2, 0.2, 0.2, 0.5),
+                v2.ToDtype(torch.float32, scale=True),
+                v2.Normalize(mean, std),
+            ]
+        )
+        took = run.time_ms(lambda: theirs(images))
+        run.add(name, "torchvision v2", took, "ms", "one draw for the whole batch")
+    if find_spec("kornia") is None:
+        run.add(name, "Kornia", None, "ms", "not installed")
+    else:
+        from kornia import augmentation
+
+        theirs = nn.Sequential(
+            augmentation.RandomHorizontalFlip(),
+            augmentation.ColorJiggle(0.2, 0.2, 0.2, 0.5, p=0.5),
+            augmentation.Normalize(torch.tensor(mean), torch.tensor(std)),
+        ).to(run.device)
+        took = run.time_ms(lambda: theirs(images.float() / 255))
+        run.add(name, "Kornia", took, "ms", "a draw per sample")
+        count = run.launches(lambda: theirs(images.float() / 255))
+        run.add(name, "Kornia, launches", count, "")
+
+
+def measure_overhead(run):
+    from lightning_fastdata.insight.clock import CudaClock
+    from lightning_fastdata.insight.timeline import StepTimeline
+
+    name, steps = "overhead", 100 if run.quick else 2000
+    timeline = StepTimeline(device=CudaClock() if run.cuda else None)
+
+    def one_step():
+        timeline.wait_began()
+        timeline.wait_ended()
+        timeline.transfer_began()
+        timeline.augment_began()
+        timeline.augment_ended()
+        timeline.transfer_ended()
+        timeline.compute_ended(32)
+
+    for _ in range(100):
+        one_step()
+    run.settle()
+    at = time.perf_counter()
+    for _ in range(steps):
+        one_step()
+    took_us = (time.perf_counter() - at) * 1e6 / steps
+    run.add(name, "all marks of a step, host time", took_us, "us")
+    run.add(name, "steps without figures", timeline.dropped_steps, "", "the clock was full")
+
+    pairs = [
+        [_trainer_step_us(run, watched, steps // 2) for watched in (False, True)]
+        for _ in range(1 if run.quick else 5)
+    ]
+    plain, watched = (min(times) for times in zip(*pairs, strict=True))
+    run.add(name, "a step of a tiny model", plain, "us", "Trainer alone, best run")
+    run.add(name, "the same with the callback", watched, "us", "best run")
+    run.add(name, "the callback adds", watched - plain, "us", f"{len(pairs)} runs each")
+
+
+def _trainer_step_us(run, watched, steps):
+    import lightning.pytorch as pl
+
+    from lightning_fastdata import DataThroughputCallback
+
+    class Tiny(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(64, 1)
+
+        def training_step(self, batch, batch_idx):
+            return self.layer(batch).mean()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), 1e-3)
+
+    class Clock(pl.Callback):
+        def on_train_epoch_start(self, trainer, pl_module):
+            run.settle()
+            self.began = time.perf_counter()
+
+        def on_train_epoch_end(self, trainer, pl_module):
+            run.settle()
+            self.took_us = (time.perf_counter() - self.began) * 1e6 / steps
+
+    clock = Clock()
+    watching = [DataThroughputCallback(summary=False, report=False)] if watched else []
+    batches = torch.utils.data.DataLoader(torch.randn(steps, 8, 64), batch_size=None)
+    # Of two epochs the second is kept.
+    with tempfile.TemporaryDirectory() as folder:
+        new_trainer(run, folder, max_epochs=2, callbacks=[clock, *watching]).fit(Tiny(), batches)
+    return clock.took_us
+
+
+SECTIONS = {
+    "augment": (measure_augment, 60),
+    "overhead": (measure_overhead, 60),
+    "training": (measure_training, 150),
+    "guard": (measure_guard, 60),
+}
+
+
+def markdown(report):
+    """Return the report as a Markdown table, marked if it was not measured on a GPU."""
+    lines = [f"{report['device']}, torch {report['torch']}, {report['date']}", ""]
+    if not report["cuda"]:
+        lines = ["**Not measured on a GPU: these numbers mean nothing.**", "", *lines]
+    lines += ["| section | what | value | unit | note |", "| --- | --- | ---: | --- | --- |"]
+    for row in report["rows"]:
+        value = row["value"]
+        shown = "-" if value is None else f"{value:.4g}" if isinstance(value, float) else value
+        lines.append(
+            f"| {row['section']} | {row['what']} | {shown} | {row['unit']} | {row['note']} |"
+        )
+    return "\n".join(lines)
+
+
+def report_of(run):
+    device = torch.cuda.get_device_name(run.device) if run.cuda else f"CPU ({platform.machine()})"
+    return {
+        "device": device,
+        "cuda": run.cuda,
+        "quick": run.quick,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "rows": run.rows,
+    }
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, help="where to write the JSON")
+    parser.add_argument("--device", default="cuda", help="cuda, cuda:1, or cpu to try the program")
+    parser.add_argument("--quick", action="store_true", help="small sizes; numbers mean nothing")
+    parser.add_argument("--budget-s", type=float, default=440, help="seconds to take at most")
+    parser.add_argument("--only", choices=SECTIONS, nargs="+", default=list(SECTIONS))
+    given = parser.parse_args(arguments)
+    if torch.device(given.device).type == "cuda" and not torch.cuda.is_available():
+        print("This needs a CUDA device, and torch finds none here.", file=sys.stderr)
+        return 2
+    warnings.simplefilter("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    run, failed = Run(given.device, quick=given.quick, budget_s=given.budget_s), False
+    if run.cuda:
+        torch.cuda.set_device(run.device)
+    for name in given.only:
+        measure, needs_s = SECTIONS[name]
+        print(f"{name} ...", file=sys.stderr, flush=True)
+        try:
+            if run.left_s() < needs_s and not run.quick:
+                raise Skipped(f"needs {needs_s} s, {run.left_s():.0f} s were left")
+            measure(run)
+        except Skipped as why:
+            run.add(name, "all", None, "", f"skipped: {why}")
+        except Exception as error:  # the other sections are still worth their time
+            failed = True
+            run.add(name, "all", None, "", f"failed: {type(error).__name__}: {error}"[:300])
+        # After each section: what stops the program must not lose what was found.
+        if given.out is not None:
+            given.out.parent.mkdir(parents=True, exist_ok=True)
+            given.out.write_text(json.dumps(report_of(run), indent=1) + "\n")
+    print(markdown(report_of(run)))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

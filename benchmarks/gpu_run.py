@@ -1,0 +1,82 @@
+"""Where the GPU benchmark measures, how, and what it has found."""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+import torch
+
+
+class Skipped(Exception):  # noqa: N818 - it is no error
+    """A section, or a part of one, cannot run here; says why."""
+
+
+class Run:
+    """Where and how long to measure, and what was found."""
+
+    def __init__(self, device, *, quick, budget_s):
+        self.device = torch.device(device)
+        self.cuda = self.device.type == "cuda"
+        self.quick = quick
+        self.ends = time.monotonic() + budget_s
+        self.rows = []
+
+    def left_s(self):
+        return self.ends - time.monotonic()
+
+    def add(self, section, what, value, unit, note=""):
+        self.rows.append(
+            {"section": section, "what": what, "value": value, "unit": unit, "note": note}
+        )
+
+    def settle(self):
+        if self.cuda:
+            torch.cuda.synchronize(self.device)
+
+    def time_ms(self, function, *, repeats=20, warm=3):
+        """Return the median time of one call on the device, in milliseconds."""
+        for _ in range(warm):
+            function()
+        self.settle()
+        times = []
+        for _ in range(3 if self.quick else repeats):
+            if self.cuda:
+                began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                began.record()
+                function()
+                ended.record()
+                ended.synchronize()
+                times.append(began.elapsed_time(ended))
+            else:
+                at = time.perf_counter()
+                function()
+                times.append((time.perf_counter() - at) * 1e3)
+        return statistics.median(times)
+
+    def launches(self, function):
+        """Return how many kernels and copies one call gives the device; None on the CPU."""
+        if not self.cuda:
+            return None
+        from torch.profiler import ProfilerActivity, profile
+
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+            function()
+            self.settle()
+        kinds = torch.autograd.DeviceType
+        return sum(event.device_type == kinds.CUDA for event in seen.events())
+
+
+def new_trainer(run, folder, **arguments):
+    import lightning.pytorch as pl
+
+    return pl.Trainer(
+        accelerator="gpu" if run.cuda else "cpu",
+        devices=[run.device.index or 0] if run.cuda else 1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+        **arguments,
+    )

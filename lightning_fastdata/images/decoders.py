@@ -1,0 +1,316 @@
+"""Encoded bytes to uint8 RGB pixels: one protocol two functions wide, and four libraries behind it.
+
+All libraries here decode a baseline or progressive JPEG to the same pixels (they wrap the same
+libjpeg-turbo), so the choice is about what they refuse and what they can skip:
+
+============ ====== ============= =============================================================
+decoder      strict scaled decode comes with
+============ ====== ============= =============================================================
+simplejpeg   yes    yes           this package
+torchcodec   no     no            ``pip install torchcodec``; has wheels for free-threaded Python
+opencv       no     yes           albumentations
+pillow       no     yes           torchvision
+============ ====== ============= =============================================================
+
+A *strict* decoder refuses a JPEG whose entropy-coded data is garbled. The others return grey or
+shifted pixels for it, as torchvision's ``ImageFolder`` does. All of them refuse a truncated file.
+What is not a JPEG, and what is a CMYK JPEG, is read by Pillow whatever decoder is chosen, so that
+palettes, alpha and CMYK mean what they mean to ``ImageFolder``.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_fastdata.errors import OptionsError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from PIL import Image
+
+Pixels: TypeAlias = npt.NDArray[np.uint8]
+"""``[height, width, 3]`` uint8, red-green-blue."""
+
+Scale: TypeAlias = Literal[1, 2, 4, 8]
+"""Divisor of height and width. libjpeg has others (8/7, 4/3, 8/5, ...), all slower than 1."""
+
+DecoderName: TypeAlias = Literal["auto", "simplejpeg", "torchcodec", "opencv", "pillow"]
+
+
+class Decoder(Protocol):
+    """What reads encoded images. Stateless: any number of threads may share one.
+
+    Both functions raise ``ValueError`` with the reason if the data is damaged or not an image; who
+    knows the file's name adds it.
+    """
+
+    @property
+    def name(self) -> str:
+        """The library that decodes JPEG."""
+
+    @property
+    def strict(self) -> bool:
+        """Whether garbled entropy-coded data in a JPEG is an error."""
+
+    @property
+    def scales_jpeg(self) -> bool:
+        """Whether decoding a JPEG at ``scale`` > 1 is cheaper than decoding it fully."""
+
+    def size(self, data: bytes) -> tuple[int, int]:
+        """Return ``(height, width)`` in pixels, read from the header; EXIF is not applied."""
+
+    def decode(self, data: bytes, *, scale: Scale = 1) -> Pixels:
+        """Return writable, C-contiguous pixels ``[ceil(height/scale), ceil(width/scale), 3]``.
+
+        A JPEG is reduced inside the inverse DCT where the library can, everything else by the mean
+        of ``scale`` x ``scale`` pixels. EXIF orientation is not applied. Grey is repeated over the
+        channels, alpha is dropped, 16-bit grey keeps its high byte.
+        """
+
+
+def is_jpeg(data: bytes) -> bool:
+    """Tell whether the data starts like a JPEG file."""
+    return data[:3] == b"\xff\xd8\xff"
+
+
+class PillowDecoder:
+    """Pillow: every format; scaled decode through ``Image.draft``."""
+
+    name = "pillow"
+    strict = False
+    scales_jpeg = True
+
+    def size(self, data: bytes) -> tuple[int, int]:
+        """See :meth:`Decoder.size`."""
+        with _opened(data) as image:
+            return image.height, image.width
+
+    def decode(self, data: bytes, *, scale: Scale = 1) -> Pixels:
+        """See :meth:`Decoder.decode`."""
+        with _opened(data) as image:
+            full = image.width
+            if scale > 1 and image.format in ("JPEG", "MPO"):
+                image.draft(None, (max(1, image.width // scale), max(1, image.height // scale)))
+            left = scale // max(1, round(full / image.width))
+            rgb = _to_rgb(image)
+            return np.array(rgb.reduce(left) if left > 1 else rgb)
+
+
+class SimpleJpegDecoder:
+    """simplejpeg: libjpeg-turbo, strict."""
+
+    name = "simplejpeg"
+    strict = True
+    scales_jpeg = True
+
+    def __init__(self) -> None:
+        import simplejpeg
+
+        self._header: Callable[..., tuple[int, int, str, str]] = simplejpeg.decode_jpeg_header
+        self._decode: Callable[..., Pixels] = simplejpeg.decode_jpeg
+        self._others = PillowDecoder()
+
+    def size(self, data: bytes) -> tuple[int, int]:
+        """See :meth:`Decoder.size`."""
+        header = self._read_header(data)
+        return self._others.size(data) if header is None else header[:2]
+
+    def decode(self, data: bytes, *, scale: Scale = 1) -> Pixels:
+        """See :meth:`Decoder.decode`."""
+        header = self._read_header(data)
+        if header is None or header[2] not in ("RGB", "YCbCr", "Gray"):
+            return self._others.decode(data, scale=scale)
+        if scale == 1:
+            return self._decode(data)
+        height, width, _ = header
+        # The smallest picture that is no smaller than this is exactly the one asked for.
+        return self._decode(
+            data, min_height=-(-height // scale), min_width=-(-width // scale), min_factor=scale
+        )
+
+    def _read_header(self, data: bytes) -> tuple[int, int, str] | None:
+        """Return height, width and colour space; None for what Pillow has to judge."""
+        if not is_jpeg(data):
+            return None
+        try:
+            return self._header(data)[:3]
+        except (KeyError, ValueError):
+            # Damaged, or one of the rare subsamplings that simplejpeg has no name for (a KeyError
+            # for 4:4:1) or TurboJPEG refuses: Pillow decodes it, or says what is wrong.
+            return None
+
+
+class TorchCodecDecoder:
+    """TorchCodec: libjpeg-turbo behind a torch operator."""
+
+    name = "torchcodec"
+    strict = False
+    scales_jpeg = False
+
+    def __init__(self) -> None:
+        from torchcodec.decoders import decode_jpeg
+
+        self._decode: Callable[..., Any] = decode_jpeg
+        self._others = PillowDecoder()
+
+    def size(self, data: bytes) -> tuple[int, int]:
+        """See :meth:`Decoder.size`."""
+        return self._others.size(data)
+
+    def decode(self, data: bytes, *, scale: Scale = 1) -> Pixels:
+        """See :meth:`Decoder.decode`."""
+        import torch
+
+        if not _is_rgb_jpeg(data):
+            return self._others.decode(data, scale=scale)
+        try:
+            # A bytearray, because torch warns about memory that it must not write to.
+            image = self._decode(torch.frombuffer(bytearray(data), dtype=torch.uint8), mode="RGB")
+        except RuntimeError as error:
+            raise ValueError(str(error).partition("\n")[0]) from error
+        return _reduced(np.ascontiguousarray(image.permute(1, 2, 0).numpy()), scale)
+
+
+class OpenCvDecoder:
+    """OpenCV: libjpeg-turbo behind ``imdecode``."""
+
+    name = "opencv"
+    strict = False
+    scales_jpeg = True
+
+    def __init__(self) -> None:
+        import cv2
+
+        self._cv2 = cv2
+        self._others = PillowDecoder()
+        self._flags = {
+            1: cv2.IMREAD_COLOR,
+            2: cv2.IMREAD_REDUCED_COLOR_2,
+            4: cv2.IMREAD_REDUCED_COLOR_4,
+            8: cv2.IMREAD_REDUCED_COLOR_8,
+        }
+
+    def size(self, data: bytes) -> tuple[int, int]:
+        """See :meth:`Decoder.size`."""
+        return self._others.size(data)
+
+    def decode(self, data: bytes, *, scale: Scale = 1) -> Pixels:
+        """See :meth:`Decoder.decode`."""
+        if not _is_rgb_jpeg(data):
+            return self._others.decode(data, scale=scale)
+        flags = self._flags[scale] | self._cv2.IMREAD_IGNORE_ORIENTATION
+        try:
+            image = self._cv2.imdecode(np.frombuffer(data, np.uint8), flags)
+        except self._cv2.error as error:
+            raise ValueError(f"OpenCV refused it: {error}") from error
+        if image is None:
+            raise ValueError("OpenCV could not decode it: it is truncated or damaged")
+        rgb: Pixels = self._cv2.cvtColor(image, self._cv2.COLOR_BGR2RGB, dst=image)
+        return rgb
+
+
+_LOADERS: dict[str, Callable[[], Decoder]] = {
+    "simplejpeg": SimpleJpegDecoder,
+    "torchcodec": TorchCodecDecoder,
+    "opencv": OpenCvDecoder,
+    "pillow": PillowDecoder,
+}
+
+
+@functools.cache
+def choose_decoder(name: DecoderName = "auto") -> Decoder:
+    """Return the decoder of this name, or the first that can be loaded here.
+
+    Args:
+        name: ``"auto"`` tries simplejpeg, torchcodec, opencv and pillow in this order; the decoder
+            returned says in ``name`` which one it is.
+
+    Returns:
+        One decoder per name and process.
+
+    Raises:
+        OptionsError: If the name is unknown, or the library named cannot be loaded.
+    """
+    if name != "auto":
+        if name not in _LOADERS:
+            raise OptionsError(
+                f"Unknown decoder {name!r}; choose one of {', '.join(get_args(DecoderName))}."
+            )
+        try:
+            return _LOADERS[name]()
+        except (ImportError, OSError, RuntimeError) as error:
+            raise OptionsError(
+                f"The decoder {name!r} cannot be loaded here: {error}. "
+                f'Install the library, or use decoder="auto" to take what is there.'
+            ) from error
+    for load in _LOADERS.values():
+        try:
+            return load()
+        except (ImportError, OSError, RuntimeError):
+            # OSError and RuntimeError: TorchCodec is installed but its libraries do not load.
+            continue
+    raise OptionsError("No image decoder can be loaded. Install one: pip install simplejpeg")
+
+
+@contextmanager
+def _opened(data: bytes) -> Iterator[Image.Image]:
+    """Open with Pillow; whatever it raises for bad data becomes a ``ValueError`` with the reason.
+
+    Pillow's parsers let through what they met: OSError, SyntaxError, struct.error, zlib.error,
+    EOFError, IndexError, DecompressionBombError and more, hence the wide net.
+    """
+    from PIL import Image, UnidentifiedImageError
+
+    if not data:
+        raise ValueError("the file is empty")
+    try:
+        with Image.open(io.BytesIO(data)) as image:
+            yield image
+    except MemoryError:
+        raise
+    except UnidentifiedImageError as error:
+        start = data[:8].hex(" ")
+        raise ValueError(f"it is not an image that Pillow knows (starts with {start})") from error
+    except Image.DecompressionBombError as error:
+        raise ValueError(f"{error} Pillow's own limit is PIL.Image.MAX_IMAGE_PIXELS.") from error
+    except Exception as error:
+        raise ValueError(str(error) or type(error).__name__) from error
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    """Convert as ``ImageFolder`` does, except where that would burn the picture to white."""
+    from PIL import Image
+
+    if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG"):
+        # Pillow clips 16 bits at 255. The high byte is what OpenCV keeps, and what Pillow itself
+        # keeps of 16-bit colour.
+        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
+    if image.mode in ("I", "F"):
+        raise ValueError(
+            f"its pixels are of mode {image.mode!r}, whose range no file states; "
+            "save it with 8 or 16 bits per channel"
+        )
+    return image.convert("RGB")
+
+
+def _is_rgb_jpeg(data: bytes) -> bool:
+    """Tell whether this is a JPEG that every libjpeg-turbo converts to RGB in the same way."""
+    if not is_jpeg(data):
+        return False
+    with _opened(data) as image:
+        return image.mode in ("RGB", "L")
+
+
+def _reduced(pixels: Pixels, scale: int) -> Pixels:
+    if scale == 1:
+        return pixels
+    from PIL import Image
+
+    return np.array(Image.fromarray(pixels).reduce(scale))

@@ -1,0 +1,229 @@
+"""A folder of images as a dataset of uint8 samples of one size, ready for a batch slot."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from lightning_fastdata.errors import BatchError
+from lightning_fastdata.images.crops import CropRule, keyed_uniform
+from lightning_fastdata.images.decoders import choose_decoder
+from lightning_fastdata.images.index import scan_folder
+from lightning_fastdata.images.reading import MAX_PIXELS, open_image
+from lightning_fastdata.images.resample import plan_resample, render, settle_resample
+from lightning_fastdata.types import SampleKey
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from lightning_fastdata.images.crops import Crop
+    from lightning_fastdata.images.decoders import Decoder, DecoderName, Pixels
+    from lightning_fastdata.images.resample import Resample
+
+
+class FastImageFolder(Dataset[tuple[torch.Tensor, int]]):
+    """Images in one folder per class, decoded, cropped and resized to uint8 ``[size, size, 3]``.
+
+    Classes, their numbers and the order of the samples are those of torchvision's ``ImageFolder``.
+    ``dataset[i]`` is ``(image, target)``: a contiguous uint8 tensor, height x width x RGB, and the
+    class number. Height first and channels last is how images are decoded and how the transforms
+    on the device want them; a model that wants float channels first gets it there
+    (``images.permute(0, 3, 1, 2).float().div(255)``, or ``ToTensorV2`` on the device).
+
+    The random part of a sample depends on (``seed``, epoch, index) and nothing else: not on the
+    worker, the thread, the batch size or what was read before. :meth:`set_epoch` says which epoch
+    it is, also to the worker processes of torch's ``DataLoader``, persistent or not; if nobody
+    calls it, every epoch draws the same crops. Whoever knows better passes a key to
+    :meth:`write_into`.
+
+    Any number of threads may read from one instance. OpenCV and torch may use threads of their own
+    for a single picture; in side processes set both to one (``cv2.setNumThreads(0)``,
+    ``torch.set_num_threads(1)``), as torch's ``DataLoader`` does for torch.
+
+    Args:
+        root: Folder with one sub-folder per class.
+        size: Height and width of a sample in pixels.
+        crop: ``"random_resized"`` for training: a box of random area and shape. ``"center"`` for
+            validation: shorter side to ``resize``, then the centre. ``"stretch"``: the whole
+            picture, whatever its shape.
+        scale: Smallest and largest share of the area of a random box.
+        ratio: Smallest and largest width / height of a random box.
+        horizontal_flip: Probability of mirroring left to right. Default: never.
+        resize: Length of the shorter side before the centre is cut; None: 8/7 of ``size`` (256 for
+            224).
+        resample: ``"auto"``: fast for random crops, exactly torchvision's antialiased resize for
+            the others; ``"exact"``, ``"linear"`` and ``"area"``: see
+            :data:`lightning_fastdata.images.resample.Resample`.
+        seed: Of the random crops and flips.
+        decoder: ``"auto"`` takes the first of simplejpeg, torchcodec, opencv and pillow that can
+            be loaded; :attr:`decoder` says which.
+        max_pixels: Height x width above which a file is refused before it is decoded.
+        apply_exif_orientation: Turn pictures as their EXIF tag says. Default: as stored, like
+            ``ImageFolder``.
+        is_valid_file: Which paths belong to the dataset; None: ``ImageFolder``'s extensions.
+        allow_empty: Whether a class may have no files.
+
+    Raises:
+        OptionsError: If an option has an impossible value.
+        FolderError: If there are no classes or a class has no files; it is both a
+            ``DatasetError`` and a ``FileNotFoundError``.
+
+    Example:
+        >>> train = FastImageFolder("photos/train", size=224, horizontal_flip=0.5)  # doctest: +SKIP
+        >>> val = FastImageFolder("photos/val", size=224, crop="center")  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        size: int,
+        crop: Crop = "random_resized",
+        scale: tuple[float, float] = (0.08, 1.0),
+        ratio: tuple[float, float] = (3 / 4, 4 / 3),
+        horizontal_flip: float = 0.0,
+        resize: int | None = None,
+        resample: Resample = "auto",
+        seed: int = 0,
+        decoder: DecoderName = "auto",
+        max_pixels: int = MAX_PIXELS,
+        apply_exif_orientation: bool = False,
+        is_valid_file: Callable[[str], bool] | None = None,
+        allow_empty: bool = False,
+    ) -> None:
+        self.rule = CropRule(
+            size=size,
+            crop=crop,
+            scale=scale,
+            ratio=ratio,
+            horizontal_flip=horizontal_flip,
+            resize=resize,
+        )
+        self.resample = settle_resample(resample, crop)
+        self.root = os.path.expanduser(os.fspath(root))  # noqa: PTH111  # as ImageFolder spells it
+        self.seed = seed
+        # Shared memory, so that workers that outlive an epoch see the next one.
+        self._epoch = torch.zeros(1, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+        self._decoder_name = decoder
+        choose_decoder(decoder)  # a decoder that is not there is told now, not in a worker
+        self._max_pixels = max_pixels
+        self._apply_exif_orientation = apply_exif_orientation
+        self.classes, self.class_to_idx, self.index = scan_folder(
+            self.root, is_valid_file=is_valid_file, allow_empty=allow_empty
+        )
+        self._samples: list[tuple[str, int]] | None = None
+
+    @property
+    def decoder(self) -> Decoder:
+        """The decoder in use in this process; ``decoder.name`` names it."""
+        return choose_decoder(self._decoder_name)
+
+    @property
+    def sample_shape(self) -> tuple[int, int, int]:
+        """Shape of one sample, ``(size, size, 3)``; its dtype is uint8."""
+        return (self.rule.size, self.rule.size, 3)
+
+    @property
+    def samples(self) -> list[tuple[str, int]]:
+        """``(path, class number)`` of every sample, as ``ImageFolder`` has it.
+
+        Unpacked on first use and kept; changing the list does not change the dataset (pass
+        ``is_valid_file`` to leave files out).
+        """
+        if self._samples is None:
+            self._samples = self.index.samples()
+        return self._samples
+
+    @property
+    def imgs(self) -> list[tuple[str, int]]:
+        """The same list as :attr:`samples`."""
+        return self.samples
+
+    @property
+    def targets(self) -> list[int]:
+        """Class number of every sample."""
+        targets: list[int] = self.index.targets.tolist()
+        return targets
+
+    def set_epoch(self, epoch: int) -> None:
+        """Draw the random crops and flips of this epoch (counted from 0) from now on."""
+        self._epoch[0] = epoch
+
+    @property
+    def epoch(self) -> int:
+        """The epoch whose random crops and flips are drawn."""
+        return int(self._epoch[0])
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        """Return ``(image, target)``: uint8 ``[size, size, 3]`` and the class number.
+
+        Raises:
+            DatasetError: If the file cannot be read or decoded; the message names it.
+            IndexError: If there is no such sample.
+        """
+        out = np.empty(self.sample_shape, np.uint8)
+        target = self.write_into(index, out)
+        return torch.from_numpy(out), target
+
+    def write_into(self, index: int, out: Pixels, *, key: SampleKey | None = None) -> int:
+        """Write sample ``index`` into ``out`` and return its class number.
+
+        Args:
+            index: Of the sample; negative counts from the end.
+            out: ``[size, size, 3]`` uint8, C-contiguous, writable, such as one row of a batch.
+                Its contents are undefined if an error is raised.
+            key: What the random part depends on; None: this dataset's seed and epoch, and
+                ``index``.
+
+        Raises:
+            DatasetError: If the file cannot be read or decoded; the message names it.
+            BatchError: If ``out`` has another shape, dtype or layout.
+            IndexError: If there is no such sample.
+        """
+        count = len(self.index)
+        if not -count <= index < count:
+            raise IndexError(f"There is no sample {index}: the dataset has {count}.")
+        index = int(index) % count
+        self._check_out(out)
+        image = open_image(
+            self.index.path(index),
+            decoder=self.decoder,
+            max_pixels=self._max_pixels,
+            apply_exif_orientation=self._apply_exif_orientation,
+        )
+        uniform = keyed_uniform(key or SampleKey(self.seed, self.epoch, index))
+        placement = self.rule.place(image.height, image.width, uniform)
+        plan = plan_resample(placement, self.resample, scalable=image.scalable)
+        render(image, placement, plan, out)
+        return int(self.index.targets[index])
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The unpacked list is what makes other datasets expensive to send to workers.
+        return {**self.__dict__, "_samples": None}
+
+    def __repr__(self) -> str:
+        return (
+            f"FastImageFolder({self.root!r}, {len(self)} images, {len(self.classes)} classes, "
+            f"size={self.rule.size}, crop={self.rule.crop!r}, resample={self.resample!r}, "
+            f"decoder={self.decoder.name!r})"
+        )
+
+    def _check_out(self, out: Pixels) -> None:
+        if (
+            out.shape != self.sample_shape
+            or out.dtype != np.uint8
+            or not out.flags.c_contiguous
+            or not out.flags.writeable
+        ):
+            raise BatchError(
+                f"write_into needs a writable, C-contiguous uint8 array of shape "
+                f"{self.sample_shape}; it got {out.dtype} {out.shape} with strides {out.strides}, "
+                f"writable: {out.flags.writeable}."
+            )

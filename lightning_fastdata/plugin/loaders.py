@@ -1,0 +1,116 @@
+"""One loader of a data module: the look at its dataset, its plan, and its construction."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
+
+from lightning_fastdata.errors import DatasetError
+from lightning_fastdata.host.cpu import read_cpu_limit
+from lightning_fastdata.host.memory import read_host_memory
+from lightning_fastdata.loading.keyed import fetches_in_batches
+from lightning_fastdata.loading.loader import FastDataLoader
+from lightning_fastdata.loading.options import LoaderOptions, LoaderPlan, plan_loader
+from lightning_fastdata.loading.order import ShuffleSampler, dataset_length
+from lightning_fastdata.loading.probe import probe_sample, sample_bytes
+
+if TYPE_CHECKING:
+    from lightning_fastdata.augment.transform import BatchTransform
+    from lightning_fastdata.types import Stage
+
+_NEEDS_WORKERS = ("prefetch_factor", "persistent_workers", "multiprocessing_context")
+_REPLACED_BY_BATCH_SAMPLER = ("batch_size", "sampler", "drop_last")
+
+
+def checked_sample(
+    dataset: Dataset[Any], name: str, transforms: Sequence[BatchTransform], *, read: bool
+) -> Any:
+    """Return a sample of the dataset that suits the transforms, or None if none may be read.
+
+    Args:
+        dataset: The dataset of one loader.
+        name: How the user knows it.
+        transforms: What will run on its samples.
+        read: Whether to read a sample, or only to look at the length.
+
+    Raises:
+        DatasetError: The dataset is empty, or its first sample cannot be read.
+        BatchError: The sample lacks what a transform needs.
+    """
+    if not read:
+        if dataset_length(dataset) == 0:
+            raise DatasetError(f"{name} returned an empty {type(dataset).__name__} (length 0).")
+        return None
+    sample = probe_sample(dataset, name)
+    if sample is not None:
+        for transform in transforms:
+            transform.check_sample(sample)
+    return sample
+
+
+def plan_for(
+    dataset: Dataset[Any],
+    *,
+    options: LoaderOptions,
+    stage: Stage,
+    sample: Any,
+    batch_size: int,
+    accelerator: str,
+    local_ranks: int,
+) -> LoaderPlan:
+    """Read what the plan of a loader rests on, and make the plan.
+
+    Args:
+        dataset: The dataset to load.
+        options: What the user set.
+        stage: What the loader is for.
+        sample: A sample of the dataset; None if unknown.
+        batch_size: Samples in one batch of this rank.
+        accelerator: ``"cpu"``, ``"cuda"`` or another device type.
+        local_ranks: Training processes that share this host.
+    """
+    return plan_loader(
+        options,
+        stage=stage,
+        cpu=read_cpu_limit(local_ranks=local_ranks),
+        memory=read_host_memory(),
+        accelerator=accelerator,
+        sample_bytes=None if sample is None else sample_bytes(sample),
+        batch_size=batch_size,
+        dataset_length=dataset_length(dataset),
+        iterable=isinstance(dataset, IterableDataset),
+        batched_fetch=fetches_in_batches(dataset) or isinstance(dataset, TensorDataset),
+        in_memory=isinstance(dataset, TensorDataset),
+    )
+
+
+def build_loader(
+    dataset: Dataset[Any],
+    *,
+    stage: Stage,
+    plan: LoaderPlan,
+    settings: Mapping[str, Any],
+    overrides: Mapping[str, Any],
+) -> FastDataLoader:
+    """Return the loader; a sharing strategy that was planned is set for the whole process.
+
+    Args:
+        dataset: The dataset to load.
+        stage: Training is shuffled, by the seed in ``settings``.
+        plan: The settings that were chosen for this machine.
+        settings: Further arguments of :class:`FastDataLoader`.
+        overrides: Arguments that win over all others; what they exclude is left out.
+    """
+    if plan.sharing_strategy is not None:
+        torch.multiprocessing.set_sharing_strategy(plan.sharing_strategy)  # type: ignore[no-untyped-call]
+    arguments = {**settings, **plan.dataloader_kwargs(), "worker_nice": plan.worker_nice}
+    if stage == "train" and not isinstance(dataset, IterableDataset):
+        arguments["sampler"] = ShuffleSampler(cast("Any", dataset), settings["seed"])
+    excluded = _REPLACED_BY_BATCH_SAMPLER if "batch_sampler" in overrides else ()
+    if overrides.get("num_workers") == 0:
+        excluded = (*excluded, *_NEEDS_WORKERS)
+    arguments = {name: value for name, value in arguments.items() if name not in excluded}
+    return FastDataLoader(dataset, **{**arguments, **overrides})

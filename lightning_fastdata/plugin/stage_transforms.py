@@ -1,0 +1,105 @@
+"""The transforms of each stage, in the order in which they run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, cast
+
+from lightning_fastdata.augment.transform import as_batch_transform
+from lightning_fastdata.errors import TransformError
+from lightning_fastdata.types import STAGES, Stage
+
+if TYPE_CHECKING:
+    from lightning_fastdata.augment.transform import BatchTransform
+
+
+class StageTransforms:
+    """What was registered for each stage; an Albumentations pipeline is always the first.
+
+    Args:
+        augment: A transform for training, or a dict with stages as keys, or None.
+        image: Where the image is in a sample; see :func:`as_batch_transform`.
+        mask: Where the mask is.
+
+    Raises:
+        TransformError: As :meth:`register`.
+    """
+
+    def __init__(self, augment: Any, *, image: str | int | None, mask: str | int | None) -> None:
+        self._image, self._mask = image, mask
+        self._of: dict[Stage, list[BatchTransform]] = {stage: [] for stage in STAGES}
+        for stage, transform in _by_stage(augment).items():
+            self.register(transform, stage)
+
+    def __getitem__(self, stage: Stage) -> list[BatchTransform]:
+        """Return the transforms of a stage in their order."""
+        return self._of[stage]
+
+    def worker_part(self, stage: Stage) -> BatchTransform | None:
+        """Return the transform of a stage that starts in the workers, if there is one."""
+        registered = self._of[stage]
+        return registered[0] if registered and registered[0].starts_in_worker else None
+
+    def run_on_device(self, stage: Stage, *, pipeline: bool) -> bool:
+        """Return whether anything of a stage runs on the device.
+
+        Args:
+            stage: The stage.
+            pipeline: Whether an Albumentations pipeline would run there.
+        """
+        return any(pipeline or not made.starts_in_worker for made in self._of[stage])
+
+    def register(self, transform: Any, stage: Stage) -> Callable[[], None]:
+        """Add a transform to a stage, and return what removes it again.
+
+        Raises:
+            TransformError: The stage does not exist, the transform is of no known kind, or it
+                would be a second Albumentations pipeline or one that comes too late.
+        """
+        if stage not in STAGES:
+            raise TransformError(
+                f"There is no stage {stage!r} to register a transform for; stages are "
+                f"{', '.join(STAGES)}."
+            )
+        made = as_batch_transform(transform, image=self._image, mask=self._mask)
+        registered = self._of[stage]
+        if made.starts_in_worker and registered:
+            raise TransformError(
+                f"The Albumentations pipeline {made.name} was registered for stage {stage!r} after "
+                f"{registered[0].name}. It starts in the workers and has to be the first and only "
+                "one: register it first, or join two pipelines in one Compose."
+            )
+        registered.append(made)
+
+        def remove() -> None:
+            if made in registered:
+                registered.remove(made)
+
+        return remove
+
+    def explain(self, in_workers: str | None) -> list[str]:
+        """Return, for each transform, where each of its operations runs and why.
+
+        Args:
+            in_workers: Why all of an Albumentations pipeline runs in the workers; None if it
+                does not.
+        """
+        return [
+            f"augment, {stage}\n{_explain(made, in_workers)}"
+            for stage, registered in self._of.items()
+            for made in registered
+        ]
+
+
+def _explain(transform: BatchTransform, in_workers: str | None) -> str:
+    if transform.starts_in_worker and in_workers is not None:
+        return f"all of it in the workers, by Albumentations itself: {in_workers}"
+    return transform.explain()
+
+
+def _by_stage(augment: Any) -> dict[Stage, Any]:
+    if augment is None:
+        return {}
+    if isinstance(augment, Mapping):
+        return {cast("Stage", stage): t for stage, t in augment.items() if t is not None}
+    return {"train": augment}

@@ -1,0 +1,254 @@
+"""Mistakes: each is an error of this package, as early as it can be known, that says what to do."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
+
+import copy
+
+import albumentations as A
+import numpy as np
+import pytest
+import torch
+from conformance.pieces import Images, Linear, Pixels, Rows, RowsModule, make_trainer
+from torch.utils.data import Dataset, IterableDataset
+
+from lightning_fastdata import DataThroughputCallback, FastDataModule, LoaderOptions
+from lightning_fastdata.errors import BatchError, DatasetError, OptionsError, TransformError
+
+torch.set_num_threads(1)
+
+FLIP = A.Compose([A.HorizontalFlip()])
+
+
+class Untouched(Linear):
+    """Fails the test if any step runs."""
+
+    def training_step(self, batch, batch_idx):
+        raise AssertionError("a training step ran")
+
+    validation_step = test_step = predict_step = training_step
+
+
+class Samples(Dataset):
+    """The same sample, again and again."""
+
+    def __init__(self, sample):
+        self.sample = sample
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, i):
+        return self.sample
+
+
+class Broken(Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, i):
+        raise KeyError("no such photo")
+
+
+def fit(tmp_path, module, model=None, **trainer):
+    made = make_trainer(tmp_path, **{"num_sanity_val_steps": 0, **trainer})
+    made.fit(model if model is not None else Untouched(), datamodule=module)
+
+
+def test_no_training_dataset(tmp_path):
+    class Nothing(FastDataModule):
+        pass
+
+    message = r"Nothing has no train dataset: train_dataset\(\) returned None. Override it"
+    with pytest.raises(DatasetError, match=message):
+        fit(tmp_path, Nothing())
+
+
+@pytest.mark.parametrize("method", ["validate", "test", "predict"])
+def test_no_dataset_for_the_stage_that_was_asked_for(tmp_path, method):
+    module = FastDataModule.from_datasets(Rows())
+    stage = "val" if method == "validate" else method
+    with pytest.raises(DatasetError, match=rf"no {stage} dataset: {stage}_dataset\(\)"):
+        getattr(make_trainer(tmp_path), method)(Untouched(), datamodule=module)
+
+
+def test_an_empty_dataset(tmp_path):
+    with pytest.raises(DatasetError, match=r"RowsModule.train_dataset\(\) .*empty Rows"):
+        fit(tmp_path, RowsModule(length=0))
+    with pytest.raises(DatasetError, match="empty Rows"):
+        RowsModule(length=0).train_dataloader()
+
+
+def test_loaders_can_be_copied_after_an_error(tmp_path):
+    with pytest.raises(DatasetError):
+        fit(tmp_path, RowsModule(length=0))
+    module = RowsModule(options=LoaderOptions(num_workers=1, persistent_workers=True))
+    loader = module.train_dataloader()
+    next(iter(loader))
+    twin = copy.deepcopy(loader)
+    assert len(list(twin)) == len(loader)
+    for each in (loader, twin):
+        each.close()
+        assert each._iterator is None
+
+
+def test_an_empty_list_of_datasets(tmp_path):
+    with pytest.raises(DatasetError, match=r"no train dataset: .*returned \[\]"):
+        fit(tmp_path, FastDataModule.from_datasets([]))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_dataset_that_raises_is_named_with_its_cause(tmp_path, workers):
+    module = FastDataModule.from_datasets(Broken(), options=LoaderOptions(num_workers=workers))
+    with pytest.raises(
+        DatasetError, match=r"sample 0 of .*Broken.*KeyError.*no such photo"
+    ) as info:
+        fit(tmp_path, module)
+    assert isinstance(info.value.__cause__, KeyError)
+
+
+@pytest.mark.parametrize(
+    ("sample", "said"),
+    [
+        ((torch.zeros(4), 1), r"No image was found in \(tensor\[float32: 4\]"),
+        ({"photo": np.zeros((4, 4, 3), np.uint8)}, r"No image was found in \{'photo'"),
+        ((np.zeros((4, 4, 3), np.float64), 1), r"array\[float64: 4, 4, 3\]"),
+        ({"image": np.zeros((4, 4, 3), np.int64)}, r"array\[int64: 4, 4, 3\]. Expected uint8"),
+        ({"image": np.zeros((2, 4, 4, 3), np.uint8)}, "2 or 3 dimensions per sample"),
+        ({"image": "photo.jpg"}, "The image is str. Expected a PIL image"),
+        (torch.zeros(3, 4, 4, dtype=torch.float16), "float16"),
+    ],
+)
+def test_a_sample_without_a_usable_image_for_a_pipeline(tmp_path, sample, said):
+    for place in ("gpu", "cpu"):
+        module = FastDataModule.from_datasets(Samples(sample), augment=FLIP, augment_on=place)
+        with pytest.raises(BatchError, match=said):
+            fit(tmp_path, module)
+
+
+@pytest.mark.parametrize("name", ["image", "mask"])
+def test_a_field_that_does_not_exist(tmp_path, name):
+    module = FastDataModule.from_datasets(Images(), augment=FLIP, **{name: "photo"})
+    with pytest.raises(BatchError, match=rf"no field 'photo' \(given as {name}=\)"):
+        fit(tmp_path, module)
+
+
+def test_a_stream_without_images_fails_at_its_first_batch(tmp_path):
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter([(torch.zeros(4), 1)])
+
+    module = FastDataModule.from_datasets(
+        Stream(), augment=FLIP, augment_on="gpu", options=LoaderOptions(num_workers=0)
+    )
+    with pytest.raises(BatchError, match="No image was found"):
+        fit(tmp_path, module)
+
+
+def test_a_callback_pipeline_for_foreign_batches_without_images(tmp_path):
+    trainer = make_trainer(
+        tmp_path, callbacks=[DataThroughputCallback(augment=FLIP, summary=False, report=False)]
+    )
+    with pytest.raises(BatchError, match="No image was found"):
+        trainer.fit(Untouched(), torch.utils.data.DataLoader(Rows(8), batch_size=4))
+
+
+def test_images_of_different_sizes_name_the_sizes(tmp_path):
+    class Different(Dataset):
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, i):
+            return np.zeros((4 + i, 4, 3), np.uint8), i
+
+    module = FastDataModule.from_datasets(
+        Different(), batch_size=4, augment=FLIP, options=LoaderOptions(num_workers=0)
+    )
+    for place in ("gpu", "cpu"):
+        module.augment_on = place
+        with pytest.raises(BatchError, match=r"Shapes found: .*Resize or a crop"):
+            fit(tmp_path, module)
+
+
+@pytest.mark.parametrize("value", [0, -1, True, "8", 2.0, None])
+def test_impossible_batch_sizes(value):
+    with pytest.raises(OptionsError, match="whole number of at least 1"):
+        FastDataModule(batch_size=value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"guard": "stop"}, "guard='stop' is not one of 'accumulate'"),
+        ({"augment_on": "tpu"}, "augment_on='tpu' is not one of 'auto', 'gpu', 'cpu'"),
+        ({"options": {"num_workers": 2}}, r"is a dict; pass LoaderOptions\(...\)"),
+    ],
+)
+def test_impossible_arguments(arguments, said):
+    with pytest.raises(OptionsError, match=said):
+        FastDataModule(**arguments)
+
+
+@pytest.mark.parametrize("make", [FastDataModule, FastDataModule.from_datasets, LoaderOptions])
+def test_unknown_option_names_are_named(make):
+    with pytest.raises(TypeError, match="num_worker"):
+        make(num_worker=2)
+
+
+@pytest.mark.parametrize("stage", ["fit", "training", "sanity"])
+def test_a_transform_for_a_stage_that_does_not_exist(stage):
+    for attempt in (
+        lambda: FastDataModule(augment={stage: FLIP}),
+        lambda: FastDataModule().register_transform(FLIP, stage=stage),
+    ):
+        with pytest.raises(TransformError, match=f"no stage '{stage}'.*train, val, test, predict"):
+            attempt()
+
+
+@pytest.mark.parametrize("first", [FLIP, lambda batch: batch], ids=["pipeline", "callable"])
+def test_a_pipeline_that_would_not_come_first(tmp_path, first):
+    module = RowsModule(augment=first)
+    with pytest.raises(TransformError, match="join two pipelines in one Compose"):
+        module.register_transform(A.Compose([A.VerticalFlip()]))
+    callback = DataThroughputCallback(augment=FLIP, summary=False, report=False)
+    with pytest.raises(TransformError, match="join two pipelines in one Compose"):
+        fit(tmp_path, module, callbacks=[callback])
+
+
+@pytest.mark.parametrize("value", ["flip", 3, A.HorizontalFlip, A.Compose, [A.HorizontalFlip()]])
+def test_what_is_not_a_transform(value):
+    for attempt in (
+        lambda: FastDataModule(augment=value),
+        lambda: FastDataModule().register_transform(value),
+        lambda: DataThroughputCallback(augment=value),
+    ):
+        with pytest.raises(TransformError, match="cannot transform a batch"):
+            attempt()
+
+
+def test_a_transform_that_forgets_to_return(tmp_path):
+    def forgets(batch):
+        batch[0].mul_(2)
+
+    for image in (None, 0):
+        module = RowsModule(augment=forgets, image=image)
+        if image is not None:
+            module = FastDataModule.from_datasets(Images(), augment=forgets, image=image)
+        with pytest.raises(BatchError, match="forgets returned None"):
+            fit(tmp_path, module, limit_val_batches=0)
+
+
+def test_a_collate_fn_that_loses_the_images(tmp_path):
+    module = FastDataModule.from_datasets(
+        Images(),
+        batch_size=4,
+        augment=A.Compose([A.HorizontalFlip(p=1)]),
+        augment_on="gpu",
+        collate_fn=lambda samples: {"labels": [label for _, label in samples]},
+        options=LoaderOptions(num_workers=0),
+    )
+    with pytest.raises(BatchError, match="No image was found"):
+        fit(tmp_path, module, Pixels())

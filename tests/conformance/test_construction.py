@@ -1,0 +1,272 @@
+"""Construction: by hand, from a checkpoint, for either package name."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
+
+import copy
+import pickle
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import yaml
+from conformance.pieces import Linear, Rows, RowsModule, make_trainer
+from lightning.pytorch.loggers import CSVLogger
+
+from lightning_fastdata import FastDataModule, LoaderOptions
+from lightning_fastdata.plugin.hooks import HOOKS
+
+torch.set_num_threads(1)
+
+# -- by hand ---------------------------------------------------------------------------------------
+
+
+class Reluctant(RowsModule):
+    """Notes each call of a dataset method."""
+
+    def __init__(self, *args, **arguments):
+        super().__init__(*args, **arguments)
+        self.calls = []
+
+    def train_dataset(self):
+        self.calls.append("train")
+        return super().train_dataset()
+
+
+def test_row_39_printing_and_copying_calls_no_dataset_method():
+    module = Reluctant()
+    repr(module)
+    for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert (twin.batch_size, twin.calls) == (module.batch_size, [])
+    assert module.calls == []
+    assert module.trainer is None
+
+
+def test_row_39_the_text_of_a_module_starts_no_process_and_leaves_the_random_state():
+    children, state = psutil.Process().children(), torch.get_rng_state()
+    module = RowsModule(options=LoaderOptions(num_workers=2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of more workers than CPUs
+        assert "Train dataloader" in str(module)
+    assert psutil.Process().children() == children
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_row_39_loaders_work_without_a_trainer():
+    module = RowsModule(8, options=LoaderOptions(num_workers=0))
+    ids = [int(i) for _, batch in module.train_dataloader() for i in batch]
+    assert sorted(ids) == list(range(32))
+    assert ids != list(range(32))
+    assert [int(i) for _, batch in module.val_dataloader() for i in batch] == list(range(16))
+    assert module.trainer is None
+
+
+def test_row_39_from_datasets_keeps_the_datasets_and_the_subclass():
+    train, val = Rows(8), Rows(4)
+    module = RowsModule.from_datasets(train, val, batch_size=2, seed=3)
+    assert type(module) is RowsModule
+    assert module.train_dataset() is train
+    assert module.val_dataset() is val
+    assert len(module.test_dataset()) == 16  # of the subclass
+    assert (module.batch_size, module.seed) == (2, 3)
+
+
+def test_the_sharing_strategy_that_was_planned_is_set(tmp_path):
+    before = torch.multiprocessing.get_sharing_strategy()
+    try:
+        torch.multiprocessing.set_sharing_strategy("file_descriptor")
+        RowsModule().train_dataloader()
+        assert torch.multiprocessing.get_sharing_strategy() == "file_descriptor"
+        RowsModule(options=LoaderOptions(sharing_strategy="file_system")).train_dataloader()
+        assert torch.multiprocessing.get_sharing_strategy() == "file_system"
+    finally:
+        torch.multiprocessing.set_sharing_strategy(before)
+
+
+class Strategy(Rows):
+    def __getitem__(self, i):
+        return float(torch.multiprocessing.get_sharing_strategy() == "file_system")
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_workers_share_as_their_parent_does_however_they_are_started(start):
+    before = torch.multiprocessing.get_sharing_strategy()
+    options = LoaderOptions(
+        num_workers=1, multiprocessing_context=start, sharing_strategy="file_system"
+    )
+    try:
+        module = FastDataModule.from_datasets(Strategy(2), batch_size=2, options=options)
+        (batch,) = list(module.train_dataloader())
+        assert batch.tolist() == [1, 1]
+    finally:
+        torch.multiprocessing.set_sharing_strategy(before)
+
+
+class Hooked(Linear):
+    """Has all three transfer hooks."""
+
+    def __init__(self):
+        super().__init__()
+        self.ran = set()
+
+    def on_before_batch_transfer(self, batch, dataloader_idx):
+        self.ran.add("on_before_batch_transfer")
+        return batch
+
+    def transfer_batch_to_device(self, batch, device, dataloader_idx):
+        self.ran.add("transfer_batch_to_device")
+        return super().transfer_batch_to_device(batch, device, dataloader_idx)
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        self.ran.add("on_after_batch_transfer")
+        return batch
+
+
+def shared_hook_warnings(tmp_path, module):
+    from lightning.pytorch.trainer.connectors.data_connector import warning_cache
+
+    warning_cache.clear()  # Lightning warns once per process
+    model = Hooked()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        make_trainer(tmp_path, limit_val_batches=0).fit(model, datamodule=module)
+    assert model.ran >= {"transfer_batch_to_device"}
+    return {
+        name
+        for name in HOOKS
+        for warning in caught
+        if str(warning.message).startswith(f"You have overridden `{name}` in both")
+    }
+
+
+def test_lightning_does_not_warn_of_hooks_that_run_nevertheless(tmp_path):
+    assert shared_hook_warnings(tmp_path, RowsModule()) == set()
+
+
+def test_lightning_warns_of_hooks_that_a_subclass_may_have_silenced(tmp_path):
+    class Own(RowsModule):
+        def on_after_batch_transfer(self, batch, dataloader_idx):
+            return batch
+
+    assert shared_hook_warnings(tmp_path, Own()) == {"on_after_batch_transfer"}
+
+
+# -- hyperparameters -------------------------------------------------------------------------------
+
+
+class Saves(RowsModule):
+    def __init__(self, batch_size: int = 8, length: int = 32, seed: int | None = None):
+        super().__init__(batch_size, length, seed=seed, options=LoaderOptions(num_workers=0))
+        self.save_hyperparameters()
+
+
+class SavesToo(Linear):
+    def __init__(self, batch_size: int = 8):
+        super().__init__()
+        self.save_hyperparameters()
+
+
+def test_row_41_a_module_comes_back_from_a_checkpoint(tmp_path):
+    trainer = make_trainer(tmp_path)
+    trainer.fit(Linear(), datamodule=Saves(4, length=16, seed=3))
+    path = tmp_path / "last.ckpt"
+    trainer.save_checkpoint(path)
+    module = Saves.load_from_checkpoint(path)
+    assert (module.batch_size, module.length, module.seed) == (4, 16, 3)
+    assert dict(module.hparams) == {"batch_size": 4, "length": 16, "seed": 3}
+    assert Saves.load_from_checkpoint(path, batch_size=2).batch_size == 2
+
+
+def test_row_41_equal_hyperparameters_of_model_and_module_are_logged_once(tmp_path):
+    trainer = make_trainer(tmp_path, logger=CSVLogger(tmp_path))
+    trainer.fit(SavesToo(4), datamodule=Saves(4))
+    trainer.logger.save()
+    written = yaml.safe_load((Path(trainer.log_dir) / "hparams.yaml").read_text())
+    assert written == {"batch_size": 4, "length": 32, "seed": None}
+
+
+def test_row_41_hyperparameters_that_differ_are_lightnings_clear_error(tmp_path):
+    trainer = make_trainer(tmp_path, logger=CSVLogger(tmp_path))
+    with pytest.raises(RuntimeError, match=r"batch_size.*different values"):
+        trainer.fit(SavesToo(4), datamodule=Saves(8))
+
+
+# -- both package names ----------------------------------------------------------------------------
+
+TWIN = """
+import os, sys
+os.environ["NO_ALBUMENTATIONS_UPDATE"] = "1"
+import albumentations as A
+import numpy as np
+import torch
+{imports}
+
+class Images(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+    def __getitem__(self, i):
+        return np.full((4, 4, 3), i, np.uint8), i
+
+class Model(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+        self.seen = []
+    def training_step(self, batch, batch_idx):
+        x, i = batch
+        assert torch.equal(x[:, 0, 0, 0], (255 - i).to(x.dtype)), (x, i)
+        self.seen.append(len(i))
+        return self.layer(x.float().mean().reshape(1, 1)).sum()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1e-6)
+
+data = FastDataModule.from_datasets(
+    Images(), batch_size=4, augment_on="gpu", options=LoaderOptions(num_workers=0)
+)
+callback = DataThroughputCallback(augment=A.InvertImg(p=1), summary=False, report=False)
+trainer = pl.Trainer(
+    max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False,
+    enable_progress_bar=False, enable_model_summary=False, callbacks=[callback],
+    default_root_dir={root!r},
+)
+model = Model()
+trainer.fit(model, datamodule=data)
+assert model.seen == [4, 4]
+assert callback.report.stages[0].steps == 2
+print(sorted({{name.split(".")[0] for name in sys.modules}} & {{"lightning", "pytorch_lightning"}}))
+print("lightning_fastdata.pytorch_lightning" in sys.modules)
+"""
+
+OURS = """
+import lightning.pytorch as pl
+from lightning_fastdata import DataThroughputCallback, FastDataModule, LoaderOptions
+"""
+THEIRS = """
+import pytorch_lightning as pl
+from lightning_fastdata import LoaderOptions
+from lightning_fastdata.pytorch_lightning import DataThroughputCallback, FastDataModule
+"""
+
+
+@pytest.mark.parametrize(
+    ("imports", "packages", "twin"),
+    [(OURS, "['lightning']", "False"), (THEIRS, "['pytorch_lightning']", "True")],
+    ids=["lightning", "pytorch_lightning"],
+)
+def test_either_package_trains_without_the_other(tmp_path, imports, packages, twin):
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", TWIN.format(imports=imports, root=str(tmp_path))],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split("\n")[-3:-1] == [packages, twin]

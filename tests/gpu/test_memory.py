@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from gpu.device import CUDA, needs_cuda
+from lightning.pytorch import LightningModule, Trainer
+from torch import nn
+from torch.utils.data import Dataset
+
+from lightning_fastdata import FastDataModule, LoaderOptions
+from lightning_fastdata.batch_size import CudaMemoryReader, is_out_of_memory, reserve_bytes
+from lightning_fastdata.host.memory import read_device_memory
+
+pytestmark = [
+    *needs_cuda,
+    pytest.mark.filterwarnings("ignore::UserWarning:lightning"),
+]
+MIB = 2**20
+PIXELS = 128
+ASKED = 8192
+
+
+@pytest.fixture(autouse=True)
+def _empty_device():
+    gc.collect()
+    torch.cuda.empty_cache()
+    yield
+    torch.cuda.set_per_process_memory_fraction(1.0, CUDA)
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+@pytest.mark.parametrize("device", [CUDA, CUDA.index, f"cuda:{CUDA.index}"])
+def test_device_memory_is_what_the_driver_says(device):
+    before = read_device_memory(device)
+    assert before.total_bytes == torch.cuda.get_device_properties(CUDA).total_memory
+    held = torch.empty(512 * MIB, dtype=torch.uint8, device=CUDA)
+    after = read_device_memory(device)
+    assert before.free_bytes - after.free_bytes >= held.numel()
+
+
+@pytest.mark.parametrize("device", ["cuda", CUDA, CUDA.index])
+def test_the_readers_free_memory_counts_what_we_hold_ourselves(device):
+    reader = CudaMemoryReader(device)
+    torch.zeros(1, device=CUDA)
+    free = reader.free_bytes()
+    held = torch.empty(1024 * MIB, dtype=torch.uint8, device=CUDA)
+    assert abs(reader.free_bytes() - free) < 64 * MIB
+    del held
+    assert abs(reader.free_bytes() - free) < 64 * MIB
+
+
+def test_the_readers_peak_is_of_live_tensors_since_the_last_reset():
+    reader = CudaMemoryReader(CUDA)
+    kept = torch.empty(100 * MIB, dtype=torch.uint8, device=CUDA)
+    reader.reset_peak()
+    base = reader.peak_bytes()
+    assert base >= kept.numel()
+    torch.empty(300 * MIB, dtype=torch.uint8, device=CUDA)
+    assert reader.peak_bytes() - base >= 300 * MIB
+    reader.reset_peak()
+    assert reader.peak_bytes() == base
+
+
+def test_a_limit_on_this_process_limits_what_the_reader_calls_free():
+    reader = CudaMemoryReader(CUDA)
+    total = read_device_memory(CUDA).total_bytes
+    torch.cuda.set_per_process_memory_fraction(0.05, CUDA)
+    assert reader.free_bytes() <= 0.05 * total
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        torch.empty(int(0.06 * total), dtype=torch.uint8, device=CUDA)
+    assert is_out_of_memory(caught.value)
+
+
+class Same(Dataset):
+    def __init__(self):
+        self.image = torch.randn(3, PIXELS, PIXELS)
+
+    def __len__(self):
+        return 4 * ASKED
+
+    def __getitem__(self, index):
+        return self.image, index % 10
+
+
+class Convolutions(LightningModule):
+    """Takes some 30 MiB per row in training, and little beside that."""
+
+    def __init__(self):
+        super().__init__()
+        layers = [nn.Conv2d(3, 48, 3, padding=1)]
+        for _ in range(4):
+            layers += [nn.ReLU(), nn.Conv2d(48, 48, 3, padding=1)]
+        self.network = nn.Sequential(
+            *layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(48, 10)
+        )
+
+    def training_step(self, batch, batch_idx):
+        images, labels = batch
+        return nn.functional.cross_entropy(self.network(images), labels)
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
+
+
+def fit(tmp_path, *, batch_size, guard, precision, steps=20):
+    datamodule = FastDataModule.from_datasets(
+        Same(), batch_size=batch_size, guard=guard, options=LoaderOptions(num_workers=0)
+    )
+    trainer = Trainer(
+        max_steps=steps,
+        accelerator="gpu",
+        devices=[CUDA.index],
+        precision=precision,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=str(tmp_path),
+    )
+    trainer.fit(Convolutions(), datamodule=datamodule)
+    return trainer, datamodule
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize("fraction", [0.02, 0.05, 0.1])
+def test_the_batch_that_the_guard_chooses_trains_and_twice_as_much_would_not(
+    tmp_path, fraction, precision
+):
+    total = read_device_memory(CUDA).total_bytes
+    limit = int(fraction * total)
+    if limit < 2 * reserve_bytes(limit):
+        pytest.skip(f"{fraction} of this device is too little beside the guard's reserve")
+    torch.cuda.set_per_process_memory_fraction(fraction, CUDA)
+    trainer, datamodule = fit(tmp_path, batch_size=ASKED, guard="reduce", precision=precision)
+    assert trainer.global_step == 20
+    assert 1 < datamodule.batch_size < ASKED
+    assert torch.cuda.max_memory_allocated(CUDA) <= limit
+    chosen = datamodule.batch_size
+    del trainer, datamodule
+    gc.collect()
+    torch.cuda.empty_cache()
+    with pytest.raises(torch.OutOfMemoryError):
+        fit(tmp_path, batch_size=2 * chosen, guard="off", precision=precision, steps=2)
+
+
+def test_accumulated_batches_keep_the_rows_of_an_optimizer_step(tmp_path):
+    torch.cuda.set_per_process_memory_fraction(0.1, CUDA)
+    trainer, datamodule = fit(
+        tmp_path, batch_size=ASKED, guard="accumulate", precision="bf16-mixed", steps=2
+    )
+    assert trainer.accumulate_grad_batches > 1
+    assert datamodule.batch_size * trainer.accumulate_grad_batches >= ASKED

@@ -1,0 +1,234 @@
+"""Every decoder gives the pixels that ``ImageFolder`` gives, or says why it cannot."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from lightning_fastdata.errors import OptionsError
+from lightning_fastdata.images.decoders import choose_decoder
+from lightning_fastdata.images.parity import psnr_db
+
+NAMES = ["simplejpeg", "opencv", "pillow"]
+if importlib.util.find_spec("torchcodec"):
+    NAMES.append("torchcodec")
+JPEGS = ["420", "444", "422", "grey", "progressive", "rgb", "cmyk", "restart", "tiny"]
+
+
+@pytest.fixture(params=NAMES)
+def decoder(request):
+    return choose_decoder(request.param)
+
+
+@pytest.fixture(scope="module")
+def others(china, encode):
+    """Small images in other formats."""
+    image = china.crop((200, 100, 264, 148))
+    kinds = ("PNG", "GIF", "WEBP", "TIFF", "BMP")
+    return {kind: encode(image, format=kind) for kind in kinds}
+
+
+@pytest.mark.parametrize("kind", JPEGS)
+def test_a_jpeg_of_any_kind_has_the_pixels_of_image_folder(
+    decoder, kind, jpegs, as_image_folder_loads
+):
+    pixels = decoder.decode(jpegs[kind])
+    np.testing.assert_array_equal(pixels, as_image_folder_loads(jpegs[kind]))
+    assert pixels.dtype == np.uint8
+    assert pixels.flags.c_contiguous
+    assert pixels.flags.writeable
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L", "1", "P", "RGBA", "LA"])
+@pytest.mark.parametrize("kind", ["PNG", "TIFF", "WEBP", "GIF", "BMP"])
+def test_other_formats_in_any_mode_have_the_pixels_of_image_folder(
+    decoder, mode, kind, china, encode, as_image_folder_loads
+):
+    if (kind, mode) in {("BMP", "LA"), ("GIF", "LA")}:
+        pytest.skip("Pillow does not write this")
+    image = china.crop((100, 50, 191, 121)).convert(mode)
+    if mode in ("RGBA", "LA"):
+        image.putalpha(Image.linear_gradient("L").resize(image.size))
+    data = encode(image, format=kind)
+    pixels = decoder.decode(data)
+    np.testing.assert_array_equal(pixels, as_image_folder_loads(data))
+    assert decoder.size(data) == pixels.shape[:2] == (71, 91)
+
+
+def test_sixteen_bit_grey_keeps_its_high_byte_instead_of_burning_out(decoder, encode):
+    levels = np.arange(65536, dtype=np.uint16).reshape(256, 256)
+    pixels = decoder.decode(encode(Image.fromarray(levels), format="PNG"))
+    np.testing.assert_array_equal(pixels, np.repeat((levels >> 8)[..., None], 3, axis=2))
+
+
+def test_pixels_without_a_known_range_are_an_error(decoder, encode):
+    data = encode(Image.fromarray(np.ones((4, 4), np.float32)), format="TIFF")
+    with pytest.raises(ValueError, match="mode 'F'"):
+        decoder.decode(data)
+
+
+@pytest.mark.parametrize("kind", JPEGS)
+def test_the_size_in_the_header_is_the_size_of_the_pixels(decoder, kind, jpegs):
+    assert decoder.size(jpegs[kind]) == decoder.decode(jpegs[kind]).shape[:2]
+
+
+@pytest.mark.parametrize("factors", [0x14, 0x31, 0x13, 0x24])
+def test_a_rare_subsampling_has_a_size_too(decoder, factors, jpegs):
+    data = bytearray(jpegs["444"])
+    data[data.index(b"\xff\xc0") + 11] = factors
+    assert decoder.size(bytes(data)) == (257, 333)
+
+
+@pytest.mark.parametrize("scale", [2, 4, 8])
+@pytest.mark.parametrize("kind", JPEGS)
+def test_a_scaled_jpeg_has_rounded_up_sides_and_looks_like_its_box_average(
+    decoder, kind, scale, jpegs, as_image_folder_loads
+):
+    pixels = decoder.decode(jpegs[kind], scale=scale)
+    average = np.array(Image.fromarray(as_image_folder_loads(jpegs[kind])).reduce(scale))
+    assert pixels.shape == average.shape
+    assert pixels.flags.c_contiguous
+    # The DCT's low frequencies are a sharper filter than a box; 4:2:2 and tiny pictures are worst.
+    assert psnr_db(pixels, average) > 20
+
+
+@pytest.mark.parametrize("scale", [2, 4, 8])
+def test_a_scaled_png_is_its_box_average(decoder, scale, china, encode):
+    image = china.crop((0, 0, 101, 67))
+    pixels = decoder.decode(encode(image, format="PNG"), scale=scale)
+    np.testing.assert_array_equal(pixels, np.array(image.reduce(scale)))
+
+
+def test_scaled_decoders_agree_to_the_last_bit(jpegs):
+    for scale in (2, 4, 8):
+        for kind in ("420", "444", "grey", "progressive", "cmyk"):
+            wanted = choose_decoder("simplejpeg").decode(jpegs[kind], scale=scale)
+            for name in ("opencv", "pillow"):
+                got = choose_decoder(name).decode(jpegs[kind], scale=scale)
+                np.testing.assert_array_equal(got, wanted, err_msg=f"{name} {kind} 1/{scale}")
+
+
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.3, 0.9, 0.999])
+@pytest.mark.parametrize("kind", ["420", "grey", "progressive", "cmyk"])
+def test_a_truncated_jpeg_is_an_error(decoder, kind, share, jpegs):
+    data = jpegs[kind][: int(len(jpegs[kind]) * share)]
+    with pytest.raises(ValueError, match=r"."):
+        decoder.decode(data)
+
+
+@pytest.mark.parametrize("share", [0.01, 0.3, 0.9])
+def test_a_truncated_png_is_an_error(decoder, share, china, encode):
+    data = encode(china.crop((0, 0, 90, 90)), format="PNG")
+    with pytest.raises(ValueError, match=r"."):
+        decoder.decode(data[: int(len(data) * share)])
+
+
+@pytest.mark.parametrize("data", [b"", b"hello world" * 9, b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n"])
+def test_what_is_not_an_image_is_an_error_of_size_and_of_decode(decoder, data):
+    with pytest.raises(ValueError, match=r"."):
+        decoder.size(data)
+    with pytest.raises(ValueError, match=r"."):
+        decoder.decode(data)
+
+
+@pytest.mark.parametrize("damage", [b"\0" * 500, bytes(range(1, 255)) * 2])
+def test_a_strict_decoder_refuses_garbled_data(damage, jpegs):
+    data = bytearray(jpegs["420"])
+    middle = len(data) // 2
+    data[middle : middle + len(damage)] = damage
+    assert choose_decoder("simplejpeg").strict
+    with pytest.raises(ValueError, match="Corrupt JPEG data"):
+        choose_decoder("simplejpeg").decode(bytes(data))
+
+
+def test_decoders_that_are_not_strict_say_so(jpegs):
+    data = bytearray(jpegs["420"])
+    data[len(data) // 2 :][:500] = bytes(500)
+    for name in NAMES:
+        if name == "simplejpeg":
+            continue
+        decoder = choose_decoder(name)
+        assert not decoder.strict
+        assert decoder.decode(bytes(data)).shape == (257, 333, 3)
+
+
+@given(data=st.data())
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+def test_whatever_the_bytes_are_there_are_pixels_or_a_reason(decoder, data, jpegs, others):
+    samples = {**jpegs, **others}
+    encoded = bytearray(samples[data.draw(st.sampled_from(sorted(samples)))])
+    for _ in range(data.draw(st.integers(1, 6))):
+        at = data.draw(st.integers(0, len(encoded) - 1))
+        encoded[at] = data.draw(st.integers(0, 255))
+    scale = data.draw(st.sampled_from([1, 2, 4, 8]))
+    try:
+        height, width = decoder.size(bytes(encoded))
+        assume(height * width < 1_000_000)
+        pixels = decoder.decode(bytes(encoded), scale=scale)
+    except ValueError as error:
+        reason = str(error)
+    else:
+        reason = "pixels"
+        assert pixels.dtype == np.uint8
+        assert pixels.shape == (-(-height // scale), -(-width // scale), 3)
+    assert reason
+
+
+def test_many_threads_share_one_decoder(decoder, jpegs, as_image_folder_loads):
+    wanted = {kind: as_image_folder_loads(data) for kind, data in jpegs.items()}
+    work = [kind for kind in jpegs for _ in range(12)]
+    with ThreadPoolExecutor(8) as pool:
+        for kind, pixels in zip(
+            work, pool.map(lambda kind: decoder.decode(jpegs[kind]), work), strict=True
+        ):
+            np.testing.assert_array_equal(pixels, wanted[kind])
+
+
+def test_auto_takes_simplejpeg_where_it_is_installed():
+    assert choose_decoder().name == "simplejpeg"
+
+
+def test_auto_falls_back_in_order_when_libraries_are_missing():
+    code = (
+        "import sys\n"
+        "for name in sys.argv[1:]: sys.modules[name] = None\n"
+        "from lightning_fastdata.images.decoders import choose_decoder\n"
+        "sys.stdout.write(choose_decoder().name)\n"
+    )
+    missing = ["simplejpeg", "torchcodec", "cv2"]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    for gone, wanted in ((2, "opencv"), (3, "pillow")):
+        command = [sys.executable, "-c", code, *missing[:gone]]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+        assert done.stdout == wanted
+
+
+def test_an_unknown_decoder_is_refused_by_name():
+    with pytest.raises(OptionsError, match=r"'jpegli'.*simplejpeg"):
+        choose_decoder("jpegli")
+
+
+@pytest.mark.skipif("torchcodec" in NAMES, reason="TorchCodec is installed")
+def test_a_decoder_that_is_not_installed_is_refused_with_the_way_out():
+    with pytest.raises(OptionsError, match=r"torchcodec.*Install.*auto"):
+        choose_decoder("torchcodec")
+
+
+def test_the_first_frame_of_an_animation_is_read(decoder, china, encode):
+    first = china.crop((0, 0, 64, 48)).convert("P")
+    data = encode(first, format="GIF", save_all=True, append_images=[first.rotate(90)])
+    with Image.open(io.BytesIO(data)) as image:
+        wanted = np.array(image.convert("RGB"))
+    np.testing.assert_array_equal(decoder.decode(data), wanted)

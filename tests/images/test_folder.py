@@ -1,0 +1,246 @@
+"""The folder has ImageFolder's samples, and each is a function of (seed, epoch, index) alone."""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+from torchvision.datasets import ImageFolder
+from torchvision.transforms import v2
+
+from lightning_fastdata.errors import BatchError, DatasetError, OptionsError
+from lightning_fastdata.images.folder import FastImageFolder
+from lightning_fastdata.types import SampleKey
+
+
+def everything(dataset):
+    return torch.stack([dataset[index][0] for index in range(len(dataset))])
+
+
+def test_classes_and_samples_are_those_of_image_folder(folder):
+    theirs, ours = ImageFolder(folder), FastImageFolder(folder, size=32)
+    assert ours.classes == theirs.classes == ["Z", "a_dogs", "b_cats"]
+    assert ours.class_to_idx == theirs.class_to_idx
+    assert ours.samples == theirs.samples
+    assert ours.imgs == theirs.imgs
+    assert ours.targets == theirs.targets
+    assert len(ours) == len(theirs) == 12
+    assert ours.root == str(theirs.root)
+
+
+def test_which_files_are_valid_can_be_said_as_for_image_folder(folder):
+    def small(path):
+        return path.endswith((".jpeg", "one.png", "10.JPG"))
+
+    theirs = ImageFolder(folder, is_valid_file=small)
+    assert FastImageFolder(folder, size=32, is_valid_file=small).samples == theirs.samples
+
+
+@pytest.mark.parametrize("lack", ["folder", "classes", "files"])
+def test_an_empty_folder_is_an_error_where_it_is_one_for_image_folder(lack, tmp_path):
+    root = tmp_path / "root"
+    if lack != "folder":
+        root.mkdir()
+    if lack == "files":
+        (root / "cats").mkdir()
+    with pytest.raises(FileNotFoundError):
+        ImageFolder(root)
+    with pytest.raises(FileNotFoundError, match=r"root.*<class>/<image>"):
+        FastImageFolder(root, size=32)
+    with pytest.raises(DatasetError):
+        FastImageFolder(root, size=32)
+
+
+def test_an_empty_class_can_be_allowed(folder):
+    (folder / "empty").mkdir()
+    with pytest.raises(DatasetError, match="empty"):
+        FastImageFolder(folder, size=32)
+    theirs = ImageFolder(folder, allow_empty=True)
+    ours = FastImageFolder(folder, size=32, allow_empty=True)
+    assert ours.classes == theirs.classes
+    assert ours.samples == theirs.samples
+
+
+def test_a_sample_is_a_contiguous_uint8_tensor_and_its_class(folder):
+    dataset = FastImageFolder(folder, size=40)
+    for index, (_, target) in enumerate(dataset.samples):
+        image, label = dataset[index]
+        assert image.dtype == torch.uint8
+        assert image.shape == dataset.sample_shape == (40, 40, 3)
+        assert image.is_contiguous()
+        assert label == target
+        assert type(label) is int
+
+
+def test_validation_samples_are_those_of_image_folder_with_torchvisions_transforms(folder):
+    transform = v2.Compose(
+        [v2.PILToTensor(), v2.Resize(73, antialias=True), v2.CenterCrop(64)],
+    )
+    theirs = ImageFolder(folder, transform)
+    ours = FastImageFolder(folder, size=64, crop="center")
+    for (mine, label), (wanted, target) in zip(ours, theirs, strict=False):
+        assert label == target
+        torch.testing.assert_close(mine, wanted.permute(1, 2, 0), rtol=0, atol=0)
+
+
+def test_iteration_ends_after_the_last_sample(folder):
+    dataset = FastImageFolder(folder, size=8)
+    assert len(list(dataset)) == len(dataset)
+    np.testing.assert_array_equal(dataset[-1][0], dataset[len(dataset) - 1][0])
+    for outside in (len(dataset), -len(dataset) - 1):
+        with pytest.raises(IndexError, match="12"):
+            dataset[outside]
+
+
+def test_a_sample_depends_on_seed_epoch_and_index_alone(folder):
+    options = {"size": 48, "horizontal_flip": 0.5}
+    first = FastImageFolder(folder, seed=3, **options)
+    plain = everything(first)
+    backwards = [first[index][0] for index in reversed(range(len(first)))][::-1]
+    torch.testing.assert_close(torch.stack(backwards), plain, rtol=0, atol=0)
+    again = FastImageFolder(folder, seed=3, **options)
+    torch.testing.assert_close(everything(again), plain, rtol=0, atol=0)
+    again.set_epoch(1)
+    next_epoch = everything(again)
+    other_seed = everything(FastImageFolder(folder, seed=4, **options))
+    for index in range(len(first)):
+        assert not torch.equal(next_epoch[index], plain[index])
+        assert not torch.equal(other_seed[index], plain[index])
+    again.set_epoch(0)
+    torch.testing.assert_close(everything(again), plain, rtol=0, atol=0)
+
+
+def test_a_key_given_stands_above_the_datasets_own(folder):
+    dataset = FastImageFolder(folder, size=48, seed=3)
+    dataset.set_epoch(5)
+    wanted = dataset[2][0].numpy()
+    other = FastImageFolder(folder, size=48)
+    out = np.empty((48, 48, 3), np.uint8)
+    other.write_into(2, out, key=SampleKey(3, 5, 2))
+    np.testing.assert_array_equal(out, wanted)
+
+
+def test_a_sample_is_written_into_its_slot_and_nowhere_else(folder):
+    dataset = FastImageFolder(folder, size=40, horizontal_flip=0.5)
+    batch = np.full((len(dataset) + 2, 40, 40, 3), 7, np.uint8)
+    labels = [dataset.write_into(i, batch[i + 1]) for i in range(len(dataset))]
+    assert labels == dataset.targets
+    np.testing.assert_array_equal(batch[1:-1], everything(dataset))
+    assert (batch[[0, -1]] == 7).all()
+
+
+@pytest.mark.parametrize(
+    "out",
+    [
+        np.empty((40, 41, 3), np.uint8),
+        np.empty((3, 40, 40), np.uint8),
+        np.empty((40, 40, 3), np.float32),
+        np.empty((40, 80, 3), np.uint8)[:, ::2],
+        np.frombuffer(bytes(4800), np.uint8).reshape(40, 40, 3),
+    ],
+    ids=["shape", "channels first", "dtype", "strides", "read-only"],
+)
+def test_a_slot_that_does_not_fit_is_refused_with_what_would(out, folder):
+    with pytest.raises(BatchError, match=r"\(40, 40, 3\)"):
+        FastImageFolder(folder, size=40).write_into(0, out)
+
+
+def test_many_threads_fill_one_batch_as_one_thread_does(folder):
+    dataset = FastImageFolder(folder, size=64, horizontal_flip=0.5)
+    count = len(dataset)
+    wanted = everything(dataset).numpy()
+    batch = np.zeros((count * 20, 64, 64, 3), np.uint8)
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda i: dataset.write_into(i % count, batch[i]), range(len(batch))))
+    for i in range(len(batch)):
+        np.testing.assert_array_equal(batch[i], wanted[i % count])
+
+
+def test_a_pickled_copy_gives_the_same_samples_and_leaves_the_lists_behind(folder):
+    dataset = FastImageFolder(folder, size=48, horizontal_flip=0.5, seed=9)
+    dataset.set_epoch(4)
+    before = len(pickle.dumps(dataset))
+    assert len(dataset.samples) == 12
+    assert len(pickle.dumps(dataset)) == before
+    copy = pickle.loads(pickle.dumps(dataset))
+    assert copy.epoch == 4
+    assert copy.samples == dataset.samples
+    torch.testing.assert_close(everything(copy), everything(dataset), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_workers_that_outlive_an_epoch_draw_the_next_one(folder, context):
+    dataset = FastImageFolder(folder, size=32, horizontal_flip=0.5)
+    loader = DataLoader(
+        dataset,
+        batch_size=5,
+        num_workers=2,
+        persistent_workers=True,
+        multiprocessing_context=context,
+    )
+    for epoch in (0, 1, 0):
+        dataset.set_epoch(epoch)
+        images = torch.cat([images for images, _ in loader])
+        torch.testing.assert_close(images, everything(dataset), rtol=0, atol=0)
+
+
+def test_a_damaged_file_is_named_and_the_next_one_still_reads(folder):
+    broken = folder / "b_cats" / "10.JPG"
+    broken.write_bytes(broken.read_bytes()[:5000])
+    dataset = FastImageFolder(folder, size=32)
+    at = [path for path, _ in dataset.samples].index(str(broken))
+    with pytest.raises(DatasetError, match=r"b_cats/10\.JPG.*is_valid_file"):
+        dataset[at]
+    assert dataset[at + 1][0].shape == (32, 32, 3)
+
+
+def test_a_folder_that_vanishes_is_told_with_the_file(folder):
+    dataset = FastImageFolder(folder, size=32)
+    shutil.rmtree(folder / "Z")
+    with pytest.raises(DatasetError, match=r"one\.png"):
+        dataset[0]
+
+
+def test_the_pixel_limit_reaches_every_file(folder):
+    dataset = FastImageFolder(folder, size=32, max_pixels=1000)
+    with pytest.raises(DatasetError, match="max_pixels is 1,000"):
+        dataset[0]
+
+
+def test_an_orientation_is_applied_when_asked(folder, china, encode):
+    from PIL import Image, ImageOps
+
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    path = folder / "Z" / "one.png"
+    path.unlink()
+    path = folder / "Z" / "turned.jpg"
+    path.write_bytes(encode(china, format="JPEG", quality=95, exif=exif.tobytes()))
+    turned = FastImageFolder(folder, size=64, crop="stretch", apply_exif_orientation=True)
+    plain = FastImageFolder(folder, size=64, crop="stretch")
+    resize = v2.Compose([v2.PILToTensor(), v2.Resize((64, 64), antialias=True)])
+    with Image.open(path) as image:
+        upright = resize(ImageOps.exif_transpose(image)).permute(1, 2, 0)
+        stored = resize(image).permute(1, 2, 0)
+    torch.testing.assert_close(turned[0][0], upright, rtol=0, atol=0)
+    torch.testing.assert_close(plain[0][0], stored, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["simplejpeg", "opencv", "pillow"])
+def test_every_decoder_gives_the_same_samples(folder, name):
+    wanted = everything(FastImageFolder(folder, size=32))
+    dataset = FastImageFolder(folder, size=32, decoder=name)
+    assert dataset.decoder.name == name
+    assert f"decoder='{name}'" in repr(dataset)
+    torch.testing.assert_close(everything(dataset), wanted, rtol=0, atol=0)
+
+
+def test_impossible_options_are_refused_before_the_folder_is_read(tmp_path):
+    for options in ({"size": 0}, {"size": 8, "resample": "best"}, {"size": 8, "decoder": "x"}):
+        with pytest.raises(OptionsError):
+            FastImageFolder(tmp_path / "nowhere", **options)

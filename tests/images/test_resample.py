@@ -1,0 +1,179 @@
+"""Exact means torchvision's pixels; fast means near them, for no more work."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from torchvision.datasets.folder import pil_loader
+from torchvision.transforms import v2
+
+from lightning_fastdata.errors import OptionsError
+from lightning_fastdata.images.crops import Box, CropRule, Placement, keyed_uniform
+from lightning_fastdata.images.decoders import choose_decoder
+from lightning_fastdata.images.parity import psnr_db, torchvision_sample
+from lightning_fastdata.images.reading import open_image
+from lightning_fastdata.images.resample import (
+    ResamplePlan,
+    plan_resample,
+    render,
+    resize,
+    scaled_box,
+    settle_resample,
+)
+from lightning_fastdata.types import SampleKey
+
+SIZE = 96
+
+
+@pytest.fixture(scope="module")
+def big(tmp_path_factory, china, encode):
+    """A photograph of 1600x1068, so that crops of it shrink a lot."""
+    path = tmp_path_factory.mktemp("big") / "big.jpg"
+    large = china.resize((1600, 1068), Image.Resampling.LANCZOS)
+    path.write_bytes(encode(large, format="JPEG", quality=92))
+    return path
+
+
+def rendered(path, placement, plan, size=SIZE):
+    out = np.full((size, size, 3), 255, np.uint8)
+    render(open_image(str(path), decoder=choose_decoder()), placement, plan, out)
+    return out
+
+
+@pytest.mark.parametrize("crop", ["random_resized", "center", "stretch"])
+@pytest.mark.parametrize("name", ["china", "rocket", "retina", "coffee"])
+def test_exact_samples_are_torchvisions_to_the_last_bit(crop, name, photos):
+    rule = CropRule(size=SIZE, crop=crop, horizontal_flip=0.5)
+    image = open_image(str(photos[name]), decoder=choose_decoder())
+    for index in range(8):
+        uniform = keyed_uniform(SampleKey(0, 0, index))
+        placement = rule.place(image.height, image.width, uniform)
+        plan = plan_resample(placement, "exact", scalable=True)
+        np.testing.assert_array_equal(
+            rendered(photos[name], placement, plan),
+            torchvision_sample(str(photos[name]), placement, SIZE, "tensor"),
+        )
+
+
+@pytest.mark.parametrize("name", ["china", "rocket", "retina", "coffee"])
+@pytest.mark.parametrize(("resize_to", "size"), [(256, 224), (100, 99), (64, 64)])
+def test_validation_is_resize_then_center_crop_of_torchvision(name, resize_to, size, photos):
+    rule = CropRule(size=size, crop="center", resize=resize_to)
+    image = open_image(str(photos[name]), decoder=choose_decoder())
+    placement = rule.place(image.height, image.width, float)
+    plan = plan_resample(placement, settle_resample("auto", "center"), scalable=True)
+    ours = rendered(photos[name], placement, plan, size)
+    transform = v2.Compose([v2.Resize(resize_to, antialias=True), v2.CenterCrop(size)])
+    loaded = pil_loader(str(photos[name]))
+    on_tensor = transform(v2.functional.pil_to_tensor(loaded)).permute(1, 2, 0).numpy()
+    np.testing.assert_array_equal(ours, on_tensor)
+    # PIL rounds between its two passes, so its pixels differ by one level here and there.
+    on_pil = np.array(transform(loaded))
+    assert np.abs(ours.astype(int) - on_pil).max() <= 1
+
+
+def test_fast_samples_stay_near_torchvisions(big):
+    rule = CropRule(size=SIZE, horizontal_flip=0.5)
+    decibels, scales = [], []
+    for index in range(40):
+        placement = rule.place(1068, 1600, keyed_uniform(SampleKey(0, 0, index)))
+        plan = plan_resample(placement, "auto", scalable=True)
+        wanted = torchvision_sample(str(big), placement, SIZE, "tensor")
+        decibels.append(psnr_db(rendered(big, placement, plan), wanted))
+        scales.append(plan.scale)
+    assert {2, 4, 8} <= set(scales)
+    assert np.median(decibels) > 32
+    assert min(decibels) > 25
+
+
+def test_a_small_shrink_is_linear_and_near_torchvision(photos):
+    rule = CropRule(size=400)
+    decibels = []
+    for index in range(30):
+        placement = rule.place(427, 640, keyed_uniform(SampleKey(0, 0, index)))
+        plan = plan_resample(placement, "auto", scalable=True)
+        assert plan == (1, "linear")
+        wanted = torchvision_sample(str(photos["china"]), placement, 400)
+        decibels.append(psnr_db(rendered(photos["china"], placement, plan, 400), wanted))
+    assert np.median(decibels) > 38
+    assert min(decibels) > 32
+
+
+@given(st.integers(1, 4000), st.integers(1, 4000), st.integers(8, 512), st.booleans())
+@settings(max_examples=300, deadline=None)
+def test_the_automatic_plan_never_decodes_fewer_pixels_than_the_sample_has(
+    height, width, size, scalable
+):
+    box = Box(0, 0, height, width)
+    plan = plan_resample(Placement(box, size, size, 0, 0, False), "auto", scalable=scalable)
+    down = max(height, width) / size
+    assert (plan.filter == "linear") == (down < 1.5)
+    if not scalable or plan.filter == "linear":
+        assert plan.scale == 1
+    left = min(height, width) / size / plan.scale
+    assert left >= 1 or plan.scale == 1
+    if scalable and plan.scale in (2, 4):
+        assert left < 2
+
+
+@pytest.mark.parametrize("resample", ["exact", "linear", "area"])
+def test_only_the_automatic_plan_decodes_scaled(resample):
+    placement = Placement(Box(0, 0, 4000, 4000), 64, 64, 0, 0, False)
+    assert plan_resample(placement, resample, scalable=True).scale == 1
+    assert plan_resample(placement, "auto", scalable=True).scale == 8
+    assert plan_resample(placement, "auto", scalable=False).scale == 1
+
+
+@given(st.integers(0, 999), st.integers(0, 999), st.integers(16, 999), st.sampled_from([2, 4, 8]))
+@settings(max_examples=200, deadline=None)
+def test_a_scaled_box_lies_in_the_scaled_picture_within_half_a_pixel(top, left, side, scale):
+    full_height, full_width = top + side, left + side + 3
+    box = scaled_box(Box(top, left, side, side), scale)
+    assert box.top >= 0
+    assert box.top + box.height <= -(-full_height // scale)
+    assert box.left + box.width <= -(-full_width // scale)
+    assert abs(box.top - top / scale) <= 0.5
+    assert abs(box.top + box.height - (top + side) / scale) <= 0.5
+
+
+@pytest.mark.parametrize("how", ["linear", "area", "antialias"])
+@pytest.mark.parametrize("shape", [(200, 300), (96, 96), (50, 40), (200, 50), (50, 200)])
+def test_a_flip_mirrors_the_sample_and_nothing_else(how, shape, photos):
+    placement = Placement(Box(30, 40, *shape), SIZE, SIZE, 0, 0, False)
+    plan = ResamplePlan(1, how)
+    plain = rendered(photos["china"], placement, plan)
+    mirrored = rendered(photos["china"], placement._replace(flip=True), plan)
+    np.testing.assert_array_equal(mirrored, plain[:, ::-1])
+
+
+@pytest.mark.parametrize("shape", [(210, 310), (300, 60), (60, 300), (40, 50), (96, 200)])
+def test_area_averages_the_axis_that_shrinks_and_interpolates_the_one_that_grows(shape, photos):
+    pixels = np.ascontiguousarray(
+        np.array(pil_loader(str(photos["china"])))[: shape[0], : shape[1]]
+    )
+    wanted = resize(pixels, SIZE, SIZE, "antialias")
+    got = resize(pixels, SIZE, SIZE, "area")
+    assert got.shape == (SIZE, SIZE, 3)
+    assert psnr_db(got, wanted) > 33
+
+
+@pytest.mark.parametrize("how", ["linear", "area", "antialias"])
+@pytest.mark.parametrize("shape", [(200, 300), (96, 96), (50, 40), (200, 50)])
+def test_resize_writes_into_the_memory_it_is_given(how, shape):
+    pixels = np.random.default_rng(0).integers(0, 256, (*shape, 3), np.uint8)
+    batch = np.zeros((3, SIZE, SIZE, 3), np.uint8)
+    resize(pixels, SIZE, SIZE, how, batch[1])
+    np.testing.assert_array_equal(batch[1], resize(pixels, SIZE, SIZE, how))
+    assert not batch[0].any()
+    assert not batch[2].any()
+
+
+def test_auto_is_exact_unless_crops_are_random():
+    assert settle_resample("auto", "random_resized") == "auto"
+    assert settle_resample("auto", "center") == settle_resample("auto", "stretch") == "exact"
+    assert settle_resample("linear", "center") == "linear"
+    with pytest.raises(OptionsError, match=r"'bicubic'.*exact"):
+        settle_resample("bicubic", "center")
