@@ -191,15 +191,13 @@ def _same(ours: Any, theirs: Any) -> bool:
     if type(ours) is not type(theirs):
         return False
     if isinstance(ours, torch.Tensor):
-        same_form = ours.dtype == theirs.dtype and ours.shape == theirs.shape
+        if ours.dtype != theirs.dtype or ours.shape != theirs.shape:
+            return False
+        if ours.dtype is torch.bfloat16:  # NumPy has no such type
+            return True
         # NaN equals NaN here, as the bytes are what matters.
-        return (
-            same_form
-            and ours.contiguous().numpy(force=True).tobytes()
-            == theirs.contiguous().numpy(force=True).tobytes()
-            if ours.dtype is not torch.bfloat16
-            else same_form
-        )
+        ours, theirs = (t.contiguous().numpy(force=True) for t in (ours, theirs))
+        return bool(ours.tobytes() == theirs.tobytes())
     if isinstance(ours, dict):
         return list(ours) == list(theirs) and all(_same(ours[k], theirs[k]) for k in ours)
     return len(ours) == len(theirs) and all(map(_same, ours, theirs))

@@ -33,7 +33,7 @@ class Sample:
 
 SAMPLES = {
     "tensor": lambda i: torch.full((3, 4), i, dtype=torch.float32),
-    "scalar tensor": lambda i: torch.tensor(i),
+    "scalar tensor": torch.tensor,
     "empty": lambda i: torch.empty(0, 3),
     "bfloat16": lambda i: torch.full((5,), i, dtype=torch.bfloat16),
     "bool": lambda i: i % 2 == 0,

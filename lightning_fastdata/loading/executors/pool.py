@@ -15,8 +15,8 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Final
 
-from lightning_fastdata.errors import WorkerError
-from lightning_fastdata.loading.executors.processes import PendingBatch, SideProcess, Task
+from lightning_fastdata.loading.executors.processes import PendingBatch, SideProcess, Task, stop_all
+from lightning_fastdata.loading.executors.reports import as_error, poisonous, stillborn, timed_out
 from lightning_fastdata.loading.leaves import unpack
 from lightning_fastdata.loading.slots import SlotPool
 
@@ -59,7 +59,7 @@ class PoolExecutor:
         self._deaths: Counter[tuple[int, int]] = Counter()
         self._stillborn = 0
         self._sides: dict[int, SideProcess] = {}
-        self._closer = weakref.finalize(self, _stop_all, self._sides, os.getpid())
+        self._closer = weakref.finalize(self, stop_all, self._sides, os.getpid())
         self._spawn_missing()
 
     def start_epoch(self, batches: Iterable[Any], epoch: int) -> None:
@@ -191,7 +191,7 @@ class PoolExecutor:
         left_ms = None if until is None else max(0.0, (until - time.monotonic()) * 1000)
         events = poller.poll(left_ms)
         if not events and until is not None:
-            raise self._timed_out()
+            raise timed_out(self.plan, self._batches, self._sides.values())
         for end, event in events:
             side = by_end[end]
             if event & select.POLLOUT:
@@ -214,7 +214,7 @@ class PoolExecutor:
     def _answer(self, side: SideProcess, message: tuple[Any, ...], files: list[int]) -> None:
         kind = message[0]
         if kind == "failed":
-            raise _as_error(message[1], side.number, message[2])
+            raise as_error(message[1], side.number, message[2])
         task = side.tasks.pop(message[1])
         side.answers += 1
         self._stillborn = 0
@@ -236,7 +236,7 @@ class PoolExecutor:
         elif kind == "misfit":
             batch.misfit = True
         elif kind == "error":
-            at, error = message[3], _as_error(message[4], side.number, message[5])
+            at, error = message[3], as_error(message[4], side.number, message[5])
             if batch.error is None or at < batch.error[0]:
                 batch.error = at, error
         if not batch.open_tasks:
@@ -317,12 +317,7 @@ class PoolExecutor:
         if not side.answers and not guilty:
             self._stillborn += 1
             if self._stillborn >= _STILLBORN:
-                raise WorkerError(
-                    f"Side process {side.number} {_death(code)} {_STILLBORN} times before it read a "
-                    "sample. Its own message is on the standard error output. With the start "
-                    'methods "spawn" and "forkserver" the script needs `if __name__ == '
-                    '"__main__":`.'
-                )
+                raise stillborn(side.number, code, _STILLBORN)
         self._deaths.update(guilty)
         limit = _KILLS if code == -signal.SIGKILL else _CRASHES
         lost = [task for _, task in sorted(side.tasks.items())]
@@ -338,14 +333,7 @@ class PoolExecutor:
             ]
             if poison:
                 index = batch.indices[poison[0]] if self.plan.batched else batch.indices
-                batch.error = (
-                    poison[0],
-                    WorkerError(
-                        f"Sample {index!r} of the dataset was being read each of the {limit} times that "
-                        f"a side process {_death(code)}. Read dataset[{index!r}] in a script of its "
-                        "own to see why, and leave it out or repair it."
-                    ),
-                )
+                batch.error = poison[0], poisonous(index, code, limit)
             if poison or batch.generation != self._generation:
                 batch.open_tasks -= 1
                 if not batch.open_tasks:
@@ -354,56 +342,3 @@ class PoolExecutor:
                 self._todo.appendleft(task)
         self.respawned += 1
         self._spawn_missing()
-
-    def _timed_out(self) -> WorkerError:
-        lines = [
-            f"No batch within timeout={self.plan.timeout_s:g} s. Reading may be slow (raise the "
-            "timeout) or stuck:"
-        ]
-        by_number = {batch.number: batch for batch in self._batches}
-        for side in self._sides.values():
-            reading = [
-                repr(by_number[number].indices[at] if self.plan.batched else at)
-                for number, at in side.working_on()
-                if number in by_number
-            ]
-            if side.tasks:
-                lines.append(
-                    f"side process {side.number} (pid {side.process.pid}), reading sample "
-                    f"{', '.join(reading) or 'none'}:\n{side.stack()}"
-                )
-        return WorkerError("\n".join(lines))
-
-
-def _stop_all(sides: dict[int, SideProcess], owner: int) -> None:
-    if os.getpid() != owner:  # a forked child must not end its parent's processes
-        return
-    for side in sides.values():
-        side.wire.end.close()
-    until = time.monotonic() + 1
-    for side in sides.values():
-        side.stop(max(0.0, until - time.monotonic()))
-    sides.clear()
-
-
-def _death(code: int | None) -> str:
-    if code is not None and code < 0:
-        hint = " (the kernel kills so when memory runs out)" if code == -signal.SIGKILL else ""
-        return f"was ended by {signal.Signals(-code).name}{hint}"
-    return f"left with exit code {code}"
-
-
-def _as_error(kind: type[BaseException], number: int, text: str) -> BaseException:
-    message = f"Caught {kind.__name__} in side process {number} {text}"
-    try:
-        # A KeyError shows its argument quoted, which no traceback survives.
-        return kind(_Verbatim(message)) if issubclass(kind, KeyError) else kind(message)
-    except Exception:  # whatever an exception class of the user asks of its arguments
-        return RuntimeError(message)
-
-
-class _Verbatim(str):
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        return str(self)

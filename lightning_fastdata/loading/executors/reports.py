@@ -1,0 +1,77 @@
+"""What the training process says about side processes that fail, hang or die."""
+
+from __future__ import annotations
+
+import signal
+from typing import TYPE_CHECKING, Any
+
+from lightning_fastdata.errors import WorkerError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from lightning_fastdata.loading.executors.fetch import FetchPlan
+    from lightning_fastdata.loading.executors.processes import PendingBatch, SideProcess
+
+
+def stillborn(number: int, code: int | None, times: int) -> WorkerError:
+    """Return the error for a side process that dies before it has read a sample."""
+    return WorkerError(
+        f"Side process {number} {_death(code)} {times} times before it read a sample. Its own "
+        'message is on the standard error output. With the start methods "spawn" and '
+        '"forkserver" the script needs `if __name__ == "__main__":`.'
+    )
+
+
+def poisonous(index: Any, code: int | None, times: int) -> WorkerError:
+    """Return the error for a sample that ends whichever process reads it."""
+    return WorkerError(
+        f"Sample {index!r} of the dataset was being read each of the {times} times that a side "
+        f"process {_death(code)}. Read dataset[{index!r}] in a script of its own to see why, and "
+        "leave it out or repair it."
+    )
+
+
+def timed_out(
+    plan: FetchPlan, batches: Iterable[PendingBatch], sides: Iterable[SideProcess]
+) -> WorkerError:
+    """Return the error for a batch that is late, with what each side process is doing."""
+    late = f"No batch within timeout={plan.timeout_s:g} s."
+    lines = [f"{late} Reading may be slow (raise the timeout) or stuck:"]
+    by_number = {batch.number: batch for batch in batches}
+    for side in sides:
+        reading = [
+            repr(by_number[number].indices[at] if plan.batched else at)
+            for number, at in side.working_on()
+            if number in by_number
+        ]
+        if side.tasks:
+            lines.append(
+                f"side process {side.number} (pid {side.process.pid}), reading sample "
+                f"{', '.join(reading) or 'none'}:\n{side.stack()}"
+            )
+    return WorkerError("\n".join(lines))
+
+
+def _death(code: int | None) -> str:
+    if code is not None and code < 0:
+        hint = " (the kernel kills so when memory runs out)" if code == -signal.SIGKILL else ""
+        return f"was ended by {signal.Signals(-code).name}{hint}"
+    return f"left with exit code {code}"
+
+
+def as_error(kind: type[BaseException], number: int, text: str) -> BaseException:
+    """Return an error of the same class as one that was raised in a side process."""
+    message = f"Caught {kind.__name__} in side process {number} {text}"
+    try:
+        # A KeyError shows its argument quoted, which no traceback survives.
+        return kind(_Verbatim(message)) if issubclass(kind, KeyError) else kind(message)
+    except Exception:  # whatever an exception class of the user asks of its arguments
+        return RuntimeError(message)
+
+
+class _Verbatim(str):
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
