@@ -6,7 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.utils.data import default_collate
+from torch.utils.data._utils.collate import collate, collate_tensor_fn, default_collate_fn_map
 
 from lightning_fastdata.errors import BatchError
 from lightning_fastdata.loading.staged import StagedBatch
@@ -36,10 +38,34 @@ def collate_samples(samples: Sequence[Any]) -> Batch:
         ) from error
 
 
+def collate_privately(samples: Any) -> Any:
+    """Return what ``default_collate`` returns in the training process.
+
+    In a worker torch collates into new shared memory for each batch, which costs a page fault for
+    every 4 KiB, and refuses types that it promotes elsewhere.
+    """
+    return collate(samples, collate_fn_map={**default_collate_fn_map, torch.Tensor: _stack})
+
+
+def _stack(samples: Any, *, collate_fn_map: Any = None) -> Any:
+    if samples[0].is_nested or samples[0].layout is not torch.strided:
+        return collate_tensor_fn(samples, collate_fn_map=collate_fn_map)
+    return torch.stack(samples)
+
+
+def in_own_side_process() -> None:
+    """Have this process collate into its own memory, since torch will not move its batches."""
+    global _default  # noqa: PLW0603  # a property of the process
+    _default = collate_privately
+
+
+_default: Callable[[list[Any]], Any] = default_collate
+
+
 def _collate(samples: Sequence[Any]) -> Batch:
     first = samples[0]
     if not _holds_dataclass(first):
-        return default_collate(list(samples))
+        return _default(list(samples))
     if is_dataclass(first) and not isinstance(first, type):
         columns = {f.name: _collate([getattr(s, f.name) for s in samples]) for f in fields(first)}
         return type(first)(**columns)

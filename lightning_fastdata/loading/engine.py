@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import math
+import warnings
+import weakref
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
+import torch
+
+from lightning_fastdata.errors import FastDataWarning, WorkerError
 from lightning_fastdata.loading.executors import open_executor
+from lightning_fastdata.loading.staged import StagedBatch, pinned
 
 if TYPE_CHECKING:
     from lightning_fastdata.loading.executors import Executor, ExecutorName
     from lightning_fastdata.loading.executors.fetch import FetchPlan
+    from lightning_fastdata.types import Stage
+
+_THREADS_PER_PROCESS: Final = 8
 
 
 class Engine:
@@ -20,9 +30,13 @@ class Engine:
         plan: What to fetch.
         batches: Called at the start of each epoch for its batches of indices.
         epoch: Called at the start of each epoch for its number.
-        workers: Side processes.
-        threads: Threads of each, for a sidecar.
-        keep: Keep the executor between epochs.
+        workers: Side processes; of a sidecar its threads, spread over processes of up to 8.
+            With 0 of them the caller fetches, as in torch.
+        persistent: Keep side processes between epochs.
+        staged: Deliver :class:`StagedBatch` of this stage, without draws.
+        pin_memory: Copy batches into page-locked memory.
+        generator: From which torch would draw its base seed at this place; drawn from likewise,
+            so that the draws after it are the same.
     """
 
     def __init__(
@@ -33,26 +47,60 @@ class Engine:
         batches: Callable[[], Iterable[Any]],
         epoch: Callable[[], int],
         workers: int,
-        threads: int = 8,
-        keep: bool = True,
+        persistent: bool = False,
+        staged: Stage | None = None,
+        pin_memory: bool = False,
+        generator: torch.Generator | None = None,
     ) -> None:
-        self.name: ExecutorName = name
+        aside = name in ("workers", "sidecar")
+        self.name: ExecutorName = "inline" if aside and not workers else name
         self.plan = plan
         self.batches = batches
         self.epoch = epoch
-        self.workers = workers
-        self.threads = threads
-        self.keep = keep
+        self.processes = max(1, workers)
+        self.threads = 1
+        if name == "sidecar":
+            self.processes = max(1, math.ceil(workers / _THREADS_PER_PROCESS))
+            self.threads = max(1, math.ceil(workers / self.processes))
+        self.persistent = persistent
+        # Threads and reused memory cost nothing between epochs; processes do.
+        self.keep = persistent or name in ("inline", "gather")
+        self.staged = staged
+        self.pin_on = _pinning_device() if pin_memory else None
+        self.generator = generator
+        self._running: weakref.ref[EpochIterator] | None = None
+        self._seeded = False
         # Under this name Lightning looks for workers to stop when it is done.
         self._iterator: Executor | None = None
 
     def __iter__(self) -> EpochIterator:
-        if self._iterator is None:
-            self._iterator = open_executor(
-                self.name, self.plan, workers=max(1, self.workers), threads=self.threads
+        if not (self.persistent and self._seeded):
+            torch.empty((), dtype=torch.int64).random_(generator=self.generator)
+            self._seeded = True
+        other = None if self._running is None else self._running()
+        if other is not None and other.executor is None:
+            other = None
+        if other is not None and self.persistent:
+            other.end("another epoch of its loader has begun, which keeps its workers")
+            other = None
+        keep = self.keep and other is None
+        executor = self._iterator if keep else None
+        if executor is None:
+            executor = open_executor(
+                self.name, self.plan, workers=self.processes, threads=self.threads
             )
-        self._iterator.start_epoch(self.batches(), self.epoch())
-        return EpochIterator(self)
+        if keep:
+            self._iterator = executor
+        executor.start_epoch(self.batches(), self.epoch())
+        running = EpochIterator(executor, self.finish, keep=keep)
+        self._running = weakref.ref(running)
+        return running
+
+    def finish(self, batch: Any) -> Any:
+        """Return the batch as it is delivered."""
+        if self.staged is not None:
+            batch = StagedBatch(batch, None, self.staged)
+        return batch if self.pin_on is None else pinned(batch, self.pin_on)
 
     def close(self) -> None:
         """Stop the executor; the next epoch starts a new one."""
@@ -64,24 +112,58 @@ class Engine:
 class EpochIterator:
     """The batches of one epoch."""
 
-    def __init__(self, engine: Engine | None) -> None:
-        self._engine = engine
+    def __init__(
+        self, executor: Executor | None, finish: Callable[[Any], Any], *, keep: bool
+    ) -> None:
+        self.executor = executor
+        self._finish = finish
+        self._why: str | None = None
+        self._closer: Callable[[], Any] | None = None
+        if executor is not None and not keep:
+            self._closer = weakref.finalize(self, executor.close)
 
     def __iter__(self) -> EpochIterator:
         return self
 
     def __next__(self) -> Any:
-        engine = self._engine
-        if engine is None or engine._iterator is None:
+        if self._why is not None:
+            raise WorkerError(f"This iterator has ended: {self._why}. Use the newer one.")
+        if self.executor is None:
             raise StopIteration
         try:
-            return next(engine._iterator)
+            batch = next(self.executor)
         except StopIteration:
-            self._engine = None
-            if not engine.keep:
-                engine.close()
+            self.executor = None
+            if self._closer is not None:
+                self._closer()
             raise
+        return self._finish(batch)
+
+    def end(self, why: str) -> None:
+        """Give no more batches."""
+        self.executor, self._why = None, why
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Lightning copies its trainer with the iterators in it; processes cannot be copied.
-        return EpochIterator, (None,)
+        return _ended, ()
+
+
+def _ended() -> EpochIterator:
+    return EpochIterator(None, _same, keep=True)
+
+
+def _same(batch: Any) -> Any:
+    return batch
+
+
+def _pinning_device() -> str | None:
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if device is not None and device.type != "mps":
+        return str(device)
+    warnings.warn(
+        "pin_memory=True, but there is no accelerator that copies from page-locked memory; "
+        "batches come in ordinary memory. Set pin_memory=False.",
+        FastDataWarning,
+        stacklevel=2,
+    )
+    return None

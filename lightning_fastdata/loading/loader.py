@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -16,12 +17,12 @@ from torch.utils.data import (
     default_collate,
 )
 
-from lightning_fastdata.errors import TransformError
+from lightning_fastdata.errors import OptionsError, TransformError
 from lightning_fastdata.host.memory import read_host_memory
 from lightning_fastdata.loading.collate import StagingCollate, collate_samples
 from lightning_fastdata.loading.engine import Engine
 from lightning_fastdata.loading.executors.fetch import FetchPlan
-from lightning_fastdata.loading.keyed import EpochCell, keyed, tell_epoch
+from lightning_fastdata.loading.keyed import EpochCell, KeyedDataset, keyed, tell_epoch
 from lightning_fastdata.loading.order import index_batches
 
 if TYPE_CHECKING:
@@ -221,15 +222,19 @@ class FastDataLoader(DataLoader[Any]):
         collate_fn = self.collate_fn
         if collate_fn is default_collate:
             collate_fn = collate_samples
-        if self.staged is not None:
-            collate_fn = StagingCollate(collate_fn, worker_part, self.staged)
+        streamed = isinstance(self.dataset, IterableDataset)
+        staged = self.staged
+        if self.executor != "torch" and not streamed and worker_part is None:
+            staged = None  # the engine stages what has no draws, and may so collate in place
+        if staged is not None:
+            collate_fn = StagingCollate(collate_fn, worker_part, staged)
         elif worker_part is not None:
             collate_fn = _FirstOfPairs(collate_fn, single=not self._batches)
         dataset = keyed(self.dataset, seed=self.seed, epoch=self._epoch_cell, transform=worker_part)
-        if self.executor != "torch" and not isinstance(self.dataset, IterableDataset):
+        if self.executor != "torch" and not streamed:
             return self._make_engine(self.executor, dataset, collate_fn)
         order: dict[str, Any]
-        if isinstance(self.dataset, IterableDataset):
+        if streamed:
             order = {"batch_size": self.batch_size, "drop_last": self.drop_last}
         elif self._batches:
             order = {"batch_sampler": self.batch_sampler}
@@ -252,7 +257,12 @@ class FastDataLoader(DataLoader[Any]):
         )
 
     def _make_engine(self, executor: ExecutorName, dataset: Any, collate_fn: Any) -> Engine:
-        default = collate_fn is default_collate or collate_fn is collate_samples
+        if executor == "sidecar" and isinstance(dataset, KeyedDataset) and self.num_workers:
+            raise OptionsError(
+                "executor is 'sidecar', whose threads would share one Albumentations pipeline and "
+                "its random state. Use 'workers' for this dataset."
+            )
+        default = collate_fn is collate_samples
         plan = FetchPlan(
             dataset=dataset,
             collate_fn=collate_fn,
@@ -266,23 +276,26 @@ class FastDataLoader(DataLoader[Any]):
             context=self.multiprocessing_context,
             look_ahead=max(8, self.num_workers * (self.prefetch_factor or 2)),
             memory_limit_bytes=read_host_memory().available_bytes // 4,
+            niceness=self.worker_nice,
         )
         return Engine(
             executor,
             plan,
-            batches=self._index_batches,
+            batches=self._index_batches(),
             epoch=self._epoch_cell.get,
             workers=self.num_workers,
-            # Threads and reused memory cost nothing between epochs; processes do.
-            keep=self.persistent_workers or executor in ("inline", "gather"),
+            persistent=self.persistent_workers,
+            staged=None if isinstance(collate_fn, StagingCollate) else self.staged,
+            pin_memory=self.pin_memory,
+            generator=self.generator,
         )
 
-    def _index_batches(self) -> Iterable[Any]:
-        if not self._batches:
-            return self.sampler
-        if self.executor == "gather":
-            return index_batches(self.batch_sampler)  # type: ignore[arg-type]
-        return self.batch_sampler  # type: ignore[return-value]
+    def _index_batches(self) -> Callable[[], Iterable[Any]]:
+        # Holds no loader, so that one that is dropped stops its workers at once.
+        source: Any = self.batch_sampler if self._batches else self.sampler
+        return (
+            partial(index_batches, source) if self.executor == "gather" else partial(iter, source)
+        )
 
 
 class _WorkerStart:

@@ -41,7 +41,7 @@ class StagedBatch:
 
     def pin_memory(self, device: str | None = None) -> StagedBatch:
         """Return the same batch in page-locked memory; torch's pin thread calls this."""
-        return StagedBatch(_pinned(self.batch, device), _pinned(self.draws, device), self.stage)
+        return StagedBatch(pinned(self.batch, device), pinned(self.draws, device), self.stage)
 
     def __getitem__(self, item: object) -> NoReturn:
         raise _StillStagedError("[...]")
@@ -53,7 +53,8 @@ class StagedBatch:
         raise _StillStagedError(f".{name}")
 
 
-def _pinned(value: Any, device: str | None) -> Any:
+def pinned(value: Any, device: str | None) -> Any:
+    """Return a nested structure with its tensors copied into page-locked memory."""
     # torch pins nested structures with this function only; it has no public name.
     from torch.utils.data._utils.pin_memory import pin_memory
 

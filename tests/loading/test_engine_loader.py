@@ -3,30 +3,41 @@
 from __future__ import annotations
 
 import copy
+import multiprocessing
 import pickle
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_fastdata.errors import FastDataWarning, WorkerError
+from lightning_fastdata.images.folder import FastImageFolder
 from lightning_fastdata.loading.loader import FastDataLoader
+from lightning_fastdata.loading.staged import StagedBatch
 
 DATA = TensorDataset(torch.arange(40.0).reshape(20, 2), torch.arange(20))
 
 
 @pytest.mark.parametrize("executor", ["inline", "gather", "workers", "sidecar"])
 @pytest.mark.parametrize("persistent", [False, True])
-def test_epochs_are_those_of_torch(executor: str, persistent: bool) -> None:
+@pytest.mark.parametrize("seeded", [False, True])
+def test_epochs_are_those_of_torch(executor: str, persistent: bool, seeded: bool) -> None:
     how = {"batch_size": 3, "shuffle": True, "num_workers": 2, "persistent_workers": persistent}
-    ours = FastDataLoader(
-        DATA, **how, executor=executor, generator=torch.Generator().manual_seed(1)
-    )
-    order = torch.Generator().manual_seed(1)
-    theirs = DataLoader(DATA, batch_size=3, shuffle=True, generator=order)
-    for _ in range(2):
-        for mine, other in zip(ours, list(theirs.batch_sampler), strict=True):
-            assert mine[1].tolist() == other
-            assert torch.equal(mine[0], DATA.tensors[0][other])
+    order = [torch.Generator().manual_seed(1) if seeded else None for _ in range(2)]
+    ours = FastDataLoader(DATA, **how, executor=executor, generator=order[0])
+    theirs = DataLoader(DATA, **how, generator=order[1])
+
+    def epochs(loader):
+        torch.manual_seed(5)
+        batches = [batch for _ in range(3) for batch in loader]
+        return batches, torch.rand(1)  # what the model would draw next
+
+    (mine, mine_next), (other, other_next) = epochs(ours), epochs(theirs)
+    assert torch.equal(mine_next, other_next)
+    for one, two in zip(mine, other, strict=True):
+        assert all(map(torch.equal, one, two))
     assert len(ours) == len(theirs)
     ours.close()
 
@@ -47,3 +58,89 @@ def test_a_running_loader_can_be_copied_and_pickled() -> None:
 def test_single_samples_come_as_they_are(executor: str) -> None:
     loader = FastDataLoader(DATA, batch_size=None, num_workers=1, executor=executor)
     assert [int(label) for _, label in loader] == list(range(20))
+
+
+@pytest.mark.parametrize("executor", ["inline", "gather", "workers", "sidecar"])
+def test_two_epochs_at_once_do_not_mix(executor: str) -> None:
+    loader = FastDataLoader(DATA, batch_size=4, num_workers=1, executor=executor)
+    pairs = [(one[1].tolist(), two[1].tolist()) for one, two in zip(loader, loader, strict=True)]
+    assert pairs == [(list(range(i, i + 4)),) * 2 for i in range(0, 20, 4)]
+
+
+def test_a_persistent_loader_ends_the_older_iterator_aloud() -> None:
+    loader = FastDataLoader(
+        DATA, batch_size=4, num_workers=1, persistent_workers=True, executor="workers"
+    )
+    older = iter(loader)
+    next(older)
+    assert len(list(loader)) == 5
+    with pytest.raises(WorkerError, match="another epoch"):
+        next(older)
+    loader.close()
+
+
+def test_a_dropped_loader_leaves_no_process() -> None:
+    loader = FastDataLoader(DATA, batch_size=4, num_workers=2, executor="workers")
+    running = iter(loader)
+    next(running)
+    children = multiprocessing.active_children()
+    assert len(children) == 2
+    del running, loader
+    for child in children:
+        child.join(10)
+    assert multiprocessing.active_children() == []
+
+
+@pytest.mark.parametrize("executor", ["inline", "workers"])
+def test_no_workers_means_the_calling_process(executor: str) -> None:
+    loader = FastDataLoader(DATA, batch_size=4, num_workers=0, executor=executor)
+    running = iter(loader)
+    next(running)
+    assert multiprocessing.active_children() == []
+
+
+@pytest.mark.parametrize("executor", ["inline", "gather", "workers", "sidecar"])
+def test_a_staged_batch_without_draws_is_the_plain_one_wrapped(executor: str) -> None:
+    how = {"batch_size": 4, "num_workers": 1, "staged": "val"}
+    ours = list(FastDataLoader(DATA, **how, executor=executor))
+    for one, two in zip(ours, FastDataLoader(DATA, **how), strict=True):
+        assert type(one) is StagedBatch
+        assert (one.stage, one.draws) == ("val", None)
+        assert all(map(torch.equal, one.batch, two.batch))
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is something to pin for")
+def test_without_an_accelerator_nothing_is_pinned_and_that_is_said() -> None:
+    loader = FastDataLoader(DATA, batch_size=20, pin_memory=True, executor="inline")
+    with pytest.warns(FastDataWarning, match="no accelerator"):
+        (batch,) = loader
+    assert torch.equal(batch[1], DATA.tensors[1])
+
+
+@pytest.mark.parametrize("executor", ["workers", "sidecar"])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_folder_of_images_is_decoded_as_by_torch(tmp_path, executor, persistent) -> None:
+    for number in range(14):
+        folder = tmp_path / f"class{number % 3}"
+        folder.mkdir(exist_ok=True)
+        side = 40 + 5 * number
+        ramp = np.add.outer(np.arange(side), np.arange(side + 9)) * (number + 1) % 256
+        pixels = np.stack([ramp, 255 - ramp, ramp // 2], -1).astype(np.uint8)
+        Image.fromarray(pixels).save(folder / f"{number}.jpg")
+
+    def folder() -> FastImageFolder:
+        return FastImageFolder(tmp_path, size=32, horizontal_flip=0.5, seed=3)
+
+    how = {"batch_size": 4, "num_workers": 2, "persistent_workers": persistent}
+    order = torch.Generator().manual_seed(2)
+    ours = FastDataLoader(folder(), **how, shuffle=True, executor=executor, generator=order)
+    epochs = [list(ours) for _ in range(2)]
+    ours.close()
+    data = folder()
+    order = torch.Generator().manual_seed(2)
+    theirs = DataLoader(data, **how, shuffle=True, generator=order)
+    for number, epoch in enumerate(epochs):
+        data.set_epoch(number)
+        for one, two in zip(epoch, theirs, strict=True):
+            assert all(map(torch.equal, one, two))
+    assert not torch.equal(epochs[0][0][0], epochs[1][0][0])

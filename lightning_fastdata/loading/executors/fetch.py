@@ -6,10 +6,16 @@ import hashlib
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+
+from lightning_fastdata.images.folder import FastImageFolder
+from lightning_fastdata.types import SampleKey
+
+if TYPE_CHECKING:
+    from lightning_fastdata.loading.layout import SampleLayout
 
 _COLLATION = -1
 """Stands for the sample index in the randomness of a collate function."""
@@ -89,6 +95,38 @@ class Fetcher:
         if self.seed is not None and not self.plan.default_collation and len(indices):
             seed_global_generators(self.seed, epoch, (_COLLATION, indices[0]))
         return self.plan.collate_fn(samples)
+
+
+def decodes_in_place(dataset: Any) -> bool:
+    """Return whether samples are those of :class:`FastImageFolder`, unchanged by a subclass."""
+    kind = type(dataset)
+    ours = FastImageFolder
+    return isinstance(dataset, ours) and kind.__getitem__ is ours.__getitem__
+
+
+def write_image_of(
+    dataset: Any, layout: SampleLayout, writers: list[Any], epoch: int
+) -> Callable[[Any, int], None] | None:
+    """Return what decodes sample ``index`` straight into a row of the batch, if that is possible.
+
+    Args:
+        dataset: The dataset.
+        layout: Of its samples.
+        writers: The batch of each leaf.
+        epoch: Part of the key of the sample's randomness.
+    """
+    if not decodes_in_place(dataset):
+        return None
+    if [field.shape for field in layout.fields] != [dataset.sample_shape, ()]:
+        return None
+    images, targets = writers[0].numpy(), writers[1]
+    seed, length = dataset.seed, len(dataset)
+
+    def write(index: Any, row: int) -> None:
+        key = SampleKey(seed, epoch, int(index) % length)
+        targets[row] = dataset.write_into(index, images[row], key=key)
+
+    return write
 
 
 def seed_global_generators(seed: int, epoch: int, index: Any) -> None:

@@ -20,9 +20,9 @@ import numpy as np
 import torch
 import torch.utils.data._utils.worker as torch_worker
 from torch.utils.data import default_collate
-from torch.utils.data._utils.collate import collate, collate_tensor_fn, default_collate_fn_map
 
-from lightning_fastdata.loading.executors.fetch import Fetcher
+from lightning_fastdata.loading.collate import collate_privately, in_own_side_process
+from lightning_fastdata.loading.executors.fetch import Fetcher, write_image_of
 from lightning_fastdata.loading.executors.wire import Wire
 from lightning_fastdata.loading.layout import MisfitError, SampleLayout, layout_of
 from lightning_fastdata.loading.leaves import pack, write_leaves
@@ -71,6 +71,7 @@ def side_main(
     torch_worker._worker_info = torch_worker.WorkerInfo(
         id=number, num_workers=processes, seed=seed, dataset=plan.dataset
     )
+    in_own_side_process()
     if plan.collate_fn is default_collate:
         plan = replace(plan, collate_fn=collate_privately)
     side = _Side(wire, plan, np.frombuffer(map_shared_memory(progress), np.int64), threads)
@@ -81,21 +82,6 @@ def side_main(
             wire.send(("failed", *_report(error, f"in worker_init_fn({number})")))
             return
     side.run()
-
-
-def collate_privately(samples: Any) -> Any:
-    """Return what ``default_collate`` returns in the training process.
-
-    In a worker torch collates into new shared memory for each batch, which costs a page fault for
-    every 4 KiB, and refuses types that it promotes elsewhere.
-    """
-    return collate(samples, collate_fn_map={**default_collate_fn_map, torch.Tensor: _stack})
-
-
-def _stack(samples: Any, *, collate_fn_map: Any = None) -> Any:
-    if samples[0].is_nested or samples[0].layout is not torch.strided:
-        return collate_tensor_fn(samples, collate_fn_map=collate_fn_map)
-    return torch.stack(samples)
 
 
 def _die_with(parent: int) -> None:
@@ -223,10 +209,14 @@ class _Work:
             raise MisfitError
         writers = layout.writers(self.side.maps[slot], rows)
         fetcher, kept = self.fetcher, self.side.kept
+        write_image = write_image_of(fetcher.dataset, layout, writers, epoch)
         for offset, index in enumerate(indices):
             fetcher.position = offset
             self._mark(batch, start + offset)
             sample = kept.pop((batch, start + offset), kept) if kept else kept
+            if sample is kept and write_image is not None:
+                write_image(index, start + offset)
+                continue
             if sample is kept:
                 sample = fetcher.sample(index, epoch)
             layout.write(sample, writers, start + offset)
