@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.host.memory import batch_memories
+from lightning_fastdata.loading.checks import check, check_among, unsuited
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -21,6 +22,7 @@ Auto: TypeAlias = Literal["auto"]
 Value: TypeAlias = int | float | str | None
 
 _START_METHODS = ("auto", "fork", "spawn", "forkserver")
+_EXECUTORS = ("auto", "torch", "inline", "gather", "workers", "sidecar")
 _SHARING = ("auto", "file_descriptor", "file_system")
 _POLITE = 5
 _LOOK_AHEAD_BATCHES = 8
@@ -57,6 +59,9 @@ class LoaderOptions:
             first.
         worker_nice: How much the training process goes before the workers where both want a CPU:
             0 (not at all) to 19, added to the niceness of the workers.
+        executor: Who fetches: torch's own iterator, or this package's engine: ``"inline"`` the
+            training process, ``"gather"`` rows of tensors in one call, ``"workers"`` processes,
+            ``"sidecar"`` num_workers threads outside the training process.
 
     Raises:
         OptionsError: A value is impossible.
@@ -72,21 +77,23 @@ class LoaderOptions:
     timeout_s: float = 0
     in_order: bool = True
     worker_nice: int | Auto = "auto"
+    executor: Literal["auto", "torch", "inline", "gather", "workers", "sidecar"] = "torch"
 
     def __post_init__(self) -> None:
         for name, lowest in (("num_workers", 0), ("prefetch_factor", 1), ("worker_nice", 0)):
             value = getattr(self, name)
             fine = value == "auto" or (type(value) is int and value >= lowest)
-            _check(name, value, fine, f'whole numbers from {lowest}, or "auto"')
+            check(name, value, fine, f'whole numbers from {lowest}, or "auto"')
         for name in ("pin_memory", "persistent_workers"):
             value = getattr(self, name)
-            _check(name, value, value == "auto" or type(value) is bool, 'True, False or "auto"')
-        _check("in_order", self.in_order, type(self.in_order) is bool, "True and False")
-        _check_among("multiprocessing_context", self.multiprocessing_context, _START_METHODS)
-        _check_among("sharing_strategy", self.sharing_strategy, _SHARING)
+            check(name, value, value == "auto" or type(value) is bool, 'True, False or "auto"')
+        check("in_order", self.in_order, type(self.in_order) is bool, "True and False")
+        check_among("multiprocessing_context", self.multiprocessing_context, _START_METHODS)
+        check_among("sharing_strategy", self.sharing_strategy, _SHARING)
+        check_among("executor", self.executor, _EXECUTORS)
         seconds = self.timeout_s
         fine = type(seconds) in (int, float) and math.isfinite(seconds) and seconds >= 0
-        _check("timeout_s", seconds, fine, "seconds from 0 (no timeout)")
+        check("timeout_s", seconds, fine, "seconds from 0 (no timeout)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +132,8 @@ class LoaderPlan:
     """Whether batches come in the order of the sampler."""
     worker_nice: int
     """Added to the niceness of the workers; without effect when there are none."""
+    executor: str
+    """Who fetches."""
     choices: tuple[Choice, ...]
     """One for each setting, in the order of ``LoaderOptions``."""
     limits: tuple[str, ...]
@@ -174,6 +183,7 @@ def plan_loader(
     iterable: bool,
     batched_fetch: bool,
     in_memory: bool = False,
+    suited: tuple[str, str] = ("torch", "torch's own iterator"),
     tensors_per_batch: int = 2,
     platform: str = sys.platform,
 ) -> LoaderPlan:
@@ -191,6 +201,7 @@ def plan_loader(
         iterable: The dataset is a stream (``IterableDataset``).
         batched_fetch: The dataset gives a whole batch in one call (``__getitems__``).
         in_memory: The samples are tensors in RAM and nothing is computed for each.
+        suited: The executor that suits the dataset, and why; taken if ``"auto"`` is asked for.
         tensors_per_batch: Tensors in a batch; each takes open files on its way.
         platform: ``sys.platform``.
 
@@ -241,7 +252,9 @@ def plan_loader(
         "timeout_s": (0, "wait for ever"),
         "in_order": (True, "as the sampler gives them"),
         "worker_nice": (_POLITE, "the training process goes first where both want a CPU"),
+        "executor": suited if options.executor == "auto" else ("torch", "torch's own iterator"),
     }
+    limits.extend(unsuited(options.executor, iterable=iterable, workers=count))
     choices = tuple(_choice(options, name, *auto[name]) for name in auto)
     decided: dict[str, Any] = {choice.option: choice.value for choice in choices}
     return LoaderPlan(**decided, choices=choices, limits=tuple(limits))
@@ -319,7 +332,7 @@ def _open_files_message(open_files: int, memory: HostMemory, options: LoaderOpti
 
 def _choice(options: LoaderOptions, option: str, auto: Value, why: str) -> Choice:
     asked = getattr(options, option)
-    if asked == getattr(LoaderOptions(), option):
+    if asked in ("auto", getattr(LoaderOptions(), option)):
         return Choice(option=option, value=auto, why=why, by="auto")
     return Choice(option=option, value=asked, why=_SET, by="you")
 
@@ -328,17 +341,8 @@ def _size(count_bytes: int) -> str:
     return f"{count_bytes / 2**20:,.1f} MiB"
 
 
-def _check(name: str, value: object, fine: bool, allowed: str) -> None:
-    if not fine:
-        raise OptionsError(f"{name} is {value!r}; allowed are {allowed}.")
-
-
-def _check_among(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    _check(name, value, value in allowed, ", ".join(map(repr, allowed)))
-
-
 def _check_platform(options: LoaderOptions, platform: str) -> None:
     if platform == "win32":
-        _check_among("multiprocessing_context", options.multiprocessing_context, ("auto", "spawn"))
+        check_among("multiprocessing_context", options.multiprocessing_context, ("auto", "spawn"))
     if platform in _NO_DESCRIPTORS:
-        _check_among("sharing_strategy", options.sharing_strategy, ("auto", "file_system"))
+        check_among("sharing_strategy", options.sharing_strategy, ("auto", "file_system"))

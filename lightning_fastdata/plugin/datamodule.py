@@ -302,6 +302,8 @@ class DataModuleHooks:
             batch_size=self.batch_size,
             accelerator=device_type(self._trainer),
             local_ranks=1 if self._trainer is None else self._trainer.num_devices,
+            collate_fn=self.collate_fn,
+            transformed=self._transforms.worker_part(stage) is not None,
         )
 
     def augments_on_device(self, stage: Stage) -> bool:

@@ -11,6 +11,7 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 from lightning_fastdata.errors import DatasetError
 from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.host.memory import read_host_memory
+from lightning_fastdata.loading.executors.suited import look_at, suited_executor
 from lightning_fastdata.loading.keyed import fetches_in_batches
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.loading.options import LoaderOptions, LoaderPlan, plan_loader
@@ -60,6 +61,8 @@ def plan_for(
     batch_size: int,
     accelerator: str,
     local_ranks: int,
+    collate_fn: Any = None,
+    transformed: bool = False,
 ) -> LoaderPlan:
     """Read what the plan of a loader rests on, and make the plan.
 
@@ -71,9 +74,19 @@ def plan_for(
         batch_size: Samples in one batch of this rank.
         accelerator: ``"cpu"``, ``"cuda"`` or another device type.
         local_ranks: Training processes that share this host.
+        collate_fn: Of the user; None: the default collation.
+        transformed: An Albumentations pipeline runs on each sample.
     """
+    suited = ("torch", "torch's own iterator")
+    if options.executor == "auto":
+        suited = suited_executor(
+            look_at(dataset, default_collation=collate_fn is None, transformed=transformed),
+            workers=options.num_workers,
+            batch_size=batch_size,
+        )
     return plan_loader(
         options,
+        suited=suited,
         stage=stage,
         cpu=read_cpu_limit(local_ranks=local_ranks),
         memory=read_host_memory(),
@@ -107,6 +120,7 @@ def build_loader(
     if plan.sharing_strategy is not None:
         torch.multiprocessing.set_sharing_strategy(plan.sharing_strategy)  # type: ignore[no-untyped-call]
     arguments = {**settings, **plan.dataloader_kwargs(), "worker_nice": plan.worker_nice}
+    arguments["executor"] = plan.executor
     if stage == "train" and not isinstance(dataset, IterableDataset):
         arguments["sampler"] = ShuffleSampler(cast("Any", dataset), settings["seed"])
     excluded = _REPLACED_BY_BATCH_SAMPLER if "batch_sampler" in overrides else ()

@@ -78,6 +78,7 @@ any_options = st.builds(
     sharing_strategy=st.sampled_from(["auto", "file_descriptor", "file_system"]),
     timeout_s=st.floats(0, 100),
     in_order=st.booleans(),
+    executor=st.sampled_from(["auto", "torch", "inline", "gather", "workers", "sidecar"]),
 )
 any_situation = st.fixed_dictionaries(
     {
@@ -113,7 +114,7 @@ def test_the_users_value_always_wins_and_each_option_is_chosen_once(
         asked = getattr(options, choice.option)
         assert getattr(made, choice.option) == choice.value
         if choice.by == "you" or (
-            asked != "auto" and choice.option not in ("timeout_s", "in_order")
+            asked != "auto" and choice.option not in ("timeout_s", "in_order", "executor")
         ):
             assert (choice.by, choice.value) == ("you", asked)
         assert choice.why

@@ -1,0 +1,127 @@
+"""The executor that suits a dataset, with its reason."""
+
+from __future__ import annotations
+
+import os
+import random
+
+os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
+
+import albumentations as A
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
+
+from lightning_fastdata import FastDataModule, LoaderOptions
+from lightning_fastdata.images.folder import FastImageFolder
+from lightning_fastdata.loading.executors.suited import look_at, suited_executor
+
+
+class Rows(Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, i):
+        return torch.full((3,), float(i)), i
+
+
+class Drawing(Rows):
+    def __init__(self, draw):
+        self.draw = draw
+
+    def __getitem__(self, i):
+        return self.draw(), i
+
+
+class Augmenting(Rows):
+    def __init__(self):
+        self.pipeline = A.Compose([A.HorizontalFlip()])
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        raise AssertionError("a stream is not to be read")
+
+
+class Clock:
+    """Seconds that advance by a fixed step each time they are asked for."""
+
+    def __init__(self, step_s):
+        self.now, self.step_s = 0.0, step_s
+
+    def __call__(self):
+        self.now += self.step_s
+        return self.now
+
+
+def suited(dataset, *, workers="auto", step_s=0.01, **about):
+    about = {"default_collation": True, "transformed": False, **about}
+    look = look_at(dataset, **about, clock_s=Clock(step_s))
+    return suited_executor(look, workers=workers, batch_size=4)
+
+
+def folder(tmp_path):
+    (tmp_path / "one").mkdir()
+    Image.fromarray(np.zeros((20, 20, 3), np.uint8)).save(tmp_path / "one" / "0.jpg")
+    return FastImageFolder(tmp_path, size=8)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "about", "name"),
+    [
+        (Stream(), {}, "torch"),
+        (TensorDataset(torch.zeros(4)), {}, "gather"),
+        (TensorDataset(torch.zeros(4)), {"default_collation": False}, "workers"),
+        (TensorDataset(torch.zeros(4)), {"transformed": True}, "workers"),
+        (Rows(), {}, "workers"),
+        (Rows(), {"workers": 0}, "inline"),
+        (Rows(), {"step_s": 1e-6}, "inline"),
+        (Drawing(random.random), {"step_s": 1e-6}, "workers"),
+        (Drawing(np.random.rand), {"step_s": 1e-6}, "workers"),
+        (Drawing(lambda: torch.rand(2)), {"step_s": 1e-6}, "workers"),
+        (Augmenting(), {"step_s": 1e-6}, "workers"),
+    ],
+)
+def test_each_kind_of_dataset_has_its_executor(dataset, about, name):
+    chosen, why = suited(dataset, **about)
+    assert chosen == name
+    assert why
+
+
+def test_images_are_decoded_by_threads_unless_a_subclass_changes_them(tmp_path):
+    class Changed(FastImageFolder):
+        def __getitem__(self, index):
+            image, target = super().__getitem__(index)
+            return 255 - image, target
+
+    images = folder(tmp_path)
+    assert suited(images)[0] == "sidecar"
+    assert suited(images, transformed=True)[0] == "workers"
+    assert suited(Changed(tmp_path, size=8))[0] == "workers"
+
+
+def test_looking_leaves_the_random_state_alone():
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    expected = random.random(), np.random.rand(), torch.rand(1).item()
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    look_at(
+        Drawing(lambda: (random.random(), np.random.rand(), torch.rand(1))),
+        default_collation=True,
+        transformed=False,
+    )
+    assert expected == (random.random(), np.random.rand(), torch.rand(1).item())
+
+
+@pytest.mark.parametrize("executor", ["torch", "auto", "inline", "gather", "workers", "sidecar"])
+def test_the_executor_of_the_options_reaches_the_loader_and_its_plan(executor):
+    data = TensorDataset(torch.arange(8.0), torch.arange(8))
+    options = LoaderOptions(num_workers=1, executor=executor)
+    module = FastDataModule.from_datasets(data, batch_size=4, options=options)
+    loader = module.train_dataloader()
+    assert loader.executor == ("gather" if executor == "auto" else executor)
+    assert "executor" in module.explain()
+    plain = FastDataModule.from_datasets(data, batch_size=4, options=LoaderOptions(num_workers=1))
+    for one, two in zip(loader, plain.train_dataloader(), strict=True):
+        assert all(map(torch.equal, one, two))
