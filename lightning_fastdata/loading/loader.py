@@ -17,12 +17,13 @@ from torch.utils.data import (
     default_collate,
 )
 
+from lightning_fastdata.augment.seeds import find_composes
 from lightning_fastdata.errors import OptionsError, TransformError
 from lightning_fastdata.host.memory import read_host_memory
 from lightning_fastdata.loading.collate import StagingCollate, collate_samples
 from lightning_fastdata.loading.engine import Engine
 from lightning_fastdata.loading.executors.fetch import FetchPlan
-from lightning_fastdata.loading.keyed import EpochCell, KeyedDataset, keyed, tell_epoch
+from lightning_fastdata.loading.keyed import EpochCell, keyed, tell_epoch
 from lightning_fastdata.loading.order import index_batches
 
 if TYPE_CHECKING:
@@ -73,6 +74,7 @@ class FastDataLoader(DataLoader[Any]):
             ``"workers"`` or ``"sidecar"``. An iterable dataset is always fetched by torch.
 
     Raises:
+        OptionsError: A sidecar was asked for, and an Albumentations pipeline runs on the samples.
         TransformError: A transform on the device was asked for without batches
             (``batch_size=None``).
     """
@@ -131,6 +133,11 @@ class FastDataLoader(DataLoader[Any]):
             raise TransformError(
                 "A transform on the device needs batches, but batch_size=None. Set a batch_size, "
                 "or pass the transform to the dataset."
+            )
+        if executor == "sidecar" and num_workers and (transform or find_composes(dataset)):
+            raise OptionsError(
+                "executor is 'sidecar', whose threads would share one Albumentations pipeline and "
+                "its random state. Use 'workers' for this dataset."
             )
         self.seed = seed
         self.epoch = epoch
@@ -257,11 +264,6 @@ class FastDataLoader(DataLoader[Any]):
         )
 
     def _make_engine(self, executor: ExecutorName, dataset: Any, collate_fn: Any) -> Engine:
-        if executor == "sidecar" and isinstance(dataset, KeyedDataset) and self.num_workers:
-            raise OptionsError(
-                "executor is 'sidecar', whose threads would share one Albumentations pipeline and "
-                "its random state. Use 'workers' for this dataset."
-            )
         default = collate_fn is collate_samples
         plan = FetchPlan(
             dataset=dataset,
