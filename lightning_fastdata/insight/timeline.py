@@ -156,8 +156,9 @@ class StepTimeline:
         began, end = step.augment.began, self._mark()
         self._close(step.augment, end)
         if began is not None and end is not None and step.transfer.began is not None:
-            # Inside a transfer: cut it there, so that the two never count the same time.
-            step.transfer.pairs.append((step.transfer.began, began))
+            # During a transfer: cut it there, so that the two never count the same time.
+            if step.transfer.began <= began:
+                step.transfer.pairs.append((step.transfer.began, began))
             step.transfer.began = end
 
     def compute_ended(self, samples: int) -> None:
