@@ -15,6 +15,7 @@ from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.host.machine import describe_machine, read_versions
 from lightning_fastdata.insight.report import RunReport
 from lightning_fastdata.insight.verdict import LoaderFacts, judge
+from lightning_fastdata.loading.names import refuses_unknown_names
 from lightning_fastdata.plugin import boards
 from lightning_fastdata.plugin.foreign import augment_foreign_batches
 from lightning_fastdata.plugin.hooks import overridden_hook
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 _MOST_FIGURES = 20
 
 
+@refuses_unknown_names
 class ThroughputHooks:
     """Measures where each step goes, logs it, and runs augmentation on the device.
 
