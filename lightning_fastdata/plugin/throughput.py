@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import inspect
 import os
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_fastdata.augment.transform import as_batch_transform
-from lightning_fastdata.errors import OptionsError, TransformError
+from lightning_fastdata.errors import FastDataWarning, OptionsError, TransformError
 from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.host.machine import describe_machine, read_versions
 from lightning_fastdata.insight.report import RunReport
@@ -234,7 +235,11 @@ class ThroughputHooks:
         path = self.report_path
         if path is not False:
             file = Path(run.log_dir) / "report.json" if path is True else Path(path)
-            report.write_json(file)
+            try:
+                report.write_json(file)
+            except OSError as error:
+                # The training is done; a full or read-only disk must not look like its failure.
+                warnings.warn(f"The report was not written: {error}.", FastDataWarning, stacklevel=2)
         if self.summary:
             from rich.console import Console
 
