@@ -238,8 +238,9 @@ class ThroughputHooks:
             try:
                 report.write_json(file)
             except OSError as error:
-                # The training is done; a full or read-only disk must not look like its failure.
-                warnings.warn(f"The report was not written: {error}.", FastDataWarning, stacklevel=2)
+                # The training is done; a full disk must not look like its failure.
+                message = f"The report was not written: {error}."
+                warnings.warn(message, FastDataWarning, stacklevel=2)
         if self.summary:
             from rich.console import Console
 
