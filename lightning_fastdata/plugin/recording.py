@@ -94,12 +94,14 @@ class Recording:
 
     def listeners(self) -> Mapping[str, Listener]:
         """Return what to call when Lightning announces an action, by the action's last word."""
-        return {
+        listeners = {
             "train_dataloader_next": (self._train_wait_began, self._train_wait_ended),
             "val_next": (self._val_wait_began, self._val_wait_ended),
             "batch_to_device": (self._transfer_began, self._transfer_ended),
-            "on_after_batch_transfer": (self._augment_began, self._augment_ended),
         }
+        if self.augments:
+            listeners["on_after_batch_transfer"] = (self._augment_began, self._augment_ended)
+        return listeners
 
     def _train_wait_began(self) -> None:
         self._fetching = self.train

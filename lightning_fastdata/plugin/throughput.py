@@ -97,11 +97,12 @@ class ThroughputHooks:
         recording = Recording(trainer)
         if stage == "fit" and self.augment is not None:
             _check_hooks_run(pl_module)
-        undo = [attach(trainer, recording.listeners())]
+        undo: list[Callable[[], None]] = []
         self._run = _Run(trainer, recording, undo)
         if stage == "fit" and self.augment is not None:
             undo.append(self._register(trainer, pl_module, recording))
         recording.augments = _augmenting_stages(trainer, pl_module)
+        undo.append(attach(trainer, recording.listeners()))
 
     def _register(self, trainer: Any, pl_module: Any, recording: Recording) -> Callable[[], None]:
         register = getattr(trainer.datamodule, "register_transform", None)
