@@ -157,7 +157,7 @@ class ThroughputHooks:
         step = _steps_logged_by(trainer, recording.batches_stepped)
         recording.batches_stepped += 1
         if run.every_n_steps and (step + 1) % run.every_n_steps == 0 and run.logs:
-            boards.log_to(trainer.loggers, recording.train.window.take(), step)
+            boards.log_to(trainer.loggers, recording.train.metrics(), step)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
         """Draw the epoch's phases and say what they mean, where that has changed."""
@@ -211,7 +211,7 @@ class ThroughputHooks:
         run.recording.val.paused()
         if run.logs:
             step = _steps_logged_by(trainer, run.recording.batches_stepped)
-            boards.log_to(trainer.loggers, run.recording.val.window.take(), step)
+            boards.log_to(trainer.loggers, run.recording.val.metrics(), step)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:  # noqa: ARG002
         """Flush what was measured; after an exception Lightning calls no teardown."""
