@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.host.memory import batch_memories
 from lightning_fastdata.loading.checks import check, check_among, unsuited
+from lightning_fastdata.loading.names import refuses_unknown_names
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -41,6 +42,7 @@ _ONE_STREAM = (
 )
 
 
+@refuses_unknown_names
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderOptions:
     """What you may set about a loader; ``"auto"`` chooses for this machine and says why.

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from lightning_fastdata.batch_size import GuardPolicy
 from lightning_fastdata.errors import DatasetError, FastDataWarning, OptionsError
 from lightning_fastdata.loading.loader import FastDataLoader
+from lightning_fastdata.loading.names import refuses_unknown_names
 from lightning_fastdata.loading.options import LoaderOptions, LoaderPlan
 from lightning_fastdata.plugin.arguments import check_choice, checked_batch_size
 from lightning_fastdata.plugin.datasets import Constant, in_form_of, is_missing, named
@@ -40,6 +41,7 @@ AugmentOn = Literal["auto", "gpu", "cpu"]
 _DATASET_METHOD = {stage: f"{stage}_dataset" for stage in STAGES}
 
 
+@refuses_unknown_names
 class DataModuleHooks:
     """Builds tuned loaders for every stage from the datasets that a subclass returns.
 
@@ -267,7 +269,7 @@ class DataModuleHooks:
                 if name not in self._plans:
                     self._plans[name] = self._plan(dataset, stage=stage, sample=None)
         in_workers = None
-        if not self._augments_on_device():
+        if not self._device_takes_pixels():
             on_cpu = self.augment_on == "cpu"
             in_workers = 'augment_on="cpu"' if on_cpu else "there is no CUDA GPU to run on"
         parts = [f"{name}\n{plan.explain()}" for name, plan in self._plans.items()]
@@ -311,9 +313,12 @@ class DataModuleHooks:
         return self._transforms.run_on_device(stage, pipeline=self._augments_on_device())
 
     def _augments_on_device(self) -> bool:
-        if self._trainer is None or self.augment_on == "cpu":
-            return False
-        return self.augment_on == "gpu" or device_type(self._trainer) == "cuda"
+        return self._trainer is not None and self._device_takes_pixels()
+
+    def _device_takes_pixels(self) -> bool:
+        if self.augment_on == "auto":
+            return device_type(self._trainer) == "cuda"
+        return self.augment_on == "gpu"
 
     def _seed(self) -> int:
         return self.seed if self.seed is not None else int(os.environ.get("PL_GLOBAL_SEED", "0"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import IterableDataset
@@ -13,7 +14,7 @@ from lightning_fastdata.plugin.guard import apply_decision, run_guard
 from lightning_fastdata.plugin.trainer_facts import has_cuda
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from lightning_fastdata.batch_size import GuardDecision, MemoryReader
     from lightning_fastdata.types import Batch
@@ -33,6 +34,22 @@ class GuardHooks:
         super().__init__()
         self.reader = reader
         self.decision: GuardDecision | None = None
+        self._resumed: dict[str, int] | None = None
+        self._undo: Callable[[], None] | None = None
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the sizes that were changed, so that a resumed run trains with the same."""
+        decision = self.decision
+        if decision is None or decision.action not in ("accumulate", "reduce"):
+            return {}
+        return {
+            "batch_size": decision.batch_size,
+            "accumulate_grad_batches": decision.accumulate_grad_batches,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        """Take the sizes of the run that is resumed."""
+        self._resumed = dict(state_dict) or None
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Measure two small training steps, decide, and apply the decision."""
@@ -46,8 +63,11 @@ class GuardHooks:
             if device.type != "cuda":
                 return
             reader = CudaMemoryReader(device)
+        self._undo = _sizes_as_now(trainer, datamodule)
         rows = datamodule.rows_for_guard()
-        if rows is None:
+        if self._resumed is not None:
+            self.decision = _as_before(self._resumed, trainer, datamodule)
+        elif rows is None:
             why = (
                 "the training data is a stream, or comes from the module's own train_dataloader(), "
                 "so that no batch of another size can be made"
@@ -64,6 +84,41 @@ class GuardHooks:
                 dataset_rows=rows,
             )
         datamodule.notes[:] = [apply_decision(self.decision, trainer, datamodule)]
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ARG002
+        """Give the data module and the trainer back the sizes that the user asked for."""
+        self._restore_sizes()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:  # noqa: ARG002
+        """Do the same after an exception, when Lightning calls no teardown."""
+        self._restore_sizes()
+
+    def _restore_sizes(self) -> None:
+        undo, self._undo, self._resumed = self._undo, None, None
+        if undo is not None:
+            undo()
+
+
+def _sizes_as_now(trainer: Any, datamodule: Any) -> Callable[[], None]:
+    batch_size, accumulate = datamodule.batch_size, trainer.accumulate_grad_batches
+
+    def restore() -> None:
+        datamodule.batch_size, trainer.accumulate_grad_batches = batch_size, accumulate
+
+    return restore
+
+
+def _as_before(sizes: dict[str, int], trainer: Any, datamodule: Any) -> GuardDecision:
+    """Return the decision of the run that is resumed: its place in the data counts its batches."""
+    asked = datamodule.batch_size
+    same = skipped(asked, trainer.accumulate_grad_batches, "the run is resumed")
+    return replace(
+        same,
+        **sizes,
+        action="accumulate",
+        reason=f"The run is resumed with the batch size of {sizes['batch_size']} that its guard "
+        f"chose instead of {asked}.",
+    )
 
 
 def attach_guard(trainer: Any, guard: type) -> None:

@@ -25,7 +25,7 @@ class StageMeter:
         self.stage = stage
         self.device = device
         self.timeline = StepTimeline(device=CudaClock() if device.type == "cuda" else None)
-        self.window = MetricWindow(self.timeline.history, prefix)
+        self._window = MetricWindow(self.timeline.history, prefix)
         self._duration_s = 0.0
         self._last: float | None = None
 
@@ -46,12 +46,17 @@ class StageMeter:
         """Do not count the time until the stage goes on: training and validation take turns."""
         self._last = None
 
+    def metrics(self) -> dict[str, float]:
+        """Return the means over the steps since the last call, by their names for loggers."""
+        self.timeline.poll()
+        return self._window.take()
+
     def summary(self) -> StageSummary | None:
         """Return where the steps went, or None before the first step ended."""
-        self.timeline.poll()
-        if self.timeline.history.steps == 0:
+        history = self.timeline.history
+        if history.steps == 0:
             return None
-        return self.timeline.history.summarize(
+        return history.summarize(
             self.stage,
             duration_s=self._duration_s,
             device=self.device.type,
@@ -94,12 +99,14 @@ class Recording:
 
     def listeners(self) -> Mapping[str, Listener]:
         """Return what to call when Lightning announces an action, by the action's last word."""
-        return {
+        listeners = {
             "train_dataloader_next": (self._train_wait_began, self._train_wait_ended),
             "val_next": (self._val_wait_began, self._val_wait_ended),
             "batch_to_device": (self._transfer_began, self._transfer_ended),
-            "on_after_batch_transfer": (self._augment_began, self._augment_ended),
         }
+        if self.augments:
+            listeners["on_after_batch_transfer"] = (self._augment_began, self._augment_ended)
+        return listeners
 
     def _train_wait_began(self) -> None:
         self._fetching = self.train

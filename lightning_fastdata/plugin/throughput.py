@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import inspect
 import os
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_fastdata.augment.transform import as_batch_transform
-from lightning_fastdata.errors import OptionsError, TransformError
+from lightning_fastdata.errors import FastDataWarning, OptionsError, TransformError
 from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.host.machine import describe_machine, read_versions
 from lightning_fastdata.insight.report import RunReport
 from lightning_fastdata.insight.verdict import LoaderFacts, judge
+from lightning_fastdata.loading.names import refuses_unknown_names
 from lightning_fastdata.plugin import boards
 from lightning_fastdata.plugin.foreign import augment_foreign_batches
 from lightning_fastdata.plugin.hooks import overridden_hook
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 _MOST_FIGURES = 20
 
 
+@refuses_unknown_names
 class ThroughputHooks:
     """Measures where each step goes, logs it, and runs augmentation on the device.
 
@@ -94,11 +97,12 @@ class ThroughputHooks:
         recording = Recording(trainer)
         if stage == "fit" and self.augment is not None:
             _check_hooks_run(pl_module)
-        undo = [attach(trainer, recording.listeners())]
+        undo: list[Callable[[], None]] = []
         self._run = _Run(trainer, recording, undo)
         if stage == "fit" and self.augment is not None:
             undo.append(self._register(trainer, pl_module, recording))
         recording.augments = _augmenting_stages(trainer, pl_module)
+        undo.append(attach(trainer, recording.listeners()))
 
     def _register(self, trainer: Any, pl_module: Any, recording: Recording) -> Callable[[], None]:
         register = getattr(trainer.datamodule, "register_transform", None)
@@ -153,7 +157,7 @@ class ThroughputHooks:
         step = _steps_logged_by(trainer, recording.batches_stepped)
         recording.batches_stepped += 1
         if run.every_n_steps and (step + 1) % run.every_n_steps == 0 and run.logs:
-            boards.log_to(trainer.loggers, recording.train.window.take(), step)
+            boards.log_to(trainer.loggers, recording.train.metrics(), step)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
         """Draw the epoch's phases and say what they mean, where that has changed."""
@@ -207,7 +211,7 @@ class ThroughputHooks:
         run.recording.val.paused()
         if run.logs:
             step = _steps_logged_by(trainer, run.recording.batches_stepped)
-            boards.log_to(trainer.loggers, run.recording.val.window.take(), step)
+            boards.log_to(trainer.loggers, run.recording.val.metrics(), step)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:  # noqa: ARG002
         """Flush what was measured; after an exception Lightning calls no teardown."""
@@ -232,7 +236,12 @@ class ThroughputHooks:
         path = self.report_path
         if path is not False:
             file = Path(run.log_dir) / "report.json" if path is True else Path(path)
-            report.write_json(file)
+            try:
+                report.write_json(file)
+            except OSError as error:
+                # The training is done; a full disk must not look like its failure.
+                message = f"The report was not written: {error}."
+                warnings.warn(message, FastDataWarning, stacklevel=2)
         if self.summary:
             from rich.console import Console
 

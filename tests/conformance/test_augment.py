@@ -384,3 +384,22 @@ def test_pipelines_inside_a_dataset_draw_anew_for_each_sample(tmp_path):
     assert len(set(drawn)) > 12
     alone = fit(tmp_path, AugmentsItself(), batch_size=1, trainer={"max_epochs": 2})["train"]
     assert equal(seen, alone)
+
+
+def test_torchvisions_batch_transforms_run_in_the_same_place(tmp_path):
+    from torchvision.transforms import v2
+
+    class Chw(Images):
+        def __getitem__(self, i):
+            image, label = super().__getitem__(i)
+            return torch.from_numpy(image).permute(2, 0, 1), label
+
+    both = v2.Compose([v2.RandomHorizontalFlip(p=1), v2.ToDtype(torch.float32, scale=True)])
+    model = Pixels()
+    module = FastDataModule.from_datasets(Chw(8), batch_size=8, augment=both, image=0)
+    make_trainer(tmp_path, limit_val_batches=0).fit(model, datamodule=module)
+    (seen,) = model.seen["train"]
+    flipped = torch.stack([Chw(8)[i][0].flip(-1) / 255 for i in range(8)])
+    order = [int(n) for n in (seen[:, None] - flipped).abs().flatten(2).sum(2).argmin(1)]
+    assert sorted(order) == list(range(8))
+    torch.testing.assert_close(seen, flipped[order])

@@ -192,10 +192,27 @@ def test_impossible_arguments(arguments, said):
         FastDataModule(**arguments)
 
 
-@pytest.mark.parametrize("make", [FastDataModule, FastDataModule.from_datasets, LoaderOptions])
-def test_unknown_option_names_are_named(make):
-    with pytest.raises(TypeError, match="num_worker"):
-        make(num_worker=2)
+@pytest.mark.parametrize(
+    ("make", "misspelled", "meant"),
+    [
+        (FastDataModule, "batchsize", "batch_size"),
+        (FastDataModule.from_datasets, "augmen", "augment"),
+        (LoaderOptions, "num_worker", "num_workers"),
+        (DataThroughputCallback, "every_n_step", "every_n_steps"),
+    ],
+)
+def test_a_misspelled_option_names_the_one_that_was_meant(make, misspelled, meant):
+    with pytest.raises(OptionsError, match=f"{misspelled}.*Did you mean {meant}"):
+        make(**{misspelled: 2})
+
+
+def test_a_misspelled_option_is_found_through_a_subclass():
+    class Photos(FastDataModule):
+        def __init__(self, root=".", **arguments):
+            super().__init__(**arguments)
+
+    with pytest.raises(OptionsError, match="num_workers"):
+        Photos(num_workers=3)
 
 
 @pytest.mark.parametrize("stage", ["fit", "training", "sanity"])

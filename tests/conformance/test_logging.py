@@ -14,7 +14,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch.utils.data import DataLoader
 
 from lightning_fastdata import DataThroughputCallback
-from lightning_fastdata.errors import OptionsError
+from lightning_fastdata.errors import FastDataWarning, OptionsError
 
 ALWAYS = {
     "data/stall_percent",
@@ -275,3 +275,13 @@ def test_report_and_summary_can_be_switched_off(tmp_path, capsys, summary):
     out = capsys.readouterr().out
     assert ("fastdata · train" in out) == summary
     assert callback.report.verdict.sentence
+
+
+def test_a_report_that_cannot_be_written_is_a_warning_and_not_an_error(tmp_path):
+    blocked = tmp_path / "file"
+    blocked.write_text("in the way")
+    callback = DataThroughputCallback(summary=False, report=blocked / "report.json")
+    trainer = make_trainer(tmp_path, callbacks=[callback], limit_val_batches=0)
+    with pytest.warns(FastDataWarning, match="report was not written"):
+        trainer.fit(Linear(), datamodule=RowsModule())
+    assert callback.report is not None

@@ -516,7 +516,10 @@ def test_row_52_a_run_that_ends_in_mid_epoch_is_reported(tmp_path, capsys, how):
 
 
 SCRIPT = """
-import sys, torch
+import signal, sys, torch
+
+# A shell that runs its tests in the background hands down a SIGINT that is ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from conformance.pieces import Linear, Rows, make_trainer
 from torch.utils.data import DataLoader
 from lightning_fastdata import DataThroughputCallback

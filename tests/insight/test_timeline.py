@@ -342,13 +342,23 @@ def test_an_exhausting_fetch_leaves_no_trace_once_dropped():
     assert row(timeline, 1, "gap_ms") != row(timeline, 1, "gap_ms")
 
 
+def test_an_augmentation_that_began_before_the_transfer_is_not_counted_twice():
+    gpu, timeline = cpu_timeline()
+    for mark in (timeline.augment_began, timeline.transfer_began, timeline.augment_ended):
+        mark()
+        gpu.host(2)
+    timeline.compute_ended(1)
+    assert row(timeline, 0, "augment_ms") == 4
+    assert row(timeline, 0, "step_ms") == 6
+
+
 MARKS = st.sampled_from(
     ["wait_began", "wait_ended", "transfer_began", "transfer_ended", "augment_began",
      "augment_ended", "drop_open_step", "epoch_began", "end", "host", "launch", "sync"]
 )  # fmt: skip
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(marks=st.lists(MARKS, max_size=60), cuda=st.booleans())
 def test_no_order_of_marks_corrupts_a_later_step(marks, cuda):
     gpu, timeline = cuda_timeline(capacity=16) if cuda else cpu_timeline()

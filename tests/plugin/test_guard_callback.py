@@ -84,16 +84,54 @@ def sizes(batches):
 
 def test_accumulate_loads_smaller_batches_and_keeps_the_effective_size(tmp_path, capsys):
     callback = DataThroughputCallback(report=False)
-    trainer, model, module, guard = fit(tmp_path, "accumulate", callbacks=[callback])
+    trainer, model, _, guard = fit(tmp_path, "accumulate", callbacks=[callback])
     assert guard.decision.action == "accumulate"
     # (2 GiB - 512 MiB) / 100 MiB is 15 rows; 32 is cut evenly into 4 parts of 8
     assert sizes(model.seen["train"]) == [8] * 8
-    assert (module.batch_size, trainer.accumulate_grad_batches) == (8, 4)
+    assert guard.decision.accumulate_grad_batches == 4
     assert trainer.global_step == 2
     assert sorted(int(i) for _, ids in model.seen["train"] for i in ids) == list(range(64))
     assert callback.report.notes == (guard.decision.reason,)
     printed = " ".join(capsys.readouterr().out.split())
     assert "the loader now gives 8 rows at a time" in printed
+
+
+@pytest.mark.parametrize("ending", ["end", "exception"])
+def test_the_asked_sizes_are_back_after_the_fit(tmp_path, ending):
+    class Fails(Takes):
+        def on_train_epoch_end(self):
+            assert (self.trainer.datamodule.batch_size, self.trainer.accumulate_grad_batches) == (
+                8,
+                4,
+            )
+            if ending == "exception":
+                raise ZeroDivisionError
+
+    device = Counted()
+    module = RowsModule(32, length=64, guard="accumulate", options=LoaderOptions(num_workers=0))
+    trainer = make_trainer(tmp_path, callbacks=[BatchSizeGuard(reader=device)], limit_val_batches=0)
+    if ending == "exception":
+        with pytest.raises(ZeroDivisionError):
+            trainer.fit(Fails(device), datamodule=module)
+    else:
+        trainer.fit(Fails(device), datamodule=module)
+    assert (module.batch_size, trainer.accumulate_grad_batches) == (32, 1)
+
+
+def test_a_resumed_run_keeps_the_sizes_of_its_guard(tmp_path):
+    trainer, *_ = fit(tmp_path, "accumulate")
+    path = tmp_path / "one.ckpt"
+    trainer.save_checkpoint(path)
+    model, device = Takes(Counted()), Counted()
+    module = RowsModule(32, length=64, guard="accumulate", options=LoaderOptions(num_workers=0))
+    resumed = make_trainer(
+        tmp_path, callbacks=[BatchSizeGuard(reader=device)], limit_val_batches=0, max_epochs=2
+    )
+    resumed.fit(model, datamodule=module, ckpt_path=str(path))
+    assert sizes(model.seen["train"]) == [8] * 8
+    assert resumed.global_step == 4
+    assert device.tried == []
+    assert (module.batch_size, resumed.accumulate_grad_batches) == (32, 1)
 
 
 def test_reduce_loads_the_largest_batch_that_fits(tmp_path):
@@ -284,5 +322,5 @@ def test_the_twins_guard_works_with_the_twins_trainer(tmp_path):
         warnings.simplefilter("ignore")
         trainer.fit(model, datamodule=module)
     assert model.sizes == [8] * 8
-    assert trainer.accumulate_grad_batches == 4
+    assert trainer.global_step == 2
     assert not isinstance(trainer, lightning.pytorch.Trainer)

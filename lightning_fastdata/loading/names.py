@@ -1,0 +1,40 @@
+"""Misspelled option names: an error of ours that says which name was meant."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from difflib import get_close_matches
+from typing import Any, TypeVar
+
+from lightning_fastdata.errors import OptionsError
+
+C = TypeVar("C", bound=type)
+
+
+def refuses_unknown_names(cls: C) -> C:
+    """Make the constructor of a class raise OptionsError for a keyword that it does not have.
+
+    The signature stays visible to LightningCLI and to ``help()``.
+
+    Args:
+        cls: A class with an ``__init__`` of its own, without ``**kwargs``.
+    """
+    construct: Callable[..., None] = vars(cls)["__init__"]
+    known = list(inspect.signature(construct).parameters)[1:]
+
+    @functools.wraps(construct)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        for name in kwargs:
+            if name not in known:
+                close = get_close_matches(name, known, 1)
+                meant = f" Did you mean {close[0]}?" if close else ""
+                raise OptionsError(
+                    f"{cls.__name__.removesuffix('Hooks')} has no option {name!r}.{meant} "
+                    f"Options are: {', '.join(known)}."
+                )
+        construct(self, *args, **kwargs)
+
+    cls.__init__ = __init__  # type: ignore[misc]
+    return cls
