@@ -157,6 +157,7 @@ def test_slots_that_are_too_small_make_room() -> None:
 
 def test_tensors_outlive_their_pool() -> None:
     pool = SlotPool(limit_bytes=64 * MIB)
+    gc.collect()
     before = len(os.listdir("/proc/self/fd"))
     packed, leaves = pack(torch.full((10_000,), 7.0))
     slot = pool.take(packed.size_bytes)
@@ -168,7 +169,7 @@ def test_tensors_outlive_their_pool() -> None:
     assert tensor.eq(7).all()
     assert copy.deepcopy(tensor).eq(7).all()
     del tensor
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def test_memory_that_is_not_there_is_refused_with_the_size() -> None:
