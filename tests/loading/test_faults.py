@@ -154,7 +154,9 @@ def test_workers_that_never_start_are_given_up() -> None:
 
 
 SCRIPT = """
-import sys, time, torch
+import signal, sys, time, torch
+# A shell that runs its tests in the background hands down a SIGINT that is ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from torch.utils.data import default_collate
 from lightning_fastdata.loading.executors.fetch import FetchPlan
 from lightning_fastdata.loading.executors.pool import PoolExecutor
