@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import random
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -14,6 +12,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from lightning_fastdata.errors import DatasetError
+from lightning_fastdata.loading.draws import kept_random_state
 from lightning_fastdata.loading.order import dataset_length
 
 
@@ -83,15 +82,3 @@ def sample_bytes(sample: Any) -> int:
     if hasattr(sample, "getbands") and hasattr(sample, "size"):  # a PIL image
         return int(sample.size[0] * sample.size[1] * len(sample.getbands()))
     return 8
-
-
-@contextmanager
-def kept_random_state() -> Iterator[None]:
-    """Restore the generators of random, numpy and torch (CPU) at the end of the block."""
-    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.set_rng_state(cpu)

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from lightning_fastdata.loading.executors.fetch import Fetcher
-from lightning_fastdata.loading.probe import kept_random_state
 
 if TYPE_CHECKING:
     from lightning_fastdata.loading.executors.fetch import FetchPlan
@@ -16,7 +15,8 @@ class InlineExecutor:
     """Fetches in the calling thread, with the same randomness as ``workers``."""
 
     def __init__(self, plan: FetchPlan) -> None:
-        self._fetcher = Fetcher(plan)
+        # The training's own draws must not depend on how its data is loaded.
+        self._fetcher = Fetcher(plan, guest=True)
         self._batches: Iterator[Any] = iter(())
         self._epoch = 0
 
@@ -29,11 +29,13 @@ class InlineExecutor:
 
     def __next__(self) -> Any:
         indices = next(self._batches)
-        if self._fetcher.seed is None:
-            return self._fetch(indices)
-        # The training's own draws must not depend on how its data is loaded.
-        with kept_random_state():
-            return self._fetch(indices)
+        try:
+            return self._fetcher.attempt(lambda: self._fetcher.batch(indices, self._epoch))
+        except Exception as error:
+            at = self._fetcher.position
+            if self._fetcher.plan.batched and at >= 0:
+                error.add_note(f"While reading sample {indices[at]!r} of the dataset.")
+            raise
 
     def resize(self, workers: int) -> None:
         """Do nothing: there are no workers."""
@@ -41,12 +43,3 @@ class InlineExecutor:
     def close(self) -> None:
         """Drop the epoch."""
         self._batches = iter(())
-
-    def _fetch(self, indices: Any) -> Any:
-        try:
-            return self._fetcher.batch(indices, self._epoch)
-        except Exception as error:
-            at = self._fetcher.position
-            if self._fetcher.plan.batched and at >= 0:
-                error.add_note(f"While reading sample {indices[at]!r} of the dataset.")
-            raise

@@ -160,7 +160,8 @@ class PoolExecutor:
         spread = -(-samples // (self._wanted * self.threads))
         if self._sample_ns is None:
             return spread
-        return max(1, min(spread, round(_TASK_NS / max(1.0, self._sample_ns))))
+        at_once = max(1, round(_TASK_NS / max(1.0, self._sample_ns)))
+        return samples if at_once >= samples else min(spread, at_once)
 
     def _give(self, side: SideProcess, task: Task) -> None:
         slot = task.batch.slot

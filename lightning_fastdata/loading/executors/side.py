@@ -12,9 +12,11 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from mmap import mmap
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
 import torch
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
     from lightning_fastdata.loading.executors.fetch import FetchPlan
 
 _PR_SET_PDEATHSIG: Final = 1
+_Reply: TypeAlias = tuple[tuple[Any, ...], tuple[int, ...]]
+"""A message without its number, and open files that go with it."""
 MARK_WORDS: Final = 2
 """int64 numbers per thread in the progress memory: the batch and the position it works on."""
 
@@ -157,15 +161,17 @@ class _Work:
             self._answer(("stale", number))
             return
         began = time.perf_counter_ns()
+        work: Callable[[], _Reply]
+        if kind == "rows":
+            work = partial(self._rows, batch, epoch, start, indices, rows, slot)
+        elif kind == "first":
+            work = partial(self._first, batch, epoch, indices)
+        else:
+            work = partial(self._whole, batch, epoch, indices, slot)
         reply: tuple[Any, ...]
         files: tuple[int, ...] = ()
         try:
-            if kind == "rows":
-                reply = self._rows(batch, epoch, start, indices, rows, slot)
-            elif kind == "first":
-                reply = self._first(batch, epoch, indices)
-            else:
-                reply, files = self._whole(batch, epoch, indices, slot)
+            reply, files = self.fetcher.attempt(work)
         except MisfitError:
             reply = ("misfit",)
         except Exception as error:
@@ -191,7 +197,7 @@ class _Work:
         self.side.marks[self.mark_at + 1] = position
         self.side.marks[self.mark_at] = batch
 
-    def _first(self, batch: int, epoch: int, indices: Any) -> tuple[Any, ...]:
+    def _first(self, batch: int, epoch: int, indices: Any) -> _Reply:
         self.fetcher.position = 0
         self._mark(batch, 0)
         sample = self.fetcher.sample(indices[0], epoch)
@@ -199,17 +205,18 @@ class _Work:
         layout = layout_of(sample, self.side.plan.collate_fn)
         if layout is not None:
             self.side.kept[batch, 0] = sample
-        return "layout", layout
+        return ("layout", layout), ()
 
     def _rows(
         self, batch: int, epoch: int, start: int, indices: Any, rows: int, slot: int
-    ) -> tuple[Any, ...]:
+    ) -> _Reply:
         layout = self.side.layout
         if layout is None:
             raise MisfitError
-        writers = layout.writers(self.side.maps[slot], rows)
+        memory = self.side.maps[slot]
         fetcher, kept = self.fetcher, self.side.kept
-        write_image = write_image_of(fetcher.dataset, layout, writers, epoch)
+        write_image = write_image_of(fetcher.dataset, layout, memory, rows, epoch)
+        writers = layout.writers(memory, rows, start, start + len(indices))
         for offset, index in enumerate(indices):
             fetcher.position = offset
             self._mark(batch, start + offset)
@@ -219,12 +226,10 @@ class _Work:
                 continue
             if sample is kept:
                 sample = fetcher.sample(index, epoch)
-            layout.write(sample, writers, start + offset)
-        return ("rows",)
+            layout.write(sample, writers, offset)
+        return ("rows",), ()
 
-    def _whole(
-        self, batch: int, epoch: int, indices: Any, slot: int | None
-    ) -> tuple[tuple[Any, ...], tuple[int, ...]]:
+    def _whole(self, batch: int, epoch: int, indices: Any, slot: int | None) -> _Reply:
         self._mark(batch, 0)
         result = self.fetcher.batch(indices, epoch, lambda at: self._mark(batch, at))
         packed, leaves = pack(result)

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-import numpy as np
-import torch
 from torch.utils.data import IterableDataset
 
 from lightning_fastdata.augment.seeds import find_composes
+from lightning_fastdata.loading.draws import DrawWatch
 from lightning_fastdata.loading.executors.fetch import decodes_in_place
 from lightning_fastdata.loading.executors.gather import gatherable
 from lightning_fastdata.loading.order import dataset_length
-from lightning_fastdata.loading.probe import kept_random_state, shallow_copy
+from lightning_fastdata.loading.probe import shallow_copy
 from lightning_fastdata.loading.slots import shared_slots_supported
 
 if TYPE_CHECKING:
@@ -71,8 +69,8 @@ def look_at(
     if not (stream or rows or images):
         length = dataset_length(dataset) or 0
         twin = shallow_copy(dataset)
-        with kept_random_state():
-            before = _generators()
+        watch = DrawWatch()
+        try:
             for index in range(min(_PROBES, length)):
                 began = clock_s()
                 try:
@@ -81,7 +79,9 @@ def look_at(
                     spent = []
                     break
                 spent.append((clock_s() - began) * 1000)
-            draws = before != _generators()
+            draws = watch.drew()
+        finally:
+            watch.restore()
     return DatasetLook(
         stream=stream,
         rows=rows,
@@ -123,14 +123,3 @@ def suited_executor(look: DatasetLook, *, workers: int | str, batch_size: int) -
         return "inline", f"a batch takes {batch_ms:.2g} ms, less than handing it over"
     each = "" if look.sample_ms is None else f" of {look.sample_ms:.2g} ms a sample"
     return "workers", f"Python code{each} that may not be safe for threads"
-
-
-def _generators() -> tuple[Any, ...]:
-    numpy = np.random.get_state(legacy=False)
-    state = numpy["state"]
-    return (
-        random.getstate(),
-        state["key"].tobytes(),
-        state["pos"],
-        torch.get_rng_state().numpy().tobytes(),
-    )
