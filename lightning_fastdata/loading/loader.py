@@ -18,13 +18,14 @@ from torch.utils.data import (
 )
 
 from lightning_fastdata.augment.seeds import find_composes
+from lightning_fastdata.epochs import EpochCell
 from lightning_fastdata.errors import OptionsError, TransformError
 from lightning_fastdata.host.memory import read_host_memory
 from lightning_fastdata.loading.collate import StagingCollate, collate_samples
 from lightning_fastdata.loading.engine import Engine
 from lightning_fastdata.loading.executors.fetch import FetchPlan
-from lightning_fastdata.loading.keyed import EpochCell, keyed, tell_epoch
-from lightning_fastdata.loading.order import index_batches
+from lightning_fastdata.loading.keyed import keyed, tell_epoch
+from lightning_fastdata.loading.order import epoch_order, index_batches
 
 if TYPE_CHECKING:
     from torch import Generator
@@ -285,6 +286,7 @@ class FastDataLoader(DataLoader[Any]):
             plan,
             batches=self._index_batches(),
             epoch=self._epoch_cell.get,
+            order=partial(epoch_order, self.batch_sampler) if self._batches else None,
             workers=self.num_workers,
             persistent=self.persistent_workers,
             staged=None if isinstance(collate_fn, StagingCollate) else self.staged,

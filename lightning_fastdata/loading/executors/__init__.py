@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, get_args, runtime_checkable
 
 from lightning_fastdata.errors import OptionsError
 
 if TYPE_CHECKING:
     from lightning_fastdata.loading.executors.fetch import FetchPlan
+    from lightning_fastdata.loading.order import EpochOrder
 
 ExecutorName: TypeAlias = Literal["inline", "gather", "workers", "sidecar"]
 
@@ -29,6 +30,19 @@ class Executor(Protocol):
 
     def close(self) -> None:
         """Stop threads and processes; batches handed out stay valid."""
+
+
+@runtime_checkable
+class ArmingExecutor(Executor, Protocol):
+    """An executor that begins the next epoch before the present one has ended."""
+
+    def start_epoch(
+        self, batches: Iterable[Any], epoch: int, order: EpochOrder | None = None
+    ) -> None:
+        """Begin an epoch, with the batches under way if it is the one that was armed."""
+
+    def arm(self, order: EpochOrder) -> None:
+        """Fetch the first batches of the next epoch as soon as there is nothing else to fetch."""
 
 
 def open_executor(

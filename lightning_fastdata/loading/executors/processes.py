@@ -18,10 +18,27 @@ from lightning_fastdata.loading.executors.wire import Wire, wire_pair
 from lightning_fastdata.loading.slots import create_shared_memory, map_shared_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from lightning_fastdata.loading.executors.fetch import FetchPlan
+    from lightning_fastdata.loading.order import EpochOrder
     from lightning_fastdata.loading.slots import Slot
+
+
+@dataclass(slots=True, eq=False)
+class EpochRun:
+    """An epoch whose batches are being fetched."""
+
+    number: int
+    """Part of the key of its randomness."""
+    generation: int
+    """Counts the epochs begun; what belongs to an older one is dropped."""
+    source: Iterator[Any]
+    """The batches of indices that are still to be fetched."""
+    order: EpochOrder | None = None
+    """The plan that ``source`` follows, if it is known."""
+    exhausted: bool = False
+    """The source has ended."""
 
 
 @dataclass(slots=True, eq=False)
@@ -74,6 +91,7 @@ class SideProcess:
         processes: int,
         threads: int,
         siblings: Iterable[SideProcess],
+        epoch: int = 0,
     ) -> None:
         self.wire: Wire
         self.number = number
@@ -94,7 +112,7 @@ class SideProcess:
             strangers = (ours.fileno(), *(side.wire.fileno() for side in siblings))
         self.process = context.Process(
             target=side_main,
-            args=(theirs, plan, number, processes, threads, strangers, os.getpid()),
+            args=(theirs, plan, number, processes, threads, strangers, os.getpid(), epoch),
             daemon=True,
             name=f"fastdata-{number}",
         )

@@ -23,9 +23,11 @@ import torch
 import torch.utils.data._utils.worker as torch_worker
 from torch.utils.data import default_collate
 
+from lightning_fastdata.epochs import keep_own_epochs
 from lightning_fastdata.loading.collate import collate_privately, in_own_side_process
 from lightning_fastdata.loading.executors.fetch import Fetcher, write_image_of
 from lightning_fastdata.loading.executors.wire import Wire
+from lightning_fastdata.loading.keyed import tell_epoch
 from lightning_fastdata.loading.layout import MisfitError, SampleLayout, layout_of
 from lightning_fastdata.loading.leaves import pack, write_leaves
 from lightning_fastdata.loading.slots import create_shared_memory, map_shared_memory
@@ -50,6 +52,7 @@ def side_main(
     threads: int,
     strangers: tuple[int, ...],
     parent: int,
+    epoch: int,
 ) -> None:
     """Fetch what the training process asks for until it closes the wire."""
     for descriptor in strangers:
@@ -76,9 +79,10 @@ def side_main(
         id=number, num_workers=processes, seed=seed, dataset=plan.dataset
     )
     in_own_side_process()
+    keep_own_epochs()
     if plan.collate_fn is default_collate:
         plan = replace(plan, collate_fn=collate_privately)
-    side = _Side(wire, plan, np.frombuffer(map_shared_memory(progress), np.int64), threads)
+    side = _Side(wire, plan, np.frombuffer(map_shared_memory(progress), np.int64), threads, epoch)
     if plan.worker_init_fn is not None:
         try:
             plan.worker_init_fn(number)
@@ -100,11 +104,12 @@ def _report(error: BaseException, where: str) -> tuple[type, str]:
 
 
 class _Side:
-    def __init__(self, wire: Wire, plan: FetchPlan, marks: Any, threads: int) -> None:
+    def __init__(self, wire: Wire, plan: FetchPlan, marks: Any, threads: int, epoch: int) -> None:
         self.wire = wire
         self.plan = plan
         self.marks = marks
         self.threads = threads
+        self.epoch = epoch
         self.layout: SampleLayout | None = None
         self.maps: dict[int, mmap] = {}
         self.kept: dict[tuple[int, int], Any] = {}
@@ -170,14 +175,18 @@ class _Work:
             work = partial(self._whole, batch, epoch, indices, slot)
         reply: tuple[Any, ...]
         files: tuple[int, ...] = ()
+        where = f"in set_epoch({epoch})"
         try:
+            if epoch != self.side.epoch:
+                tell_epoch(self.fetcher.dataset, epoch)
+                self.side.epoch = epoch
+            where = "in collate_fn"
             reply, files = self.fetcher.attempt(work)
         except MisfitError:
             reply = ("misfit",)
         except Exception as error:
             at = self.fetcher.position
-            where = "in collate_fn"
-            if at >= 0:
+            if at >= 0 and where == "in collate_fn":
                 index = indices[at] if self.side.plan.batched else indices
                 where = f"while reading sample {index!r} of the dataset"
             reply = ("error", start + max(at, 0), *_report(error, where))
