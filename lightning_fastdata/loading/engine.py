@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from lightning_fastdata.loading.executors import Executor, ExecutorName
     from lightning_fastdata.loading.executors.fetch import FetchPlan
     from lightning_fastdata.loading.order import EpochOrder
+    from lightning_fastdata.loading.stamps import BatchStamps
     from lightning_fastdata.types import Stage
 
 _THREADS_PER_PROCESS: Final = 8
@@ -77,6 +79,7 @@ class Engine:
         self.staged = staged
         self.pin_on = _pinning_device() if pin_memory else None
         self.generator = generator
+        self.records: deque[BatchStamps] | None = None
         self._running: weakref.ref[EpochIterator] | None = None
         self._seeded = False
         # Under this name Lightning looks for workers to stop when it is done.
@@ -98,6 +101,8 @@ class Engine:
             executor = open_executor(
                 self.name, self.plan, workers=self.processes, threads=self.threads
             )
+            if self.records is not None:
+                executor.record(self.records)
         if keep:
             self._iterator = executor
         self._start_epoch(executor)
@@ -116,6 +121,12 @@ class Engine:
         # may be repeated or followed by none.
         if order.shuffle and self._arms:
             executor.arm(replace(order, epoch=epoch + 1))
+
+    def record(self, records: deque[BatchStamps] | None) -> None:
+        """Append the stamps of each batch from now on; None: no more."""
+        self.records = records
+        if self._iterator is not None:
+            self._iterator.record(records)
 
     def finish(self, batch: Any) -> Any:
         """Return the batch as it is delivered."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
     from lightning_fastdata.augment.transform import BatchTransform
     from lightning_fastdata.loading.executors import ExecutorName
+    from lightning_fastdata.loading.stamps import BatchStamps
     from lightning_fastdata.types import Batch, Stage
 
 
@@ -149,6 +151,7 @@ class FastDataLoader(DataLoader[Any]):
         self.executor = executor
         self._epoch_cell = EpochCell()
         self._iterations = 0
+        self._records: deque[BatchStamps] | None = None
 
     @property
     def _batches(self) -> bool:
@@ -173,6 +176,15 @@ class FastDataLoader(DataLoader[Any]):
         # so in the whole process if the hook raises. A record would keep the workers alive.
         vars(self)["_inner"] = inner
 
+    def record_stamps(self, records: deque[BatchStamps] | None) -> None:
+        """Append the stamps of each batch that is delivered from now on; None: no more.
+
+        torch's own executor takes none.
+        """
+        vars(self)["_records"] = records
+        if isinstance(self._inner, Engine):
+            self._inner.record(records)
+
     def close(self) -> None:
         """Stop the workers; the next iteration starts new ones."""
         if isinstance(self._inner, Engine):
@@ -181,7 +193,7 @@ class FastDataLoader(DataLoader[Any]):
 
     def __getstate__(self) -> dict[str, Any]:
         # Worker processes belong to one loader; a copy starts its own.
-        return {**self.__dict__, "_inner": None, "_inner_settings": ()}
+        return {**self.__dict__, "_inner": None, "_inner_settings": (), "_records": None}
 
     # torch keeps persistent workers under this name and Lightning stops them through it.
     @property
@@ -281,7 +293,7 @@ class FastDataLoader(DataLoader[Any]):
             memory_limit_bytes=read_host_memory().available_bytes // 4,
             niceness=self.worker_nice,
         )
-        return Engine(
+        engine = Engine(
             executor,
             plan,
             batches=self._index_batches(),
@@ -293,6 +305,8 @@ class FastDataLoader(DataLoader[Any]):
             pin_memory=self.pin_memory,
             generator=self.generator,
         )
+        engine.record(self._records)
+        return engine
 
     def _index_batches(self) -> Callable[[], Iterable[Any]]:
         # Holds no loader, so that one that is dropped stops its workers at once.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, get_args, runtime_checkable
 
@@ -10,6 +11,7 @@ from lightning_fastdata.errors import OptionsError
 if TYPE_CHECKING:
     from lightning_fastdata.loading.executors.fetch import FetchPlan
     from lightning_fastdata.loading.order import EpochOrder
+    from lightning_fastdata.loading.stamps import BatchStamps
 
 ExecutorName: TypeAlias = Literal["inline", "gather", "workers", "sidecar"]
 
@@ -24,6 +26,9 @@ class Executor(Protocol):
 
     def __next__(self) -> Any:
         """Return the next batch; the user may keep it, and nothing will overwrite it."""
+
+    def record(self, records: deque[BatchStamps] | None) -> None:
+        """Append the stamps of each delivered batch from now on; None: no more."""
 
     def resize(self, workers: int) -> None:
         """Fetch with so many side processes from now on, without losing what is under way."""

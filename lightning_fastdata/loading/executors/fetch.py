@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -17,6 +18,7 @@ from lightning_fastdata.types import SampleKey
 
 if TYPE_CHECKING:
     from lightning_fastdata.loading.layout import SampleLayout
+    from lightning_fastdata.loading.stamps import TaskWatch
 
 _Fetched = TypeVar("_Fetched")
 _COLLATION = -1
@@ -82,6 +84,8 @@ class Fetcher:
         """Whether a fetch has drawn from the global generators."""
         self.position = 0
         """Which sample of the batch is being read; that of an error when one is raised."""
+        self.stamps: TaskWatch | None = None
+        """Where the times of samples and collation are noted."""
         self._watch = DrawWatch() if self.keyed else None
         self._looked = False
 
@@ -108,6 +112,8 @@ class Fetcher:
                     return result
             watch.restore()
             self.draws = True
+            if self.stamps is not None:
+                self.stamps.begin()
         if self.guest:
             with kept_random_state():
                 return fetch()
@@ -115,8 +121,11 @@ class Fetcher:
 
     def sample(self, index: Any, epoch: int) -> Any:
         """Return ``dataset[index]``, drawn under its own key."""
+        began_ns = time.monotonic_ns()
         self._key(epoch, index)
         sample = self.dataset[index]
+        if self.stamps is not None:
+            self.stamps.read(index, began_ns)
         if not self._looked:
             # Most datasets that draw do so for each sample: one is done again, not a whole batch.
             self._looked = True
@@ -133,7 +142,10 @@ class Fetcher:
         if many:
             if len(indices):
                 self._key(epoch, indices[0])
+            began_ns = time.monotonic_ns()
             samples = many(indices)
+            if self.stamps is not None:
+                self.stamps.read(indices[0] if len(indices) else None, began_ns, len(indices))
         else:
             samples = []
             for position, index in enumerate(indices):
@@ -148,7 +160,11 @@ class Fetcher:
         """Return the batch of samples."""
         if not self.plan.default_collation and len(indices):
             self._key(epoch, (_COLLATION, indices[0]))
-        return self.plan.collate_fn(samples)
+        began_ns = time.monotonic_ns()
+        batch = self.plan.collate_fn(samples)
+        if self.stamps is not None:
+            self.stamps.collated(began_ns)
+        return batch
 
     def _key(self, epoch: int, index: Any) -> None:
         if self.draws and self.plan.seed is not None:

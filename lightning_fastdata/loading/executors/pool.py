@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from lightning_fastdata.loading.executors.fetch import FetchPlan
     from lightning_fastdata.loading.layout import SampleLayout
     from lightning_fastdata.loading.order import EpochOrder
+    from lightning_fastdata.loading.stamps import BatchStamps
 
 _TASK_NS: Final = 2_000_000
 """Cheap samples share a task of about this length, as a message costs some 20 us."""
@@ -57,6 +58,7 @@ class PoolExecutor:
         self._sample_ns: float | None = None
         self._now = EpochRun(0, 0, iter(()), exhausted=True)
         self._armed: EpochRun | None = None
+        self._records: deque[BatchStamps] | None = None
         self._batches: deque[PendingBatch] = deque()
         self._todo: deque[Task] = deque()
         self._count = 0
@@ -103,14 +105,27 @@ class PoolExecutor:
 
     def __next__(self) -> Any:
         until = time.monotonic() + self.plan.timeout_s if self.plan.timeout_s else None
+        requested_ns = time.monotonic_ns()
+        ahead = -1
         while True:
             self._fill()
             batch = self._next_ready()
             if batch is not None:
-                return self._deliver(batch)
+                delivered = self._deliver(batch)
+                if self._records is not None:
+                    self._records.append(batch.delivered(requested_ns, max(0, ahead)))
+                return delivered
+            if ahead < 0 and self._records is not None:
+                ahead = sum(not other.open_tasks for other in self._batches)
             if self._now.exhausted and not any(map(self._is_current, self._batches)):
                 raise StopIteration
             self._receive(until)
+
+    def record(self, records: deque[BatchStamps] | None) -> None:
+        """Append the stamps of each delivered batch from now on; None: no more."""
+        self._records = records
+        for side in self._sides.values():
+            side.send(("stamp", records is not None))
 
     def resize(self, workers: int) -> None:
         """Have so many side processes from now on; those too many finish their work first."""
@@ -246,14 +261,16 @@ class PoolExecutor:
         self._stillborn = 0
         batch = task.batch
         batch.open_tasks -= 1
+        if kind != "stale" and message[3] is not None:
+            batch.stamps.append(message[3])
         if kind == "rows":
             each = message[2] / len(task.indices)
             known = self._sample_ns
             self._sample_ns = each if known is None else 0.9 * known + 0.1 * each
         elif kind == "layout":
-            self._learn(side, message[3], batch)
+            self._learn(side, message[4], batch)
         elif kind == "whole":
-            batch.packed = message[3]
+            batch.packed = message[4]
             if files:
                 if batch.slot is not None:
                     self._slots.give_back(batch.slot)
@@ -262,7 +279,7 @@ class PoolExecutor:
         elif kind == "misfit":
             batch.misfit = True
         elif kind == "error":
-            at, error = message[3], as_error(message[4], side.number, message[5])
+            at, error = message[4], as_error(message[5], side.number, message[6])
             if batch.error is None or at < batch.error[0]:
                 batch.error = at, error
         if not batch.open_tasks:
@@ -336,6 +353,8 @@ class PoolExecutor:
                 side.marks[-1] = self._now.generation
                 if self._layout is not None:
                     side.send(("layout", self._layout))
+                if self._records is not None:
+                    side.send(("stamp", True))
                 self._sides[number] = side
 
     def _retire(self, side: SideProcess) -> None:

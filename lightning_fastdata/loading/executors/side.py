@@ -31,6 +31,7 @@ from lightning_fastdata.loading.keyed import tell_epoch
 from lightning_fastdata.loading.layout import MisfitError, SampleLayout, layout_of
 from lightning_fastdata.loading.leaves import pack, write_leaves
 from lightning_fastdata.loading.slots import create_shared_memory, map_shared_memory
+from lightning_fastdata.loading.stamps import TaskWatch
 
 if TYPE_CHECKING:
     import socket
@@ -82,7 +83,9 @@ def side_main(
     keep_own_epochs()
     if plan.collate_fn is default_collate:
         plan = replace(plan, collate_fn=collate_privately)
-    side = _Side(wire, plan, np.frombuffer(map_shared_memory(progress), np.int64), threads, epoch)
+    side = _Side(
+        wire, plan, number, np.frombuffer(map_shared_memory(progress), np.int64), threads, epoch
+    )
     if plan.worker_init_fn is not None:
         try:
             plan.worker_init_fn(number)
@@ -104,12 +107,16 @@ def _report(error: BaseException, where: str) -> tuple[type, str]:
 
 
 class _Side:
-    def __init__(self, wire: Wire, plan: FetchPlan, marks: Any, threads: int, epoch: int) -> None:
+    def __init__(
+        self, wire: Wire, plan: FetchPlan, number: int, marks: Any, threads: int, epoch: int
+    ) -> None:
         self.wire = wire
         self.plan = plan
+        self.number = number
         self.marks = marks
         self.threads = threads
         self.epoch = epoch
+        self.stamped = False
         self.layout: SampleLayout | None = None
         self.maps: dict[int, mmap] = {}
         self.kept: dict[tuple[int, int], Any] = {}
@@ -144,6 +151,8 @@ class _Side:
                 self.maps.pop(message[1], None)
             elif message[0] == "layout":
                 self.layout = message[1]
+            elif message[0] == "stamp":
+                self.stamped = message[1]
             else:
                 return message
 
@@ -155,6 +164,7 @@ class _Work:
         self.side = side
         self.mark_at = number * MARK_WORDS
         self.fetcher = Fetcher(side.plan, keyed=side.threads == 1)
+        self.stamps = TaskWatch(side.number, number)
 
     def run(self, tasks: queue.SimpleQueue[Any]) -> None:
         while True:
@@ -165,7 +175,10 @@ class _Work:
         if generation < self.side.marks[-1]:
             self._answer(("stale", number))
             return
-        began = time.perf_counter_ns()
+        began = time.monotonic_ns()
+        self.fetcher.stamps = self.stamps if self.side.stamped else None
+        if self.side.stamped:
+            self.stamps.begin()
         work: Callable[[], _Reply]
         if kind == "rows":
             work = partial(self._rows, batch, epoch, start, indices, rows, slot)
@@ -191,8 +204,9 @@ class _Work:
                 where = f"while reading sample {index!r} of the dataset"
             reply = ("error", start + max(at, 0), *_report(error, where))
         self._mark(-1, -1)
-        spent = time.perf_counter_ns() - began
-        self._answer((reply[0], number, spent, *reply[1:]), files)
+        spent = time.monotonic_ns() - began
+        stamps = self.stamps.end() if self.fetcher.stamps is not None else None
+        self._answer((reply[0], number, spent, stamps, *reply[1:]), files)
         for descriptor in files:
             os.close(descriptor)
 
@@ -223,24 +237,37 @@ class _Work:
         if layout is None:
             raise MisfitError
         memory = self.side.maps[slot]
-        fetcher, kept = self.fetcher, self.side.kept
+        fetcher, kept, stamps = self.fetcher, self.side.kept, self.fetcher.stamps
         write_image = write_image_of(fetcher.dataset, layout, memory, rows, epoch)
         writers = layout.writers(memory, rows, start, start + len(indices))
         for offset, index in enumerate(indices):
             fetcher.position = offset
             self._mark(batch, start + offset)
             sample = kept.pop((batch, start + offset), kept) if kept else kept
+            began_ns = time.monotonic_ns()
             if sample is kept and write_image is not None:
                 write_image(index, start + offset)
+                if stamps is not None:
+                    stamps.read(index, began_ns)
                 continue
             if sample is kept:
                 sample = fetcher.sample(index, epoch)
+                began_ns = time.monotonic_ns()
             layout.write(sample, writers, offset)
+            if stamps is not None:
+                stamps.collated(began_ns)
         return ("rows",), ()
 
     def _whole(self, batch: int, epoch: int, indices: Any, slot: int | None) -> _Reply:
         self._mark(batch, 0)
         result = self.fetcher.batch(indices, epoch, lambda at: self._mark(batch, at))
+        began_ns = time.monotonic_ns()
+        reply = self._packed(result, slot)
+        if self.fetcher.stamps is not None:
+            self.fetcher.stamps.collated(began_ns)
+        return reply
+
+    def _packed(self, result: Any, slot: int | None) -> _Reply:
         packed, leaves = pack(result)
         if not packed.size_bytes:
             write_leaves(packed, leaves, bytearray(1))
