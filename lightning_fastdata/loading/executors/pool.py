@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 _TASK_NS: Final = 2_000_000
 """Cheap samples share a task of about this length, as a message costs some 20 us."""
+_MEMORY: Final = 0.9
 _CRASHES: Final = 2
 _KILLS: Final = 4
 """SIGKILL comes from outside, so a sample that was under way need not be the cause."""
@@ -56,6 +57,8 @@ class PoolExecutor:
             self._in_place = False
         self._whole_bytes = 0
         self._sample_ns: float | None = None
+        self._away_ns = 0.0
+        self._left_ns = time.monotonic_ns()
         self._now = EpochRun(0, 0, iter(()), exhausted=True)
         self._armed: EpochRun | None = None
         self._records: deque[BatchStamps] | None = None
@@ -106,6 +109,8 @@ class PoolExecutor:
     def __next__(self) -> Any:
         until = time.monotonic() + self.plan.timeout_s if self.plan.timeout_s else None
         requested_ns = time.monotonic_ns()
+        # The longest of the last steps, as far as they are still worth remembering.
+        self._away_ns = max(requested_ns - self._left_ns, _MEMORY * self._away_ns)
         ahead = -1
         while True:
             self._fill()
@@ -114,6 +119,7 @@ class PoolExecutor:
                 delivered = self._deliver(batch)
                 if self._records is not None:
                     self._records.append(batch.delivered(requested_ns, max(0, ahead)))
+                self._left_ns = time.monotonic_ns()
                 return delivered
             if ahead < 0 and self._records is not None:
                 ahead = sum(not other.open_tasks for other in self._batches)
@@ -160,9 +166,20 @@ class PoolExecutor:
             batch = PendingBatch(self._count, run.generation, run.number, indices)
             self._batches.append(batch)
             self._todo.extend(self._tasks(batch))
+        self._hand_out()
+
+    def _hand_out(self) -> None:
         sides = [side for side in self._sides.values() if not side.retiring]
+        # What waits behind a slow sample waits with it, so a process gets no more than will keep it
+        # busy until it can be given more. At the end of an epoch nobody knows when that will be.
+        unlimited = self._sample_ns is None or self._now.exhausted
         while self._todo:
-            self._give(min(sides, key=lambda side: side.load), self._todo.popleft())
+            side = min(sides, key=lambda side: side.load)
+            if not unlimited and len(side.tasks) > self.threads:
+                queued_ns = side.load * (self._sample_ns or 0.0)
+                if queued_ns > _TASK_NS + 2 * self._away_ns:
+                    break
+            self._give(side, self._todo.popleft())
 
     def _next_indices(self) -> tuple[EpochRun, Any] | None:
         for run in (self._now, self._armed):
