@@ -21,7 +21,7 @@ from lightning_fastdata.plugin.datasets import Constant, in_form_of, is_missing,
 from lightning_fastdata.plugin.guard_callback import attach_guard, first_rows, guard_rows
 from lightning_fastdata.plugin.hooks import HOOKS, overridden_hook, silence_shared_hook_warning
 from lightning_fastdata.plugin.loaders import build_loader, checked_sample, plan_for
-from lightning_fastdata.plugin.sharing import settle_sharing, sharing_ranks
+from lightning_fastdata.plugin.sharing import settle_sharing, sharing_ranks, silence_padding_warning
 from lightning_fastdata.plugin.stage_transforms import StageTransforms
 from lightning_fastdata.plugin.staging import finish, inside, transfer
 from lightning_fastdata.plugin.trainer_facts import (
@@ -249,7 +249,7 @@ class DataModuleHooks:
             # Without a trainer there is no hook to finish the batches, so they come finished.
             "staged": stage if attached and self.augments_on_device(stage) else None,
         }
-        return build_loader(
+        loader = build_loader(
             dataset,
             stage=stage,
             plan=plan,
@@ -257,6 +257,8 @@ class DataModuleHooks:
             overrides=overrides,
             ranks=sharing_ranks(self._trainer),
         )
+        settle_sharing(loader, name, stage, self._trainer)
+        return loader
 
     def batch_for_guard(self, rows: int) -> Batch:
         """Return a training batch with that many rows, for the batch-size guard."""
@@ -293,9 +295,9 @@ class DataModuleHooks:
                 f"{_DATASET_METHOD[stage]}() returned {datasets!r}. Override it to return a "
                 "dataset."
             )
-        loaders = [(name, self.make_loader(d, stage=stage, name=name)) for name, d in by_name]
-        settle_sharing(loaders, stage, self._trainer)
-        return in_form_of(datasets, [loader for _, loader in loaders])
+        loaders = [self.make_loader(d, stage=stage, name=name) for name, d in by_name]
+        silence_padding_warning(loaders, stage, self._trainer)
+        return in_form_of(datasets, loaders)
 
     def _named_datasets(self, stage: Stage) -> tuple[Any, list[tuple[str, Any]]]:
         datasets = getattr(self, _DATASET_METHOD[stage])()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,54 +35,55 @@ def sharing_ranks(trainer: Any) -> int:
     return int(trainer.world_size)
 
 
-def settle_sharing(
-    loaders: Sequence[tuple[str, FastDataLoader]], stage: Stage, trainer: Any
-) -> None:
-    """Make sure that what the ranks share is evaluated, and averaged, as on one device.
+def settle_sharing(loader: FastDataLoader, name: str, stage: Stage, trainer: Any) -> None:
+    """Make sure that what the ranks share can be, and is averaged as on one device.
 
     Args:
-        loaders: All loaders of the stage, with the names that messages call them by.
-        stage: The stage they are for.
-        trainer: The trainer that asked for them, or None.
+        loader: For evaluation; one that Lightning shares in its own way is left alone.
+        name: How messages call its dataset.
+        stage: The stage it is for.
+        trainer: The trainer it is for, or None.
 
     Raises:
         DatasetError: There is less to predict than there are ranks, whereupon Lightning ends those
             that have nothing and leaves the others waiting.
     """
-    ranks = sharing_ranks(trainer)
-    if ranks == 1:
+    if not isinstance(loader.batch_sampler, EvaluationBatchSampler):
         return
-    shared = [
-        (name, batch_sampler, dataset_length(loader.dataset) or 0)
-        for name, loader in loaders
-        if isinstance(batch_sampler := loader.batch_sampler, EvaluationBatchSampler)
-    ]
-    if stage == "predict" and running_stage(trainer) == "predict":
-        for name, _, length in shared:
-            # Asked only here, because some strategies have no answer before they are set up.
-            if length < ranks and length < (replicas := _replicas(trainer)):
-                raise DatasetError(
-                    f"{name} returned {length} samples to predict on {replicas} devices, and each "
-                    "needs one. Predict on fewer devices."
-                )
-    if shared and stage in _METHOD_OF:
-        average_exactly(trainer.strategy)
-    if stage in _METHOD_OF and len(shared) == len(loaders):
-        batches = [(length, batch_sampler.batch_size) for _, batch_sampler, length in shared]
-        if all(can_share_evenly(length, size, ranks) for length, size in batches):
-            silence_padding_warning(_METHOD_OF[stage])
+    average_exactly(trainer.strategy)
+    length = dataset_length(loader.dataset) or 0
+    # Few strategies cannot say before they are set up how many share, and then it is not asked.
+    if stage != "predict" or length >= trainer.world_size or running_stage(trainer) != stage:
+        return
+    replicas = int((trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1))
+    if length < replicas:
+        raise DatasetError(
+            f"{name} returned {length} samples to predict on {replicas} devices, and each needs "
+            "one. Predict on fewer devices."
+        )
 
 
-def silence_padding_warning(method: str) -> None:
-    """Keep Lightning from warning that its sampler evaluates some samples twice.
-
-    Where :class:`EvaluationBatchSampler` makes the batches, none is.
+def silence_padding_warning(loaders: Iterable[FastDataLoader], stage: Stage, trainer: Any) -> None:
+    """Keep Lightning from warning that samples are evaluated twice, if none is.
 
     Args:
-        method: Of the trainer, ``"validate"`` or ``"test"``; the warning names it.
+        loaders: All loaders of the stage.
+        stage: The stage they are for.
+        trainer: The trainer they are for, or None.
     """
-    message = f"Using `DistributedSampler` with the dataloaders. During `trainer.{method}()`"
+    if stage not in _METHOD_OF or not all(_is_shared_evenly(loader, trainer) for loader in loaders):
+        return
+    method = f"trainer.{_METHOD_OF[stage]}()"
+    message = f"Using `DistributedSampler` with the dataloaders. During `{method}`"
     warnings.filterwarnings("ignore", message=re.escape(message), category=UserWarning)
+
+
+def _is_shared_evenly(loader: FastDataLoader, trainer: Any) -> bool:
+    batch_sampler = loader.batch_sampler
+    if not isinstance(batch_sampler, EvaluationBatchSampler):
+        return False
+    length = dataset_length(loader.dataset) or 0
+    return can_share_evenly(length, batch_sampler.batch_size, trainer.world_size)
 
 
 def average_exactly(strategy: Any) -> None:
@@ -110,7 +111,3 @@ class _ExactReduce:
         if whole and not tensor.is_complex() and reduce_op in ("mean", "avg"):
             tensor = tensor.to(torch.get_default_dtype())
         return self.reduce(tensor, group=group, reduce_op=reduce_op)
-
-
-def _replicas(trainer: Any) -> int:
-    return int((trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1))
