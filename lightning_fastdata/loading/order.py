@@ -75,7 +75,7 @@ class EvaluationBatchSampler(BatchSampler):
     Example:
         >>> share = DistributedSampler(range(5), num_replicas=2, rank=0, shuffle=False)
         >>> list(EvaluationBatchSampler(share, batch_size=2))
-        [[0, 1], [4]]
+        [[0, 1], [3]]
     """
 
     def __init__(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 
 import pytest
 import torch
 from conformance.pieces import RowsModule, make_trainer
+from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSamplerWrapper
 from torch.utils.data import BatchSampler, SequentialSampler
 
 from lightning_fastdata.loading.order import EvaluationBatchSampler
@@ -68,3 +70,21 @@ def test_a_users_order_wins(tmp_path):
     assert isinstance(loader.sampler, SequentialSampler)
     assert (loader.batch_sampler.batch_size, loader.batch_sampler.drop_last) == (3, True)
     assert "reduce" in vars(module.trainer.strategy)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_batches_of_one_that_do_not_come_out_even_are_predicted_once_and_a_warning_says_the_risk(
+    rank,
+):
+    """The sampler is the one that Lightning puts into loaders for prediction."""
+
+    def share(length):
+        whole = SequentialSampler(range(length))
+        return UnrepeatedDistributedSamplerWrapper(whole, num_replicas=2, rank=rank, shuffle=False)
+
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        found = list(EvaluationBatchSampler(share(5), 1))
+    assert found == [[[0], [2], [4]], [[1], [3]]][rank]
+    assert ["a batch less than others" in str(w.message) for w in heard] == [True] * (rank == 0)
+    assert list(EvaluationBatchSampler(share(5), 2)) == [[[0, 1], [3]], [[2], [4]]][rank]
