@@ -219,6 +219,9 @@ class DataModuleHooks:
     ) -> FastDataLoader:
         """Return the loader for a dataset, as the ``*_dataloader`` methods build it.
 
+        Several ranks share what is evaluated by an :class:`EvaluationBatchSampler`: each sample
+        once, and as many batches on each rank.
+
         Args:
             dataset: Any map-style or iterable dataset.
             stage: Decides shuffling, transforms and the number of workers.
