@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from lightning_fastdata.images.folder import FastImageFolder
+from lightning_fastdata.loading.keyed import fetches_in_batches
 from lightning_fastdata.types import SampleKey
 
 if TYPE_CHECKING:
@@ -75,11 +76,10 @@ class Fetcher:
         self.position = 0
         if not self.plan.batched:
             return self.plan.collate_fn(self.sample(indices, epoch))
-        many = getattr(self.dataset, "__getitems__", None)
-        if many:
+        if fetches_in_batches(self.dataset):
             if self.seed is not None and len(indices):
                 seed_global_generators(self.seed, epoch, indices[0])
-            samples = many(indices)
+            samples = self.dataset.__getitems__(indices)
         else:
             samples = []
             for position, index in enumerate(indices):
