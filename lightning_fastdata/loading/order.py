@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
-from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from lightning_fastdata.errors import OptionsError
 
@@ -120,9 +127,8 @@ def epoch_permutation(length: int, seed: int, epoch: int) -> NDArray[np.int64]:
 def index_batches(batch_sampler: Iterable[Any]) -> Iterator[Any]:
     """Yield the batches of a batch sampler; as int64 arrays where that gives the same indices.
 
-    Python integers cost more than the gather of a row does. For torch's own sequential and random
-    samplers and for ``ShuffleSampler`` the same indices are had as one array; every other sampler
-    is asked as usual.
+    Python integers cost more than the gather of a row does. For torch's own samplers and for
+    ``ShuffleSampler`` the same indices are had as one array; every other sampler is asked as usual.
     """
     sampler = getattr(batch_sampler, "sampler", None)
     order = _sampled_order(sampler) if type(batch_sampler) is BatchSampler else None
@@ -134,15 +140,34 @@ def index_batches(batch_sampler: Iterable[Any]) -> Iterator[Any]:
     stop = len(order) - len(order) % size if drop_last else len(order)
     for start in range(0, stop, size):
         yield order[start : start + size]
+    if type(sampler) is RandomSampler and sampler.generator is not None:
+        # torch draws a second permutation for the remainder, of which it then takes nothing.
+        torch.randperm(len(order), generator=sampler.generator)
 
 
 def _sampled_order(sampler: Any) -> NDArray[np.int64] | None:
-    if type(sampler) is SequentialSampler:
+    kind = type(sampler)
+    if kind is SequentialSampler:
         return np.arange(len(sampler.data_source))
-    if type(sampler) is ShuffleSampler:
+    if kind is ShuffleSampler:
         return epoch_permutation(len(sampler.data_source), sampler.seed, sampler.epoch)
-    if type(sampler) is not RandomSampler or sampler.replacement:
-        return None
+    if kind is RandomSampler and not sampler.replacement:
+        return _random_order(sampler)
+    if kind is SubsetRandomSampler:
+        indices = np.asarray(sampler.indices)
+        if indices.ndim != 1 or indices.dtype.kind != "i":
+            return None
+        order = torch.randperm(len(indices), generator=sampler.generator).numpy()
+        return cast("NDArray[np.int64]", indices.astype(np.int64, copy=False)[order])
+    if kind is WeightedRandomSampler:
+        drawn = torch.multinomial(
+            sampler.weights, sampler.num_samples, sampler.replacement, generator=sampler.generator
+        )
+        return drawn.numpy()
+    return _rank_order(sampler) if kind is DistributedSampler else None
+
+
+def _random_order(sampler: RandomSampler) -> NDArray[np.int64] | None:
     length = len(sampler.data_source)
     if sampler.num_samples != length:
         return None
@@ -150,7 +175,18 @@ def _sampled_order(sampler: Any) -> NDArray[np.int64] | None:
     if generator is None:
         generator = torch.Generator()
         generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
-    order = torch.randperm(length, generator=generator).numpy()
-    # torch draws a second permutation for the remainder, of which it then takes nothing.
-    torch.randperm(length, generator=generator)
-    return order
+    return torch.randperm(length, generator=generator).numpy()
+
+
+def _rank_order(sampler: DistributedSampler[Any]) -> NDArray[np.int64] | None:
+    length = len(cast("Sized", sampler.dataset))
+    if (sampler.total_size > length) if sampler.drop_last else (sampler.total_size < length):
+        return None  # the dataset has changed, which the sampler itself is to say
+    order = np.arange(length)
+    if sampler.shuffle:
+        generator = torch.Generator()
+        generator.manual_seed(sampler.seed + sampler.epoch)
+        order = torch.randperm(length, generator=generator).numpy()
+    # Short of samples it begins again with the first ones, as resize does.
+    everyone = np.resize(order, sampler.total_size)
+    return everyone[sampler.rank : sampler.total_size : sampler.num_replicas]

@@ -7,7 +7,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.loading.order import EpochOrder, ShuffleSampler, index_batches
@@ -76,10 +83,19 @@ def test_impossible_plans_are_refused(bad) -> None:
     length=st.integers(1, 50),
     batch_size=st.integers(1, 9),
     drop_last=st.booleans(),
-    kind=st.sampled_from(["sequential", "random", "generator", "shuffle", "weighted", "with"]),
+    kind=st.sampled_from(
+        [
+            *("sequential", "random", "generator", "with", "shuffle", "weighted", "without"),
+            *("subset", "part", "ranks", "ranks in order", "ranks cut"),
+        ]
+    ),
+    rank=st.integers(0, 4),
 )
-def test_index_arrays_are_the_samplers_own_indices(length, batch_size, drop_last, kind) -> None:
+def test_index_arrays_are_the_samplers_own_indices(
+    length, batch_size, drop_last, kind, rank
+) -> None:
     data = range(length)
+    ranks = {"num_replicas": 5, "rank": rank, "seed": length}
     made = {
         "sequential": lambda: SequentialSampler(data),
         "random": lambda: RandomSampler(data),
@@ -87,11 +103,30 @@ def test_index_arrays_are_the_samplers_own_indices(length, batch_size, drop_last
         "shuffle": lambda: ShuffleSampler(data, seed=1),
         "weighted": lambda: WeightedRandomSampler([1.0] * length, length),
         "with": lambda: RandomSampler(data, replacement=True),
+        "without": lambda: WeightedRandomSampler([1.0, 2.0] * length, length, replacement=False),
+        "subset": lambda: SubsetRandomSampler(range(5, 5 + length)),
+        "part": lambda: SubsetRandomSampler([3 * i - 4 for i in data], torch.Generator()),
+        "ranks": lambda: DistributedSampler(data, **ranks),
+        "ranks in order": lambda: DistributedSampler(data, shuffle=False, **ranks),
+        "ranks cut": lambda: DistributedSampler(data, drop_last=True, **ranks),
     }[kind]
 
     def epochs(read) -> list:
         torch.manual_seed(5)
         sampler = BatchSampler(made(), batch_size, drop_last)
-        return [[np.asarray(b).tolist() for b in read(sampler)] for _ in range(2)]
+        found = [[np.asarray(b).tolist() for b in read(sampler)] for _ in range(2)]
+        return [*found, torch.rand(1).item()]  # what is drawn next
 
     assert epochs(index_batches) == epochs(iter)
+
+
+def test_a_generator_of_the_user_is_left_as_by_torch_also_by_an_epoch_that_is_abandoned() -> None:
+    states = []
+    for read in (index_batches, iter):
+        generator = torch.Generator().manual_seed(1)
+        sampler = BatchSampler(RandomSampler(range(10), generator=generator), 3, True)
+        next(read(sampler))
+        abandoned = generator.get_state()
+        list(read(sampler))
+        states.append((abandoned.tolist(), generator.get_state().tolist()))
+    assert states[0] == states[1]
