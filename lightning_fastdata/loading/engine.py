@@ -31,7 +31,7 @@ class Engine:
         batches: Called at the start of each epoch for its batches of indices.
         epoch: Called at the start of each epoch for its number.
         workers: Side processes; of a sidecar its threads, spread over processes of up to 8.
-            With 0 of them the caller fetches, as in torch.
+            With 0 of them the caller fetches, as in torch. Of ``"gather"`` its threads.
         persistent: Keep side processes between epochs.
         staged: Deliver :class:`StagedBatch` of this stage, without draws.
         pin_memory: Copy batches into page-locked memory.
@@ -57,7 +57,7 @@ class Engine:
         self.plan = plan
         self.batches = batches
         self.epoch = epoch
-        self.processes = max(1, workers)
+        self.processes = workers if name == "gather" else max(1, workers)
         self.threads = 1
         if name == "sidecar":
             self.processes = max(1, math.ceil(workers / _THREADS_PER_PROCESS))

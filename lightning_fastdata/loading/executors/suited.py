@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset
 
 from lightning_fastdata.augment.seeds import find_composes
 from lightning_fastdata.loading.executors.fetch import decodes_in_place
-from lightning_fastdata.loading.executors.gather import gatherable
+from lightning_fastdata.loading.executors.rows import gatherable
 from lightning_fastdata.loading.order import dataset_length
 from lightning_fastdata.loading.probe import kept_random_state, shallow_copy
 from lightning_fastdata.loading.slots import shared_slots_supported
