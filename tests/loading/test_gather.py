@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import random
+import threading
 from typing import Any
 
 import numpy as np
@@ -25,6 +27,7 @@ from torch.utils.data import (
 from lightning_fastdata.errors import DatasetError, OptionsError
 from lightning_fastdata.loading.columns import ColumnDataset, TokenWindows
 from lightning_fastdata.loading.executors import open_executor
+from lightning_fastdata.loading.executors.arrow import UnsuitedError, arrays_of
 from lightning_fastdata.loading.executors.fetch import FetchPlan
 from lightning_fastdata.loading.executors.gather import GatherExecutor
 from lightning_fastdata.loading.executors.rows import gatherable
@@ -241,6 +244,17 @@ def test_other_tables_of_hugging_face_are_not_gathered() -> None:
         assert not gatherable(other)
 
 
+def test_a_table_in_pieces_is_joined_only_while_memory_is_plenty() -> None:
+    whole = hugging_face().with_format("torch", columns=["label", "ids"])
+    pieces = pytest.importorskip("datasets").concatenate_datasets([whole, whole])
+    arrays_of(whole, free_bytes=lambda: 0)
+    with pytest.raises(UnsuitedError):
+        arrays_of(pieces, free_bytes=lambda: 0)
+    columns, select = arrays_of(pieces)
+    assert columns["label"][0].tolist() == [*range(30), *range(30)]
+    assert select is None
+
+
 def test_a_format_that_is_set_later_counts() -> None:
     dataset = hugging_face().with_format("torch", columns=["score"])
     first = gathered(dataset, [[1, 2]])
@@ -369,6 +383,44 @@ def test_an_abandoned_epoch_leaves_nothing_in_the_next(threads) -> None:
     executor.start_epoch([[6]], 0)
     assert next(executor)[0, 0] == 600
     executor.close()
+
+
+@pytest.mark.parametrize("end", ["close", "drop"])
+def test_threads_end_with_their_executor(end) -> None:
+    def running() -> set[threading.Thread]:
+        return {t for t in threading.enumerate() if t.name == "fastdata gather"}
+
+    before = running()
+    executor = GatherExecutor(plan_of(torch.rand(4000, 500)), threads=3)
+    executor.start_epoch([range(1000)] * 9, 0)
+    next(executor)
+    mine = running() - before
+    assert len(mine) == 3
+    if end == "close":
+        executor.close()
+    del executor
+    gc.collect()
+    for thread in mine:
+        thread.join(20)
+    assert not running() & mine
+
+
+@pytest.mark.filterwarnings("ignore:Using a non-tuple sequence")
+@pytest.mark.parametrize("odd", [[True, False], [1.0], ["a"], [[1, 2]], [[1], [2, 3]], [None]])
+def test_other_indices_than_whole_numbers_are_for_the_dataset_to_judge(odd) -> None:
+    def outcome(read: Any) -> Any:
+        try:
+            return read()
+        except Exception as error:
+            return type(error), str(error)
+
+    ours = outcome(lambda: gathered(TABLE, [odd]))
+    theirs = outcome(lambda: list(DataLoader(TABLE, batch_sampler=[odd])))
+    assert type(ours) is type(theirs)
+    if isinstance(ours, list):
+        assert_same_bits(ours, theirs)
+    else:
+        assert ours == theirs
 
 
 def test_a_mapped_file_is_gathered_through_the_loader_as_by_torch(tmp_path) -> None:

@@ -35,6 +35,7 @@ _MAX_GROUP: Final = 32
 _PIECE_BYTES: Final = 2**20
 _PIECES: Final = 8
 _MAX_THREADS: Final = 4
+_NAME: Final = "fastdata gather"
 _LONG_S: Final = 0.0003
 """A job that takes longer than this is worth a thread, however small it is (a slow disk)."""
 
@@ -162,6 +163,7 @@ class GatherExecutor:
         self._indices: Iterator[Any] = iter(())
         self._epoch = 0
         self._group = 1
+        self._wanted = 1
         self._long = False
         self._jobs: deque[Job | _Odd] = deque()
         self._ready: deque[Any] = deque()
@@ -212,9 +214,7 @@ class GatherExecutor:
         self._indices = iter(())
 
     def _look_ahead(self) -> None:
-        # With more memory in turn the batches would leave the processor's cache.
-        wanted = 3 if self._threads else 1
-        while len(self._jobs) < wanted:
+        while len(self._jobs) < self._wanted:
             group = list(islice(self._indices, self._group))
             if not group:
                 return
@@ -236,9 +236,12 @@ class GatherExecutor:
         job = Job(rows, index, list(accumulate(len(part) for part in parts)), self._pool)
         self._jobs.append(job)
         if not self._threads:
+            self._group = self._wanted = 1
             return
         # Samplers of the user may watch the training, and are not asked long before.
         most = _MAX_GROUP if type(group[0]) is np.ndarray else self._plan.look_ahead // 2
+        # With more large pieces in turn the batches would leave the processor's cache.
+        self._wanted = 2 if job.size_bytes > _JOB_BYTES else 3
         self._group = max(1, min(most, _JOB_BYTES * len(group) // job.size_bytes))
         if self._long or job.size_bytes >= _PIECE_BYTES:
             self._offer(job)
@@ -248,7 +251,8 @@ class GatherExecutor:
             if not self._stop.alive:  # closed before
                 self._tasks = queue.SimpleQueue()
                 self._stop = weakref.finalize(self, _end_threads, self._tasks)
-            threading.Thread(target=_run, args=(self._tasks,), daemon=True).start()
+            thread = threading.Thread(target=_run, args=(self._tasks,), daemon=True, name=_NAME)
+            thread.start()
             self._started += 1
         for _ in range(min(self._threads, job.pieces)):
             self._tasks.put(job)
@@ -276,7 +280,7 @@ def _as_array(indices: Any) -> NDArray[np.int64] | None:
         index = np.asarray(indices)
     except (TypeError, ValueError):
         return None
-    if index.ndim != 1 or not len(index):
+    if index.ndim != 1 or not len(index) or index.dtype.kind not in "iu":
         return None
     if index.dtype == np.int64:
         return index

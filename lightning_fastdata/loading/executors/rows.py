@@ -185,7 +185,7 @@ def _form_of_subset(dataset: Any, columns: list[Column]) -> Any:
 def in_bounds(index: NDArray[np.int64], length: int) -> NDArray[np.int64] | None:
     """Return the indices counted from the start, or None if one is out of range."""
     # As unsigned numbers the negative ones are the largest, so that one pass sees to both ends.
-    if not len(index) or index.view(np.uint64).max() < length:
+    if not len(index) or np.maximum.reduce(index.view(np.uint64)) < length:
         return index
     if index.min() < -length or index.max() >= length:
         return None
