@@ -29,9 +29,10 @@ from lightning_fastdata.loading.columns import ColumnDataset, TokenWindows
 from lightning_fastdata.loading.executors import open_executor
 from lightning_fastdata.loading.executors.arrow import UnsuitedError, arrays_of
 from lightning_fastdata.loading.executors.fetch import FetchPlan
-from lightning_fastdata.loading.executors.gather import GatherExecutor
-from lightning_fastdata.loading.executors.rows import gatherable
+from lightning_fastdata.loading.executors.gather import GatherExecutor, Job
+from lightning_fastdata.loading.executors.rows import gatherable, rows_of
 from lightning_fastdata.loading.loader import FastDataLoader
+from lightning_fastdata.loading.slots import SlotPool
 
 GENERATOR = np.random.default_rng(0)
 TENSOR_TYPES = [
@@ -333,6 +334,28 @@ def test_batches_that_are_kept_are_never_overwritten(rows, limit_bytes) -> None:
     for (values, numbers), index in zip(kept, batches, strict=True):
         assert torch.equal(values, table[index])
         assert torch.equal(numbers, labels[index])
+
+
+def test_a_batch_that_several_threads_write_is_whole_when_it_is_delivered() -> None:
+    table = torch.arange(64, dtype=torch.uint8)[:, None].repeat(1, 2**20)
+    pool = SlotPool(limit_bytes=2**28, shared=False)
+    for _ in range(5):
+        job = Job(rows_of(table), np.arange(63, -1, -1), [64], pool)
+        start = threading.Barrier(4)
+        threads = [
+            threading.Thread(target=lambda job=job, start=start: (start.wait(), job.work()))
+            for _ in range(3)
+        ]
+        for thread in threads:
+            thread.start()
+        start.wait()
+        (batch,) = job.batches()
+        ends = batch[:, -1].clone()
+        for thread in threads:
+            thread.join()
+        assert ends.tolist() == list(range(63, -1, -1))
+        assert torch.equal(batch, table.flip(0))
+        batch.zero_()  # so that what the next job leaves out shows
 
 
 @pytest.mark.parametrize("threads", [0, 1])
