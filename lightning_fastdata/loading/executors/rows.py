@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch.utils.data import StackDataset, Subset, TensorDataset, default_collate
+from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset, default_collate
 
 from lightning_fastdata.loading.columns import ColumnDataset, TokenWindows
 from lightning_fastdata.loading.executors.arrow import UnsuitedError, arrays_of, is_hugging_face
@@ -73,6 +73,41 @@ class Column:
             out[...] = self.array[index]
 
 
+class JoinedColumn(Column):
+    """The same leaf of several datasets, one after the other.
+
+    Args:
+        parts: Columns with the same shape of rows and the same types.
+    """
+
+    __slots__ = ("parts", "starts")
+
+    def __init__(self, parts: tuple[Column, ...], select: NDArray[np.int64] | None = None) -> None:
+        first = parts[0]
+        super().__init__(first.array, first.dtype, first.stored, select)
+        self.parts = parts
+        self.starts = np.cumsum([0, *map(len, parts)])
+
+    def __len__(self) -> int:
+        return int(self.starts[-1]) if self.select is None else len(self.select)
+
+    def selected(self, select: NDArray[np.int64]) -> Column:
+        """Return the same column over some of the rows, each within bounds and from 0."""
+        return JoinedColumn(self.parts, select if self.select is None else self.select[select])
+
+    def take(self, index: NDArray[np.int64], out: NDArray[Any]) -> None:
+        """Copy rows, whose indices are within bounds and from 0, into an array."""
+        if self.select is not None:
+            index = self.select[index]
+        part_of = np.searchsorted(self.starts, index, side="right") - 1
+        for number, part in enumerate(self.parts):
+            (at,) = np.nonzero(part_of == number)
+            if len(at):
+                rows = np.empty((len(at), *self.shape), self.stored)
+                part.take(index[at] - self.starts[number], rows)
+                out[at] = rows
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
     """All samples of a dataset."""
@@ -94,8 +129,8 @@ def rows_of(dataset: Any, *, tried: bool = True) -> Rows | None:
 
     They are found in a ``TensorDataset``, a :class:`ColumnDataset`, :class:`TokenWindows`, a
     tensor, an array, a ``datasets.Dataset`` of numbers in the torch or numpy format, and in a
-    ``Subset`` or ``StackDataset`` of those; all of them of that very type, since a subclass may
-    change its samples.
+    ``Subset``, ``StackDataset`` or ``ConcatDataset`` of those; all of them of that very type, since
+    a subclass may change its samples.
 
     Args:
         dataset: Any dataset.
@@ -107,7 +142,7 @@ def rows_of(dataset: Any, *, tried: bool = True) -> Rows | None:
         if not columns or len({len(column) for column in columns}) != 1:
             return None
         rows = Rows(columns=tuple(columns), form=form, length=len(columns[0]))
-        if len(dataset) != rows.length or (tried and not _as_collated(rows, dataset)):
+        if len(dataset) != rows.length or (tried and not _as_collated(rows, dataset, batched=True)):
             return None
     except NotRowsError:
         return None
@@ -136,6 +171,8 @@ def _form(dataset: Any, columns: list[Column]) -> Any:
         if isinstance(parts, dict):
             return {name: _form(part, columns) for name, part in parts.items()}
         return [_form(part, columns) for part in parts]
+    if kind is ConcatDataset:
+        return _form_of_joined(dataset, columns)
     if kind is Subset:
         return _form_of_subset(dataset, columns)
     if kind is torch.Tensor:
@@ -174,12 +211,27 @@ def _form_of_subset(dataset: Any, columns: list[Column]) -> Any:
     within = in_bounds(select.astype(np.int64, copy=False), len(dataset.dataset))
     if within is None:  # the sample that is out of range is to raise it, and no other
         raise NotRowsError
-    shared: dict[int, Column] = {}
     start = len(columns)
-    for column in inner:
-        one = shared.setdefault(id(column.select), column.selected(within))
-        columns.append(Column(column.array, column.dtype, column.stored, one.select))
+    columns.extend(column.selected(within) for column in inner)
     return _shifted(form, start)
+
+
+def _form_of_joined(dataset: Any, columns: list[Column]) -> Any:
+    forms, joined = [], []
+    for part in dataset.datasets:
+        inner: list[Column] = []
+        forms.append(_form(part, inner))
+        rows = Rows(columns=tuple(inner), form=forms[-1], length=len(part))
+        # Parts are asked for single samples, and only the ends of the whole are compared later.
+        if not rows.length or not _as_collated(rows, part, batched=False):
+            raise NotRowsError
+        joined.append(inner)
+    kinds = [[(c.dtype, c.stored, c.shape) for c in inner] for inner in joined]
+    if any(form != forms[0] for form in forms) or any(kind != kinds[0] for kind in kinds):
+        raise NotRowsError
+    start = len(columns)
+    columns.extend(JoinedColumn(parts) for parts in zip(*joined, strict=True))
+    return _shifted(forms[0], start)
 
 
 def in_bounds(index: NDArray[np.int64], length: int) -> NDArray[np.int64] | None:
@@ -248,7 +300,7 @@ def _filled(form: Any, tensors: list[torch.Tensor]) -> Any:
     return [_filled(part, tensors) for part in form] if isinstance(form, list) else tensors[form]
 
 
-def _as_collated(rows: Rows, dataset: Any) -> bool:
+def _as_collated(rows: Rows, dataset: Any, *, batched: bool) -> bool:
     if not rows.length:
         return True
     ends = np.array([0, rows.length - 1])
@@ -258,7 +310,7 @@ def _as_collated(rows: Rows, dataset: Any) -> bool:
         column.take(ends, out)
         tensors.append(torch.from_numpy(out).view(column.dtype))
     try:
-        if fetches_in_batches(dataset):
+        if batched and fetches_in_batches(dataset):
             samples = dataset.__getitems__(ends.tolist())
         else:
             samples = [dataset[0], dataset[rows.length - 1]]

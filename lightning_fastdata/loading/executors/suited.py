@@ -34,7 +34,7 @@ class DatasetLook:
     stream: bool
     """It has no index."""
     rows: bool
-    """Its batches are rows of tensors or arrays, collated by default, without a transform."""
+    """Its batches are rows of columns of numbers, collated by default, without a transform."""
     images: bool
     """It is a ``FastImageFolder`` whose samples are delivered as they are."""
     pipelines: bool
@@ -107,7 +107,7 @@ def suited_executor(look: DatasetLook, *, workers: int | str, batch_size: int) -
     if look.stream:
         return "torch", "a stream is read by torch's own iterator"
     if look.rows:
-        return "gather", "its batches are rows of tensors, copied in one call"
+        return "gather", "its batches are rows of numbers, copied with one call per column"
     if workers == 0:
         return "inline", "num_workers=0 asks for the training process"
     if not look.shared_memory:
