@@ -105,11 +105,13 @@ class TokenWindows(Dataset[torch.Tensor]):
             if value < 1:
                 raise DatasetError(f"{name} of TokenWindows is {value!r}; it starts at 1.")
         _check_column("The row of tokens", tokens)
-        row = np.asarray(tokens)
-        if row.ndim != 1 or row.dtype.kind not in "iu":
+        if tokens.ndim != 1 or not _is_whole(torch.as_tensor(tokens[:0]).dtype):
             raise DatasetError(
-                f"TokenWindows needs one row of whole numbers; got {row.dtype} {list(row.shape)}."
+                f"TokenWindows needs one row of whole numbers; got {tokens.dtype} "
+                f"{list(tokens.shape)}."
             )
+        if not _is_whole(dtype):
+            raise DatasetError(f"dtype of TokenWindows is {dtype}; give one of whole numbers.")
         self.tokens = tokens
         self.length = length
         self.stride = stride
@@ -154,6 +156,10 @@ def _check_column(what: str, column: Any) -> None:
             torch.as_tensor(np.empty(0, column.dtype))
         except (TypeError, ValueError) as error:
             raise DatasetError(f"{what} holds {column.dtype}: {error}") from error
+
+
+def _is_whole(dtype: torch.dtype) -> bool:
+    return not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool)
 
 
 def _row(column: Numbers, index: int) -> torch.Tensor:

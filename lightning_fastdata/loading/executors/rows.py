@@ -276,7 +276,8 @@ def _typed_column(column: Any) -> Column:
 def _array_column(array: Any) -> Column:
     if array.ndim == 0 or array.dtype.kind not in "biufc":
         raise NotRowsError
-    # The default collation makes no tensor of numbers in the same way as of arrays.
+    # The default collation makes no tensor of numbers in the same way as of arrays. (Which bits of
+    # a not-a-number it keeps is left open here.)
     like = array[0] if array.ndim == 1 and len(array) else np.empty(0, array.dtype)
     try:
         dtype = default_collate([like]).dtype
