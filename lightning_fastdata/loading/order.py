@@ -121,7 +121,14 @@ def epoch_permutation(length: int, seed: int, epoch: int) -> NDArray[np.int64]:
     # torch's CPU generator takes in 32 bits of its seed only, so the two are hashed into those.
     words = np.random.SeedSequence([seed & 0xFFFFFFFF, epoch]).generate_state(1)
     generator = torch.Generator().manual_seed(int(words[0]))
-    return torch.randperm(length, generator=generator).numpy()
+    return _permutation(length, generator)
+
+
+def _permutation(length: int, generator: torch.Generator | None) -> NDArray[np.int64]:
+    """Return ``torch.randperm(length, generator=generator)``, int64 [length], in half its time."""
+    # The draws are the same for each type of numbers, and narrow ones stay in the cache.
+    dtype = torch.int32 if length < 2**31 else torch.int64
+    return torch.randperm(length, generator=generator, dtype=dtype).numpy().astype(np.int64)
 
 
 def index_batches(batch_sampler: Iterable[Any]) -> Iterator[Any]:
@@ -142,7 +149,7 @@ def index_batches(batch_sampler: Iterable[Any]) -> Iterator[Any]:
         yield order[start : start + size]
     if type(sampler) is RandomSampler and sampler.generator is not None:
         # torch draws a second permutation for the remainder, of which it then takes nothing.
-        torch.randperm(len(order), generator=sampler.generator)
+        _permutation(len(order), sampler.generator)
 
 
 def _sampled_order(sampler: Any) -> NDArray[np.int64] | None:
@@ -157,8 +164,8 @@ def _sampled_order(sampler: Any) -> NDArray[np.int64] | None:
         indices = np.asarray(sampler.indices)
         if indices.ndim != 1 or indices.dtype.kind != "i":
             return None
-        order = torch.randperm(len(indices), generator=sampler.generator).numpy()
-        return cast("NDArray[np.int64]", indices.astype(np.int64, copy=False)[order])
+        order = _permutation(len(indices), sampler.generator)
+        return indices.astype(np.int64, copy=False)[order]
     if kind is WeightedRandomSampler:
         drawn = torch.multinomial(
             sampler.weights, sampler.num_samples, sampler.replacement, generator=sampler.generator
@@ -175,7 +182,7 @@ def _random_order(sampler: RandomSampler) -> NDArray[np.int64] | None:
     if generator is None:
         generator = torch.Generator()
         generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
-    return torch.randperm(length, generator=generator).numpy()
+    return _permutation(length, generator)
 
 
 def _rank_order(sampler: DistributedSampler[Any]) -> NDArray[np.int64] | None:
@@ -186,7 +193,7 @@ def _rank_order(sampler: DistributedSampler[Any]) -> NDArray[np.int64] | None:
     if sampler.shuffle:
         generator = torch.Generator()
         generator.manual_seed(sampler.seed + sampler.epoch)
-        order = torch.randperm(length, generator=generator).numpy()
+        order = _permutation(length, generator)
     # Short of samples it begins again with the first ones, as resize does.
     everyone = np.resize(order, sampler.total_size)
     return everyone[sampler.rank : sampler.total_size : sampler.num_replicas]

@@ -130,3 +130,13 @@ def test_a_generator_of_the_user_is_left_as_by_torch_also_by_an_epoch_that_is_ab
         list(read(sampler))
         states.append((abandoned.tolist(), generator.get_state().tolist()))
     assert states[0] == states[1]
+
+
+@pytest.mark.parametrize("length", [0, 1, 2, 1000, 70_000, 300_000])
+def test_the_order_of_a_large_dataset_is_torchs_own_permutation(length) -> None:
+    ours, theirs = (torch.Generator().manual_seed(length) for _ in range(2))
+    sampler = BatchSampler(RandomSampler(range(max(1, length)), generator=ours), 1024, False)
+    order = torch.randperm(max(1, length), generator=theirs)
+    torch.randperm(max(1, length), generator=theirs)
+    assert np.concatenate(list(index_batches(sampler))).tolist() == order.tolist()
+    assert torch.equal(ours.get_state(), theirs.get_state())
