@@ -47,7 +47,8 @@ class FastDataLoader(DataLoader[Any]):
         shuffle: Permute the samples each epoch.
         sampler: Yields indices; excludes ``shuffle``.
         batch_sampler: Yields lists of indices; excludes batch_size, shuffle, sampler, drop_last.
-        num_workers: Side processes that fetch; 0 fetches in the calling process.
+        num_workers: Side processes that fetch, of ``"gather"`` threads; 0 fetches in the calling
+            process.
         collate_fn: Samples to batch; default: ``default_collate``, extended to dataclasses.
         pin_memory: Copy batches into page-locked memory before they are returned.
         drop_last: Leave out the last batch if it is not full.

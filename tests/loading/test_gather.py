@@ -389,6 +389,16 @@ def test_without_threads_a_batch_is_read_when_it_is_asked_for() -> None:
         assert next(executor).unique().item() == value + 1
 
 
+@pytest.mark.parametrize("threads", [0, 1, 3])
+def test_a_sampler_of_the_user_is_not_asked_long_before(threads) -> None:
+    asked = []
+    executor = GatherExecutor(plan_of(TABLE, look_ahead=8), threads=threads)
+    executor.start_epoch(([asked.append(i) or i % 8] for i in range(100)), 0)
+    for delivered, _ in enumerate(executor):
+        assert len(asked) <= delivered + (9 if threads else 1)
+    executor.close()
+
+
 @pytest.mark.parametrize("threads", [0, 1])
 def test_what_is_replaced_between_epochs_is_read_anew(threads) -> None:
     data = TensorDataset(torch.zeros(4, 2))

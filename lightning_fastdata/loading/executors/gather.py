@@ -239,7 +239,7 @@ class GatherExecutor:
             self._group = self._wanted = 1
             return
         # Samplers of the user may watch the training, and are not asked long before.
-        most = _MAX_GROUP if type(group[0]) is np.ndarray else self._plan.look_ahead // 2
+        most = _MAX_GROUP if type(group[0]) is np.ndarray else self._plan.look_ahead // 4
         # With more large pieces in turn the batches would leave the processor's cache.
         self._wanted = 2 if job.size_bytes > _JOB_BYTES else 3
         self._group = max(1, min(most, _JOB_BYTES * len(group) // job.size_bytes))

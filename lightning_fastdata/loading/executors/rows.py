@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -315,7 +316,10 @@ def _as_collated(rows: Rows, dataset: Any, *, batched: bool) -> bool:
             samples = dataset.__getitems__(ends.tolist())
         else:
             samples = [dataset[0], dataset[rows.length - 1]]
-        theirs = default_collate(samples)
+        with warnings.catch_warnings():
+            # torch warns of arrays that are read-only, as it would take them as they are.
+            warnings.simplefilter("ignore")
+            theirs = default_collate(samples)
     except Exception:  # the true collation is to raise it, on the true batch
         return False
     return _same(rows.batch(tensors), theirs)
