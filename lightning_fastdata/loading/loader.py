@@ -26,7 +26,8 @@ from lightning_fastdata.loading.collate import StagingCollate, collate_samples
 from lightning_fastdata.loading.engine import Engine
 from lightning_fastdata.loading.executors.fetch import FetchPlan
 from lightning_fastdata.loading.keyed import keyed, tell_epoch
-from lightning_fastdata.loading.order import epoch_order, index_batches
+from lightning_fastdata.loading.order import epoch_order
+from lightning_fastdata.loading.sampled import index_batches
 
 if TYPE_CHECKING:
     from torch import Generator
@@ -50,7 +51,8 @@ class FastDataLoader(DataLoader[Any]):
         shuffle: Permute the samples each epoch.
         sampler: Yields indices; excludes ``shuffle``.
         batch_sampler: Yields lists of indices; excludes batch_size, shuffle, sampler, drop_last.
-        num_workers: Side processes that fetch; 0 fetches in the calling process.
+        num_workers: Side processes that fetch, of ``"gather"`` threads; 0 fetches in the calling
+            process.
         collate_fn: Samples to batch; default: ``default_collate``, extended to dataclasses.
         pin_memory: Copy batches into page-locked memory before they are returned.
         drop_last: Leave out the last batch if it is not full.

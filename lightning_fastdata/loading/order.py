@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Sized
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, cast
 
-import torch
 from torch.utils.data import (
     BatchSampler,
     DistributedSampler,
@@ -17,7 +16,7 @@ from torch.utils.data import (
 )
 
 from lightning_fastdata.errors import FastDataWarning, OptionsError
-from lightning_fastdata.loading.permutation import Order, epoch_permutation, parts_of
+from lightning_fastdata.loading.permutation import Order, cut, epoch_permutation, parts_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -51,7 +50,7 @@ class ShuffleSampler(RandomSampler):
     def __iter__(self) -> Iterator[int]:
         order = epoch_permutation(len(self.data_source), self.seed, self.epoch)
         # As integers of Python a permutation takes five times its memory.
-        for part in parts_of(order, _cut(len(order), _TO_INTEGERS)):
+        for part in parts_of(order, cut(len(order), _TO_INTEGERS)):
             yield from part.tolist()
 
 
@@ -233,52 +232,6 @@ def epoch_order(batch_sampler: Any, epoch: int) -> EpochOrder | None:
         shuffle=shuffled,
         drop_last=batch_sampler.drop_last,
     )
-
-
-def index_batches(batch_sampler: Iterable[Any]) -> Iterator[Any]:
-    """Yield the batches of a batch sampler; as int64 arrays where that gives the same indices.
-
-    Python integers cost more than the gather of a row does. For torch's own sequential and random
-    samplers and for those of this module the same indices are had as one array; every other sampler
-    is asked as usual.
-    """
-    sampler = getattr(batch_sampler, "sampler", None)
-    if type(batch_sampler) is EvaluationBatchSampler and batch_sampler.order is not None:
-        yield from batch_sampler.order.batches()
-        return
-    order = _sampled_order(sampler) if type(batch_sampler) is BatchSampler else None
-    if order is None:
-        yield from batch_sampler
-        return
-    size: int = batch_sampler.batch_size  # type: ignore[attr-defined]
-    drop_last: bool = batch_sampler.drop_last  # type: ignore[attr-defined]
-    stop = len(order) - len(order) % size if drop_last else len(order)
-    yield from parts_of(order, _cut(stop, size))
-
-
-def _cut(stop: int, size: int) -> Iterator[tuple[int, int]]:
-    for start in range(0, stop, size):
-        yield start, min(start + size, stop)
-
-
-def _sampled_order(sampler: Any) -> Order | None:
-    if type(sampler) is SequentialSampler:
-        return range(len(sampler.data_source))
-    if type(sampler) is ShuffleSampler:
-        return epoch_permutation(len(sampler.data_source), sampler.seed, sampler.epoch)
-    if type(sampler) is not RandomSampler or sampler.replacement:
-        return None
-    length = len(sampler.data_source)
-    if sampler.num_samples != length:
-        return None
-    generator = sampler.generator
-    if generator is None:
-        generator = torch.Generator()
-        generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
-    order = torch.randperm(length, generator=generator).numpy()
-    # torch draws a second permutation for the remainder, of which it then takes nothing.
-    torch.randperm(length, generator=generator)
-    return order
 
 
 def _warn_of_uneven_share(sampler: DistributedSampler[Any], length: int, batch_size: int) -> None:

@@ -12,6 +12,7 @@ from torch.utils.data import (
     DistributedSampler,
     RandomSampler,
     SequentialSampler,
+    SubsetRandomSampler,
     WeightedRandomSampler,
 )
 
@@ -21,8 +22,8 @@ from lightning_fastdata.loading.order import (
     EvaluationBatchSampler,
     ShuffleSampler,
     can_share_evenly,
-    index_batches,
 )
+from lightning_fastdata.loading.sampled import index_batches
 
 SIZES = {
     "length": st.integers(0, 60),
@@ -132,10 +133,19 @@ def test_impossible_plans_are_refused(bad) -> None:
     length=st.integers(1, 50),
     batch_size=st.integers(1, 9),
     drop_last=st.booleans(),
-    kind=st.sampled_from(["sequential", "random", "generator", "shuffle", "weighted", "with"]),
+    kind=st.sampled_from(
+        [
+            *("sequential", "random", "generator", "with", "shuffle", "weighted", "without"),
+            *("subset", "part", "ranks", "ranks in order", "ranks cut"),
+        ]
+    ),
+    rank=st.integers(0, 4),
 )
-def test_index_arrays_are_the_samplers_own_indices(length, batch_size, drop_last, kind) -> None:
+def test_index_arrays_are_the_samplers_own_indices(
+    length, batch_size, drop_last, kind, rank
+) -> None:
     data = range(length)
+    ranks = {"num_replicas": 5, "rank": rank, "seed": length}
     made = {
         "sequential": lambda: SequentialSampler(data),
         "random": lambda: RandomSampler(data),
@@ -143,12 +153,19 @@ def test_index_arrays_are_the_samplers_own_indices(length, batch_size, drop_last
         "shuffle": lambda: ShuffleSampler(data, seed=1),
         "weighted": lambda: WeightedRandomSampler([1.0] * length, length),
         "with": lambda: RandomSampler(data, replacement=True),
+        "without": lambda: WeightedRandomSampler([1.0, 2.0] * length, length, replacement=False),
+        "subset": lambda: SubsetRandomSampler(range(5, 5 + length)),
+        "part": lambda: SubsetRandomSampler([3 * i - 4 for i in data], torch.Generator()),
+        "ranks": lambda: DistributedSampler(data, **ranks),
+        "ranks in order": lambda: DistributedSampler(data, shuffle=False, **ranks),
+        "ranks cut": lambda: DistributedSampler(data, drop_last=True, **ranks),
     }[kind]
 
     def epochs(read) -> list:
         torch.manual_seed(5)
         sampler = BatchSampler(made(), batch_size, drop_last)
-        return [[np.asarray(b).tolist() for b in read(sampler)] for _ in range(2)]
+        found = [[np.asarray(b).tolist() for b in read(sampler)] for _ in range(2)]
+        return [*found, torch.rand(1).item()]  # what is drawn next
 
     assert epochs(index_batches) == epochs(iter)
 
@@ -204,3 +221,25 @@ def test_what_cannot_be_shared_evenly_is_padded_and_that_is_said_once(length, ba
         assert list(sampler) == list(BatchSampler(share, batch_size, False))
         found += [i for batch in sampler for i in batch]
     assert set(found) == set(range(length))
+
+
+def test_a_generator_of_the_user_is_left_as_by_torch_also_by_an_epoch_that_is_abandoned() -> None:
+    states = []
+    for read in (index_batches, iter):
+        generator = torch.Generator().manual_seed(1)
+        sampler = BatchSampler(RandomSampler(range(10), generator=generator), 3, True)
+        next(read(sampler))
+        abandoned = generator.get_state()
+        list(read(sampler))
+        states.append((abandoned.tolist(), generator.get_state().tolist()))
+    assert states[0] == states[1]
+
+
+@pytest.mark.parametrize("length", [0, 1, 2, 1000, 70_000, 300_000])
+def test_the_order_of_a_large_dataset_is_torchs_own_permutation(length) -> None:
+    ours, theirs = (torch.Generator().manual_seed(length) for _ in range(2))
+    sampler = BatchSampler(RandomSampler(range(max(1, length)), generator=ours), 1024, False)
+    order = torch.randperm(max(1, length), generator=theirs)
+    torch.randperm(max(1, length), generator=theirs)
+    assert np.concatenate(list(index_batches(sampler))).tolist() == order.tolist()
+    assert torch.equal(ours.get_state(), theirs.get_state())

@@ -12,7 +12,7 @@ from torch.utils.data import IterableDataset
 from lightning_fastdata.augment.seeds import find_composes
 from lightning_fastdata.loading.draws import DrawWatch
 from lightning_fastdata.loading.executors.fetch import decodes_in_place
-from lightning_fastdata.loading.executors.gather import gatherable
+from lightning_fastdata.loading.executors.rows import gatherable
 from lightning_fastdata.loading.order import dataset_length
 from lightning_fastdata.loading.probe import shallow_copy
 from lightning_fastdata.loading.slots import shared_slots_supported
@@ -32,7 +32,7 @@ class DatasetLook:
     stream: bool
     """It has no index."""
     rows: bool
-    """Its batches are rows of tensors or arrays, collated by default, without a transform."""
+    """Its batches are rows of columns of numbers, collated by default, without a transform."""
     images: bool
     """It is a ``FastImageFolder`` whose samples are delivered as they are."""
     pipelines: bool
@@ -107,7 +107,7 @@ def suited_executor(look: DatasetLook, *, workers: int | str, batch_size: int) -
     if look.stream:
         return "torch", "a stream is read by torch's own iterator"
     if look.rows:
-        return "gather", "its batches are rows of tensors, copied in one call"
+        return "gather", "its batches are rows of numbers, copied with one call per column"
     if workers == 0:
         return "inline", "num_workers=0 asks for the training process"
     if not look.shared_memory:
