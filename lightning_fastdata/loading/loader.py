@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch.utils.data import (
@@ -20,17 +18,21 @@ from torch.utils.data import (
 from lightning_fastdata.augment.seeds import find_composes
 from lightning_fastdata.errors import OptionsError, TransformError
 from lightning_fastdata.host.memory import read_host_memory
+from lightning_fastdata.loading.automatic import plan_alone
 from lightning_fastdata.loading.collate import StagingCollate, collate_samples
+from lightning_fastdata.loading.crew import look_ahead_batches
 from lightning_fastdata.loading.engine import Engine
 from lightning_fastdata.loading.executors.fetch import FetchPlan
-from lightning_fastdata.loading.keyed import EpochCell, keyed, tell_epoch
+from lightning_fastdata.loading.keyed import EpochCell, fetches_in_batches, keyed, tell_epoch
 from lightning_fastdata.loading.order import index_batches
+from lightning_fastdata.loading.worker_start import WorkerStart
 
 if TYPE_CHECKING:
     from torch import Generator
 
     from lightning_fastdata.augment.transform import BatchTransform
     from lightning_fastdata.loading.executors import ExecutorName
+    from lightning_fastdata.loading.options import LoaderPlan
     from lightning_fastdata.types import Batch, Stage
 
 
@@ -47,7 +49,8 @@ class FastDataLoader(DataLoader[Any]):
         shuffle: Permute the samples each epoch.
         sampler: Yields indices; excludes ``shuffle``.
         batch_sampler: Yields lists of indices; excludes batch_size, shuffle, sampler, drop_last.
-        num_workers: Side processes that fetch; 0 fetches in the calling process.
+        num_workers: Side processes that fetch; 0 fetches in the calling process. None: 0, or what
+            suits the dataset if ``executor`` is ``"auto"``.
         collate_fn: Samples to batch; default: ``default_collate``, extended to dataclasses.
         pin_memory: Copy batches into page-locked memory before they are returned.
         drop_last: Leave out the last batch if it is not full.
@@ -56,7 +59,8 @@ class FastDataLoader(DataLoader[Any]):
         multiprocessing_context: Start method of the workers.
         generator: Source of torch's own base seed.
         prefetch_factor: Batches each worker fetches ahead.
-        persistent_workers: Keep the workers between epochs.
+        persistent_workers: Keep the workers between epochs. None: only if ``executor`` is
+            ``"auto"``.
         pin_memory_device: As in torch.
         in_order: Return batches in the order of their indices.
         seed: Seed of the per-sample randomness.
@@ -71,7 +75,11 @@ class FastDataLoader(DataLoader[Any]):
         staged: Deliver :class:`StagedBatch` of this stage, for the hook that runs the stage's
             transforms on the device.
         executor: Who fetches: ``"torch"``'s own iterator, ``"inline"``, ``"gather"``,
-            ``"workers"`` or ``"sidecar"``. An iterable dataset is always fetched by torch.
+            ``"workers"`` or ``"sidecar"``; ``"auto"`` reads a few samples now and takes what suits
+            the dataset and this machine. An iterable dataset is always fetched by torch.
+
+    Attributes:
+        plan: What ``"auto"`` chose, and why: see its ``explain()``. None if nothing was to choose.
 
     Raises:
         OptionsError: A sidecar was asked for, and an Albumentations pipeline runs on the samples.
@@ -86,7 +94,7 @@ class FastDataLoader(DataLoader[Any]):
         shuffle: bool | None = None,
         sampler: Sampler[Any] | Iterable[Any] | None = None,
         batch_sampler: Sampler[list[Any]] | Iterable[list[Any]] | None = None,
-        num_workers: int = 0,
+        num_workers: int | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         pin_memory: bool = False,
         drop_last: bool = False,
@@ -96,7 +104,7 @@ class FastDataLoader(DataLoader[Any]):
         generator: Generator | None = None,
         *,
         prefetch_factor: int | None = None,
-        persistent_workers: bool = False,
+        persistent_workers: bool | None = None,
         pin_memory_device: str = "",
         in_order: bool = True,
         seed: int = 0,
@@ -105,9 +113,29 @@ class FastDataLoader(DataLoader[Any]):
         on_device: bool = False,
         worker_nice: int = 0,
         staged: Stage | None = None,
-        executor: ExecutorName | Literal["torch"] = "torch",
+        executor: ExecutorName | Literal["torch", "auto"] = "torch",
     ) -> None:
         self._inner: DataLoader[Any] | Engine | None
+        self.plan: LoaderPlan | None = None
+        if executor == "auto":
+            batched = batch_size is not None or batch_sampler is not None
+            self.plan = plan_alone(
+                dataset,
+                num_workers=num_workers,
+                prefetch_factor=prefetch_factor,
+                persistent_workers=persistent_workers,
+                multiprocessing_context=multiprocessing_context,
+                default_collation=collate_fn is None and batched,
+                transformed=transform is not None,
+                batch_size=getattr(batch_sampler, "batch_size", None) or batch_size,
+            )
+            executor = cast("ExecutorName", self.plan.executor)
+            num_workers = self.plan.num_workers
+            persistent_workers = self.plan.persistent_workers and num_workers > 0
+            if not num_workers:  # torch refuses what is for workers only
+                prefetch_factor = multiprocessing_context = None
+        self._prefetch = prefetch_factor
+        self.executor = executor
         self._keep(None)
         self._inner_settings: tuple[Any, ...] = ()
         super().__init__(
@@ -116,7 +144,7 @@ class FastDataLoader(DataLoader[Any]):
             shuffle,
             sampler,
             batch_sampler,
-            num_workers,
+            num_workers or 0,
             collate_fn,
             pin_memory,
             drop_last,
@@ -125,7 +153,7 @@ class FastDataLoader(DataLoader[Any]):
             multiprocessing_context,
             generator,
             prefetch_factor=prefetch_factor,
-            persistent_workers=persistent_workers,
+            persistent_workers=bool(persistent_workers),
             pin_memory_device=pin_memory_device,
             in_order=in_order,
         )
@@ -145,9 +173,13 @@ class FastDataLoader(DataLoader[Any]):
         self.on_device = on_device
         self.worker_nice = worker_nice
         self.staged = staged
-        self.executor = executor
         self._epoch_cell = EpochCell()
         self._iterations = 0
+
+    def check_worker_number_rationality(self) -> None:
+        """Warn of more workers than CPUs, unless the engine has them, which may well wait."""
+        if self.executor == "torch":
+            super().check_worker_number_rationality()  # type: ignore[no-untyped-call]
 
     @property
     def _batches(self) -> bool:
@@ -220,7 +252,7 @@ class FastDataLoader(DataLoader[Any]):
         if self.num_workers == 0:
             return self.worker_init_fn
         strategy = torch.multiprocessing.get_sharing_strategy()  # type: ignore[no-untyped-call]
-        return _WorkerStart(strategy, self.worker_nice, self.worker_init_fn)
+        return WorkerStart(strategy, self.worker_nice, self.worker_init_fn)
 
     def _make_inner(self) -> DataLoader[Any] | Engine:
         worker_part = None
@@ -276,7 +308,12 @@ class FastDataLoader(DataLoader[Any]):
             timeout_s=self.timeout,
             in_order=self.in_order,
             context=self.multiprocessing_context,
-            look_ahead=max(8, self.num_workers * (self.prefetch_factor or 2)),
+            look_ahead=look_ahead_batches(
+                self.num_workers,
+                prefetch=self._prefetch,
+                batch_size=self.batch_size or 1,
+                split=default and self._batches and not fetches_in_batches(self.dataset),
+            ),
             memory_limit_bytes=read_host_memory().available_bytes // 4,
             niceness=self.worker_nice,
         )
@@ -298,28 +335,6 @@ class FastDataLoader(DataLoader[Any]):
         return (
             partial(index_batches, source) if self.executor == "gather" else partial(iter, source)
         )
-
-
-class _WorkerStart:
-    """Makes a worker a good neighbour, then runs the user's own ``worker_init_fn``.
-
-    It lets the training process go first, computes on one thread (torch sees to its own threads,
-    not to OpenCV's), and takes the sharing strategy of its parent, which only a forked one has.
-    """
-
-    def __init__(self, strategy: str, nice: int, then: Callable[[int], None] | None) -> None:
-        self.strategy = strategy
-        self.nice = nice
-        self.then = then
-
-    def __call__(self, worker_id: int) -> None:
-        torch.multiprocessing.set_sharing_strategy(self.strategy)  # type: ignore[no-untyped-call]
-        if self.nice and hasattr(os, "nice"):
-            os.nice(self.nice)
-        if "cv2" in sys.modules:
-            sys.modules["cv2"].setNumThreads(0)
-        if self.then is not None:
-            self.then(worker_id)
 
 
 class _FirstOfPairs:
