@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from lightning_fastdata.epochs import EpochCell
 from lightning_fastdata.errors import BatchError
 from lightning_fastdata.images.crops import CropRule, keyed_uniform
 from lightning_fastdata.images.decoders import choose_decoder
@@ -106,8 +107,7 @@ class FastImageFolder(Dataset[tuple[torch.Tensor, int]]):
         self.resample = settle_resample(resample, crop)
         self.root = os.path.expanduser(os.fspath(root))  # noqa: PTH111  # as ImageFolder spells it
         self.seed = seed
-        # Shared memory, so that workers that outlive an epoch see the next one.
-        self._epoch = torch.zeros(1, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+        self._epoch = EpochCell()
         self._decoder_name = decoder
         choose_decoder(decoder)  # a decoder that is not there is told now, not in a worker
         self._max_pixels = max_pixels
@@ -151,12 +151,12 @@ class FastImageFolder(Dataset[tuple[torch.Tensor, int]]):
 
     def set_epoch(self, epoch: int) -> None:
         """Draw the random crops and flips of this epoch (counted from 0) from now on."""
-        self._epoch[0] = epoch
+        self._epoch.set(epoch)
 
     @property
     def epoch(self) -> int:
         """The epoch whose random crops and flips are drawn."""
-        return int(self._epoch[0])
+        return self._epoch.get()
 
     def __len__(self) -> int:
         return len(self.index)

@@ -5,18 +5,23 @@ from __future__ import annotations
 import math
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from lightning_fastdata.errors import FastDataWarning, WorkerError
-from lightning_fastdata.loading.executors import open_executor
+from lightning_fastdata.loading.executors import ArmingExecutor, open_executor
+from lightning_fastdata.loading.executors.fetch import decodes_in_place
 from lightning_fastdata.loading.staged import StagedBatch, pinned
 
 if TYPE_CHECKING:
     from lightning_fastdata.loading.executors import Executor, ExecutorName
     from lightning_fastdata.loading.executors.fetch import FetchPlan
+    from lightning_fastdata.loading.order import EpochOrder
+    from lightning_fastdata.loading.stamps import BatchStamps
     from lightning_fastdata.types import Stage
 
 _THREADS_PER_PROCESS: Final = 8
@@ -30,6 +35,8 @@ class Engine:
         plan: What to fetch.
         batches: Called at the start of each epoch for its batches of indices.
         epoch: Called at the start of each epoch for its number.
+        order: Called with the number of an epoch for the plan its batches follow, if that is known;
+            the first batches of such an epoch are fetched while the one before it ends.
         workers: Side processes; of a sidecar its threads, spread over processes of up to 8.
             With 0 of them the caller fetches, as in torch.
         persistent: Keep side processes between epochs.
@@ -46,6 +53,7 @@ class Engine:
         *,
         batches: Callable[[], Iterable[Any]],
         epoch: Callable[[], int],
+        order: Callable[[int], EpochOrder | None] | None = None,
         workers: int,
         persistent: bool = False,
         staged: Stage | None = None,
@@ -57,17 +65,21 @@ class Engine:
         self.plan = plan
         self.batches = batches
         self.epoch = epoch
+        self.order = order
         self.processes = max(1, workers)
         self.threads = 1
         if name == "sidecar":
             self.processes = max(1, math.ceil(workers / _THREADS_PER_PROCESS))
             self.threads = max(1, math.ceil(workers / self.processes))
         self.persistent = persistent
+        # The threads of a sidecar share a dataset, which is in one epoch at a time.
+        self._arms = name == "workers" or decodes_in_place(plan.dataset)
         # Threads and reused memory cost nothing between epochs; processes do.
         self.keep = persistent or name in ("inline", "gather")
         self.staged = staged
         self.pin_on = _pinning_device() if pin_memory else None
         self.generator = generator
+        self.records: deque[BatchStamps] | None = None
         self._running: weakref.ref[EpochIterator] | None = None
         self._seeded = False
         # Under this name Lightning looks for workers to stop when it is done.
@@ -89,12 +101,32 @@ class Engine:
             executor = open_executor(
                 self.name, self.plan, workers=self.processes, threads=self.threads
             )
+            if self.records is not None:
+                executor.record(self.records)
         if keep:
             self._iterator = executor
-        executor.start_epoch(self.batches(), self.epoch())
+        self._start_epoch(executor)
         running = EpochIterator(executor, self.finish, keep=keep)
         self._running = weakref.ref(running)
         return running
+
+    def _start_epoch(self, executor: Executor) -> None:
+        epoch = self.epoch()
+        order = None if self.order is None else self.order(epoch)
+        if order is None or not self.persistent or not isinstance(executor, ArmingExecutor):
+            executor.start_epoch(self.batches(), epoch)
+            return
+        executor.start_epoch(self.batches(), epoch, order)
+        # An epoch that is not shuffled is one of several passes over data, as a validation is, and
+        # may be repeated or followed by none.
+        if order.shuffle and self._arms:
+            executor.arm(replace(order, epoch=epoch + 1))
+
+    def record(self, records: deque[BatchStamps] | None) -> None:
+        """Append the stamps of each batch from now on; None: no more."""
+        self.records = records
+        if self._iterator is not None:
+            self._iterator.record(records)
 
     def finish(self, batch: Any) -> Any:
         """Return the batch as it is delivered."""

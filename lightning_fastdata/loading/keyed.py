@@ -10,30 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.utils.data import Dataset, IterableDataset, Subset, get_worker_info
 
 from lightning_fastdata.augment.seeds import find_composes, reseed
+from lightning_fastdata.epochs import EpochCell
 from lightning_fastdata.errors import BatchError
 from lightning_fastdata.types import SampleKey
 
 if TYPE_CHECKING:
     from lightning_fastdata.augment.transform import WorkerTransform
-
-
-class EpochCell:
-    """The current epoch, readable in worker processes that outlive it."""
-
-    def __init__(self) -> None:
-        self._value = torch.zeros(1, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
-
-    def set(self, epoch: int) -> None:
-        """Write the epoch; call it before the first index of that epoch is handed out."""
-        self._value[0] = epoch
-
-    def get(self) -> int:
-        """Return the epoch last written by the training process."""
-        return int(self._value[0])
 
 
 class _Keying:
@@ -77,6 +62,11 @@ class KeyedDataset(Dataset[Any]):
 
     def __len__(self) -> int:
         return len(self._keying.dataset)  # type: ignore[arg-type]
+
+    def set_epoch(self, epoch: int) -> None:
+        """Draw for this epoch from now on, counted from 0."""
+        self._keying.epoch.set(epoch)
+        tell_epoch(self._keying.dataset, epoch)
 
     def __getitem__(self, index: Any) -> Any:
         keying = self._keying

@@ -79,16 +79,16 @@ class SampleLayout:
             for field, start in zip(self.fields, starts, strict=True)
         ]
 
-    def writers(self, memory: Any, samples: int) -> list[Any]:
-        """Return what :meth:`write` assigns to: tensors for tensors, arrays for all else."""
-        tensors = self.tensors(memory, samples)
+    def writers(self, memory: Any, samples: int, start: int = 0, stop: int | None = None) -> Any:
+        """Return what :meth:`write` writes the rows from ``start`` to ``stop`` of a batch to."""
+        parts = [tensor[start:stop] for tensor in self.tensors(memory, samples)]
         return [
-            tensor if field.kind is torch.Tensor else tensor.numpy()
-            for field, tensor in zip(self.fields, tensors, strict=True)
+            part.unbind() if field.kind is torch.Tensor else part.numpy()
+            for field, part in zip(self.fields, parts, strict=True)
         ]
 
-    def write(self, sample: Any, writers: list[Any], row: int) -> None:
-        """Write a sample into its row of the batch.
+    def write(self, sample: Any, writers: Any, row: int) -> None:
+        """Write a sample into a row, counted from the ``start`` of the writers.
 
         Raises:
             MisfitError: The sample does not look like the first one.
@@ -146,7 +146,7 @@ def _node(value: Any, fields: list[Field]) -> Node:
     return Node(kind, leaf=len(fields) - 1)
 
 
-def _write(node: Node, value: Any, fields: tuple[Field, ...], writers: list[Any], row: int) -> None:
+def _write(node: Node, value: Any, fields: tuple[Field, ...], writers: Any, row: int) -> None:
     kind: Any = type(value)
     if kind is not node.kind:
         raise MisfitError
@@ -158,10 +158,10 @@ def _write(node: Node, value: Any, fields: tuple[Field, ...], writers: list[Any]
             except OverflowError as error:
                 raise MisfitError from error
             return
-        if value.dtype != field.dtype or tuple(value.shape) != field.shape:
+        if value.dtype != field.dtype or value.shape != field.shape:
             raise MisfitError
         if node.kind is torch.Tensor:
-            if value.requires_grad or value.device.type != "cpu":
+            if value.requires_grad or not value.is_cpu:
                 raise MisfitError
             writers[node.leaf][row].copy_(value)
         else:

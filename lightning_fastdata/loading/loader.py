@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -16,15 +17,16 @@ from torch.utils.data import (
 )
 
 from lightning_fastdata.augment.seeds import find_composes
+from lightning_fastdata.epochs import EpochCell
 from lightning_fastdata.errors import OptionsError, TransformError
 from lightning_fastdata.host.memory import read_host_memory
 from lightning_fastdata.loading.automatic import plan_alone
-from lightning_fastdata.loading.collate import StagingCollate, collate_samples
+from lightning_fastdata.loading.collate import FirstOfPairs, StagingCollate, collate_samples
 from lightning_fastdata.loading.crew import look_ahead_batches
 from lightning_fastdata.loading.engine import Engine
 from lightning_fastdata.loading.executors.fetch import FetchPlan
-from lightning_fastdata.loading.keyed import EpochCell, fetches_in_batches, keyed, tell_epoch
-from lightning_fastdata.loading.order import index_batches
+from lightning_fastdata.loading.keyed import fetches_in_batches, keyed, tell_epoch
+from lightning_fastdata.loading.order import epoch_order, index_batches
 from lightning_fastdata.loading.worker_start import WorkerStart
 
 if TYPE_CHECKING:
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from lightning_fastdata.augment.transform import BatchTransform
     from lightning_fastdata.loading.executors import ExecutorName
     from lightning_fastdata.loading.options import LoaderPlan
+    from lightning_fastdata.loading.stamps import BatchStamps
     from lightning_fastdata.types import Batch, Stage
 
 
@@ -59,8 +62,7 @@ class FastDataLoader(DataLoader[Any]):
         multiprocessing_context: Start method of the workers.
         generator: Source of torch's own base seed.
         prefetch_factor: Batches each worker fetches ahead.
-        persistent_workers: Keep the workers between epochs. None: only if ``executor`` is
-            ``"auto"``.
+        persistent_workers: Keep the workers between epochs. None: if ``executor`` is ``"auto"``.
         pin_memory_device: As in torch.
         in_order: Return batches in the order of their indices.
         seed: Seed of the per-sample randomness.
@@ -75,11 +77,8 @@ class FastDataLoader(DataLoader[Any]):
         staged: Deliver :class:`StagedBatch` of this stage, for the hook that runs the stage's
             transforms on the device.
         executor: Who fetches: ``"torch"``'s own iterator, ``"inline"``, ``"gather"``,
-            ``"workers"`` or ``"sidecar"``; ``"auto"`` reads a few samples now and takes what suits
-            the dataset and this machine. An iterable dataset is always fetched by torch.
-
-    Attributes:
-        plan: What ``"auto"`` chose, and why: see its ``explain()``. None if nothing was to choose.
+            ``"workers"`` or ``"sidecar"``; ``"auto"`` reads some samples now, takes what suits them
+            and says why in ``plan.explain()``. An iterable dataset is always fetched by torch.
 
     Raises:
         OptionsError: A sidecar was asked for, and an Albumentations pipeline runs on the samples.
@@ -118,16 +117,16 @@ class FastDataLoader(DataLoader[Any]):
         self._inner: DataLoader[Any] | Engine | None
         self.plan: LoaderPlan | None = None
         if executor == "auto":
-            batched = batch_size is not None or batch_sampler is not None
+            size = getattr(batch_sampler, "batch_size", None) or batch_size
             self.plan = plan_alone(
                 dataset,
                 num_workers=num_workers,
                 prefetch_factor=prefetch_factor,
                 persistent_workers=persistent_workers,
                 multiprocessing_context=multiprocessing_context,
-                default_collation=collate_fn is None and batched,
+                default_collation=collate_fn is None and size is not None,
                 transformed=transform is not None,
-                batch_size=getattr(batch_sampler, "batch_size", None) or batch_size,
+                batch_size=size,
             )
             executor = cast("ExecutorName", self.plan.executor)
             num_workers = self.plan.num_workers
@@ -175,11 +174,12 @@ class FastDataLoader(DataLoader[Any]):
         self.staged = staged
         self._epoch_cell = EpochCell()
         self._iterations = 0
+        self._records: deque[BatchStamps] | None = None
 
     def check_worker_number_rationality(self) -> None:
         """Warn of more workers than CPUs, unless the engine has them, which may well wait."""
         if self.executor == "torch":
-            super().check_worker_number_rationality()  # type: ignore[no-untyped-call]
+            super().check_worker_number_rationality()
 
     @property
     def _batches(self) -> bool:
@@ -204,6 +204,15 @@ class FastDataLoader(DataLoader[Any]):
         # so in the whole process if the hook raises. A record would keep the workers alive.
         vars(self)["_inner"] = inner
 
+    def record_stamps(self, records: deque[BatchStamps] | None) -> None:
+        """Append the stamps of each batch that is delivered from now on; None: no more.
+
+        torch's own executor takes none.
+        """
+        vars(self)["_records"] = records
+        if isinstance(self._inner, Engine):
+            self._inner.record(records)
+
     def close(self) -> None:
         """Stop the workers; the next iteration starts new ones."""
         if isinstance(self._inner, Engine):
@@ -212,7 +221,7 @@ class FastDataLoader(DataLoader[Any]):
 
     def __getstate__(self) -> dict[str, Any]:
         # Worker processes belong to one loader; a copy starts its own.
-        return {**self.__dict__, "_inner": None, "_inner_settings": ()}
+        return {**self.__dict__, "_inner": None, "_inner_settings": (), "_records": None}
 
     # torch keeps persistent workers under this name and Lightning stops them through it.
     @property
@@ -268,7 +277,7 @@ class FastDataLoader(DataLoader[Any]):
         if staged is not None:
             collate_fn = StagingCollate(collate_fn, worker_part, staged)
         elif worker_part is not None:
-            collate_fn = _FirstOfPairs(collate_fn, single=not self._batches)
+            collate_fn = FirstOfPairs(collate_fn, single=not self._batches)
         dataset = keyed(self.dataset, seed=self.seed, epoch=self._epoch_cell, transform=worker_part)
         if self.executor != "torch" and not streamed:
             return self._make_engine(self.executor, dataset, collate_fn)
@@ -317,17 +326,20 @@ class FastDataLoader(DataLoader[Any]):
             memory_limit_bytes=read_host_memory().available_bytes // 4,
             niceness=self.worker_nice,
         )
-        return Engine(
+        engine = Engine(
             executor,
             plan,
             batches=self._index_batches(),
             epoch=self._epoch_cell.get,
+            order=partial(epoch_order, self.batch_sampler) if self._batches else None,
             workers=self.num_workers,
             persistent=self.persistent_workers,
             staged=None if isinstance(collate_fn, StagingCollate) else self.staged,
             pin_memory=self.pin_memory,
             generator=self.generator,
         )
+        engine.record(self._records)
+        return engine
 
     def _index_batches(self) -> Callable[[], Iterable[Any]]:
         # Holds no loader, so that one that is dropped stops its workers at once.
@@ -335,16 +347,3 @@ class FastDataLoader(DataLoader[Any]):
         return (
             partial(index_batches, source) if self.executor == "gather" else partial(iter, source)
         )
-
-
-class _FirstOfPairs:
-    """Collates the samples of ``(sample, tape)`` pairs whose transform has already run whole."""
-
-    def __init__(self, collate_fn: Callable[[Any], Any], *, single: bool) -> None:
-        self.collate_fn = collate_fn
-        self.single = single
-
-    def __call__(self, pairs: Any) -> Any:
-        if self.single:
-            return self.collate_fn(pairs[0])
-        return self.collate_fn([sample for sample, _tape in pairs])

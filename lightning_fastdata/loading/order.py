@@ -117,6 +117,29 @@ def epoch_permutation(length: int, seed: int, epoch: int) -> NDArray[np.int64]:
     return torch.randperm(length, generator=generator).numpy()
 
 
+def epoch_order(batch_sampler: Any, epoch: int) -> EpochOrder | None:
+    """Return the plan that a batch sampler will follow in an epoch, if that is sure beforehand.
+
+    It is for ``BatchSampler`` over ``ShuffleSampler`` or ``SequentialSampler``.
+    """
+    if type(batch_sampler) is not BatchSampler:
+        return None
+    sampler: Any = batch_sampler.sampler
+    shuffled = type(sampler) is ShuffleSampler
+    if not shuffled and type(sampler) is not SequentialSampler:
+        return None
+    if shuffled and sampler.epoch != epoch:
+        return None
+    return EpochOrder(
+        length=len(sampler.data_source),
+        batch_size=batch_sampler.batch_size,
+        seed=sampler.seed if shuffled else 0,
+        epoch=epoch,
+        shuffle=shuffled,
+        drop_last=batch_sampler.drop_last,
+    )
+
+
 def index_batches(batch_sampler: Iterable[Any]) -> Iterator[Any]:
     """Yield the batches of a batch sampler; as int64 arrays where that gives the same indices.
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from statistics import median
@@ -18,6 +16,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from lightning_fastdata.errors import DatasetError
+from lightning_fastdata.loading.draws import kept_random_state
 from lightning_fastdata.loading.order import dataset_length
 
 _BUDGET_S: Final = 0.2
@@ -111,18 +110,6 @@ def sample_bytes(sample: Any) -> int:
     if hasattr(sample, "getbands") and hasattr(sample, "size"):  # a PIL image
         return int(sample.size[0] * sample.size[1] * len(sample.getbands()))
     return 8
-
-
-@contextmanager
-def kept_random_state() -> Iterator[None]:
-    """Restore the generators of random, numpy and torch (CPU) at the end of the block."""
-    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.set_rng_state(cpu)
 
 
 def queued_s(file: Path = Path("/proc/thread-self/schedstat")) -> float:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, get_args, runtime_checkable
 
 from lightning_fastdata.errors import OptionsError
 
 if TYPE_CHECKING:
     from lightning_fastdata.loading.executors.fetch import FetchPlan
+    from lightning_fastdata.loading.order import EpochOrder
+    from lightning_fastdata.loading.stamps import BatchStamps
 
 ExecutorName: TypeAlias = Literal["inline", "gather", "workers", "sidecar"]
 
@@ -24,11 +27,27 @@ class Executor(Protocol):
     def __next__(self) -> Any:
         """Return the next batch; the user may keep it, and nothing will overwrite it."""
 
+    def record(self, records: deque[BatchStamps] | None) -> None:
+        """Append the stamps of each delivered batch from now on; None: no more."""
+
     def resize(self, workers: int) -> None:
         """Fetch with so many side processes from now on, without losing what is under way."""
 
     def close(self) -> None:
         """Stop threads and processes; batches handed out stay valid."""
+
+
+@runtime_checkable
+class ArmingExecutor(Executor, Protocol):
+    """An executor that begins the next epoch before the present one has ended."""
+
+    def start_epoch(
+        self, batches: Iterable[Any], epoch: int, order: EpochOrder | None = None
+    ) -> None:
+        """Begin an epoch, with the batches under way if it is the one that was armed."""
+
+    def arm(self, order: EpochOrder) -> None:
+        """Fetch the first batches of the next epoch as soon as there is nothing else to fetch."""
 
 
 def open_executor(

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import random
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
 
 from lightning_fastdata.images.folder import FastImageFolder
+from lightning_fastdata.loading.draws import DrawWatch, kept_random_state
 from lightning_fastdata.types import SampleKey
 
 if TYPE_CHECKING:
     from lightning_fastdata.loading.layout import SampleLayout
+    from lightning_fastdata.loading.stamps import TaskWatch
 
+_Fetched = TypeVar("_Fetched")
 _COLLATION = -1
 """Stands for the sample index in the randomness of a collate function."""
 
@@ -54,21 +58,80 @@ class FetchPlan:
     """How much side processes give way to the training process, 0 to 19."""
 
 
-class Fetcher:
-    """Reads samples and batches of a plan in the calling thread."""
+class _DrewError(Exception):
+    """Ends an attempt that has drawn without a key."""
 
-    def __init__(self, plan: FetchPlan, *, keyed: bool = True) -> None:
+
+class Fetcher:
+    """Reads samples and batches of a plan in the calling thread.
+
+    Each sample's draws from the global generators have a key of their own. The generators are
+    seeded only once a fetch has been seen to draw: that fetch is done again, and every one after it
+    is seeded.
+
+    Args:
+        plan: What to fetch.
+        keyed: Whether the global generators are this thread's to seed.
+        guest: They belong to the calling program, which is to find them as they were.
+    """
+
+    def __init__(self, plan: FetchPlan, *, keyed: bool = True, guest: bool = False) -> None:
         self.plan = plan
         self.dataset = plan.dataset
-        self.seed = plan.seed if keyed else None
+        self.keyed = keyed and plan.seed is not None
+        self.guest = guest
+        self.draws = False
+        """Whether a fetch has drawn from the global generators."""
         self.position = 0
         """Which sample of the batch is being read; that of an error when one is raised."""
+        self.stamps: TaskWatch | None = None
+        """Where the times of samples and collation are noted."""
+        self._watch = DrawWatch() if self.keyed else None
+        self._looked = False
+
+    def attempt(self, fetch: Callable[[], _Fetched]) -> _Fetched:
+        """Return what ``fetch`` does, whose draws are those of the keys of its samples.
+
+        Args:
+            fetch: Calls :meth:`sample` and :meth:`collate`; called a second time if it is the first
+                one to draw.
+        """
+        watch = self._watch
+        if watch is None:
+            return fetch()
+        if not self.draws:
+            if self.guest:
+                watch.begin()
+            try:
+                result = fetch()
+            except Exception:
+                if not watch.drew():
+                    raise
+            else:
+                if not watch.drew():
+                    return result
+            watch.restore()
+            self.draws = True
+            if self.stamps is not None:
+                self.stamps.begin()
+        if self.guest:
+            with kept_random_state():
+                return fetch()
+        return fetch()
 
     def sample(self, index: Any, epoch: int) -> Any:
         """Return ``dataset[index]``, drawn under its own key."""
-        if self.seed is not None:
-            seed_global_generators(self.seed, epoch, index)
-        return self.dataset[index]
+        began_ns = time.monotonic_ns()
+        self._key(epoch, index)
+        sample = self.dataset[index]
+        if self.stamps is not None:
+            self.stamps.read(index, began_ns)
+        if not self._looked:
+            # Most datasets that draw do so for each sample: one is done again, not a whole batch.
+            self._looked = True
+            if self._watch is not None and not self.draws and self._watch.drew():
+                raise _DrewError
+        return sample
 
     def batch(self, indices: Any, epoch: int, mark: Callable[[int], None] | None = None) -> Any:
         """Return the collated batch of the indices."""
@@ -77,9 +140,12 @@ class Fetcher:
             return self.plan.collate_fn(self.sample(indices, epoch))
         many = getattr(self.dataset, "__getitems__", None)
         if many:
-            if self.seed is not None and len(indices):
-                seed_global_generators(self.seed, epoch, indices[0])
+            if len(indices):
+                self._key(epoch, indices[0])
+            began_ns = time.monotonic_ns()
             samples = many(indices)
+            if self.stamps is not None:
+                self.stamps.read(indices[0] if len(indices) else None, began_ns, len(indices))
         else:
             samples = []
             for position, index in enumerate(indices):
@@ -92,9 +158,17 @@ class Fetcher:
 
     def collate(self, samples: Sequence[Any], indices: Any, epoch: int) -> Any:
         """Return the batch of samples."""
-        if self.seed is not None and not self.plan.default_collation and len(indices):
-            seed_global_generators(self.seed, epoch, (_COLLATION, indices[0]))
-        return self.plan.collate_fn(samples)
+        if not self.plan.default_collation and len(indices):
+            self._key(epoch, (_COLLATION, indices[0]))
+        began_ns = time.monotonic_ns()
+        batch = self.plan.collate_fn(samples)
+        if self.stamps is not None:
+            self.stamps.collated(began_ns)
+        return batch
+
+    def _key(self, epoch: int, index: Any) -> None:
+        if self.draws and self.plan.seed is not None:
+            seed_global_generators(self.plan.seed, epoch, index)
 
 
 def decodes_in_place(dataset: Any) -> bool:
@@ -105,21 +179,22 @@ def decodes_in_place(dataset: Any) -> bool:
 
 
 def write_image_of(
-    dataset: Any, layout: SampleLayout, writers: list[Any], epoch: int
+    dataset: Any, layout: SampleLayout, memory: Any, rows: int, epoch: int
 ) -> Callable[[Any, int], None] | None:
     """Return what decodes sample ``index`` straight into a row of the batch, if that is possible.
 
     Args:
         dataset: The dataset.
         layout: Of its samples.
-        writers: The batch of each leaf.
+        memory: Of the batch.
+        rows: Samples in the batch.
         epoch: Part of the key of the sample's randomness.
     """
     if not decodes_in_place(dataset):
         return None
     if [field.shape for field in layout.fields] != [dataset.sample_shape, ()]:
         return None
-    images, targets = writers[0].numpy(), writers[1]
+    images, targets = (tensor.numpy() for tensor in layout.tensors(memory, rows))
     seed, length = dataset.seed, len(dataset)
 
     def write(index: Any, row: int) -> None:

@@ -102,6 +102,9 @@ class GatherExecutor:
                 self._go_ahead()
         return batch
 
+    def record(self, records: Any) -> None:
+        """Take no stamps yet."""
+
     def resize(self, workers: int) -> None:
         """Do nothing: one thread moves as many bytes as the memory gives."""
 

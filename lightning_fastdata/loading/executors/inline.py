@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from lightning_fastdata.loading.executors.fetch import Fetcher
-from lightning_fastdata.loading.probe import kept_random_state
+from lightning_fastdata.loading.stamps import BatchStamps, TaskWatch
 
 if TYPE_CHECKING:
     from lightning_fastdata.loading.executors.fetch import FetchPlan
@@ -16,9 +18,12 @@ class InlineExecutor:
     """Fetches in the calling thread, with the same randomness as ``workers``."""
 
     def __init__(self, plan: FetchPlan) -> None:
-        self._fetcher = Fetcher(plan)
+        # The training's own draws must not depend on how its data is loaded.
+        self._fetcher = Fetcher(plan, guest=True)
         self._batches: Iterator[Any] = iter(())
         self._epoch = 0
+        self._count = 0
+        self._records: deque[BatchStamps] | None = None
 
     def start_epoch(self, batches: Iterable[Any], epoch: int) -> None:
         """Begin an epoch; what is left of the one before is dropped."""
@@ -28,12 +33,30 @@ class InlineExecutor:
         return self
 
     def __next__(self) -> Any:
+        requested_ns = time.monotonic_ns()
         indices = next(self._batches)
-        if self._fetcher.seed is None:
-            return self._fetch(indices)
-        # The training's own draws must not depend on how its data is loaded.
-        with kept_random_state():
-            return self._fetch(indices)
+        stamps = self._fetcher.stamps
+        if stamps is not None:
+            stamps.begin()
+        try:
+            batch = self._fetcher.attempt(lambda: self._fetcher.batch(indices, self._epoch))
+        except Exception as error:
+            at = self._fetcher.position
+            if self._fetcher.plan.batched and at >= 0:
+                error.add_note(f"While reading sample {indices[at]!r} of the dataset.")
+            raise
+        if stamps is not None and self._records is not None:
+            self._count += 1
+            task = stamps.end()
+            self._records.append(
+                BatchStamps(self._count, task.samples, requested_ns, task.ended_ns, (task,), 0)
+            )
+        return batch
+
+    def record(self, records: deque[BatchStamps] | None) -> None:
+        """Append the stamps of each batch from now on; None: no more."""
+        self._records = records
+        self._fetcher.stamps = None if records is None else TaskWatch(-1, 0)
 
     def resize(self, workers: int) -> None:
         """Do nothing: there are no workers."""
@@ -41,12 +64,3 @@ class InlineExecutor:
     def close(self) -> None:
         """Drop the epoch."""
         self._batches = iter(())
-
-    def _fetch(self, indices: Any) -> Any:
-        try:
-            return self._fetcher.batch(indices, self._epoch)
-        except Exception as error:
-            at = self._fetcher.position
-            if self._fetcher.plan.batched and at >= 0:
-                error.add_note(f"While reading sample {indices[at]!r} of the dataset.")
-            raise

@@ -12,10 +12,16 @@ import signal
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Final
 
-from lightning_fastdata.loading.executors.processes import PendingBatch, SideProcess, Task, stop_all
+from lightning_fastdata.loading.executors.processes import (
+    EpochRun,
+    PendingBatch,
+    SideProcess,
+    Task,
+    stop_all,
+)
 from lightning_fastdata.loading.executors.reports import as_error, poisonous, stillborn, timed_out
 from lightning_fastdata.loading.leaves import unpack
 from lightning_fastdata.loading.slots import SlotPool
@@ -23,6 +29,8 @@ from lightning_fastdata.loading.slots import SlotPool
 if TYPE_CHECKING:
     from lightning_fastdata.loading.executors.fetch import FetchPlan
     from lightning_fastdata.loading.layout import SampleLayout
+    from lightning_fastdata.loading.order import EpochOrder
+    from lightning_fastdata.loading.stamps import BatchStamps
 
 _TASK_NS: Final = 2_000_000
 """Cheap samples share a task of about this length, as a message costs some 20 us."""
@@ -48,10 +56,9 @@ class PoolExecutor:
             self._in_place = False
         self._whole_bytes = 0
         self._sample_ns: float | None = None
-        self._source: Iterator[Any] = iter(())
-        self._exhausted = True
-        self._generation = 0
-        self._epoch = 0
+        self._now = EpochRun(0, 0, iter(()), exhausted=True)
+        self._armed: EpochRun | None = None
+        self._records: deque[BatchStamps] | None = None
         self._batches: deque[PendingBatch] = deque()
         self._todo: deque[Task] = deque()
         self._count = 0
@@ -60,39 +67,65 @@ class PoolExecutor:
         self._stillborn = 0
         self._sides: dict[int, SideProcess] = {}
         self._closer = weakref.finalize(self, stop_all, self._sides, os.getpid())
-        self._spawn_missing()
 
-    def start_epoch(self, batches: Iterable[Any], epoch: int) -> None:
-        """Begin an epoch; what is left of the one before is dropped."""
-        self._generation += 1
+    def start_epoch(
+        self, batches: Iterable[Any], epoch: int, order: EpochOrder | None = None
+    ) -> None:
+        """Begin an epoch, with the batches under way if it is the one that was armed.
+
+        What is left of the epoch before is dropped.
+        """
+        armed, self._armed = self._armed, None
+        if order is not None and armed is not None and armed.order == order:
+            self._now = armed
+        else:
+            # An armed epoch that is not to be has the generation between.
+            self._now = EpochRun(epoch, self._now.generation + 2, iter(batches))
         for side in self._sides.values():
-            side.marks[-1] = self._generation
-        for batch in self._batches:
+            side.marks[-1] = self._now.generation
+        left = [batch for batch in self._batches if self._is_old(batch)]
+        self._batches = deque(batch for batch in self._batches if not self._is_old(batch))
+        for task in [task for task in self._todo if self._is_old(task.batch)]:
+            self._todo.remove(task)
+            task.batch.open_tasks -= 1
+        for batch in left:
             if not batch.open_tasks:
                 self._release(batch)
-        self._batches.clear()
-        for task in self._todo:
-            task.batch.open_tasks -= 1
-            if not task.batch.open_tasks:
-                self._release(task.batch)
-        self._todo.clear()
         self._deaths.clear()
-        self._source, self._exhausted, self._epoch = iter(batches), False, epoch
+        self._spawn_missing()
         self._fill()
+
+    def arm(self, order: EpochOrder) -> None:
+        """Fetch the first batches of the next epoch as soon as there is nothing else to fetch."""
+        generation = self._now.generation + 1
+        self._armed = EpochRun(order.epoch, generation, order.batches(), order)
 
     def __iter__(self) -> PoolExecutor:
         return self
 
     def __next__(self) -> Any:
         until = time.monotonic() + self.plan.timeout_s if self.plan.timeout_s else None
+        requested_ns = time.monotonic_ns()
+        ahead = -1
         while True:
             self._fill()
             batch = self._next_ready()
             if batch is not None:
-                return self._deliver(batch)
-            if not self._batches and self._exhausted:
+                delivered = self._deliver(batch)
+                if self._records is not None:
+                    self._records.append(batch.delivered(requested_ns, max(0, ahead)))
+                return delivered
+            if ahead < 0 and self._records is not None:
+                ahead = sum(not other.open_tasks for other in self._batches)
+            if self._now.exhausted and not any(map(self._is_current, self._batches)):
                 raise StopIteration
             self._receive(until)
+
+    def record(self, records: deque[BatchStamps] | None) -> None:
+        """Append the stamps of each delivered batch from now on; None: no more."""
+        self._records = records
+        for side in self._sides.values():
+            side.send(("stamp", records is not None))
 
     def resize(self, workers: int) -> None:
         """Have so many side processes from now on; those too many finish their work first."""
@@ -108,29 +141,36 @@ class PoolExecutor:
         self._slots.close()
         self._batches.clear()
         self._todo.clear()
-        self._exhausted = True
+        self._now.exhausted, self._armed = True, None
 
     # What is under way
 
     def _fill(self) -> None:
-        while not self._exhausted and len(self._batches) < self.plan.look_ahead:
+        while len(self._batches) < self.plan.look_ahead:
             waits = self._in_place is None and self._batches
             if waits or not self._has_place():
                 break
-            try:
-                indices = next(self._source)
-            except StopIteration:
-                self._exhausted = True
+            found = self._next_indices()
+            if found is None:
                 break
+            run, indices = found
             self._count += 1
             if self.plan.batched and hasattr(indices, "tolist"):
                 indices = indices.tolist()
-            batch = PendingBatch(self._count, self._generation, self._epoch, indices)
+            batch = PendingBatch(self._count, run.generation, run.number, indices)
             self._batches.append(batch)
             self._todo.extend(self._tasks(batch))
         sides = [side for side in self._sides.values() if not side.retiring]
         while self._todo:
             self._give(min(sides, key=lambda side: side.load), self._todo.popleft())
+
+    def _next_indices(self) -> tuple[EpochRun, Any] | None:
+        for run in (self._now, self._armed):
+            if run is not None and not run.exhausted:
+                for indices in run.source:
+                    return run, indices
+                run.exhausted = True
+        return None
 
     def _has_place(self) -> bool:
         if not self._in_place or self._layout is None or not self._batches:
@@ -160,7 +200,8 @@ class PoolExecutor:
         spread = -(-samples // (self._wanted * self.threads))
         if self._sample_ns is None:
             return spread
-        return max(1, min(spread, round(_TASK_NS / max(1.0, self._sample_ns))))
+        at_once = max(1, round(_TASK_NS / max(1.0, self._sample_ns)))
+        return samples if at_once >= samples else min(spread, at_once)
 
     def _give(self, side: SideProcess, task: Task) -> None:
         slot = task.batch.slot
@@ -220,14 +261,16 @@ class PoolExecutor:
         self._stillborn = 0
         batch = task.batch
         batch.open_tasks -= 1
+        if kind != "stale" and message[3] is not None:
+            batch.stamps.append(message[3])
         if kind == "rows":
             each = message[2] / len(task.indices)
             known = self._sample_ns
             self._sample_ns = each if known is None else 0.9 * known + 0.1 * each
         elif kind == "layout":
-            self._learn(side, message[3], batch)
+            self._learn(side, message[4], batch)
         elif kind == "whole":
-            batch.packed = message[3]
+            batch.packed = message[4]
             if files:
                 if batch.slot is not None:
                     self._slots.give_back(batch.slot)
@@ -236,7 +279,7 @@ class PoolExecutor:
         elif kind == "misfit":
             batch.misfit = True
         elif kind == "error":
-            at, error = message[3], as_error(message[4], side.number, message[5])
+            at, error = message[4], as_error(message[5], side.number, message[6])
             if batch.error is None or at < batch.error[0]:
                 batch.error = at, error
         if not batch.open_tasks:
@@ -253,7 +296,7 @@ class PoolExecutor:
         self._todo.extend(tasks[1:])
 
     def _finish(self, batch: PendingBatch) -> None:
-        if batch.generation != self._generation:
+        if self._is_old(batch):
             self._release(batch)
         elif batch.misfit and batch.error is None:
             # True collation decides what becomes of samples that differ, as it would in torch.
@@ -267,14 +310,21 @@ class PoolExecutor:
             self._slots.give_back(batch.slot)
             batch.slot = None
 
+    def _is_old(self, batch: PendingBatch) -> bool:
+        return batch.generation < self._now.generation
+
+    def _is_current(self, batch: PendingBatch) -> bool:
+        return batch.generation == self._now.generation
+
     def _next_ready(self) -> PendingBatch | None:
-        if self._batches and not self._batches[0].open_tasks and not self._batches[0].misfit:
-            return self._batches.popleft()
-        if not self.plan.in_order:
-            for batch in self._batches:
-                if not batch.open_tasks and not batch.misfit:
-                    self._batches.remove(batch)
-                    return batch
+        for batch in self._batches:
+            if not self._is_current(batch):
+                break
+            if not batch.open_tasks and not batch.misfit:
+                self._batches.remove(batch)
+                return batch
+            if self.plan.in_order:
+                break
         return None
 
     def _deliver(self, batch: PendingBatch) -> Any:
@@ -296,12 +346,15 @@ class PoolExecutor:
     def _spawn_missing(self) -> None:
         for number in range(self._wanted):
             if number not in self._sides:
+                others = self._sides.values()
                 side = SideProcess(
-                    self.plan, number, self._wanted, self.threads, self._sides.values()
+                    self.plan, number, self._wanted, self.threads, others, self._now.number
                 )
-                side.marks[-1] = self._generation
+                side.marks[-1] = self._now.generation
                 if self._layout is not None:
                     side.send(("layout", self._layout))
+                if self._records is not None:
+                    side.send(("stamp", True))
                 self._sides[number] = side
 
     def _retire(self, side: SideProcess) -> None:
@@ -334,7 +387,7 @@ class PoolExecutor:
             if poison:
                 index = batch.indices[poison[0]] if self.plan.batched else batch.indices
                 batch.error = poison[0], poisonous(index, code, limit)
-            if poison or batch.generation != self._generation:
+            if poison or self._is_old(batch):
                 batch.open_tasks -= 1
                 if not batch.open_tasks:
                     self._finish(batch)

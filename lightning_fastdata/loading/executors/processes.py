@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.context import BaseContext
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +16,31 @@ import numpy as np
 from lightning_fastdata.loading.executors.side import MARK_WORDS, side_main
 from lightning_fastdata.loading.executors.wire import Wire, wire_pair
 from lightning_fastdata.loading.slots import create_shared_memory, map_shared_memory
+from lightning_fastdata.loading.stamps import BatchStamps
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from lightning_fastdata.loading.executors.fetch import FetchPlan
+    from lightning_fastdata.loading.order import EpochOrder
     from lightning_fastdata.loading.slots import Slot
+    from lightning_fastdata.loading.stamps import TaskStamps
+
+
+@dataclass(slots=True, eq=False)
+class EpochRun:
+    """An epoch whose batches are being fetched."""
+
+    number: int
+    """Part of the key of its randomness."""
+    generation: int
+    """Counts the epochs begun; what belongs to an older one is dropped."""
+    source: Iterator[Any]
+    """The batches of indices that are still to be fetched."""
+    order: EpochOrder | None = None
+    """The plan that ``source`` follows, if it is known."""
+    exhausted: bool = False
+    """The source has ended."""
 
 
 @dataclass(slots=True, eq=False)
@@ -48,6 +67,14 @@ class PendingBatch:
     """Some sample did not fit the layout; to be collated as a whole."""
     in_place: bool = False
     """Its samples are written in place."""
+    stamps: list[TaskStamps] = field(default_factory=list)
+    """Of its tasks, if stamps are recorded."""
+
+    def delivered(self, requested_ns: int, ready_ahead: int) -> BatchStamps:
+        """Return the stamps of the batch, which is handed over now."""
+        samples = sum(task.samples for task in self.stamps)
+        now = time.monotonic_ns()
+        return BatchStamps(self.number, samples, requested_ns, now, tuple(self.stamps), ready_ahead)
 
 
 @dataclass(slots=True, eq=False)
@@ -74,6 +101,7 @@ class SideProcess:
         processes: int,
         threads: int,
         siblings: Iterable[SideProcess],
+        epoch: int = 0,
     ) -> None:
         self.wire: Wire
         self.number = number
@@ -94,7 +122,7 @@ class SideProcess:
             strangers = (ours.fileno(), *(side.wire.fileno() for side in siblings))
         self.process = context.Process(
             target=side_main,
-            args=(theirs, plan, number, processes, threads, strangers, os.getpid()),
+            args=(theirs, plan, number, processes, threads, strangers, os.getpid(), epoch),
             daemon=True,
             name=f"fastdata-{number}",
         )

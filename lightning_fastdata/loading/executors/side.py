@@ -12,21 +12,26 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from mmap import mmap
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
 import torch
 import torch.utils.data._utils.worker as torch_worker
 from torch.utils.data import default_collate
 
+from lightning_fastdata.epochs import keep_own_epochs
 from lightning_fastdata.loading.collate import collate_privately, in_own_side_process
 from lightning_fastdata.loading.executors.fetch import Fetcher, write_image_of
 from lightning_fastdata.loading.executors.wire import Wire
+from lightning_fastdata.loading.keyed import tell_epoch
 from lightning_fastdata.loading.layout import MisfitError, SampleLayout, layout_of
 from lightning_fastdata.loading.leaves import pack, write_leaves
 from lightning_fastdata.loading.slots import create_shared_memory, map_shared_memory
+from lightning_fastdata.loading.stamps import TaskWatch
 
 if TYPE_CHECKING:
     import socket
@@ -34,6 +39,8 @@ if TYPE_CHECKING:
     from lightning_fastdata.loading.executors.fetch import FetchPlan
 
 _PR_SET_PDEATHSIG: Final = 1
+_Reply: TypeAlias = tuple[tuple[Any, ...], tuple[int, ...]]
+"""A message without its number, and open files that go with it."""
 MARK_WORDS: Final = 2
 """int64 numbers per thread in the progress memory: the batch and the position it works on."""
 
@@ -46,6 +53,7 @@ def side_main(
     threads: int,
     strangers: tuple[int, ...],
     parent: int,
+    epoch: int,
 ) -> None:
     """Fetch what the training process asks for until it closes the wire."""
     for descriptor in strangers:
@@ -72,9 +80,12 @@ def side_main(
         id=number, num_workers=processes, seed=seed, dataset=plan.dataset
     )
     in_own_side_process()
+    keep_own_epochs()
     if plan.collate_fn is default_collate:
         plan = replace(plan, collate_fn=collate_privately)
-    side = _Side(wire, plan, np.frombuffer(map_shared_memory(progress), np.int64), threads)
+    side = _Side(
+        wire, plan, number, np.frombuffer(map_shared_memory(progress), np.int64), threads, epoch
+    )
     if plan.worker_init_fn is not None:
         try:
             plan.worker_init_fn(number)
@@ -96,11 +107,16 @@ def _report(error: BaseException, where: str) -> tuple[type, str]:
 
 
 class _Side:
-    def __init__(self, wire: Wire, plan: FetchPlan, marks: Any, threads: int) -> None:
+    def __init__(
+        self, wire: Wire, plan: FetchPlan, number: int, marks: Any, threads: int, epoch: int
+    ) -> None:
         self.wire = wire
         self.plan = plan
+        self.number = number
         self.marks = marks
         self.threads = threads
+        self.epoch = epoch
+        self.stamped = False
         self.layout: SampleLayout | None = None
         self.maps: dict[int, mmap] = {}
         self.kept: dict[tuple[int, int], Any] = {}
@@ -135,6 +151,8 @@ class _Side:
                 self.maps.pop(message[1], None)
             elif message[0] == "layout":
                 self.layout = message[1]
+            elif message[0] == "stamp":
+                self.stamped = message[1]
             else:
                 return message
 
@@ -146,6 +164,7 @@ class _Work:
         self.side = side
         self.mark_at = number * MARK_WORDS
         self.fetcher = Fetcher(side.plan, keyed=side.threads == 1)
+        self.stamps = TaskWatch(side.number, number)
 
     def run(self, tasks: queue.SimpleQueue[Any]) -> None:
         while True:
@@ -156,28 +175,38 @@ class _Work:
         if generation < self.side.marks[-1]:
             self._answer(("stale", number))
             return
-        began = time.perf_counter_ns()
+        began = time.monotonic_ns()
+        self.fetcher.stamps = self.stamps if self.side.stamped else None
+        if self.side.stamped:
+            self.stamps.begin()
+        work: Callable[[], _Reply]
+        if kind == "rows":
+            work = partial(self._rows, batch, epoch, start, indices, rows, slot)
+        elif kind == "first":
+            work = partial(self._first, batch, epoch, indices)
+        else:
+            work = partial(self._whole, batch, epoch, indices, slot)
         reply: tuple[Any, ...]
         files: tuple[int, ...] = ()
+        where = f"in set_epoch({epoch})"
         try:
-            if kind == "rows":
-                reply = self._rows(batch, epoch, start, indices, rows, slot)
-            elif kind == "first":
-                reply = self._first(batch, epoch, indices)
-            else:
-                reply, files = self._whole(batch, epoch, indices, slot)
+            if epoch != self.side.epoch:
+                tell_epoch(self.fetcher.dataset, epoch)
+                self.side.epoch = epoch
+            where = "in collate_fn"
+            reply, files = self.fetcher.attempt(work)
         except MisfitError:
             reply = ("misfit",)
         except Exception as error:
             at = self.fetcher.position
-            where = "in collate_fn"
-            if at >= 0:
+            if at >= 0 and where == "in collate_fn":
                 index = indices[at] if self.side.plan.batched else indices
                 where = f"while reading sample {index!r} of the dataset"
             reply = ("error", start + max(at, 0), *_report(error, where))
         self._mark(-1, -1)
-        spent = time.perf_counter_ns() - began
-        self._answer((reply[0], number, spent, *reply[1:]), files)
+        spent = time.monotonic_ns() - began
+        stamps = self.stamps.end() if self.fetcher.stamps is not None else None
+        self._answer((reply[0], number, spent, stamps, *reply[1:]), files)
         for descriptor in files:
             os.close(descriptor)
 
@@ -191,7 +220,7 @@ class _Work:
         self.side.marks[self.mark_at + 1] = position
         self.side.marks[self.mark_at] = batch
 
-    def _first(self, batch: int, epoch: int, indices: Any) -> tuple[Any, ...]:
+    def _first(self, batch: int, epoch: int, indices: Any) -> _Reply:
         self.fetcher.position = 0
         self._mark(batch, 0)
         sample = self.fetcher.sample(indices[0], epoch)
@@ -199,34 +228,46 @@ class _Work:
         layout = layout_of(sample, self.side.plan.collate_fn)
         if layout is not None:
             self.side.kept[batch, 0] = sample
-        return "layout", layout
+        return ("layout", layout), ()
 
     def _rows(
         self, batch: int, epoch: int, start: int, indices: Any, rows: int, slot: int
-    ) -> tuple[Any, ...]:
+    ) -> _Reply:
         layout = self.side.layout
         if layout is None:
             raise MisfitError
-        writers = layout.writers(self.side.maps[slot], rows)
-        fetcher, kept = self.fetcher, self.side.kept
-        write_image = write_image_of(fetcher.dataset, layout, writers, epoch)
+        memory = self.side.maps[slot]
+        fetcher, kept, stamps = self.fetcher, self.side.kept, self.fetcher.stamps
+        write_image = write_image_of(fetcher.dataset, layout, memory, rows, epoch)
+        writers = layout.writers(memory, rows, start, start + len(indices))
         for offset, index in enumerate(indices):
             fetcher.position = offset
             self._mark(batch, start + offset)
             sample = kept.pop((batch, start + offset), kept) if kept else kept
+            began_ns = time.monotonic_ns()
             if sample is kept and write_image is not None:
                 write_image(index, start + offset)
+                if stamps is not None:
+                    stamps.read(index, began_ns)
                 continue
             if sample is kept:
                 sample = fetcher.sample(index, epoch)
-            layout.write(sample, writers, start + offset)
-        return ("rows",)
+                began_ns = time.monotonic_ns()
+            layout.write(sample, writers, offset)
+            if stamps is not None:
+                stamps.collated(began_ns)
+        return ("rows",), ()
 
-    def _whole(
-        self, batch: int, epoch: int, indices: Any, slot: int | None
-    ) -> tuple[tuple[Any, ...], tuple[int, ...]]:
+    def _whole(self, batch: int, epoch: int, indices: Any, slot: int | None) -> _Reply:
         self._mark(batch, 0)
         result = self.fetcher.batch(indices, epoch, lambda at: self._mark(batch, at))
+        began_ns = time.monotonic_ns()
+        reply = self._packed(result, slot)
+        if self.fetcher.stamps is not None:
+            self.fetcher.stamps.collated(began_ns)
+        return reply
+
+    def _packed(self, result: Any, slot: int | None) -> _Reply:
         packed, leaves = pack(result)
         if not packed.size_bytes:
             write_leaves(packed, leaves, bytearray(1))

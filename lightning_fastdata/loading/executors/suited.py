@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-import numpy as np
-import torch
 from torch.utils.data import IterableDataset
 
 from lightning_fastdata.augment.seeds import find_composes
 from lightning_fastdata.host.cpu import read_affinity
 from lightning_fastdata.loading.crew import waits
+from lightning_fastdata.loading.draws import DrawWatch
 from lightning_fastdata.loading.executors.fetch import decodes_in_place
 from lightning_fastdata.loading.executors.gather import gatherable
 from lightning_fastdata.loading.keyed import fetches_in_batches
 from lightning_fastdata.loading.order import dataset_length
 from lightning_fastdata.loading.probe import (
     SampleCost,
-    kept_random_state,
     measure_samples,
     queued_s,
     shallow_copy,
@@ -94,11 +91,11 @@ def look_at(
     cost, speedup, draws = None, None, False
     if not (stream or rows):
         twin = shallow_copy(dataset)
-        with kept_random_state():
-            before = _generators()
+        watch = DrawWatch()
+        try:
             queued = queue_s()
             cost = measure_samples(twin, clock_s=clock_s, cpu_s=cpu_s, queue_s=queue_s)
-            draws = before != _generators()
+            draws = watch.drew()
             queued_ms = (queue_s() - queued) * 1000
             if images and cost is not None:
                 count = int(_THREAD_TRIAL_MS / (6 * max(cost.wall_ms, 1e-3)))
@@ -106,6 +103,8 @@ def look_at(
                 if count >= 2 and not busy:
                     indices = spread_indices(dataset_length(dataset) or 0, min(count, 32))
                     speedup = thread_speedup(twin.__getitem__, indices, clock_s=clock_s)
+        finally:
+            watch.restore()
     return DatasetLook(
         stream=stream,
         rows=rows,
@@ -157,14 +156,3 @@ def suited_executor(look: DatasetLook, *, workers: int | str, batch_size: int) -
     if waits(cost):
         return "workers", f"{each}, {cost.wait_ms:.2g} of them waiting; it may not suit threads"
     return "workers", f"Python code of {each} that may not be safe for threads"
-
-
-def _generators() -> tuple[Any, ...]:
-    numpy = np.random.get_state(legacy=False)
-    state = numpy["state"]
-    return (
-        random.getstate(),
-        state["key"].tobytes(),
-        state["pos"],
-        torch.get_rng_state().numpy().tobytes(),
-    )

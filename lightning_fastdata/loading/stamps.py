@@ -1,0 +1,117 @@
+"""When each part of a batch was made, by whom, and what held it up.
+
+All times are nanoseconds of ``CLOCK_MONOTONIC``, which is one clock for all processes of a machine.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any, NamedTuple
+
+
+class TaskStamps(NamedTuple):
+    """What one thread did in one go for one batch."""
+
+    process: int
+    """Number of the side process; -1 for the training process itself."""
+    thread: int
+    """Number of the thread in it."""
+    began_ns: int
+    """When it began."""
+    ended_ns: int
+    """When it had finished."""
+    cpu_ns: int | None
+    """Time on a CPU; None where the kernel does not tell."""
+    runqueue_ns: int | None
+    """Time ready to run while other threads had the CPUs; None where the kernel does not tell."""
+    samples: int
+    """Samples read."""
+    read_ns: int
+    """Time in the dataset: reading, decoding and transforming."""
+    collate_ns: int
+    """Time to collate the samples, or to write them into the batch."""
+    slowest_ns: int
+    """Time of the sample that took longest; 0 where samples are not read one at a time."""
+    slowest_index: Any
+    """Its index in the dataset."""
+
+
+class BatchStamps(NamedTuple):
+    """The way of one batch that was delivered."""
+
+    number: int
+    """Counts the batches of the loader."""
+    samples: int
+    """Samples in it."""
+    requested_ns: int
+    """When the training asked for it."""
+    delivered_ns: int
+    """When the training got it."""
+    tasks: tuple[TaskStamps, ...]
+    """What was done for it, in the order in which it ended."""
+    ready_ahead: int
+    """Later batches that were complete when it was asked for."""
+
+
+class TaskWatch:
+    """Takes the stamps of the tasks of one thread, in that thread."""
+
+    def __init__(self, process: int, thread: int) -> None:
+        self._process = process
+        self._thread = thread
+        try:
+            self._schedstat: int | None = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
+        except OSError:
+            self._schedstat = None
+        self.begin()
+
+    def begin(self) -> None:
+        """Start a task."""
+        self._began_ns = time.monotonic_ns()
+        self._scheduled = self._read()
+        self.samples = 0
+        self.read_ns = 0
+        self.collate_ns = 0
+        self.slowest_ns = 0
+        self.slowest_index: Any = None
+
+    def read(self, index: Any, began_ns: int, samples: int = 1) -> None:
+        """Note a sample, or several in one call, whose reading began then and has ended."""
+        spent = time.monotonic_ns() - began_ns
+        self.samples += samples
+        self.read_ns += spent
+        if samples == 1 and spent > self.slowest_ns:
+            self.slowest_ns, self.slowest_index = spent, index
+
+    def collated(self, began_ns: int) -> None:
+        """Note collation that began then and has ended."""
+        self.collate_ns += time.monotonic_ns() - began_ns
+
+    def end(self) -> TaskStamps:
+        """Return the stamps of the task."""
+        scheduled = self._read()
+        cpu = runqueue = None
+        if scheduled is not None and self._scheduled is not None:
+            cpu = scheduled[0] - self._scheduled[0]
+            runqueue = scheduled[1] - self._scheduled[1]
+        return TaskStamps(
+            self._process,
+            self._thread,
+            self._began_ns,
+            time.monotonic_ns(),
+            cpu,
+            runqueue,
+            self.samples,
+            self.read_ns,
+            self.collate_ns,
+            self.slowest_ns,
+            self.slowest_index,
+        )
+
+    def _read(self) -> tuple[int, int] | None:
+        # https://docs.kernel.org/scheduler/sched-stats.html, /proc/<pid>/schedstat
+        if self._schedstat is None:
+            return None
+        cpu, runqueue, *_ = os.pread(self._schedstat, 100, 0).split()
+        return int(cpu), int(runqueue)

@@ -1,0 +1,231 @@
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import fields
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import Dataset, default_collate
+
+from lightning_fastdata.insight.attribution import WaitCutter, WaitParts
+from lightning_fastdata.loading.loader import FastDataLoader
+from lightning_fastdata.loading.stamps import BatchStamps, TaskStamps
+
+MS = 1_000_000
+
+
+def task(
+    began_ms: float,
+    ended_ms: float,
+    *,
+    read: float = 0.0,
+    collate: float = 0.0,
+    cpu: float | None = 0.0,
+    runqueue: float | None = 0.0,
+    samples: int = 8,
+    slowest: float = 0.0,
+    index: int = 0,
+    process: int = 0,
+) -> TaskStamps:
+    ns = [None if x is None else round(x * MS) for x in (cpu, runqueue)]
+    return TaskStamps(
+        process,
+        0,
+        round(began_ms * MS),
+        round(ended_ms * MS),
+        *ns,
+        samples,
+        round(read * MS),
+        round(collate * MS),
+        round(slowest * MS),
+        index,
+    )
+
+
+def batch(requested_ms: float, delivered_ms: float, *tasks: TaskStamps, ahead=0) -> BatchStamps:
+    times = round(requested_ms * MS), round(delivered_ms * MS)
+    return BatchStamps(1, 8, *times, tasks, ahead)
+
+
+def parts(stamps: BatchStamps) -> dict[str, float]:
+    found = WaitCutter().cut(stamps).parts
+    return {
+        f.name.removesuffix("_ms"): round(getattr(found, f.name), 6)
+        for f in fields(found)
+        if getattr(found, f.name)
+    }
+
+
+@pytest.mark.parametrize(
+    ("stamps", "expected"),
+    [
+        (batch(0, 10), {"idle": 10}),
+        (batch(0, 10, task(-9, -2, read=7)), {"handover": 10}),
+        (batch(0, 10, task(0, 10, read=10, cpu=10)), {"read_cpu": 10}),
+        (batch(0, 10, task(0, 10, read=10, cpu=0)), {"read_blocked": 10}),
+        (
+            batch(0, 10, task(0, 10, read=10, cpu=2, runqueue=8)),
+            {"read_cpu": 2, "read_runqueue": 8},
+        ),
+        (batch(0, 10, task(0, 10, read=10, cpu=None, runqueue=None)), {"read": 10}),
+        (batch(0, 10, task(0, 10, collate=10, cpu=10)), {"collate": 10}),
+        (
+            batch(0, 10, task(0, 10, read=8, collate=2, cpu=2)),
+            {"read_blocked": 8, "collate": 2},
+        ),
+        (batch(5, 10, task(0, 8, read=8, cpu=8)), {"read_cpu": 3, "handover": 2}),
+        (
+            batch(0, 10, task(2, 8, read=6, cpu=6), task(0, 3, read=3, process=1)),
+            {"idle": 2, "read_cpu": 6, "handover": 2},
+        ),
+    ],
+)
+def test_a_wait_is_what_the_last_thread_did_meanwhile(stamps, expected) -> None:
+    assert parts(stamps) == expected
+
+
+def test_a_thread_that_was_busy_with_the_batch_before_is_charged_for_that() -> None:
+    cutter = WaitCutter()
+    cutter.cut(batch(-20, -20, task(-5, 4, read=9, cpu=9)))
+    found = cutter.cut(batch(0, 10, task(4, 10, collate=6, cpu=6))).parts
+    assert found == WaitParts(read_cpu_ms=4, collate_ms=6)
+
+
+def test_the_excess_of_a_slow_sample_is_its_own_part_and_names_it() -> None:
+    cutter = WaitCutter()
+    cutter.cut(batch(0, 0, task(-8, 0, read=8, slowest=1)))
+    wait = cutter.cut(batch(0, 57, task(0, 57, read=57, slowest=50, index=77), ahead=2))
+    assert wait.parts.slow_sample_ms == pytest.approx(49)
+    assert wait.parts.read_blocked_ms == pytest.approx(8)
+    assert wait.overtaken
+    assert wait.slow_sample is not None
+    assert (wait.slow_sample.index, wait.slow_sample.ms) == (77, 50)
+
+
+def test_samples_that_are_all_slow_are_not_called_slow() -> None:
+    cutter = WaitCutter()
+    for number in range(20):
+        wait = cutter.cut(
+            batch(
+                number * 80,
+                number * 80 + 80,
+                task(number * 80, number * 80 + 80, read=80, slowest=12),
+            )
+        )
+        assert wait.slow_sample is None
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> list[BatchStamps]:
+    """Batches whose tasks follow each other in each thread, asked for one after the other."""
+    free = {0: 0, 1: 0, 2: 0}
+    now, batches = 0, []
+    for number in range(draw(st.integers(1, 8))):
+        tasks = []
+        for _ in range(draw(st.integers(0, 4))):
+            process = draw(st.integers(0, 2))
+            began = free[process] + draw(st.integers(0, 5 * MS))
+            length = draw(st.integers(1, 40 * MS))
+            ended = free[process] = began + length
+            read = draw(st.integers(0, length))
+            cpu = draw(st.none() | st.integers(0, length + MS))
+            samples = draw(st.integers(0, 16))
+            tasks.append(
+                TaskStamps(
+                    process,
+                    0,
+                    began,
+                    ended,
+                    cpu,
+                    None if cpu is None else draw(st.integers(0, length)),
+                    samples,
+                    read,
+                    draw(st.integers(0, length - read)),
+                    draw(st.integers(0, read)) if samples else 0,
+                    number,
+                )
+            )
+        requested = now
+        complete = max((task.ended_ns for task in tasks), default=0)
+        now = max(now, complete) + draw(st.integers(0, 3 * MS))
+        batches.append(BatchStamps(number, 8, requested, now, tuple(tasks), 0))
+        now += draw(st.integers(0, 20 * MS))
+    return batches
+
+
+@given(runs())
+@settings(max_examples=200, deadline=None)
+def test_the_parts_of_every_wait_add_up_to_it_and_none_is_negative(run) -> None:
+    cutter = WaitCutter()
+    for stamps in run:
+        found = cutter.cut(stamps).parts
+        waited = (stamps.delivered_ns - stamps.requested_ns) / MS
+        assert found.total_ms == pytest.approx(waited, abs=1e-6)
+        assert all(getattr(found, f.name) >= -1e-9 for f in fields(found))
+
+
+def spin(seconds: float) -> None:
+    until = time.thread_time() + seconds
+    while time.thread_time() < until:
+        pass
+
+
+class Planted(Dataset):
+    def __init__(self, *, sleep_s: float = 0.0, spin_s: float = 0.0, slow: int = -1) -> None:
+        self.sleep_s, self.spin_s, self.slow = sleep_s, spin_s, slow
+
+    def __len__(self) -> int:
+        return 256
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == self.slow:
+            time.sleep(0.4)
+        time.sleep(self.sleep_s)
+        spin(self.spin_s)
+        return torch.zeros(10)
+
+
+def slow_collate(samples: list) -> torch.Tensor:
+    spin(0.03)
+    return default_collate(samples)
+
+
+def measured(dataset: Dataset, **options) -> tuple[dict[str, float], list]:
+    records: deque[BatchStamps] = deque()
+    loader = FastDataLoader(dataset, 16, **{"executor": "workers", "num_workers": 1, **options})
+    loader.record_stamps(records)
+    for _ in loader:
+        pass
+    assert len(records) == 16
+    cutter = WaitCutter()
+    waits = [cutter.cut(stamps) for stamps in records]
+    total = sum((wait.parts for wait in waits), WaitParts())
+    return total.shares(), [wait.slow_sample for wait in waits if wait.slow_sample]
+
+
+@pytest.mark.parametrize("executor", ["inline", "workers", "sidecar"])
+@pytest.mark.parametrize(
+    ("dataset", "cause"),
+    [
+        (Planted(sleep_s=0.004), ["read_blocked"]),
+        (Planted(spin_s=0.003), ["read_cpu", "read_runqueue"]),
+    ],
+    ids=["waiting", "computing"],
+)
+def test_the_planted_cause_takes_most_of_the_waits(executor, dataset, cause) -> None:
+    shares, _ = measured(dataset, executor=executor)
+    assert sum(shares[name] for name in cause) > 0.5
+
+
+@pytest.mark.parametrize("executor", ["inline", "workers"])
+def test_a_slow_collate_function_takes_most_of_the_waits(executor) -> None:
+    shares, _ = measured(Planted(sleep_s=0.0001), executor=executor, collate_fn=slow_collate)
+    assert shares["collate"] > 0.5
+
+
+def test_a_slow_sample_is_found_by_its_index() -> None:
+    _, slow = measured(Planted(sleep_s=0.001, slow=133))
+    assert 133 in [sample.index for sample in slow]

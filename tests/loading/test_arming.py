@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterable
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from lightning_fastdata.loading.loader import FastDataLoader
+from lightning_fastdata.loading.order import ShuffleSampler
+
+
+class Counted(Dataset):
+    """Counts what is read, in memory that all processes share; knows the epoch it was told."""
+
+    def __init__(self, length: int = 40) -> None:
+        self.reads = torch.zeros(length, dtype=torch.int64).share_memory_()
+        self.epoch = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return len(self.reads)
+
+    def __getitem__(self, index: int) -> tuple[int, int, float]:
+        self.reads[index] += 1
+        return index, self.epoch, random.random()
+
+
+def make(dataset: Dataset, epoch, *, workers: int = 1) -> FastDataLoader:
+    return FastDataLoader(
+        dataset,
+        4,
+        sampler=ShuffleSampler(dataset, seed=3),
+        num_workers=workers,
+        persistent_workers=True,
+        seed=3,
+        epoch=epoch,
+        executor="workers",
+    )
+
+
+def rows(batches: Iterable) -> list[tuple[float, ...]]:
+    return [row for batch in batches for row in zip(*(x.tolist() for x in batch), strict=True)]
+
+
+def test_the_next_epoch_is_under_way_before_it_is_asked_for() -> None:
+    dataset = Counted()
+    epoch = [0]
+    loader = make(dataset, lambda: epoch[0])
+    list(loader)
+    until = time.monotonic() + 30
+    while dataset.reads.sum() <= len(dataset) + 1 and time.monotonic() < until:
+        time.sleep(0.01)
+    ahead = int(dataset.reads.sum()) - len(dataset)
+    assert ahead > 1
+    epoch[0] = 1
+    list(loader)
+    # What was read ahead is used, and not read again.
+    assert dataset.reads.min() >= 2
+    loader.close()
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("epochs", [[0, 1, 2], [0, 1, 5, 5, 2], [3, 3, 3]])
+def test_an_armed_epoch_has_the_batches_it_would_have_had(workers, epochs) -> None:
+    number = [0]
+    ours = make(Counted(), lambda: number[0], workers=workers)
+    for number[0] in epochs:
+        plain = FastDataLoader(
+            data := Counted(),
+            4,
+            sampler=ShuffleSampler(data, seed=3),
+            seed=3,
+            epoch=lambda: number[0],
+            executor="inline",
+        )
+        assert rows(ours) == rows(plain)
+    ours.close()
+
+
+def test_an_epoch_left_early_goes_on_with_the_armed_one() -> None:
+    number = [0]
+    loader = make(Counted(), lambda: number[0], workers=2)
+    for number[0] in range(4):
+        seen = []
+        for batch in loader:
+            seen += rows([batch])
+            if number[0] % 2 == 0 and len(seen) == 12:
+                break
+        assert {row[1] for row in seen} == {number[0]}
+        assert len({row[0] for row in seen}) == len(seen) == (12 if number[0] % 2 == 0 else 40)
+    loader.close()
+
+
+def test_side_processes_that_outlive_an_epoch_tell_their_dataset_of_the_next() -> None:
+    dataset = Counted()
+    loader = FastDataLoader(
+        dataset, 8, num_workers=2, persistent_workers=True, executor="workers", shuffle=True
+    )
+    for epoch in range(3):
+        assert {row[1] for row in rows(loader)} == {epoch}
+    loader.close()
+
+
+def test_an_error_in_set_epoch_is_told() -> None:
+    class Grumpy(Counted):
+        def set_epoch(self, epoch: int) -> None:
+            if epoch == 1 and torch.utils.data.get_worker_info() is not None:
+                raise ValueError("not this one")
+
+    loader = FastDataLoader(Grumpy(), 8, num_workers=1, persistent_workers=True, executor="workers")
+    assert len(list(loader)) == 5
+    with pytest.raises(ValueError, match=r"(?s)in set_epoch\(1\).*not this one"):
+        list(loader)
+    loader.close()

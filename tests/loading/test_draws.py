@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from lightning_fastdata.loading.draws import DrawWatch, kept_random_state
+from lightning_fastdata.loading.executors.fetch import seed_global_generators
+from lightning_fastdata.loading.loader import FastDataLoader
+
+DRAWS = {
+    "random": random.random,
+    "gauss": lambda: random.gauss(0, 1),
+    "shuffle": lambda: random.shuffle([1, 2, 3]),
+    "numpy": np.random.rand,
+    "numpy normal": np.random.randn,
+    "numpy choice": lambda: np.random.choice(5),
+    "torch": lambda: torch.rand(1),
+    "torch permutation": lambda: torch.randperm(5),
+}
+
+
+@pytest.fixture(autouse=True)
+def _leave_no_trace() -> Iterator[None]:
+    generator = np.random.get_bit_generator()
+    with kept_random_state():
+        yield
+        np.random.set_bit_generator(generator)
+
+
+@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
+def test_every_draw_is_seen_and_undone(draw) -> None:
+    watch = DrawWatch()
+    assert not watch.drew()
+    first = draw()
+    assert watch.drew()
+    watch.restore()
+    assert not watch.drew()
+    again = draw()
+    assert repr(first) == repr(again)
+
+
+def test_a_normal_deviate_that_numpy_kept_back_is_seen_to_be_taken() -> None:
+    np.random.seed(0)
+    np.random.randn()
+    watch = DrawWatch()
+    kept_back = np.random.randn()
+    assert watch.drew()
+    watch.restore()
+    assert np.random.randn() == kept_back
+
+
+def test_a_deviate_kept_back_after_the_watch_began_is_dropped_by_restoring() -> None:
+    np.random.seed(0)
+    watch = DrawWatch()
+    first = np.random.randn()
+    watch.restore()
+    assert np.random.randn() == first
+
+
+def test_another_generator_behind_numpy_is_watched_too() -> None:
+    np.random.set_bit_generator(np.random.PCG64(3))
+    watch = DrawWatch()
+    assert not watch.drew()
+    first = np.random.rand()
+    assert watch.drew()
+    watch.restore()
+    assert np.random.rand() == first
+
+
+def test_a_watch_may_begin_again() -> None:
+    watch = DrawWatch()
+    np.random.rand()
+    watch.begin()
+    assert not watch.drew()
+    np.random.rand()
+    assert watch.drew()
+
+
+class Seldom(Dataset):
+    """Draws for some samples only, and may fail after that."""
+
+    def __init__(self, drawing: set[int], failing: int = -1) -> None:
+        self.drawing = drawing
+        self.failing = failing
+
+    def __len__(self) -> int:
+        return 48
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        value = 0.0
+        if index in self.drawing:
+            value = random.random() + np.random.rand() + float(torch.rand(()))
+        if index == self.failing:
+            raise ValueError(f"drew {value}")
+        return torch.tensor([index, value], dtype=torch.float64)
+
+
+def expected(index: int, epoch: int) -> float:
+    with kept_random_state():
+        seed_global_generators(5, epoch, index)
+        return random.random() + np.random.rand() + float(torch.rand(()))
+
+
+@pytest.mark.parametrize("executor", ["inline", "workers"])
+@pytest.mark.parametrize("drawing", [{37}, {0}, {3, 4, 40}, set(range(48)), set()])
+@pytest.mark.parametrize("collate_fn", [None, list], ids=["default", "list"])
+def test_draws_have_the_key_of_their_sample_however_seldom_they_are(
+    executor, drawing, collate_fn
+) -> None:
+    loader = FastDataLoader(
+        Seldom(drawing), 8, num_workers=2, seed=5, executor=executor, collate_fn=collate_fn
+    )
+    for epoch in range(2):
+        rows = [row for batch in loader for row in batch]
+        assert [int(row[0]) for row in rows] == list(range(48))
+        for index, value in torch.stack(rows).tolist():
+            assert value == (expected(int(index), epoch) if index in drawing else 0.0)
+
+
+@pytest.mark.parametrize("executor", ["inline", "workers"])
+def test_an_error_after_the_first_draw_is_that_of_the_key(executor) -> None:
+    loader = FastDataLoader(Seldom({21}, failing=21), 8, num_workers=1, seed=5, executor=executor)
+    with pytest.raises(ValueError, match=f"drew {expected(21, 0)}"):
+        list(loader)
+
+
+def test_inline_leaves_the_generators_of_the_training_alone() -> None:
+    loader = FastDataLoader(Seldom(set(range(48))), 8, executor="inline", num_workers=0)
+    batches = iter(loader)
+    np.random.randn()
+    watch = DrawWatch()
+    next(batches)
+    next(batches)
+    assert not watch.drew()
