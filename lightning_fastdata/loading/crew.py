@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 _MOST_WAITING: Final = 64
 _SHORTEST_WAIT_MS: Final = 0.2
 """Handing a sample out and taking it back waits for about as long."""
+_HANDOVER_MS: Final = 0.1
+"""CPU time a sample costs besides reading it: its messages, its key, its copy into the batch."""
 _LOOK_AHEAD_BATCHES: Final = 8
 _FORKED_BYTES: Final = 48 * 2**20
 _FRESH_BYTES: Final = 400 * 2**20
@@ -60,7 +62,8 @@ def workers_that_wait(
 ) -> tuple[int, str]:
     """Return how many workers keep the CPUs busy although each of them waits, and why.
 
-    A worker computes for ``cpu_ms`` out of ``wall_ms``, so ``wall_ms / cpu_ms`` of them fill a CPU.
+    A worker that computes for c and waits for w keeps a CPU busy for c / (c + w) of the time, so
+    that 1 + w / c of them fill it; c is the sample's ``cpu_ms`` and 0.1 ms for handing it over.
 
     Args:
         computing: How many would do if samples did not wait.
@@ -70,7 +73,7 @@ def workers_that_wait(
         ranks: That share the memory.
         forked: Workers are forked from the training process.
     """
-    wanted = math.ceil(computing * cost.wall_ms / max(cost.cpu_ms, cost.wall_ms / 1e6))
+    wanted = math.ceil(computing * (1 + cost.wait_ms / (cost.cpu_ms + _HANDOVER_MS)))
     why = f"a sample waits {cost.wait_ms:.3g} of its {cost.wall_ms:.3g} ms"
     each = _FORKED_BYTES if forked else _FRESH_BYTES
     bounds = [

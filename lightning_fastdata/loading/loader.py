@@ -73,7 +73,7 @@ class FastDataLoader(DataLoader[Any]):
             otherwise it is the whole Albumentations pipeline.
         on_device: Whether the pixels of ``transform`` are to be computed on the device.
         worker_nice: Added to the niceness of the workers, 0 to 19: how much the calling process
-            goes first where both want a CPU.
+            goes first where both want a CPU. None: 0, or 5 if ``executor`` is ``"auto"``.
         staged: Deliver :class:`StagedBatch` of this stage, for the hook that runs the stage's
             transforms on the device.
         executor: Who fetches: ``"torch"``'s own iterator, ``"inline"``, ``"gather"``,
@@ -110,7 +110,7 @@ class FastDataLoader(DataLoader[Any]):
         epoch: Callable[[], int] | None = None,
         transform: BatchTransform | None = None,
         on_device: bool = False,
-        worker_nice: int = 0,
+        worker_nice: int | None = None,
         staged: Stage | None = None,
         executor: ExecutorName | Literal["torch", "auto"] = "torch",
     ) -> None:
@@ -130,8 +130,9 @@ class FastDataLoader(DataLoader[Any]):
             )
             executor = cast("ExecutorName", self.plan.executor)
             num_workers = self.plan.num_workers
+            worker_nice = self.plan.worker_nice if worker_nice is None else worker_nice
             persistent_workers = self.plan.persistent_workers and num_workers > 0
-            if not num_workers:  # torch refuses what is for workers only
+            if not num_workers:
                 prefetch_factor = multiprocessing_context = None
         self._prefetch = prefetch_factor
         self.executor = executor
@@ -170,7 +171,7 @@ class FastDataLoader(DataLoader[Any]):
         self.epoch = epoch
         self.transform = transform
         self.on_device = on_device
-        self.worker_nice = worker_nice
+        self.worker_nice = worker_nice or 0
         self.staged = staged
         self._epoch_cell = EpochCell()
         self._iterations = 0
