@@ -3,7 +3,8 @@
 A sample is a view of memory, so that nothing but the way of a batch costs: collation, the move to
 the training process, and its bookkeeping. Three ways to make a batch: of 16 samples by the default
 collation, of 16 samples by a collate function of the user's, and ready from the dataset
-(``batch_size=None``). The memory is the highest PSS of the whole process tree (shared pages counted
+(``batch_size=None``). A ready batch is a copy, since torch would move the storage of a view to
+shared memory once, and then hand over that same memory for every batch. The memory is the highest PSS of the whole process tree (shared pages counted
 once) above that of the program without loaders, and what ``/dev/shm`` held on top of before.
 """
 
@@ -26,9 +27,10 @@ SIZES = tuple(4**power * 1024 for power in range(1, 10))
 
 
 class Views(Dataset):
-    """Samples, or whole batches, that are views of one block."""
+    """Samples that are views of one block, or whole batches that are copies of them."""
 
-    def __init__(self, size_bytes: int, length: int) -> None:
+    def __init__(self, size_bytes: int, length: int, *, copied: bool = False) -> None:
+        self.copied = copied
         self.block = torch.zeros(size_bytes + 64, dtype=torch.uint8)
         self.size, self.length = size_bytes, length
 
@@ -37,7 +39,8 @@ class Views(Dataset):
 
     def __getitem__(self, index: int) -> torch.Tensor:
         at = index % 64
-        return self.block[at : at + self.size]
+        view = self.block[at : at + self.size]
+        return view.clone() if self.copied else view
 
 
 def stacked(samples: list[torch.Tensor]) -> dict[str, Any]:
@@ -68,7 +71,7 @@ def peak_bytes(loader: Any) -> tuple[int, int]:
 def loaders_of(way: str, size: int, batches: int) -> dict[str, Callable[[], Any]]:
     """Return what makes each contender."""
     if way == "ready":
-        data = Views(size, batches)
+        data = Views(size, batches, copied=True)
         how: dict[str, Any] = {"batch_size": None}
     else:
         data = Views(size // BATCH, batches * BATCH)

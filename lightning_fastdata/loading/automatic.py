@@ -67,7 +67,7 @@ def plan_alone(
         batched_fetch=fetches_in_batches(dataset) or isinstance(dataset, TensorDataset),
         in_memory=isinstance(dataset, TensorDataset),
         suited=suited_executor(
-            look, workers="auto" if num_workers is None else num_workers, batch_size=batch_size or 1
+            look, workers="auto" if num_workers is None else num_workers, batch_size=batch_size
         ),
         cost=cost,
         split=look.split and batch_size is not None,

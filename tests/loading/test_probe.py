@@ -368,6 +368,21 @@ def test_the_executor_follows_from_the_look(changes, workers, name):
     assert why
 
 
+@pytest.mark.parametrize(
+    ("size_bytes", "batch_size", "name"),
+    [
+        (100, 16, "inline"),
+        (30_000, 16, "inline"),
+        (100_000, 16, "workers"),
+        (100_000, 2, "inline"),
+        (2**30, None, "inline"),
+    ],
+)
+def test_copying_large_samples_into_a_batch_counts_as_work(size_bytes, batch_size, name):
+    cheap = cost(wall_ms=0.001, cpu_ms=0.001, size_bytes=size_bytes)
+    assert suited_executor(look(cost=cheap), workers="auto", batch_size=batch_size)[0] == name
+
+
 # The loader alone
 
 

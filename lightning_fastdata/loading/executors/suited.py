@@ -30,6 +30,8 @@ from lightning_fastdata.loading.slots import shared_slots_supported
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
+_FRESH_BYTES_PER_MS: Final = 2_000_000
+"""How fast a batch is copied into memory that the system has yet to give, page by page."""
 _THREAD_TRIAL_MS: Final = 100
 _THREADS_PAY: Final = 1.6
 """Of two threads. Below it they wait for each other too often, and processes do better."""
@@ -118,7 +120,9 @@ def look_at(
     )
 
 
-def suited_executor(look: DatasetLook, *, workers: int | str, batch_size: int) -> tuple[str, str]:
+def suited_executor(
+    look: DatasetLook, *, workers: int | str, batch_size: int | None
+) -> tuple[str, str]:
     """Return the name of the executor that suits a dataset, and why.
 
     Threads are chosen for datasets of this package alone: whether others may be read by several
@@ -127,7 +131,7 @@ def suited_executor(look: DatasetLook, *, workers: int | str, batch_size: int) -
     Args:
         look: At the dataset.
         workers: As set by the user; 0 is a wish to fetch in the training process.
-        batch_size: Samples in a batch.
+        batch_size: Samples that are copied into a batch; None: they are delivered as they are.
     """
     if look.stream:
         return "torch", "a stream is read by torch's own iterator"
@@ -149,8 +153,10 @@ def suited_executor(look: DatasetLook, *, workers: int | str, batch_size: int) -
     cost = look.cost
     if cost is None:
         return "workers", "Python code that may not be safe for threads"
-    if cost.wall_ms * batch_size < _CHEAP_BATCH_MS:
-        batch_ms = cost.wall_ms * batch_size
+    batch_ms = cost.wall_ms
+    if batch_size is not None:
+        batch_ms = batch_size * (cost.wall_ms + cost.size_bytes / _FRESH_BYTES_PER_MS)
+    if batch_ms < _CHEAP_BATCH_MS:
         return "inline", f"a batch takes {batch_ms:.2g} ms, less than handing it over"
     each = f"{cost.wall_ms:.2g} ms a sample"
     if waits(cost):
