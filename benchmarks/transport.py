@@ -4,8 +4,9 @@ A sample is a view of memory, so that nothing but the way of a batch costs: coll
 the training process, and its bookkeeping. Three ways to make a batch: of 16 samples by the default
 collation, of 16 samples by a collate function of the user's, and ready from the dataset
 (``batch_size=None``). A ready batch is a copy, since torch would move the storage of a view to
-shared memory once, and then hand over that same memory for every batch. The memory is the highest PSS of the whole process tree (shared pages counted
-once) above that of the program without loaders, and what ``/dev/shm`` held on top of before.
+shared memory once, and then hand over that same memory for every batch. The memory is the highest
+PSS of the whole process tree (shared pages counted once) above that of the program without loaders,
+and what ``/dev/shm`` held on top of before.
 """
 
 from __future__ import annotations
