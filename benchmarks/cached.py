@@ -15,8 +15,8 @@ from functools import partial
 
 import numpy as np
 import torch
+from rates import argument_parser, compare, machine, show, summary, write
 from torch.utils.data import DataLoader, Dataset
-from turns import argument_parser, compare, machine, show, summary, write
 
 from lightning_fastdata.loading.loader import FastDataLoader
 

@@ -1,102 +1,110 @@
-"""Several ways to do the same work, timed in turn, so that a noisy machine troubles them alike."""
+"""What the benchmarks share: contenders in turn, medians of ratios, the machine, memory, JSON."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
-import resource
+import platform
 import statistics
-import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from lightning_fastdata.host.machine import describe_machine, read_versions
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
-    """One way's result in one round."""
-
-    per_s: float
-    """Samples per second of wall time."""
-    cpu_us: float
-    """Microseconds of CPU time of this process per sample; side processes are not counted."""
-    faults: int
-    """Pages that were touched for the first time."""
-
-
-def take_turn(work: Callable[[], int]) -> Turn:
-    """Run work that returns how many samples it went through."""
-    before, began = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
-    count = work()
-    wall_s, after = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_SELF)
-    cpu_s = after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
-    return Turn(
-        per_s=count / wall_s,
-        cpu_us=cpu_s / count * 1e6,
-        faults=after.ru_minflt - before.ru_minflt,
-    )
-
-
-def compare(ways: dict[str, Callable[[], int]], rounds: int) -> dict[str, list[Turn]]:
-    """Run each way once to warm up, then all of them in turn, round after round."""
-    turns: dict[str, list[Turn]] = {name: [] for name in ways}
-    for number in range(rounds + 1):
-        for name, work in ways.items():
-            turn = take_turn(work)
-            if number:
-                turns[name].append(turn)
-    return turns
-
-
-def summary(turns: dict[str, list[Turn]], base: str) -> dict[str, dict[str, float]]:
-    """Return the medians of each way, with the median ratio to the base way's rate."""
-    rows = {}
-    for name, found in turns.items():
-        pairs = zip(found, turns[base], strict=True)
-        rows[name] = {
-            "ratio": statistics.median(one.per_s / other.per_s for one, other in pairs),
-            **{key: statistics.median(asdict(t)[key] for t in found) for key in asdict(found[0])},
-        }
-    return rows
-
-
-def show(title: str, unit: str, rows: dict[str, dict[str, float]]) -> None:
-    """Print one table."""
-    print(f"\n{title}")
-    print(f"{'':38s} {unit + '/s':>14s} {'ratio':>8s} {'CPU us':>9s} {'faults':>8s}")
-    for name, row in rows.items():
-        print(
-            f"{name:38s} {row['per_s']:14,.0f} {row['ratio']:7.2f}x {row['cpu_us']:9.3f} "
-            f"{row['faults']:8,.0f}"
-        )
-
-
-def argument_parser(description: str) -> argparse.ArgumentParser:
-    """Return the arguments that all comparisons have."""
-    parser = argparse.ArgumentParser(description=description.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=7, help="turns of each way (7)")
-    parser.add_argument("--json", type=Path, help="write all turns and the machine there")
+def arguments(what: str, *, rounds: int = 5) -> argparse.ArgumentParser:
+    """Return a parser with ``--rounds`` and ``--json``."""
+    parser = argparse.ArgumentParser(description=what)
+    parser.add_argument("--rounds", type=int, default=rounds, help="rounds after a warm-up")
+    parser.add_argument("--json", type=Path, help="file for the figures")
     return parser
 
 
-def machine() -> dict[str, object]:
-    """Return where this runs, and print it."""
-    about: dict[str, object] = {
-        "machine": describe_machine(torch.device("cpu")),
-        "versions": read_versions(),
-        "load_before": os.getloadavg()[0],
-    }
-    for name, value in about.items():
-        print(f"{name}: {value}")
-    return about
+def machine() -> dict[str, Any]:
+    """Return the machine, its load and the versions."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    load = [round(number, 2) for number in os.getloadavg()]
+    about = {"cpu": _cpu_name(), "kernel": platform.release(), "load_average": load}
+    return {**describe_machine(device), **about, **read_versions()}
 
 
-def write(path: Path | None, about: dict[str, object], tables: dict[str, object]) -> None:
-    """Write the results as JSON, if a place was given."""
-    if path is not None:
-        path.write_text(json.dumps({**about, "tables": tables}, indent=2, default=str) + "\n")
+def in_turn(
+    contenders: Mapping[str, Callable[[], float]], *, rounds: int, warm: bool = True
+) -> dict[str, list[float]]:
+    """Run the contenders one after the other, round by round, so that noise hits all of them.
+
+    The order is turned around every other round. What each returns is collected, apart from a first
+    round if ``warm``.
+    """
+    found: dict[str, list[float]] = {name: [] for name in contenders}
+    for number in range(rounds + warm):
+        order = list(contenders) if number % 2 else list(reversed(contenders))
+        for name in order:
+            value = contenders[name]()
+            if number >= warm:
+                found[name].append(value)
+    return found
+
+
+def ratio(ours: list[float], theirs: list[float]) -> float:
+    """Return the median of the ratios round by round."""
+    return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
+
+
+def spread(values: list[float]) -> str:
+    """Return lowest, median and highest."""
+    middle = statistics.median(values)
+    return f"{min(values):.4g} / {middle:.4g} / {max(values):.4g}"
+
+
+def write(file: Path | None, name: str, results: Any) -> None:
+    """Print the machine, and write everything to the file if there is one."""
+    about = machine()
+    print(", ".join(f"{key} {value}" for key, value in about.items()))
+    if file is not None:
+        text = json.dumps({"benchmark": name, "machine": about, "results": results}, indent=1)
+        file.write_text(text + "\n")
+
+
+def tree_pss_bytes(root: int | None = None) -> int:
+    """Return the memory of a process and of all below it, shared pages divided among them (PSS)."""
+    parents = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parents[int(folder.name)] = int(
+                (folder / "stat").read_text().rsplit(")", 1)[1].split()[1]
+            )
+        except OSError:
+            continue
+    tree, new = set(), {os.getpid() if root is None else root}
+    while new:
+        tree |= new
+        new = {pid for pid, parent in parents.items() if parent in tree} - tree
+    total = 0
+    for pid in tree:
+        try:
+            rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
+        except OSError:
+            continue
+        total += sum(
+            int(line.split()[1]) for line in rollup.splitlines() if line.startswith("Pss:")
+        )
+    return total * 1024
+
+
+def shm_bytes() -> int:
+    """Return what is used of ``/dev/shm``; memory without a name there is in the PSS alone."""
+    stat = os.statvfs("/dev/shm")
+    return (stat.f_blocks - stat.f_bfree) * stat.f_frsize
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(": ")[1] for line in lines if line.startswith("model name")), "?")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -82,16 +83,18 @@ def plan_for(
         collate_fn: Of the user; None: the default collation.
         transformed: An Albumentations pipeline runs on each sample.
     """
-    suited = ("torch", "torch's own iterator")
-    if options.executor == "auto":
-        suited = suited_executor(
-            look_at(dataset, default_collation=collate_fn is None, transformed=transformed),
-            workers=options.num_workers,
-            batch_size=batch_size,
-        )
+    look = suited = None
+    if options.executor == "auto" or (
+        options.executor != "torch" and options.num_workers == "auto"
+    ):
+        look = look_at(dataset, default_collation=collate_fn is None, transformed=transformed)
+        suited = suited_executor(look, workers=options.num_workers, batch_size=batch_size)
     return plan_loader(
         options,
-        suited=suited,
+        suited=suited or ("torch", "torch's own iterator"),
+        cost=None if look is None else look.cost,
+        split=look is not None and look.split,
+        start_method=multiprocessing.get_start_method(),
         stage=stage,
         cpu=read_cpu_limit(local_ranks=local_ranks),
         memory=read_host_memory(),
