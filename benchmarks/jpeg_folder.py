@@ -8,7 +8,8 @@ page cache. Every loader gets as many workers or threads (--workers, 2). Each ro
 with every loader, beginning with another one each time; loaders and their workers stay between
 rounds, and the first round is not counted. Ratios are medians over rounds of the ratio within a
 round. "decode alone" is what the two threads decode when they do nothing else: nobody can load
-faster without decoding less.
+faster without decoding less. CPU ms/img is the CPU time of all threads and processes, which other
+programs on the machine disturb less than they disturb the speed.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 
 import cv2
 import peers
+import psutil
 import simplejpeg
 import torch
 from peers import Epoch, JpegTask
@@ -74,6 +76,7 @@ def automatic(data, task: JpegTask, *, normalise: bool) -> Epoch:
         data, batch_size=task.batch, drop_last=True, options=LoaderOptions(executor="auto")
     )
     loader = module.train_dataloader()
+    print(f"auto chose {loader.executor} with num_workers={loader.num_workers}")
     return lambda: image_batches(loader, normalise=normalise)
 
 
@@ -138,15 +141,24 @@ def check(row: str, task: JpegTask, epoch: Epoch) -> str | None:
     return None if counted else "delivers nothing"
 
 
-def rate(epoch: Epoch) -> float:
-    began, count = time.perf_counter(), 0
+def cpu_s() -> float:
+    """CPU seconds of this process and of all below it so far."""
+    me = psutil.Process()
+    times = [process.cpu_times() for process in (me, *me.children(recursive=True))]
+    return sum(spent.user + spent.system for spent in times)
+
+
+def rate(epoch: Epoch) -> tuple[float, float]:
+    """Images per second, and CPU milliseconds of all threads and processes per image."""
+    used, began, count = cpu_s(), time.perf_counter(), 0
     for images in epoch():
         count += len(images)
-    return count / (time.perf_counter() - began)
+    wall_s = time.perf_counter() - began
+    return count / wall_s, (cpu_s() - used) / count * 1000
 
 
-def measure(task: JpegTask, rows: list[str], rounds: int) -> tuple[dict, dict[str, str]]:
-    """Images per second of each row, one figure a round, and why the other rows are absent."""
+def measure(task: JpegTask, rows: list[str], rounds: int) -> tuple[dict, dict, dict[str, str]]:
+    """Each row's images per second and CPU ms per image, round by round; why others are absent."""
     epochs, absent = {}, {}
     for row in rows:
         epoch = ROWS[row](task)
@@ -161,14 +173,16 @@ def measure(task: JpegTask, rows: list[str], rounds: int) -> tuple[dict, dict[st
         if isinstance(epoch, str):
             absent[row] = epoch
     rates: dict[str, list[float]] = {row: [] for row in epochs}
+    costs: dict[str, list[float]] = {row: [] for row in epochs}
     names = list(epochs)
     for turn in range(rounds + 1):
         first = turn % len(names)
         for row in names[first:] + names[:first]:
-            found = rate(epochs[row])
+            speed, cost_ms = rate(epochs[row])
             if turn:
-                rates[row].append(found)
-    return rates, absent
+                rates[row].append(speed)
+                costs[row].append(cost_ms)
+    return rates, costs, absent
 
 
 def ratio(rates: dict, row: str, *others: str) -> float | None:
@@ -188,19 +202,20 @@ TARGETS = [
 ]
 
 
-def table(kind: str, rates: dict, absent: dict[str, str]) -> list[str]:
+def table(kind: str, rates: dict, costs: dict, absent: dict[str, str]) -> list[str]:
     lines = [
-        f"| {kind} | img/s | min-max | x DataLoader | x decode alone |",
-        "| --- | ---: | ---: | ---: | ---: |",
+        f"| {kind} | img/s | min-max | CPU ms/img | x DataLoader | x decode alone |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
     ]
     for row, values in rates.items():
         against = [ratio(rates, row, other) for other in (BASE, LIMIT)]
         cells = ["" if found is None else f"{found:.2f}" for found in against]
+        cells.insert(0, f"{statistics.median(costs[row]):.2f}")
         spread = f"{min(values):.0f}-{max(values):.0f}"
         lines.append(
             f"| {row} | {statistics.median(values):.0f} | {spread} | {' | '.join(cells)} |"
         )
-    return lines + [f"| {row} | absent: {reason} | | | |" for row, reason in absent.items()]
+    return lines + [f"| {row} | absent: {reason} | | | | |" for row, reason in absent.items()]
 
 
 def verdicts(found: dict[str, dict]) -> list[dict]:
@@ -241,21 +256,28 @@ def main() -> None:
         "workers": options.workers,
     }
     print("\n".join(f"{name}: {value}" for name, value in about.items()), end="\n\n")
-    found, missing = {}, {}
+    found, spent, missing = {}, {}, {}
     with tempfile.TemporaryDirectory() as scratch:
         folder = cut_photographs(cache, cut) / "train"
         task = JpegTask(folder=folder, scratch=Path(scratch), workers=options.workers)
         for kind in options.kinds.split(","):
-            rates, absent = measure(replace(task, floats=kind == "float32"), rows, options.rounds)
-            found[kind], missing[kind] = rates, absent
-            print("\n".join(table(kind, rates, absent)), end="\n\n", flush=True)
+            variant = replace(task, floats=kind == "float32")
+            rates, costs, absent = measure(variant, rows, options.rounds)
+            found[kind], spent[kind], missing[kind] = rates, costs, absent
+            print("\n".join(table(kind, rates, costs, absent)), end="\n\n", flush=True)
     judged = verdicts(found)
     for verdict in judged:
         against, measured = " / ".join(verdict["against"]), verdict["measured"]
         said = "not measured" if measured is None else f"{measured:.2f}"
         print(f"{verdict['row']} : {against} = {said}, wanted >= {verdict['wanted']}")
     if options.json:
-        results = {**about, "images_per_s": found, "absent": missing, "targets": judged}
+        results = {
+            **about,
+            "images_per_s": found,
+            "cpu_ms_per_image": spent,
+            "absent": missing,
+            "targets": judged,
+        }
         options.json.write_text(json.dumps(results, indent=1) + "\n")
 
 
