@@ -44,6 +44,10 @@ class InlineExecutor:
             at = self._fetcher.position
             if self._fetcher.plan.batched and at >= 0:
                 error.add_note(f"While reading sample {indices[at]!r} of the dataset.")
+            if isinstance(error, StopIteration):
+                # Raised from __next__, it would end the epoch early and without a word.
+                reason = "\n".join([f"StopIteration: {error}", *getattr(error, "__notes__", ())])
+                raise RuntimeError(f"Reading the dataset raised {reason}") from error
             raise
         if stamps is not None and self._records is not None:
             self._count += 1
