@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import repeat
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -13,6 +15,8 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     IterableDataset,
+    IterDataPipe,
+    MapDataPipe,
     Sampler,
     default_collate,
 )
@@ -71,7 +75,9 @@ class FastDataLoader(DataLoader[Any]):
         staged: Deliver :class:`StagedBatch` of this stage, for the hook that runs the stage's
             transforms on the device.
         executor: Who fetches: ``"torch"``'s own iterator, ``"inline"``, ``"gather"``,
-            ``"workers"`` or ``"sidecar"``. An iterable dataset is always fetched by torch.
+            ``"workers"`` or ``"sidecar"``. An iterable dataset has no index to gather or to share
+            out among threads, and is read by ``"workers"`` in place of these two. Torch's own
+            DataPipes are always read by torch.
 
     Raises:
         OptionsError: A sidecar was asked for, and an Albumentations pipeline runs on the samples.
@@ -146,12 +152,19 @@ class FastDataLoader(DataLoader[Any]):
         self.worker_nice = worker_nice
         self.staged = staged
         self.executor = executor
+        self._told: dict[str, int] = {}
         self._epoch_cell = EpochCell()
         self._iterations = 0
 
     @property
     def _batches(self) -> bool:
         return self.batch_size is not None or self.batch_sampler is not None
+
+    def __len__(self) -> int:
+        """Return the number of batches, as far as dataset and sampler know."""
+        length = super().__len__()
+        self._told["batches"] = length
+        return length
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
         """Start an epoch; the order and the randomness are those of ``epoch()``."""
@@ -165,7 +178,12 @@ class FastDataLoader(DataLoader[Any]):
                     set_epoch(epoch)
         self._epoch_cell.set(epoch)
         tell_epoch(self.dataset, epoch)
-        return iter(self._open())
+        inner = self._open()
+        streamed = isinstance(self.dataset, IterableDataset)
+        if streamed and self._told and isinstance(inner, DataLoader):
+            with contextlib.suppress(TypeError):
+                len(inner)  # a stream that gives more than was told is warned of
+        return iter(inner)
 
     def _keep(self, inner: DataLoader[Any] | Engine | None) -> None:
         # Lightning records the attributes that are set on loaders in a data hook, and goes on to do
@@ -230,16 +248,19 @@ class FastDataLoader(DataLoader[Any]):
         if collate_fn is default_collate:
             collate_fn = collate_samples
         streamed = isinstance(self.dataset, IterableDataset)
+        engine = self.executor != "torch" and not isinstance(
+            self.dataset, IterDataPipe | MapDataPipe
+        )
         staged = self.staged
-        if self.executor != "torch" and not streamed and worker_part is None:
+        if engine and worker_part is None:
             staged = None  # the engine stages what has no draws, and may so collate in place
         if staged is not None:
             collate_fn = StagingCollate(collate_fn, worker_part, staged)
         elif worker_part is not None:
             collate_fn = _FirstOfPairs(collate_fn, single=not self._batches)
         dataset = keyed(self.dataset, seed=self.seed, epoch=self._epoch_cell, transform=worker_part)
-        if self.executor != "torch" and not streamed:
-            return self._make_engine(self.executor, dataset, collate_fn)
+        if engine:
+            return self._make_engine(dataset, collate_fn, streamed=streamed)
         order: dict[str, Any]
         if streamed:
             order = {"batch_size": self.batch_size, "drop_last": self.drop_last}
@@ -263,20 +284,26 @@ class FastDataLoader(DataLoader[Any]):
             in_order=self.in_order,
         )
 
-    def _make_engine(self, executor: ExecutorName, dataset: Any, collate_fn: Any) -> Engine:
+    def _make_engine(self, dataset: Any, collate_fn: Any, *, streamed: bool) -> Engine:
+        executor: Any = self.executor
+        if streamed and executor in ("gather", "sidecar"):
+            executor = "workers"
         default = collate_fn is collate_samples
+        ahead = self.num_workers * (self.prefetch_factor or 2)
         plan = FetchPlan(
             dataset=dataset,
             collate_fn=collate_fn,
             default_collation=default and self._batches,
             batched=self._batches,
-            seed=self.seed,
+            drop_last=streamed and self.drop_last,
+            # The state of a stream runs on from sample to sample, and so do its random numbers.
+            seed=None if streamed else self.seed,
             base_seed=self.seed,
             worker_init_fn=self.worker_init_fn,
             timeout_s=self.timeout,
             in_order=self.in_order,
             context=self.multiprocessing_context,
-            look_ahead=max(8, self.num_workers * (self.prefetch_factor or 2)),
+            look_ahead=ahead if streamed else max(8, ahead),
             memory_limit_bytes=read_host_memory().available_bytes // 4,
             niceness=self.worker_nice,
         )
@@ -290,10 +317,13 @@ class FastDataLoader(DataLoader[Any]):
             staged=None if isinstance(collate_fn, StagingCollate) else self.staged,
             pin_memory=self.pin_memory,
             generator=self.generator,
+            told_batches=partial(self._told.get, "batches") if streamed else None,
         )
 
     def _index_batches(self) -> Callable[[], Iterable[Any]]:
         # Holds no loader, so that one that is dropped stops its workers at once.
+        if isinstance(self.dataset, IterableDataset):
+            return partial(repeat, self.batch_size)
         source: Any = self.batch_sampler if self._batches else self.sampler
         return (
             partial(index_batches, source) if self.executor == "gather" else partial(iter, source)

@@ -71,7 +71,7 @@ def folder(tmp_path):
 @pytest.mark.parametrize(
     ("dataset", "about", "name"),
     [
-        (Stream(), {}, "torch"),
+        (Stream(), {}, "workers"),
         (TensorDataset(torch.zeros(4)), {}, "gather"),
         (TensorDataset(torch.zeros(4)), {"default_collation": False}, "workers"),
         (TensorDataset(torch.zeros(4)), {"transformed": True}, "workers"),

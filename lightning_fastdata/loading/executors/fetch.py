@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 import torch
+from torch.utils.data import IterableDataset
 
 from lightning_fastdata.images.folder import FastImageFolder
 from lightning_fastdata.types import SampleKey
@@ -26,13 +27,15 @@ class FetchPlan:
     """Everything an executor needs to know before the first epoch."""
 
     dataset: Any
-    """A map-style dataset."""
+    """A map-style dataset, or a stream."""
     collate_fn: Callable[[Any], Any]
     """Samples to batch; with ``batched=False`` one sample to what is delivered."""
     default_collation: bool = False
     """``collate_fn`` is torch's default, so that samples may be written in place instead."""
     batched: bool = True
     """The plan's items are lists of indices; False: single indices."""
+    drop_last: bool = False
+    """Leave out the last batch of a stream if it is not full; of use for streams only."""
     seed: int | None = None
     """Seed of the per-sample randomness of ``random``, ``numpy.random`` and torch; None leaves the
     generators alone."""
@@ -95,6 +98,78 @@ class Fetcher:
         if self.seed is not None and not self.plan.default_collation and len(indices):
             seed_global_generators(self.seed, epoch, (_COLLATION, indices[0]))
         return self.plan.collate_fn(samples)
+
+    def where(self, indices: Any) -> str:
+        """Return what was being done, to be said of an error."""
+        if self.position < 0:
+            return "in collate_fn"
+        index = indices[self.position] if self.plan.batched else indices
+        return f"while reading sample {index!r} of the dataset"
+
+
+class StreamAsk(NamedTuple):
+    """What takes the place of indices where there are none."""
+
+    generation: int
+    """Number of the pass over the stream; a new one starts a new pass."""
+    samples: int | None
+    """Samples wanted for a batch; None: one sample, as it is."""
+
+
+END_OF_STREAM: Final = object()
+"""What a :class:`StreamFetcher` returns in place of a batch when there is none left."""
+
+
+class StreamFetcher:
+    """Reads batches of a stream, whose samples come one after the other."""
+
+    def __init__(self, plan: FetchPlan) -> None:
+        self.plan = plan
+        self.dataset = plan.dataset
+        self.position = 0
+        """0 while a sample is being read, -1 in the collation."""
+        self._generation = -1
+        self._samples: Iterator[Any] = iter(())
+        self._ended = False
+        self._read = 0
+
+    def start(self, generation: int) -> None:
+        """Begin a pass over the stream; what is left of the one before is dropped."""
+        self._generation = generation
+        self._ended, self._read, self.position = False, 0, 0
+        self._samples = iter(())  # a file or lock that the old pass holds is free for the new one
+        self._samples = iter(self.dataset)
+
+    def batch(self, ask: StreamAsk, epoch: int, mark: Callable[[int], None] | None = None) -> Any:  # noqa: ARG002 - as of Fetcher
+        """Return the next collated batch, or :data:`END_OF_STREAM`."""
+        if ask.generation != self._generation:
+            self.start(ask.generation)
+        self.position = 0
+        samples: list[Any] = []
+        wanted = 1 if ask.samples is None else ask.samples
+        while len(samples) < wanted and not self._ended:
+            sample = next(self._samples, END_OF_STREAM)
+            self._ended = sample is END_OF_STREAM
+            if not self._ended:
+                samples.append(sample)
+                self._read += 1
+        if not samples or (self._ended and self.plan.drop_last):
+            return END_OF_STREAM
+        self.position = -1
+        return self.plan.collate_fn(samples[0] if ask.samples is None else samples)
+
+    def where(self, ask: StreamAsk) -> str:  # noqa: ARG002 - as of Fetcher
+        """Return what was being done, to be said of an error."""
+        if self.position < 0:
+            return "in collate_fn"
+        return f"while reading sample {self._read} of its stream, counted from 0"
+
+
+def fetcher_of(plan: FetchPlan, *, keyed: bool = True) -> Fetcher | StreamFetcher:
+    """Return what reads the dataset of a plan in the calling thread."""
+    if isinstance(plan.dataset, IterableDataset):
+        return StreamFetcher(plan)
+    return Fetcher(plan, keyed=keyed)
 
 
 def decodes_in_place(dataset: Any) -> bool:

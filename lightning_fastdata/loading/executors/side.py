@@ -22,7 +22,7 @@ import torch.utils.data._utils.worker as torch_worker
 from torch.utils.data import default_collate
 
 from lightning_fastdata.loading.collate import collate_privately, in_own_side_process
-from lightning_fastdata.loading.executors.fetch import Fetcher, write_image_of
+from lightning_fastdata.loading.executors.fetch import END_OF_STREAM, fetcher_of, write_image_of
 from lightning_fastdata.loading.executors.wire import Wire
 from lightning_fastdata.loading.layout import MisfitError, SampleLayout, layout_of
 from lightning_fastdata.loading.leaves import pack, write_leaves
@@ -66,7 +66,9 @@ def side_main(
     seed = plan.base_seed + number
     random.seed(seed)
     torch.default_generator.manual_seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)
+    # As torch seeds NumPy in its workers.
+    words = [number, plan.base_seed & 0xFFFFFFFF, plan.base_seed >> 32, 0]
+    np.random.seed(np.random.SeedSequence(words).generate_state(4))
     # What torch.utils.data.get_worker_info() returns; a test pins that this is its place.
     torch_worker._worker_info = torch_worker.WorkerInfo(
         id=number, num_workers=processes, seed=seed, dataset=plan.dataset
@@ -145,7 +147,7 @@ class _Work:
     def __init__(self, side: _Side, number: int) -> None:
         self.side = side
         self.mark_at = number * MARK_WORDS
-        self.fetcher = Fetcher(side.plan, keyed=side.threads == 1)
+        self.fetcher: Any = fetcher_of(side.plan, keyed=side.threads == 1)
 
     def run(self, tasks: queue.SimpleQueue[Any]) -> None:
         while True:
@@ -169,12 +171,8 @@ class _Work:
         except MisfitError:
             reply = ("misfit",)
         except Exception as error:
-            at = self.fetcher.position
-            where = "in collate_fn"
-            if at >= 0:
-                index = indices[at] if self.side.plan.batched else indices
-                where = f"while reading sample {index!r} of the dataset"
-            reply = ("error", start + max(at, 0), *_report(error, where))
+            at = max(self.fetcher.position, 0)
+            reply = ("error", start + at, *_report(error, self.fetcher.where(indices)))
         self._mark(-1, -1)
         spent = time.perf_counter_ns() - began
         self._answer((reply[0], number, spent, *reply[1:]), files)
@@ -227,6 +225,8 @@ class _Work:
     ) -> tuple[tuple[Any, ...], tuple[int, ...]]:
         self._mark(batch, 0)
         result = self.fetcher.batch(indices, epoch, lambda at: self._mark(batch, at))
+        if result is END_OF_STREAM:
+            return ("end",), ()
         packed, leaves = pack(result)
         if not packed.size_bytes:
             write_leaves(packed, leaves, bytearray(1))

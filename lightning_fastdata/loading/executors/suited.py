@@ -105,7 +105,7 @@ def suited_executor(look: DatasetLook, *, workers: int | str, batch_size: int) -
         batch_size: Samples in a batch.
     """
     if look.stream:
-        return "torch", "a stream is read by torch's own iterator"
+        return ("workers" if look.shared_memory else "torch"), "each process reads its own stream"
     if look.rows:
         return "gather", "its batches are rows of tensors, copied in one call"
     if workers == 0:

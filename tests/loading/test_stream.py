@@ -1,0 +1,363 @@
+"""Streams are read by side processes as torch's workers read them, and nothing is lost unsaid."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
+
+from lightning_fastdata.errors import FastDataError, OptionsError, WorkerError
+from lightning_fastdata.loading.executors import open_executor
+from lightning_fastdata.loading.executors.fetch import FetchPlan
+from lightning_fastdata.loading.executors.stream import StreamExecutor
+from lightning_fastdata.loading.loader import FastDataLoader
+
+
+def share() -> tuple[int, int]:
+    info = get_worker_info()
+    return (0, 1) if info is None else (info.id, info.num_workers)
+
+
+class Lengths(IterableDataset):
+    """Worker w gives the numbers of its own length; each sample draws from all generators."""
+
+    def __init__(self, lengths: list[int]) -> None:
+        self.lengths = lengths
+
+    def __iter__(self) -> Iterator[Any]:
+        worker, workers = share()
+        for at in range(self.lengths[worker % len(self.lengths)]):
+            draws = random.random(), np.random.rand(2), torch.rand(1)
+            yield {"x": torch.full((3, 50), worker * 1000 + at), "draws": draws, "of": workers}
+
+
+def same(ours: Any, theirs: Any) -> bool:
+    if type(ours) is not type(theirs):
+        return False
+    if isinstance(ours, torch.Tensor):
+        return ours.dtype == theirs.dtype and torch.equal(ours, theirs)
+    if isinstance(ours, dict):
+        return list(ours) == list(theirs) and all(same(ours[k], theirs[k]) for k in ours)
+    if isinstance(ours, list | tuple):
+        return len(ours) == len(theirs) and all(map(same, ours, theirs))
+    return bool(ours == theirs)
+
+
+def seeded() -> None:
+    random.seed(3), np.random.seed(3), torch.manual_seed(3)
+
+
+def epochs_of(loader: Any, count: int = 2) -> Any:
+    seeded()
+    batches = [list(loader) for _ in range(count)]
+    return batches, torch.rand(1)  # what the model would draw next
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 9), min_size=1, max_size=3),
+    batch_size=st.one_of(st.none(), st.integers(1, 4)),
+    drop_last=st.booleans(),
+    workers=st.integers(0, 3),
+    persistent=st.booleans(),
+    prefetch=st.integers(1, 3),
+)
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+def test_batches_and_their_order_and_random_numbers_are_those_of_torch(
+    lengths, batch_size, drop_last, workers, persistent, prefetch
+) -> None:
+    how: dict[str, Any] = {"batch_size": batch_size, "num_workers": workers}
+    if batch_size is not None:
+        how["drop_last"] = drop_last
+    if workers:
+        how |= {"persistent_workers": persistent, "prefetch_factor": prefetch}
+    ours = FastDataLoader(Lengths(lengths), **how, executor="workers")
+    mine = epochs_of(ours)
+    ours.close()
+    assert same(mine, epochs_of(DataLoader(Lengths(lengths), **how)))
+
+
+@pytest.mark.parametrize("executor", ["gather", "sidecar"])
+def test_an_executor_that_needs_an_index_gives_way_to_workers(executor: str) -> None:
+    how = {"batch_size": 3, "num_workers": 1}
+    ours = FastDataLoader(Lengths([7]), **how, executor=executor)
+    assert same(epochs_of(ours), epochs_of(DataLoader(Lengths([7]), **how)))
+    plan = FetchPlan(dataset=Lengths([7]), collate_fn=default_collate)
+    with pytest.raises(OptionsError, match="is a stream"):
+        open_executor(executor, plan)
+
+
+class Told(Lengths):
+    def __len__(self) -> int:
+        return 4
+
+
+@pytest.mark.parametrize("executor", ["torch", "inline", "workers"])
+def test_more_batches_than_told_are_warned_of_once_each(executor: str) -> None:
+    loader = FastDataLoader(Told([6]), num_workers=1, executor=executor)
+    assert sum(1 for _ in loader) == 6  # nobody has asked for the length
+    assert len(loader) == 4
+    with pytest.warns(UserWarning, match="IterableDataset.* reported to be 4") as seen:
+        assert sum(1 for _ in loader) == 6
+    assert len([w for w in seen if "reported to be" in str(w.message)]) == 2
+
+
+class Breaking(IterableDataset):
+    """An iterator that goes on after it has raised."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(Numbers())
+
+
+class Numbers:
+    def __init__(self) -> None:
+        self.at = -1
+
+    def __iter__(self) -> Numbers:
+        return self
+
+    def __next__(self) -> int:
+        self.at += 1
+        if self.at == 5:
+            raise KeyError("torn page")
+        if self.at > 9:
+            raise StopIteration
+        return self.at
+
+
+def outcomes(loader: Any) -> list[Any]:
+    seen: list[Any] = []
+    running = iter(loader)
+    while True:
+        try:
+            seen.append(next(running).tolist())
+        except StopIteration:
+            return seen
+        except KeyError as error:
+            seen.append("torn page" in str(error))
+
+
+@pytest.mark.parametrize("executor", ["inline", "workers"])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_error_comes_in_its_turn_and_the_stream_goes_on_as_in_torch(executor, workers) -> None:
+    how = {"batch_size": 2, "num_workers": 0 if executor == "inline" else workers}
+    ours = outcomes(FastDataLoader(Breaking(), **how, executor=executor))
+    assert ours == outcomes(DataLoader(Breaking(), **how))
+    assert True in ours
+
+
+def test_an_error_shows_the_traceback_of_the_worker_and_the_sample() -> None:
+    loader = FastDataLoader(Breaking(), batch_size=4, num_workers=1, executor="workers")
+    with pytest.raises(KeyError, match=r"(?s)process 0 .*sample 5 of its stream.*in __next__"):
+        list(loader)
+
+
+def no_licence(number: int) -> None:
+    raise ValueError(f"no licence for {number}")
+
+
+def test_an_error_at_the_start_is_raised_in_each_epoch() -> None:
+    loader = FastDataLoader(
+        Lengths([3]),
+        num_workers=2,
+        persistent_workers=True,
+        worker_init_fn=no_licence,
+        executor="workers",
+    )
+    for _ in range(2):
+        with pytest.raises(ValueError, match="no licence for 0"):
+            next(iter(loader))
+    loader.close()
+
+
+def stretch(number: int) -> None:
+    info = get_worker_info()
+    assert (info.id, info.num_workers) == (number, 2)
+    info.dataset.lengths = [number + 1]
+
+
+def test_worker_init_fn_configures_the_copy_of_its_worker() -> None:
+    how = {"num_workers": 2, "worker_init_fn": stretch}
+    ours = FastDataLoader(Lengths([9]), **how, executor="workers")
+    assert same(epochs_of(ours), epochs_of(DataLoader(Lengths([9]), **how)))
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_an_abandoned_epoch_leaves_nothing_in_the_next(persistent: bool) -> None:
+    loader = FastDataLoader(
+        Lengths([40, 30]),
+        batch_size=2,
+        num_workers=2,
+        persistent_workers=persistent,
+        executor="workers",
+    )
+    for _ in range(4):
+        running = iter(loader)
+        assert [int(next(running)["x"][0, 0, 0]) for _ in range(3)] == [0, 1000, 2]
+    rest = [int(x) for batch in loader for x in batch["x"][:, 0, 0]]
+    assert sorted(rest) == [*range(40), *range(1000, 1030)]
+    loader.close()
+
+
+class Waiting(IterableDataset):
+    """Worker 0 waits for a file before its second sample."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __iter__(self) -> Iterator[int]:
+        worker, _ = share()
+        yield worker * 100
+        while worker == 0 and not os.path.exists(self.path):
+            time.sleep(0.01)
+        yield from range(worker * 100 + 1, worker * 100 + 12)
+
+
+def test_out_of_order_a_slow_process_holds_nobody_back(tmp_path) -> None:
+    path = str(tmp_path / "go")
+    loader = FastDataLoader(
+        Waiting(path),
+        batch_size=None,
+        num_workers=2,
+        in_order=False,
+        timeout=60,
+        executor="workers",
+    )
+    running = iter(loader)
+    first = [int(next(running)) for _ in range(13)]
+    assert [x for x in first if x >= 100] == list(range(100, 112))
+    open(path, "w").close()
+    assert sorted([*first, *map(int, running)]) == [*range(12), *range(100, 112)]
+
+
+def test_a_timeout_shows_where_the_stream_is_stuck(tmp_path) -> None:
+    loader = FastDataLoader(
+        Waiting(str(tmp_path / "never")), num_workers=2, timeout=1, executor="workers"
+    )
+    with pytest.raises(WorkerError, match=r"(?s)timeout=1 s.*process 0 .*in __iter__"):
+        list(loader)
+
+
+def pool(dataset: Any, processes: int = 2, **how: Any) -> StreamExecutor:
+    plan = FetchPlan(dataset=dataset, collate_fn=default_collate, look_ahead=4, **how)
+    return StreamExecutor(plan, processes=processes)
+
+
+def test_a_timeout_tells_that_a_process_is_stopped() -> None:
+    executor = pool(Lengths([5000]), 1, timeout_s=1)
+    executor.start_epoch([2], 0)
+    next(executor)
+    os.kill(executor._sides[0].process.pid, signal.SIGSTOP)
+    with pytest.raises(WorkerError, match=r"stopped, state T.*SIGCONT"):
+        list(executor)
+    executor.close()
+
+
+def until(condition: Any) -> None:
+    end = time.monotonic() + 30
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+def test_a_killed_stream_is_an_error_that_counts_what_was_delivered(in_order: bool) -> None:
+    executor = pool(Lengths([400]), in_order=in_order)
+    executor.start_epoch([2], 0)
+    seen = [int(x) for _ in range(6) for x in next(executor)["x"][:, 0, 0]]
+    executor._sides[1].process.kill()
+    with contextlib.suppress(WorkerError):
+        for batch in executor:
+            seen += [int(x) for x in batch["x"][:, 0, 0]]
+    with pytest.raises(WorkerError, match="process 1 was ended by SIGKILL") as caught:
+        next(executor)
+    delivered = [x for x in seen if x >= 1000]
+    assert delivered == [*range(1000, 1000 + len(delivered))]
+    assert f"The {len(delivered) // 2} batches" in str(caught.value)
+    executor.start_epoch([2], 1)
+    assert len(list(executor)) == 400
+    executor.close()
+
+
+def test_a_process_killed_after_its_last_batch_is_not_missed() -> None:
+    executor = pool(Lengths([30, 1]))
+    for epoch in range(2):
+        executor.start_epoch([1], epoch)
+        first = next(executor)
+        until(lambda: executor._lanes[1].ended or executor._receive(None))
+        process = executor._sides[1].process
+        process.kill()
+        process.join()
+        assert len([first, *executor]) == 31
+    executor.close()
+
+
+def test_a_process_killed_between_epochs_is_replaced() -> None:
+    executor = pool(Lengths([5]))
+    for epoch in range(3):
+        executor.start_epoch([1], epoch)
+        assert len(list(executor)) == 10
+        process = executor._sides[epoch % 2].process
+        process.kill()
+        process.join()
+    executor.close()
+
+
+def dies_at_once(number: int) -> None:
+    os._exit(7)
+
+
+def test_a_process_that_never_starts_is_named() -> None:
+    executor = pool(Lengths([5]), worker_init_fn=dies_at_once)
+    executor.start_epoch([1], 0)
+    with pytest.raises(WorkerError, match=r"exit code 7 .*__main__"):
+        next(executor)
+    executor.close()
+
+
+def test_kills_at_random_never_lose_a_batch_unsaid() -> None:
+    executor = pool(Lengths([60]), 2)
+    expected = [[w * 1000 + at for at in range(60)] for w in range(2)]
+    rng = random.Random(0)
+    broken = 0
+    for epoch in range(200):
+        executor.start_epoch([3], epoch)
+        sides = list(executor._sides.values())
+        killer = threading.Timer(rng.uniform(0, 0.02), rng.choice(sides).process.kill)
+        killer.start()
+        seen: list[list[int]] = [[], []]
+        try:
+            for batch in executor:
+                for x in batch["x"][:, 0, 0].tolist():
+                    seen[x // 1000].append(x)
+        except FastDataError:
+            broken += 1
+            assert all(x == full[: len(x)] for x, full in zip(seen, expected, strict=True))
+        else:
+            assert seen == expected
+        killer.cancel()
+        killer.join()
+        if broken >= 15:
+            break
+    assert broken >= 15
+    executor.close()
+
+
+def test_the_number_of_processes_changes_with_the_next_epoch() -> None:
+    executor = pool(Lengths([4]), 1)
+    for workers in (1, 3, 2):
+        executor.resize(workers)
+        executor.start_epoch([1], 0)
+        assert [int(batch["of"]) for batch in executor] == [workers] * 4 * workers
+    executor.close()
