@@ -24,7 +24,7 @@ from torch.utils.data import (
 from lightning_fastdata.augment.seeds import find_composes
 from lightning_fastdata.errors import OptionsError, TransformError
 from lightning_fastdata.host.memory import read_host_memory
-from lightning_fastdata.loading.collate import StagingCollate, collate_samples
+from lightning_fastdata.loading.collate import FirstOfPairs, StagingCollate, collate_samples
 from lightning_fastdata.loading.engine import Engine
 from lightning_fastdata.loading.executors.fetch import FetchPlan
 from lightning_fastdata.loading.keyed import EpochCell, keyed, tell_epoch
@@ -179,8 +179,7 @@ class FastDataLoader(DataLoader[Any]):
         self._epoch_cell.set(epoch)
         tell_epoch(self.dataset, epoch)
         inner = self._open()
-        streamed = isinstance(self.dataset, IterableDataset)
-        if streamed and self._told and isinstance(inner, DataLoader):
+        if self._told and isinstance(inner, DataLoader):
             with contextlib.suppress(TypeError):
                 len(inner)  # a stream that gives more than was told is warned of
         return iter(inner)
@@ -248,16 +247,15 @@ class FastDataLoader(DataLoader[Any]):
         if collate_fn is default_collate:
             collate_fn = collate_samples
         streamed = isinstance(self.dataset, IterableDataset)
-        engine = self.executor != "torch" and not isinstance(
-            self.dataset, IterDataPipe | MapDataPipe
-        )
+        pipe = isinstance(self.dataset, IterDataPipe | MapDataPipe)
+        engine = self.executor != "torch" and not pipe
         staged = self.staged
         if engine and worker_part is None:
             staged = None  # the engine stages what has no draws, and may so collate in place
         if staged is not None:
             collate_fn = StagingCollate(collate_fn, worker_part, staged)
         elif worker_part is not None:
-            collate_fn = _FirstOfPairs(collate_fn, single=not self._batches)
+            collate_fn = FirstOfPairs(collate_fn, single=not self._batches)
         dataset = keyed(self.dataset, seed=self.seed, epoch=self._epoch_cell, transform=worker_part)
         if engine:
             return self._make_engine(dataset, collate_fn, streamed=streamed)
@@ -350,16 +348,3 @@ class _WorkerStart:
             sys.modules["cv2"].setNumThreads(0)
         if self.then is not None:
             self.then(worker_id)
-
-
-class _FirstOfPairs:
-    """Collates the samples of ``(sample, tape)`` pairs whose transform has already run whole."""
-
-    def __init__(self, collate_fn: Callable[[Any], Any], *, single: bool) -> None:
-        self.collate_fn = collate_fn
-        self.single = single
-
-    def __call__(self, pairs: Any) -> Any:
-        if self.single:
-            return self.collate_fn(pairs[0])
-        return self.collate_fn([sample for sample, _tape in pairs])

@@ -72,6 +72,7 @@ def folder(tmp_path):
     ("dataset", "about", "name"),
     [
         (Stream(), {}, "workers"),
+        (Stream(), {"workers": 0}, "inline"),
         (TensorDataset(torch.zeros(4)), {}, "gather"),
         (TensorDataset(torch.zeros(4)), {"default_collation": False}, "workers"),
         (TensorDataset(torch.zeros(4)), {"transformed": True}, "workers"),

@@ -104,7 +104,7 @@ def suited_executor(look: DatasetLook, *, workers: int | str, batch_size: int) -
         workers: As set by the user; 0 is a wish to fetch in the training process.
         batch_size: Samples in a batch.
     """
-    if look.stream:
+    if look.stream and workers != 0:
         return ("workers" if look.shared_memory else "torch"), "each process reads its own stream"
     if look.rows:
         return "gather", "its batches are rows of tensors, copied in one call"
