@@ -33,6 +33,13 @@ class Lengths(IterableDataset):
             yield {"x": torch.full((3, 50), worker * 1000 + at)}
 
 
+class Slow(Lengths):
+    def __iter__(self) -> Iterator[Any]:
+        for sample in super().__iter__():
+            time.sleep(0.0003)
+            yield sample
+
+
 class Stuck(IterableDataset):
     def __iter__(self) -> Iterator[int]:
         yield 0
@@ -122,7 +129,7 @@ def test_a_process_that_never_starts_is_named() -> None:
 
 
 def test_kills_at_random_never_lose_a_batch_unsaid() -> None:
-    executor = pool(Lengths([60]), 2)
+    executor = pool(Slow([60]), 2)
     expected = [[w * 1000 + at for at in range(60)] for w in range(2)]
     rng = random.Random(0)
     broken = 0
