@@ -156,11 +156,16 @@ def runs(pid: int) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("executor", "kind"), [("workers", "rows"), ("sidecar", "rows"), ("workers", "stream")]
-)
-@pytest.mark.parametrize(
-    ("ending", "context"),
-    [(signal.SIGKILL, "fork"), (signal.SIGINT, "fork"), (signal.SIGKILL, "spawn")],
+    ("executor", "kind", "ending", "context"),
+    [
+        ("workers", "rows", signal.SIGKILL, "fork"),
+        ("workers", "rows", signal.SIGINT, "fork"),
+        ("sidecar", "rows", signal.SIGKILL, "fork"),
+        ("sidecar", "rows", signal.SIGINT, "fork"),
+        ("workers", "stream", signal.SIGKILL, "fork"),
+        ("workers", "stream", signal.SIGINT, "fork"),
+        ("workers", "stream", signal.SIGKILL, "spawn"),
+    ],
 )
 def test_a_program_that_ends_leaves_no_process_and_no_file(
     tmp_path: Path, executor, kind, ending, context
