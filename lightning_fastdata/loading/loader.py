@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import repeat
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
@@ -12,6 +14,8 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     IterableDataset,
+    IterDataPipe,
+    MapDataPipe,
     Sampler,
     default_collate,
 )
@@ -79,7 +83,9 @@ class FastDataLoader(DataLoader[Any]):
             transforms on the device.
         executor: Who fetches: ``"torch"``'s own iterator, ``"inline"``, ``"gather"``,
             ``"workers"`` or ``"sidecar"``; ``"auto"`` reads some samples now, takes what suits them
-            and says why in ``plan.explain()``. An iterable dataset is always fetched by torch.
+            and says why in ``plan.explain()``. An iterable dataset has no index to gather or to
+            share out among threads, and is read by ``"workers"`` in place of these two. Torch's own
+            DataPipes are always read by torch.
 
     Raises:
         OptionsError: A sidecar was asked for, and an Albumentations pipeline runs on the samples.
@@ -174,6 +180,7 @@ class FastDataLoader(DataLoader[Any]):
         self.on_device = on_device
         self.worker_nice = worker_nice or 0
         self.staged = staged
+        self._told: dict[str, int] = {}
         self._epoch_cell = EpochCell()
         self._iterations = 0
         self._records: deque[BatchStamps] | None = None
@@ -187,6 +194,12 @@ class FastDataLoader(DataLoader[Any]):
     def _batches(self) -> bool:
         return self.batch_size is not None or self.batch_sampler is not None
 
+    def __len__(self) -> int:
+        """Return the number of batches, as far as dataset and sampler know."""
+        length = super().__len__()
+        self._told["batches"] = length
+        return length
+
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
         """Start an epoch; the order and the randomness are those of ``epoch()``."""
         epoch = self._iterations if self.epoch is None else self.epoch()
@@ -199,7 +212,11 @@ class FastDataLoader(DataLoader[Any]):
                     set_epoch(epoch)
         self._epoch_cell.set(epoch)
         tell_epoch(self.dataset, epoch)
-        return iter(self._open())
+        inner = self._open()
+        if self._told and isinstance(inner, DataLoader):
+            with contextlib.suppress(TypeError):
+                len(inner)  # a stream that gives more than was told is warned of
+        return iter(inner)
 
     def _keep(self, inner: DataLoader[Any] | Engine | None) -> None:
         # Lightning records the attributes that are set on loaders in a data hook, and goes on to do
@@ -273,16 +290,18 @@ class FastDataLoader(DataLoader[Any]):
         if collate_fn is default_collate:
             collate_fn = collate_samples
         streamed = isinstance(self.dataset, IterableDataset)
+        pipe = isinstance(self.dataset, IterDataPipe | MapDataPipe)
+        engine = self.executor != "torch" and not pipe
         staged = self.staged
-        if self.executor != "torch" and not streamed and worker_part is None:
+        if engine and worker_part is None:
             staged = None  # the engine stages what has no draws, and may so collate in place
         if staged is not None:
             collate_fn = StagingCollate(collate_fn, worker_part, staged)
         elif worker_part is not None:
             collate_fn = FirstOfPairs(collate_fn, single=not self._batches)
         dataset = keyed(self.dataset, seed=self.seed, epoch=self._epoch_cell, transform=worker_part)
-        if self.executor != "torch" and not streamed:
-            return self._make_engine(self.executor, dataset, collate_fn)
+        if engine:
+            return self._make_engine(dataset, collate_fn, streamed=streamed)
         order: dict[str, Any]
         if streamed:
             order = {"batch_size": self.batch_size, "drop_last": self.drop_last}
@@ -306,25 +325,33 @@ class FastDataLoader(DataLoader[Any]):
             in_order=self.in_order,
         )
 
-    def _make_engine(self, executor: ExecutorName, dataset: Any, collate_fn: Any) -> Engine:
+    def _make_engine(self, dataset: Any, collate_fn: Any, *, streamed: bool) -> Engine:
+        executor: Any = self.executor
+        if streamed and executor in ("gather", "sidecar"):
+            executor = "workers"
         default = collate_fn is collate_samples
+        ahead = self.num_workers * (self.prefetch_factor or 2)
+        if not streamed:
+            ahead = look_ahead_batches(
+                self.num_workers,
+                prefetch=self._prefetch,
+                batch_size=self.batch_size or 1,
+                split=default and self._batches and not fetches_in_batches(self.dataset),
+            )
         plan = FetchPlan(
             dataset=dataset,
             collate_fn=collate_fn,
             default_collation=default and self._batches,
             batched=self._batches,
-            seed=self.seed,
+            drop_last=streamed and self.drop_last,
+            # The state of a stream runs on from sample to sample, and so do its random numbers.
+            seed=None if streamed else self.seed,
             base_seed=self.seed,
             worker_init_fn=self.worker_init_fn,
             timeout_s=self.timeout,
             in_order=self.in_order,
             context=self.multiprocessing_context,
-            look_ahead=look_ahead_batches(
-                self.num_workers,
-                prefetch=self._prefetch,
-                batch_size=self.batch_size or 1,
-                split=default and self._batches and not fetches_in_batches(self.dataset),
-            ),
+            look_ahead=ahead,
             memory_limit_bytes=read_host_memory().available_bytes // 4,
             niceness=self.worker_nice,
         )
@@ -339,12 +366,15 @@ class FastDataLoader(DataLoader[Any]):
             staged=None if isinstance(collate_fn, StagingCollate) else self.staged,
             pin_memory=self.pin_memory,
             generator=self.generator,
+            told_batches=partial(self._told.get, "batches") if streamed else None,
         )
         engine.record(self._records)
         return engine
 
     def _index_batches(self) -> Callable[[], Iterable[Any]]:
         # Holds no loader, so that one that is dropped stops its workers at once.
+        if isinstance(self.dataset, IterableDataset):
+            return partial(repeat, self.batch_size)
         source: Any = self.batch_sampler if self._batches else self.sampler
         return (
             partial(index_batches, source) if self.executor == "gather" else partial(iter, source)

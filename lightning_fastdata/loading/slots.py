@@ -125,6 +125,7 @@ class SlotPool:
         self._returned: deque[Slot] = deque()
         self.dropped: deque[int] = deque()
         """Numbers of slots given up since this was last emptied; side processes unmap them."""
+        weakref.finalize(self, _close_files, self._slots).atexit = False
 
     @property
     def size_bytes(self) -> int:
@@ -208,6 +209,14 @@ class SlotPool:
             # Sizes that batches have outgrown would otherwise pile up.
             if self.size_bytes > self.limit_bytes and len(self._slots) > 2:
                 self._drop(slot)
+
+
+def _close_files(slots: dict[int, Slot]) -> None:
+    """Close the files of a pool that was dropped; what still views a slot has it mapped."""
+    for slot in slots.values():
+        if slot.descriptor is not None:
+            os.close(slot.descriptor)
+            slot.descriptor = None
 
 
 def _rounded(size_bytes: int) -> int:

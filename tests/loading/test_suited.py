@@ -72,7 +72,8 @@ def folder(tmp_path):
 @pytest.mark.parametrize(
     ("dataset", "about", "name"),
     [
-        (Stream(), {}, "torch"),
+        (Stream(), {}, "workers"),
+        (Stream(), {"workers": 0}, "inline"),
         (TensorDataset(torch.zeros(4)), {}, "gather"),
         (Subset(ColumnDataset({"x": np.zeros((4, 2))}), [1, 2]), {"workers": 0}, "gather"),
         (TokenWindows(np.arange(9), 3), {}, "gather"),

@@ -132,7 +132,7 @@ class PoolExecutor:
 
     def _fill(self) -> None:
         while len(self._batches) < self.plan.look_ahead:
-            waits = self._in_place is None and self._batches
+            waits = self._in_place is None and self._batches and self.plan.in_order
             if waits or not self._has_place():
                 break
             found = self._next_indices()
@@ -164,7 +164,7 @@ class PoolExecutor:
 
     def _tasks(self, batch: PendingBatch) -> list[Task]:
         indices = batch.indices
-        if self._in_place is None and indices:
+        if self._in_place is None and indices and self._batches[0] is batch:
             batch.open_tasks = 1
             return [Task("first", batch, 0, indices)]
         if self._in_place and self._layout is not None and indices:

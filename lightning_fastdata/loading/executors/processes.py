@@ -213,7 +213,7 @@ class SideProcess:
     def stop(self, patience_s: float = 1.0) -> None:
         """End the process: it leaves by itself when the wire closes, or is killed."""
         self._empty_outbox()
-        self.wire.end.close()
+        self.wire.close()
         self.process.join(patience_s)
         if self.process.is_alive():
             self.process.kill()
@@ -241,7 +241,7 @@ def stop_all(sides: dict[int, SideProcess], owner: int) -> None:
     if os.getpid() != owner:  # a forked child must not end its parent's processes
         return
     for side in sides.values():
-        side.wire.end.close()
+        side.wire.close()
     until = time.monotonic() + 1
     for side in sides.values():
         side.stop(max(0.0, until - time.monotonic()))

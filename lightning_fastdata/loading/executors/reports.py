@@ -25,6 +25,41 @@ def stillborn(number: int, code: int | None, times: int) -> WorkerError:
     )
 
 
+def stream_broken(number: int, code: int | None, delivered: int, *, answered: bool) -> WorkerError:
+    """Return the error for a side process that dies before the end of its stream.
+
+    Args:
+        number: Of the process.
+        code: Its exit code.
+        delivered: Batches of this epoch that it had made and the training has got.
+        answered: It has ever made a batch.
+    """
+    start = (
+        ""
+        if answered
+        else ' With the start methods "spawn" and "forkserver" the script needs '
+        '`if __name__ == "__main__":`.'
+    )
+    return WorkerError(
+        f"Side process {number} {_death(code)} before the end of its stream. The {delivered} "
+        "batches that it had made in this epoch were delivered; the rest of its stream is "
+        "missing, because a stream cannot be read again from its middle. Begin the epoch anew, or "
+        f"use a dataset with __getitem__, whose samples are read again.{start}"
+    )
+
+
+def stream_timed_out(timeout_s: float, sides: Iterable[SideProcess]) -> WorkerError:
+    """Return the error for a batch of a stream that is late, with what the processes do."""
+    late = f"No batch within timeout={timeout_s:g} s."
+    lines = [f"{late} Reading may be slow (raise the timeout) or stuck:"]
+    lines += [
+        f"side process {side.number} (pid {side.process.pid}), reading its stream:\n{side.stack()}"
+        for side in sides
+        if side.tasks
+    ]
+    return WorkerError("\n".join(lines))
+
+
 def poisonous(index: Any, code: int | None, times: int) -> WorkerError:
     """Return the error for a sample that ends whichever process reads it."""
     return WorkerError(

@@ -27,8 +27,9 @@ from torch.utils.data import default_collate
 
 from lightning_fastdata.epochs import keep_own_epochs
 from lightning_fastdata.loading.collate import collate_privately, in_own_side_process
-from lightning_fastdata.loading.executors.fetch import Fetcher, write_image_of
+from lightning_fastdata.loading.executors.fetch import write_image_of
 from lightning_fastdata.loading.executors.queue import parse_packet, read_packet
+from lightning_fastdata.loading.executors.stream_fetch import END_OF_STREAM, fetcher_of
 from lightning_fastdata.loading.executors.wire import Wire
 from lightning_fastdata.loading.keyed import tell_epoch
 from lightning_fastdata.loading.layout import MisfitError, SampleLayout, layout_of
@@ -78,7 +79,9 @@ def side_main(
     seed = plan.base_seed + number
     random.seed(seed)
     torch.default_generator.manual_seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)
+    # As torch seeds NumPy in its workers.
+    words = [number, plan.base_seed & 0xFFFFFFFF, plan.base_seed >> 32, 0]
+    np.random.seed(np.random.SeedSequence(words).generate_state(4))
     # What torch.utils.data.get_worker_info() returns; a test pins that this is its place.
     torch_worker._worker_info = torch_worker.WorkerInfo(
         id=number, num_workers=processes, seed=seed, dataset=plan.dataset
@@ -225,7 +228,7 @@ class _Work:
         self.side = side
         self.number = number
         self.mark_at = number * MARK_WORDS
-        self.fetcher = Fetcher(side.plan, keyed=side.threads == 1)
+        self.fetcher: Any = fetcher_of(side.plan, keyed=side.threads == 1)
         self.stamps = TaskWatch(side.number, number)
 
     def run(self, inbox: queue.SimpleQueue[Any], free: queue.SimpleQueue[int]) -> None:
@@ -256,16 +259,14 @@ class _Work:
             if epoch != self.side.epoch:
                 tell_epoch(self.fetcher.dataset, epoch)
                 self.side.epoch = epoch
-            where = "in collate_fn"
+            where = ""
             reply, files = self.fetcher.attempt(work)
         except MisfitError:
             reply = ("misfit",)
         except Exception as error:
-            at = self.fetcher.position
-            if at >= 0 and where == "in collate_fn":
-                index = indices[at] if self.side.plan.batched else indices
-                where = f"while reading sample {index!r} of the dataset"
-            reply = ("error", start + max(at, 0), *_report(error, where))
+            at = max(self.fetcher.position, 0)
+            where = where or self.fetcher.where(indices)
+            reply = ("error", start + at, *_report(error, where))
         self._mark(-1, -1)
         spent = time.monotonic_ns() - began
         stamps = self.stamps.end() if self.fetcher.stamps is not None else None
@@ -324,6 +325,8 @@ class _Work:
     def _whole(self, batch: int, epoch: int, indices: Any, slot: int | None) -> _Reply:
         self._mark(batch, 0)
         result = self.fetcher.batch(indices, epoch, lambda at: self._mark(batch, at))
+        if result is END_OF_STREAM:
+            return ("end",), ()
         began_ns = time.monotonic_ns()
         reply = self._packed(result, slot)
         if self.fetcher.stamps is not None:

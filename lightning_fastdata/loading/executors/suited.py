@@ -133,8 +133,8 @@ def suited_executor(
         workers: As set by the user; 0 is a wish to fetch in the training process.
         batch_size: Samples that are copied into a batch; None: they are delivered as they are.
     """
-    if look.stream:
-        return "torch", "a stream is read by torch's own iterator"
+    if look.stream and workers != 0:
+        return ("workers" if look.shared_memory else "torch"), "each process reads its own stream"
     if look.rows:
         return "gather", "its batches are rows of numbers, copied with one call per column"
     if workers == 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import contextlib
 import os
 import pickle
 import socket
@@ -71,6 +72,12 @@ class Wire:
         else:
             data = data[1:]
         return pickle.loads(data), descriptors  # from our own process
+
+    def close(self) -> None:
+        """End the connection, also where a process that was forked since holds a copy of it."""
+        with contextlib.suppress(OSError):  # the other side has ended it
+            self.end.shutdown(socket.SHUT_RDWR)
+        self.end.close()
 
 
 def wire_pair() -> tuple[socket.socket, socket.socket]:
