@@ -60,6 +60,11 @@ class PoolExecutor:
         """Side processes that died and were replaced."""
         return self._crew.respawned
 
+    @property
+    def sides(self) -> dict[int, SideProcess]:
+        """The side processes by their numbers."""
+        return self._crew.sides
+
     def start_epoch(
         self, batches: Iterable[Any], epoch: int, order: EpochOrder | None = None
     ) -> None:
@@ -151,9 +156,10 @@ class PoolExecutor:
     def _next_indices(self) -> tuple[EpochRun, Any] | None:
         for run in (self._now, self._armed):
             if run is not None and not run.exhausted:
-                for indices in run.source:
-                    return run, indices
-                run.exhausted = True
+                try:
+                    return run, next(run.source)
+                except StopIteration:
+                    run.exhausted = True
         return None
 
     def _has_place(self) -> bool:
