@@ -9,6 +9,7 @@ from lightning_fastdata.augment.ops import (
     blur,
     color,
     dropout,
+    histogram,
     index,
     output,
     resample,
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 DEVICE_OPS: Final[Mapping[str, DeviceOp]] = MappingProxyType(
     {
         op.name: op
-        for family in (index, resample, warp, table, color, blur, dropout, output)
+        for family in (index, resample, warp, table, color, blur, dropout, histogram, output)
         for op in family.OPS
     }
 )

@@ -11,7 +11,7 @@ from lightning_fastdata.augment.ops.border import channels
 from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from lightning_fastdata.augment.ops.operation import Shape
 
@@ -34,6 +34,13 @@ def look_up(images: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
 def to_bytes(images: torch.Tensor) -> torch.Tensor:
     """Return float32 images in [0, 1] as uint8, rounded as Albumentations' ``from_float`` does."""
     return (images * 255).round().clamp(0, 255).to(torch.uint8)
+
+
+def via_bytes(images: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """Return ``change(images)``, through uint8 if they are float32, as Albumentations does."""
+    if images.dtype == torch.uint8:
+        return change(images)
+    return change(to_bytes(images)).float() / 255
 
 
 def ramp_table(transform: Any, params: Mapping[str, Any], count: int) -> np.ndarray:
