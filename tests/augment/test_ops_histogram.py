@@ -5,7 +5,7 @@ import cv2
 import numpy as np
 import pytest
 import torch
-from augment.parity import parity, photographs
+from augment.parity import extremes, parity, photographs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -29,21 +29,6 @@ TRANSFORMS = {
     "auto contrast, pil": A.AutoContrast(method="pil", p=1),
     "auto contrast, pil, cut": A.AutoContrast(cutoff=7, method="pil", p=1),
 }
-
-
-def extremes(height, width, channels, seed=0):
-    """Noise, constants, two values, few values, and one odd pixel."""
-    rng = np.random.default_rng(seed)
-    shape = (height, width, channels)
-    lonely = np.full(shape, 9, np.uint8)
-    lonely[-1, -1] = 200
-    return [
-        rng.integers(0, 256, shape, dtype=np.uint8),
-        *(np.full(shape, value, np.uint8) for value in (0, 77, 255)),
-        rng.integers(0, 2, shape, dtype=np.uint8) * 255,
-        rng.integers(100, 104, shape, dtype=np.uint8),
-        lonely,
-    ]
 
 
 @pytest.mark.parametrize("channels", [1, 3])
@@ -77,7 +62,7 @@ def test_auto_contrast_takes_any_number_of_channels(channels):
 )
 def test_clahe_equals_albumentations_for_any_limit_and_tiles(clip, tiles, size, seed):
     transform = A.CLAHE((clip, clip), tiles, p=1)
-    images = [*photographs(*size), *extremes(*size, 3, seed)]
+    images = [*photographs(*size), *extremes(*size, seed=seed)]
     found = parity(transform, images, seeds=[0])
     # A blend of four tables may lie between two levels.
     assert found.largest <= 1
@@ -93,7 +78,7 @@ def test_clahe_equals_albumentations_for_any_limit_and_tiles(clip, tiles, size, 
 )
 def test_auto_contrast_equals_albumentations_for_any_cutoff(cutoff, method, size, seed):
     transform = A.AutoContrast(cutoff=cutoff, method=method, p=1)
-    images = [*photographs(*size), *extremes(*size, 3, seed)]
+    images = [*photographs(*size), *extremes(*size, seed=seed)]
     assert parity(transform, images, seeds=[0]).largest == 0
 
 

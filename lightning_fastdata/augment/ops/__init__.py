@@ -12,7 +12,9 @@ from lightning_fastdata.augment.ops import (
     histogram,
     index,
     output,
+    rank,
     resample,
+    sharpen,
     table,
     warp,
 )
@@ -22,11 +24,21 @@ if TYPE_CHECKING:
 
     from lightning_fastdata.augment.ops.operation import DeviceOp
 
+_FAMILIES: Final = (
+    index,
+    resample,
+    warp,
+    table,
+    color,
+    blur,
+    sharpen,
+    rank,
+    histogram,
+    dropout,
+    output,
+)
+
 DEVICE_OPS: Final[Mapping[str, DeviceOp]] = MappingProxyType(
-    {
-        op.name: op
-        for family in (index, resample, warp, table, color, blur, dropout, histogram, output)
-        for op in family.OPS
-    }
+    {op.name: op for family in _FAMILIES for op in family.OPS}
 )
 """Every transform with a device form, by the name of its class in Albumentations."""
