@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 from lightning_fastdata.augment.ops import (
     blur,
     color,
+    downscale,
     dropout,
     histogram,
     index,
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 _FAMILIES: Final = (
     index,
     resample,
+    downscale,
     warp,
     table,
     color,
