@@ -50,6 +50,8 @@ EXACT = {
 }
 COLOUR_EXACT = {
     "rgb shift": A.RGBShift(p=1),
+    "planckian": A.PlanckianJitter(p=1),
+    "planckian, cied": A.PlanckianJitter(mode="cied", sampling_method="gaussian", p=1),
     "shuffle": A.ChannelShuffle(p=1),
     "channel dropout": A.ChannelDropout(fill=7, p=1),
     "gray": A.ToGray(p=1),
@@ -65,6 +67,7 @@ CLOSE = {
     "gaussian blur": (A.GaussianBlur(p=1), 0.999),
     "motion blur": (A.MotionBlur((3, 9), p=1), 0.99),
     "advanced blur": (A.AdvancedBlur(p=1), 0.999),
+    "ringing": (A.RingingOvershoot(p=1), 0.999),
     **{
         f"affine, border {mode}": (
             A.Affine(

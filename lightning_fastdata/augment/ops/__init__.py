@@ -12,6 +12,7 @@ from lightning_fastdata.augment.ops import (
     dropout,
     histogram,
     index,
+    lens,
     output,
     rank,
     resample,
@@ -25,19 +26,9 @@ if TYPE_CHECKING:
 
     from lightning_fastdata.augment.ops.operation import DeviceOp
 
-_FAMILIES: Final = (
-    index,
-    resample,
-    downscale,
-    warp,
-    table,
-    color,
-    blur,
-    sharpen,
-    rank,
-    histogram,
-    dropout,
-    output,
+_FAMILIES = (
+    *(index, resample, warp, table, color, blur, dropout, output),
+    *(downscale, histogram, lens, rank, sharpen),
 )
 
 DEVICE_OPS: Final[Mapping[str, DeviceOp]] = MappingProxyType(

@@ -84,6 +84,6 @@ def run_kernel(
 
 OPS = tuple(
     DeviceOp(name=name, encode=_encode, image=run_kernel)
-    for name in ("AdvancedBlur", "Blur", "GaussianBlur", "MotionBlur")
+    for name in ("AdvancedBlur", "Blur", "GaussianBlur", "MotionBlur", "RingingOvershoot")
 )
 """At most one level off on uint8, mostly where the sum lies between two levels; 1e-5 on float32."""

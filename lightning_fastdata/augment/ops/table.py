@@ -72,11 +72,17 @@ def _pointwise(transform: Any, params: Mapping[str, Any], count: int) -> dict[st
 
 
 def _float_form(
-    name: str, params: Mapping[str, Any], count: int
+    transform: Any, params: Mapping[str, Any], count: int
 ) -> tuple[str, dict[str, np.ndarray]] | None:
     """Return which formula stands for the transform on float32, and its numbers."""
+    name = type(transform).__name__
     if name == "RandomGamma":
         return "power", {"exponent": np.array([params["gamma"]], np.float32)}
+    if name == "PlanckianJitter":
+        # Albumentations' own gains, read off a gray that no gain takes out of range.
+        gray = np.full((1, 1, 3), 1 / 64, np.float32)
+        gains = 64 * transform.apply(gray, **params).ravel()
+        return "clipped line", {"gain": gains, "offset": np.zeros(3, np.float32)}
     if name == "Solarize":
         return "solarize", {"threshold": np.array([params["threshold"]], np.float32)}
     gain, offset, kind = {
@@ -98,12 +104,12 @@ def _encode(
 ) -> Encoded | None:
     count, name = channels(shape), type(transform).__name__
     plain = _pointwise(transform, params, count)
-    if plain is None:
+    if plain is None or (name == "PlanckianJitter" and count != 3):
         return None
     # Albumentations takes these two through uint8 even for float32 images.
     if dtype == np.uint8 or name in {"Posterize", "RandomToneCurve"}:
         return Encoded((("form", "table"),), {"table": ramp_table(transform, plain, count)})
-    form = _float_form(name, plain, count)
+    form = _float_form(transform, plain, count)
     if form is None or dtype != np.float32:
         return None
     return Encoded((("form", form[0]),), form[1])
@@ -131,6 +137,7 @@ OPS = tuple(
     for name in (
         "InvertImg",
         "MultiplicativeNoise",
+        "PlanckianJitter",
         "Posterize",
         "RGBShift",
         "RandomBrightnessContrast",
