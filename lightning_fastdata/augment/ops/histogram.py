@@ -32,7 +32,7 @@ def _histograms(values: torch.Tensor) -> torch.Tensor:
     """Return how often each value is in each row of ``[n, pixels]`` uint8: int32 ``[n, 256]``."""
     n = values.shape[0]
     first = torch.arange(n, device=values.device, dtype=torch.int32)[:, None] * 256
-    bins = (first + values).view(-1)
+    bins = (first + values).reshape(-1)
     counts = torch.zeros(n * 256, device=values.device, dtype=torch.int32)
     # Whole numbers: the order in which a GPU adds them does not matter.
     ones = torch.ones(1, device=values.device, dtype=torch.int32).expand(bins.shape)
@@ -223,7 +223,7 @@ def _equalized_tiles(
 
     def table_of(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         index = (image + y[:, None] * across + x) * 256 + plane
-        return tables.index_select(0, index.view(-1)).view(n, height, width)
+        return tables.index_select(0, index.reshape(-1)).view(n, height, width)
 
     along = along[:, None]
     upper = table_of(y1, x1) * (1 - beside) + table_of(y1, x2) * beside
