@@ -43,14 +43,20 @@ def _encode(
     return Encoded((("clips", clips),), {"kernel": padded})
 
 
+def reflected(values: torch.Tensor, axis: int, margin: int) -> torch.Tensor:
+    """Return ``[n, H, W, C]`` with a margin on both sides of one axis, reflected as OpenCV does."""
+    length = values.shape[axis]
+    at = torch.arange(-margin, length + margin, device=values.device)
+    return values.index_select(axis, fold(at, length, REFLECT_101))
+
+
 def correlate_along(values: torch.Tensor, kernel: torch.Tensor, axis: int) -> torch.Tensor:
-    """Correlate ``[n, H, W, C]`` along one axis with a kernel per sample, ``[n, k]``."""
-    length, radius = values.shape[axis], kernel.shape[1] // 2
-    at = torch.arange(length, device=values.device)
+    """Correlate float32 ``[n, H, W, C]`` along one axis with a kernel per sample, ``[n, k]``."""
+    length, size = values.shape[axis], kernel.shape[1]
+    framed = reflected(values, axis, size // 2)
     total = torch.zeros_like(values)
-    for tap in range(kernel.shape[1]):
-        shifted = values.index_select(axis, fold(at + tap - radius, length, REFLECT_101))
-        total += shifted * kernel[:, tap, None, None, None]
+    for tap in range(size):
+        total.addcmul_(framed.narrow(axis, tap, length), kernel[:, tap, None, None, None])
     return total
 
 
@@ -63,13 +69,14 @@ def correlate(values: torch.Tensor, kernel: torch.Tensor) -> torch.Tensor:
     """
     if kernel.ndim == 2:
         return correlate_along(correlate_along(values, kernel, 2), kernel, 1)
-    height, radius = values.shape[1], kernel.shape[1] // 2
-    at = torch.arange(height, device=values.device)
-    out = torch.zeros_like(values)
+    _, height, width, _ = values.shape
+    framed = reflected(reflected(values, 1, kernel.shape[1] // 2), 2, kernel.shape[2] // 2)
+    total = torch.zeros_like(values)
     for row in range(kernel.shape[1]):
-        shifted = values.index_select(1, fold(at + row - radius, height, REFLECT_101))
-        out += correlate_along(shifted, kernel[:, row], 2)
-    return out
+        for column in range(kernel.shape[2]):
+            shifted = framed[:, row : row + height, column : column + width]
+            total.addcmul_(shifted, kernel[:, row, column, None, None, None])
+    return total
 
 
 def run_kernel(

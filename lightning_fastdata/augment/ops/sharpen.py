@@ -14,9 +14,9 @@ from lightning_fastdata.augment.ops.blur import (
     correlate,
     correlate_along,
     padded_kernel,
+    reflected,
     run_kernel,
 )
-from lightning_fastdata.augment.ops.border import REFLECT_101, fold
 from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded
 from lightning_fastdata.augment.ops.table import to_bytes
 
@@ -127,15 +127,11 @@ def _encode_unsharp(
 def _pairs(values: torch.Tensor, kernel: torch.Tensor, axis: int) -> torch.Tensor:
     """Correlate along one axis with symmetric kernels: the middle first, then pairs outwards."""
     length, radius = values.shape[axis], kernel.shape[1] // 2
-    at = torch.arange(length, device=values.device)
-
-    def shifted(by: int) -> torch.Tensor:
-        return values.index_select(axis, fold(at + by, length, REFLECT_101))
-
+    framed = reflected(values, axis, radius)
     total = values * kernel[:, radius, None, None, None]
     for tap in range(1, radius + 1):
-        both = shifted(-tap) + shifted(tap)
-        total += both * kernel[:, radius + tap, None, None, None]
+        both = framed.narrow(axis, radius - tap, length) + framed.narrow(axis, radius + tap, length)
+        total.addcmul_(both, kernel[:, radius + tap, None, None, None])
     return total
 
 
