@@ -26,6 +26,8 @@ TRANSFORMS = {
     "equalize, pil, luma": A.Equalize(mode="pil", by_channels=False, p=1),
     "auto contrast": A.AutoContrast(p=1),
     "auto contrast, cut": A.AutoContrast(cutoff=3, p=1),
+    "auto contrast, but for 2": A.AutoContrast(ignore=2, p=1),
+    "auto contrast, but for 100": A.AutoContrast(ignore=100, cutoff=1, method="pil", p=1),
     "auto contrast, pil": A.AutoContrast(method="pil", p=1),
     "auto contrast, pil, cut": A.AutoContrast(cutoff=7, method="pil", p=1),
 }
@@ -73,11 +75,12 @@ def test_clahe_equals_albumentations_for_any_limit_and_tiles(clip, tiles, size, 
 @given(
     cutoff=st.floats(0, 60),
     method=st.sampled_from(["cdf", "pil"]),
+    ignore=st.none() | st.integers(0, 255),
     size=st.tuples(st.integers(1, 50), st.integers(1, 50)),
     seed=st.integers(0, 99),
 )
-def test_auto_contrast_equals_albumentations_for_any_cutoff(cutoff, method, size, seed):
-    transform = A.AutoContrast(cutoff=cutoff, method=method, p=1)
+def test_auto_contrast_equals_albumentations_for_any_cutoff(cutoff, method, ignore, size, seed):
+    transform = A.AutoContrast(cutoff, ignore, method, p=1)
     images = [*photographs(*size), *extremes(*size, seed=seed)]
     assert parity(transform, images, seeds=[0]).largest == 0
 

@@ -103,9 +103,17 @@ def _equalize(
 def _encode_contrast(
     transform: Any, params: Mapping[str, Any], shape: Shape, dtype: np.dtype[Any]
 ) -> Encoded | None:
-    if transform.ignore is not None or shape[0] * shape[1] >= _COUNTS_IN_FLOAT32:
+    ignore = transform.ignore
+    if shape[0] * shape[1] >= _COUNTS_IN_FLOAT32 or not (ignore is None or 0 <= ignore <= 255):
         return None
-    return Encoded((("cutoff", float(transform.cutoff)), ("method", transform.method)), {})
+    static = (
+        ("cutoff", float(transform.cutoff)),
+        ("method", transform.method),
+        ("ignore", ignore),
+        # Albumentations skips the channel of that number, too.
+        ("skip", ignore if ignore is not None and ignore < channels(shape) else None),
+    )
+    return Encoded(static, {})
 
 
 def _bounds(counts: torch.Tensor, cutoff: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -126,8 +134,6 @@ def _bounds(counts: torch.Tensor, cutoff: float) -> tuple[torch.Tensor, torch.Te
 
 def _stretching(counts: torch.Tensor, cutoff: float, method: str) -> torch.Tensor:
     """Return the tables that stretch histograms to 0..255: uint8, like ``counts``."""
-    # Albumentations counts from 0 to 255 without 255.
-    counts = counts.index_fill(-1, torch.full((1,), 255, device=counts.device), 0)
     low, high = _bounds(counts, cutoff)
     value = torch.arange(256, device=counts.device)
     inside = (value >= low) & (value <= high)
@@ -151,7 +157,16 @@ def _contrast(
 ) -> torch.Tensor:
     def change(as_bytes: torch.Tensor) -> torch.Tensor:
         counts = _channel_histograms(as_bytes)
-        return _per_channel(as_bytes, _stretching(counts, static["cutoff"], static["method"]))
+        # Albumentations counts from 0 to 255 without 255.
+        counts[..., 255] = 0
+        if static["ignore"] is not None:
+            counts[..., static["ignore"]] = 0
+        tables = _stretching(counts, static["cutoff"], static["method"])
+        if static["ignore"] is not None:
+            tables[..., static["ignore"]] = static["ignore"]
+        if static["skip"] is not None:
+            tables[:, static["skip"]] = torch.arange(256, device=tables.device).to(torch.uint8)
+        return _per_channel(as_bytes, tables)
 
     return via_bytes(images, change)
 
