@@ -33,9 +33,11 @@ def _encode_convolution(
     if dtype not in (np.uint8, np.float32):
         return None
     if name == "Defocus":
-        kernel = _disk(params["radius"], params["alias_blur"])
+        kernel = padded_kernel(_disk(params["radius"], params["alias_blur"]))
     else:
         kernel = params[{"Emboss": "emboss_matrix", "Sharpen": "sharpening_matrix"}[name]]
+    if kernel is None:
+        return None
     return Encoded((("clips", True),), {"kernel": kernel.astype(np.float32)})
 
 
@@ -49,9 +51,8 @@ def _disk(radius: int, alias_blur: float) -> np.ndarray:
     size = 3 if radius <= 8 else 5
     kernel = cv2.GaussianBlur(disk / disk.sum(), (size, size), sigmaX=alias_blur)
     spare = max(0, reach - radius - size // 2)
-    padded = padded_kernel(kernel[spare : len(at) - spare, spare : len(at) - spare])
-    assert padded is not None
-    return padded
+    trimmed: np.ndarray = kernel[spare : len(at) - spare, spare : len(at) - spare]
+    return trimmed
 
 
 @cache
