@@ -44,6 +44,24 @@ def photographs(height, width, channels=3, dtype=np.uint8):
     return pictures
 
 
+def extremes(height, width, channels=3, dtype=np.uint8, seed=0):
+    """Noise, constants, two values, few values, and one odd pixel."""
+    rng = np.random.default_rng(seed)
+    shape = (height, width, channels)
+    lonely = np.full(shape, 9, np.uint8)
+    lonely[-1, -1] = 200
+    pictures = [
+        rng.integers(0, 256, shape, dtype=np.uint8),
+        *(np.full(shape, value, np.uint8) for value in (0, 77, 255)),
+        rng.integers(0, 2, shape, dtype=np.uint8) * 255,
+        rng.integers(100, 104, shape, dtype=np.uint8),
+        lonely,
+    ]
+    if dtype == np.float32:
+        return [(picture / 255).astype(np.float32) for picture in pictures]
+    return pictures
+
+
 def _form(encoded):
     shapes = tuple((name, array.shape, array.dtype) for name, array in encoded.arrays.items())
     return encoded.static, shapes
