@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Final
 from lightning_fastdata.augment.ops import (
     blur,
     color,
+    distortion,
     dropout,
     index,
     output,
     resample,
     table,
+    tiles,
     warp,
 )
 
@@ -24,7 +26,18 @@ if TYPE_CHECKING:
 DEVICE_OPS: Final[Mapping[str, DeviceOp]] = MappingProxyType(
     {
         op.name: op
-        for family in (index, resample, warp, table, color, blur, dropout, output)
+        for family in (
+            index,
+            resample,
+            warp,
+            distortion,
+            tiles,
+            table,
+            color,
+            blur,
+            dropout,
+            output,
+        )
         for op in family.OPS
     }
 )
