@@ -10,9 +10,12 @@ from lightning_fastdata.augment.ops import (
     color,
     distortion,
     dropout,
+    elastic,
     index,
+    noise,
     output,
     resample,
+    sensor,
     table,
     tiles,
     warp,
@@ -23,22 +26,12 @@ if TYPE_CHECKING:
 
     from lightning_fastdata.augment.ops.operation import DeviceOp
 
+_FAMILIES = (
+    *(index, resample, warp, table, color, blur, dropout, output),
+    *(distortion, elastic, noise, sensor, tiles),
+)
+
 DEVICE_OPS: Final[Mapping[str, DeviceOp]] = MappingProxyType(
-    {
-        op.name: op
-        for family in (
-            index,
-            resample,
-            warp,
-            distortion,
-            tiles,
-            table,
-            color,
-            blur,
-            dropout,
-            output,
-        )
-        for op in family.OPS
-    }
+    {op.name: op for family in _FAMILIES for op in family.OPS}
 )
 """Every transform with a device form, by the name of its class in Albumentations."""

@@ -242,7 +242,7 @@ def remap(field: Field, setting: str, fill_name: str) -> Any:
         rows, columns = (torch.nan_to_num(at, nan=0.0).clamp(-FAR, FAR) for at in where)
         fill = fill_like(images, arrays, fill_name)
         out = sample(images, rows, columns, static[setting], static["border"], fill)
-        return out.view(batch.shape)
+        return out.reshape(batch.shape)
 
     return run
 

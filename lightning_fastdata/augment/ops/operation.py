@@ -60,9 +60,6 @@ class DeviceOp:
     draws_pixels: Callable[[Any], bool] = lambda _t: False
     """Whether the device draws numbers for every pixel, given the transform. The result then has
     the distribution of Albumentations' result, not its pixels."""
-    field_for_boxes: bool = False
-    """Whether it has no device form for samples with boxes or keypoints, since those would need the
-    field that only the device draws."""
 
 
 def draw_params(

@@ -47,7 +47,7 @@ def _run(
     column = (x >= arrays["column_starts"][:, 1:, None]).sum(1)
     away = gather(arrays["away"], row[:, :, None], column[:, None, :])
     out = gather(images, y[:, None] + away[..., 0], x + away[..., 1])
-    return out.view(batch.shape)
+    return out.reshape(batch.shape)
 
 
 OPS = (DeviceOp(name="RandomGridShuffle", encode=_encode, image=_run, mask=_run),)
