@@ -179,8 +179,7 @@ class Recorder:
         params: dict[str, Any],
         data: dict[str, Any],
     ) -> dict[str, Any]:
-        # Boxes, keypoints and lists of masks are computed here, so they need the whole field; so
-        # does a result that the user may replay.
+        # What is computed here (boxes, lists of masks) or may be replayed needs the whole field.
         given = {key for key in transform._key2func if data.get(key) is not None}
         deferred = {"image", *(key for key, role in self._roles.items() if role == "mask")}
         whole = "image" not in given or not given <= deferred or transform.deterministic

@@ -111,6 +111,28 @@ def test_a_sample_depends_on_its_key_alone(name):
         assert not torch.equal(first[0], first[1])
 
 
+def test_in_a_mixed_batch_each_sample_takes_what_it_drew_and_nothing_else():
+    transform = pipeline(
+        A.OneOf([one for name, one in ALL.items() if name != "piecewise"], p=0.8),
+        A.SomeOf([A.GaussNoise(p=1), A.ThinPlateSpline(p=1), A.ElasticTransform(p=1)], 1, p=0.4),
+    )
+    items = samples() * 16
+    part = transform.in_worker(on_device=True)
+    tapes = [part(item, key)[1] for item, key in zip(items, keys(len(items)), strict=True)]
+    batch, _ = on_device(transform, items)
+    drawn = [[op.name for op in tape["image"].ops] if tape else [] for tape in tapes]
+    assert len(set(map(tuple, drawn))) > 10
+    assert [] in drawn
+    for index, (item, tape) in enumerate(zip(items, tapes, strict=True)):
+        draws = part.collate([tape])
+        alone = {name: torch.from_numpy(value)[None] for name, value in item.items()}
+        alone = transform.apply(alone, draws)
+        for name, value in alone.items():
+            assert torch.equal(value[0], batch[name][index])
+        if not drawn[index]:
+            np.testing.assert_array_equal(batch["image"][index].numpy(), item["image"])
+
+
 @pytest.mark.parametrize("name", ["grid", "lens", "fisheye", "spline", "piecewise", "tiles"])
 def test_boxes_and_keypoints_are_albumentations_own(name):
     transform = pipeline(SAME_PIXELS[name], A.HorizontalFlip(), **BOXES)
