@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 
 import albumentations as A
@@ -142,6 +143,16 @@ def test_boxes_and_keypoints_are_albumentations_own(name):
         assert np.abs(batch["image"][index].numpy().astype(int) - one["image"]).max() <= 1
         for field in ("bboxes", "keypoints", "classes", "joints"):
             np.testing.assert_array_equal(rest[index][field], one[field])
+
+
+@pytest.mark.parametrize("name", SAME_LAW)
+def test_the_same_operation_again_draws_again(name):
+    compose = A.Compose([copy.deepcopy(SAME_LAW[name]) for _ in range(5)])
+    recorder = Recorder(compose, analyse(compose, DEVICE_OPS), DEVICE_OPS)
+    reseed((recorder.compose,), keys(1)[0])
+    _, tape = recorder(samples()[0])
+    seeds = {op.encoded.arrays["seed"].tobytes() for op in tape["image"].ops}
+    assert len(seeds) == 5
 
 
 @pytest.mark.parametrize("name", ALL)

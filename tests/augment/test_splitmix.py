@@ -23,9 +23,9 @@ def reference(first, second, count, stream=0):
     """The hash in integers of any size."""
     found = []
     for position in range(1, count + 1):
-        z = (first + (position + (stream << 40)) * 0x9E3779B97F4A7C15) & ALL
+        z = first + (position + (stream << 40)) * 0x9E3779B97F4A7C15
+        z = (z ^ (second * 0x94D049BB133111EB)) & ALL
         z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & ALL
-        z ^= second & ALL
         z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & ALL
         found.append(z ^ (z >> 31))
     return found
@@ -55,7 +55,8 @@ def test_a_row_depends_on_its_own_seed_alone():
 
 @pytest.mark.parametrize("draw", [uniform, normal])
 def test_numbers_follow_their_law(draw):
-    seeds = torch.tensor([[7, 1], [8, 1]])
+    # Keys that differ in one bit.
+    seeds = torch.tensor([[7, 1], [6, 1], [7, 0]])
     numbers = draw(seeds, 40_001).double().numpy()
     law = stats.uniform if draw is uniform else stats.norm
     for row in numbers:
@@ -67,6 +68,7 @@ def test_numbers_follow_their_law(draw):
         (numbers[0, 1:], numbers[0, :-1]),
         (numbers[0, :half], numbers[0, half + 1 :]),
         (numbers[0], numbers[1]),
+        (numbers[0], numbers[2]),
         (numbers[0], other[0]),
     ]
     for one, two in pairs:

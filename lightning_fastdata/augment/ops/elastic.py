@@ -10,7 +10,7 @@ import torch
 
 from lightning_fastdata.augment.ops.distortion import encoded, remap, settings
 from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded
-from lightning_fastdata.augment.ops.splitmix import normal, peek_seed, uniform
+from lightning_fastdata.augment.ops.splitmix import normal, take_seed, uniform
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -25,7 +25,7 @@ def _draw(
 ) -> dict[str, Any] | None:
     if settings(transform, data["image"].shape) is None:
         return None
-    return {"elastic_seed": peek_seed(transform.random_generator)}
+    return {"elastic_seed": take_seed(transform.random_generator)}
 
 
 def _encode(

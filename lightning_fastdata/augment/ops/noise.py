@@ -16,6 +16,7 @@ from lightning_fastdata.augment.ops.splitmix import (
     normal,
     peek_seed,
     skip_doubles,
+    take_seed,
     uniform,
     words,
 )
@@ -150,13 +151,15 @@ def _add(
 
 def _draw_specks(
     transform: Any, params: Mapping[str, Any], data: Mapping[str, Any]
-) -> dict[str, Any]:
+) -> dict[str, Any] | None:
+    if data["image"].dtype not in _DTYPES:
+        return None
     height, width = data["image"].shape[:2]
     amount = transform.py_random.uniform(*transform.amount)
     share = transform.py_random.uniform(*transform.salt_vs_pepper)
     pixels = int(height * width * amount)
     counts = np.array([int(pixels * share), pixels], np.int64)
-    return {"specks_seed": peek_seed(transform.random_generator), "specks": counts}
+    return {"specks_seed": take_seed(transform.random_generator), "specks": counts}
 
 
 def _encode_specks(

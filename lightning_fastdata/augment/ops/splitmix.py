@@ -3,7 +3,7 @@
 Number ``i`` of a sample is a hash of its seed and ``i``, in 64-bit integer arithmetic, so that
 every device, batch size and order of work gives the same bits, and nothing is kept between calls.
 The hash is the finalizer of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom
-number generators", OOPSLA 2014) over a Weyl sequence, with a second key between its rounds.
+number generators", OOPSLA 2014) over a Weyl sequence that is combined with a second key.
 """
 
 from __future__ import annotations
@@ -28,9 +28,16 @@ def peek_seed(generator: np.random.Generator) -> np.ndarray:
     """
     bits: Any = generator.bit_generator
     state = bits.state
-    words = np.array(bits.random_raw(2), np.uint64)
+    seed = take_seed(generator)
     bits.state = state
-    return words.view(np.int64)
+    # After a 32-bit draw the words to come may be those that came before it.
+    seed[0] ^= state.get("has_uint32", 0)
+    return seed
+
+
+def take_seed(generator: np.random.Generator) -> np.ndarray:
+    """Return a seed from the next words of a generator: int64 ``[2]``."""
+    return np.array(generator.bit_generator.random_raw(2), np.uint64).view(np.int64)
 
 
 def skip_doubles(generator: np.random.Generator, count: int) -> None:
@@ -71,8 +78,9 @@ def words(seed: torch.Tensor, count: int, stream: int = 0) -> torch.Tensor:
         int64 ``[n, count]``.
     """
     position = torch.arange(1, count + 1, device=seed.device) + (stream << 40)
-    mixed = position * _WEYL + seed[:, :1]
-    mixed = mixed.bitwise_xor_(_shifted(mixed, 30)).mul_(_FIRST).bitwise_xor_(seed[:, 1:])
+    # Multiplied, so that second keys of a few bits differ in many.
+    mixed = (position * _WEYL + seed[:, :1]).bitwise_xor_(seed[:, 1:] * _SECOND)
+    mixed = mixed.bitwise_xor_(_shifted(mixed, 30)).mul_(_FIRST)
     mixed = mixed.bitwise_xor_(_shifted(mixed, 27)).mul_(_SECOND)
     return mixed.bitwise_xor_(_shifted(mixed, 31))
 
