@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 Where: TypeAlias = Literal["worker", "device", "either"]
 
+_DRAWS_THERE: Final = "; draws numbers for every pixel there"
 _CHANGES_DTYPE_OR_LAYOUT: Final = frozenset({"FromFloat", "Normalize", "ToFloat", "ToTensorV2"})
 
 
@@ -123,10 +124,11 @@ def analyse(
                 if sees[index]
                 else f"on the batch, unless {barrier_after} was drawn after it"
             )
+            why += _DRAWS_THERE if draws else ""
             placed.append(OpPlacement(name=name, where="either", why=why))
             barrier_after = name if sees[index] else barrier_after
         else:
-            why = "on the batch; draws numbers for every pixel there" if draws else "on the batch"
+            why = "on the batch" + (_DRAWS_THERE if draws else "")
             placed.append(OpPlacement(name=name, where="device", why=why))
     return Plan(
         placements=tuple(reversed(placed)),
