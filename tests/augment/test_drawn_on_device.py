@@ -263,3 +263,11 @@ def test_a_gpu_gives_the_pixels_of_the_cpu(name):
     assert (apart > 0).float().mean() < 1e-3
     if name not in {"iso", "shot"}:
         assert apart.max() <= 1
+
+
+@pytest.mark.parametrize("size", [(1, 1), (1, 9), (9, 1)])
+@pytest.mark.parametrize("name", [name for name in ALL if name not in {"grid", "tiles"}])
+def test_tiny_images_are_no_special_case(name, size):
+    batch, _ = on_device(pipeline(ALL[name]), samples(size))
+    assert batch["image"].shape == (3, *size, 3)
+    assert batch["image"].dtype == torch.uint8
