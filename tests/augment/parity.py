@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import warnings
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 
 from lightning_fastdata.augment.ops import DEVICE_OPS
+from lightning_fastdata.augment.ops.operation import draw_params
 
 torch.set_num_threads(1)
 
@@ -67,6 +69,18 @@ def _form(encoded):
     return encoded.static, shapes
 
 
+def draw_both(transform, data):
+    """Run Albumentations, and draw for the device from the same state of its generators."""
+    sampler = transform.get_params_dependent_on_data
+    transform.get_params_dependent_on_data = functools.partial(
+        draw_params, DEVICE_OPS[type(transform).__name__], transform, sampler, whole=True
+    )
+    try:
+        return transform(**data)
+    finally:
+        del transform.get_params_dependent_on_data
+
+
 def both(transform, images, masks=None, seeds=range(4)):
     """Return what Albumentations and the device form make of every image for every seed.
 
@@ -82,7 +96,7 @@ def both(transform, images, masks=None, seeds=range(4)):
                 data["mask"] = masks[number]
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                expected = transform(**{key: value.copy() for key, value in data.items()})
+                expected = draw_both(transform, {k: value.copy() for k, value in data.items()})
             encoded = op.encode(transform, transform.params, image.shape, image.dtype)
             assert encoded is not None
             hash(encoded.static)

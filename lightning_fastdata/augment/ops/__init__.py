@@ -8,16 +8,21 @@ from typing import TYPE_CHECKING, Final
 from lightning_fastdata.augment.ops import (
     blur,
     color,
+    distortion,
     downscale,
     dropout,
+    elastic,
     histogram,
     index,
     lens,
+    noise,
     output,
     rank,
     resample,
+    sensor,
     sharpen,
     table,
+    tiles,
     warp,
 )
 
@@ -29,6 +34,7 @@ if TYPE_CHECKING:
 _FAMILIES = (
     *(index, resample, warp, table, color, blur, dropout, output),
     *(downscale, histogram, lens, rank, sharpen),
+    *(distortion, elastic, noise, sensor, tiles),
 )
 
 DEVICE_OPS: Final[Mapping[str, DeviceOp]] = MappingProxyType(
