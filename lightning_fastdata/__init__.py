@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from lightning_fastdata.images.folder import FastImageFolder as FastImageFolder
     from lightning_fastdata.loading.loader import FastDataLoader as FastDataLoader
     from lightning_fastdata.loading.options import LoaderOptions as LoaderOptions
+    from lightning_fastdata.loading.prefetch import prefetch as prefetch
     from lightning_fastdata.plugin.bindings import DataThroughputCallback as DataThroughputCallback
     from lightning_fastdata.plugin.bindings import FastDataModule as FastDataModule
 
@@ -29,6 +30,7 @@ _HOME = {
     "FastDataWarning": "errors",
     "FastImageFolder": "images.folder",
     "LoaderOptions": "loading.options",
+    "prefetch": "loading.prefetch",
 }
 
 __all__ = sorted(_HOME)  # noqa: PLE0605

@@ -171,6 +171,11 @@ class EpochIterator:
             raise
         return self._finish(batch)
 
+    def ready(self) -> bool:
+        """Return whether the next batch, or the end, comes without waiting for a side process."""
+        ready = getattr(self.executor, "ready", None)
+        return True if ready is None else bool(ready())
+
     def end(self, why: str) -> None:
         """Give no more batches."""
         self.executor, self._why = None, why

@@ -121,6 +121,13 @@ class PoolExecutor:
                 raise StopIteration
             self._receive(until)
 
+    def ready(self) -> bool:
+        """Return whether the next batch, or the end, can be had without waiting."""
+        self._fill()
+        self._receive(None, waiting=False)
+        ended = self._now.exhausted and not any(map(self._is_current, self._batches))
+        return ended or self._first_ready() is not None
+
     def record(self, records: deque[BatchStamps] | None) -> None:
         """Append the stamps of each delivered batch from now on; None: no more."""
         self._records = records
@@ -224,13 +231,13 @@ class PoolExecutor:
 
     # What comes back
 
-    def _receive(self, until: float | None) -> None:
+    def _receive(self, until: float | None, *, waiting: bool = True) -> None:
         poller = select.poll()
         by_end = {side.wire.fileno(): side for side in self._sides.values()}
         for end, side in by_end.items():
             poller.register(end, select.POLLIN | (select.POLLOUT if side.outbox else 0))
         left_ms = None if until is None else max(0.0, (until - time.monotonic()) * 1000)
-        events = poller.poll(left_ms)
+        events = poller.poll(left_ms if waiting else 0)
         if not events and until is not None:
             raise timed_out(self.plan, self._batches, self._sides.values())
         for end, event in events:
@@ -317,11 +324,16 @@ class PoolExecutor:
         return batch.generation == self._now.generation
 
     def _next_ready(self) -> PendingBatch | None:
+        batch = self._first_ready()
+        if batch is not None:
+            self._batches.remove(batch)
+        return batch
+
+    def _first_ready(self) -> PendingBatch | None:
         for batch in self._batches:
             if not self._is_current(batch):
                 break
             if not batch.open_tasks and not batch.misfit:
-                self._batches.remove(batch)
                 return batch
             if self.plan.in_order:
                 break
