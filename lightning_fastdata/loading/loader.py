@@ -75,6 +75,8 @@ class FastDataLoader(DataLoader[Any]):
             transforms on the device.
         executor: Who fetches: ``"torch"``'s own iterator, ``"inline"``, ``"gather"``,
             ``"workers"`` or ``"sidecar"``. An iterable dataset is always fetched by torch.
+        ahead: Takes the iterator of each epoch and returns the one that is handed out: what sends
+            batches to the device before they are asked for.
 
     Raises:
         OptionsError: A sidecar was asked for, and an Albumentations pipeline runs on the samples.
@@ -109,6 +111,7 @@ class FastDataLoader(DataLoader[Any]):
         worker_nice: int = 0,
         staged: Stage | None = None,
         executor: ExecutorName | Literal["torch"] = "torch",
+        ahead: Callable[[Iterator[Batch]], Iterator[Batch]] | None = None,
     ) -> None:
         self._inner: DataLoader[Any] | Engine | None
         self._keep(None)
@@ -149,6 +152,7 @@ class FastDataLoader(DataLoader[Any]):
         self.worker_nice = worker_nice
         self.staged = staged
         self.executor = executor
+        self.ahead = ahead
         self._epoch_cell = EpochCell()
         self._iterations = 0
         self._records: deque[BatchStamps] | None = None
@@ -169,7 +173,9 @@ class FastDataLoader(DataLoader[Any]):
                     set_epoch(epoch)
         self._epoch_cell.set(epoch)
         tell_epoch(self.dataset, epoch)
-        return iter(self._open())
+        opened: Iterable[Batch] = self._open()
+        batches = iter(opened)
+        return batches if self.ahead is None else self.ahead(batches)
 
     def _keep(self, inner: DataLoader[Any] | Engine | None) -> None:
         # Lightning records the attributes that are set on loaders in a data hook, and goes on to do

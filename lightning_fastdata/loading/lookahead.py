@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
+from lightning_fastdata.loading.draws import DrawWatch
 from lightning_fastdata.loading.moving import leaves, shows_its_memory
 
 if TYPE_CHECKING:
@@ -113,7 +114,9 @@ class OneAhead:
     """Iterates batches, each sent to the device while the one before it is used.
 
     The next batch is asked for only if it is there without waiting, as far as the iterator can
-    tell, and else when it is its turn; so no batch that is ready is ever held up by another.
+    tell, and else when it is its turn; so no batch that is ready is held up by another. An iterator
+    that makes its batches in the calling process is watched at its second batch: if that draws from
+    the global generators, from which the training may draw as well, none is made ahead.
 
     Args:
         batches: The iterator of a loader.
@@ -128,6 +131,8 @@ class OneAhead:
         self._send = send
         self._receive = receive
         self._next: _Sent | None = None
+        self._asked = 0
+        self._draws = True
 
     def __iter__(self) -> OneAhead:
         return self
@@ -157,9 +162,16 @@ class OneAhead:
         if self._batches is None:
             return None
         try:
-            if not waiting and not is_ready(self._batches):
+            ready = is_ready(self._batches)
+            if not waiting and (self._draws if ready is None else not ready):
                 return None
-            return _Sent(self._send(next(self._batches)), None)
+            self._asked += 1
+            # The first one may draw the seed of an order.
+            watch = DrawWatch() if ready is None and self._asked == 2 else None
+            batch = next(self._batches)
+            if watch is not None:
+                self._draws = watch.drew()
+            return _Sent(self._send(batch), None)
         except Exception as error:  # it belongs to the batch that is to come
             return _Sent(None, error)
 
@@ -180,11 +192,11 @@ def _same(batch: Any) -> Any:
     return batch
 
 
-def is_ready(batches: Iterator[Any]) -> bool:
-    """Return whether the next batch, or the end, can be had without waiting for a worker.
+def is_ready(batches: Iterator[Any]) -> bool | None:
+    """Return whether the next batch, or the end, can be had without waiting for another process.
 
-    True also where the caller fetches the batch itself, which takes as long later as now, and where
-    it cannot be known. torch's own iterator tells by private attributes, if it has them.
+    None: it is made in this process when it is asked for, or nothing is known about it. torch's own
+    iterator over workers is read by private attributes; without them it counts as unknown.
     """
     ready = getattr(batches, "ready", None)
     if callable(ready):
@@ -196,4 +208,4 @@ def is_ready(batches: Iterator[Any]) -> bool:
             return True
         return not inner._data_queue.empty()
     except AttributeError:
-        return True
+        return None

@@ -131,7 +131,9 @@ class Prefetched:
         if self._lane is None:
             return map(work, batches)
         lane = self._lane
-        return OneAhead(batches, lambda batch: lane.send(batch, work, after_consumer=True), _land)
+        # What was drawn by sample reads the batch and nothing else; a callable may read anything.
+        waits = self._transform is not None
+        return OneAhead(batches, lambda batch: lane.send(batch, work, after_consumer=waits), _land)
 
 
 def _land(crossing: Crossing) -> Batch:

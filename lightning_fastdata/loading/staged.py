@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from lightning_fastdata.errors import BatchError
 
 if TYPE_CHECKING:
     from lightning_fastdata.augment.transform import Draws
-    from lightning_fastdata.loading.lookahead import Crossing
     from lightning_fastdata.types import Batch, Stage
 
 _NOT_UNWRAPPED = (
@@ -19,6 +18,13 @@ _NOT_UNWRAPPED = (
     "on_after_batch_transfer, start it with `batch = super().<hook>(...)`; in the first two, read "
     "`batch.batch` and return `batch.with_batch(...)`."
 )
+
+
+class Landing(Protocol):
+    """A batch that a side stream brings to the device."""
+
+    def land(self) -> Batch:
+        """Return the batch on the device; the current stream waits for it."""
 
 
 class StagedBatch:
@@ -35,7 +41,7 @@ class StagedBatch:
     __slots__ = ("batch", "crossing", "draws", "stage")
 
     def __init__(
-        self, batch: Batch, draws: Draws | None, stage: Stage, crossing: Crossing | None = None
+        self, batch: Batch, draws: Draws | None, stage: Stage, crossing: Landing | None = None
     ) -> None:
         self.batch = batch
         self.draws = draws
