@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from lightning_fastdata.augment.transform import BatchTransform
     from lightning_fastdata.loading.executors import ExecutorName
+    from lightning_fastdata.loading.page_lock import PageLockName
     from lightning_fastdata.loading.stamps import BatchStamps
     from lightning_fastdata.types import Batch, Stage
 
@@ -77,6 +78,10 @@ class FastDataLoader(DataLoader[Any]):
             ``"workers"`` or ``"sidecar"``. An iterable dataset is always fetched by torch.
         ahead: Takes the iterator of each epoch and returns the one that is handed out: what sends
             batches to the device before they are asked for.
+        page_lock: With ``pin_memory`` and another executor than torch's: ``"register"`` has CUDA
+            lock the memory that batches come in, instead of copying each. A batch may then be
+            copied to the device on the stream that is current when the loader hands it out, and by
+            this package's own prefetching.
 
     Raises:
         OptionsError: A sidecar was asked for, and an Albumentations pipeline runs on the samples.
@@ -112,6 +117,7 @@ class FastDataLoader(DataLoader[Any]):
         staged: Stage | None = None,
         executor: ExecutorName | Literal["torch"] = "torch",
         ahead: Callable[[Iterator[Batch]], Iterator[Batch]] | None = None,
+        page_lock: PageLockName = "copy",
     ) -> None:
         self._inner: DataLoader[Any] | Engine | None
         self._keep(None)
@@ -153,6 +159,7 @@ class FastDataLoader(DataLoader[Any]):
         self.staged = staged
         self.executor = executor
         self.ahead = ahead
+        self.page_lock = page_lock
         self._epoch_cell = EpochCell()
         self._iterations = 0
         self._records: deque[BatchStamps] | None = None
@@ -217,6 +224,7 @@ class FastDataLoader(DataLoader[Any]):
             self.num_workers,
             self.prefetch_factor,
             self.pin_memory,
+            self.page_lock,
             self.timeout,
             self.persistent_workers,
             self.worker_init_fn,
@@ -309,6 +317,7 @@ class FastDataLoader(DataLoader[Any]):
             persistent=self.persistent_workers,
             staged=None if isinstance(collate_fn, StagingCollate) else self.staged,
             pin_memory=self.pin_memory,
+            page_lock=self.page_lock,
             generator=self.generator,
         )
         engine.record(self._records)

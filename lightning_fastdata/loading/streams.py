@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, cast
 
@@ -40,6 +41,9 @@ class DeviceStreams(Protocol):
         """
 
 
+_in_use: weakref.WeakSet[CudaStreams] = weakref.WeakSet()
+
+
 class CudaStreams:
     """Streams of a CUDA device.
 
@@ -50,6 +54,7 @@ class CudaStreams:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        _in_use.add(self)
 
     def aside(self) -> AbstractContextManager[Any]:
         """Return a context in which the side stream is the current one."""
@@ -75,3 +80,8 @@ class CudaStreams:
 def device_streams(device: torch.device) -> DeviceStreams | None:
     """Return the streams of a device, or None if it has none that could run side by side."""
     return CudaStreams(device) if device.type == "cuda" else None
+
+
+def side_streams(device: torch.device) -> list[torch.cuda.Stream]:
+    """Return the side streams that are in use on a CUDA device."""
+    return [streams.side for streams in _in_use if streams.side.device == device]

@@ -11,6 +11,7 @@ from lightning_fastdata.errors import OptionsError
 if TYPE_CHECKING:
     from lightning_fastdata.loading.executors.fetch import FetchPlan
     from lightning_fastdata.loading.order import EpochOrder
+    from lightning_fastdata.loading.page_lock import PageLocks
     from lightning_fastdata.loading.stamps import BatchStamps
 
 ExecutorName: TypeAlias = Literal["inline", "gather", "workers", "sidecar"]
@@ -51,7 +52,12 @@ class ArmingExecutor(Executor, Protocol):
 
 
 def open_executor(
-    name: ExecutorName, plan: FetchPlan, *, workers: int = 1, threads: int = 8
+    name: ExecutorName,
+    plan: FetchPlan,
+    *,
+    workers: int = 1,
+    threads: int = 8,
+    page_locks: PageLocks | None = None,
 ) -> Executor:
     """Start an executor.
 
@@ -63,6 +69,7 @@ def open_executor(
         plan: What to fetch.
         workers: Side processes.
         threads: Threads in each side process of a sidecar.
+        page_locks: Locks the memory of batches for a device that reads it.
 
     Raises:
         OptionsError: There is no such executor, or it cannot run this plan.
@@ -80,9 +87,10 @@ def open_executor(
     if name == "gather":
         from lightning_fastdata.loading.executors.gather import GatherExecutor
 
-        return GatherExecutor(plan)
+        return GatherExecutor(plan, page_locks=page_locks)
     if not shared_slots_supported():
         raise OptionsError(f"executor {name!r} needs Linux; use 'torch' or 'inline' here.")
     from lightning_fastdata.loading.executors.pool import PoolExecutor
 
-    return PoolExecutor(plan, processes=workers, threads=threads if name == "sidecar" else 1)
+    threads = threads if name == "sidecar" else 1
+    return PoolExecutor(plan, processes=workers, threads=threads, page_locks=page_locks)

@@ -18,6 +18,7 @@ from lightning_fastdata.loading.slots import SlotPool
 
 if TYPE_CHECKING:
     from lightning_fastdata.loading.executors.fetch import FetchPlan
+    from lightning_fastdata.loading.page_lock import PageLocks
 
 _SHORT_S: Final = 0.0003
 """Gathers shorter than this cost less than handing them over from another thread."""
@@ -58,7 +59,7 @@ def _gathers(column: Any) -> bool:
 class GatherExecutor:
     """Gathers in the calling thread while that is short, and else one thread ahead of it."""
 
-    def __init__(self, plan: FetchPlan) -> None:
+    def __init__(self, plan: FetchPlan, *, page_locks: PageLocks | None = None) -> None:
         columns = columns_of(plan.dataset)
         if columns is None or not plan.default_collation or not plan.batched:
             raise OptionsError(
@@ -67,7 +68,9 @@ class GatherExecutor:
             )
         self._columns = columns
         self._look_ahead = max(1, min(plan.look_ahead, 4))
-        self._slots = SlotPool(limit_bytes=plan.memory_limit_bytes, shared=False)
+        self._slots = SlotPool(
+            limit_bytes=plan.memory_limit_bytes, shared=False, page_locks=page_locks
+        )
         self._batches: Iterator[Any] = iter(())
         self._ready: queue.Queue[Any] | None = None
         self._stop = threading.Event()

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from lightning_fastdata.loading.executors.fetch import FetchPlan
     from lightning_fastdata.loading.layout import SampleLayout
     from lightning_fastdata.loading.order import EpochOrder
+    from lightning_fastdata.loading.page_lock import PageLocks
     from lightning_fastdata.loading.stamps import BatchStamps
 
 _TASK_NS: Final = 2_000_000
@@ -43,12 +44,19 @@ _STILLBORN: Final = 3
 class PoolExecutor:
     """Fetches batches in ``processes`` side processes of ``threads`` threads each."""
 
-    def __init__(self, plan: FetchPlan, *, processes: int, threads: int = 1) -> None:
+    def __init__(
+        self,
+        plan: FetchPlan,
+        *,
+        processes: int,
+        threads: int = 1,
+        page_locks: PageLocks | None = None,
+    ) -> None:
         self.plan = plan
         self.threads = threads
         self.respawned = 0
         self._wanted = processes
-        self._slots = SlotPool(limit_bytes=plan.memory_limit_bytes)
+        self._slots = SlotPool(limit_bytes=plan.memory_limit_bytes, page_locks=page_locks)
         self._layout: SampleLayout | None = None
         # Whether batches are written in place: not known before the first sample was read.
         self._in_place = None if plan.default_collation and plan.batched else False
