@@ -7,7 +7,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch.utils.data import (
@@ -27,6 +27,7 @@ from lightning_fastdata.loading.engine import Engine
 from lightning_fastdata.loading.executors.fetch import FetchPlan
 from lightning_fastdata.loading.keyed import keyed, tell_epoch
 from lightning_fastdata.loading.order import epoch_order, index_batches
+from lightning_fastdata.loading.resident import ResidentBatches, device_of
 
 if TYPE_CHECKING:
     from torch import Generator
@@ -82,9 +83,14 @@ class FastDataLoader(DataLoader[Any]):
             lock the memory that batches come in, instead of copying each. A batch may then be
             copied to the device on the stream that is current when the loader hands it out, and by
             this package's own prefetching.
+        device_resident: Keep the whole dataset on a device and index it there, if it is tensors or
+            arrays: True: on the current accelerator, else the CPU. It is read once, at the first
+            iteration.
 
     Raises:
         OptionsError: A sidecar was asked for, and an Albumentations pipeline runs on the samples.
+            At the first iteration: ``device_resident`` was asked for and the dataset is no tensors
+            or arrays, or does not fit.
         TransformError: A transform on the device was asked for without batches
             (``batch_size=None``).
     """
@@ -118,8 +124,9 @@ class FastDataLoader(DataLoader[Any]):
         executor: ExecutorName | Literal["torch"] = "torch",
         ahead: Callable[[Iterator[Batch]], Iterator[Batch]] | None = None,
         page_lock: PageLockName = "copy",
+        device_resident: bool | str | torch.device = False,
     ) -> None:
-        self._inner: DataLoader[Any] | Engine | None
+        self._inner: DataLoader[Any] | Engine | ResidentBatches | None
         self._keep(None)
         self._inner_settings: tuple[Any, ...] = ()
         super().__init__(
@@ -160,6 +167,7 @@ class FastDataLoader(DataLoader[Any]):
         self.executor = executor
         self.ahead = ahead
         self.page_lock = page_lock
+        self.device_resident = device_resident
         self._epoch_cell = EpochCell()
         self._iterations = 0
         self._records: deque[BatchStamps] | None = None
@@ -184,7 +192,7 @@ class FastDataLoader(DataLoader[Any]):
         batches = iter(opened)
         return batches if self.ahead is None else self.ahead(batches)
 
-    def _keep(self, inner: DataLoader[Any] | Engine | None) -> None:
+    def _keep(self, inner: DataLoader[Any] | Engine | ResidentBatches | None) -> None:
         # Lightning records the attributes that are set on loaders in a data hook, and goes on to do
         # so in the whole process if the hook raises. A record would keep the workers alive.
         vars(self)["_inner"] = inner
@@ -218,13 +226,14 @@ class FastDataLoader(DataLoader[Any]):
         if value is None:
             self.close()
 
-    def _open(self) -> DataLoader[Any] | Engine:
+    def _open(self) -> DataLoader[Any] | Engine | ResidentBatches:
         """Return torch's loader over the keyed dataset, with its workers if they persist."""
         settings = (
             self.num_workers,
             self.prefetch_factor,
             self.pin_memory,
             self.page_lock,
+            self.device_resident,
             self.timeout,
             self.persistent_workers,
             self.worker_init_fn,
@@ -249,7 +258,7 @@ class FastDataLoader(DataLoader[Any]):
         strategy = torch.multiprocessing.get_sharing_strategy()  # type: ignore[no-untyped-call]
         return _WorkerStart(strategy, self.worker_nice, self.worker_init_fn)
 
-    def _make_inner(self) -> DataLoader[Any] | Engine:
+    def _make_inner(self) -> DataLoader[Any] | Engine | ResidentBatches:
         worker_part = None
         if self.transform is not None:
             worker_part = self.transform.in_worker(on_device=self.on_device)
@@ -258,13 +267,23 @@ class FastDataLoader(DataLoader[Any]):
             collate_fn = collate_samples
         streamed = isinstance(self.dataset, IterableDataset)
         staged = self.staged
-        if self.executor != "torch" and not streamed and worker_part is None:
+        ours = self.executor != "torch" or self.device_resident is not False
+        if ours and not streamed and worker_part is None:
             staged = None  # the engine stages what has no draws, and may so collate in place
         if staged is not None:
             collate_fn = StagingCollate(collate_fn, worker_part, staged)
         elif worker_part is not None:
             collate_fn = _FirstOfPairs(collate_fn, single=not self._batches)
         dataset = keyed(self.dataset, seed=self.seed, epoch=self._epoch_cell, transform=worker_part)
+        if self.device_resident is not False:
+            return ResidentBatches(
+                dataset,
+                device_of(self.device_resident),
+                default_collation=collate_fn is collate_samples and self._batches,
+                batches=partial(index_batches, cast("Any", self.batch_sampler)),
+                staged=self.staged,
+                generator=self.generator,
+            )
         if self.executor != "torch" and not streamed:
             return self._make_engine(self.executor, dataset, collate_fn)
         order: dict[str, Any]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -35,23 +35,35 @@ def move(batch: Batch, device: torch.device, *, non_blocking: bool = False) -> B
         draws = None if draws is None else draws.to(device, non_blocking=non_blocking)
         plain = move(batch.batch, device, non_blocking=non_blocking)
         return StagedBatch(plain, draws, batch.stage)
+
+    def moved(leaf: Any) -> Any:
+        if isinstance(leaf, StagedBatch):
+            return move(leaf, device, non_blocking=non_blocking)
+        how = {"non_blocking": True} if non_blocking and _is_tensor(leaf) else {}
+        result = leaf.to(device, **how)
+        return leaf if result is None else result  # None: a ``to`` that changes it in place
+
+    return with_leaves(batch, moved)
+
+
+def with_leaves(batch: Batch, function: Callable[[Any], Any]) -> Batch:
+    """Return a batch with what can be moved replaced by what a function makes of it."""
+    if isinstance(batch, StagedBatch):
+        return function(batch)
     if not isinstance(batch, type) and callable(getattr(batch, "to", None)):
-        how = {"non_blocking": True} if non_blocking and _is_tensor(batch) else {}
-        moved = batch.to(device, **how)
-        return batch if moved is None else moved  # None: a ``to`` that changes it in place
+        return function(batch)
     if is_dataclass(batch) and not isinstance(batch, type):
         twin = copy.copy(batch)
         for field in fields(batch):
-            value = move(getattr(batch, field.name), device, non_blocking=non_blocking)
-            object.__setattr__(twin, field.name, value)
+            object.__setattr__(twin, field.name, with_leaves(getattr(batch, field.name), function))
         return twin
     if isinstance(batch, Mapping):
-        items = {k: move(v, device, non_blocking=non_blocking) for k, v in batch.items()}
+        items = {key: with_leaves(value, function) for key, value in batch.items()}
         if isinstance(batch, defaultdict):
             return type(batch)(batch.default_factory, items)
         return items if type(batch) is dict else type(batch)(items)  # type: ignore[call-arg]
     if isinstance(batch, Sequence) and not isinstance(batch, _NOT_TAKEN_APART):
-        values = [move(value, device, non_blocking=non_blocking) for value in batch]
+        values = [with_leaves(value, function) for value in batch]
         return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)  # type: ignore[call-arg]
     return batch
 
