@@ -309,6 +309,7 @@ def test_a_batch_that_is_there_is_seen_to_be_there(executor):
     )
     batches = iter(loader)
     next(batches)
+    assert is_ready(batches) is not None
     while not is_ready(batches):
         pass
     assert next(batches).tolist() == [1]
