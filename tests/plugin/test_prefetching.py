@@ -47,6 +47,7 @@ class Learns(Linear):
 
     def __init__(self):
         super().__init__()
+        self.layer = None  # of the parent, not used here
         self.scale = nn.Parameter(torch.ones(()))
         self.losses = []
 
@@ -176,6 +177,36 @@ def test_other_stages_are_the_same_too(tmp_path):
         found.append(model)
     for other in found[1:]:
         assert_same(other, found[0])
+
+
+class Writes(Learns):
+    """Writes what a rank has seen."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.path = path
+
+    def on_train_end(self):
+        sent = self.trainer.datamodule.streams.sent if self.trainer.datamodule.streams else 0
+        how = self.trainer.datamodule._prefetching.choice.how
+        torch.save((self.seen["train"], self.losses, how, sent), self.path / f"{self.global_rank}")
+
+
+def test_on_several_ranks_auto_looks_ahead_and_each_rank_sees_the_same(tmp_path):
+    found = {}
+    for way in ("off", "auto"):
+        path = tmp_path / way
+        path.mkdir()
+        module = rows(way)
+        trained(path, module, Writes(path), strategy="ddp_fork", devices=2, limit_val_batches=0)
+        found[way] = [torch.load(path / f"{rank}", weights_only=False) for rank in range(2)]
+    for plain, ahead in zip(found["off"], found["auto"], strict=True):
+        assert plain[2:] == ("off", 0)
+        assert ahead[2] == "lookahead"
+        assert ahead[3] == len(plain[0]) == 6
+        assert all(torch.equal(x, y) for [x], [y] in zip(plain[0], ahead[0], strict=True))
+        assert torch.equal(torch.stack(plain[1]), torch.stack(ahead[1]))
+    assert not torch.equal(found["auto"][0][0][0][0], found["auto"][1][0][0][0])
 
 
 class BeforeAndAfter(Learns):
