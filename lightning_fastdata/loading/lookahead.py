@@ -76,22 +76,16 @@ class SideLane:
         if not all(map(shows_its_memory, given)):
             # Its memory could be used again too early: so it takes the straight way.
             return Crossing(work(batch), None, streams)
-        on_device = [leaf for leaf in given if not getattr(leaf, "is_cpu", False)]
+        made_by_consumer = not all(getattr(leaf, "is_cpu", False) for leaf in given)
         with streams.aside():
-            if after_consumer or on_device:
+            if after_consumer or made_by_consumer:
                 streams.wait(here)
-            for leaf in on_device:
-                streams.keep(leaf)
             try:
                 moved = work(batch)
             finally:
                 done = streams.mark()
                 self._sources.append((done, batch))
         return Crossing(moved, done, streams)
-
-    def settle(self) -> None:
-        """Wait until no batch in host memory is read any more, and let go of them."""
-        _wait_for(self._sources)
 
     def _hold_back(self, here: StreamEvent) -> None:
         self._consumed.append(here)
