@@ -40,7 +40,7 @@ class Engine:
         order: Called with the number of an epoch for the plan its batches follow, if that is known;
             the first batches of such an epoch are fetched while the one before it ends.
         workers: Side processes; of a sidecar its threads, spread over processes of up to 8.
-            With 0 of them the caller fetches, as in torch.
+            With 0 of them the caller fetches, as in torch. Of ``"gather"`` its threads.
         persistent: Keep side processes between epochs.
         staged: Deliver :class:`StagedBatch` of this stage, without draws.
         pin_memory: Copy batches into page-locked memory.
@@ -71,7 +71,7 @@ class Engine:
         self.batches = batches
         self.epoch = epoch
         self.order = order
-        self.processes = max(1, workers)
+        self.processes = workers if name == "gather" else max(1, workers)
         self.threads = 1
         if name == "sidecar":
             self.processes = max(1, math.ceil(workers / _THREADS_PER_PROCESS))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -22,18 +20,23 @@ from lightning_fastdata.augment.seeds import find_composes
 from lightning_fastdata.epochs import EpochCell
 from lightning_fastdata.errors import OptionsError, TransformError
 from lightning_fastdata.host.memory import read_host_memory
-from lightning_fastdata.loading.collate import StagingCollate, collate_samples
+from lightning_fastdata.loading.automatic import plan_alone
+from lightning_fastdata.loading.collate import FirstOfPairs, StagingCollate, collate_samples
 from lightning_fastdata.loading.engine import Engine
 from lightning_fastdata.loading.executors.fetch import FetchPlan
-from lightning_fastdata.loading.keyed import keyed, tell_epoch
-from lightning_fastdata.loading.order import epoch_order, index_batches
+from lightning_fastdata.loading.keyed import fetches_in_batches, keyed, tell_epoch
+from lightning_fastdata.loading.order import epoch_order
 from lightning_fastdata.loading.resident import ResidentBatches, device_of
+from lightning_fastdata.loading.sampled import index_batches
+from lightning_fastdata.loading.worker_count import look_ahead_batches
+from lightning_fastdata.loading.worker_start import WorkerStart
 
 if TYPE_CHECKING:
     from torch import Generator
 
     from lightning_fastdata.augment.transform import BatchTransform
     from lightning_fastdata.loading.executors import ExecutorName
+    from lightning_fastdata.loading.options import LoaderPlan
     from lightning_fastdata.loading.page_lock import PageLockName
     from lightning_fastdata.loading.stamps import BatchStamps
     from lightning_fastdata.types import Batch, Stage
@@ -52,7 +55,8 @@ class FastDataLoader(DataLoader[Any]):
         shuffle: Permute the samples each epoch.
         sampler: Yields indices; excludes ``shuffle``.
         batch_sampler: Yields lists of indices; excludes batch_size, shuffle, sampler, drop_last.
-        num_workers: Side processes that fetch; 0 fetches in the calling process.
+        num_workers: Side processes that fetch, of ``"gather"`` threads; 0 fetches in the calling
+            process. None: 0, or what suits the dataset if ``executor`` is ``"auto"``.
         collate_fn: Samples to batch; default: ``default_collate``, extended to dataclasses.
         pin_memory: Copy batches into page-locked memory before they are returned.
         drop_last: Leave out the last batch if it is not full.
@@ -61,7 +65,7 @@ class FastDataLoader(DataLoader[Any]):
         multiprocessing_context: Start method of the workers.
         generator: Source of torch's own base seed.
         prefetch_factor: Batches each worker fetches ahead.
-        persistent_workers: Keep the workers between epochs.
+        persistent_workers: Keep the workers between epochs. None: if ``executor`` is ``"auto"``.
         pin_memory_device: As in torch.
         in_order: Return batches in the order of their indices.
         seed: Seed of the per-sample randomness.
@@ -72,11 +76,12 @@ class FastDataLoader(DataLoader[Any]):
             otherwise it is the whole Albumentations pipeline.
         on_device: Whether the pixels of ``transform`` are to be computed on the device.
         worker_nice: Added to the niceness of the workers, 0 to 19: how much the calling process
-            goes first where both want a CPU.
+            goes first where both want a CPU. None: 0, or 5 if ``executor`` is ``"auto"``.
         staged: Deliver :class:`StagedBatch` of this stage, for the hook that runs the stage's
             transforms on the device.
         executor: Who fetches: ``"torch"``'s own iterator, ``"inline"``, ``"gather"``,
-            ``"workers"`` or ``"sidecar"``. An iterable dataset is always fetched by torch.
+            ``"workers"`` or ``"sidecar"``; ``"auto"`` reads some samples now, takes what suits them
+            and says why in ``plan.explain()``. An iterable dataset is always fetched by torch.
         ahead: Takes the iterator of each epoch and returns the one that is handed out: what sends
             batches to the device before they are asked for.
         page_lock: With ``pin_memory`` and another executor than torch's: ``"register"`` has CUDA
@@ -102,7 +107,7 @@ class FastDataLoader(DataLoader[Any]):
         shuffle: bool | None = None,
         sampler: Sampler[Any] | Iterable[Any] | None = None,
         batch_sampler: Sampler[list[Any]] | Iterable[list[Any]] | None = None,
-        num_workers: int = 0,
+        num_workers: int | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         pin_memory: bool = False,
         drop_last: bool = False,
@@ -112,21 +117,42 @@ class FastDataLoader(DataLoader[Any]):
         generator: Generator | None = None,
         *,
         prefetch_factor: int | None = None,
-        persistent_workers: bool = False,
+        persistent_workers: bool | None = None,
         pin_memory_device: str = "",
         in_order: bool = True,
         seed: int = 0,
         epoch: Callable[[], int] | None = None,
         transform: BatchTransform | None = None,
         on_device: bool = False,
-        worker_nice: int = 0,
+        worker_nice: int | None = None,
         staged: Stage | None = None,
-        executor: ExecutorName | Literal["torch"] = "torch",
+        executor: ExecutorName | Literal["torch", "auto"] = "torch",
         ahead: Callable[[Iterator[Batch]], Iterator[Batch]] | None = None,
         page_lock: PageLockName = "copy",
         device_resident: bool | str | torch.device = False,
     ) -> None:
         self._inner: DataLoader[Any] | Engine | ResidentBatches | None
+        self.plan: LoaderPlan | None = None
+        if executor == "auto":
+            size = getattr(batch_sampler, "batch_size", None) or batch_size
+            self.plan = plan_alone(
+                dataset,
+                num_workers=num_workers,
+                prefetch_factor=prefetch_factor,
+                persistent_workers=persistent_workers,
+                multiprocessing_context=multiprocessing_context,
+                default_collation=collate_fn is None and size is not None,
+                transformed=transform is not None,
+                batch_size=size,
+            )
+            executor = cast("ExecutorName", self.plan.executor)
+            num_workers = self.plan.num_workers
+            worker_nice = self.plan.worker_nice if worker_nice is None else worker_nice
+            persistent_workers = self.plan.persistent_workers and num_workers > 0
+            if not num_workers:
+                prefetch_factor = multiprocessing_context = None
+        self._prefetch = prefetch_factor
+        self.executor = executor
         self._keep(None)
         self._inner_settings: tuple[Any, ...] = ()
         super().__init__(
@@ -135,7 +161,7 @@ class FastDataLoader(DataLoader[Any]):
             shuffle,
             sampler,
             batch_sampler,
-            num_workers,
+            num_workers or 0,
             collate_fn,
             pin_memory,
             drop_last,
@@ -144,7 +170,7 @@ class FastDataLoader(DataLoader[Any]):
             multiprocessing_context,
             generator,
             prefetch_factor=prefetch_factor,
-            persistent_workers=persistent_workers,
+            persistent_workers=bool(persistent_workers),
             pin_memory_device=pin_memory_device,
             in_order=in_order,
         )
@@ -162,15 +188,19 @@ class FastDataLoader(DataLoader[Any]):
         self.epoch = epoch
         self.transform = transform
         self.on_device = on_device
-        self.worker_nice = worker_nice
+        self.worker_nice = worker_nice or 0
         self.staged = staged
-        self.executor = executor
         self.ahead = ahead
         self.page_lock = page_lock
         self.device_resident = device_resident
         self._epoch_cell = EpochCell()
         self._iterations = 0
         self._records: deque[BatchStamps] | None = None
+
+    def check_worker_number_rationality(self) -> None:
+        """Warn of more workers than CPUs, unless the engine has them, which may well wait."""
+        if self.executor == "torch":
+            super().check_worker_number_rationality()
 
     @property
     def _batches(self) -> bool:
@@ -256,7 +286,7 @@ class FastDataLoader(DataLoader[Any]):
         if self.num_workers == 0:
             return self.worker_init_fn
         strategy = torch.multiprocessing.get_sharing_strategy()  # type: ignore[no-untyped-call]
-        return _WorkerStart(strategy, self.worker_nice, self.worker_init_fn)
+        return WorkerStart(strategy, self.worker_nice, self.worker_init_fn)
 
     def _make_inner(self) -> DataLoader[Any] | Engine | ResidentBatches:
         worker_part = None
@@ -273,7 +303,7 @@ class FastDataLoader(DataLoader[Any]):
         if staged is not None:
             collate_fn = StagingCollate(collate_fn, worker_part, staged)
         elif worker_part is not None:
-            collate_fn = _FirstOfPairs(collate_fn, single=not self._batches)
+            collate_fn = FirstOfPairs(collate_fn, single=not self._batches)
         dataset = keyed(self.dataset, seed=self.seed, epoch=self._epoch_cell, transform=worker_part)
         if self.device_resident is not False:
             return ResidentBatches(
@@ -322,7 +352,12 @@ class FastDataLoader(DataLoader[Any]):
             timeout_s=self.timeout,
             in_order=self.in_order,
             context=self.multiprocessing_context,
-            look_ahead=max(8, self.num_workers * (self.prefetch_factor or 2)),
+            look_ahead=look_ahead_batches(
+                self.num_workers,
+                prefetch=self._prefetch,
+                batch_size=self.batch_size or 1,
+                split=default and self._batches and not fetches_in_batches(self.dataset),
+            ),
             memory_limit_bytes=read_host_memory().available_bytes // 4,
             niceness=self.worker_nice,
         )
@@ -348,38 +383,3 @@ class FastDataLoader(DataLoader[Any]):
         return (
             partial(index_batches, source) if self.executor == "gather" else partial(iter, source)
         )
-
-
-class _WorkerStart:
-    """Makes a worker a good neighbour, then runs the user's own ``worker_init_fn``.
-
-    It lets the training process go first, computes on one thread (torch sees to its own threads,
-    not to OpenCV's), and takes the sharing strategy of its parent, which only a forked one has.
-    """
-
-    def __init__(self, strategy: str, nice: int, then: Callable[[int], None] | None) -> None:
-        self.strategy = strategy
-        self.nice = nice
-        self.then = then
-
-    def __call__(self, worker_id: int) -> None:
-        torch.multiprocessing.set_sharing_strategy(self.strategy)  # type: ignore[no-untyped-call]
-        if self.nice and hasattr(os, "nice"):
-            os.nice(self.nice)
-        if "cv2" in sys.modules:
-            sys.modules["cv2"].setNumThreads(0)
-        if self.then is not None:
-            self.then(worker_id)
-
-
-class _FirstOfPairs:
-    """Collates the samples of ``(sample, tape)`` pairs whose transform has already run whole."""
-
-    def __init__(self, collate_fn: Callable[[Any], Any], *, single: bool) -> None:
-        self.collate_fn = collate_fn
-        self.single = single
-
-    def __call__(self, pairs: Any) -> Any:
-        if self.single:
-            return self.collate_fn(pairs[0])
-        return self.collate_fn([sample for sample, _tape in pairs])

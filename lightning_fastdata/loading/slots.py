@@ -74,6 +74,12 @@ def map_shared_memory(descriptor: int) -> mmap.mmap:
     return _advised(mmap.mmap(descriptor, 0))
 
 
+def _private_memory(size_bytes: int) -> mmap.mmap:
+    # Without the flag these are pages of a memory file, whose first use costs more.
+    private = getattr(mmap, "MAP_PRIVATE", None)
+    return mmap.mmap(-1, size_bytes) if private is None else mmap.mmap(-1, size_bytes, private)
+
+
 def _advised(mapping: mmap.mmap) -> mmap.mmap:
     if len(mapping) >= _HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
         try:
@@ -169,7 +175,7 @@ class SlotPool:
         if self.shared:
             descriptor = create_shared_memory(size_bytes)
             return self._add(descriptor, map_shared_memory(descriptor))
-        return self._add(None, _advised(mmap.mmap(-1, size_bytes)))
+        return self._add(None, _advised(_private_memory(size_bytes)))
 
     def adopt(self, descriptor: int) -> Slot:
         """Take over memory that a side process made because its batch fitted into no slot."""

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, get_args, runtime_checkable
 
 from lightning_fastdata.errors import OptionsError
+from lightning_fastdata.host.cpu import read_cpu_limit
 
 if TYPE_CHECKING:
     from lightning_fastdata.loading.executors.fetch import FetchPlan
@@ -67,7 +68,7 @@ def open_executor(
             side processes, for code that waits or releases the GIL; it cannot key global
             generators by sample, as its threads share them.
         plan: What to fetch.
-        workers: Side processes.
+        workers: Side processes; of ``"gather"`` threads that gather ahead, 0 for none.
         threads: Threads in each side process of a sidecar.
         page_locks: Locks the memory of batches for a device that reads it.
 
@@ -87,7 +88,9 @@ def open_executor(
     if name == "gather":
         from lightning_fastdata.loading.executors.gather import GatherExecutor
 
-        return GatherExecutor(plan, page_locks=page_locks)
+        # The caller helps while it waits, and more threads than CPUs hinder each other.
+        spare = max(1, read_cpu_limit().usable_cpus - 1)
+        return GatherExecutor(plan, threads=min(workers, spare), page_locks=page_locks)
     if not shared_slots_supported():
         raise OptionsError(f"executor {name!r} needs Linux; use 'torch' or 'inline' here.")
     from lightning_fastdata.loading.executors.pool import PoolExecutor

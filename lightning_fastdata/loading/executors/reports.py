@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from lightning_fastdata.errors import WorkerError
 
@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
     from lightning_fastdata.loading.executors.fetch import FetchPlan
     from lightning_fastdata.loading.executors.processes import PendingBatch, SideProcess
+
+_IDLE_SIDES: Final = 4
 
 
 def stillborn(number: int, code: int | None, times: int) -> WorkerError:
@@ -33,23 +35,27 @@ def poisonous(index: Any, code: int | None, times: int) -> WorkerError:
 
 
 def timed_out(
-    plan: FetchPlan, batches: Iterable[PendingBatch], sides: Iterable[SideProcess]
+    plan: FetchPlan, batches: Iterable[PendingBatch], sides: list[SideProcess]
 ) -> WorkerError:
     """Return the error for a batch that is late, with what each side process is doing."""
     late = f"No batch within timeout={plan.timeout_s:g} s."
     lines = [f"{late} Reading may be slow (raise the timeout) or stuck:"]
     by_number = {batch.number: batch for batch in batches}
-    for side in sides:
-        reading = [
+    reading = {
+        side.number: [
             repr(by_number[number].indices[at] if plan.batched else at)
             for number, at in side.working_on()
             if number in by_number
         ]
-        if side.tasks:
-            lines.append(
-                f"side process {side.number} (pid {side.process.pid}), reading sample "
-                f"{', '.join(reading) or 'none'}:\n{side.stack()}"
-            )
+        for side in sides
+    }
+    busy = [side for side in sides if reading[side.number] or side.tasks or side.is_stopped()]
+    # Where nobody seems to have anything to do, some of them are to tell what they do instead.
+    lines.extend(
+        f"side process {side.number} (pid {side.process.pid}), reading sample "
+        f"{', '.join(reading[side.number]) or 'none'}:\n{side.stack()}"
+        for side in (busy or sides[:_IDLE_SIDES])
+    )
     return WorkerError("\n".join(lines))
 
 
