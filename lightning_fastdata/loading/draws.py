@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 import numpy as np
+import numpy.random  # forked processes find it loaded, which takes a tenth of a second
 import torch
 
 _MT19937_WORDS: Final = 624

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.host.memory import batch_memories
@@ -52,6 +52,13 @@ _ONE_STREAM = (
     "would come several times. If the dataset splits itself (torch.utils.data.get_worker_info), "
     "set num_workers={count}; otherwise set num_workers=1 and this message goes away."
 )
+
+
+_ALONE: Final = {
+    "gather": (1, "a thread, which gathers ahead"),
+    "inline": (0, "not used: the training process fetches"),
+}
+"""Executors without side processes, their num_workers and why."""
 
 
 @refuses_unknown_names
@@ -248,10 +255,10 @@ def plan_loader(
     batches = None if dataset_length is None else math.ceil(dataset_length / batch_size)
     if options.num_workers != "auto":
         count, why = options.num_workers, _SET
+    elif ours and executor in _ALONE:
+        count, why = _ALONE[executor]
     elif batched_fetch and in_memory:
         count, why = 0, "in memory: fetching a batch costs less than handing it over"
-    elif ours and executor in ("inline", "gather"):
-        count, why = 0, f"not used: {executor!r} has none"
     else:
         count, why = workers_for(stage, cpu, on_cpu=accelerator == "cpu", batches=batches)
         if iterable and count > 1:
