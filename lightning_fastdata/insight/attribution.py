@@ -20,6 +20,8 @@ _SLOW_FACTOR: Final = 4.0
 """A sample this many times as long as a typical one holds up the batches behind it."""
 _KEPT_TASKS: Final = 64
 _TYPICAL_WEIGHT: Final = 0.05
+_WORK_PARTS: Final = 7
+"""Reading on a CPU, in the run queue, blocked, unknown; a slow sample; collation; the rest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +40,8 @@ class WaitParts:
     """One sample took several times as long as the others."""
     collate_ms: float = 0.0
     """Samples were collated, or written into the batch."""
+    pin_ms: float = 0.0
+    """The batch was copied into page-locked memory."""
     handover_ms: float = 0.0
     """The batch was complete and on its way to the training process."""
     idle_ms: float = 0.0
@@ -100,61 +104,46 @@ class WaitCutter:
     def cut(self, batch: BatchStamps) -> Wait:
         """Return where the wait for a batch went."""
         for task in batch.tasks:
-            kept = self._threads.setdefault((task.process, task.thread), deque(maxlen=_KEPT_TASKS))
+            thread = task.process, task.thread
+            kept = self._threads.get(thread)
+            if kept is None:
+                kept = self._threads[thread] = deque(maxlen=_KEPT_TASKS)
             kept.append(task)
-        parts, slow = self._parts(batch)
-        self._learn(batch.tasks)
-        return Wait(
-            parts=parts,
-            overtaken=batch.ready_ahead > 0,
-            slow_sample=slow if parts.slow_sample_ms else None,
-        )
-
-    def _parts(self, batch: BatchStamps) -> tuple[WaitParts, SlowSample | None]:
-        start, end = batch.requested_ns, batch.delivered_ns
-        if not batch.tasks:
-            return WaitParts(idle_ms=(end - start) / _NS_PER_MS), None
-        last = max(batch.tasks, key=lambda task: task.ended_ns)
-        made = min(max(last.ended_ns, start), end)
-        parts = WaitParts(handover_ms=(end - made) / _NS_PER_MS)
-        covered = 0
-        worst: TaskStamps | None = None
-        for task in self._threads[last.process, last.thread]:
-            overlap = min(task.ended_ns, made) - max(task.began_ns, start)
-            if overlap > 0:
-                covered += overlap
-                parts += self._work(task, overlap)
-                if worst is None or task.slowest_ns > worst.slowest_ns:
-                    worst = task
-        idle = max(0, made - start - covered)
+        parts, worst = self._parts(batch)
         slow = None
-        if worst is not None:
+        if worst is not None and parts.slow_sample_ms:
             slow = SlowSample(
                 index=worst.slowest_index,
                 ms=worst.slowest_ns / _NS_PER_MS,
                 typical_ms=(self._typical_ns or 0.0) / _NS_PER_MS,
             )
-        return parts + WaitParts(idle_ms=idle / _NS_PER_MS), slow
+        self._learn(batch.tasks)
+        return Wait(parts=parts, overtaken=batch.ready_ahead > 0, slow_sample=slow)
 
-    def _work(self, task: TaskStamps, overlap_ns: float) -> WaitParts:
-        length = max(1, task.ended_ns - task.began_ns)
-        slow = min(overlap_ns, self._excess_ns(task))
-        rest = overlap_ns - slow
-        usual = max(1.0, length - self._excess_ns(task))
-        read = rest * min(1.0, max(0.0, task.read_ns - self._excess_ns(task)) / usual)
-        collate = min(rest - read, rest * task.collate_ns / usual)
-        other = rest - read - collate
-        cpu = runqueue = blocked = 0.0
-        unknown = read
-        if task.cpu_ns is not None and task.runqueue_ns is not None:
-            unknown = 0.0
-            # Collation hardly blocks; what the thread waited for, it waited for while it read.
-            waited = max(0, length - task.cpu_ns)
-            busy = max(0.0, task.read_ns - waited)
-            whole = max(1.0, busy + waited)
-            runqueue = read * min(task.runqueue_ns, waited) / whole
-            blocked = read * max(0, waited - task.runqueue_ns) / whole
-            cpu = read - runqueue - blocked
+    def _parts(self, batch: BatchStamps) -> tuple[WaitParts, TaskStamps | None]:
+        start, end = batch.requested_ns, batch.delivered_ns
+        if not batch.tasks:
+            return WaitParts(idle_ms=(end - start) / _NS_PER_MS), None
+        last = max(batch.tasks, key=_end_of)
+        made = min(max(last.ended_ns, start), end)
+        handover: float = end - made
+        pin = 0.0
+        if batch.pinned_ns is not None:
+            pin = max(0.0, min(batch.pinned_ns[1], end) - max(batch.pinned_ns[0], made))
+            handover -= pin
+        covered = 0
+        worst: TaskStamps | None = None
+        spent = [0.0] * _WORK_PARTS
+        for task in reversed(self._threads[last.process, last.thread]):
+            overlap = min(task.ended_ns, made) - max(task.began_ns, start)
+            if overlap > 0:
+                covered += overlap
+                self._work(task, overlap, spent)
+                if worst is None or task.slowest_ns > worst.slowest_ns:
+                    worst = task
+            elif task.ended_ns <= start:
+                break
+        cpu, runqueue, blocked, unknown, slow, collate, other = spent
         return WaitParts(
             read_cpu_ms=cpu / _NS_PER_MS,
             read_runqueue_ms=runqueue / _NS_PER_MS,
@@ -162,8 +151,35 @@ class WaitCutter:
             read_ms=unknown / _NS_PER_MS,
             slow_sample_ms=slow / _NS_PER_MS,
             collate_ms=collate / _NS_PER_MS,
-            handover_ms=other / _NS_PER_MS,
-        )
+            pin_ms=pin / _NS_PER_MS,
+            handover_ms=(handover + other) / _NS_PER_MS,
+            idle_ms=max(0, made - start - covered) / _NS_PER_MS,
+        ), worst
+
+    def _work(self, task: TaskStamps, overlap_ns: float, spent: list[float]) -> None:
+        """Add the time of a task that overlaps a wait to the parts it belongs to."""
+        length = max(1, task.ended_ns - task.began_ns)
+        excess = self._excess_ns(task)
+        slow = min(overlap_ns, excess)
+        rest = overlap_ns - slow
+        usual = max(1.0, length - excess)
+        read = rest * min(1.0, max(0.0, task.read_ns - excess) / usual)
+        collate = min(rest - read, rest * task.collate_ns / usual)
+        if task.cpu_ns is None or task.runqueue_ns is None:
+            spent[3] += read
+        else:
+            # Collation hardly blocks; what the thread waited for, it waited for while it read.
+            waited = max(0, length - task.cpu_ns)
+            busy = max(0.0, task.read_ns - waited)
+            whole = max(1.0, busy + waited)
+            runqueue = read * min(task.runqueue_ns, waited) / whole
+            blocked = read * max(0, waited - task.runqueue_ns) / whole
+            spent[0] += read - runqueue - blocked
+            spent[1] += runqueue
+            spent[2] += blocked
+        spent[4] += slow
+        spent[5] += collate
+        spent[6] += rest - read - collate
 
     def _excess_ns(self, task: TaskStamps) -> float:
         typical = self._typical_ns
@@ -188,3 +204,7 @@ class WaitCutter:
             else:
                 # One slow sample alone in its task says little about the others.
                 self._typical_ns = known * (1 + _TYPICAL_WEIGHT)
+
+
+def _end_of(task: TaskStamps) -> int:
+    return task.ended_ns

@@ -115,3 +115,17 @@ class StagingCollate:
         batch = self.collate_fn([sample for sample, _tape in samples])
         draws = self.transform.collate([tape for _sample, tape in samples])
         return StagedBatch(batch, draws, self.stage)
+
+
+class FirstOfPairs:
+    """Collates the samples of ``(sample, tape)`` pairs whose transform has already run whole."""
+
+    def __init__(self, collate_fn: Callable[[Any], Any], *, single: bool) -> None:
+        self.collate_fn = collate_fn
+        self.single = single
+
+    def __call__(self, pairs: Any) -> Any:
+        """Return the batch of the samples, or what becomes of the single one."""
+        if self.single:
+            return self.collate_fn(pairs[0])
+        return self.collate_fn([sample for sample, _tape in pairs])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -22,11 +20,19 @@ from lightning_fastdata.augment.seeds import find_composes
 from lightning_fastdata.epochs import EpochCell
 from lightning_fastdata.errors import OptionsError, TransformError
 from lightning_fastdata.host.memory import read_host_memory
-from lightning_fastdata.loading.collate import StagingCollate, collate_samples
+from lightning_fastdata.loading.collate import FirstOfPairs, StagingCollate, collate_samples
 from lightning_fastdata.loading.engine import Engine
 from lightning_fastdata.loading.executors.fetch import FetchPlan
 from lightning_fastdata.loading.keyed import keyed, tell_epoch
 from lightning_fastdata.loading.order import epoch_order, index_batches
+from lightning_fastdata.loading.stamped import (
+    Ledger,
+    OpenedEnvelopes,
+    ShowDataset,
+    stampable,
+    stamped,
+)
+from lightning_fastdata.loading.worker_start import WorkerStart
 
 if TYPE_CHECKING:
     from torch import Generator
@@ -152,6 +158,7 @@ class FastDataLoader(DataLoader[Any]):
         self._epoch_cell = EpochCell()
         self._iterations = 0
         self._records: deque[BatchStamps] | None = None
+        self._ledger = Ledger()
 
     @property
     def _batches(self) -> bool:
@@ -169,7 +176,11 @@ class FastDataLoader(DataLoader[Any]):
                     set_epoch(epoch)
         self._epoch_cell.set(epoch)
         tell_epoch(self.dataset, epoch)
-        return iter(self._open())
+        inner = self._open()
+        if isinstance(inner, Engine) or not self._takes_stamps:
+            return iter(inner)
+        self._ledger.records = self._records
+        return OpenedEnvelopes(iter(inner), self._ledger)
 
     def _keep(self, inner: DataLoader[Any] | Engine | None) -> None:
         # Lightning records the attributes that are set on loaders in a data hook, and goes on to do
@@ -179,11 +190,22 @@ class FastDataLoader(DataLoader[Any]):
     def record_stamps(self, records: deque[BatchStamps] | None) -> None:
         """Append the stamps of each batch that is delivered from now on; None: no more.
 
-        torch's own executor takes none.
+        Torch's own executor begins and ends it with the next iteration. It takes no stamps of
+        iterable DataPipes.
         """
-        vars(self)["_records"] = records
+        # Lightning carries over what is set in a data hook if it makes the loader anew.
+        self._records = records
+        self._ledger.records = records
         if isinstance(self._inner, Engine):
             self._inner.record(records)
+
+    @property
+    def _streamed(self) -> bool:
+        return isinstance(self.dataset, IterableDataset)
+
+    @property
+    def _takes_stamps(self) -> bool:
+        return self._records is not None and stampable(self.dataset)
 
     def close(self) -> None:
         """Stop the workers; the next iteration starts new ones."""
@@ -193,7 +215,8 @@ class FastDataLoader(DataLoader[Any]):
 
     def __getstate__(self) -> dict[str, Any]:
         # Worker processes belong to one loader; a copy starts its own.
-        return {**self.__dict__, "_inner": None, "_inner_settings": (), "_records": None}
+        own = {"_inner": None, "_inner_settings": (), "_records": None, "_ledger": Ledger()}
+        return {**self.__dict__, **own}
 
     # torch keeps persistent workers under this name and Lightning stops them through it.
     @property
@@ -221,6 +244,7 @@ class FastDataLoader(DataLoader[Any]):
             self.staged,
             self.multiprocessing_context,
             self.executor,
+            self._takes_stamps and (self.executor == "torch" or self._streamed),
         )
         inner = self._inner
         if inner is None or self._inner_settings != settings:
@@ -233,7 +257,8 @@ class FastDataLoader(DataLoader[Any]):
         if self.num_workers == 0:
             return self.worker_init_fn
         strategy = torch.multiprocessing.get_sharing_strategy()  # type: ignore[no-untyped-call]
-        return _WorkerStart(strategy, self.worker_nice, self.worker_init_fn)
+        then = ShowDataset(self.worker_init_fn) if self._takes_stamps else self.worker_init_fn
+        return WorkerStart(strategy, self.worker_nice, then)
 
     def _make_inner(self) -> DataLoader[Any] | Engine:
         worker_part = None
@@ -242,17 +267,19 @@ class FastDataLoader(DataLoader[Any]):
         collate_fn = self.collate_fn
         if collate_fn is default_collate:
             collate_fn = collate_samples
-        streamed = isinstance(self.dataset, IterableDataset)
+        streamed = self._streamed
         staged = self.staged
         if self.executor != "torch" and not streamed and worker_part is None:
             staged = None  # the engine stages what has no draws, and may so collate in place
         if staged is not None:
             collate_fn = StagingCollate(collate_fn, worker_part, staged)
         elif worker_part is not None:
-            collate_fn = _FirstOfPairs(collate_fn, single=not self._batches)
+            collate_fn = FirstOfPairs(collate_fn, single=not self._batches)
         dataset = keyed(self.dataset, seed=self.seed, epoch=self._epoch_cell, transform=worker_part)
         if self.executor != "torch" and not streamed:
             return self._make_engine(self.executor, dataset, collate_fn)
+        if self._takes_stamps:
+            dataset, collate_fn = stamped(dataset, collate_fn)
         order: dict[str, Any]
         if streamed:
             order = {"batch_size": self.batch_size, "drop_last": self.drop_last}
@@ -314,38 +341,3 @@ class FastDataLoader(DataLoader[Any]):
         return (
             partial(index_batches, source) if self.executor == "gather" else partial(iter, source)
         )
-
-
-class _WorkerStart:
-    """Makes a worker a good neighbour, then runs the user's own ``worker_init_fn``.
-
-    It lets the training process go first, computes on one thread (torch sees to its own threads,
-    not to OpenCV's), and takes the sharing strategy of its parent, which only a forked one has.
-    """
-
-    def __init__(self, strategy: str, nice: int, then: Callable[[int], None] | None) -> None:
-        self.strategy = strategy
-        self.nice = nice
-        self.then = then
-
-    def __call__(self, worker_id: int) -> None:
-        torch.multiprocessing.set_sharing_strategy(self.strategy)  # type: ignore[no-untyped-call]
-        if self.nice and hasattr(os, "nice"):
-            os.nice(self.nice)
-        if "cv2" in sys.modules:
-            sys.modules["cv2"].setNumThreads(0)
-        if self.then is not None:
-            self.then(worker_id)
-
-
-class _FirstOfPairs:
-    """Collates the samples of ``(sample, tape)`` pairs whose transform has already run whole."""
-
-    def __init__(self, collate_fn: Callable[[Any], Any], *, single: bool) -> None:
-        self.collate_fn = collate_fn
-        self.single = single
-
-    def __call__(self, pairs: Any) -> Any:
-        if self.single:
-            return self.collate_fn(pairs[0])
-        return self.collate_fn([sample for sample, _tape in pairs])

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from lightning_fastdata.loading.executors.fetch import Fetcher
+from lightning_fastdata.loading.operations import OperationWatch
 from lightning_fastdata.loading.stamps import BatchStamps, TaskWatch
 
 if TYPE_CHECKING:
@@ -23,11 +24,13 @@ class InlineExecutor:
         self._batches: Iterator[Any] = iter(())
         self._epoch = 0
         self._count = 0
+        self._first = True
         self._records: deque[BatchStamps] | None = None
 
     def start_epoch(self, batches: Iterable[Any], epoch: int) -> None:
         """Begin an epoch; what is left of the one before is dropped."""
         self._batches, self._epoch = iter(batches), epoch
+        self._first = True
 
     def __iter__(self) -> InlineExecutor:
         return self
@@ -41,6 +44,8 @@ class InlineExecutor:
         try:
             batch = self._fetcher.attempt(lambda: self._fetcher.batch(indices, self._epoch))
         except Exception as error:
+            if stamps is not None:
+                stamps.end()
             at = self._fetcher.position
             if self._fetcher.plan.batched and at >= 0:
                 error.add_note(f"While reading sample {indices[at]!r} of the dataset.")
@@ -48,15 +53,18 @@ class InlineExecutor:
         if stamps is not None and self._records is not None:
             self._count += 1
             task = stamps.end()
+            times = requested_ns, task.ended_ns
             self._records.append(
-                BatchStamps(self._count, task.samples, requested_ns, task.ended_ns, (task,), 0)
+                BatchStamps(self._count, task.samples, *times, (task,), 0, first=self._first)
             )
+        self._first = False
         return batch
 
     def record(self, records: deque[BatchStamps] | None) -> None:
         """Append the stamps of each batch from now on; None: no more."""
         self._records = records
-        self._fetcher.stamps = None if records is None else TaskWatch(-1, 0)
+        operations = OperationWatch(self._fetcher.dataset)
+        self._fetcher.stamps = None if records is None else TaskWatch(-1, 0, operations)
 
     def resize(self, workers: int) -> None:
         """Do nothing: there are no workers."""

@@ -62,6 +62,7 @@ class PoolExecutor:
         self._now = EpochRun(0, 0, iter(()), exhausted=True)
         self._armed: EpochRun | None = None
         self._records: deque[BatchStamps] | None = None
+        self._first = True
         self._batches: deque[PendingBatch] = deque()
         self._todo: deque[Task] = deque()
         self._count = 0
@@ -79,6 +80,7 @@ class PoolExecutor:
         What is left of the epoch before is dropped.
         """
         armed, self._armed = self._armed, None
+        self._first = True
         if order is not None and armed is not None and armed.order == order:
             self._now = armed
         else:
@@ -118,7 +120,9 @@ class PoolExecutor:
             if batch is not None:
                 delivered = self._deliver(batch)
                 if self._records is not None:
-                    self._records.append(batch.delivered(requested_ns, max(0, ahead)))
+                    stamps = batch.delivered(requested_ns, max(0, ahead), first=self._first)
+                    self._records.append(stamps)
+                self._first = False
                 self._left_ns = time.monotonic_ns()
                 return delivered
             if ahead < 0 and self._records is not None:

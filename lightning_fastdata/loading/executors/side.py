@@ -30,6 +30,7 @@ from lightning_fastdata.loading.executors.wire import Wire
 from lightning_fastdata.loading.keyed import tell_epoch
 from lightning_fastdata.loading.layout import MisfitError, SampleLayout, layout_of
 from lightning_fastdata.loading.leaves import pack, write_leaves
+from lightning_fastdata.loading.operations import OperationWatch
 from lightning_fastdata.loading.slots import create_shared_memory, map_shared_memory
 from lightning_fastdata.loading.stamps import TaskWatch
 
@@ -117,6 +118,7 @@ class _Side:
         self.threads = threads
         self.epoch = epoch
         self.stamped = False
+        self.operations = OperationWatch(plan.dataset)
         self.layout: SampleLayout | None = None
         self.maps: dict[int, mmap] = {}
         self.kept: dict[tuple[int, int], Any] = {}
@@ -162,11 +164,14 @@ class _Work:
 
     def __init__(self, side: _Side, number: int) -> None:
         self.side = side
+        self.number = number
         self.mark_at = number * MARK_WORDS
         self.fetcher = Fetcher(side.plan, keyed=side.threads == 1)
-        self.stamps = TaskWatch(side.number, number)
+        self.stamps = TaskWatch(side.number, number, side.operations)
 
     def run(self, tasks: queue.SimpleQueue[Any]) -> None:
+        # What the kernel tells of a thread is opened in that thread.
+        self.stamps = TaskWatch(self.side.number, self.number, self.side.operations)
         while True:
             self.do(tasks.get())
 
