@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 if TYPE_CHECKING:
     from lightning_fastdata.loading.operations import OperationTime, OperationWatch
@@ -26,9 +26,9 @@ class TaskStamps(NamedTuple):
     ended_ns: int
     """When it had finished."""
     cpu_ns: int | None
-    """Time on a CPU; None where the kernel does not tell."""
+    """Time on a CPU; None where the kernel does not tell, or the task was too short to ask."""
     runqueue_ns: int | None
-    """Time ready to run while other threads had the CPUs; None where the kernel does not tell."""
+    """Time ready to run while other threads had the CPUs; None as above."""
     samples: int
     """Samples read."""
     read_ns: int
@@ -65,6 +65,10 @@ class BatchStamps(NamedTuple):
     """When its copy into page-locked memory began and ended; None where torch makes none."""
 
 
+_WORTH_ASKING_NS: Final = 200_000
+"""The kernel's answer costs some microseconds, which a thread with shorter tasks is spared."""
+
+
 class TaskWatch:
     """Takes the stamps of the tasks of one thread, in that thread.
 
@@ -83,11 +87,12 @@ class TaskWatch:
             weakref.finalize(self, os.close, self._schedstat)
         except OSError:
             self._schedstat = None
+        self._long = True
         self._clear()
 
     def _clear(self) -> None:
         self._began_ns = time.monotonic_ns()
-        self._scheduled = self._read()
+        self._scheduled = self._read() if self._long else None
         self._timed: tuple[OperationTime, ...] | None = None
         self.samples = 0
         self.read_ns = 0
@@ -121,16 +126,17 @@ class TaskWatch:
     def end(self) -> TaskStamps:
         """Return the stamps of the task; to be called for a task that failed, too."""
         self.all_read()
-        scheduled = self._read()
         cpu = runqueue = None
-        if scheduled is not None and self._scheduled is not None:
+        if self._scheduled is not None and (scheduled := self._read()) is not None:
             cpu = scheduled[0] - self._scheduled[0]
             runqueue = scheduled[1] - self._scheduled[1]
+        ended_ns = time.monotonic_ns()
+        self._long = ended_ns - self._began_ns > _WORTH_ASKING_NS
         return TaskStamps(
             self._process,
             self._thread,
             self._began_ns,
-            time.monotonic_ns(),
+            ended_ns,
             cpu,
             runqueue,
             self.samples,
