@@ -200,6 +200,11 @@ class FastDataLoader(DataLoader[Any]):
             self._inner.record(records)
 
     @property
+    def records(self) -> deque[BatchStamps] | None:
+        """Where the stamps of delivered batches go; None: no stamps are taken."""
+        return self._records
+
+    @property
     def _streamed(self) -> bool:
         return isinstance(self.dataset, IterableDataset)
 

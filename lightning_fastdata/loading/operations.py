@@ -117,7 +117,7 @@ class _StandIn:
         object.__setattr__(self, "_fastdata_watch", watch)
 
     # isinstance(), with which compositions look for the operations that draw, asks for it.
-    @property
+    @property  # type: ignore[misc]
     def __class__(self) -> Any:
         return type(self._fastdata_operation)
 

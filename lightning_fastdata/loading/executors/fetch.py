@@ -14,6 +14,7 @@ import torch
 
 from lightning_fastdata.images.folder import FastImageFolder
 from lightning_fastdata.loading.draws import DrawWatch, kept_random_state
+from lightning_fastdata.loading.keyed import fetches_in_batches
 from lightning_fastdata.types import SampleKey
 
 if TYPE_CHECKING:
@@ -138,12 +139,11 @@ class Fetcher:
         self.position = 0
         if not self.plan.batched:
             return self.plan.collate_fn(self.sample(indices, epoch))
-        many = getattr(self.dataset, "__getitems__", None)
-        if many:
+        if fetches_in_batches(self.dataset):
             if len(indices):
                 self._key(epoch, indices[0])
             began_ns = time.monotonic_ns()
-            samples = many(indices)
+            samples = self.dataset.__getitems__(indices)
             if self.stamps is not None:
                 self.stamps.read(indices[0] if len(indices) else None, began_ns, len(indices))
         else:

@@ -23,6 +23,7 @@ from lightning_fastdata.loading.executors.processes import (
     stop_all,
 )
 from lightning_fastdata.loading.executors.reports import as_error, poisonous, stillborn, timed_out
+from lightning_fastdata.loading.keyed import fetches_in_batches
 from lightning_fastdata.loading.leaves import unpack
 from lightning_fastdata.loading.slots import SlotPool
 
@@ -53,7 +54,7 @@ class PoolExecutor:
         self._layout: SampleLayout | None = None
         # Whether batches are written in place: not known before the first sample was read.
         self._in_place = None if plan.default_collation and plan.batched else False
-        if self._in_place is None and getattr(plan.dataset, "__getitems__", None):
+        if self._in_place is None and fetches_in_batches(plan.dataset):
             self._in_place = False
         self._whole_bytes = 0
         self._sample_ns: float | None = None
