@@ -266,6 +266,10 @@ class OpenedEnvelopes:
             isinstance(other, Envelope) and other.task.ended_ns <= requested_ns for other in kept
         )
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Lightning copies its trainer with the iterators in it; processes cannot be copied.
+        return iter, ((),)
+
     def __getattr__(self, name: str) -> Any:
         if name == "_envelopes":
             raise AttributeError(name)
