@@ -1,21 +1,27 @@
-"""Shuffled batches of 64 uint8 images from a warm memory map: ours and torch's, in turn."""
+"""Shuffled batches of 64 uint8 images of 256x256x3 from a warm memory map of 790 MB.
+
+    python benchmarks/cached.py [--rounds 7] [--json results.json]
+
+torch's DataLoader, our executors, and, as the limit, the same bytes copied in order into memory
+that is used again: all in one process, in turn, warm, with nothing done to the batches.
+"""
 
 from __future__ import annotations
 
-import os
-import platform
-import statistics
-import sys
 import tempfile
-import time
+import warnings
+from dataclasses import asdict
+from functools import partial
 
 import numpy as np
 import torch
+from rates import argument_parser, compare, machine, show, summary, write
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_fastdata.loading.loader import FastDataLoader
 
 COUNT, SHAPE, BATCH = 4000, (256, 256, 3), 64
+BASE = "torch DataLoader, 2 workers"
 
 
 class Cached(Dataset):
@@ -29,47 +35,48 @@ class Cached(Dataset):
         return torch.from_numpy(self.images[index].copy())
 
 
-def rate(loader) -> float:
-    began, count = time.perf_counter(), 0
-    for batch in loader:
-        count += len(batch)
-    return count / (time.perf_counter() - began)
+def read(loader) -> int:
+    return sum(len(batch) for batch in loader)
 
 
-def main(rounds: int) -> None:
+def copy_all(images, out) -> int:
+    for start in range(0, COUNT - BATCH + 1, BATCH):
+        np.copyto(out, images[start : start + BATCH])
+    return COUNT // BATCH * BATCH
+
+
+def main() -> None:
+    asked = argument_parser(__doc__).parse_args()
+    about = machine()
     torch.set_num_threads(1)
-    print(
-        platform.platform(),
-        os.cpu_count(),
-        "CPUs, torch",
-        torch.__version__,
-        "load",
-        os.getloadavg(),
-    )
+    warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
     with tempfile.TemporaryDirectory() as folder:
         path = f"{folder}/images.npy"
         images = np.lib.format.open_memmap(path, "w+", np.uint8, (COUNT, *SHAPE))
         images[:] = np.random.default_rng(0).integers(0, 255, SHAPE, np.uint8)
+        images.flush()
         del images
         data = Cached(path)
-        how = {"batch_size": BATCH, "shuffle": True, "drop_last": True, "persistent_workers": True}
+        how = {"batch_size": BATCH, "shuffle": True, "drop_last": True}
+        two = {**how, "num_workers": 2, "persistent_workers": True}
         loaders = {
-            "torch 2 workers": DataLoader(data, num_workers=2, **how),
-            "ours workers": FastDataLoader(data, num_workers=2, executor="workers", **how),
-            "ours gather": FastDataLoader(data.images, num_workers=1, executor="gather", **how),
+            "torch DataLoader, 0 workers": DataLoader(data, **how),
+            BASE: DataLoader(data, **two),
+            "ours, workers": FastDataLoader(data, **two, executor="workers"),
+            "ours, gather": FastDataLoader(data.images, **how, executor="gather"),
+            "ours, gather ahead": FastDataLoader(
+                data.images, **how, executor="gather", num_workers=1
+            ),
         }
-        rates: dict[str, list[float]] = {name: [] for name in loaders}
-        for number in range(rounds + 1):
-            for name, loader in loaders.items():
-                if number:
-                    rates[name].append(rate(loader))
-                else:
-                    rate(loader)
-        base = rates["torch 2 workers"]
-        for name, found in rates.items():
-            ratio = statistics.median(a / b for a, b in zip(found, base, strict=True))
-            print(f"{name:18s} median {statistics.median(found):9,.0f} images/s  x{ratio:.2f}")
+        ways = {name: partial(read, loader) for name, loader in loaders.items()}
+        out = np.zeros((BATCH, *SHAPE), np.uint8)
+        ways["memcpy in order, the limit"] = partial(copy_all, data.images, out)
+        turns = compare(ways, asked.rounds)
+        rows = summary(turns, BASE)
+        show(f"Cached images, {asked.rounds} rounds", "images", rows)
+        raw = {name: [asdict(turn) for turn in found] for name, found in turns.items()}
+        write(asked.json, about, {"cached": {"medians": rows, "turns": raw}})
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 5)
+    main()

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from lightning_fastdata.errors import FastDataError as FastDataError
     from lightning_fastdata.errors import FastDataWarning as FastDataWarning
     from lightning_fastdata.images.folder import FastImageFolder as FastImageFolder
+    from lightning_fastdata.images.packed import PackedStrings as PackedStrings
     from lightning_fastdata.loading.loader import FastDataLoader as FastDataLoader
     from lightning_fastdata.loading.options import LoaderOptions as LoaderOptions
     from lightning_fastdata.plugin.bindings import DataThroughputCallback as DataThroughputCallback
@@ -29,6 +30,7 @@ _HOME = {
     "FastDataWarning": "errors",
     "FastImageFolder": "images.folder",
     "LoaderOptions": "loading.options",
+    "PackedStrings": "images.packed",
 }
 
 __all__ = sorted(_HOME)  # noqa: PLE0605

@@ -1,4 +1,4 @@
-"""The command line: ``fastdata demo`` and ``fastdata doctor``."""
+"""The command line: ``fastdata demo``, ``fastdata doctor`` and ``fastdata parity``."""
 
 from __future__ import annotations
 
@@ -36,6 +36,21 @@ def demo(
     from lightning_fastdata.demo import run_demo
 
     run_demo(data=data, logs=logs, epochs=epochs, crops=crops)
+
+
+def parity(folder: str, count: int = 64, size: int = 224, seed: int = 0) -> None:
+    """Print how far FastImageFolder's pixels are from torchvision's on your own files.
+
+    Args:
+        folder: Image folder with one sub-folder per class.
+        count: Files to compare, spread evenly over the folder.
+        size: Height and width of a sample in pixels.
+        seed: Of the random crops.
+    """
+    from lightning_fastdata.images.parity import folder_parity
+
+    what, head, *rows = folder_parity(folder, count=count, size=size, seed=seed).lines()
+    _print_lines([(what, "bold"), (head, "dim"), *((row, "") for row in rows)])
 
 
 def doctor() -> None:
@@ -140,10 +155,22 @@ def main(arguments: list[str] | None = None) -> None:
     from jsonargparse import auto_cli
 
     try:
-        auto_cli([demo, doctor], as_positional=False, args=arguments)
+        auto_cli([demo, doctor, parity], as_positional=True, args=arguments)
     except FastDataError as error:
         # The message says what to do; where in our code it was raised helps nobody.
         raise SystemExit(f"fastdata: {error}") from error
+
+
+def _print_lines(lines: Sequence[tuple[str, str]]) -> None:
+    """Print lines of text, in their rich style on a terminal and plain in a pipe."""
+    if not sys.stdout.isatty():
+        sys.stdout.writelines(f"{text}\n" for text, _ in lines)
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    for text, style in lines:
+        Console(soft_wrap=True).print(Text(text, style=style))
 
 
 def _read_gpus() -> list[tuple[str, DeviceMemory]]:

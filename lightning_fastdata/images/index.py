@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_fastdata.errors import DatasetError
+from lightning_fastdata.images.packed import PackedStrings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -30,36 +30,29 @@ class PathIndex:
     this takes the time of copying its bytes.
     """
 
-    paths: bytes
-    """All paths as the file system has them, one after the other."""
-    offsets: npt.NDArray[np.int64]
-    """Path ``i`` is ``paths[offsets[i]:offsets[i + 1]]``."""
+    paths: PackedStrings
+    """Path of each sample."""
     targets: npt.NDArray[np.int32]
     """Class number of each sample."""
 
     @classmethod
     def pack(cls, samples: Sequence[tuple[str, int]]) -> PathIndex:
         """Pack ``(path, class)`` pairs."""
-        encoded = [os.fsencode(path) for path, _ in samples]
-        offsets = np.zeros(len(encoded) + 1, np.int64)
-        np.cumsum([len(path) for path in encoded], out=offsets[1:])
-        targets = np.fromiter((target for _, target in samples), np.int32, len(samples))
-        return cls(paths=b"".join(encoded), offsets=offsets, targets=targets)
+        return cls(
+            paths=PackedStrings(path for path, _ in samples),
+            targets=np.fromiter((target for _, target in samples), np.int32, len(samples)),
+        )
 
     def __len__(self) -> int:
         return len(self.targets)
 
     def path(self, index: int) -> str:
         """Return the path of sample ``index``, 0 <= index < len."""
-        return os.fsdecode(self.paths[self.offsets[index] : self.offsets[index + 1]])
+        return self.paths[index]
 
     def samples(self) -> list[tuple[str, int]]:
         """Unpack into ``(path, class)`` pairs."""
-        ends = self.offsets.tolist()
-        return [
-            (os.fsdecode(self.paths[start:end]), target)
-            for start, end, target in zip(ends, ends[1:], self.targets.tolist(), strict=False)
-        ]
+        return list(zip(self.paths, self.targets.tolist(), strict=True))
 
 
 def scan_folder(

@@ -149,7 +149,9 @@ def _resize_antialias(pixels: Pixels, height: int, width: int, out: Pixels | Non
     from torchvision.transforms.v2 import functional
 
     # Channels last in memory: torch has a uint8 kernel for exactly this, and no float copy is made.
-    tensor = torch.from_numpy(pixels).permute(2, 0, 1)
+    # Of a view of a larger picture it would make planes, and interleaving those again takes as long
+    # as the resize; copying the crop takes a twentieth of it.
+    tensor = torch.from_numpy(np.ascontiguousarray(pixels)).permute(2, 0, 1)
     resized = functional.resize(tensor, [height, width], antialias=True)
     result: Pixels = resized.permute(1, 2, 0).numpy()
     if out is None:

@@ -20,7 +20,7 @@ def check_among(name: str, value: object, allowed: tuple[str, ...]) -> None:
 
 def unsuited(executor: str, *, iterable: bool, workers: int) -> Iterator[str]:
     """Yield why an executor that the user chose will not be the one that fetches."""
-    if iterable and executor not in ("auto", "torch"):
-        yield f"executor={executor!r} reads by index, which a stream has not; torch reads it."
+    if iterable and executor in ("gather", "sidecar"):
+        yield f"executor={executor!r} reads by index, which a stream has not; 'workers' reads it."
     elif not workers and executor in ("workers", "sidecar"):
         yield f"executor={executor!r} has num_workers=0, so the training process reads itself."

@@ -84,6 +84,8 @@ def _holds_dataclass(sample: Any) -> bool:
 
 
 def _array_leaves(value: Any) -> list[Any]:
+    if isinstance(value, torch.Tensor) and value.is_nested:  # it has no shape
+        return []
     if hasattr(value, "shape"):
         return [value]
     if isinstance(value, Mapping):

@@ -25,6 +25,11 @@ if TYPE_CHECKING:
     from lightning_fastdata.types import Stage
 
 _THREADS_PER_PROCESS: Final = 8
+_TOO_MANY: Final = (
+    "Length of IterableDataset was reported to be {told} batches by len(loader), but {given} have "
+    "come. If it is read by several workers, have __iter__ split it by "
+    "torch.utils.data.get_worker_info(), or every worker reads all of it."
+)
 
 
 class Engine:
@@ -38,12 +43,15 @@ class Engine:
         order: Called with the number of an epoch for the plan its batches follow, if that is known;
             the first batches of such an epoch are fetched while the one before it ends.
         workers: Side processes; of a sidecar its threads, spread over processes of up to 8.
-            With 0 of them the caller fetches, as in torch.
+            With 0 of them the caller fetches, as in torch. Of ``"gather"`` its threads.
         persistent: Keep side processes between epochs.
         staged: Deliver :class:`StagedBatch` of this stage, without draws.
         pin_memory: Copy batches into page-locked memory.
         generator: From which torch would draw its base seed at this place; drawn from likewise,
-            so that the draws after it are the same.
+            so that the draws after it are the same. A plan without a seed, as that of a stream,
+            has its processes seeded from it.
+        told_batches: Called at the start of each epoch for the length that the loader of a stream
+            has told; None if nobody asked, or there is an index.
     """
 
     def __init__(
@@ -59,6 +67,7 @@ class Engine:
         staged: Stage | None = None,
         pin_memory: bool = False,
         generator: torch.Generator | None = None,
+        told_batches: Callable[[], int | None] | None = None,
     ) -> None:
         aside = name in ("workers", "sidecar")
         self.name: ExecutorName = "inline" if aside and not workers else name
@@ -66,7 +75,7 @@ class Engine:
         self.batches = batches
         self.epoch = epoch
         self.order = order
-        self.processes = max(1, workers)
+        self.processes = workers if name == "gather" else max(1, workers)
         self.threads = 1
         if name == "sidecar":
             self.processes = max(1, math.ceil(workers / _THREADS_PER_PROCESS))
@@ -80,15 +89,16 @@ class Engine:
         self.pin_on = _pinning_device() if pin_memory else None
         self.generator = generator
         self.records: deque[BatchStamps] | None = None
+        self.told_batches = told_batches
         self._running: weakref.ref[EpochIterator] | None = None
-        self._seeded = False
+        self._base_seed: int | None = None
         # Under this name Lightning looks for workers to stop when it is done.
         self._iterator: Executor | None = None
 
     def __iter__(self) -> EpochIterator:
-        if not (self.persistent and self._seeded):
-            torch.empty((), dtype=torch.int64).random_(generator=self.generator)
-            self._seeded = True
+        if not self.persistent or self._base_seed is None:
+            drawn = torch.empty((), dtype=torch.int64).random_(generator=self.generator)
+            self._base_seed = int(drawn)
         other = None if self._running is None else self._running()
         if other is not None and other.executor is None:
             other = None
@@ -98,15 +108,17 @@ class Engine:
         keep = self.keep and other is None
         executor = self._iterator if keep else None
         if executor is None:
-            executor = open_executor(
-                self.name, self.plan, workers=self.processes, threads=self.threads
-            )
+            plan = self.plan
+            if plan.seed is None:
+                plan = replace(plan, base_seed=self._base_seed)
+            executor = open_executor(self.name, plan, workers=self.processes, threads=self.threads)
             if self.records is not None:
                 executor.record(self.records)
         if keep:
             self._iterator = executor
         self._start_epoch(executor)
-        running = EpochIterator(executor, self.finish, keep=keep)
+        told = None if self.told_batches is None else self.told_batches()
+        running = EpochIterator(executor, self.finish, keep=keep, told_batches=told)
         self._running = weakref.ref(running)
         return running
 
@@ -145,10 +157,17 @@ class EpochIterator:
     """The batches of one epoch."""
 
     def __init__(
-        self, executor: Executor | None, finish: Callable[[Any], Any], *, keep: bool
+        self,
+        executor: Executor | None,
+        finish: Callable[[Any], Any],
+        *,
+        keep: bool,
+        told_batches: int | None = None,
     ) -> None:
         self.executor = executor
         self._finish = finish
+        self._told = told_batches
+        self._given = 0
         self._why: str | None = None
         self._closer: Callable[[], Any] | None = None
         if executor is not None and not keep:
@@ -169,6 +188,9 @@ class EpochIterator:
             if self._closer is not None:
                 self._closer()
             raise
+        self._given += 1
+        if self._told is not None and self._given > self._told:
+            warnings.warn(_TOO_MANY.format(told=self._told, given=self._given), stacklevel=2)
         return self._finish(batch)
 
     def end(self, why: str) -> None:

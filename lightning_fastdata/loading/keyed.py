@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from torch.utils.data import Dataset, IterableDataset, Subset, get_worker_info
+from torch.utils.data import Dataset, IterableDataset, StackDataset, Subset, get_worker_info
 
 from lightning_fastdata.augment.seeds import find_composes, reseed
 from lightning_fastdata.epochs import EpochCell
@@ -158,9 +158,17 @@ def tell_epoch(dataset: Dataset[Any], epoch: int) -> None:
 
 
 def fetches_in_batches(dataset: Dataset[Any]) -> bool:
-    """Return whether the dataset answers ``__getitems__`` itself, also below a ``Subset``."""
+    """Return whether the dataset answers ``__getitems__`` itself, also below torch's wrappers.
+
+    A ``Subset`` and a ``StackDataset`` have it whatever they hold; without one below they would
+    read sample by sample under the key of the first.
+    """
     if type(dataset) is Subset:
         return fetches_in_batches(dataset.dataset)
+    if type(dataset) is StackDataset:
+        parts = dataset.datasets
+        values = parts.values() if isinstance(parts, dict) else parts
+        return any(fetches_in_batches(part) for part in values)
     return callable(getattr(dataset, "__getitems__", None))
 
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from itertools import repeat
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch.utils.data import (
     DataLoader,
     Dataset,
     IterableDataset,
+    IterDataPipe,
+    MapDataPipe,
     Sampler,
     default_collate,
 )
@@ -20,11 +24,13 @@ from lightning_fastdata.augment.seeds import find_composes
 from lightning_fastdata.epochs import EpochCell
 from lightning_fastdata.errors import OptionsError, TransformError
 from lightning_fastdata.host.memory import read_host_memory
+from lightning_fastdata.loading.automatic import plan_alone
 from lightning_fastdata.loading.collate import FirstOfPairs, StagingCollate, collate_samples
 from lightning_fastdata.loading.engine import Engine
 from lightning_fastdata.loading.executors.fetch import FetchPlan
-from lightning_fastdata.loading.keyed import keyed, tell_epoch
-from lightning_fastdata.loading.order import epoch_order, index_batches
+from lightning_fastdata.loading.keyed import fetches_in_batches, keyed, tell_epoch
+from lightning_fastdata.loading.order import epoch_order
+from lightning_fastdata.loading.sampled import index_batches
 from lightning_fastdata.loading.stamped import (
     Ledger,
     OpenedEnvelopes,
@@ -32,6 +38,7 @@ from lightning_fastdata.loading.stamped import (
     stampable,
     stamped,
 )
+from lightning_fastdata.loading.worker_count import look_ahead_batches
 from lightning_fastdata.loading.worker_start import WorkerStart
 
 if TYPE_CHECKING:
@@ -39,6 +46,7 @@ if TYPE_CHECKING:
 
     from lightning_fastdata.augment.transform import BatchTransform
     from lightning_fastdata.loading.executors import ExecutorName
+    from lightning_fastdata.loading.options import LoaderPlan
     from lightning_fastdata.loading.stamps import BatchStamps
     from lightning_fastdata.types import Batch, Stage
 
@@ -56,7 +64,8 @@ class FastDataLoader(DataLoader[Any]):
         shuffle: Permute the samples each epoch.
         sampler: Yields indices; excludes ``shuffle``.
         batch_sampler: Yields lists of indices; excludes batch_size, shuffle, sampler, drop_last.
-        num_workers: Side processes that fetch; 0 fetches in the calling process.
+        num_workers: Side processes that fetch, of ``"gather"`` threads; 0 fetches in the calling
+            process. None: 0, or what suits the dataset if ``executor`` is ``"auto"``.
         collate_fn: Samples to batch; default: ``default_collate``, extended to dataclasses.
         pin_memory: Copy batches into page-locked memory before they are returned.
         drop_last: Leave out the last batch if it is not full.
@@ -65,7 +74,7 @@ class FastDataLoader(DataLoader[Any]):
         multiprocessing_context: Start method of the workers.
         generator: Source of torch's own base seed.
         prefetch_factor: Batches each worker fetches ahead.
-        persistent_workers: Keep the workers between epochs.
+        persistent_workers: Keep the workers between epochs. None: if ``executor`` is ``"auto"``.
         pin_memory_device: As in torch.
         in_order: Return batches in the order of their indices.
         seed: Seed of the per-sample randomness.
@@ -76,11 +85,14 @@ class FastDataLoader(DataLoader[Any]):
             otherwise it is the whole Albumentations pipeline.
         on_device: Whether the pixels of ``transform`` are to be computed on the device.
         worker_nice: Added to the niceness of the workers, 0 to 19: how much the calling process
-            goes first where both want a CPU.
+            goes first where both want a CPU. None: 0, or 5 if ``executor`` is ``"auto"``.
         staged: Deliver :class:`StagedBatch` of this stage, for the hook that runs the stage's
             transforms on the device.
         executor: Who fetches: ``"torch"``'s own iterator, ``"inline"``, ``"gather"``,
-            ``"workers"`` or ``"sidecar"``. An iterable dataset is always fetched by torch.
+            ``"workers"`` or ``"sidecar"``; ``"auto"`` reads some samples now, takes what suits them
+            and says why in ``plan.explain()``. An iterable dataset has no index to gather or to
+            share out among threads, and is read by ``"workers"`` in place of these two. Torch's own
+            DataPipes are always read by torch.
 
     Raises:
         OptionsError: A sidecar was asked for, and an Albumentations pipeline runs on the samples.
@@ -95,7 +107,7 @@ class FastDataLoader(DataLoader[Any]):
         shuffle: bool | None = None,
         sampler: Sampler[Any] | Iterable[Any] | None = None,
         batch_sampler: Sampler[list[Any]] | Iterable[list[Any]] | None = None,
-        num_workers: int = 0,
+        num_workers: int | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         pin_memory: bool = False,
         drop_last: bool = False,
@@ -105,18 +117,39 @@ class FastDataLoader(DataLoader[Any]):
         generator: Generator | None = None,
         *,
         prefetch_factor: int | None = None,
-        persistent_workers: bool = False,
+        persistent_workers: bool | None = None,
         pin_memory_device: str = "",
         in_order: bool = True,
         seed: int = 0,
         epoch: Callable[[], int] | None = None,
         transform: BatchTransform | None = None,
         on_device: bool = False,
-        worker_nice: int = 0,
+        worker_nice: int | None = None,
         staged: Stage | None = None,
-        executor: ExecutorName | Literal["torch"] = "torch",
+        executor: ExecutorName | Literal["torch", "auto"] = "torch",
     ) -> None:
         self._inner: DataLoader[Any] | Engine | None
+        self.plan: LoaderPlan | None = None
+        if executor == "auto":
+            size = getattr(batch_sampler, "batch_size", None) or batch_size
+            self.plan = plan_alone(
+                dataset,
+                num_workers=num_workers,
+                prefetch_factor=prefetch_factor,
+                persistent_workers=persistent_workers,
+                multiprocessing_context=multiprocessing_context,
+                default_collation=collate_fn is None and size is not None,
+                transformed=transform is not None,
+                batch_size=size,
+            )
+            executor = cast("ExecutorName", self.plan.executor)
+            num_workers = self.plan.num_workers
+            worker_nice = self.plan.worker_nice if worker_nice is None else worker_nice
+            persistent_workers = self.plan.persistent_workers and num_workers > 0
+            if not num_workers:
+                prefetch_factor = multiprocessing_context = None
+        self._prefetch = prefetch_factor
+        self.executor = executor
         self._keep(None)
         self._inner_settings: tuple[Any, ...] = ()
         super().__init__(
@@ -125,7 +158,7 @@ class FastDataLoader(DataLoader[Any]):
             shuffle,
             sampler,
             batch_sampler,
-            num_workers,
+            num_workers or 0,
             collate_fn,
             pin_memory,
             drop_last,
@@ -134,7 +167,7 @@ class FastDataLoader(DataLoader[Any]):
             multiprocessing_context,
             generator,
             prefetch_factor=prefetch_factor,
-            persistent_workers=persistent_workers,
+            persistent_workers=bool(persistent_workers),
             pin_memory_device=pin_memory_device,
             in_order=in_order,
         )
@@ -152,17 +185,28 @@ class FastDataLoader(DataLoader[Any]):
         self.epoch = epoch
         self.transform = transform
         self.on_device = on_device
-        self.worker_nice = worker_nice
+        self.worker_nice = worker_nice or 0
         self.staged = staged
-        self.executor = executor
+        self._told: dict[str, int] = {}
         self._epoch_cell = EpochCell()
         self._iterations = 0
         self._records: deque[BatchStamps] | None = None
         self._ledger = Ledger()
 
+    def check_worker_number_rationality(self) -> None:
+        """Warn of more workers than CPUs, unless the engine has them, which may well wait."""
+        if self.executor == "torch":
+            super().check_worker_number_rationality()
+
     @property
     def _batches(self) -> bool:
         return self.batch_size is not None or self.batch_sampler is not None
+
+    def __len__(self) -> int:
+        """Return the number of batches, as far as dataset and sampler know."""
+        length = super().__len__()
+        self._told["batches"] = length
+        return length
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
         """Start an epoch; the order and the randomness are those of ``epoch()``."""
@@ -177,6 +221,9 @@ class FastDataLoader(DataLoader[Any]):
         self._epoch_cell.set(epoch)
         tell_epoch(self.dataset, epoch)
         inner = self._open()
+        if self._told and isinstance(inner, DataLoader):
+            with contextlib.suppress(TypeError):
+                len(inner)  # a stream that gives more than was told is warned of
         if isinstance(inner, Engine) or not self._takes_stamps:
             return iter(inner)
         self._ledger.records = self._records
@@ -205,12 +252,12 @@ class FastDataLoader(DataLoader[Any]):
         return self._records
 
     @property
-    def _streamed(self) -> bool:
-        return isinstance(self.dataset, IterableDataset)
+    def _by_torch(self) -> bool:
+        return self.executor == "torch" or isinstance(self.dataset, IterDataPipe | MapDataPipe)
 
     @property
     def _takes_stamps(self) -> bool:
-        return self._records is not None and stampable(self.dataset)
+        return self._records is not None and self._by_torch and stampable(self.dataset)
 
     def close(self) -> None:
         """Stop the workers; the next iteration starts new ones."""
@@ -249,7 +296,7 @@ class FastDataLoader(DataLoader[Any]):
             self.staged,
             self.multiprocessing_context,
             self.executor,
-            self._takes_stamps and (self.executor == "torch" or self._streamed),
+            self._takes_stamps,
         )
         inner = self._inner
         if inner is None or self._inner_settings != settings:
@@ -272,17 +319,17 @@ class FastDataLoader(DataLoader[Any]):
         collate_fn = self.collate_fn
         if collate_fn is default_collate:
             collate_fn = collate_samples
-        streamed = self._streamed
+        streamed = isinstance(self.dataset, IterableDataset)
         staged = self.staged
-        if self.executor != "torch" and not streamed and worker_part is None:
+        if not self._by_torch and worker_part is None:
             staged = None  # the engine stages what has no draws, and may so collate in place
         if staged is not None:
             collate_fn = StagingCollate(collate_fn, worker_part, staged)
         elif worker_part is not None:
             collate_fn = FirstOfPairs(collate_fn, single=not self._batches)
         dataset = keyed(self.dataset, seed=self.seed, epoch=self._epoch_cell, transform=worker_part)
-        if self.executor != "torch" and not streamed:
-            return self._make_engine(self.executor, dataset, collate_fn)
+        if not self._by_torch:
+            return self._make_engine(dataset, collate_fn, streamed=streamed)
         if self._takes_stamps:
             dataset, collate_fn = stamped(dataset, collate_fn)
         order: dict[str, Any]
@@ -308,20 +355,33 @@ class FastDataLoader(DataLoader[Any]):
             in_order=self.in_order,
         )
 
-    def _make_engine(self, executor: ExecutorName, dataset: Any, collate_fn: Any) -> Engine:
+    def _make_engine(self, dataset: Any, collate_fn: Any, *, streamed: bool) -> Engine:
+        executor: Any = self.executor
+        if streamed and executor in ("gather", "sidecar"):
+            executor = "workers"
         default = collate_fn is collate_samples
+        ahead = self.num_workers * (self.prefetch_factor or 2)
+        if not streamed:
+            ahead = look_ahead_batches(
+                self.num_workers,
+                prefetch=self._prefetch,
+                batch_size=self.batch_size or 1,
+                split=default and self._batches and not fetches_in_batches(self.dataset),
+            )
         plan = FetchPlan(
             dataset=dataset,
             collate_fn=collate_fn,
             default_collation=default and self._batches,
             batched=self._batches,
-            seed=self.seed,
+            drop_last=streamed and self.drop_last,
+            # The state of a stream runs on from sample to sample, and so do its random numbers.
+            seed=None if streamed else self.seed,
             base_seed=self.seed,
             worker_init_fn=self.worker_init_fn,
             timeout_s=self.timeout,
             in_order=self.in_order,
             context=self.multiprocessing_context,
-            look_ahead=max(8, self.num_workers * (self.prefetch_factor or 2)),
+            look_ahead=ahead,
             memory_limit_bytes=read_host_memory().available_bytes // 4,
             niceness=self.worker_nice,
         )
@@ -336,12 +396,15 @@ class FastDataLoader(DataLoader[Any]):
             staged=None if isinstance(collate_fn, StagingCollate) else self.staged,
             pin_memory=self.pin_memory,
             generator=self.generator,
+            told_batches=partial(self._told.get, "batches") if streamed else None,
         )
         engine.record(self._records)
         return engine
 
     def _index_batches(self) -> Callable[[], Iterable[Any]]:
         # Holds no loader, so that one that is dropped stops its workers at once.
+        if isinstance(self.dataset, IterableDataset):
+            return partial(repeat, self.batch_size)
         source: Any = self.batch_sampler if self._batches else self.sampler
         return (
             partial(index_batches, source) if self.executor == "gather" else partial(iter, source)

@@ -11,12 +11,26 @@ from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.host.memory import batch_memories
 from lightning_fastdata.loading.checks import check, check_among, unsuited
 from lightning_fastdata.loading.names import refuses_unknown_names
+from lightning_fastdata.loading.room import (
+    auto_prefetch,
+    fit,
+    held_batches,
+    memory_message,
+    open_files_message,
+)
+from lightning_fastdata.loading.worker_count import (
+    look_ahead_batches,
+    waits,
+    workers_for,
+    workers_that_wait,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from lightning_fastdata.host.cpu import CpuLimit
-    from lightning_fastdata.host.memory import BatchMemory, HostMemory
+    from lightning_fastdata.host.memory import HostMemory
+    from lightning_fastdata.loading.probe import SampleCost
     from lightning_fastdata.types import Stage
 
 Auto: TypeAlias = Literal["auto"]
@@ -26,8 +40,6 @@ _START_METHODS = ("auto", "fork", "spawn", "forkserver")
 _EXECUTORS = ("auto", "torch", "inline", "gather", "workers", "sidecar")
 _SHARING = ("auto", "file_descriptor", "file_system")
 _POLITE = 5
-_LOOK_AHEAD_BATCHES = 8
-"""Batches the workers may be ahead together; enough to cover one slow batch."""
 
 _SET = "set by you"
 _PIN = "page-locked memory speeds up copies to CUDA devices only"
@@ -186,7 +198,10 @@ def plan_loader(
     batched_fetch: bool,
     in_memory: bool = False,
     suited: tuple[str, str] = ("torch", "torch's own iterator"),
+    cost: SampleCost | None = None,
+    split: bool = False,
     tensors_per_batch: int = 2,
+    start_method: str | None = None,
     platform: str = sys.platform,
 ) -> LoaderPlan:
     """Decide every setting of a loader. Reads nothing: the same arguments give the same plan.
@@ -204,7 +219,10 @@ def plan_loader(
         batched_fetch: The dataset gives a whole batch in one call (``__getitems__``).
         in_memory: The samples are tensors in RAM and nothing is computed for each.
         suited: The executor that suits the dataset, and why; taken if ``"auto"`` is asked for.
-        tensors_per_batch: Tensors in a batch; each takes open files on its way.
+        cost: Of a sample; samples that wait get more workers than there are CPUs. None: unknown.
+        split: Samples of one batch may be read by several workers, as default collation allows.
+        tensors_per_batch: Tensors in a batch; each takes open files on its way to torch's loader.
+        start_method: Of processes, if the options leave it open; None: the default of Python.
         platform: ``sys.platform``.
 
     Raises:
@@ -214,35 +232,59 @@ def plan_loader(
     if batch_size < 1:
         raise OptionsError(f"batch_size is {batch_size!r}; a batch has 1 sample or more.")
     _check_platform(options, platform)
-    limits = list(_overstepped(options, cpu, accelerator))
+    executor = suited[0] if options.executor == "auto" else options.executor
+    ours = executor != "torch" and not iterable
+    method = start_method or ("fork" if platform == "linux" else "spawn")
+    method = (
+        method if options.multiprocessing_context == "auto" else options.multiprocessing_context
+    )
+    limits = list(_overstepped(options, cpu, accelerator, cost))
+    batches = None if dataset_length is None else math.ceil(dataset_length / batch_size)
     if options.num_workers != "auto":
         count, why = options.num_workers, _SET
     elif batched_fetch and in_memory:
         count, why = 0, "in memory: fetching a batch costs less than handing it over"
+    elif ours and executor in ("inline", "gather"):
+        count, why = 0, f"not used: {executor!r} has none"
     else:
-        batches = None if dataset_length is None else math.ceil(dataset_length / batch_size)
-        count, why = _auto_workers(stage, cpu, on_cpu=accelerator == "cpu", batches=batches)
+        count, why = workers_for(stage, cpu, on_cpu=accelerator == "cpu", batches=batches)
         if iterable and count > 1:
             limits.append(_ONE_STREAM.format(count=count))
             count, why = 1, "each worker would read the whole stream"
-    if options.prefetch_factor != "auto":
-        prefetch, prefetch_why = options.prefetch_factor, _SET
-    else:
-        prefetch = max(2, min(4, math.ceil(_LOOK_AHEAD_BATCHES / max(1, count))))
-        prefetch_why = f"{count * prefetch} batches ahead in all, to cover a slow one"
+        elif cost is not None and waits(cost) and count and ours:
+            count, why = workers_that_wait(
+                count,
+                cost,
+                tasks=dataset_length if split else batches,
+                memory=memory,
+                ranks=cpu.ranks_on_host,
+                forked=method == "fork",
+            )
+    prefetch: int | None
     batch_bytes = (sample_bytes or 0) * batch_size
-    for place in batch_memories(memory, ranks=cpu.ranks_on_host):
-        if not place.holds(_held_batches(count, prefetch) * batch_bytes):
-            fitting = _fit(count, prefetch, batch_bytes, place, options)
-            limits.append(_memory_message((count, prefetch), fitting, batch_bytes, place))
-            why += f"; bounded by {place.place}" if fitting[0] < count else ""
-            prefetch_why = f"bounded by {place.place}" if fitting[1] < prefetch else prefetch_why
-            count, prefetch = fitting
-    open_files = count * prefetch * tensors_per_batch * 2
-    many_files = memory.open_files_soft is not None and open_files * 2 >= memory.open_files_soft
-    many_files = many_files and platform not in _NO_DESCRIPTORS
-    if many_files and options.sharing_strategy != "file_system":
-        limits.append(_open_files_message(open_files, memory, options))
+    if ours:
+        # The engine's slots keep to a share of the RAM by themselves, and take nothing of /dev/shm.
+        prefetch = None if options.prefetch_factor == "auto" else options.prefetch_factor
+        ahead = look_ahead_batches(count, prefetch=prefetch, batch_size=batch_size, split=split)
+        prefetch_why = f"{ahead} batches ahead in all, as memory allows"
+        many_files = False
+    else:
+        prefetch, prefetch_why = auto_prefetch(options, count)
+        for place in batch_memories(memory, ranks=cpu.ranks_on_host):
+            if not place.holds(held_batches(count, prefetch) * batch_bytes):
+                fitting = fit(count, prefetch, batch_bytes, place, options)
+                limits.append(memory_message((count, prefetch), fitting, batch_bytes, place))
+                why += f"; bounded by {place.place}" if fitting[0] < count else ""
+                prefetch_why = (
+                    f"bounded by {place.place}" if fitting[1] < prefetch else prefetch_why
+                )
+                count, prefetch = fitting
+        open_files = count * prefetch * tensors_per_batch * 2
+        soft = memory.open_files_soft
+        many_files = soft is not None and open_files * 2 >= soft
+        many_files = many_files and platform not in _NO_DESCRIPTORS
+        if many_files and options.sharing_strategy != "file_system":
+            limits.append(open_files_message(open_files, memory, options))
 
     auto = {
         "num_workers": (count, why),
@@ -262,74 +304,25 @@ def plan_loader(
     return LoaderPlan(**decided, choices=choices, limits=tuple(limits))
 
 
-def _auto_workers(
-    stage: Stage, cpu: CpuLimit, *, on_cpu: bool, batches: int | None
-) -> tuple[int, str]:
-    count, why = cpu.usable_cpus, "the training process mostly waits for the device"
-    if on_cpu:
-        # A worker that is ahead sleeps, and one that is late has the CPU that the model waits on.
-        why = "one for each CPU, which the model takes back as long as batches are ready"
-    elif count > 2:
-        count, why = count - 1, "one CPU is left for the training process"
-    if stage == "val":
-        count, why = max(1, count // 2), f"half of {count}, as the training workers stay alive"
-    if batches is not None and batches < count:
-        return batches, f"no more than there are batches ({batches})"
-    return count, f"{why} ({cpu.reason})"
-
-
-def _fit(
-    workers: int, prefetch: int, batch_bytes: int, place: BatchMemory, options: LoaderOptions
-) -> tuple[int, int]:
-    # Fewer batches ahead cost less speed than fewer workers.
-    def fits() -> bool:
-        return place.holds(_held_batches(workers, prefetch) * batch_bytes)
-
-    while options.prefetch_factor == "auto" and prefetch > 1 and not fits():
-        prefetch -= 1
-    while options.num_workers == "auto" and workers > 0 and not fits():
-        workers -= 1
-    return workers, prefetch
-
-
-def _held_batches(workers: int, prefetch: int) -> int:
-    # Each worker fills one batch while its finished ones wait.
-    return workers * (prefetch + 1)
-
-
-def _memory_message(
-    wanted: tuple[int, int], fitting: tuple[int, int], batch_bytes: int, place: BatchMemory
-) -> str:
-    held_bytes = _held_batches(*wanted) * batch_bytes
-    fits = place.holds(_held_batches(*fitting) * batch_bytes)
-    return (
-        f"num_workers={wanted[0]} with prefetch_factor={wanted[1]} holds up to "
-        f"{_held_batches(*wanted)} batches of {_size(batch_bytes)}, {_size(held_bytes)} in all, "
-        f"but only 1/{place.parts} of the {_size(place.free_bytes)} free in {place.place} is for "
-        f"them. Now num_workers={fitting[0]}, prefetch_factor={fitting[1]}"
-        f"{'' if fits else ', which may still fail'}. {place.remedy_for(held_bytes)}"
-    )
-
-
-def _overstepped(options: LoaderOptions, cpu: CpuLimit, accelerator: str) -> Iterator[str]:
-    if options.num_workers != "auto" and options.num_workers > cpu.usable_cpus:
+def _overstepped(
+    options: LoaderOptions, cpu: CpuLimit, accelerator: str, cost: SampleCost | None
+) -> Iterator[str]:
+    many = options.num_workers != "auto" and options.num_workers > cpu.usable_cpus
+    if many and not waits(cost):
         yield (
             f"num_workers={options.num_workers} is more than the CPUs there are ({cpu.reason}). It "
             "helps only while workers wait for a disk or a network. Set num_workers="
             f'{cpu.usable_cpus} or "auto", or ask for more CPUs (docker --cpus, Slurm -c).'
         )
+    few = options.num_workers != "auto" and 0 < options.num_workers <= cpu.usable_cpus
+    if few and cost is not None and waits(cost):
+        yield (
+            f"num_workers={options.num_workers}, but a sample waits {cost.wait_ms:.3g} of its "
+            f'{cost.wall_ms:.3g} ms and leaves the CPUs idle. Set num_workers="auto", or more '
+            "workers than CPUs."
+        )
     if options.pin_memory is True and accelerator != "cuda":
         yield f'pin_memory=True has no use on {accelerator!r}. Set it to "auto".'
-
-
-def _open_files_message(open_files: int, memory: HostMemory, options: LoaderOptions) -> str:
-    took = options.sharing_strategy == "auto"
-    result = 'so sharing_strategy is "file_system"' if took else "and opening one more may fail"
-    return (
-        f"Batches on their way take up to {open_files} open files, more than half of the "
-        f"{memory.open_files_soft} this process may have, {result}. Run `ulimit -n "
-        f"{open_files * 2 + 1}` before the program (hard limit: {memory.open_files_hard})."
-    )
 
 
 def _choice(options: LoaderOptions, option: str, auto: Value, why: str) -> Choice:
@@ -337,10 +330,6 @@ def _choice(options: LoaderOptions, option: str, auto: Value, why: str) -> Choic
     if asked in ("auto", getattr(LoaderOptions(), option)):
         return Choice(option=option, value=auto, why=why, by="auto")
     return Choice(option=option, value=asked, why=_SET, by="you")
-
-
-def _size(count_bytes: int) -> str:
-    return f"{count_bytes / 2**20:,.1f} MiB"
 
 
 def _check_platform(options: LoaderOptions, platform: str) -> None:

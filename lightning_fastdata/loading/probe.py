@@ -1,11 +1,15 @@
-"""One sample read before the workers start: its size, and whether it can be read at all."""
+"""Samples read before the workers start: whether they can be read, and what one costs."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
-from typing import Any
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -14,6 +18,30 @@ from torch.utils.data import Dataset, IterableDataset
 from lightning_fastdata.errors import DatasetError
 from lightning_fastdata.loading.draws import kept_random_state
 from lightning_fastdata.loading.order import dataset_length
+
+_BUDGET_S: Final = 0.2
+_MOST_SAMPLES: Final = 32
+_THREAD_ROUNDS: Final = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleCost:
+    """What it takes to read one sample in one thread; medians over those that were read."""
+
+    wall_ms: float
+    """Milliseconds from the call to its return, less those for which a CPU had to be waited for:
+    what it would take on an idle machine."""
+    cpu_ms: float
+    """Milliseconds of CPU time that the thread spent; at most ``wall_ms``."""
+    size_bytes: int
+    """Bytes of the tensors, arrays and images of one sample."""
+    samples: int
+    """How many were measured."""
+
+    @property
+    def wait_ms(self) -> float:
+        """Milliseconds without any CPU: for a disk, a network, a lock, or a sleep."""
+        return self.wall_ms - self.cpu_ms
 
 
 def probe_sample(dataset: Dataset[Any], name: str) -> Any:
@@ -82,3 +110,102 @@ def sample_bytes(sample: Any) -> int:
     if hasattr(sample, "getbands") and hasattr(sample, "size"):  # a PIL image
         return int(sample.size[0] * sample.size[1] * len(sample.getbands()))
     return 8
+
+
+def queued_s(file: Path = Path("/proc/thread-self/schedstat")) -> float:
+    """Return the seconds this thread was ready to run and had no CPU; 0 where it is not counted.
+
+    The second number of https://docs.kernel.org/scheduler/sched-stats.html, in nanoseconds.
+    """
+    try:
+        return int(file.read_text().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return 0.0
+
+
+def spread_indices(length: int, count: int) -> list[int]:
+    """Return up to ``count`` different indices at even distances, none of them the first."""
+    count = min(count, length)
+    return [(2 * number + 1) * length // (2 * count) for number in range(count)]
+
+
+def measure_samples(
+    dataset: Dataset[Any],
+    *,
+    budget_s: float = _BUDGET_S,
+    clock_s: Callable[[], float] = time.perf_counter,
+    cpu_s: Callable[[], float] = time.thread_time,
+    queue_s: Callable[[], float] = queued_s,
+) -> SampleCost | None:
+    """Read a few samples and return what one costs; the caller keeps the random state.
+
+    Samples from all over the dataset are read in this thread, until 32 are read or the budget is
+    spent. The first one is left out if there are others, because it opens files and imports.
+
+    Args:
+        dataset: A map-style dataset.
+        budget_s: Seconds after which no further sample is begun.
+        clock_s: Seconds from any start.
+        cpu_s: Seconds of CPU time of the calling thread.
+        queue_s: Seconds in which the calling thread waited for a CPU.
+
+    Returns:
+        None if it is empty or a sample could not be read, which is told when training reads it.
+    """
+    walls, cpus, began = [], [], clock_s()
+    sample = None
+    for index in spread_indices(dataset_length(dataset) or 0, _MOST_SAMPLES):
+        queued, cpu, wall = queue_s(), cpu_s(), clock_s()
+        try:
+            sample = dataset[index]
+        except Exception:
+            return None
+        wall, cpu = clock_s() - wall, cpu_s() - cpu
+        walls.append(max(cpu, wall - (queue_s() - queued)))
+        cpus.append(cpu)
+        if clock_s() - began >= budget_s:
+            break
+    if not walls:
+        return None
+    skip = 1 if len(walls) > 1 else 0
+    wall, cpu = median(walls[skip:]), median(cpus[skip:])
+    return SampleCost(
+        wall_ms=wall * 1000,
+        cpu_ms=cpu * 1000,
+        size_bytes=sample_bytes(sample),
+        samples=len(walls) - skip,
+    )
+
+
+def thread_speedup(
+    read: Callable[[int], object],
+    indices: Sequence[int],
+    *,
+    clock_s: Callable[[], float] = time.perf_counter,
+) -> float:
+    """Return how much faster two threads call ``read`` than one: 2 without the GIL, 1 under it.
+
+    The best of three turns of each counts, as other programs can only make a turn longer.
+
+    Args:
+        read: What is to be run; it must be safe for threads.
+        indices: Its arguments, all of which are read in each of the six turns.
+        clock_s: Seconds from any start.
+    """
+
+    def turn(threads: int) -> float:
+        work = [
+            threading.Thread(
+                target=lambda part: [read(i) for i in part], args=(indices[n::threads],)
+            )
+            for n in range(threads)
+        ]
+        began = clock_s()
+        for thread in work:
+            thread.start()
+        for thread in work:
+            thread.join()
+        return clock_s() - began
+
+    turns = [(turn(1), turn(2)) for _ in range(_THREAD_ROUNDS)]
+    return min(one for one, _ in turns) / max(min(two for _, two in turns), 1e-9)

@@ -72,6 +72,12 @@ def map_shared_memory(descriptor: int) -> mmap.mmap:
     return _advised(mmap.mmap(descriptor, 0))
 
 
+def _private_memory(size_bytes: int) -> mmap.mmap:
+    # Without the flag these are pages of a memory file, whose first use costs more.
+    private = getattr(mmap, "MAP_PRIVATE", None)
+    return mmap.mmap(-1, size_bytes) if private is None else mmap.mmap(-1, size_bytes, private)
+
+
 def _advised(mapping: mmap.mmap) -> mmap.mmap:
     if len(mapping) >= _HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
         try:
@@ -119,6 +125,7 @@ class SlotPool:
         self._returned: deque[Slot] = deque()
         self.dropped: deque[int] = deque()
         """Numbers of slots given up since this was last emptied; side processes unmap them."""
+        weakref.finalize(self, _close_files, self._slots).atexit = False
 
     @property
     def size_bytes(self) -> int:
@@ -151,7 +158,7 @@ class SlotPool:
         if self.shared:
             descriptor = create_shared_memory(size_bytes)
             return self._add(descriptor, map_shared_memory(descriptor))
-        return self._add(None, _advised(mmap.mmap(-1, size_bytes)))
+        return self._add(None, _advised(_private_memory(size_bytes)))
 
     def adopt(self, descriptor: int) -> Slot:
         """Take over memory that a side process made because its batch fitted into no slot."""
@@ -202,6 +209,14 @@ class SlotPool:
             # Sizes that batches have outgrown would otherwise pile up.
             if self.size_bytes > self.limit_bytes and len(self._slots) > 2:
                 self._drop(slot)
+
+
+def _close_files(slots: dict[int, Slot]) -> None:
+    """Close the files of a pool that was dropped; what still views a slot has it mapped."""
+    for slot in slots.values():
+        if slot.descriptor is not None:
+            os.close(slot.descriptor)
+            slot.descriptor = None
 
 
 def _rounded(size_bytes: int) -> int:

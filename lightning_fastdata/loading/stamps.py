@@ -64,6 +64,13 @@ class BatchStamps(NamedTuple):
     pinned_ns: tuple[int, int] | None = None
     """When its copy into page-locked memory began and ended; None where torch makes none."""
 
+    @classmethod
+    def of_caller(
+        cls, number: int, requested_ns: int, task: TaskStamps, *, first: bool
+    ) -> BatchStamps:
+        """Return the stamps of a batch that was made in one task by whoever asked for it."""
+        return cls(number, task.samples, requested_ns, task.ended_ns, (task,), 0, first)
+
 
 _WORTH_ASKING_NS: Final = 200_000
 """The kernel's answer costs some microseconds, which a thread with shorter tasks is spared."""

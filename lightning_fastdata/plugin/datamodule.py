@@ -21,6 +21,7 @@ from lightning_fastdata.plugin.datasets import Constant, in_form_of, is_missing,
 from lightning_fastdata.plugin.guard_callback import attach_guard, first_rows, guard_rows
 from lightning_fastdata.plugin.hooks import HOOKS, overridden_hook, silence_shared_hook_warning
 from lightning_fastdata.plugin.loaders import build_loader, checked_sample, plan_for
+from lightning_fastdata.plugin.sharing import settle_sharing, sharing_ranks, silence_padding_warning
 from lightning_fastdata.plugin.stage_transforms import StageTransforms
 from lightning_fastdata.plugin.staging import finish, inside, transfer
 from lightning_fastdata.plugin.trainer_facts import (
@@ -218,6 +219,9 @@ class DataModuleHooks:
     ) -> FastDataLoader:
         """Return the loader for a dataset, as the ``*_dataloader`` methods build it.
 
+        Several ranks share what is evaluated by an :class:`EvaluationBatchSampler`: each sample
+        once, and as many batches on each rank.
+
         Args:
             dataset: Any map-style or iterable dataset.
             stage: Decides shuffling, transforms and the number of workers.
@@ -248,7 +252,16 @@ class DataModuleHooks:
             # Without a trainer there is no hook to finish the batches, so they come finished.
             "staged": stage if attached and self.augments_on_device(stage) else None,
         }
-        return build_loader(dataset, stage=stage, plan=plan, settings=settings, overrides=overrides)
+        loader = build_loader(
+            dataset,
+            stage=stage,
+            plan=plan,
+            settings=settings,
+            overrides=overrides,
+            ranks=sharing_ranks(self._trainer),
+        )
+        settle_sharing(loader, name, stage, self._trainer)
+        return loader
 
     def batch_for_guard(self, rows: int) -> Batch:
         """Return a training batch with that many rows, for the batch-size guard."""
@@ -286,6 +299,7 @@ class DataModuleHooks:
                 "dataset."
             )
         loaders = [self.make_loader(d, stage=stage, name=name) for name, d in by_name]
+        silence_padding_warning(loaders, stage, self._trainer)
         return in_form_of(datasets, loaders)
 
     def _named_datasets(self, stage: Stage) -> tuple[Any, list[tuple[str, Any]]]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch.utils.data import Dataset, IterableDataset, TensorDataset
+from torch.utils.data import Dataset, IterableDataset, SequentialSampler, TensorDataset
 
 from lightning_fastdata.errors import DatasetError
 from lightning_fastdata.host.cpu import read_cpu_limit
@@ -15,7 +16,11 @@ from lightning_fastdata.loading.executors.suited import look_at, suited_executor
 from lightning_fastdata.loading.keyed import fetches_in_batches
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.loading.options import LoaderOptions, LoaderPlan, plan_loader
-from lightning_fastdata.loading.order import ShuffleSampler, dataset_length
+from lightning_fastdata.loading.order import (
+    EvaluationBatchSampler,
+    ShuffleSampler,
+    dataset_length,
+)
 from lightning_fastdata.loading.probe import probe_sample, sample_bytes
 
 if TYPE_CHECKING:
@@ -24,6 +29,7 @@ if TYPE_CHECKING:
 
 _NEEDS_WORKERS = ("prefetch_factor", "persistent_workers", "multiprocessing_context")
 _REPLACED_BY_BATCH_SAMPLER = ("batch_size", "sampler", "drop_last")
+_ORDERS = ("shuffle", "sampler", "batch_sampler")
 
 
 def checked_sample(
@@ -77,16 +83,18 @@ def plan_for(
         collate_fn: Of the user; None: the default collation.
         transformed: An Albumentations pipeline runs on each sample.
     """
-    suited = ("torch", "torch's own iterator")
-    if options.executor == "auto":
-        suited = suited_executor(
-            look_at(dataset, default_collation=collate_fn is None, transformed=transformed),
-            workers=options.num_workers,
-            batch_size=batch_size,
-        )
+    look = suited = None
+    if options.executor == "auto" or (
+        options.executor != "torch" and options.num_workers == "auto"
+    ):
+        look = look_at(dataset, default_collation=collate_fn is None, transformed=transformed)
+        suited = suited_executor(look, workers=options.num_workers, batch_size=batch_size)
     return plan_loader(
         options,
-        suited=suited,
+        suited=suited or ("torch", "torch's own iterator"),
+        cost=None if look is None else look.cost,
+        split=look is not None and look.split,
+        start_method=multiprocessing.get_start_method(),
         stage=stage,
         cpu=read_cpu_limit(local_ranks=local_ranks),
         memory=read_host_memory(),
@@ -107,6 +115,7 @@ def build_loader(
     plan: LoaderPlan,
     settings: Mapping[str, Any],
     overrides: Mapping[str, Any],
+    ranks: int = 1,
 ) -> FastDataLoader:
     """Return the loader; a sharing strategy that was planned is set for the whole process.
 
@@ -116,6 +125,8 @@ def build_loader(
         plan: The settings that were chosen for this machine.
         settings: Further arguments of :class:`FastDataLoader`.
         overrides: Arguments that win over all others; what they exclude is left out.
+        ranks: Training processes. With more than one, evaluation is put into batches that can be
+            shared among them, unless an override says which samples come in which order.
     """
     if plan.sharing_strategy is not None:
         torch.multiprocessing.set_sharing_strategy(plan.sharing_strategy)  # type: ignore[no-untyped-call]
@@ -123,8 +134,27 @@ def build_loader(
     arguments["executor"] = plan.executor
     if stage == "train" and not isinstance(dataset, IterableDataset):
         arguments["sampler"] = ShuffleSampler(cast("Any", dataset), settings["seed"])
-    excluded = _REPLACED_BY_BATCH_SAMPLER if "batch_sampler" in overrides else ()
     if overrides.get("num_workers") == 0:
-        excluded = (*excluded, *_NEEDS_WORKERS)
-    arguments = {name: value for name, value in arguments.items() if name not in excluded}
-    return FastDataLoader(dataset, **{**arguments, **overrides})
+        arguments = _without(arguments, _NEEDS_WORKERS)
+    arguments = {**arguments, **overrides}
+    if ranks > 1 and stage != "train" and _can_be_shared(dataset, arguments):
+        arguments["batch_sampler"] = EvaluationBatchSampler(
+            SequentialSampler(cast("Any", dataset)), arguments["batch_size"], arguments["drop_last"]
+        )
+        arguments = _without(arguments, _REPLACED_BY_BATCH_SAMPLER)
+    elif "batch_sampler" in overrides:
+        replaced = [name for name in _REPLACED_BY_BATCH_SAMPLER if name not in overrides]
+        arguments = _without(arguments, replaced)
+    return FastDataLoader(dataset, **arguments)
+
+
+def _can_be_shared(dataset: Dataset[Any], arguments: Mapping[str, Any]) -> bool:
+    if isinstance(dataset, IterableDataset) or dataset_length(dataset) is None:
+        return False
+    return arguments["batch_size"] is not None and not any(
+        arguments.get(name) is not None for name in _ORDERS
+    )
+
+
+def _without(arguments: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    return {name: value for name, value in arguments.items() if name not in names}

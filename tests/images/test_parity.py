@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 
 import numpy as np
 import pytest
 
 from lightning_fastdata.errors import DatasetError, OptionsError
 from lightning_fastdata.images.crops import CropRule
-from lightning_fastdata.images.parity import parity, psnr_db
+from lightning_fastdata.images.parity import folder_parity, parity, psnr_db
 
 
 def test_exact_is_identical_to_the_tensor_path_and_within_a_level_of_pil(photos):
@@ -53,3 +54,18 @@ def test_nothing_to_compare_is_an_error(photos):
         parity([photos["china"]], CropRule(size=8), crops_per_file=0)
     with pytest.raises(OptionsError, match="'cv2'"):
         parity([photos["china"]], CropRule(size=8), reference="cv2")
+
+
+def test_a_folder_is_compared_as_training_and_as_validation_use_it(folder):
+    found = folder_parity(folder, count=5, size=48, seed=2)
+    assert (found.files, found.total) == (5, 12)
+    files = [row.path for row in found.validation.rows]
+    assert len(set(files)) == 5
+    assert {path.split("/")[-2] for path in files} >= {"Z", "b_cats"}  # from all over the folder
+    crops = CropRule(size=48, horizontal_flip=0.5)
+    assert found.train == parity(files, crops, resamples=["auto", "exact"], seed=2)
+    assert found.validation == parity(files, CropRule(size=48, crop="center"), resamples=["exact"])
+    text = "\n".join(found.lines())
+    for how, report in (("auto", found.train), ("exact", found.train)):
+        assert re.search(rf"train +{how} .* {min(report.of(how)):.1f} ", text)
+    assert folder_parity(folder, count=100, size=8).files == 12

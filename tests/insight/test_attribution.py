@@ -208,22 +208,24 @@ def measured(dataset: Dataset, **options) -> tuple[dict[str, float], list]:
 
 @pytest.mark.parametrize("executor", ["inline", "workers", "sidecar"])
 @pytest.mark.parametrize(
-    ("dataset", "cause"),
+    ("dataset", "cause", "other"),
     [
-        (Planted(sleep_s=0.004), ["read_blocked"]),
-        (Planted(spin_s=0.003), ["read_cpu", "read_runqueue"]),
+        (Planted(sleep_s=0.004), "read_blocked", "read_cpu"),
+        (Planted(spin_s=0.003), "read_cpu", "read_blocked"),
     ],
     ids=["waiting", "computing"],
 )
-def test_the_planted_cause_takes_most_of_the_waits(executor, dataset, cause) -> None:
+def test_the_planted_cause_takes_most_of_the_waits(executor, dataset, cause, other) -> None:
+    # What other programs on the machine take away is in the run queue, and in no cause.
     shares, _ = measured(dataset, executor=executor)
-    assert sum(shares[name] for name in cause) > 0.5
+    assert shares[cause] > 2 * shares[other]
+    assert shares[cause] > 2 * shares["collate"]
 
 
 @pytest.mark.parametrize("executor", ["inline", "workers"])
 def test_a_slow_collate_function_takes_most_of_the_waits(executor) -> None:
     shares, _ = measured(Planted(sleep_s=0.0001), executor=executor, collate_fn=slow_collate)
-    assert shares["collate"] > 0.5
+    assert shares["collate"] > 2 * (shares["read_cpu"] + shares["read_blocked"])
 
 
 def test_a_slow_sample_is_found_by_its_index() -> None:

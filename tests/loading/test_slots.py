@@ -175,3 +175,22 @@ def test_tensors_outlive_their_pool() -> None:
 def test_memory_that_is_not_there_is_refused_with_the_size() -> None:
     with pytest.raises(WorkerError, match=r"batch of .* MiB"):
         create_shared_memory(2**40, available_bytes=lambda: 2**39)
+
+
+def test_a_pool_that_is_dropped_closes_its_files_and_leaves_its_tensors() -> None:
+    def files() -> int:
+        gc.collect()
+        return len(os.listdir("/proc/self/fd"))
+
+    before = files()
+    pool = SlotPool(limit_bytes=2**20)
+    slots = [pool.take(4096) for _ in range(3)]
+    assert slots[0] is not None
+    assert files() >= before + 3
+    view = pool.lease(slots[0])
+    view[:] = 7
+    del pool, slots
+    gc.collect()
+    assert view.min() == view.max() == 7
+    del view
+    assert files() == before

@@ -7,6 +7,7 @@ import gc
 import pickle
 import time
 from collections import deque
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -243,15 +244,21 @@ def test_the_iterator_is_torchs_own_but_for_its_batches():
     assert len(list(copied)) == 4
 
 
-def test_a_watch_that_is_dropped_closes_its_file():
-    import os
-
-    before = len(os.listdir("/proc/self/fd"))
-    watches = [TaskWatch(0, 0) for _ in range(20)]
-    assert len(os.listdir("/proc/self/fd")) == before + 20
-    del watches
+def open_schedstats():
     gc.collect()
-    assert len(os.listdir("/proc/self/fd")) == before
+    return sum(
+        path.readlink().name == "schedstat"
+        for path in Path("/proc/self/fd").iterdir()
+        if path.is_symlink()
+    )
+
+
+def test_a_watch_that_is_dropped_closes_its_file():
+    before = open_schedstats()
+    watches = [TaskWatch(0, 0) for _ in range(20)]
+    assert open_schedstats() == before + 20
+    del watches
+    assert open_schedstats() == before
 
 
 def spin(seconds):

@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch.utils.data import Dataset, IterableDataset, TensorDataset
+from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
 from lightning_fastdata import FastDataModule, LoaderOptions
 from lightning_fastdata.images.folder import FastImageFolder
+from lightning_fastdata.loading.columns import ColumnDataset, TokenWindows
 from lightning_fastdata.loading.executors.suited import look_at, suited_executor
 
 
@@ -71,8 +72,12 @@ def folder(tmp_path):
 @pytest.mark.parametrize(
     ("dataset", "about", "name"),
     [
-        (Stream(), {}, "torch"),
+        (Stream(), {}, "workers"),
+        (Stream(), {"workers": 0}, "inline"),
         (TensorDataset(torch.zeros(4)), {}, "gather"),
+        (Subset(ColumnDataset({"x": np.zeros((4, 2))}), [1, 2]), {"workers": 0}, "gather"),
+        (TokenWindows(np.arange(9), 3), {}, "gather"),
+        (Subset(Rows(), [1, 2]), {}, "workers"),
         (TensorDataset(torch.zeros(4)), {"default_collation": False}, "workers"),
         (TensorDataset(torch.zeros(4)), {"transformed": True}, "workers"),
         (Rows(), {}, "workers"),

@@ -6,7 +6,10 @@ from collections import deque
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, get_args, runtime_checkable
 
+from torch.utils.data import IterableDataset
+
 from lightning_fastdata.errors import OptionsError
+from lightning_fastdata.host.cpu import read_cpu_limit
 
 if TYPE_CHECKING:
     from lightning_fastdata.loading.executors.fetch import FetchPlan
@@ -20,7 +23,11 @@ class Executor(Protocol):
     """Turns batches of indices into batches of data."""
 
     def start_epoch(self, batches: Iterable[Any], epoch: int) -> None:
-        """Begin an epoch over batches of indices; what is left of the one before is dropped."""
+        """Begin an epoch; what is left of the one before is dropped.
+
+        ``batches`` are those of indices. Of a stream only the first item counts: how many samples
+        each batch is to have, or None for single samples.
+        """
 
     def __iter__(self) -> Executor: ...
 
@@ -59,9 +66,10 @@ def open_executor(
         name: ``"inline"``: the caller fetches. ``"gather"``: tensors and arrays, one call a batch.
             ``"workers"``: side processes of one thread, for Python code. ``"sidecar"``: threads in
             side processes, for code that waits or releases the GIL; it cannot key global
-            generators by sample, as its threads share them.
+            generators by sample, as its threads share them. A stream (``IterableDataset``) has
+            ``"inline"`` and ``"workers"`` only.
         plan: What to fetch.
-        workers: Side processes.
+        workers: Side processes; of ``"gather"`` threads that gather ahead, 0 for none.
         threads: Threads in each side process of a sidecar.
 
     Raises:
@@ -73,6 +81,16 @@ def open_executor(
         raise OptionsError(
             f"executor is {name!r}; there are {', '.join(map(repr, get_args(ExecutorName)))}."
         )
+    stream = isinstance(plan.dataset, IterableDataset)
+    if stream and name in ("gather", "sidecar"):
+        raise OptionsError(
+            f"executor is {name!r}, which reads by index, and {type(plan.dataset).__name__} is a "
+            "stream. Use 'workers' or 'inline'."
+        )
+    if stream and name == "inline":
+        from lightning_fastdata.loading.executors.stream import InlineStream
+
+        return InlineStream(plan)
     if name == "inline":
         from lightning_fastdata.loading.executors.inline import InlineExecutor
 
@@ -80,9 +98,15 @@ def open_executor(
     if name == "gather":
         from lightning_fastdata.loading.executors.gather import GatherExecutor
 
-        return GatherExecutor(plan)
+        # The caller helps while it waits, and more threads than CPUs hinder each other.
+        spare = max(1, read_cpu_limit().usable_cpus - 1)
+        return GatherExecutor(plan, threads=min(workers, spare))
     if not shared_slots_supported():
         raise OptionsError(f"executor {name!r} needs Linux; use 'torch' or 'inline' here.")
+    if stream:
+        from lightning_fastdata.loading.executors.stream import StreamExecutor
+
+        return StreamExecutor(plan, processes=workers)
     from lightning_fastdata.loading.executors.pool import PoolExecutor
 
     return PoolExecutor(plan, processes=workers, threads=threads if name == "sidecar" else 1)

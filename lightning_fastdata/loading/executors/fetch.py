@@ -31,13 +31,15 @@ class FetchPlan:
     """Everything an executor needs to know before the first epoch."""
 
     dataset: Any
-    """A map-style dataset."""
+    """A map-style dataset, or a stream."""
     collate_fn: Callable[[Any], Any]
     """Samples to batch; with ``batched=False`` one sample to what is delivered."""
     default_collation: bool = False
     """``collate_fn`` is torch's default, so that samples may be written in place instead."""
     batched: bool = True
     """The plan's items are lists of indices; False: single indices."""
+    drop_last: bool = False
+    """Leave out the last batch of a stream if it is not full; of use for streams only."""
     seed: int | None = None
     """Seed of the per-sample randomness of ``random``, ``numpy.random`` and torch; None leaves the
     generators alone."""
@@ -169,6 +171,13 @@ class Fetcher:
     def _key(self, epoch: int, index: Any) -> None:
         if self.draws and self.plan.seed is not None:
             seed_global_generators(self.plan.seed, epoch, index)
+
+    def where(self, indices: Any) -> str:
+        """Return what was being done, to be said of an error."""
+        if self.position < 0:
+            return "in collate_fn"
+        index = indices[self.position] if self.plan.batched else indices
+        return f"while reading sample {index!r} of the dataset"
 
 
 def decodes_in_place(dataset: Any) -> bool:

@@ -1,180 +1,290 @@
-"""Batches gathered from tensors and arrays in one call each, into reused memory."""
+"""Batches gathered from tensors and arrays in one call per column, into reused memory."""
 
 from __future__ import annotations
 
 import queue
 import threading
 import time
+import weakref
+from collections import deque
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import accumulate, islice
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-import torch
-from torch.utils.data import TensorDataset
 
 from lightning_fastdata.errors import OptionsError
+from lightning_fastdata.loading.executors.fetch import Fetcher
+from lightning_fastdata.loading.executors.rows import in_bounds, rows_of
 from lightning_fastdata.loading.leaves import tensor_over
 from lightning_fastdata.loading.slots import SlotPool
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from lightning_fastdata.loading.executors.fetch import FetchPlan
+    from lightning_fastdata.loading.executors.rows import Rows
 
-_SHORT_S: Final = 0.0003
-"""Gathers shorter than this cost less than handing them over from another thread."""
 _ALIGNMENT_BYTES: Final = 64
-_END: Final = object()
+_SMALL_BYTES: Final = 16 * 1024
+"""Columns up to this size are handed over as copies, so that labels a user keeps hold no images."""
+_JOB_BYTES: Final = 2**22
+_MAX_GROUP: Final = 32
+"""Small batches are gathered together, as waking a thread costs some 10 us."""
+_PIECE_BYTES: Final = 2**20
+_PIECES: Final = 8
+_MAX_THREADS: Final = 4
+_NAME: Final = "fastdata gather"
+_LONG_S: Final = 0.0003
+"""A job that takes longer than this is worth a thread, however small it is (a slow disk)."""
+
+_NO_MEMORY: Final = np.empty(0, np.uint8)
 
 
-def gatherable(dataset: Any) -> bool:
-    """Return whether batches of the dataset are rows of tensors or arrays and nothing else.
+class Job:
+    """Rows of one or more batches on their way into one piece of memory.
 
-    That is a ``TensorDataset``, a tensor, or an array (a memory-mapped one, too).
+    Any number of threads may work on it at once; each takes piece after piece of the rows.
+
+    Args:
+        rows: The dataset.
+        index: Which rows, int64 [count], from 0 and within bounds.
+        ends: Where each batch ends among them.
+        pool: Where the memory comes from.
     """
-    return columns_of(dataset) is not None
+
+    def __init__(
+        self, rows: Rows, index: NDArray[np.int64], ends: list[int], pool: SlotPool
+    ) -> None:
+        self.rows = rows
+        self.index = index
+        self.ends = ends
+        count, size_bytes = len(index), 0
+        self._places = []
+        for column in rows.columns:
+            self._places.append(size_bytes)
+            size_bytes += -(-column.row_bytes * count // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        self.size_bytes = max(1, size_bytes)
+        slot = pool.take(self.size_bytes)
+        self._owner = np.empty(self.size_bytes, np.uint8) if slot is None else pool.lease(slot)
+        self._outs = [
+            np.ndarray((count, *column.shape), column.stored, self._owner, place)
+            for column, place in zip(rows.columns, self._places, strict=True)
+        ]
+        self.pieces = max(1, min(_PIECES, size_bytes // _PIECE_BYTES))
+        self._step = -(-count // self.pieces)
+        self._lock = threading.Lock()
+        self._next = 0
+        self._left = count
+        self._error: BaseException | None = None
+        self._done = threading.Lock()
+        self._done.acquire()
+
+    def work(self) -> None:
+        """Copy rows until there is none left to begin with."""
+        count = len(self.index)
+        while True:
+            with self._lock:
+                start = self._next
+                stop = self._next = min(start + self._step, count)
+            if start == stop:
+                return
+            try:
+                index = self.index[start:stop]
+                for column, out in zip(self.rows.columns, self._outs, strict=True):
+                    column.take(index, out[start:stop])
+            except BaseException as error:  # raised again where the batch is asked for
+                self._error = error
+            with self._lock:
+                self._left -= stop - start
+                if self._left == 0:
+                    self._done.release()
+
+    def cancel(self) -> None:
+        """Begin with no more rows."""
+        with self._lock:
+            self._next = len(self.index)
+
+    def batches(self) -> Iterator[Any]:
+        """Help until all rows are there, and yield the batches; to be called once."""
+        self.work()
+        self._done.acquire()
+        # A thread may come to this job late, and would keep the memory until then.
+        owner, self._owner = self._owner, _NO_MEMORY
+        self._outs = []
+        if self._error is not None:
+            raise self._error
+        start = 0
+        for end in self.ends:
+            tensors = []
+            for column, place in zip(self.rows.columns, self._places, strict=True):
+                size_bytes = (end - start) * column.row_bytes
+                shape = (end - start, *column.shape)
+                tensor = tensor_over(owner, column.dtype, shape, place + start * column.row_bytes)
+                tensors.append(tensor.clone() if size_bytes <= _SMALL_BYTES else tensor)
+            start = end
+            yield self.rows.batch(tensors)
 
 
-def columns_of(dataset: Any) -> Any:
-    """Return the tensors of a gatherable dataset in the form its batches have, or None."""
-    if type(dataset) is TensorDataset:
-        columns = list(dataset.tensors)
-        return columns if all(_gathers(c) for c in columns) else None
-    return dataset if _gathers(dataset) else None
+@dataclass(frozen=True, slots=True)
+class _Odd:
+    """A batch that the dataset itself has to make, or to refuse."""
 
-
-def _gathers(column: Any) -> bool:
-    if type(column) is torch.Tensor:
-        plain = column.layout is torch.strided and column.device.type == "cpu"
-        return plain and column.dim() > 0 and not column.requires_grad and not column.is_quantized
-    if type(column) in (np.ndarray, np.memmap):
-        try:
-            torch.as_tensor(np.empty(0, column.dtype))
-        except TypeError:
-            return False
-        # The default collation makes no tensor of numbers in the same way as of arrays.
-        return bool(column.ndim > 1)
-    return False
+    indices: Any
+    """As the sampler gave them."""
 
 
 class GatherExecutor:
-    """Gathers in the calling thread while that is short, and else one thread ahead of it."""
+    """Gathers at the moment a batch is asked for, or ahead of that in threads.
 
-    def __init__(self, plan: FetchPlan) -> None:
-        columns = columns_of(plan.dataset)
-        if columns is None or not plan.default_collation or not plan.batched:
+    Args:
+        plan: What to fetch; the dataset is one that :func:`rows_of` recognises.
+        threads: Threads that gather ahead, of which 4 at most are used; the caller helps them when
+            it has to wait. 0: the caller gathers a batch when it asks for it, and reads no other.
+
+    Raises:
+        OptionsError: The dataset has no columns, or its batches are not torch's default ones.
+    """
+
+    def __init__(self, plan: FetchPlan, *, threads: int = 1) -> None:
+        if not (plan.default_collation and plan.batched) or rows_of(plan.dataset) is None:
             raise OptionsError(
                 f"executor is 'gather', but {type(plan.dataset).__name__} is neither tensors nor "
                 "arrays, or its batches are not torch's default ones. Use 'auto' or 'workers'."
             )
-        self._columns = columns
-        self._look_ahead = max(1, min(plan.look_ahead, 4))
-        self._slots = SlotPool(limit_bytes=plan.memory_limit_bytes, shared=False)
-        self._batches: Iterator[Any] = iter(())
-        self._ready: queue.Queue[Any] | None = None
-        self._stop = threading.Event()
-        self._quick = 0
+        self._plan = plan
+        self._odd = Fetcher(replace(plan, seed=None))
+        self._threads = min(threads, _MAX_THREADS)
+        self._started = 0
+        self._tasks: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._pool = SlotPool(limit_bytes=plan.memory_limit_bytes, shared=False)
+        self._rows: Rows | None = None
+        self._indices: Iterator[Any] = iter(())
+        self._epoch = 0
+        self._group = 1
+        self._wanted = 1
+        self._long = False
+        self._jobs: deque[Job | _Odd] = deque()
+        self._ready: deque[Any] = deque()
+        self._stop = weakref.finalize(self, _end_threads, self._tasks)
 
-    def start_epoch(self, batches: Iterable[Any], epoch: int) -> None:  # noqa: ARG002 - the contract
+    def start_epoch(self, batches: Iterable[Any], epoch: int) -> None:
         """Begin an epoch; what is left of the one before is dropped."""
-        self.close()
-        self._batches = iter(batches)
-        self._quick = 0
+        self._drop()
+        # Tensors of a dataset may have been replaced, and indices of a subset shuffled.
+        self._rows = rows_of(self._plan.dataset, tried=False)
+        self._indices, self._epoch = iter(batches), epoch
 
     def __iter__(self) -> GatherExecutor:
         return self
 
     def __next__(self) -> Any:
-        if self._ready is not None:
-            batch = self._ready.get()
-            if batch is _END:
-                self.close()
+        if not self._ready:
+            self._look_ahead()
+            if not self._jobs:
                 raise StopIteration
-            if isinstance(batch, BaseException):
-                self.close()
-                raise batch
-            return batch
-        indices = next(self._batches)
-        began = time.perf_counter()
-        batch = self._gather(indices)
-        if time.perf_counter() - began > _SHORT_S:
-            # The first batches pay for new memory.
-            self._quick += 1
-            if self._quick > 2:
-                self._go_ahead()
-        return batch
+            job = self._jobs.popleft()
+            if isinstance(job, _Odd):
+                indices = job.indices
+                if isinstance(indices, np.ndarray):
+                    indices = indices.tolist()
+                return self._odd.batch(indices, self._epoch)
+            began = time.perf_counter()
+            self._ready.extend(job.batches())
+            self._long |= time.perf_counter() - began > _LONG_S
+        return self._ready.popleft()
 
     def record(self, records: Any) -> None:
         """Take no stamps yet."""
 
     def resize(self, workers: int) -> None:
-        """Do nothing: one thread moves as many bytes as the memory gives."""
+        """Gather ahead in so many threads, 4 at most, from now on."""
+        self._threads = min(workers, _MAX_THREADS)
 
     def close(self) -> None:
-        """End the thread; batches handed out stay valid."""
-        self._stop.set()
-        self._ready = None
-        self._stop = threading.Event()
-        self._batches = iter(())
+        """End the threads; batches handed out stay valid."""
+        self._drop()
+        self._stop()
+        self._started = 0
 
-    def _go_ahead(self) -> None:
-        self._ready = queue.Queue(self._look_ahead)
-        work = (self._ready, self._stop, self._batches)
-        threading.Thread(target=self._run, args=work, daemon=True).start()
+    def _drop(self) -> None:
+        for job in self._jobs:
+            if isinstance(job, Job):
+                job.cancel()
+        self._jobs.clear()
+        self._ready.clear()
+        self._indices = iter(())
 
-    def _run(self, ready: queue.Queue[Any], stop: threading.Event, batches: Iterator[Any]) -> None:
-        result: Any = None
-        while result is not _END and not stop.is_set():
-            try:
-                result = self._gather(next(batches))
-            except StopIteration:
-                result = _END
-            except BaseException as error:
-                _put(ready, stop, error)
+    def _look_ahead(self) -> None:
+        while len(self._jobs) < self._wanted:
+            group = list(islice(self._indices, self._group))
+            if not group:
                 return
-            _put(ready, stop, result)
-            if result is not _END:
-                result = None
+            self._begin(group)
 
-    def _gather(self, indices: Any) -> Any:
-        index = np.asarray(indices, np.int64)
-        columns = self._columns if isinstance(self._columns, list) else [self._columns]
-        starts, end = [], 0
-        for column in columns:
-            starts.append(end)
-            row = column[:0].nbytes if not len(column) else column[0].nbytes
-            end += -(-row * len(index) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-        slot = self._slots.take(max(1, end))
-        if slot is None:
-            owner: Any = np.empty(max(1, end), np.uint8)
-        else:
-            owner = self._slots.lease(slot)
-        batch = [
-            _take(column, index, owner, start)
-            for column, start in zip(columns, starts, strict=True)
-        ]
-        return batch if isinstance(self._columns, list) else batch[0]
+    def _begin(self, group: list[Any]) -> None:
+        rows = self._rows
+        parts = [part for part in map(_as_array, group) if part is not None]
+        index = None
+        if rows is not None and len(parts) == len(group):
+            index = in_bounds(np.concatenate(parts) if len(parts) > 1 else parts[0], rows.length)
+        if rows is None or index is None:
+            if len(group) > 1:
+                for indices in group:
+                    self._begin([indices])
+            else:
+                self._jobs.append(_Odd(group[0]))
+            return
+        job = Job(rows, index, list(accumulate(len(part) for part in parts)), self._pool)
+        self._jobs.append(job)
+        if not self._threads:
+            self._group = self._wanted = 1
+            return
+        # Samplers of the user may watch the training, and are not asked long before.
+        most = _MAX_GROUP if type(group[0]) is np.ndarray else self._plan.look_ahead // 4
+        # With more large pieces in turn the batches would leave the processor's cache.
+        self._wanted = 2 if job.size_bytes > _JOB_BYTES else 3
+        self._group = max(1, min(most, _JOB_BYTES * len(group) // job.size_bytes))
+        if self._long or job.size_bytes >= _PIECE_BYTES:
+            self._offer(job)
+
+    def _offer(self, job: Job) -> None:
+        while self._started < self._threads:
+            if not self._stop.alive:  # closed before
+                self._tasks = queue.SimpleQueue()
+                self._stop = weakref.finalize(self, _end_threads, self._tasks)
+            thread = threading.Thread(target=_run, args=(self._tasks,), daemon=True, name=_NAME)
+            thread.start()
+            self._started += 1
+        for _ in range(min(self._threads, job.pieces)):
+            self._tasks.put(job)
 
 
-def _put(ready: queue.Queue[Any], stop: threading.Event, item: Any) -> None:
-    while not stop.is_set():
-        try:
-            ready.put(item, timeout=0.2)
-        except queue.Full:
-            continue
-        return
+def _run(tasks: queue.SimpleQueue[Job | None]) -> None:
+    while _worked(tasks.get()):
+        pass
+    tasks.put(None)  # for the next thread
 
 
-def _take(column: Any, index: Any, owner: Any, start: int) -> torch.Tensor:
-    shape = (len(index), *column.shape[1:])
-    length = len(column)
-    if len(index) and (index.min() < -length or index.max() >= length):
-        raise IndexError(f"index out of range for a dataset of {length} samples")
-    if len(index) and index.min() < 0:
-        index = np.where(index < 0, index + length, index)
-    if isinstance(column, torch.Tensor):
-        out = tensor_over(owner, column.dtype, shape, start)
-        return torch.index_select(column, 0, torch.from_numpy(index), out=out)
-    dtype = torch.as_tensor(np.empty(0, column.dtype)).dtype
-    out = tensor_over(owner, dtype, shape, start)
-    # mode="clip" writes into out directly; "raise" would go through a buffer.
-    np.take(column, index, axis=0, out=out.numpy(), mode="clip")
-    return out  # type: ignore[no-any-return]
+def _worked(job: Job | None) -> bool:
+    if job is not None:
+        job.work()
+    return job is not None
+
+
+def _end_threads(tasks: queue.SimpleQueue[Job | None]) -> None:
+    tasks.put(None)
+
+
+def _as_array(indices: Any) -> NDArray[np.int64] | None:
+    """Return the indices of a batch as an array, or None if they are none or not whole numbers."""
+    try:
+        index = np.asarray(indices)
+    except (TypeError, ValueError):
+        return None
+    if index.ndim != 1 or not len(index) or index.dtype.kind not in "iu":
+        return None
+    if index.dtype == np.int64:
+        return index
+    return index.astype(np.int64) if np.can_cast(index.dtype, np.int64) else None

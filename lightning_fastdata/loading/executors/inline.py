@@ -44,19 +44,20 @@ class InlineExecutor:
         try:
             batch = self._fetcher.attempt(lambda: self._fetcher.batch(indices, self._epoch))
         except Exception as error:
-            if stamps is not None:
-                stamps.end()
             at = self._fetcher.position
             if self._fetcher.plan.batched and at >= 0:
                 error.add_note(f"While reading sample {indices[at]!r} of the dataset.")
+            if isinstance(error, StopIteration):
+                # Raised from __next__, it would end the epoch early and without a word.
+                reason = "\n".join([f"StopIteration: {error}", *getattr(error, "__notes__", ())])
+                raise RuntimeError(f"Reading the dataset raised {reason}") from error
             raise
-        if stamps is not None and self._records is not None:
+        finally:
+            task = None if stamps is None else stamps.end()
+        if task is not None and self._records is not None:
             self._count += 1
-            task = stamps.end()
-            times = requested_ns, task.ended_ns
-            self._records.append(
-                BatchStamps(self._count, task.samples, *times, (task,), 0, first=self._first)
-            )
+            made = BatchStamps.of_caller(self._count, requested_ns, task, first=self._first)
+            self._records.append(made)
         self._first = False
         return batch
 

@@ -19,7 +19,7 @@ from lightning_fastdata.loading.slots import create_shared_memory, map_shared_me
 from lightning_fastdata.loading.stamps import BatchStamps
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
 
     from lightning_fastdata.loading.executors.fetch import FetchPlan
     from lightning_fastdata.loading.order import EpochOrder
@@ -101,8 +101,10 @@ class SideProcess:
         number: int,
         processes: int,
         threads: int,
-        siblings: Iterable[SideProcess],
+        strangers: tuple[int, ...] = (),
+        *,
         epoch: int = 0,
+        queue: int | None = None,
     ) -> None:
         self.wire: Wire
         self.number = number
@@ -112,15 +114,15 @@ class SideProcess:
         self.known_slots: set[int] = set()
         self.answers = 0
         self.retiring = False
+        self.retired = False
         ours, theirs = wire_pair()
         ours.setblocking(False)
         context = plan.context
         if not isinstance(context, BaseContext):
             context = multiprocessing.get_context(context)
-        strangers: tuple[int, ...] = ()
-        if context.get_start_method() == "fork":
-            # A forked child holds its siblings' wires too, and they would never see them closed.
-            strangers = (ours.fileno(), *(side.wire.fileno() for side in siblings))
+        forked = context.get_start_method() == "fork"
+        # A forked child holds its siblings' wires too, and they would never see them closed.
+        strangers = (ours.fileno(), *strangers) if forked else ()
         self.process = context.Process(
             target=side_main,
             args=(theirs, plan, number, processes, threads, strangers, os.getpid(), epoch),
@@ -137,7 +139,8 @@ class SideProcess:
         os.ftruncate(self.stacks, 0)
         self.marks = np.frombuffer(map_shared_memory(progress), np.int64)
         self.marks[:-1] = -1
-        self.send(("start",), (progress, self.stacks))
+        queues = () if queue is None else (queue,)
+        self.send(("start",), (progress, self.stacks, *queues))
         os.close(progress)
 
     @property
@@ -180,13 +183,16 @@ class SideProcess:
     def working_on(self) -> list[tuple[int, int]]:
         """Return (batch number, position) of each sample that is being read right now."""
         marks = self.marks[:-1].reshape(-1, MARK_WORDS)
-        return [(int(batch), int(at)) for batch, at in marks if batch >= 0]
+        return [(int(batch), int(at)) for batch, at, _ in marks if batch >= 0]
+
+    def claims(self) -> set[int]:
+        """Return the numbers of the tasks that its threads have taken from the queue last."""
+        return set(self.marks[2:-1:MARK_WORDS].tolist())
 
     def stack(self, wait_s: float = 1.0) -> str:
         """Return the Python stacks of its threads, asked for through SIGUSR1."""
-        state = self._state()
-        if state.startswith("T"):
-            return f"(no stack: the process is stopped, state {state}; send it SIGCONT)"
+        if self.is_stopped():
+            return f"(no stack: the process is stopped, state {self._state()}; send it SIGCONT)"
         size = os.fstat(self.stacks).st_size
         try:
             os.kill(self.process.pid or 0, signal.SIGUSR1)
@@ -199,12 +205,16 @@ class SideProcess:
             if now > size and now == os.fstat(self.stacks).st_size:
                 time.sleep(0.05)
                 return os.pread(self.stacks, 2**16, size).decode(errors="replace")
-        return f"(no stack within {wait_s:g} s, state {state})"
+        return f"(no stack within {wait_s:g} s, state {self._state()})"
+
+    def is_stopped(self) -> bool:
+        """Return whether it was stopped by a signal, as SIGSTOP does."""
+        return self._state().startswith("T")
 
     def stop(self, patience_s: float = 1.0) -> None:
         """End the process: it leaves by itself when the wire closes, or is killed."""
         self._empty_outbox()
-        self.wire.end.close()
+        self.wire.close()
         self.process.join(patience_s)
         if self.process.is_alive():
             self.process.kill()
@@ -232,7 +242,7 @@ def stop_all(sides: dict[int, SideProcess], owner: int) -> None:
     if os.getpid() != owner:  # a forked child must not end its parent's processes
         return
     for side in sides.values():
-        side.wire.end.close()
+        side.wire.close()
     until = time.monotonic() + 1
     for side in sides.values():
         side.stop(max(0.0, until - time.monotonic()))

@@ -7,11 +7,13 @@ import faulthandler
 import os
 import queue
 import random
+import select
 import signal
 import sys
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -25,7 +27,9 @@ from torch.utils.data import default_collate
 
 from lightning_fastdata.epochs import keep_own_epochs
 from lightning_fastdata.loading.collate import collate_privately, in_own_side_process
-from lightning_fastdata.loading.executors.fetch import Fetcher, write_image_of
+from lightning_fastdata.loading.executors.fetch import write_image_of
+from lightning_fastdata.loading.executors.queue import parse_packet, read_packet
+from lightning_fastdata.loading.executors.stream_fetch import END_OF_STREAM, fetcher_of
 from lightning_fastdata.loading.executors.wire import Wire
 from lightning_fastdata.loading.keyed import tell_epoch
 from lightning_fastdata.loading.layout import MisfitError, SampleLayout, layout_of
@@ -42,8 +46,9 @@ if TYPE_CHECKING:
 _PR_SET_PDEATHSIG: Final = 1
 _Reply: TypeAlias = tuple[tuple[Any, ...], tuple[int, ...]]
 """A message without its number, and open files that go with it."""
-MARK_WORDS: Final = 2
-"""int64 numbers per thread in the progress memory: the batch and the position it works on."""
+MARK_WORDS: Final = 3
+"""int64 numbers per thread in the progress memory: the batch and the position it works on, and the
+task it took last."""
 
 
 def side_main(
@@ -65,7 +70,7 @@ def side_main(
     first = wire.receive()
     if first is None:
         return
-    progress, stacks = first[1]
+    progress, stacks, *queues = first[1]
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True, chain=False)
     os.nice(plan.niceness)
     torch.set_num_threads(1)
@@ -75,7 +80,9 @@ def side_main(
     seed = plan.base_seed + number
     random.seed(seed)
     torch.default_generator.manual_seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)
+    # As torch seeds NumPy in its workers.
+    words = [number, plan.base_seed & 0xFFFFFFFF, plan.base_seed >> 32, 0]
+    np.random.seed(np.random.SeedSequence(words).generate_state(4))
     # What torch.utils.data.get_worker_info() returns; a test pins that this is its place.
     torch_worker._worker_info = torch_worker.WorkerInfo(
         id=number, num_workers=processes, seed=seed, dataset=plan.dataset
@@ -84,9 +91,10 @@ def side_main(
     keep_own_epochs()
     if plan.collate_fn is default_collate:
         plan = replace(plan, collate_fn=collate_privately)
-    side = _Side(
-        wire, plan, number, np.frombuffer(map_shared_memory(progress), np.int64), threads, epoch
-    )
+    marks = np.frombuffer(map_shared_memory(progress), np.int64)
+    side = _Side(wire, plan, number, marks, threads, epoch)
+    if queues:
+        side.take_from(queues[0])
     if plan.worker_init_fn is not None:
         try:
             plan.worker_init_fn(number)
@@ -122,41 +130,97 @@ class _Side:
         self.layout: SampleLayout | None = None
         self.maps: dict[int, mmap] = {}
         self.kept: dict[tuple[int, int], Any] = {}
+        self.own: deque[tuple[Any, ...]] = deque()
+        self.queue: int | None = None
+        self.closed = False
+        self.poller = select.epoll()
+        self.poller.register(wire.fileno(), select.EPOLLIN)
+
+    def take_from(self, queue: int) -> None:
+        """Share the work of a queue with others, of whom one is woken for each task."""
+        self.queue = queue
+        self.poller.register(queue, select.EPOLLIN | select.EPOLLEXCLUSIVE)
 
     def run(self) -> None:
         if self.threads == 1:
             work = _Work(self, 0)
-            while (task := self.next_task()) is not None:
+            while (task := self.next_task(0)) is not None:
                 work.do(task)
             return
-        tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        for number in range(self.threads):
-            target = _Work(self, number).run
-            threading.Thread(target=target, args=(tasks,), daemon=True).start()
-        while (task := self.next_task()) is not None:
-            tasks.put(task)
+        free: queue.SimpleQueue[int] = queue.SimpleQueue()
+        inboxes = [self._start_thread(number, free) for number in range(self.threads)]
+        # A task is taken when there is a thread for it, as another process may have one before.
+        while (task := self.next_task(thread := free.get())) is not None:
+            inboxes[thread].put(task)
         os._exit(0)
 
-    def next_task(self) -> tuple[Any, ...] | None:
+    def _start_thread(self, number: int, free: queue.SimpleQueue[int]) -> queue.SimpleQueue[Any]:
+        inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        target = _Work(self, number).run
+        threading.Thread(target=target, args=(inbox, free), daemon=True).start()
+        free.put(number)
+        return inbox
+
+    def next_task(self, thread: int) -> tuple[Any, ...] | None:
+        """Wait for the next task, noted as taken by the thread; None when there will be no more."""
         while True:
+            self._hear()
+            if self.closed:
+                return None
+            if self.own:
+                return self.own.popleft()
+            packet = None if self.queue is None else read_packet(self.queue)
+            if packet is not None:
+                number, message = parse_packet(packet)
+                self.marks[thread * MARK_WORDS + 2] = number
+                # What it rests on was sent before it was queued, but may still be on its way.
+                self._hear()
+                while self._lacks(message) and not self.closed:
+                    self._hear(wait=True)
+                return number, *message
+            self.poller.poll()
+
+    def _lacks(self, message: tuple[Any, ...]) -> bool:
+        kind, slot = message[0], message[-1]
+        return (kind == "rows" and self.layout is None) or (
+            slot is not None and slot not in self.maps
+        )
+
+    def _hear(self, *, wait: bool = False) -> None:
+        """Take in what the training process has sent on the wire."""
+        while not self.closed:
             try:
-                received = self.wire.receive()
+                received = self.wire.receive(wait=wait)
+            except BlockingIOError:
+                return
             except OSError:
-                return None
+                received = None
             if received is None:
-                return None
-            message, descriptors = received
-            if message[0] == "slot":
-                self.maps[message[1]] = map_shared_memory(descriptors[0])
-                os.close(descriptors[0])
-            elif message[0] == "drop":
-                self.maps.pop(message[1], None)
-            elif message[0] == "layout":
-                self.layout = message[1]
-            elif message[0] == "stamp":
-                self.stamped = message[1]
-            else:
-                return message
+                self.closed = True
+                return
+            wait = False
+            self._take_in(*received)
+
+    def _take_in(self, message: tuple[Any, ...], descriptors: list[int]) -> None:
+        kind = message[0]
+        if kind == "task":
+            self.own.append((message[1], *message[2]))
+        elif kind == "slot":
+            self.maps[message[1]] = map_shared_memory(descriptors[0])
+            os.close(descriptors[0])
+        elif kind == "drop":
+            self.maps.pop(message[1], None)
+        elif kind == "layout":
+            self.layout = message[1]
+        elif kind == "stamp":
+            self.stamped = message[1]
+        elif kind == "ping":
+            self.wire.send(("pong", message[1]))
+        elif kind == "retire":
+            if self.queue is not None:
+                self.poller.unregister(self.queue)
+                self.queue = None
+            self.wire.send(("retired",))
 
 
 class _Work:
@@ -166,17 +230,18 @@ class _Work:
         self.side = side
         self.number = number
         self.mark_at = number * MARK_WORDS
-        self.fetcher = Fetcher(side.plan, keyed=side.threads == 1)
+        self.fetcher: Any = fetcher_of(side.plan, keyed=side.threads == 1)
         self.stamps = TaskWatch(side.number, number, side.operations)
 
-    def run(self, tasks: queue.SimpleQueue[Any]) -> None:
+    def run(self, inbox: queue.SimpleQueue[Any], free: queue.SimpleQueue[int]) -> None:
         # What the kernel tells of a thread is opened in that thread.
         self.stamps = TaskWatch(self.side.number, self.number, self.side.operations)
         while True:
-            self.do(tasks.get())
+            self.do(inbox.get())
+            free.put(self.number)
 
     def do(self, task: tuple[Any, ...]) -> None:
-        kind, number, generation, batch, epoch, start, indices, rows, slot = task
+        number, kind, generation, batch, epoch, start, indices, rows, slot = task
         if generation < self.side.marks[-1]:
             self._answer(("stale", number))
             return
@@ -198,16 +263,14 @@ class _Work:
             if epoch != self.side.epoch:
                 tell_epoch(self.fetcher.dataset, epoch)
                 self.side.epoch = epoch
-            where = "in collate_fn"
+            where = ""
             reply, files = self.fetcher.attempt(work)
         except MisfitError:
             reply = ("misfit",)
         except Exception as error:
-            at = self.fetcher.position
-            if at >= 0 and where == "in collate_fn":
-                index = indices[at] if self.side.plan.batched else indices
-                where = f"while reading sample {index!r} of the dataset"
-            reply = ("error", start + max(at, 0), *_report(error, where))
+            at = max(self.fetcher.position, 0)
+            where = where or self.fetcher.where(indices)
+            reply = ("error", start + at, *_report(error, where))
         self._mark(-1, -1)
         spent = time.monotonic_ns() - began
         stamps = self.stamps.end() if self.fetcher.stamps is not None else None
@@ -266,6 +329,8 @@ class _Work:
     def _whole(self, batch: int, epoch: int, indices: Any, slot: int | None) -> _Reply:
         self._mark(batch, 0)
         result = self.fetcher.batch(indices, epoch, lambda at: self._mark(batch, at))
+        if result is END_OF_STREAM:
+            return ("end",), ()
         began_ns = time.monotonic_ns()
         reply = self._packed(result, slot)
         if self.fetcher.stamps is not None:

@@ -10,17 +10,31 @@ from typing import TYPE_CHECKING, Any, Final
 from torch.utils.data import IterableDataset
 
 from lightning_fastdata.augment.seeds import find_composes
+from lightning_fastdata.host.cpu import read_affinity
 from lightning_fastdata.loading.draws import DrawWatch
 from lightning_fastdata.loading.executors.fetch import decodes_in_place
-from lightning_fastdata.loading.executors.gather import gatherable
+from lightning_fastdata.loading.executors.rows import gatherable
+from lightning_fastdata.loading.keyed import fetches_in_batches
 from lightning_fastdata.loading.order import dataset_length
-from lightning_fastdata.loading.probe import shallow_copy
+from lightning_fastdata.loading.probe import (
+    SampleCost,
+    measure_samples,
+    queued_s,
+    shallow_copy,
+    spread_indices,
+    thread_speedup,
+)
 from lightning_fastdata.loading.slots import shared_slots_supported
+from lightning_fastdata.loading.worker_count import waits
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
-_PROBES: Final = 4
+_FRESH_BYTES_PER_MS: Final = 2_000_000
+"""How fast a batch is copied into memory that the system has yet to give, page by page."""
+_THREAD_TRIAL_MS: Final = 100
+_THREADS_PAY: Final = 1.6
+"""Of two threads. Below it they wait for each other too often, and processes do better."""
 _CHEAP_BATCH_MS: Final = 0.5
 """What it costs the training process to take a batch from another process."""
 
@@ -32,15 +46,20 @@ class DatasetLook:
     stream: bool
     """It has no index."""
     rows: bool
-    """Its batches are rows of tensors or arrays, collated by default, without a transform."""
+    """Its batches are rows of columns of numbers, collated by default, without a transform."""
     images: bool
     """It is a ``FastImageFolder`` whose samples are delivered as they are."""
     pipelines: bool
     """Albumentations pipelines run on its samples; threads must not share one."""
     draws: bool
     """Reading a sample drew from the generators of random, numpy or torch."""
-    sample_ms: float | None
-    """Milliseconds to read a sample, the median of a few; None if it was not read."""
+    cost: SampleCost | None
+    """Of reading a sample; None if none was read."""
+    thread_speedup: float | None
+    """What a second thread brings, 1 to 2; None where threads are not to be tried: on datasets that
+    may not be safe for them, on samples too slow to try, on one CPU or busy ones."""
+    split: bool
+    """The samples of one batch may be given to several workers."""
     shared_memory: bool
     """The system has the memory that side processes need (Linux)."""
 
@@ -51,35 +70,41 @@ def look_at(
     default_collation: bool,
     transformed: bool,
     clock_s: Callable[[], float] = time.perf_counter,
+    cpu_s: Callable[[], float] = time.thread_time,
+    queue_s: Callable[[], float] = queued_s,
 ) -> DatasetLook:
-    """Look at a dataset and read up to 4 of its samples, leaving the random state as it was.
+    """Look at a dataset and read some of its samples, leaving the random state as it was.
+
+    That takes up to 0.2 s or one sample, whichever is longer; and 0.1 s more for images, which are
+    tried on two threads.
 
     Args:
         dataset: Any dataset; a stream is not read.
         default_collation: Its batches are collated by default.
         transformed: An Albumentations pipeline of the loader runs on each sample.
         clock_s: Seconds from any start.
+        cpu_s: Seconds of CPU time of the calling thread.
+        queue_s: Seconds in which the calling thread waited for a CPU.
     """
     stream = isinstance(dataset, IterableDataset)
     pipelines = transformed or bool(find_composes(dataset))
     rows = default_collation and not pipelines and gatherable(dataset)
     images = default_collation and not pipelines and decodes_in_place(dataset)
-    spent: list[float] = []
-    draws = False
-    if not (stream or rows or images):
-        length = dataset_length(dataset) or 0
+    cost, speedup, draws = None, None, False
+    if not (stream or rows):
         twin = shallow_copy(dataset)
         watch = DrawWatch()
         try:
-            for index in range(min(_PROBES, length)):
-                began = clock_s()
-                try:
-                    twin[index]
-                except Exception:  # told with its cause when the training reads it
-                    spent = []
-                    break
-                spent.append((clock_s() - began) * 1000)
+            queued = queue_s()
+            cost = measure_samples(twin, clock_s=clock_s, cpu_s=cpu_s, queue_s=queue_s)
             draws = watch.drew()
+            queued_ms = (queue_s() - queued) * 1000
+            if images and cost is not None:
+                count = int(_THREAD_TRIAL_MS / (6 * max(cost.wall_ms, 1e-3)))
+                busy = queued_ms > 0.1 * cost.wall_ms * cost.samples or read_affinity() < 2
+                if count >= 2 and not busy:
+                    indices = spread_indices(dataset_length(dataset) or 0, min(count, 32))
+                    speedup = thread_speedup(twin.__getitem__, indices, clock_s=clock_s)
         finally:
             watch.restore()
     return DatasetLook(
@@ -88,12 +113,16 @@ def look_at(
         images=images,
         pipelines=pipelines,
         draws=draws,
-        sample_ms=sorted(spent)[len(spent) // 2] if spent else None,
+        cost=cost,
+        thread_speedup=speedup,
+        split=default_collation and not transformed and not fetches_in_batches(dataset),
         shared_memory=shared_slots_supported(),
     )
 
 
-def suited_executor(look: DatasetLook, *, workers: int | str, batch_size: int) -> tuple[str, str]:
+def suited_executor(
+    look: DatasetLook, *, workers: int | str, batch_size: int | None
+) -> tuple[str, str]:
     """Return the name of the executor that suits a dataset, and why.
 
     Threads are chosen for datasets of this package alone: whether others may be read by several
@@ -102,24 +131,34 @@ def suited_executor(look: DatasetLook, *, workers: int | str, batch_size: int) -
     Args:
         look: At the dataset.
         workers: As set by the user; 0 is a wish to fetch in the training process.
-        batch_size: Samples in a batch.
+        batch_size: Samples that are copied into a batch; None: they are delivered as they are.
     """
-    if look.stream:
-        return "torch", "a stream is read by torch's own iterator"
+    if look.stream and workers != 0:
+        return ("workers" if look.shared_memory else "torch"), "each process reads its own stream"
     if look.rows:
-        return "gather", "its batches are rows of tensors, copied in one call"
+        return "gather", "its batches are rows of numbers, copied with one call per column"
     if workers == 0:
         return "inline", "num_workers=0 asks for the training process"
     if not look.shared_memory:
         return "torch", "this system has no memory files that side processes could share"
+    speedup = look.thread_speedup
+    if look.images and speedup is not None and speedup < _THREADS_PAY and not waits(look.cost):
+        return "workers", f"images so small that a second thread brings only x{speedup:.2f}"
     if look.images:
         return "sidecar", "images are decoded by threads, straight into the batch"
     if look.pipelines:
         return "workers", "Albumentations pipelines hold random state, which threads cannot share"
     if look.draws:
         return "workers", "samples draw from global generators, which threads cannot share"
-    if look.sample_ms is not None and look.sample_ms * batch_size < _CHEAP_BATCH_MS:
-        batch_ms = look.sample_ms * batch_size
+    cost = look.cost
+    if cost is None:
+        return "workers", "Python code that may not be safe for threads"
+    batch_ms = cost.wall_ms
+    if batch_size is not None:
+        batch_ms = batch_size * (cost.wall_ms + cost.size_bytes / _FRESH_BYTES_PER_MS)
+    if batch_ms < _CHEAP_BATCH_MS:
         return "inline", f"a batch takes {batch_ms:.2g} ms, less than handing it over"
-    each = "" if look.sample_ms is None else f" of {look.sample_ms:.2g} ms a sample"
-    return "workers", f"Python code{each} that may not be safe for threads"
+    each = f"{cost.wall_ms:.2g} ms a sample"
+    if waits(cost):
+        return "workers", f"{each}, {cost.wait_ms:.2g} of them waiting; it may not suit threads"
+    return "workers", f"Python code of {each} that may not be safe for threads"

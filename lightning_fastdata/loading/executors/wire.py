@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import contextlib
 import os
 import pickle
 import socket
@@ -12,7 +13,7 @@ from lightning_fastdata.loading.slots import create_shared_memory
 
 _LARGE_BYTES: Final = 48 * 1024
 _MAX_DESCRIPTORS: Final = 4
-_DESCRIPTOR_BYTES: Final = array.array("i").itemsize
+_ANCILLARY_BYTES: Final = socket.CMSG_LEN(_MAX_DESCRIPTORS * array.array("i").itemsize)
 
 
 class Wire:
@@ -43,18 +44,27 @@ class Wire:
         finally:
             os.close(letter)
 
-    def receive(self) -> tuple[tuple[Any, ...], list[int]] | None:
+    def receive(self, *, wait: bool = True) -> tuple[tuple[Any, ...], list[int]] | None:
         """Return the next message and its open files; None when the other side is gone.
 
+        Args:
+            wait: Wait for one, if the end is a blocking one.
+
         Raises:
-            BlockingIOError: There is none (non-blocking ends only).
+            BlockingIOError: There is none (without waiting).
         """
+        flags = 0 if wait else socket.MSG_DONTWAIT
         try:
-            data, descriptors, _, _ = socket.recv_fds(self.end, 65536, _MAX_DESCRIPTORS)
+            # socket.recv_fds takes flags, and ignores them.
+            data, attached, _, _ = self.end.recvmsg(65536, _ANCILLARY_BYTES, flags)
         except ConnectionError:
             return None
         if not data:
             return None
+        descriptors: list[int] = []
+        for _level, kind, numbers in attached:
+            if kind == socket.SCM_RIGHTS:
+                descriptors.extend(array.array("i", numbers))
         if data[:1] == b"f":
             letter = descriptors.pop()
             data = os.pread(letter, os.fstat(letter).st_size, 0)
@@ -62,6 +72,12 @@ class Wire:
         else:
             data = data[1:]
         return pickle.loads(data), descriptors  # from our own process
+
+    def close(self) -> None:
+        """End the connection, also where a process that was forked since holds a copy of it."""
+        with contextlib.suppress(OSError):  # the other side has ended it
+            self.end.shutdown(socket.SHUT_RDWR)
+        self.end.close()
 
 
 def wire_pair() -> tuple[socket.socket, socket.socket]:

@@ -1,0 +1,110 @@
+"""What the benchmarks share: contenders in turn, medians of ratios, the machine, memory, JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_fastdata.host.machine import describe_machine, read_versions
+
+
+def arguments(what: str, *, rounds: int = 5) -> argparse.ArgumentParser:
+    """Return a parser with ``--rounds`` and ``--json``."""
+    parser = argparse.ArgumentParser(description=what)
+    parser.add_argument("--rounds", type=int, default=rounds, help="rounds after a warm-up")
+    parser.add_argument("--json", type=Path, help="file for the figures")
+    return parser
+
+
+def machine() -> dict[str, Any]:
+    """Return the machine, its load and the versions."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    load = [round(number, 2) for number in os.getloadavg()]
+    about = {"cpu": _cpu_name(), "kernel": platform.release(), "load_average": load}
+    return {**describe_machine(device), **about, **read_versions()}
+
+
+def in_turn(
+    contenders: Mapping[str, Callable[[], float]], *, rounds: int, warm: bool = True
+) -> dict[str, list[float]]:
+    """Run the contenders one after the other, round by round, so that noise hits all of them.
+
+    The order is turned around every other round. What each returns is collected, apart from a first
+    round if ``warm``.
+    """
+    found: dict[str, list[float]] = {name: [] for name in contenders}
+    for number in range(rounds + warm):
+        order = list(contenders) if number % 2 else list(reversed(contenders))
+        for name in order:
+            value = contenders[name]()
+            if number >= warm:
+                found[name].append(value)
+    return found
+
+
+def ratio(ours: list[float], theirs: list[float]) -> float:
+    """Return the median of the ratios round by round."""
+    return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
+
+
+def spread(values: list[float]) -> str:
+    """Return lowest, median and highest."""
+    middle = statistics.median(values)
+    return f"{min(values):.4g} / {middle:.4g} / {max(values):.4g}"
+
+
+def write(file: Path | None, name: str, results: Any) -> None:
+    """Print the machine, and write everything to the file if there is one."""
+    about = machine()
+    print(", ".join(f"{key} {value}" for key, value in about.items()))
+    if file is not None:
+        text = json.dumps({"benchmark": name, "machine": about, "results": results}, indent=1)
+        file.write_text(text + "\n")
+
+
+def tree_pss_bytes(root: int | None = None) -> int:
+    """Return the memory of a process and of all below it, shared pages divided among them (PSS)."""
+    parents = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parents[int(folder.name)] = int(
+                (folder / "stat").read_text().rsplit(")", 1)[1].split()[1]
+            )
+        except OSError:
+            continue
+    tree, new = set(), {os.getpid() if root is None else root}
+    while new:
+        tree |= new
+        new = {pid for pid, parent in parents.items() if parent in tree} - tree
+    total = 0
+    for pid in tree:
+        try:
+            rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
+        except OSError:
+            continue
+        total += sum(
+            int(line.split()[1]) for line in rollup.splitlines() if line.startswith("Pss:")
+        )
+    return total * 1024
+
+
+def shm_bytes() -> int:
+    """Return what is used of ``/dev/shm``; memory without a name there is in the PSS alone."""
+    stat = os.statvfs("/dev/shm")
+    return (stat.f_blocks - stat.f_bfree) * stat.f_frsize
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(": ")[1] for line in lines if line.startswith("model name")), "?")

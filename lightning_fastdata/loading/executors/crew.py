@@ -1,0 +1,271 @@
+"""The side processes of one executor: who is there, who has which task, and who died with what.
+
+Tasks wait in one queue, from which a side process takes the next one when it is free, so that
+nothing waits behind a slow sample. A process notes what it took in memory that outlives it. Should
+it die between the two, the others are asked whether they have it before it is done again.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import time
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from lightning_fastdata.loading.executors.processes import SideProcess, Task, stop_all
+from lightning_fastdata.loading.executors.queue import TaskQueue, make_packet
+from lightning_fastdata.loading.executors.reports import as_error, stillborn
+
+if TYPE_CHECKING:
+    from lightning_fastdata.loading.executors.fetch import FetchPlan
+    from lightning_fastdata.loading.slots import Slot
+
+_STILLBORN: Final = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A side process has ended a task."""
+
+    side: SideProcess
+    """Who."""
+    task: Task
+    """Which."""
+    message: tuple[Any, ...]
+    """What it says."""
+    files: list[int]
+    """Open files that came with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """Tasks that a side process took with it when it died."""
+
+    tasks: list[Task]
+    """To be done again, in order."""
+    guilty: list[tuple[int, int]]
+    """(batch number, position) of the samples that were being read."""
+    code: int | None
+    """Exit code of the process."""
+
+
+@dataclass(slots=True, eq=False)
+class _Doubt:
+    """Tasks that somebody took, and nobody has noted."""
+
+    number: int
+    """Counts the doubts."""
+    tasks: set[int]
+    """Numbers of the tasks."""
+    asked: set[int]
+    """Numbers of the side processes that have not answered yet."""
+    code: int | None
+    """Exit code of the process that may have died with them."""
+
+
+class Crew:
+    """Side processes and what they have to do."""
+
+    def __init__(self, plan: FetchPlan, *, processes: int, threads: int) -> None:
+        self.plan = plan
+        self.threads = threads
+        self.wanted = processes
+        self.respawned = 0
+        self._tasks: dict[int, Task] = {}
+        self._count = 0
+        self._epoch = 0
+        self._generation = 0
+        self._standing: dict[str, tuple[Any, ...]] = {}
+        self._slots: dict[int, int] = {}
+        self._doubts: list[_Doubt] = []
+        self._doubt_count = 0
+        self._stillborn = 0
+        self.sides: dict[int, SideProcess] = {}
+        try:
+            self._queue: TaskQueue | None = TaskQueue()
+        except OSError:  # without one, each process is given tasks of its own beforehand
+            self._queue = None
+        self._closer = weakref.finalize(self, _close, self.sides, self._queue, os.getpid())
+
+    def start_epoch(self, generation: int, epoch: int) -> None:
+        """Let tasks of older generations be skipped, and start missing processes."""
+        self._generation, self._epoch = generation, epoch
+        for side in self.sides.values():
+            side.marks[-1] = generation
+        self.spawn_missing()
+
+    def resize(self, processes: int) -> None:
+        """Have so many processes from now on; those too many finish what they have taken."""
+        self.wanted = processes
+        for number, side in list(self.sides.items()):
+            if number >= processes and not side.retiring:
+                side.retiring = True
+                side.send(("retire",))
+        self.spawn_missing()
+
+    def close(self) -> None:
+        """Stop all processes."""
+        self._closer()
+        self._tasks.clear()
+        self._doubts.clear()
+
+    def tell(self, *message: Any) -> None:
+        """Tell all processes something, also those that are still to come."""
+        self._standing[message[0]] = message
+        for side in self.sides.values():
+            side.send(message)
+
+    def share(self, slot: Slot) -> None:
+        """Let all processes map a slot."""
+        if slot.number not in self._slots and slot.descriptor is not None:
+            self._slots[slot.number] = slot.descriptor
+            for side in self.sides.values():
+                side.send(("slot", slot.number), (slot.descriptor,))
+
+    def forget(self, number: int) -> None:
+        """Let all processes unmap a slot."""
+        if self._slots.pop(number, None) is not None:
+            for side in self.sides.values():
+                side.send(("drop", number))
+
+    def give(self, task: Task, message: tuple[Any, ...], to: SideProcess | None = None) -> bool:
+        """Queue a task, or give it to one process; False if the queue is full for now."""
+        number = self._count + 1
+        packet = None if to is not None or self._queue is None else make_packet(number, message)
+        if packet is not None and self._queue is not None:
+            if not self._queue.put(packet):
+                return False
+            self._tasks[number] = task
+        else:
+            # What is too long for the queue goes to the process that has least to do.
+            staying = [side for side in self.sides.values() if not side.retiring]
+            to = to or min(staying, key=lambda side: side.load)
+            to.tasks[number] = task
+            to.send(("task", number, message))
+        self._count = number
+        return True
+
+    def wait(self, until: float | None) -> Iterator[Answer | Loss] | None:
+        """Wait for answers and return them; None if there is none until then (``monotonic``).
+
+        Raises:
+            WorkerError: Processes die before they do anything.
+            Exception: Whatever ``worker_init_fn`` raised.
+        """
+        poller = select.poll()
+        by_end = {side.wire.fileno(): side for side in self.sides.values()}
+        for end, side in by_end.items():
+            poller.register(end, select.POLLIN | (select.POLLOUT if side.outbox else 0))
+        left_ms = None if until is None else max(0.0, (until - time.monotonic()) * 1000)
+        events = poller.poll(left_ms)
+        if not events and until is not None:
+            return None
+        return self._read([(by_end[end], event) for end, event in events])
+
+    def _read(self, events: list[tuple[SideProcess, int]]) -> Iterator[Answer | Loss]:
+        for side, event in events:
+            if event & select.POLLOUT:
+                side.flush()
+            if not event & ~select.POLLOUT:
+                continue
+            while True:
+                try:
+                    received = side.wire.receive()
+                except BlockingIOError:
+                    break
+                if received is None:
+                    yield from self._bury(side)
+                    break
+                message, files = received
+                if message[0] == "failed":
+                    raise as_error(message[1], side.number, message[2])
+                if message[0] == "retired":
+                    side.retired = True
+                    continue
+                if message[0] == "pong":
+                    yield from self._heard(side, message[1])
+                    continue
+                number = message[1]
+                task = side.tasks.pop(number, None) or self._tasks.pop(number)
+                side.answers += 1
+                self._stillborn = 0
+                yield Answer(side, task, message, files)
+            self._let_go(side)
+
+    # Life and death
+
+    def spawn_missing(self) -> None:
+        """Start the processes that are wanted and not there."""
+        for number in range(self.wanted):
+            if number in self.sides:
+                continue
+            ends = () if self._queue is None else self._queue.descriptors
+            strangers = (*ends, *(side.wire.fileno() for side in self.sides.values()))
+            side = SideProcess(
+                self.plan,
+                number,
+                self.wanted,
+                self.threads,
+                strangers,
+                epoch=self._epoch,
+                queue=None if self._queue is None else self._queue.reading,
+            )
+            side.marks[-1] = self._generation
+            for message in self._standing.values():
+                side.send(message)
+            for slot, descriptor in self._slots.items():
+                side.send(("slot", slot), (descriptor,))
+            self.sides[number] = side
+
+    def _let_go(self, side: SideProcess) -> None:
+        busy = side.tasks or self._tasks.keys() & side.claims()
+        if side.retired and not busy and self.sides.get(side.number) is side:
+            del self.sides[side.number]
+            side.stop()
+
+    def _bury(self, side: SideProcess) -> Iterator[Loss]:
+        del self.sides[side.number]
+        side.stop(patience_s=5)
+        code = side.process.exitcode
+        guilty = side.working_on()
+        if not side.answers and not guilty:
+            self._stillborn += 1
+            if self._stillborn >= _STILLBORN:
+                raise stillborn(side.number, code, _STILLBORN)
+        claimed = self._tasks.keys() & side.claims()
+        lost = {**side.tasks, **{number: self._tasks.pop(number) for number in claimed}}
+        yield Loss([lost[number] for number in sorted(lost)], guilty, code)
+        if self._queue is not None:
+            doubtful = self._tasks.keys() - self._queue.numbers() - self._claimed()
+            if doubtful:
+                self._doubt_count += 1
+                asked = set(self.sides)
+                self._doubts.append(_Doubt(self._doubt_count, doubtful, asked, code))
+                for other in self.sides.values():
+                    other.send(("ping", self._doubt_count))
+        yield from self._heard(side)
+        self.respawned += 1
+        self.spawn_missing()
+
+    def _claimed(self) -> set[int]:
+        return {number for side in self.sides.values() for number in side.claims()}
+
+    def _heard(self, side: SideProcess, doubt_number: int | None = None) -> Iterator[Loss]:
+        """A process has noted what it has, or can no longer do so: clear up the doubt about it."""
+        for doubt in list(self._doubts):
+            if doubt_number in (None, doubt.number):
+                doubt.asked.discard(side.number)
+            if not doubt.asked:
+                self._doubts.remove(doubt)
+                numbers = sorted(doubt.tasks & self._tasks.keys() - self._claimed())
+                if numbers:
+                    yield Loss([self._tasks.pop(number) for number in numbers], [], doubt.code)
+
+
+def _close(sides: dict[int, SideProcess], queue: TaskQueue | None, owner: int) -> None:
+    stop_all(sides, owner)
+    if queue is not None:
+        queue.close()

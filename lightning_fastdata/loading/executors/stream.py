@@ -1,0 +1,352 @@
+"""Streams (iterable datasets): each side process reads its own copy, batches come in turn.
+
+The order is torch's: one batch of each process in turn, those whose stream has ended left out. A
+stream cannot be asked for a sample a second time, so a process that dies before the end of its
+stream ends the epoch with an error, after what it had finished was delivered.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from lightning_fastdata.loading.executors.processes import PendingBatch, SideProcess, Task, stop_all
+from lightning_fastdata.loading.executors.reports import as_error, stream_broken, stream_timed_out
+from lightning_fastdata.loading.executors.stream_fetch import (
+    END_OF_STREAM,
+    StreamAsk,
+    StreamFetcher,
+)
+from lightning_fastdata.loading.leaves import unpack
+from lightning_fastdata.loading.operations import OperationWatch
+from lightning_fastdata.loading.slots import SlotPool
+from lightning_fastdata.loading.stamps import BatchStamps, TaskWatch
+
+if TYPE_CHECKING:
+    from lightning_fastdata.loading.executors.fetch import FetchPlan
+
+
+class InlineStream:
+    """Reads a stream in the calling thread, as torch does without workers."""
+
+    def __init__(self, plan: FetchPlan) -> None:
+        self._fetcher = StreamFetcher(plan)
+        self._records: deque[BatchStamps] | None = None
+        self._first = True
+        self._count = 0
+        self._samples: int | None = 0
+        self._generation = 0
+        self._epoch = 0
+
+    def start_epoch(self, batches: Iterable[Any], epoch: int) -> None:
+        """Begin an epoch; what is left of the one before is dropped."""
+        self._generation += 1
+        self._samples, self._epoch = next(iter(batches)), epoch
+        self._first = True
+        self._fetcher.start(self._generation)
+
+    def __iter__(self) -> InlineStream:
+        return self
+
+    def __next__(self) -> Any:
+        requested_ns = time.monotonic_ns()
+        ask = StreamAsk(self._generation, self._samples)
+        stamps = self._fetcher.stamps
+        if stamps is not None:
+            stamps.begin()
+        try:
+            batch = self._fetcher.batch(ask, self._epoch)
+        except Exception as error:
+            error.add_note(f"Raised {self._fetcher.where(ask)}.")
+            raise
+        finally:
+            task = None if stamps is None else stamps.end()
+        if batch is END_OF_STREAM:
+            raise StopIteration
+        if task is not None and self._records is not None:
+            self._count += 1
+            made = BatchStamps.of_caller(self._count, requested_ns, task, first=self._first)
+            self._records.append(made)
+        self._first = False
+        return batch
+
+    def record(self, records: deque[BatchStamps] | None) -> None:
+        """Append the stamps of each batch from now on; None: no more."""
+        self._records = records
+        operations = OperationWatch(self._fetcher.dataset)
+        self._fetcher.stamps = None if records is None else TaskWatch(-1, 0, operations)
+
+    def resize(self, workers: int) -> None:
+        """Do nothing: there are no workers."""
+
+    def close(self) -> None:
+        """Drop the epoch."""
+        stamps = self._fetcher.stamps
+        self._fetcher = StreamFetcher(self._fetcher.plan)
+        self._fetcher.stamps = stamps
+        self._samples = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Lane:
+    """What one side process has to give in this epoch."""
+
+    side: SideProcess
+    batches: deque[PendingBatch] = field(default_factory=deque)
+    """Asked for and not delivered, the oldest first."""
+    delivered: int = 0
+    """Batches of this epoch that were handed over."""
+    ended: bool = False
+    """Its stream has no more batches than those in ``batches``."""
+    failure: BaseException | None = None
+    """It could not start."""
+    dead: bool = False
+    """It died before the end of its stream."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether its next batch is there."""
+        return bool(self.batches) and not self.batches[0].open_tasks
+
+    @property
+    def done(self) -> bool:
+        """Whether everything was handed over."""
+        return self.ended and not self.batches
+
+    @property
+    def broken(self) -> bool:
+        """Whether what it still has to give will not come."""
+        return not self.batches and (self.dead or self.failure is not None)
+
+    def error(self) -> BaseException:
+        """Return why it is broken."""
+        if self.failure is not None:
+            return self.failure
+        code, answered = self.side.process.exitcode, self.side.answers > 0
+        return stream_broken(self.side.number, code, self.delivered, answered=answered)
+
+
+class StreamExecutor:
+    """Reads a stream in ``processes`` side processes, each of which iterates a copy of its own."""
+
+    def __init__(self, plan: FetchPlan, *, processes: int) -> None:
+        self.plan = plan
+        self._wanted = processes
+        self._slots = SlotPool(limit_bytes=plan.memory_limit_bytes)
+        self._whole_bytes = 0
+        self._samples: int | None = 0
+        self._generation = 0
+        self._epoch = 0
+        self._count = 0
+        self._turn = 0
+        self._lanes: list[_Lane] = []
+        self._sides: dict[int, SideProcess] = {}
+        self._records: deque[BatchStamps] | None = None
+        self._first = True
+        self._closer = weakref.finalize(self, stop_all, self._sides, os.getpid())
+
+    def start_epoch(self, batches: Iterable[Any], epoch: int) -> None:
+        """Begin an epoch; what is left of the one before is dropped."""
+        self._generation += 1
+        self._epoch = epoch
+        self._first = True
+        for lane in self._lanes:
+            for batch in lane.batches:
+                if not batch.open_tasks:
+                    self._release(batch)
+            lane.batches.clear()
+            if lane.side.number in self._sides:
+                self._read(lane)  # one that died since the last epoch had nothing left to give
+            resized = len(self._lanes) != self._wanted  # the stream is shared out anew
+            if (resized or lane.failure is not None) and lane.side.number in self._sides:
+                self._bury(lane)
+        self._spawn_missing()
+        for side in self._sides.values():
+            side.marks[-1] = self._generation
+        self._lanes = [_Lane(self._sides[number]) for number in range(self._wanted)]
+        self._samples, self._turn = next(iter(batches)), 0
+        self._fill()
+
+    def __iter__(self) -> StreamExecutor:
+        return self
+
+    def __next__(self) -> Any:
+        until = time.monotonic() + self.plan.timeout_s if self.plan.timeout_s else None
+        requested_ns = time.monotonic_ns()
+        ahead = -1
+        while True:
+            self._fill()
+            lane = self._next_lane()
+            if lane is None:
+                raise StopIteration
+            if lane.ready:
+                stamped, delivered = lane.batches[0], self._deliver(lane)
+                if self._records is not None:
+                    stamps = stamped.delivered(requested_ns, max(0, ahead), first=self._first)
+                    self._records.append(stamps)
+                self._first = False
+                return delivered
+            if ahead < 0 and self._records is not None:
+                ahead = sum(not batch.open_tasks for lane in self._lanes for batch in lane.batches)
+            if lane.broken:
+                raise lane.error()
+            self._receive(until)
+
+    def record(self, records: deque[BatchStamps] | None) -> None:
+        """Append the stamps of each delivered batch from now on; None: no more."""
+        self._records = records
+        for side in self._sides.values():
+            side.send(("stamp", records is not None))
+
+    def resize(self, workers: int) -> None:
+        """Have so many side processes from the next epoch on, as they share out the stream."""
+        self._wanted = workers
+
+    def close(self) -> None:
+        """Stop all side processes and let go of the memory; batches handed out stay valid."""
+        self._closer()
+        self._slots.close()
+        self._lanes.clear()
+
+    # What is under way
+
+    def _fill(self) -> None:
+        each = max(1, self.plan.look_ahead // max(1, len(self._lanes)))
+        for depth in range(each):
+            for lane in self._lanes:
+                closed = lane.ended or lane.dead or lane.failure is not None
+                if len(lane.batches) == depth and not closed:
+                    self._ask(lane, StreamAsk(self._generation, self._samples))
+
+    def _ask(self, lane: _Lane, ask: StreamAsk) -> None:
+        self._count += 1
+        batch = PendingBatch(self._count, self._generation, self._epoch, ask, open_tasks=1)
+        if self._whole_bytes:
+            batch.slot = self._slots.take(self._whole_bytes)
+        lane.batches.append(batch)
+        side, slot = lane.side, batch.slot
+        for number in self._slots.dropped:
+            for other in self._sides.values():
+                if number in other.known_slots:
+                    other.known_slots.discard(number)
+                    other.send(("drop", number))
+        self._slots.dropped.clear()
+        if slot is not None and slot.number not in side.known_slots and slot.descriptor is not None:
+            side.known_slots.add(slot.number)
+            side.send(("slot", slot.number), (slot.descriptor,))
+        side.tasks[batch.number] = Task("whole", batch, 0, ask)
+        place = None if slot is None else slot.number
+        what = (batch.generation, batch.number, batch.epoch, 0, ask, 1, place)
+        side.send(("task", batch.number, ("whole", *what)))
+
+    def _next_lane(self) -> _Lane | None:
+        """Return the lane whose turn it is; None when all have ended."""
+        count = len(self._lanes)
+        in_turn = [self._lanes[(self._turn + step) % count] for step in range(count)]
+        open_lanes = [lane for lane in in_turn if not lane.done]
+        if not open_lanes:
+            return None
+        if not self.plan.in_order:
+            # A loss is told at once, since in an endless stream there is always a batch ready.
+            open_lanes.sort(key=lambda lane: (not lane.broken, not lane.ready))
+        return open_lanes[0]
+
+    def _deliver(self, lane: _Lane) -> Any:
+        self._turn = (self._lanes.index(lane) + 1) % len(self._lanes)
+        batch = lane.batches.popleft()
+        if batch.error is not None:
+            self._release(batch)
+            raise batch.error[1]
+        lane.delivered += 1
+        slot, batch.slot = batch.slot, None
+        if slot is None:
+            return unpack(batch.packed, None)
+        # A user who keeps batches gets memory of their own once the slots are used up.
+        copy = not self._slots.may_grow(slot.size_bytes)
+        return unpack(batch.packed, self._slots.lease(slot), copy=copy)
+
+    # What comes back
+
+    def _receive(self, until: float | None) -> None:
+        poller = select.poll()
+        lanes = [lane for lane in self._lanes if lane.side.number in self._sides]
+        by_end = {lane.side.wire.fileno(): lane for lane in lanes}
+        for end, lane in by_end.items():
+            poller.register(end, select.POLLIN | (select.POLLOUT if lane.side.outbox else 0))
+        left_ms = None if until is None else max(0.0, (until - time.monotonic()) * 1000)
+        events = poller.poll(left_ms)
+        if not events and until is not None:
+            raise stream_timed_out(self.plan.timeout_s, self._sides.values())
+        for end, event in events:
+            if event & select.POLLOUT:
+                by_end[end].side.flush()
+            if event & ~select.POLLOUT:
+                self._read(by_end[end])
+
+    def _read(self, lane: _Lane) -> None:
+        while True:
+            try:
+                received = lane.side.wire.receive()
+            except BlockingIOError:
+                return
+            if received is None:
+                self._bury(lane)
+                return
+            self._answer(lane, *received)
+
+    def _answer(self, lane: _Lane, message: tuple[Any, ...], files: list[int]) -> None:
+        kind, side = message[0], lane.side
+        if kind == "failed":
+            lane.failure = as_error(message[1], side.number, message[2])
+            return
+        batch = side.tasks.pop(message[1]).batch
+        side.answers += 1
+        batch.open_tasks = 0
+        if kind != "stale" and message[3] is not None:
+            batch.stamps.append(message[3])
+        if kind == "whole":
+            batch.packed = message[4]
+            if files:
+                self._release(batch)
+                batch.slot = self._slots.adopt(files[0])
+            self._whole_bytes = max(self._whole_bytes, batch.packed.size_bytes)
+        elif kind == "error":
+            batch.error = message[4], as_error(message[5], side.number, message[6])
+        if batch.generation != self._generation:
+            self._release(batch)
+        elif kind == "end":
+            lane.ended = True  # what it was asked for besides will be answered likewise
+            lane.batches = deque(b for b in lane.batches if not b.open_tasks and b is not batch)
+            self._release(batch)
+
+    def _release(self, batch: PendingBatch) -> None:
+        if batch.slot is not None:
+            self._slots.give_back(batch.slot)
+            batch.slot = None
+
+    # Life and death
+
+    def _spawn_missing(self) -> None:
+        for number in range(self._wanted):
+            if number not in self._sides:
+                ends = tuple(side.wire.fileno() for side in self._sides.values())
+                side = SideProcess(self.plan, number, self._wanted, 1, ends, epoch=self._epoch)
+                if self._records is not None:
+                    side.send(("stamp", True))
+                self._sides[number] = side
+
+    def _bury(self, lane: _Lane) -> None:
+        side = self._sides.pop(lane.side.number)
+        side.stop(patience_s=5)
+        for task in side.tasks.values():
+            self._release(task.batch)
+            if task.batch in lane.batches:
+                lane.batches.remove(task.batch)
+        side.tasks.clear()
+        lane.dead = not lane.ended

@@ -1,0 +1,106 @@
+"""How many workers fetch, and how far they are ahead: pure decisions."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from lightning_fastdata.host.cpu import CpuLimit
+    from lightning_fastdata.host.memory import HostMemory
+    from lightning_fastdata.loading.probe import SampleCost
+    from lightning_fastdata.types import Stage
+
+_MOST_WAITING: Final = 64
+_SHORTEST_WAIT_MS: Final = 0.2
+"""Handing a sample out and taking it back waits for about as long."""
+_HANDOVER_MS: Final = 0.1
+"""CPU time a sample costs besides reading it: its messages, its key, its copy into the batch."""
+_LOOK_AHEAD_BATCHES: Final = 8
+_FORKED_BYTES: Final = 48 * 2**20
+_FRESH_BYTES: Final = 400 * 2**20
+"""A process that imports torch anew; a forked one shares its parent's pages."""
+
+
+def waits(cost: SampleCost | None) -> bool:
+    """Return whether a sample waits for most of its time, so that CPUs would stand idle."""
+    return cost is not None and cost.wait_ms >= _SHORTEST_WAIT_MS and cost.wait_ms >= cost.cpu_ms
+
+
+def workers_for(
+    stage: Stage, cpu: CpuLimit, *, on_cpu: bool, batches: int | None
+) -> tuple[int, str]:
+    """Return how many workers keep the CPUs of this rank busy with samples that compute, and why.
+
+    Args:
+        stage: What the loader is for; the workers of training stay alive during validation.
+        cpu: CPUs of this rank.
+        on_cpu: The model computes on them, too.
+        batches: In an epoch; None if unknown.
+    """
+    count, why = cpu.usable_cpus, "the training process mostly waits for the device"
+    if on_cpu:
+        # A worker that is ahead sleeps, and one that is late has the CPU that the model waits on.
+        why = "one for each CPU, which the model takes back as long as batches are ready"
+    elif count > 2:
+        count, why = count - 1, "one CPU is left for the training process"
+    if stage == "val":
+        count, why = max(1, count // 2), f"half of {count}, as the training workers stay alive"
+    if batches is not None and batches < count:
+        return batches, f"no more than there are batches ({batches})"
+    return count, f"{why} ({cpu.reason})"
+
+
+def workers_that_wait(
+    computing: int,
+    cost: SampleCost,
+    *,
+    tasks: int | None,
+    memory: HostMemory,
+    ranks: int,
+    forked: bool,
+) -> tuple[int, str]:
+    """Return how many workers keep the CPUs busy although each of them waits, and why.
+
+    A worker that computes for c and waits for w keeps a CPU busy for c / (c + w) of the time, so
+    that 1 + w / c of them fill it; c is the sample's ``cpu_ms`` and 0.1 ms for handing it over.
+
+    Args:
+        computing: How many would do if samples did not wait.
+        cost: Of a sample.
+        tasks: Samples or batches in an epoch, whichever is handed to a worker; None if unknown.
+        memory: Of this host.
+        ranks: That share the memory.
+        forked: Workers are forked from the training process.
+    """
+    wanted = math.ceil(computing * (1 + cost.wait_ms / (cost.cpu_ms + _HANDOVER_MS)))
+    why = f"a sample waits {cost.wait_ms:.3g} of its {cost.wall_ms:.3g} ms"
+    each = _FORKED_BYTES if forked else _FRESH_BYTES
+    bounds = [
+        (_MOST_WAITING, f"no more than {_MOST_WAITING}"),
+        (memory.available_bytes // (4 * ranks * each), "bounded by RAM"),
+    ]
+    if memory.open_files_soft is not None:
+        bounds.append((memory.open_files_soft // (8 * ranks), "bounded by the open-file limit"))
+    if tasks is not None:
+        bounds.append((tasks, f"no more than there are to fetch ({tasks})"))
+    bound, bound_why = min(bounds)
+    if wanted > bound:
+        return max(1, bound), f"{why}; {bound_why}"
+    return wanted, f"{why}, so that {computing} CPUs feed {wanted}"
+
+
+def look_ahead_batches(workers: int, *, prefetch: int | None, batch_size: int, split: bool) -> int:
+    """Return how many batches are under way at once.
+
+    Args:
+        workers: That fetch.
+        prefetch: Batches for each of them, as set by the user; None: chosen here.
+        batch_size: Samples in a batch.
+        split: The samples of one batch are given to several workers.
+    """
+    if prefetch is not None:
+        return max(_LOOK_AHEAD_BATCHES, workers * prefetch)
+    if split:
+        return _LOOK_AHEAD_BATCHES + math.ceil(workers / batch_size)
+    return max(_LOOK_AHEAD_BATCHES, workers * 2)

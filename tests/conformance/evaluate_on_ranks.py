@@ -1,0 +1,146 @@
+"""A program that is one rank of several, or the only one: evaluates, and writes what it saw.
+
+Arguments: number of ranks, folder to write to, and lists of [samples, batch size] as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+from conformance.pieces import Rows, RowsModule, make_trainer
+from lightning.pytorch import LightningModule, seed_everything
+from lightning.pytorch.callbacks import BasePredictionWriter
+from torch.utils.data import SequentialSampler
+
+from lightning_fastdata import LoaderOptions
+
+
+class Normed(LightningModule):
+    """Has buffers to broadcast, and makes the ranks wait for each other in every step."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
+        self.seen = {"val": [], "test": [], "predict": []}
+
+    def _evaluate(self, stage, batch, dataloader_idx):
+        x, index = batch
+        self.seen[stage].append([dataloader_idx, index.tolist()])
+        loss = self.layers(x).square().mean()
+        self.log(f"{stage}_loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        self.log(f"{stage}_worst", loss, reduce_fx="max", sync_dist=True)
+        self.all_gather(loss)
+
+    def training_step(self, batch, batch_idx):
+        return self.layers(batch[0]).square().mean()
+
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
+        self._evaluate("val", batch, dataloader_idx)
+
+    def test_step(self, batch, batch_idx, dataloader_idx=0):
+        self._evaluate("test", batch, dataloader_idx)
+
+    def predict_step(self, batch, batch_idx, dataloader_idx=0):
+        self.all_gather(batch[1].sum())
+        self.seen["predict"].append([dataloader_idx, batch[1].tolist()])
+        return self.layers(batch[0])[:, 0]
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1e-4)
+
+
+class Writer(BasePredictionWriter):
+    def __init__(self):
+        super().__init__("batch_and_epoch")
+        self.batches, self.epoch = [], None
+
+    def write_on_batch_end(self, trainer, module, prediction, indices, batch, *_):
+        self.batches.append(indices)
+
+    def write_on_epoch_end(self, trainer, module, predictions, indices):
+        self.epoch = indices
+
+
+class Uneven(RowsModule):
+    """``length`` rows for all evaluation; two loaders for validation if ``second`` is given."""
+
+    def __init__(self, length, second=None, sampled=False, **arguments):
+        options = LoaderOptions(num_workers=0)
+        super().__init__(length=8 * int(os.environ["RANKS"]), options=options, **arguments)
+        self.rows, self.second, self.sampled = length, second, sampled
+
+    def val_dataset(self):
+        return Rows(self.rows) if self.second is None else [Rows(self.rows), Rows(self.second)]
+
+    def test_dataset(self):
+        return Rows(self.rows)
+
+    def predict_dataset(self):
+        return Rows(self.rows)
+
+    def test_dataloader(self):
+        if not self.sampled:
+            return super().test_dataloader()
+        rows = Rows(self.rows)
+        return self.make_loader(rows, stage="test", sampler=SequentialSampler(rows))
+
+
+def evaluate(ranks, folder, method, module, **arguments):
+    """Run one method of a new trainer; return what this rank saw, measured and was told."""
+    seed_everything(1)
+    model, writer = Normed(), Writer()
+    parallel = {"strategy": "ddp", "devices": ranks} if ranks > 1 else {}
+    trainer = make_trainer(folder, callbacks=[writer], **parallel, **arguments)
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        predicted = None
+        quiet = {"verbose": False} if method in ("validate", "test") else {}
+        try:
+            predicted = getattr(trainer, method)(model, datamodule=module, **quiet)
+            error = None
+        except Exception as raised:
+            error = f"{type(raised).__name__}: {raised}"
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    return {
+        "seen": model.seen,
+        "metrics": metrics,
+        "batches": writer.batches,
+        "epoch": writer.epoch,
+        "predicted": [p.tolist() for p in predicted] if method == "predict" and not error else None,
+        "warned": [str(w.message) for w in heard],
+        "error": error,
+    }
+
+
+def main(ranks, folder, cases):
+    torch.set_num_threads(1)
+    os.environ["RANKS"] = str(ranks)
+    results = {}
+
+    def record(name, method, module, **arguments):
+        results[name] = evaluate(ranks, folder, method, module, **arguments)
+
+    for length, size in cases:
+        for method in ("validate", "test", "predict"):
+            record(f"{method} {length} {size}", method, Uneven(length, batch_size=size))
+    record("fit", "fit", Uneven(11, batch_size=2))
+    record("several", "validate", Uneven(7, second=11, batch_size=3))
+    record("limited", "validate", Uneven(40, batch_size=4), limit_val_batches=0.5)
+    record("unshared", "validate", Uneven(7, batch_size=2), use_distributed_sampler=False)
+    record("sampled", "test", Uneven(7, sampled=True, batch_size=2))
+    if ranks > 1:
+        record("fewer", "validate", Uneven(ranks - 1, batch_size=2))
+        record("ones", "validate", Uneven(2 * ranks + 1, batch_size=1))
+        record("ones to predict", "predict", Uneven(2 * ranks, batch_size=1))
+        record("few to predict", "predict", Uneven(ranks - 1, batch_size=2))
+    rank = int(os.environ.get("LOCAL_RANK", "0"))
+    (Path(folder) / f"{ranks}-{rank}.json").write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3]))

@@ -1,0 +1,174 @@
+"""Several ranks evaluate what one would: every sample once, in step, to the same means."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from itertools import chain
+from pathlib import Path
+
+import pytest
+
+PROGRAM = Path(__file__).with_name("evaluate_on_ranks.py")
+CASES = [(10, 2), (10, 3), (11, 3), (11, 4), (7, 2), (7, 4)]
+METHODS = {"validate": "val", "test": "test", "predict": "predict"}
+
+
+def launch(folder, ranks):
+    """Run the program on so many ranks; one that hangs is killed and fails."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    processes = []
+    for rank in range(ranks):
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(PROGRAM.parents[1]), *sys.path]),
+            "OMP_NUM_THREADS": "1",
+        }
+        if ranks > 1:
+            environment |= {
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "NODE_RANK": "0",
+                "LOCAL_RANK": str(rank),
+            }
+        command = [sys.executable, str(PROGRAM), str(ranks), str(folder), json.dumps(CASES)]
+        processes.append(
+            subprocess.Popen(
+                command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+            )
+        )
+    try:
+        for process in processes:
+            output, _ = process.communicate(timeout=100)
+            assert process.returncode == 0, output.decode()[-3000:]
+    finally:
+        for process in processes:
+            process.kill()
+    return [json.loads((folder / f"{ranks}-{rank}.json").read_text()) for rank in range(ranks)]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    return launch(tmp_path_factory.mktemp("alone"), 1)[0]
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def together(request, tmp_path_factory):
+    return launch(tmp_path_factory.mktemp(f"ranks{request.param}"), request.param)
+
+
+def batches(result, stage, loader=0):
+    return [indices for number, indices in result["seen"][stage] if number == loader]
+
+
+def shares(together, name, stage, loader=0):
+    """Each rank's batches of a run that did not fail."""
+    assert [rank[name]["error"] for rank in together] == [None] * len(together)
+    return [batches(rank[name], stage, loader) for rank in together]
+
+
+def flat(batches_of_ranks):
+    return sorted(chain.from_iterable(chain.from_iterable(batches_of_ranks)))
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("length", "size"), CASES)
+def test_every_sample_is_evaluated_once_in_as_many_batches_on_each_rank(
+    together, length, size, method
+):
+    found = shares(together, f"{method} {length} {size}", METHODS[method])
+    assert flat(found) == list(range(length))
+    assert len({len(rank) for rank in found}) == 1
+    assert all(0 < len(batch) <= size for rank in found for batch in rank)
+
+
+@pytest.mark.parametrize("method", ["validate", "test"])
+@pytest.mark.parametrize(("length", "size"), CASES)
+def test_logged_means_are_those_of_one_device(alone, together, length, size, method):
+    name, stage = f"{method} {length} {size}", METHODS[method]
+    expected = alone[name]["metrics"][f"{stage}_loss"]
+    for rank in together:
+        assert rank[name]["metrics"][f"{stage}_loss"] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(("length", "size"), CASES)
+def test_predictions_come_with_their_indices_and_are_those_of_one_device(
+    alone, together, length, size
+):
+    name = f"predict {length} {size}"
+    expected = dict(enumerate(chain.from_iterable(alone[name]["predicted"])))
+    found = {}
+    for rank in together:
+        result = rank[name]
+        assert result["batches"] == batches(result, "predict")
+        assert result["epoch"] in (result["batches"], [result["batches"]])
+        for indices, values in zip(result["batches"], result["predicted"], strict=True):
+            found.update(zip(indices, values, strict=True))
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_validation_within_a_fit_shares_likewise(together):
+    """Two steps of the sanity check come first."""
+    found = shares(together, "fit", "val")
+    assert flat([rank[2:] for rank in found]) == list(range(11))
+    assert [rank[:2] for rank in found] == [rank[2:4] for rank in found]
+
+
+@pytest.mark.parametrize(("loader", "length"), [(0, 7), (1, 11)])
+def test_each_of_several_loaders_is_shared(alone, together, loader, length):
+    found = shares(together, "several", "val", loader)
+    assert flat(found) == list(range(length))
+    name = f"val_loss/dataloader_idx_{loader}"
+    expected = alone["several"]["metrics"][name]
+    assert [rank["several"]["metrics"][name] for rank in together] == pytest.approx(
+        [expected] * len(together), rel=1e-5
+    )
+
+
+def test_limits_cut_every_rank_alike(together):
+    whole = -(-40 // (4 * len(together)))
+    assert [len(rank) for rank in shares(together, "limited", "val")] == [whole // 2] * len(
+        together
+    )
+
+
+def test_without_lightnings_sampler_every_rank_evaluates_everything(alone, together):
+    expected = batches(alone["unshared"], "val")
+    assert shares(together, "unshared", "val") == [expected] * len(together)
+
+
+def test_a_users_own_sampler_is_shared_by_lightning(together):
+    ranks = len(together)
+    assert [list(chain(*rank)) for rank in shares(together, "sampled", "test")] == [
+        [i % 7 for i in range(rank, -(-7 // ranks) * ranks, ranks)] for rank in range(ranks)
+    ]
+    assert any("replicates some samples" in text for text in together[0]["sampled"]["warned"])
+
+
+def test_lightnings_warning_of_doubled_samples_is_not_given_where_there_are_none(together):
+    for name in ("validate 11 3", "test 7 4", "several"):
+        assert not any("replicates" in text for text in together[0][name]["warned"])
+
+
+@pytest.mark.parametrize(("name", "length"), [("fewer", 0), ("ones", 1)])
+def test_where_no_even_share_exists_samples_are_doubled_and_that_is_said(together, name, length):
+    found = shares(together, name, "val")
+    assert len({len(rank) for rank in found}) == 1
+    assert len(flat(found)) > len(set(flat(found)))
+    (said,) = (text for text in together[0][name]["warned"] if "more than once" in text)
+    assert "batch_size" in said
+
+
+def test_batches_of_one_that_come_out_even_are_shared(together):
+    found = shares(together, "ones to predict", "predict")
+    assert flat(found) == list(range(2 * len(together)))
+
+
+def test_too_few_samples_to_predict_is_an_error_on_every_rank(together):
+    for rank in together:
+        assert rank["few to predict"]["error"].startswith("DatasetError: Uneven.predict_dataset()")

@@ -1,0 +1,571 @@
+"""Gathered batches are those of torch's DataLoader, to the bit."""
+
+from __future__ import annotations
+
+import gc
+import math
+import random
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import (
+    BatchSampler,
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    StackDataset,
+    Subset,
+    TensorDataset,
+    default_collate,
+    random_split,
+)
+
+from lightning_fastdata.errors import DatasetError, OptionsError
+from lightning_fastdata.loading.columns import ColumnDataset, TokenWindows
+from lightning_fastdata.loading.executors import open_executor
+from lightning_fastdata.loading.executors.arrow import UnsuitedError, arrays_of
+from lightning_fastdata.loading.executors.fetch import FetchPlan
+from lightning_fastdata.loading.executors.gather import GatherExecutor, Job
+from lightning_fastdata.loading.executors.rows import gatherable, rows_of
+from lightning_fastdata.loading.loader import FastDataLoader
+from lightning_fastdata.loading.slots import SlotPool
+
+GENERATOR = np.random.default_rng(0)
+TENSOR_TYPES = [
+    *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64),
+    *(torch.uint16, torch.uint32, torch.float8_e4m3fn),
+]
+ARRAY_TYPES = ["?", "u1", "i1", "u2", "i2", "u4", "i4", "i8", "f2", "f4", "f8", "c8"]
+
+
+def tensor(rows: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    if 0 in shape:
+        return torch.empty((rows, *shape), dtype=dtype)
+    count = rows * math.prod(shape)
+    bits = torch.from_numpy(GENERATOR.integers(0, 256, count * dtype.itemsize, np.uint8))
+    # Not-a-numbers, infinities and negative zeros are among them.
+    return (bits > 127 if dtype is torch.bool else bits.view(dtype)).view(rows, *shape)
+
+
+def array(rows: int, shape: tuple[int, ...], code: str) -> np.ndarray:
+    count = rows * math.prod(shape)
+    if code == "?":
+        return GENERATOR.integers(0, 2, count).astype(bool).reshape(rows, *shape)
+    bits = GENERATOR.integers(0, 256, count * int(code[1]), np.uint8)
+    return bits.view(code).reshape(rows, *shape)
+
+
+SHAPES = st.sampled_from([(), (1,), (5,), (2, 3), (0,), (3, 1, 2)])
+
+
+@st.composite
+def numbers(draw: Any, rows: int) -> Any:
+    shape = draw(SHAPES)
+    if draw(st.booleans()):
+        made = tensor(rows, shape, draw(st.sampled_from(TENSOR_TYPES)))
+        return made.T.contiguous().T if len(shape) == 1 and draw(st.booleans()) else made
+    made = array(rows, shape, draw(st.sampled_from(ARRAY_TYPES)))
+    if not shape and made.dtype.kind in "fc":
+        made[np.isnan(made)] = 1  # Collation of single numbers makes all not-a-numbers the same.
+    form = draw(st.sampled_from(["plain", "reversed", "spread"]))
+    return {"plain": made, "reversed": made[::-1], "spread": np.repeat(made, 2, 0)[::2]}[form]
+
+
+@st.composite
+def datasets(draw: Any, depth: int = 2) -> Any:
+    rows = draw(st.integers(1, 40))
+    kind = draw(st.sampled_from(["tensors", "columns", "row", "named", "windows"]))
+    if kind == "tensors":
+        types = draw(st.lists(st.sampled_from(TENSOR_TYPES), min_size=1, max_size=3))
+        data: Any = TensorDataset(*(tensor(rows, draw(SHAPES), dtype) for dtype in types))
+    elif kind == "columns":
+        data = ColumnDataset([draw(numbers(rows)), draw(numbers(rows))])
+    elif kind == "named":
+        data = ColumnDataset({"x": draw(numbers(rows)), 3: draw(numbers(rows))})
+    elif kind == "windows":
+        dtype = draw(st.sampled_from([torch.int64, torch.int32, torch.uint8]))
+        row = array(rows + 6, (), draw(st.sampled_from(["u1", "u2", "i4"])))
+        data = TokenWindows(row, 7, stride=draw(st.integers(1, 9)), dtype=dtype)
+    else:
+        data = draw(numbers(rows))
+    for _ in range(draw(st.integers(0, depth))):
+        wrapper = draw(st.sampled_from(["subset", "stack", "joined"]))
+        if wrapper == "subset":
+            index = st.integers(-len(data), len(data) - 1)
+            indices = draw(st.lists(index, min_size=1, max_size=30))
+            form = draw(st.sampled_from([list, np.array, torch.tensor]))
+            data = Subset(data, form(indices))
+        elif wrapper == "joined":
+            data = ConcatDataset([data] * draw(st.integers(1, 3)))
+        else:
+            other = tensor(len(data), (2,), torch.float32)
+            pair = draw(st.booleans())
+            data = StackDataset(data, other) if pair else StackDataset(one=data, two=other)
+    return data
+
+
+def assert_same_bits(ours: Any, theirs: Any) -> None:
+    assert type(ours) is type(theirs)
+    if isinstance(ours, torch.Tensor):
+        assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
+        assert ours.stride() == theirs.stride() or not ours.numel() or 1 in ours.shape
+        flat = [t.reshape(-1).view(torch.uint8) if t.numel() else t for t in (ours, theirs)]
+        assert flat[0].numel() == 0 or torch.equal(*flat)
+    elif isinstance(ours, dict):
+        assert list(ours) == list(theirs)
+        for key in ours:
+            assert_same_bits(ours[key], theirs[key])
+    else:
+        assert len(ours) == len(theirs)
+        for one, other in zip(ours, theirs, strict=True):
+            assert_same_bits(one, other)
+
+
+def plan_of(dataset: Any, **settings: Any) -> FetchPlan:
+    default = {"collate_fn": default_collate, "default_collation": True}
+    return FetchPlan(dataset=dataset, **{**default, **settings})
+
+
+def gathered(dataset: Any, batches: list[Any], *, threads: int = 0, **settings: Any) -> list[Any]:
+    executor = GatherExecutor(plan_of(dataset, **settings), threads=threads)
+    try:
+        executor.start_epoch(batches, 0)
+        return list(executor)
+    finally:
+        executor.close()
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data(), dataset=datasets(), threads=st.sampled_from([0, 1, 3]))
+def test_batches_are_those_of_torch_to_the_bit(data, dataset, threads) -> None:
+    index = st.integers(-len(dataset), len(dataset) - 1)
+    batches = data.draw(st.lists(st.lists(index, min_size=1, max_size=9), max_size=12))
+    theirs = list(DataLoader(dataset, batch_sampler=batches))
+    as_arrays = [np.array(batch) for batch in batches]
+    assert gatherable(dataset)
+    assert_same_bits(gathered(dataset, batches, threads=threads), theirs)
+    assert_same_bits(gathered(dataset, as_arrays, threads=threads), theirs)
+
+
+TALL, LABELS = torch.randn(64, 7), torch.arange(64)
+TENSORS = TensorDataset(TALL, LABELS)
+EXAMPLES = {
+    "tensors": lambda mapped: TENSORS,
+    "tensor": lambda mapped: TALL,
+    "tensor of numbers": lambda mapped: LABELS,
+    "array": lambda mapped: TALL.numpy(),
+    "array of numbers": lambda mapped: np.arange(64.0),
+    "map": lambda mapped: mapped,
+    "named columns": lambda mapped: ColumnDataset({"image": mapped, "label": LABELS}),
+    "columns": lambda mapped: ColumnDataset([TALL, np.arange(64, dtype=np.float32)]),
+    "channels last": lambda mapped: torch.rand(64, 5, 6, 3).permute(0, 3, 1, 2),
+    "subset": lambda mapped: Subset(TENSORS, [5, 1, -1, 7, 7]),
+    "split": lambda mapped: random_split(TENSORS, [40, 24])[1],
+    "subset of subset": lambda mapped: Subset(Subset(mapped, range(9, 40)), np.arange(20)[::-1]),
+    "joined": lambda mapped: ConcatDataset([TENSORS, Subset(TENSORS, [9, 3]), TENSORS]),
+    "subset of joined": lambda mapped: Subset(ConcatDataset([mapped, mapped]), [100, -1, 3, 64]),
+    "stack": lambda mapped: StackDataset(mapped, TENSORS),
+    "stack of subsets": lambda mapped: StackDataset(
+        a=Subset(TALL, [3, 1]), b=Subset(LABELS, [2, 1])
+    ),
+    "windows": lambda mapped: TokenWindows(np.arange(99, dtype=np.uint16), 9, stride=8),
+    "windows of a tensor": lambda mapped: TokenWindows(LABELS, 9, stride=1, dtype=torch.int32),
+    "subset of windows": lambda mapped: Subset(TokenWindows(np.arange(99), 9), [3, 1]),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+@pytest.mark.parametrize("threads", [0, 1])
+@pytest.mark.parametrize("kind", EXAMPLES)
+def test_each_kind_of_columns_is_gathered(kind, threads, tmp_path) -> None:
+    mapped = np.lib.format.open_memmap(tmp_path / "m.npy", "w+", np.uint8, (64, 4, 5))
+    mapped[:] = GENERATOR.integers(0, 256, mapped.shape)
+    dataset = EXAMPLES[kind](np.load(tmp_path / "m.npy", mmap_mode="r"))
+    assert gatherable(dataset)
+    torch.manual_seed(0)
+    batches = list(BatchSampler(torch.randperm(len(dataset)).tolist(), 4, drop_last=False))
+    theirs = list(DataLoader(dataset, batch_sampler=batches))
+    assert_same_bits(gathered(dataset, batches, threads=threads), theirs)
+
+
+def hugging_face(rows: int = 30) -> Any:
+    datasets = pytest.importorskip("datasets")
+    features = datasets.Features(
+        {
+            "ids": datasets.Sequence(datasets.Value("int32")),
+            "image": datasets.Array2D((2, 3), "uint8"),
+            "box": datasets.Sequence(datasets.Value("float64"), length=4),
+            "score": datasets.Value("float64"),
+            "label": datasets.Value("int64"),
+        }
+    )
+    columns = {
+        "ids": GENERATOR.integers(0, 99, (rows, 5)).tolist(),
+        "image": GENERATOR.integers(0, 99, (rows, 2, 3)).tolist(),
+        "box": GENERATOR.random((rows, 4)).tolist(),
+        "score": GENERATOR.random(rows).tolist(),
+        "label": list(range(rows)),
+    }
+    return datasets.Dataset.from_dict(columns, features=features)
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda d: d,
+        lambda d: d.shuffle(seed=1),
+        lambda d: d.select([4, 2, 9]),
+        lambda d: d.select(range(5, 12)).shuffle(seed=2),
+        lambda d: d.map(lambda row: {"label": row["label"] + 1}, writer_batch_size=7),
+        lambda d: Subset(d, [3, -1, 7]),
+    ],
+)
+@pytest.mark.parametrize("form", ["torch", "numpy"])
+def test_tables_of_hugging_face_are_gathered_where_they_lie(view, form) -> None:
+    names = ["label", "ids", "box", "score"]
+    dataset = view(hugging_face().with_format(form, columns=names))
+    assert gatherable(dataset)
+    batches = list(BatchSampler(torch.randperm(len(dataset)).tolist(), 4, drop_last=False))
+    theirs = list(DataLoader(dataset, batch_sampler=batches))
+    for _ in range(2):
+        assert_same_bits(gathered(dataset, batches, threads=1), theirs)
+
+
+def test_other_tables_of_hugging_face_are_not_gathered() -> None:
+    datasets = pytest.importorskip("datasets")
+    dataset = hugging_face().remove_columns("image")
+    ragged = datasets.Dataset.from_dict({"x": [[1], [2, 3], [4]]})
+    missing = datasets.Dataset.from_dict({"x": [1.0, None, 2.0]})
+    words = datasets.Dataset.from_dict({"x": ["a", "b"]})
+    for other in (
+        dataset,
+        dataset.with_format("torch", dtype=torch.float16),
+        dataset.with_format("torch", columns=["label"], output_all_columns=True),
+        dataset.with_transform(lambda rows: rows),
+        ConcatDataset([hugging_face().with_format("numpy", columns=["score"])] * 2),
+        *(table.with_format("torch") for table in (ragged, missing, words, dataset.select([]))),
+    ):
+        assert not gatherable(other)
+
+
+def test_a_table_in_pieces_is_joined_only_while_memory_is_plenty() -> None:
+    whole = hugging_face().with_format("torch", columns=["label", "ids"])
+    pieces = pytest.importorskip("datasets").concatenate_datasets([whole, whole])
+    arrays_of(whole, free_bytes=lambda: 0)
+    with pytest.raises(UnsuitedError):
+        arrays_of(pieces, free_bytes=lambda: 0)
+    columns, select = arrays_of(pieces)
+    assert columns["label"][0].tolist() == [*range(30), *range(30)]
+    assert select is None
+
+
+def test_a_format_that_is_set_later_counts() -> None:
+    dataset = hugging_face().with_format("torch", columns=["score"])
+    first = gathered(dataset, [[1, 2]])
+    dataset.set_format("torch", columns=["label"])
+    assert_same_bits(gathered(dataset, [[1, 2]]), list(DataLoader(dataset, batch_sampler=[[1, 2]])))
+    assert list(first[0]) == ["score"]
+
+
+class Changed(TensorDataset):
+    def __getitem__(self, index: int) -> Any:
+        return tuple(2 * value for value in super().__getitem__(index))
+
+
+TABLE = torch.arange(24.0).view(8, 3)
+REFUSED = {
+    "a subclass": Changed(TABLE),
+    "gradients": TensorDataset(TABLE.clone().requires_grad_()),
+    "sparse": TensorDataset(TABLE.to_sparse()),
+    "numbers beyond int64": np.array([1, 2**64 - 1], np.uint64),
+    "strings": np.array(["a", "b"]),
+    "a subset with an index out of range": Subset(TABLE, [1, 8]),
+    "a subset by truth": Subset(TABLE, [True, False]),
+    "joined rows of two types": ConcatDataset([TABLE, TABLE.double()]),
+    "joined rows of two shapes": ConcatDataset([TABLE, TABLE[:, :2]]),
+    "rows joined with samples": ConcatDataset([TABLE, [TABLE[0]], TABLE]),
+    "samples": Subset([1, 2, 3], [0, 1]),
+    "a list": [1.0, 2.0],
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_is_not_rows_as_they_are_is_not_gathered(kind) -> None:
+    assert not gatherable(REFUSED[kind])
+    with pytest.raises(OptionsError, match="neither tensors nor arrays"):
+        open_executor("gather", plan_of(REFUSED[kind]))
+
+
+def test_a_collate_function_of_the_user_is_never_passed_over() -> None:
+    with pytest.raises(OptionsError, match="default"):
+        open_executor("gather", plan_of(TABLE, default_collation=False))
+
+
+@pytest.mark.parametrize("threads", [0, 2])
+@pytest.mark.parametrize("data", [TensorDataset(TABLE), Subset(TABLE, range(8)), TABLE.numpy()])
+@pytest.mark.parametrize("bad", [8, -9, 2**40])
+def test_an_index_out_of_range_raises_what_the_dataset_raises_at_its_batch(
+    data, bad, threads
+) -> None:
+    with pytest.raises(IndexError) as theirs:
+        data[bad]
+    executor = GatherExecutor(plan_of(data), threads=threads)
+    executor.start_epoch([[0, 1], [2], [3, bad], [4]], 0)
+    assert len(next(executor)) in (1, 2)
+    next(executor)
+    with pytest.raises(IndexError, match="^" + str(theirs.value)[:20].replace("(", ".")):
+        next(executor)
+    assert_same_bits(list(executor), list(DataLoader(data, batch_sampler=[[4]])))
+    executor.close()
+
+
+def test_an_empty_batch_fails_as_with_torch() -> None:
+    with pytest.raises(IndexError):
+        list(DataLoader(TABLE, batch_sampler=[[]]))
+    with pytest.raises(IndexError):
+        gathered(TABLE, [[]])
+
+
+def test_an_empty_dataset_has_no_batches() -> None:
+    assert gathered(TensorDataset(torch.empty(0, 3)), []) == []
+
+
+@pytest.mark.parametrize("limit_bytes", [2**20, 2**31])
+@pytest.mark.parametrize("rows", [8, 1200])
+def test_batches_that_are_kept_are_never_overwritten(rows, limit_bytes) -> None:
+    table, labels = torch.randn(50_000, 20), torch.arange(50_000)
+    batches = list(torch.randperm(50_000).numpy()[: 40 * rows].reshape(40, rows))
+    data = TensorDataset(table, labels)
+    kept = gathered(data, batches, threads=2, memory_limit_bytes=limit_bytes)
+    for (values, numbers), index in zip(kept, batches, strict=True):
+        assert torch.equal(values, table[index])
+        assert torch.equal(numbers, labels[index])
+
+
+def test_a_batch_that_several_threads_write_is_whole_when_it_is_delivered() -> None:
+    table = torch.arange(64, dtype=torch.uint8)[:, None].repeat(1, 2**20)
+    pool = SlotPool(limit_bytes=2**28, shared=False)
+    for _ in range(5):
+        job = Job(rows_of(table), np.arange(63, -1, -1), [64], pool)
+        start = threading.Barrier(4)
+        threads = [
+            threading.Thread(target=lambda job=job, start=start: (start.wait(), job.work()))
+            for _ in range(3)
+        ]
+        for thread in threads:
+            thread.start()
+        start.wait()
+        (batch,) = job.batches()
+        ends = batch[:, -1].clone()
+        for thread in threads:
+            thread.join()
+        assert ends.tolist() == list(range(63, -1, -1))
+        assert torch.equal(batch, table.flip(0))
+        batch.zero_()  # so that what the next job leaves out shows
+
+
+@pytest.mark.parametrize("threads", [0, 1])
+def test_memory_of_batches_that_are_dropped_is_used_again(threads) -> None:
+    table = torch.randn(4000, 64)
+    executor = GatherExecutor(plan_of(table), threads=threads)
+    executor.start_epoch([range(i, i + 400) for i in range(0, 3600, 5)], 0)
+    places = {batch.untyped_storage().data_ptr() for batch in executor}
+    executor.close()
+    assert len(places) < 720 / 4
+
+
+def test_without_threads_a_batch_is_read_when_it_is_asked_for() -> None:
+    table = torch.zeros(6, 2)
+    executor = GatherExecutor(plan_of(table), threads=0)
+    executor.start_epoch(iter([[0, 1], [2, 3], [4, 5]]), 0)
+    for value in range(3):
+        table += 1
+        assert next(executor).unique().item() == value + 1
+
+
+@pytest.mark.parametrize("threads", [0, 1, 3])
+def test_a_sampler_of_the_user_is_not_asked_long_before(threads) -> None:
+    asked = []
+    executor = GatherExecutor(plan_of(TABLE, look_ahead=8), threads=threads)
+    executor.start_epoch(([asked.append(i) or i % 8] for i in range(100)), 0)
+    for delivered, _ in enumerate(executor):
+        assert len(asked) <= delivered + (9 if threads else 1)
+    executor.close()
+
+
+@pytest.mark.parametrize("threads", [0, 1])
+def test_what_is_replaced_between_epochs_is_read_anew(threads) -> None:
+    data = TensorDataset(torch.zeros(4, 2))
+    part = Subset(data, [0, 1])
+    executor = GatherExecutor(plan_of(part), threads=threads)
+    for epoch in range(3):
+        data.tensors = (torch.arange(8.0).view(4, 2) + epoch,)
+        part.indices = [epoch, 3]
+        executor.start_epoch([[0, 1]], epoch)
+        assert torch.equal(next(executor)[0], data.tensors[0][[epoch, 3]])
+        assert list(executor) == []
+    executor.close()
+
+
+@pytest.mark.parametrize("threads", [0, 2])
+def test_an_abandoned_epoch_leaves_nothing_in_the_next(threads) -> None:
+    table = torch.arange(200_000).view(2000, 100)
+    executor = GatherExecutor(plan_of(table), threads=threads)
+    for epoch in range(8):
+        executor.start_epoch([range(i, i + 400) for i in range(epoch, 1600, 100)], epoch)
+        assert next(executor)[:, 0].tolist() == [100 * (epoch + i) for i in range(400)]
+    assert len(list(executor)) == 15
+    executor.resize(1)
+    executor.start_epoch([[5]], 0)
+    assert next(executor)[0, 0] == 500
+    executor.close()
+    executor.start_epoch([[6]], 0)
+    assert next(executor)[0, 0] == 600
+    executor.close()
+
+
+@pytest.mark.parametrize("end", ["close", "drop"])
+def test_threads_end_with_their_executor(end) -> None:
+    def running() -> set[threading.Thread]:
+        return {t for t in threading.enumerate() if t.name == "fastdata gather"}
+
+    before = running()
+    executor = GatherExecutor(plan_of(torch.rand(4000, 500)), threads=3)
+    executor.start_epoch([range(1000)] * 9, 0)
+    next(executor)
+    mine = running() - before
+    assert len(mine) == 3
+    if end == "close":
+        executor.close()
+    del executor
+    gc.collect()
+    for thread in mine:
+        thread.join(20)
+    assert not running() & mine
+
+
+@pytest.mark.filterwarnings("ignore:Using a non-tuple sequence")
+@pytest.mark.parametrize("odd", [[True, False], [1.0], ["a"], [[1, 2]], [[1], [2, 3]], [None]])
+def test_other_indices_than_whole_numbers_are_for_the_dataset_to_judge(odd) -> None:
+    def outcome(read: Any) -> Any:
+        try:
+            return read()
+        except Exception as error:
+            return type(error), str(error)
+
+    ours = outcome(lambda: gathered(TABLE, [odd]))
+    theirs = outcome(lambda: list(DataLoader(TABLE, batch_sampler=[odd])))
+    assert type(ours) is type(theirs)
+    if isinstance(ours, list):
+        assert_same_bits(ours, theirs)
+    else:
+        assert ours == theirs
+
+
+def test_a_mapped_file_is_gathered_through_the_loader_as_by_torch(tmp_path) -> None:
+    images = np.lib.format.open_memmap(tmp_path / "m.npy", "w+", np.uint8, (50, 64, 64, 3))
+    images[:] = GENERATOR.integers(0, 256, images.shape)
+    data = ColumnDataset({"image": images, "label": torch.arange(50)})
+    for workers in (0, 2):
+        how = {"batch_size": 8, "shuffle": True, "drop_last": True}
+        order = [torch.Generator().manual_seed(3) for _ in range(2)]
+        ours = FastDataLoader(
+            data, **how, num_workers=workers, executor="gather", generator=order[0]
+        )
+        theirs = DataLoader(data, **how, generator=order[1])
+        for _ in range(2):
+            assert_same_bits(list(ours), list(theirs))
+        ours.close()
+
+
+def test_columns_that_cannot_be_a_dataset_are_refused_by_name() -> None:
+    with pytest.raises(DatasetError, match="no columns"):
+        ColumnDataset({})
+    with pytest.raises(DatasetError, match="'x': 3, 'y': 4"):
+        ColumnDataset({"x": np.zeros(3), "y": np.zeros(4)})
+    with pytest.raises(DatasetError, match=r"Column 'x' .* type list"):
+        ColumnDataset({"x": [1, 2]})
+    with pytest.raises(DatasetError, match=r"Column 0 .* <U1"):
+        ColumnDataset([np.array(["a"])])
+    with pytest.raises(DatasetError, match=r"float64 \[4\]"):
+        TokenWindows(np.zeros(4), 2)
+    with pytest.raises(DatasetError, match=r"int64 \[2, 2\]"):
+        TokenWindows(torch.zeros(2, 2, dtype=torch.int64), 2)
+    with pytest.raises(DatasetError, match=r"dtype of TokenWindows is torch\.bfloat16"):
+        TokenWindows(np.arange(4), 2, dtype=torch.bfloat16)
+    with pytest.raises(DatasetError, match="stride of TokenWindows is 0"):
+        TokenWindows(np.arange(4), 2, stride=0)
+
+
+@given(tokens=st.integers(0, 30), length=st.integers(1, 8), stride=st.integers(1, 9))
+def test_windows_are_slices_and_all_that_fit(tokens, length, stride) -> None:
+    row = np.arange(tokens, dtype=np.uint16)
+    data = TokenWindows(row, length, stride=stride)
+    starts = [s for s in range(0, tokens, stride) if s + length <= tokens]
+    assert [data[i].tolist() for i in range(len(data))] == [
+        row[s : s + length].tolist() for s in starts
+    ]
+    assert [w.tolist() for w in data.__getitems__(range(len(data)))] == [
+        data[i].tolist() for i in range(len(data))
+    ]
+
+
+class Batched(Dataset):
+    """Answers only whole batches, and says how many were asked for."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> Any:
+        raise AssertionError("asked for a single sample")
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        return [(index, len(indices)) for index in indices]
+
+
+class Plain(Dataset):
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> Any:
+        return index, random.random(), torch.rand(2)
+
+
+MANY = {
+    "itself": Batched(),
+    "subset": Subset(Batched(), [3, 1, 2, 7, 9]),
+    "subset of subset": Subset(Subset(Batched(), range(10)), [3, 1, 2, 7, 9]),
+    "stack": StackDataset(Batched(), range(12)),
+    "columns": ColumnDataset({"x": TABLE}),
+    "windows": TokenWindows(torch.arange(20), 4),
+}
+
+
+@pytest.mark.parametrize("executor", ["inline", "workers", "sidecar"])
+@pytest.mark.parametrize("kind", MANY)
+def test_batched_fetching_is_honoured_by_every_executor(kind, executor) -> None:
+    data = MANY[kind]
+    how = {"batch_size": 2}
+    ours = FastDataLoader(data, **how, num_workers=2, executor=executor)
+    assert_same_bits(list(ours), list(DataLoader(data, **how)))
+    ours.close()
+
+
+@pytest.mark.parametrize("wrap", [lambda d: Subset(d, range(12)), lambda d: StackDataset(d, d)])
+@pytest.mark.parametrize("executor", ["inline", "workers"])
+def test_draws_below_a_wrapper_are_still_keyed_by_sample(wrap, executor) -> None:
+    def drawn(batch_size: int) -> list[Any]:
+        loader = FastDataLoader(
+            wrap(Plain()), batch_size=batch_size, num_workers=2, executor=executor, seed=5
+        )
+        leaves = [torch.utils._pytree.tree_leaves(batch) for batch in loader]
+        loader.close()
+        return [torch.cat(column).tolist() for column in zip(*leaves, strict=True)]
+
+    assert drawn(3) == drawn(4)

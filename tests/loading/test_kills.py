@@ -1,0 +1,211 @@
+"""Real signals to side processes and to the program itself: nothing is lost, nothing is left."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from lightning_fastdata.errors import WorkerError
+from lightning_fastdata.loading.loader import FastDataLoader
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
+KILLS = 100
+LENGTH = 240
+
+
+class Rows(Dataset):
+    """Cheap, and slow enough that a kill finds something under way."""
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(0.0005)
+        return torch.full((700,), index), torch.rand(3), f"row {index}"
+
+
+def only_tensors(samples: list[Any]) -> Any:
+    return [torch.stack(column) for column in list(zip(*samples, strict=True))[:2]]
+
+
+def loader_of(executor: str, collate: Any, **how: Any) -> FastDataLoader:
+    how = {"batch_size": 6, "num_workers": 3, "persistent_workers": True, **how}
+    return FastDataLoader(Rows(), executor=executor, collate_fn=collate, **how)
+
+
+def same(ours: list[Any], theirs: list[Any]) -> bool:
+    pairs = zip(ours, theirs, strict=True)
+    return all(
+        torch.equal(a, b) for one, two in pairs for a, b in zip(one[:2], two[:2], strict=True)
+    )
+
+
+class Killer(threading.Thread):
+    """Kills random side processes of an executor until it is told to stop."""
+
+    def __init__(self, executor: Any, seed: int) -> None:
+        super().__init__(daemon=True)
+        self.executor = executor
+        self.rng = random.Random(seed)
+        self.done = threading.Event()
+
+    def run(self) -> None:
+        while not self.done.is_set():
+            time.sleep(self.rng.uniform(0.005, 0.025))
+            # The executor replaces its processes meanwhile: one may be gone, or half made.
+            with contextlib.suppress(RuntimeError, IndexError, AttributeError, ValueError):
+                side = self.rng.choice(list(self.executor._sides.values()))
+                if side.answers:  # one that was just made is to get somewhere first
+                    side.process.kill()
+
+
+@pytest.mark.parametrize(
+    ("executor", "collate", "kills"),
+    [("workers", None, KILLS), ("workers", only_tensors, 25), ("sidecar", None, 25)],
+)
+def test_batches_are_those_of_an_undisturbed_run_while_processes_are_killed(
+    executor, collate, kills
+) -> None:
+    # Global generators belong to a sample only where one thread reads.
+    drawn = executor == "workers"
+    how = {} if executor == "workers" else {"num_workers": 6}
+    calm = loader_of(executor, collate, **how)
+    expected = [[(x, r if drawn else x) for x, r, *_ in calm] for _ in range(4)]
+    calm.close()
+    loader = loader_of(executor, collate, **how, epoch=lambda: epoch % 4)
+    epoch = 0
+    iter(loader)
+    killer = Killer(loader._iterator, 7)
+    killer.start()
+    # Deaths that were seen and made good are counted, not signals that were sent.
+    while loader._iterator.respawned < kills:
+        seen = [(x, r if drawn else x) for x, r, *_ in loader]
+        assert same(seen, expected[epoch % 4])
+        epoch += 1
+    killer.done.set()
+    killer.join()
+    assert len([*loader]) == LENGTH // 6
+    loader.close()
+
+
+def test_out_of_order_nothing_is_lost_or_doubled_while_processes_are_killed() -> None:
+    loader = loader_of("workers", None, in_order=False)
+    iter(loader)
+    killer = Killer(loader._iterator, 8)
+    killer.start()
+    while loader._iterator.respawned < 25:
+        seen = sorted(x[:, 0].tolist() for x, *_ in loader)
+        assert seen == [list(range(i, i + 6)) for i in range(0, LENGTH, 6)]
+    killer.done.set()
+    killer.join()
+    loader.close()
+
+
+SCRIPT = """
+import signal, sys, time, torch
+# A shell that runs its tests in the background hands down a SIGINT that is ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from torch.utils.data import Dataset, IterableDataset
+from lightning_fastdata import FastDataLoader
+
+class Rows(Dataset):
+    def __len__(self):
+        return 10**6
+    def __getitem__(self, index):
+        time.sleep(0.001)
+        return torch.full((100000,), index)
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        for index in range(10**6):
+            time.sleep(0.001)
+            yield torch.full((100000,), index)
+
+if __name__ == "__main__":
+    executor, kind, context = sys.argv[1:]
+    data = Stream() if kind == "stream" else Rows()
+    loader = FastDataLoader(data, batch_size=2, num_workers=2, executor=executor,
+                            persistent_workers=True, multiprocessing_context=context)
+    running = iter(loader)
+    next(running)
+    print(*[s.process.pid for s in loader._iterator._sides.values()], flush=True)
+    for batch in running:
+        pass
+"""
+
+
+def runs(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("executor", "kind", "ending", "context"),
+    [
+        ("workers", "rows", signal.SIGKILL, "fork"),
+        ("workers", "rows", signal.SIGINT, "fork"),
+        ("sidecar", "rows", signal.SIGKILL, "fork"),
+        ("sidecar", "rows", signal.SIGINT, "fork"),
+        ("workers", "stream", signal.SIGKILL, "fork"),
+        ("workers", "stream", signal.SIGINT, "fork"),
+        ("workers", "stream", signal.SIGKILL, "spawn"),
+    ],
+)
+def test_a_program_that_ends_leaves_no_process_and_no_file(
+    tmp_path: Path, executor, kind, ending, context
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    program = subprocess.Popen(
+        [sys.executable, str(script), executor, kind, context],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert program.stdout is not None
+    assert program.stderr is not None
+    pids = [int(pid) for pid in program.stdout.readline().split()]
+    assert pids
+    assert not [name for pid in pids for name in shared_files_of(pid)]
+    program.send_signal(ending)
+    program.wait(30)
+    said = program.stderr.read()
+    assert ("KeyboardInterrupt" in said) == (ending == signal.SIGINT)
+    assert said.count("Traceback") <= 1  # side processes add none of their own
+    until = time.monotonic() + 20
+    while any(map(runs, pids)) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not any(map(runs, pids))
+
+
+def shared_files_of(pid: int) -> list[str]:
+    """Return the files with a name in /dev/shm that a process maps: those could be left over."""
+    maps = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8").splitlines()
+    return [line for line in maps if "/dev/shm" in line and not line.endswith("(deleted)")]
+
+
+@pytest.mark.parametrize("executor", ["workers", "sidecar"])
+def test_a_stopped_process_ends_in_a_timeout_that_says_so(executor: str) -> None:
+    loader = loader_of(executor, None, num_workers=1, timeout=1)
+    running = iter(loader)
+    next(running)
+    os.kill(loader._iterator._sides[0].process.pid, signal.SIGSTOP)
+    with pytest.raises(WorkerError, match=r"(?s)timeout=1 s.*stopped, state T.*SIGCONT"):
+        list(running)
+    loader.close()

@@ -1,0 +1,265 @@
+"""What other loaders are known to get wrong, as laws that every executor keeps."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import Dataset, default_collate
+
+from lightning_fastdata.loading.loader import FastDataLoader
+
+torch.set_num_threads(1)
+ALL = ("inline", "workers", "sidecar")
+SIDE = ("workers", "sidecar")
+
+
+def loader_of(dataset: Any, executor: str, **how: Any) -> FastDataLoader:
+    settings = {"batch_size": 3, "num_workers": 2, "executor": executor, **how}
+    return FastDataLoader(dataset, **settings)
+
+
+class Faulty(Dataset):
+    """A user's own dataset whose transform fails for one sample."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == 10:
+            raise self.error
+        return torch.full((4,), index)
+
+
+class Awkward(Exception):
+    """An exception that cannot be made again from its arguments, nor pickled."""
+
+    def __init__(self, code: int, *, where: str) -> None:
+        super().__init__(f"code {code} at {where}")
+        self.lock = threading.Lock()
+
+
+class FaultyAndAwkward(Faulty):
+    def __init__(self) -> None:
+        self.error = None
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == 10:
+            raise Awkward(7, where="the licence server")
+        return super().__getitem__(index)
+
+
+FAULTS = {
+    "value": (lambda: Faulty(ValueError("bad box")), "bad box"),
+    "key": (lambda: Faulty(KeyError("label")), "label"),
+    "stop": (lambda: Faulty(StopIteration("no more")), "no more"),
+    "awkward": (FaultyAndAwkward, "code 7 at the licence server"),
+}
+
+
+@pytest.mark.parametrize("executor", ALL)
+@pytest.mark.parametrize(
+    ("fault", "persistent"),
+    [("value", False), ("value", True), ("key", True), ("stop", False), ("awkward", True)],
+)
+def test_a_transform_that_raises_is_told_with_its_sample_and_hangs_nothing(
+    executor, fault, persistent
+) -> None:
+    make, said = FAULTS[fault]
+    loader = loader_of(make(), executor, batch_size=4, persistent_workers=persistent)
+    for _ in range(3):
+        epoch = iter(loader)
+        seen = [next(epoch), next(epoch)]
+        with pytest.raises(Exception, match=said) as raised:
+            next(epoch)
+        assert not isinstance(raised.value, StopIteration)  # it would end the epoch
+        told = "\n".join([str(raised.value), *getattr(raised.value, "__notes__", [])])
+        assert "sample 10" in told
+        seen += epoch
+        assert torch.cat(seen)[:, 0].tolist() == [*range(8), *range(12, 24)]
+    loader.close()
+
+
+class Plain(Dataset):
+    def __init__(self, length: int, start: int = 0, side: int = 40) -> None:
+        self.length, self.start, self.side = length, start, side
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        value = self.start + index
+        return torch.full((self.side, self.side), value, dtype=torch.int32), value
+
+
+def failing_collate(samples: list[Any]) -> Any:
+    if samples[0][1] == 6:
+        raise RuntimeError("cannot stack these")
+    return default_collate(samples)
+
+
+@pytest.mark.parametrize("executor", ALL)
+def test_a_collate_function_that_raises_hangs_nothing(executor) -> None:
+    loader = loader_of(Plain(15), executor, collate_fn=failing_collate, persistent_workers=True)
+    for _ in range(2):
+        epoch = iter(loader)
+        batches = [next(epoch), next(epoch)]
+        with pytest.raises(RuntimeError, match="cannot stack these"):
+            next(epoch)
+        batches += epoch
+        assert [labels.tolist() for _, labels in batches] == [
+            [i, i + 1, i + 2] for i in (0, 3, 9, 12)
+        ]
+    loader.close()
+
+
+@pytest.mark.parametrize("executor", ALL)
+@pytest.mark.parametrize("persistent", [False, True])
+def test_what_is_kept_of_a_batch_outlives_epochs_and_the_loader(executor, persistent) -> None:
+    loader = loader_of(Plain(60), executor, batch_size=4, persistent_workers=persistent)
+    kept = []
+    for _ in range(3):
+        for images, labels in loader:
+            kept.append((images[1:], images[2].numpy(), labels.tolist()))
+    loader.close()
+    del loader, images, labels
+    assert len(kept) == 45
+    for rows, array, values in kept:
+        assert rows[:, 5, 5].tolist() == values[1:]
+        assert (rows.amin((1, 2)) == rows.amax((1, 2))).all()
+        assert (array == values[2]).all()
+
+
+@pytest.mark.parametrize("executor", SIDE)
+def test_batches_that_are_kept_take_no_open_files(executor) -> None:
+    loader = loader_of(Plain(900), executor, batch_size=2)
+    kept, counts = [], []
+    for batch in loader:
+        kept.append(batch)
+        counts.append(len(os.listdir("/proc/self/fd")))
+    # Beyond a few slots that the pool opens while it grows; torch's workers take one a tensor.
+    assert counts[-1] <= counts[100] < counts[0] + 40
+    assert [int(labels[0]) for _, labels in kept] == list(range(0, 900, 2))
+
+
+@pytest.mark.parametrize("executor", SIDE)
+@pytest.mark.parametrize("finished", [False, True])
+def test_iterators_made_again_leave_nothing_behind(executor, finished) -> None:
+    loader = loader_of(Plain(12), executor)
+
+    def held() -> tuple[int, ...]:
+        epoch = iter(loader)
+        batches = list(epoch) if finished else [next(epoch)]
+        assert batches[0][1].tolist() == [0, 1, 2]
+        del epoch, batches
+        mappings = Path("/proc/self/maps").read_text().count("memfd")
+        children = len(multiprocessing.active_children())
+        return len(os.listdir("/proc/self/fd")), mappings, threading.active_count(), children
+
+    first = [held() for _ in range(3)]
+    last = [held() for _ in range(9)]
+    assert max(last[-3:]) <= max(first)
+
+
+class Uneven(Plain):
+    def __getitem__(self, index: int) -> Any:
+        if index % 7 == 0:
+            time.sleep(0.03)
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("executor", SIDE)
+@pytest.mark.parametrize("workers", [2, 3])
+def test_slow_samples_change_neither_the_order_nor_the_batches(executor, workers) -> None:
+    loader = loader_of(Uneven(100), executor, num_workers=workers, batch_size=6)
+    labels = [batch.tolist() for _, batch in loader]
+    assert labels == [list(range(i, min(100, i + 6))) for i in range(0, 100, 6)]
+
+
+@pytest.mark.parametrize("executors", [("workers", "workers"), ("sidecar", "workers")])
+def test_loaders_side_by_side_do_not_meet(executors) -> None:
+    one, two = (
+        loader_of(Plain(60, start), name, persistent_workers=True)
+        for start, name in zip((0, 1000), executors, strict=True)
+    )
+    for _ in range(2):
+        for first, second in zip(one, two, strict=True):
+            assert (first[1] + 1000).tolist() == second[1].tolist()
+            assert first[0][:, 0, 0].tolist() == first[1].tolist()
+            assert second[0][:, 0, 0].tolist() == second[1].tolist()
+    running = iter(two)
+    next(running)
+    one.close()
+    assert sum(len(labels) for _, labels in running) == 57
+    two.close()
+
+
+PROGRAM = """
+import sys, torch
+from lightning_fastdata.loading.loader import FastDataLoader
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 400
+    def __getitem__(self, index):
+        return torch.full((500,), index + int(sys.argv[1]))
+if __name__ == "__main__":
+    how = {"batch_size": 8, "num_workers": 2, "executor": sys.argv[2]}
+    for loader in (FastDataLoader(Data(), **how), FastDataLoader(Data(), **how)):
+        seen = torch.cat(list(loader))
+        assert seen.eq(torch.arange(400)[:, None] + int(sys.argv[1])).all()
+    print("right")
+"""
+
+
+def test_programs_at_the_same_time_do_not_meet(tmp_path: Path) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(textwrap.dedent(PROGRAM))
+    programs = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(start), executor],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for start, executor in ((0, "workers"), (1000, "sidecar"))
+    ]
+    assert [program.communicate(timeout=100)[0].strip() for program in programs] == ["right"] * 2
+
+
+class Meeting(Dataset):
+    """In the second batch, the first sample ends only after the last one was begun."""
+
+    def __init__(self, sign: Path) -> None:
+        self.sign = sign
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        time.sleep(0.005)  # cheap samples may share a thread
+        if index == 7:
+            self.sign.touch()
+        until = time.monotonic() + 20
+        while index == 4 and not self.sign.exists():
+            if time.monotonic() > until:
+                raise TimeoutError("sample 7 was not begun while sample 4 was under way")
+            time.sleep(0.001)
+        return index
+
+
+@pytest.mark.parametrize("executor", SIDE)
+def test_a_slow_sample_does_not_hold_up_the_rest_of_its_batch(tmp_path, executor) -> None:
+    batches = list(loader_of(Meeting(tmp_path / "sign"), executor, batch_size=4))
+    assert torch.cat(batches).tolist() == list(range(8))
