@@ -42,7 +42,8 @@ class StageCauses:
         """Have each FastDataLoader among some loaders record its stamps, if none does so yet."""
         for loader in _flattened(loaders):
             if not isinstance(loader, FastDataLoader):
-                self._unwatched[f"a {type(loader).__name__} takes no stamps"] = None
+                kind = type(loader).__name__
+                self._unwatched[f"a {kind} takes no stamps, as FastDataLoader does"] = None
             elif loader.records is None:
                 records: deque[BatchStamps] = deque()
                 loader.record_stamps(records)
@@ -93,7 +94,12 @@ class StageCauses:
         """Return why nothing is known about the waits; None if something is."""
         if self._totals.summary() is not None:
             return None
-        return ", ".join(self._unwatched) or "the loader took no stamps"
+        executors = {
+            f"executor {loader.executor!r} takes no stamps": None
+            for reference in self._loaders
+            if (loader := reference()) is not None
+        }
+        return ", ".join(self._unwatched or executors) or "no stamps were taken"
 
     def _cut(self) -> None:
         for number, records in enumerate(self._records):
@@ -157,8 +163,7 @@ def causes_note(stages: Iterable[StageCauses]) -> tuple[str, ...]:
     if not missing:
         return ()
     names, reasons = " and ".join(missing), "; ".join(dict.fromkeys(missing.values()))
-    known = "FastDataModule and FastDataLoader tell it."
-    return (f"Why batches were late is not known for {names}: {reasons}. {known}",)
+    return (f"Why batches were late is not known for {names}: {reasons}.",)
 
 
 class _ShownLoaders:

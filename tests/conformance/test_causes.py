@@ -15,7 +15,7 @@ from lightning.pytorch import LightningDataModule
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import CombinedLoader
 from PIL import Image
-from torch.utils.data import DataLoader, IterableDataset, Subset
+from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
@@ -142,6 +142,14 @@ def test_a_foreign_loader_is_mentioned_once_and_logs_nothing(tmp_path):
     assert len(notes) == 1
     assert "for train and val: a DataLoader takes no stamps" in notes[0]
     assert " ".join(report.text().split()).count("takes no stamps") == 1
+
+
+def test_an_executor_without_stamps_is_mentioned(tmp_path):
+    rows = TensorDataset(torch.zeros(16, 4), torch.arange(16))
+    loader = FastDataLoader(rows, 4, executor="gather")
+    report, _ = fit(tmp_path, {"train_dataloaders": loader})
+    assert report.stages[0].causes is None
+    assert any("executor 'gather' takes no stamps" in note for note in report.notes)
 
 
 class OwnModule(Linear):
