@@ -23,6 +23,7 @@ from torchvision.transforms import transforms as v1
 from torchvision.transforms import v2
 
 from lightning_fastdata.augment.seeds import reseed
+from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.loading.operations import OperationWatch
 from lightning_fastdata.types import SampleKey
@@ -273,3 +274,28 @@ def test_batches_of_a_seeded_pipeline_are_the_same_with_stamps(executor):
         runs.append(torch.stack(list(loader)))
         loader.close()
     assert torch.equal(*runs)
+
+
+@pytest.mark.parametrize("on_device", [True, False])
+@pytest.mark.parametrize("executor", ["torch", "workers"])
+def test_a_loaders_own_transform_draws_the_same_with_stamps(executor, on_device):
+    pipeline = A.Compose(
+        [A.RandomCrop(12, 12), A.HorizontalFlip(p=0.5), A.OneOf([A.GaussNoise(p=1)], p=0.5)]
+    )
+    runs, names = [], set()
+    for record in (False, True):
+        loader = FastDataLoader(
+            Images(lambda _: PIXELS), 4, executor=executor, num_workers=1,
+            transform=as_batch_transform(pipeline), on_device=on_device,
+            staged="train" if on_device else None,
+        )  # fmt: skip
+        records = deque()
+        if record:
+            loader.record_stamps(records)
+        runs.append([batch.draws.blob if on_device else batch for batch in loader])
+        loader.close()
+        timed = [task.operations or () for stamps in records for task in stamps.tasks]
+        names |= {operation.name for operations in timed for operation in operations}
+    assert len(runs[0]) == 16
+    assert all(torch.equal(*pair) for pair in zip(*runs, strict=True))
+    assert names == {"RandomCrop", "HorizontalFlip", "OneOf"}
