@@ -24,6 +24,7 @@ os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 
 import numpy as np
 import torch
+from gpu_prefetch import measure_prefetch
 from gpu_run import Run, Skipped, new_trainer
 from gpu_training import measure_guard, measure_training
 from torch import nn
@@ -182,6 +183,7 @@ def _trainer_step_us(run, watched, steps):
 SECTIONS = {
     "augment": (measure_augment, 60),
     "overhead": (measure_overhead, 60),
+    "prefetch": (measure_prefetch, 40),
     "training": (measure_training, 150),
     "guard": (measure_guard, 60),
 }

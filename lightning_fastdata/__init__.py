@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from lightning_fastdata.images.packed import PackedStrings as PackedStrings
     from lightning_fastdata.loading.loader import FastDataLoader as FastDataLoader
     from lightning_fastdata.loading.options import LoaderOptions as LoaderOptions
+    from lightning_fastdata.loading.prefetch import prefetch as prefetch
     from lightning_fastdata.plugin.bindings import DataThroughputCallback as DataThroughputCallback
     from lightning_fastdata.plugin.bindings import FastDataModule as FastDataModule
 
@@ -31,6 +32,7 @@ _HOME = {
     "FastImageFolder": "images.folder",
     "LoaderOptions": "loading.options",
     "PackedStrings": "images.packed",
+    "prefetch": "loading.prefetch",
 }
 
 __all__ = sorted(_HOME)  # noqa: PLE0605

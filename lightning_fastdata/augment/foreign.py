@@ -33,10 +33,18 @@ if TYPE_CHECKING:
 class ForeignBatches:
     """Runs one pipeline on batches that another loader has collated."""
 
-    def __init__(self, compose: Any, ops: Mapping[str, DeviceOp], refusal: str | None) -> None:
+    def __init__(
+        self,
+        compose: Any,
+        ops: Mapping[str, DeviceOp],
+        refusal: str | None,
+        *,
+        same_pixels: bool = False,
+    ) -> None:
         self._compose = copy.deepcopy(compose)
         self._ops = ops
         self._refusal = refusal
+        self._same_pixels = same_pixels
         self._recorders: dict[tuple[int, int], Recorder | None] = {}
 
     def run(self, batch: Batch, found: Found, key: SampleKey) -> Batch:
@@ -76,7 +84,13 @@ class ForeignBatches:
     def recorder(self, size: tuple[int, int]) -> Recorder | None:
         """Return the recorder for images of one size, or None if nothing may be deferred."""
         if size not in self._recorders:
-            plan = analyse(self._compose, self._ops, size=size, refusal=self._refusal)
+            plan = analyse(
+                self._compose,
+                self._ops,
+                size=size,
+                refusal=self._refusal,
+                same_pixels=self._same_pixels,
+            )
             possible = plan.defers and plan.opaque_until < 0
             self._recorders[size] = Recorder(self._compose, plan, self._ops) if possible else None
         return self._recorders[size]

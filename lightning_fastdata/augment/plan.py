@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 import numpy as np
 
+from lightning_fastdata.augment.ops.operation import draw_params
 from lightning_fastdata.augment.sizes import CHANGES_SIZE, Size, follow_sizes, size_after
 from lightning_fastdata.augment.tree import Leaf, is_albumentations, last_opaque, list_leaves
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 Where: TypeAlias = Literal["worker", "device", "either"]
 
+_DRAWS_THERE: Final = "; draws numbers for every pixel there"
 _CHANGES_DTYPE_OR_LAYOUT: Final = frozenset({"FromFloat", "Normalize", "ToFloat", "ToTensorV2"})
 
 
@@ -72,6 +74,7 @@ def analyse(
     *,
     size: tuple[int, int] | None = None,
     refusal: str | None = None,
+    same_pixels: bool = False,
 ) -> Plan:
     """Decide where each operation of a pipeline runs.
 
@@ -80,6 +83,7 @@ def analyse(
         ops: device forms by class name.
         size: ``(height, width)`` when all images are known to have it.
         refusal: a reason to run everything in the worker.
+        same_pixels: keep in the worker what would draw numbers for every pixel on the device.
 
     Returns:
         The plan; the same for every sample.
@@ -105,6 +109,9 @@ def analyse(
                 else "up to the operation that makes the image size the same for all samples"
             )
         why_worker = why_worker or _why_worker(leaf, op, sizes.before[index], barrier_after)
+        draws = op is not None and op.draws_pixels(leaf.transform)
+        if why_worker is None and draws and same_pixels:
+            why_worker = "same_pixels: the device would draw other numbers for every pixel"
         if why_worker is None and op is not None and not _encodes_after(leaves[:index], leaf, op):
             why_worker = "no device form for the dtype it is given"
         if why_worker is not None:
@@ -117,10 +124,12 @@ def analyse(
                 if sees[index]
                 else f"on the batch, unless {barrier_after} was drawn after it"
             )
+            why += _DRAWS_THERE if draws else ""
             placed.append(OpPlacement(name=name, where="either", why=why))
             barrier_after = name if sees[index] else barrier_after
         else:
-            placed.append(OpPlacement(name=name, where="device", why="on the batch"))
+            why = "on the batch" + (_DRAWS_THERE if draws else "")
+            placed.append(OpPlacement(name=name, where="device", why=why))
     return Plan(
         placements=tuple(reversed(placed)),
         conditional=tuple(leaf.conditional for leaf in leaves),
@@ -183,7 +192,8 @@ def _encodes_after(before: list[Leaf], leaf: Leaf, op: DeviceOp, draws: int = 4)
     for _ in range(draws):
         data = {"image": image}
         params = transform.update_transform_params(transform.get_params(), data)
-        params.update(transform.get_params_dependent_on_data(params, data))
+        sampler = transform.get_params_dependent_on_data
+        params.update(draw_params(op, transform, sampler, params, data, whole=False))
         if op.encode(transform, params, image.shape, image.dtype) is None:
             return False
     return True

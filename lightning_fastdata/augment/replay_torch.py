@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+import torch
 
 from lightning_fastdata.errors import TransformError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    import torch
-
-    from lightning_fastdata.augment.ops.operation import DeviceOp
+    from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded, Run
     from lightning_fastdata.augment.program import Program, ProgramStep
 
 
@@ -33,6 +34,14 @@ def replay(
     for step in program.steps:
         current, owned = _run_step(step, program, blob, current, ops, owned=owned)
     return current
+
+
+def replay_one(op: DeviceOp, encoded: Encoded, is_image: bool, pixels: np.ndarray) -> np.ndarray:
+    """Return one image or mask ``[H, W]`` or ``[H, W, C]`` after one operation, on the CPU."""
+    run = cast("Run", op.image if is_image else op.mask)
+    arrays = {name: torch.from_numpy(array[None]) for name, array in encoded.arrays.items()}
+    batch = torch.from_numpy(np.array(pixels)).view(1, *pixels.shape[:2], -1)
+    return run(batch, dict(encoded.static), arrays).reshape(pixels.shape).numpy()
 
 
 def _run_step(

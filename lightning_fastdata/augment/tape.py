@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 import numpy as np
 import torch
 
-from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded
+from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded, draw_params
 from lightning_fastdata.augment.plan import Plan, device_form
+from lightning_fastdata.augment.replay_torch import replay_one
 from lightning_fastdata.augment.tree import list_leaves
 from lightning_fastdata.errors import TransformError
 
@@ -143,6 +144,10 @@ class Recorder:
             transform.get_params_dependent_on_data = functools.partial(
                 self._draw_on_pixels, transform.get_params_dependent_on_data
             )
+        elif op is not None and op.draw is not None:
+            transform.get_params_dependent_on_data = functools.partial(
+                self._draw_small, transform.get_params_dependent_on_data, transform, op
+            )
 
     def _target(self, key: str, value: Any) -> _Target:
         target = self._targets.get(key)
@@ -165,6 +170,20 @@ class Recorder:
     ) -> Any:
         # `data` itself keeps the phantoms: the call that follows recognises its targets by them.
         return original(params=params, data=self._real(data))
+
+    def _draw_small(
+        self,
+        original: Callable[..., Any],
+        transform: Any,
+        op: DeviceOp,
+        params: dict[str, Any],
+        data: dict[str, Any],
+    ) -> dict[str, Any]:
+        # What is computed here (boxes, lists of masks) or may be replayed needs the whole field.
+        given = {key for key in transform._key2func if data.get(key) is not None}
+        deferred = {"image", *(key for key, role in self._roles.items() if role == "mask")}
+        whole = "image" not in given or not given <= deferred or transform.deterministic
+        return draw_params(op, transform, original, params, data, whole=whole)
 
     def _run(self, original: Callable[..., Any], params: dict[str, Any], /, **data: Any) -> Any:
         result = original(params, **self._real(data))
@@ -194,9 +213,13 @@ class Recorder:
         for key, (encoded, shape, dtype) in noted.items():
             target = self._target(key, data[key])
             changes = shape != tuple(target.shown.shape) or dtype != target.shown.dtype
-            target.pending.append(
-                _Pending(transform._key2func[key], params, TapeOp(index, op.name, encoded), changes)
-            )
+            apply, given = transform._key2func[key], params
+            if op.draw is not None:
+                # The few numbers that were drawn are not enough for Albumentations.
+                is_image = self._roles[key] == "image"
+                apply, given = functools.partial(replay_one, op, encoded, is_image), {}
+            note = TapeOp(index, op.name, encoded)
+            target.pending.append(_Pending(apply, given, note, changes))
             if op.name == "ToTensorV2" and self._roles[key] == "image":
                 target.shown = _phantom_tensor(shape)
             elif changes:

@@ -66,7 +66,11 @@ class BatchTransform(Protocol):
 
 
 def as_batch_transform(
-    transform: Any, *, image: int | str | None = None, mask: int | str | None = None
+    transform: Any,
+    *,
+    image: int | str | None = None,
+    mask: int | str | None = None,
+    same_pixels: bool = False,
 ) -> BatchTransform:
     """Return a transform of batches.
 
@@ -77,6 +81,9 @@ def as_batch_transform(
             result replaces the field.
         image: key or index of the image in a sample and in a batch; None finds it.
         mask: key or index of the mask; None takes the key ``"mask"``.
+        same_pixels: for Albumentations, leave noise, elastic fields and other operations that draw
+            numbers for every pixel to the worker. On the device they keep the distribution of
+            Albumentations' result, not its pixels.
 
     Raises:
         TransformError: it is none of these.
@@ -85,8 +92,9 @@ def as_batch_transform(
         return transform
     fields = Fields(image=image, mask=mask)
     if callable(transform) and not isinstance(transform, type):
-        kind = ComposeTransform if _is_albumentations(transform) else CallableTransform
-        return kind(transform, fields)
+        if _is_albumentations(transform):
+            return ComposeTransform(transform, fields, same_pixels=same_pixels)
+        return CallableTransform(transform, fields)
     raise TransformError(
         f"{transform!r} cannot transform a batch. Pass an albumentations Compose (an instance), an "
         "nn.Module, or a callable that takes a batch and returns a batch."
@@ -97,7 +105,12 @@ class ComposeTransform:
     """An Albumentations pipeline: drawn per sample in the worker, carried out on the batch."""
 
     def __init__(
-        self, compose: Any, fields: Fields, ops: Mapping[str, DeviceOp] | None = None
+        self,
+        compose: Any,
+        fields: Fields,
+        ops: Mapping[str, DeviceOp] | None = None,
+        *,
+        same_pixels: bool = False,
     ) -> None:
         import albumentations
 
@@ -107,7 +120,8 @@ class ComposeTransform:
             compose = albumentations.Compose([compose])
         self.compose = compose
         self._ops = ops
-        self.plan = analyse(compose, device_ops(ops), refusal=refusal())
+        self.plan = analyse(compose, device_ops(ops), refusal=refusal(), same_pixels=same_pixels)
+        self._same_pixels = same_pixels
         self._fields = fields
         self._foreign: ForeignBatches | None = None
 
@@ -175,7 +189,10 @@ class ComposeTransform:
             )
         found = find_fields(batch, self._fields, batched=True)
         if self._foreign is None:
-            self._foreign = ForeignBatches(self.compose, device_ops(self._ops), refusal())
+            ops = device_ops(self._ops)
+            self._foreign = ForeignBatches(
+                self.compose, ops, refusal(), same_pixels=self._same_pixels
+            )
         with plain_tensors():
             return self._foreign.run(batch, found, key)
 

@@ -15,12 +15,14 @@ import torch
 from lightning_fastdata.errors import FastDataWarning, WorkerError
 from lightning_fastdata.loading.executors import ArmingExecutor, open_executor
 from lightning_fastdata.loading.executors.fetch import decodes_in_place
+from lightning_fastdata.loading.page_lock import cuda_page_locks
 from lightning_fastdata.loading.staged import StagedBatch, pinned
 
 if TYPE_CHECKING:
     from lightning_fastdata.loading.executors import Executor, ExecutorName
     from lightning_fastdata.loading.executors.fetch import FetchPlan
     from lightning_fastdata.loading.order import EpochOrder
+    from lightning_fastdata.loading.page_lock import PageLockName
     from lightning_fastdata.loading.stamps import BatchStamps
     from lightning_fastdata.types import Stage
 
@@ -47,6 +49,8 @@ class Engine:
         persistent: Keep side processes between epochs.
         staged: Deliver :class:`StagedBatch` of this stage, without draws.
         pin_memory: Copy batches into page-locked memory.
+        page_lock: ``"register"``: have CUDA lock the memory that batches come in, and copy only
+            what lies elsewhere.
         generator: From which torch would draw its base seed at this place; drawn from likewise,
             so that the draws after it are the same. A plan without a seed, as that of a stream,
             has its processes seeded from it.
@@ -66,6 +70,7 @@ class Engine:
         persistent: bool = False,
         staged: Stage | None = None,
         pin_memory: bool = False,
+        page_lock: PageLockName = "copy",
         generator: torch.Generator | None = None,
         told_batches: Callable[[], int | None] | None = None,
     ) -> None:
@@ -87,6 +92,7 @@ class Engine:
         self.keep = persistent or name in ("inline", "gather")
         self.staged = staged
         self.pin_on = _pinning_device() if pin_memory else None
+        self.page_locks = cuda_page_locks(self.pin_on) if page_lock == "register" else None
         self.generator = generator
         self.records: deque[BatchStamps] | None = None
         self.told_batches = told_batches
@@ -111,7 +117,13 @@ class Engine:
             plan = self.plan
             if plan.seed is None:
                 plan = replace(plan, base_seed=self._base_seed)
-            executor = open_executor(self.name, plan, workers=self.processes, threads=self.threads)
+            executor = open_executor(
+                self.name,
+                plan,
+                workers=self.processes,
+                threads=self.threads,
+                page_locks=self.page_locks,
+            )
             if self.records is not None:
                 executor.record(self.records)
         if keep:
@@ -144,6 +156,8 @@ class Engine:
         """Return the batch as it is delivered."""
         if self.staged is not None:
             batch = StagedBatch(batch, None, self.staged)
+        if self.page_locks is not None:
+            self.page_locks.driver.note_consumer()
         return batch if self.pin_on is None else pinned(batch, self.pin_on)
 
     def close(self) -> None:
@@ -192,6 +206,11 @@ class EpochIterator:
         if self._told is not None and self._given > self._told:
             warnings.warn(_TOO_MANY.format(told=self._told, given=self._given), stacklevel=2)
         return self._finish(batch)
+
+    def ready(self) -> bool:
+        """Return whether the next batch, or the end, comes without waiting for a side process."""
+        ready = getattr(self.executor, "ready", None)
+        return True if ready is None else bool(ready())
 
     def end(self, why: str) -> None:
         """Give no more batches."""

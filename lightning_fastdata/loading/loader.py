@@ -30,6 +30,7 @@ from lightning_fastdata.loading.engine import Engine
 from lightning_fastdata.loading.executors.fetch import FetchPlan
 from lightning_fastdata.loading.keyed import fetches_in_batches, keyed, tell_epoch
 from lightning_fastdata.loading.order import epoch_order
+from lightning_fastdata.loading.resident import ResidentBatches, device_of
 from lightning_fastdata.loading.sampled import index_batches
 from lightning_fastdata.loading.stamped import (
     Ledger,
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from lightning_fastdata.augment.transform import BatchTransform
     from lightning_fastdata.loading.executors import ExecutorName
     from lightning_fastdata.loading.options import LoaderPlan
+    from lightning_fastdata.loading.page_lock import PageLockName
     from lightning_fastdata.loading.stamps import BatchStamps
     from lightning_fastdata.types import Batch, Stage
 
@@ -93,9 +95,20 @@ class FastDataLoader(DataLoader[Any]):
             and says why in ``plan.explain()``. An iterable dataset has no index to gather or to
             share out among threads, and is read by ``"workers"`` in place of these two. Torch's own
             DataPipes are always read by torch.
+        ahead: Takes the iterator of each epoch and returns the one that is handed out: what sends
+            batches to the device before they are asked for.
+        page_lock: With ``pin_memory`` and another executor than torch's: ``"register"`` has CUDA
+            lock the memory that batches come in, instead of copying each. A batch may then be
+            copied to the device on the stream that is current when the loader hands it out, and by
+            this package's own prefetching.
+        device_resident: Keep the whole dataset on a device and index it there, if it is tensors or
+            arrays: True: on the current accelerator, else the CPU. It is read once, at the first
+            iteration.
 
     Raises:
         OptionsError: A sidecar was asked for, and an Albumentations pipeline runs on the samples.
+            At the first iteration: ``device_resident`` was asked for and the dataset is no tensors
+            or arrays, or does not fit.
         TransformError: A transform on the device was asked for without batches
             (``batch_size=None``).
     """
@@ -127,8 +140,11 @@ class FastDataLoader(DataLoader[Any]):
         worker_nice: int | None = None,
         staged: Stage | None = None,
         executor: ExecutorName | Literal["torch", "auto"] = "torch",
+        ahead: Callable[[Iterator[Batch]], Iterator[Batch]] | None = None,
+        page_lock: PageLockName = "copy",
+        device_resident: bool | str | torch.device = False,
     ) -> None:
-        self._inner: DataLoader[Any] | Engine | None
+        self._inner: DataLoader[Any] | Engine | ResidentBatches | None
         self.plan: LoaderPlan | None = None
         if executor == "auto":
             size = getattr(batch_sampler, "batch_size", None) or batch_size
@@ -187,6 +203,9 @@ class FastDataLoader(DataLoader[Any]):
         self.on_device = on_device
         self.worker_nice = worker_nice or 0
         self.staged = staged
+        self.ahead = ahead
+        self.page_lock = page_lock
+        self.device_resident = device_resident
         self._told: dict[str, int] = {}
         self._epoch_cell = EpochCell()
         self._iterations = 0
@@ -220,16 +239,17 @@ class FastDataLoader(DataLoader[Any]):
                     set_epoch(epoch)
         self._epoch_cell.set(epoch)
         tell_epoch(self.dataset, epoch)
-        inner = self._open()
+        inner: Any = self._open()
         if self._told and isinstance(inner, DataLoader):
             with contextlib.suppress(TypeError):
                 len(inner)  # a stream that gives more than was told is warned of
-        if isinstance(inner, Engine) or not self._takes_stamps:
-            return iter(inner)
-        self._ledger.records = self._records
-        return OpenedEnvelopes(iter(inner), self._ledger)
+        batches: Any = iter(inner)
+        if isinstance(inner, DataLoader) and self._takes_stamps:
+            self._ledger.records = self._records
+            batches = OpenedEnvelopes(batches, self._ledger)
+        return batches if self.ahead is None else self.ahead(batches)
 
-    def _keep(self, inner: DataLoader[Any] | Engine | None) -> None:
+    def _keep(self, inner: DataLoader[Any] | Engine | ResidentBatches | None) -> None:
         # Lightning records the attributes that are set on loaders in a data hook, and goes on to do
         # so in the whole process if the hook raises. A record would keep the workers alive.
         vars(self)["_inner"] = inner
@@ -253,7 +273,8 @@ class FastDataLoader(DataLoader[Any]):
 
     @property
     def _by_torch(self) -> bool:
-        return self.executor == "torch" or isinstance(self.dataset, IterDataPipe | MapDataPipe)
+        pipe = isinstance(self.dataset, IterDataPipe | MapDataPipe)
+        return self.device_resident is False and (self.executor == "torch" or pipe)
 
     @property
     def _takes_stamps(self) -> bool:
@@ -280,12 +301,14 @@ class FastDataLoader(DataLoader[Any]):
         if value is None:
             self.close()
 
-    def _open(self) -> DataLoader[Any] | Engine:
+    def _open(self) -> DataLoader[Any] | Engine | ResidentBatches:
         """Return torch's loader over the keyed dataset, with its workers if they persist."""
         settings = (
             self.num_workers,
             self.prefetch_factor,
             self.pin_memory,
+            self.page_lock,
+            self.device_resident,
             self.timeout,
             self.persistent_workers,
             self.worker_init_fn,
@@ -312,7 +335,7 @@ class FastDataLoader(DataLoader[Any]):
         then = ShowDataset(self.worker_init_fn) if self._takes_stamps else self.worker_init_fn
         return WorkerStart(strategy, self.worker_nice, then)
 
-    def _make_inner(self) -> DataLoader[Any] | Engine:
+    def _make_inner(self) -> DataLoader[Any] | Engine | ResidentBatches:
         worker_part = None
         if self.transform is not None:
             worker_part = self.transform.in_worker(on_device=self.on_device)
@@ -328,6 +351,15 @@ class FastDataLoader(DataLoader[Any]):
         elif worker_part is not None:
             collate_fn = FirstOfPairs(collate_fn, single=not self._batches)
         dataset = keyed(self.dataset, seed=self.seed, epoch=self._epoch_cell, transform=worker_part)
+        if self.device_resident is not False:
+            return ResidentBatches(
+                dataset,
+                device_of(self.device_resident),
+                default_collation=collate_fn is collate_samples and self._batches,
+                batches=partial(index_batches, cast("Any", self.batch_sampler)),
+                staged=self.staged,
+                generator=self.generator,
+            )
         if not self._by_torch:
             return self._make_engine(dataset, collate_fn, streamed=streamed)
         if self._takes_stamps:
@@ -395,6 +427,7 @@ class FastDataLoader(DataLoader[Any]):
             persistent=self.persistent_workers,
             staged=None if isinstance(collate_fn, StagingCollate) else self.staged,
             pin_memory=self.pin_memory,
+            page_lock=self.page_lock,
             generator=self.generator,
             told_batches=partial(self._told.get, "batches") if streamed else None,
         )

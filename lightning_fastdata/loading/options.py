@@ -76,6 +76,8 @@ class LoaderOptions:
         executor: Who fetches: torch's own iterator, or this package's engine: ``"inline"`` the
             training process, ``"gather"`` rows of tensors in one call, ``"workers"`` processes,
             ``"sidecar"`` num_workers threads outside the training process.
+        page_lock: How batches of the engine come into page-locked memory: ``"copy"`` copies each,
+            ``"register"`` has CUDA lock the engine's own memory once.
 
     Raises:
         OptionsError: A value is impossible.
@@ -92,6 +94,7 @@ class LoaderOptions:
     in_order: bool = True
     worker_nice: int | Auto = "auto"
     executor: Literal["auto", "torch", "inline", "gather", "workers", "sidecar"] = "torch"
+    page_lock: Literal["copy", "register"] = "copy"
 
     def __post_init__(self) -> None:
         for name, lowest in (("num_workers", 0), ("prefetch_factor", 1), ("worker_nice", 0)):
@@ -105,6 +108,7 @@ class LoaderOptions:
         check_among("multiprocessing_context", self.multiprocessing_context, _START_METHODS)
         check_among("sharing_strategy", self.sharing_strategy, _SHARING)
         check_among("executor", self.executor, _EXECUTORS)
+        check_among("page_lock", self.page_lock, ("copy", "register"))
         seconds = self.timeout_s
         fine = type(seconds) in (int, float) and math.isfinite(seconds) and seconds >= 0
         check("timeout_s", seconds, fine, "seconds from 0 (no timeout)")
@@ -148,6 +152,8 @@ class LoaderPlan:
     """Added to the niceness of the workers; without effect when there are none."""
     executor: str
     """Who fetches."""
+    page_lock: Literal["copy", "register"]
+    """How batches of the engine come into page-locked memory, if they do."""
     choices: tuple[Choice, ...]
     """One for each setting, in the order of ``LoaderOptions``."""
     limits: tuple[str, ...]
@@ -297,6 +303,7 @@ def plan_loader(
         "in_order": (True, "as the sampler gives them"),
         "worker_nice": (_POLITE, "the training process goes first where both want a CPU"),
         "executor": suited if options.executor == "auto" else ("torch", "torch's own iterator"),
+        "page_lock": ("copy", "each batch is copied, where pin_memory asks for it"),
     }
     limits.extend(unsuited(options.executor, iterable=iterable, workers=count))
     choices = tuple(_choice(options, name, *auto[name]) for name in auto)

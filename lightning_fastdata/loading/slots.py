@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from lightning_fastdata.loading.page_lock import Fence, Locked, PageLocks
+
 _PAGE_BYTES: Final = 4096
 _HUGE_PAGE_BYTES: Final = 2**21
 _LARGE_BYTES: Final = 2**25
@@ -90,10 +92,17 @@ def _advised(mapping: mmap.mmap) -> mmap.mmap:
 class Slot:
     """One piece of batch memory. Made by a pool only."""
 
-    __slots__ = ("_lease", "descriptor", "mapping", "number", "size_bytes")
+    __slots__ = ("_lease", "descriptor", "locked", "mapping", "number", "size_bytes")
 
-    def __init__(self, number: int, descriptor: int | None, mapping: mmap.mmap) -> None:
+    def __init__(
+        self,
+        number: int,
+        descriptor: int | None,
+        mapping: mmap.mmap,
+        locked: Locked | None = None,
+    ) -> None:
         self.number = number
+        self.locked = locked
         self.descriptor = descriptor
         self.mapping = mapping
         self.size_bytes = len(mapping)
@@ -102,6 +111,10 @@ class Slot:
     def lease(self, returned: deque[Slot]) -> NDArray[np.uint8]:
         """Return an array over the slot; when it and all its views are gone, the slot returns."""
         owner = np.frombuffer(self.mapping, np.uint8)
+        if self.locked is not None:
+            # The slot outlives a pool that is dropped before: it is unlocked after its last tensor.
+            weakref.finalize(owner, returned.append, self).atexit = False
+            return owner
         # Deque appends are atomic, and a collected tensor may end its life in any thread.
         self._lease = weakref.ref(owner, lambda _: returned.append(self))
         return owner
@@ -114,10 +127,15 @@ class SlotPool:
         limit_bytes: How much memory the slots may take together. Two slots are granted in any
             case, since a batch is read while the next is written.
         shared: Memory that side processes can map; False: private memory of this process.
+        page_locks: Locks the slots for a device that reads them; None: they are not locked.
     """
 
-    def __init__(self, *, limit_bytes: int, shared: bool = True) -> None:
+    def __init__(
+        self, *, limit_bytes: int, shared: bool = True, page_locks: PageLocks | None = None
+    ) -> None:
         self.limit_bytes = limit_bytes
+        self._page_locks = page_locks
+        self._fenced: deque[tuple[Fence, Slot]] = deque()
         self.shared = shared
         self._numbers = 0
         self._slots: dict[int, Slot] = {}
@@ -181,12 +199,15 @@ class SlotPool:
         """Let go of all slots; tensors that view one keep its memory alive."""
         for slot in list(self._slots.values()):
             self._drop(slot)
+        self._returned.clear()
+        self._fenced.clear()
 
     def _allows(self, size_bytes: int) -> bool:
         return len(self._slots) < 2 or self.size_bytes + size_bytes <= self.limit_bytes
 
     def _add(self, descriptor: int | None, mapping: mmap.mmap) -> Slot:
-        slot = Slot(self._numbers, descriptor, mapping)
+        locked = None if self._page_locks is None else self._page_locks.lock(mapping)
+        slot = Slot(self._numbers, descriptor, mapping, locked)
         self._numbers += 1
         self._slots[slot.number] = slot
         return slot
@@ -203,12 +224,21 @@ class SlotPool:
     def _collect(self) -> None:
         while self._returned:
             slot = self._returned.popleft()
-            if slot.number not in self._slots:
-                continue
-            self._free.append(slot)
-            # Sizes that batches have outgrown would otherwise pile up.
-            if self.size_bytes > self.limit_bytes and len(self._slots) > 2:
-                self._drop(slot)
+            if self._page_locks is not None and slot.locked is not None:
+                # The device may still copy from it.
+                self._fenced.append((self._page_locks.fence(), slot))
+            else:
+                self._reuse(slot)
+        while self._fenced and self._fenced[0][0].passed():
+            self._reuse(self._fenced.popleft()[1])
+
+    def _reuse(self, slot: Slot) -> None:
+        if slot.number not in self._slots:
+            return
+        self._free.append(slot)
+        # Sizes that batches have outgrown would otherwise pile up.
+        if self.size_bytes > self.limit_bytes and len(self._slots) > 2:
+            self._drop(slot)
 
 
 def _close_files(slots: dict[int, Slot]) -> None:

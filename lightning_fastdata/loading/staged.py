@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from lightning_fastdata.errors import BatchError
 
@@ -20,24 +20,37 @@ _NOT_UNWRAPPED = (
 )
 
 
+class Landing(Protocol):
+    """A batch that a side stream brings to the device."""
+
+    def land(self) -> Batch:
+        """Return the batch on the device; the current stream waits for it."""
+
+
 class StagedBatch:
     """A collated batch and the draws of the transform that will run on it on the device.
 
     It passes unchanged through Lightning's combined loaders, precision plugins and hooks, so that
     what belongs to a batch cannot be mixed up with another batch's, and a tensor that did not come
     from our loader (``example_input_array``) is never taken for a batch.
+
+    With a ``crossing`` a side stream is moving the batch already: ``batch`` is None, and what
+    ``crossing.land()`` returns is the batch on the device.
     """
 
-    __slots__ = ("batch", "draws", "stage")
+    __slots__ = ("batch", "crossing", "draws", "stage")
 
-    def __init__(self, batch: Batch, draws: Draws | None, stage: Stage) -> None:
+    def __init__(
+        self, batch: Batch, draws: Draws | None, stage: Stage, crossing: Landing | None = None
+    ) -> None:
         self.batch = batch
         self.draws = draws
         self.stage = stage
+        self.crossing = crossing
 
     def with_batch(self, batch: Batch) -> StagedBatch:
         """Return the same draws for another form of the batch, e.g. its copy on the device."""
-        return StagedBatch(batch, self.draws, self.stage)
+        return StagedBatch(batch, self.draws, self.stage, self.crossing)
 
     def pin_memory(self, device: str | None = None) -> StagedBatch:
         """Return the same batch in page-locked memory; torch's pin thread calls this."""

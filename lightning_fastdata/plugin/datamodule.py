@@ -16,14 +16,16 @@ from lightning_fastdata.errors import DatasetError, FastDataWarning, OptionsErro
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.loading.names import refuses_unknown_names
 from lightning_fastdata.loading.options import LoaderOptions, LoaderPlan
+from lightning_fastdata.loading.streams import DeviceStreams, device_streams
 from lightning_fastdata.plugin.arguments import check_choice, checked_batch_size
 from lightning_fastdata.plugin.datasets import Constant, in_form_of, is_missing, named
 from lightning_fastdata.plugin.guard_callback import attach_guard, first_rows, guard_rows
 from lightning_fastdata.plugin.hooks import HOOKS, overridden_hook, silence_shared_hook_warning
 from lightning_fastdata.plugin.loaders import build_loader, checked_sample, plan_for
+from lightning_fastdata.plugin.prefetching import Prefetching, PrefetchName
 from lightning_fastdata.plugin.sharing import settle_sharing, sharing_ranks, silence_padding_warning
 from lightning_fastdata.plugin.stage_transforms import StageTransforms
-from lightning_fastdata.plugin.staging import finish, inside, transfer
+from lightning_fastdata.plugin.staging import finish, inside
 from lightning_fastdata.plugin.trainer_facts import (
     device_type,
     first_epoch,
@@ -67,6 +69,10 @@ class DataModuleHooks:
         guard: What to do if the batch is predicted not to fit the GPU's free memory: ``"warn"``;
             ``"accumulate"`` smaller batches to the same effective size; ``"reduce"`` the batch;
             ``"raise"`` an error; ``"off"``: predict nothing.
+        prefetch: On a CUDA GPU, move batches beside the computing. ``"stream"``: when it is their
+            turn, for a host that runs ahead of the device; ``"lookahead"``: one batch ahead, for
+            one that waits for it in each step; ``"auto"``: what fits; ``"off"``: not. What
+            Albumentations drew runs there, too. The batches are the same in any case.
         collate_fn: Samples to batch. Default: torch's collation, extended to dataclasses.
         drop_last: Leave out the last training batch if it is not full.
         seed: Seed of order and augmentation. Default: the one of ``seed_everything``, else 0.
@@ -86,6 +92,7 @@ class DataModuleHooks:
         image: str | int | None = None,
         mask: str | int | None = None,
         guard: GuardPolicy = "warn",
+        prefetch: PrefetchName = "off",
         collate_fn: Callable[[list[Any]], Any] | None = None,
         drop_last: bool = False,
         seed: int | None = None,
@@ -106,6 +113,7 @@ class DataModuleHooks:
         self.drop_last = drop_last
         self.seed = seed
         self._transforms = StageTransforms(augment, image=image, mask=mask)
+        self._prefetching = Prefetching(prefetch)
         self._plans: dict[str, LoaderPlan] = {}
         self.notes: list[str] = []
 
@@ -124,10 +132,10 @@ class DataModuleHooks:
         # Attaching is the one moment that no subclass overrides.
         if self.guard != "off" and self._guard_callback is not None:
             attach_guard(trainer, self._guard_callback)
+        written = self._written_hooks()
         for name in HOOKS:
             # A subclass's own hook may leave out super(), and then the warning is right.
-            ours = getattr(type(self), name) is getattr(DataModuleHooks, name)
-            if ours and overridden_hook(self._module(), name) is not None:
+            if name not in written and overridden_hook(self._module(), name) is not None:
                 silence_shared_hook_warning(name)
 
     # -- what a subclass writes ------------------------------------------------------------------
@@ -241,6 +249,7 @@ class DataModuleHooks:
             warnings.warn(f"{name}: {limit}", FastDataWarning, stacklevel=2)
         self._plans[name] = plan
         worker_part = self._transforms.worker_part(stage)
+        self._prefetching.decide(self, self._trainer, self._written_hooks())
         settings = {
             "batch_size": self.batch_size,
             "collate_fn": self.collate_fn,
@@ -251,6 +260,7 @@ class DataModuleHooks:
             "on_device": worker_part is not None and self._augments_on_device(),
             # Without a trainer there is no hook to finish the batches, so they come finished.
             "staged": stage if attached and self.augments_on_device(stage) else None,
+            "ahead": self._prefetching.look_ahead(self._trainer, stage, self._transforms),
         }
         loader = build_loader(
             dataset,
@@ -286,7 +296,8 @@ class DataModuleHooks:
             on_cpu = self.augment_on == "cpu"
             in_workers = 'augment_on="cpu"' if on_cpu else "there is no CUDA GPU to run on"
         parts = [f"{name}\n{plan.explain()}" for name, plan in self._plans.items()]
-        return "\n\n".join([*parts, *self._transforms.explain(in_workers)])
+        parts += self._transforms.explain(in_workers)
+        return "\n\n".join([*parts, self._prefetching.explain()])
 
     def _loaders(self, stage: Stage) -> Any:
         datasets, by_name = self._named_datasets(stage)
@@ -353,7 +364,9 @@ class DataModuleHooks:
         """Move the batch and what was drawn for its transform to the device."""
         hook = overridden_hook(self._module(), "transfer_batch_to_device")
         move = super().transfer_batch_to_device if hook is None else hook  # type: ignore[misc]
-        return transfer(batch, lambda b: move(b, device, dataloader_idx), device)
+        return self._prefetching.transfer(
+            batch, lambda b: move(b, device, dataloader_idx), device, self._transforms
+        )
 
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         """Run the stage's transforms, then the LightningModule's hook of this name."""
@@ -366,6 +379,14 @@ class DataModuleHooks:
             # floating point only now.
             batch = self._trainer.precision_plugin.convert_input(batch)
         return batch
+
+    def device_streams(self, device: torch.device) -> DeviceStreams | None:
+        """Return the streams of a device on which ``prefetch`` moves batches; None: it has none."""
+        return device_streams(device)
+
+    def _written_hooks(self) -> frozenset[str]:
+        cls = type(self)
+        return frozenset(n for n in HOOKS if getattr(cls, n) is not getattr(DataModuleHooks, n))
 
     def _module(self) -> Any:
         return None if self._trainer is None else self._trainer.lightning_module

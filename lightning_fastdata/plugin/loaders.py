@@ -131,7 +131,7 @@ def build_loader(
     if plan.sharing_strategy is not None:
         torch.multiprocessing.set_sharing_strategy(plan.sharing_strategy)  # type: ignore[no-untyped-call]
     arguments = {**settings, **plan.dataloader_kwargs(), "worker_nice": plan.worker_nice}
-    arguments["executor"] = plan.executor
+    arguments |= {"executor": plan.executor, "page_lock": plan.page_lock}
     if stage == "train" and not isinstance(dataset, IterableDataset):
         arguments["sampler"] = ShuffleSampler(cast("Any", dataset), settings["seed"])
     if overrides.get("num_workers") == 0:

@@ -44,7 +44,9 @@ def transfer(batch: Batch, move: Callable[[Batch], Batch], device: torch.device)
         device: Where the draws go.
     """
 
-    def moved(staged: StagedBatch) -> StagedBatch:
+    def moved(staged: StagedBatch) -> Batch:
+        if staged.crossing is not None:
+            return staged.crossing.land()
         draws = staged.draws
         if draws is not None:
             draws = draws.to(device, non_blocking=device.type == "cuda")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import warnings
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 
 from lightning_fastdata.augment.ops import DEVICE_OPS
+from lightning_fastdata.augment.ops.operation import draw_params
 
 torch.set_num_threads(1)
 
@@ -44,9 +46,39 @@ def photographs(height, width, channels=3, dtype=np.uint8):
     return pictures
 
 
+def extremes(height, width, channels=3, dtype=np.uint8, seed=0):
+    """Noise, constants, two values, few values, and one odd pixel."""
+    rng = np.random.default_rng(seed)
+    shape = (height, width, channels)
+    lonely = np.full(shape, 9, np.uint8)
+    lonely[-1, -1] = 200
+    pictures = [
+        rng.integers(0, 256, shape, dtype=np.uint8),
+        *(np.full(shape, value, np.uint8) for value in (0, 77, 255)),
+        rng.integers(0, 2, shape, dtype=np.uint8) * 255,
+        rng.integers(100, 104, shape, dtype=np.uint8),
+        lonely,
+    ]
+    if dtype == np.float32:
+        return [(picture / 255).astype(np.float32) for picture in pictures]
+    return pictures
+
+
 def _form(encoded):
     shapes = tuple((name, array.shape, array.dtype) for name, array in encoded.arrays.items())
     return encoded.static, shapes
+
+
+def draw_both(transform, data):
+    """Run Albumentations, and draw for the device from the same state of its generators."""
+    sampler = transform.get_params_dependent_on_data
+    transform.get_params_dependent_on_data = functools.partial(
+        draw_params, DEVICE_OPS[type(transform).__name__], transform, sampler, whole=True
+    )
+    try:
+        return transform(**data)
+    finally:
+        del transform.get_params_dependent_on_data
 
 
 def both(transform, images, masks=None, seeds=range(4)):
@@ -64,7 +96,7 @@ def both(transform, images, masks=None, seeds=range(4)):
                 data["mask"] = masks[number]
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                expected = transform(**{key: value.copy() for key, value in data.items()})
+                expected = draw_both(transform, {k: value.copy() for k, value in data.items()})
             encoded = op.encode(transform, transform.params, image.shape, image.dtype)
             assert encoded is not None
             hash(encoded.static)

@@ -10,6 +10,7 @@ from augment.parity import both, parity, photographs
 from lightning_fastdata.augment.ops import DEVICE_OPS
 
 warnings.filterwarnings("ignore", message="ShiftScaleRotate is a special case")
+warnings.filterwarnings("ignore", message="(Time|Frequency)")
 
 EXACT = {
     "noop": A.NoOp(p=1),
@@ -44,12 +45,19 @@ EXACT = {
     "coarse dropout": A.CoarseDropout((1, 5), fill=99.0, fill_mask=3.0, p=1),
     "erasing": A.Erasing(p=1),
     "grid dropout": A.GridDropout(p=1),
+    "masking": A.XYMasking((0, 3), (1, 3), (3, 15), (3, 14), fill=70.0, fill_mask=2.0, p=1),
+    "frequency masking": A.FrequencyMasking(20, p=1),
+    "time masking": A.TimeMasking(20, p=1),
+    "time reverse": A.TimeReverse(p=1),
     "normalize": A.Normalize((0.485, 0.456, 0.4), (0.229, 0.224, 0.225), p=1),
     "to float": A.ToFloat(p=1),
     "to tensor": A.ToTensorV2(),
 }
 COLOUR_EXACT = {
     "rgb shift": A.RGBShift(p=1),
+    "sepia": A.ToSepia(p=1),
+    "planckian": A.PlanckianJitter(p=1),
+    "planckian, cied": A.PlanckianJitter(mode="cied", sampling_method="gaussian", p=1),
     "shuffle": A.ChannelShuffle(p=1),
     "channel dropout": A.ChannelDropout(fill=7, p=1),
     "gray": A.ToGray(p=1),
@@ -65,6 +73,7 @@ CLOSE = {
     "gaussian blur": (A.GaussianBlur(p=1), 0.999),
     "motion blur": (A.MotionBlur((3, 9), p=1), 0.99),
     "advanced blur": (A.AdvancedBlur(p=1), 0.999),
+    "ringing": (A.RingingOvershoot(p=1), 0.999),
     **{
         f"affine, border {mode}": (
             A.Affine(

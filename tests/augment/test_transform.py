@@ -259,7 +259,7 @@ def test_the_shipped_device_forms_give_what_albumentations_gives() -> None:
         [
             A.RandomResizedCrop((20, 20)),
             A.D4(p=1),
-            A.OneOf([A.RandomGamma(), A.Posterize(), A.CLAHE()], p=0.7),
+            A.OneOf([A.RandomGamma(), A.CLAHE(), A.ImageCompression("jpeg", (40, 60))], p=0.7),
             A.HorizontalFlip(),
             A.RandomCrop(16, 16),
             A.RandomBrightnessContrast(),
@@ -273,6 +273,24 @@ def test_the_shipped_device_forms_give_what_albumentations_gives() -> None:
     oracle, batch = both_ways(transform, samples(24))
     assert torch.equal(oracle["mask"], batch["mask"])
     assert torch.allclose(oracle["image"], batch["image"], atol=1e-5)
+
+
+def test_each_sample_gets_the_filters_that_it_drew_and_no_others() -> None:
+    compose = A.Compose(
+        [
+            A.RandomCrop(16, 16),
+            A.OneOf([A.CLAHE(), A.Equalize(), A.AutoContrast(cutoff=2)], p=0.7),
+            A.SomeOf([A.MedianBlur(), A.Morphological(), A.Downscale((0.3, 0.9))], n=2, p=0.7),
+            A.OneOf([A.Sharpen(method="gaussian"), A.PlanckianJitter()], p=0.7),
+        ]
+    )
+    transform = as_batch_transform(compose)
+    assert isinstance(transform, ComposeTransform)
+    assert [place.where for place in transform.plan.placements].count("worker") == 1
+    items = samples(40)
+    for item in items:
+        item["mask"] = item["mask"].astype(np.float32)  # OpenCV does not dilate int32
+    assert_same(*both_ways(transform, items))
 
 
 def test_additional_images_and_masks_ride_along() -> None:

@@ -65,7 +65,7 @@ def test_no_sample_is_lost_or_doubled_while_processes_are_killed(collate, thread
         while not done.is_set():
             time.sleep(rng.uniform(0.01, 0.06))
             with contextlib.suppress(Exception):
-                side = executor._crew.sides[rng.randrange(3)]
+                side = executor.sides[rng.randrange(3)]
                 # A process that was just forked is to get somewhere first.
                 if side.answers:
                     side.process.kill()
@@ -123,7 +123,7 @@ def test_a_timeout_tells_that_a_process_is_stopped() -> None:
     executor = pool(Slow(), processes=1, timeout_s=1)
     executor.start_epoch([[i, i + 1] for i in range(0, 2000, 2)], 0)
     next(executor)
-    os.kill(executor._crew.sides[0].process.pid, signal.SIGSTOP)
+    os.kill(executor.sides[0].process.pid, signal.SIGSTOP)
     with pytest.raises(WorkerError, match=r"stopped, state T.*SIGCONT"):
         list(executor)
     executor.close()
@@ -170,7 +170,7 @@ if __name__ == "__main__":
     executor = PoolExecutor(plan, processes=2)
     executor.start_epoch([[i] for i in range(10**6)], 0)
     next(executor)
-    print(*[s.process.pid for s in executor._crew.sides.values()], flush=True)
+    print(*[s.process.pid for s in executor.sides.values()], flush=True)
     for batch in executor:
         pass
 """

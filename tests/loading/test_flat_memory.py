@@ -53,7 +53,7 @@ def reading(pids):
 loader = FastDataLoader(Stream() if kind == "stream" else Rows(), batch_size=4, num_workers=1,
                         persistent_workers=True, executor=executor)
 running = iter(loader)
-pids = [os.getpid(), *(side.process.pid for side in loader._iterator._sides.values())]
+pids = [os.getpid(), *(side.process.pid for side in loader._iterator.sides.values())]
 for _ in range(warm):
     next(running)
 before = reading(pids)

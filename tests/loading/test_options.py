@@ -114,7 +114,8 @@ def test_the_users_value_always_wins_and_each_option_is_chosen_once(
         asked = getattr(options, choice.option)
         assert getattr(made, choice.option) == choice.value
         if choice.by == "you" or (
-            asked != "auto" and choice.option not in ("timeout_s", "in_order", "executor")
+            asked != "auto"
+            and choice.option not in ("timeout_s", "in_order", "executor", "page_lock")
         ):
             assert (choice.by, choice.value) == ("you", asked)
         assert choice.why

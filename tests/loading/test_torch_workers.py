@@ -50,6 +50,7 @@ def gone(pids: set[int]) -> bool:
 
 def facts(index: int) -> Any:
     info = get_worker_info()
+    time.sleep(0.01)  # long enough that no process can take all samples before another wakes
     return (info.id, info.num_workers, info.seed - info.id, os.getpid(), type(info.dataset) is Made)
 
 
@@ -178,7 +179,7 @@ def test_an_iterator_that_is_dropped_midway_ends_its_processes(executor, persist
 @pytest.mark.parametrize("executor", SIDE)
 def test_persistent_workers_stay_the_same_processes(executor: str) -> None:
     loader = FastDataLoader(
-        Made(lambda i: os.getpid(), 20),
+        Made(lambda i: time.sleep(0.01) or os.getpid(), 20),
         batch_size=4,
         num_workers=2,
         persistent_workers=True,

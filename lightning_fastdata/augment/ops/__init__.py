@@ -8,11 +8,21 @@ from typing import TYPE_CHECKING, Final
 from lightning_fastdata.augment.ops import (
     blur,
     color,
+    distortion,
+    downscale,
     dropout,
+    elastic,
+    histogram,
     index,
+    lens,
+    noise,
     output,
+    rank,
     resample,
+    sensor,
+    sharpen,
     table,
+    tiles,
     warp,
 )
 
@@ -21,11 +31,13 @@ if TYPE_CHECKING:
 
     from lightning_fastdata.augment.ops.operation import DeviceOp
 
+_FAMILIES = (
+    *(index, resample, warp, table, color, blur, dropout, output),
+    *(downscale, histogram, lens, rank, sharpen),
+    *(distortion, elastic, noise, sensor, tiles),
+)
+
 DEVICE_OPS: Final[Mapping[str, DeviceOp]] = MappingProxyType(
-    {
-        op.name: op
-        for family in (index, resample, warp, table, color, blur, dropout, output)
-        for op in family.OPS
-    }
+    {op.name: op for family in _FAMILIES for op in family.OPS}
 )
 """Every transform with a device form, by the name of its class in Albumentations."""

@@ -21,7 +21,8 @@ _GRAIN = 4
 """Kernel radii are rounded up to a multiple of this, with zeros, so that samples share launches."""
 
 
-def _padded(kernel: np.ndarray) -> np.ndarray | None:
+def padded_kernel(kernel: np.ndarray) -> np.ndarray | None:
+    """Return a kernel of odd size, float32, with zeros up to a size that many share."""
     if any(size % 2 == 0 for size in kernel.shape):
         return None
     margins = [-(size // 2) % _GRAIN for size in kernel.shape]
@@ -34,7 +35,7 @@ def _encode(
     kernel = params["kernel"]
     if isinstance(kernel, (int, np.integer)):
         kernel = np.full(int(kernel), 1.0 / int(kernel))
-    padded = _padded(np.asarray(kernel))
+    padded = padded_kernel(np.asarray(kernel))
     if padded is None or dtype not in (np.uint8, np.float32):
         return None
     # A box blur keeps the range by itself; the others are cut to it, even after Normalize.
@@ -42,37 +43,54 @@ def _encode(
     return Encoded((("clips", clips),), {"kernel": padded})
 
 
-def _along(values: torch.Tensor, kernel: torch.Tensor, axis: int) -> torch.Tensor:
-    """Correlate ``[n, H, W, C]`` along one axis with a kernel per sample, ``[n, k]``."""
-    length, radius = values.shape[axis], kernel.shape[1] // 2
-    at = torch.arange(length, device=values.device)
+def reflected(values: torch.Tensor, axis: int, margin: int) -> torch.Tensor:
+    """Return ``[n, H, W, C]`` with a margin on both sides of one axis, reflected as OpenCV does."""
+    length = values.shape[axis]
+    at = torch.arange(-margin, length + margin, device=values.device)
+    return values.index_select(axis, fold(at, length, REFLECT_101))
+
+
+def correlate_along(values: torch.Tensor, kernel: torch.Tensor, axis: int) -> torch.Tensor:
+    """Correlate float32 ``[n, H, W, C]`` along one axis with a kernel per sample, ``[n, k]``."""
+    length, size = values.shape[axis], kernel.shape[1]
+    framed = reflected(values, axis, size // 2)
     total = torch.zeros_like(values)
-    for tap in range(kernel.shape[1]):
-        shifted = values.index_select(axis, fold(at + tap - radius, length, REFLECT_101))
-        total += shifted * kernel[:, tap, None, None, None]
+    for tap in range(size):
+        total.addcmul_(framed.narrow(axis, tap, length), kernel[:, tap, None, None, None])
     return total
 
 
-def _run(
+def correlate(values: torch.Tensor, kernel: torch.Tensor) -> torch.Tensor:
+    """Correlate float32 ``[n, H, W, C]`` with a kernel per sample.
+
+    Args:
+        values: images.
+        kernel: ``[n, k]`` for both axes, one after the other, or ``[n, k, k]``; ``k`` is odd.
+    """
+    if kernel.ndim == 2:
+        return correlate_along(correlate_along(values, kernel, 2), kernel, 1)
+    _, height, width, _ = values.shape
+    framed = reflected(reflected(values, 1, kernel.shape[1] // 2), 2, kernel.shape[2] // 2)
+    total = torch.zeros_like(values)
+    for row in range(kernel.shape[1]):
+        for column in range(kernel.shape[2]):
+            shifted = framed[:, row : row + height, column : column + width]
+            total.addcmul_(shifted, kernel[:, row, column, None, None, None])
+    return total
+
+
+def run_kernel(
     images: torch.Tensor, static: Mapping[str, Any], arrays: Mapping[str, torch.Tensor]
 ) -> torch.Tensor:
-    kernel, values = arrays["kernel"], images.float()
-    if kernel.ndim == 2:
-        out = _along(_along(values, kernel, 2), kernel, 1)
-    else:
-        height, radius = values.shape[1], kernel.shape[1] // 2
-        at = torch.arange(height, device=values.device)
-        out = torch.zeros_like(values)
-        for row in range(kernel.shape[1]):
-            shifted = values.index_select(1, fold(at + row - radius, height, REFLECT_101))
-            out += _along(shifted, kernel[:, row], 2)
+    """Correlate uint8 or float32 images with ``arrays["kernel"]`` and round as OpenCV does."""
+    out = correlate(images.float(), arrays["kernel"])
     if images.dtype == torch.uint8:
         return out.round().clamp(0, 255).to(torch.uint8)
     return out.clamp(0, 1) if static["clips"] else out
 
 
 OPS = tuple(
-    DeviceOp(name=name, encode=_encode, image=_run)
-    for name in ("AdvancedBlur", "Blur", "GaussianBlur", "MotionBlur")
+    DeviceOp(name=name, encode=_encode, image=run_kernel)
+    for name in ("AdvancedBlur", "Blur", "GaussianBlur", "MotionBlur", "RingingOvershoot")
 )
 """At most one level off on uint8, mostly where the sum lies between two levels; 1e-5 on float32."""

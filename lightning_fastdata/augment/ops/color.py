@@ -173,6 +173,34 @@ def _gray_shape(transform: Any, params: Mapping[str, Any], shape: Shape) -> Shap
     return shape if channels(shape) == 1 else (*shape[:2], transform.num_output_channels)
 
 
+def _encode_sepia(
+    transform: Any, params: Mapping[str, Any], shape: Shape, dtype: np.dtype[Any]
+) -> Encoded | None:
+    if channels(shape) == 1:
+        return Encoded((("matrix", None),), {})
+    if channels(shape) != 3 or dtype not in (np.uint8, np.float32):
+        return None
+    matrix = tuple(tuple(map(float, row)) for row in transform.sepia_transformation_matrix)
+    return Encoded((("matrix", matrix),), {})
+
+
+def _run_sepia(
+    images: torch.Tensor, static: Mapping[str, Any], arrays: Mapping[str, torch.Tensor]
+) -> torch.Tensor:
+    if static["matrix"] is None:
+        return images
+    rows = static["matrix"]
+    if images.dtype != torch.uint8:
+        red, green, blue = images.unbind(-1)
+        mixed = [red * r + green * g + blue * b for r, g, b in rows]
+        return torch.stack(mixed, -1).clamp(0, 1)
+    # OpenCV mixes bytes in integers, with weights of ten bits.
+    red, green, blue = images.int().unbind(-1)
+    weights = [[round(1024 * weight) for weight in row] for row in rows]
+    mixed = [(red * r + green * g + blue * b + 512) >> 10 for r, g, b in weights]
+    return torch.stack(mixed, -1).clamp(0, 255).to(torch.uint8)
+
+
 def _encode_shuffle(
     transform: Any, params: Mapping[str, Any], shape: Shape, dtype: np.dtype[Any]
 ) -> Encoded:
@@ -204,6 +232,7 @@ OPS = (
     DeviceOp(name="HueSaturationValue", encode=_encode_hsv, image=_run_hsv),
     DeviceOp(name="ColorJitter", encode=_encode_jitter, image=_run_jitter),
     DeviceOp(name="ToGray", encode=_encode_gray, image=_run_gray, out_shape=_gray_shape),
+    DeviceOp(name="ToSepia", encode=_encode_sepia, image=_run_sepia),
     DeviceOp(name="ChannelShuffle", encode=_encode_shuffle, image=_run_shuffle),
     DeviceOp(name="ChannelDropout", encode=_encode_channel_dropout, image=_run_channel_dropout),
 )

@@ -60,6 +60,13 @@ def _fill(name: str) -> Any:
 
 OPS = tuple(
     DeviceOp(name=name, encode=_encode, image=_fill("fill"), mask=_fill("fill_mask"))
-    for name in ("CoarseDropout", "Erasing", "GridDropout")
+    for name in (
+        "CoarseDropout",
+        "Erasing",
+        "FrequencyMasking",
+        "GridDropout",
+        "TimeMasking",
+        "XYMasking",
+    )
 )
 """Exact."""

@@ -47,7 +47,13 @@ def _encode_symmetry(
     name = type(transform).__name__
     if name == "RandomRotate90":
         return _moves(False, int(params["factor"]) % 4)
-    element = {"HorizontalFlip": "h", "VerticalFlip": "v", "Transpose": "t", "NoOp": "e"}.get(name)
+    element = {
+        "HorizontalFlip": "h",
+        "TimeReverse": "h",
+        "VerticalFlip": "v",
+        "Transpose": "t",
+        "NoOp": "e",
+    }.get(name)
     return _moves(*_SYMMETRIES[element or str(params["group_element"])])
 
 
@@ -130,6 +136,7 @@ OPS = (
         for name in (
             "NoOp",
             "HorizontalFlip",
+            "TimeReverse",
             "VerticalFlip",
             "Transpose",
             "RandomRotate90",

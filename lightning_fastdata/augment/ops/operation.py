@@ -24,6 +24,7 @@ class Encoded(NamedTuple):
 
 
 Encode: TypeAlias = "Callable[[Any, Mapping[str, Any], Shape, np.dtype[Any]], Encoded | None]"
+Draw: TypeAlias = "Callable[[Any, Mapping[str, Any], Mapping[str, Any]], dict[str, Any] | None]"
 Run: TypeAlias = (
     "Callable[[torch.Tensor, Mapping[str, Any], Mapping[str, torch.Tensor]], torch.Tensor]"
 )
@@ -34,8 +35,8 @@ class DeviceOp:
     """One Albumentations transform, in the form that runs on ``n`` samples at once.
 
     Images are ``[n, H, W, C]`` uint8 or float32 in [0, 1]; masks are ``[n, H, W]`` or
-    ``[n, H, W, C]`` of any integer dtype or float32. Nothing here draws random numbers: the
-    parameters were drawn by Albumentations itself.
+    ``[n, H, W, C]`` of any integer dtype or float32. The parameters were drawn by Albumentations
+    itself; where it draws a number for every pixel, the device draws them anew from a seed.
     """
 
     name: str
@@ -51,3 +52,44 @@ class DeviceOp:
     """Shape of one image after the operation, given its shape before."""
     out_dtype: Callable[[Any, np.dtype[Any]], np.dtype[Any]] = lambda _t, dtype: dtype
     """Dtype of one image after the operation, given its dtype before."""
+    draw: Draw | None = None
+    """``(transform, params, data) -> params``: stands in for a sampler that builds a field of the
+    size of the image. It draws from the transform's generators what the sampler would draw, in the
+    same order, and returns the few numbers that ``encode`` needs; or None, having drawn nothing, if
+    only the sampler will do. Without it the sampler runs."""
+    draws_pixels: Callable[[Any], bool] = lambda _t: False
+    """Whether the device draws numbers for every pixel, given the transform. The result then has
+    the distribution of Albumentations' result, not its pixels."""
+
+
+def draw_params(
+    op: DeviceOp,
+    transform: Any,
+    sampler: Callable[..., dict[str, Any]],
+    params: Mapping[str, Any],
+    data: Mapping[str, Any],
+    *,
+    whole: bool,
+) -> dict[str, Any]:
+    """Return what a transform draws for a sample, with what the device form needs of it.
+
+    Args:
+        op: device form of the transform.
+        transform: the transform.
+        sampler: its own ``get_params_dependent_on_data``.
+        params: what it drew before.
+        data: the sample; of images and masks only shape and dtype count.
+        whole: whether the parameters of the sampler are needed beside those of the device form.
+            Both are then drawn from the same state of the generators.
+    """
+    if op.draw is None:
+        return sampler(params=params, data=data)
+    if not whole:
+        small = op.draw(transform, params, data)
+        return sampler(params=params, data=data) if small is None else small
+    bits = transform.random_generator.bit_generator
+    numpy_state, python_state = bits.state, transform.py_random.getstate()
+    small = op.draw(transform, params, data)
+    bits.state = numpy_state
+    transform.py_random.setstate(python_state)
+    return {**sampler(params=params, data=data), **(small or {})}

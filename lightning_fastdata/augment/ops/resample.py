@@ -86,9 +86,16 @@ def _linear(
     return below + first[:, None], above + first[:, None], weight
 
 
-def _blend_bytes(
+def blend_bytes(
     corners: list[torch.Tensor], across: torch.Tensor, down: torch.Tensor
 ) -> torch.Tensor:
+    """Return the mean of uint8 pixels above left, above right, below left and below right.
+
+    Args:
+        corners: the four, alike in shape.
+        across: weight of the right ones, float32 in [0, 1]; broadcasts with them.
+        down: weight of the lower ones.
+    """
     one = 1 << _WEIGHT_BITS
     right, left = (across * one).round().int(), ((1 - across) * one).round().int()
     below, above = (down * one).round().int(), ((1 - down) * one).round().int()
@@ -117,7 +124,7 @@ def _resample(setting: str) -> Any:
             ]
             across, down = across[:, None, :, None], down[:, :, None, None]
             if images.dtype == torch.uint8:
-                out = _blend_bytes(corners, across, down)
+                out = blend_bytes(corners, across, down)
             else:
                 upper = corners[0] * (1 - across) + corners[1] * across
                 lower = corners[2] * (1 - across) + corners[3] * across

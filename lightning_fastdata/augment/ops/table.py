@@ -11,7 +11,7 @@ from lightning_fastdata.augment.ops.border import channels
 from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from lightning_fastdata.augment.ops.operation import Shape
 
@@ -34,6 +34,13 @@ def look_up(images: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
 def to_bytes(images: torch.Tensor) -> torch.Tensor:
     """Return float32 images in [0, 1] as uint8, rounded as Albumentations' ``from_float`` does."""
     return (images * 255).round().clamp(0, 255).to(torch.uint8)
+
+
+def via_bytes(images: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """Return ``change(images)``, through uint8 if they are float32, as Albumentations does."""
+    if images.dtype == torch.uint8:
+        return change(images)
+    return change(to_bytes(images)).float() / 255
 
 
 def ramp_table(transform: Any, params: Mapping[str, Any], count: int) -> np.ndarray:
@@ -65,11 +72,17 @@ def _pointwise(transform: Any, params: Mapping[str, Any], count: int) -> dict[st
 
 
 def _float_form(
-    name: str, params: Mapping[str, Any], count: int
+    transform: Any, params: Mapping[str, Any], count: int
 ) -> tuple[str, dict[str, np.ndarray]] | None:
     """Return which formula stands for the transform on float32, and its numbers."""
+    name = type(transform).__name__
     if name == "RandomGamma":
         return "power", {"exponent": np.array([params["gamma"]], np.float32)}
+    if name == "PlanckianJitter":
+        # Albumentations' own gains, read off a gray that no gain takes out of range.
+        gray = np.full((1, 1, 3), 1 / 64, np.float32)
+        gains = 64 * transform.apply(gray, **params).ravel()
+        return "clipped line", {"gain": gains, "offset": np.zeros(3, np.float32)}
     if name == "Solarize":
         return "solarize", {"threshold": np.array([params["threshold"]], np.float32)}
     gain, offset, kind = {
@@ -91,12 +104,12 @@ def _encode(
 ) -> Encoded | None:
     count, name = channels(shape), type(transform).__name__
     plain = _pointwise(transform, params, count)
-    if plain is None:
+    if plain is None or (name == "PlanckianJitter" and count != 3):
         return None
     # Albumentations takes these two through uint8 even for float32 images.
     if dtype == np.uint8 or name in {"Posterize", "RandomToneCurve"}:
         return Encoded((("form", "table"),), {"table": ramp_table(transform, plain, count)})
-    form = _float_form(name, plain, count)
+    form = _float_form(transform, plain, count)
     if form is None or dtype != np.float32:
         return None
     return Encoded((("form", form[0]),), form[1])
@@ -124,6 +137,7 @@ OPS = tuple(
     for name in (
         "InvertImg",
         "MultiplicativeNoise",
+        "PlanckianJitter",
         "Posterize",
         "RGBShift",
         "RandomBrightnessContrast",

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from lightning_fastdata.augment.ops.operation import Shape
 
-_FAR: Final = 1 << 20
+FAR: Final = 1 << 20
 """No image is this wide: positions are limited to it before they become integers."""
 
 
@@ -88,8 +88,44 @@ def _positions(
         depth = (m[:, 2, 0] * x + m[:, 2, 1] * y) + m[:, 2, 2]
         columns, rows = columns / depth, rows / depth
     return tuple(  # type: ignore[return-value]
-        torch.nan_to_num(where, nan=0.0).clamp(-_FAR, _FAR) for where in (rows, columns)
+        torch.nan_to_num(where, nan=0.0).clamp(-FAR, FAR) for where in (rows, columns)
     )
+
+
+def sample(
+    images: torch.Tensor,
+    rows: torch.Tensor,
+    columns: torch.Tensor,
+    interpolation: int,
+    mode: int,
+    fill: torch.Tensor,
+) -> torch.Tensor:
+    """Return the values between the pixels, as OpenCV 5 does: in float32, without a grid.
+
+    Args:
+        images: ``[n, H, W, C]``.
+        rows: positions ``[n, h, w]`` in pixels, also outside the image; float.
+        columns: the same.
+        interpolation: NEAREST or LINEAR.
+        mode: ``BORDER_*``.
+        fill: value outside the image for CONSTANT, ``[n, C]``, in the dtype of ``images``.
+
+    Returns:
+        ``[n, h, w, C]`` in the dtype of ``images``.
+    """
+    if interpolation == NEAREST:
+        return read(images, rows.round().long(), columns.round().long(), mode, fill)
+    y, x = rows.floor(), columns.floor()
+    down, across = (rows - y).unsqueeze(-1), (columns - x).unsqueeze(-1)
+    y, x = y.long(), x.long()
+
+    def tap(dy: int, dx: int) -> torch.Tensor:
+        return read(images, y + dy, x + dx, mode, fill).float()
+
+    upper = torch.lerp(tap(0, 0), tap(0, 1), across)
+    lower = torch.lerp(tap(1, 0), tap(1, 1), across)
+    out = torch.lerp(upper, lower, down)
+    return (out if images.is_floating_point() else out.round()).to(images.dtype)
 
 
 def _warp(setting: str, fill_name: str) -> Any:
@@ -101,23 +137,7 @@ def _warp(setting: str, fill_name: str) -> Any:
             arrays["inverse"], static["size"], projective=static["projective"]
         )
         fill = fill_like(images, arrays, fill_name)
-        mode = static["border"]
-        if static[setting] == NEAREST:
-            out = read(images, rows.round().long(), columns.round().long(), mode, fill)
-        else:
-            y, x = rows.floor(), columns.floor()
-            down, across = (rows - y).unsqueeze(-1), (columns - x).unsqueeze(-1)
-            y, x = y.long(), x.long()
-
-            def tap(dy: int, dx: int) -> torch.Tensor:
-                return read(images, y + dy, x + dx, mode, fill).float()
-
-            upper = torch.lerp(tap(0, 0), tap(0, 1), across)
-            lower = torch.lerp(tap(1, 0), tap(1, 1), across)
-            out = torch.lerp(upper, lower, down)
-            if not images.is_floating_point():
-                out = out.round()
-            out = out.to(images.dtype)
+        out = sample(images, rows, columns, static[setting], static["border"], fill)
         return out.view(*out.shape[:3], *batch.shape[3:])
 
     return run

@@ -14,6 +14,7 @@ from lightning_fastdata.host.cpu import read_cpu_limit
 if TYPE_CHECKING:
     from lightning_fastdata.loading.executors.fetch import FetchPlan
     from lightning_fastdata.loading.order import EpochOrder
+    from lightning_fastdata.loading.page_lock import PageLocks
     from lightning_fastdata.loading.stamps import BatchStamps
 
 ExecutorName: TypeAlias = Literal["inline", "gather", "workers", "sidecar"]
@@ -58,7 +59,12 @@ class ArmingExecutor(Executor, Protocol):
 
 
 def open_executor(
-    name: ExecutorName, plan: FetchPlan, *, workers: int = 1, threads: int = 8
+    name: ExecutorName,
+    plan: FetchPlan,
+    *,
+    workers: int = 1,
+    threads: int = 8,
+    page_locks: PageLocks | None = None,
 ) -> Executor:
     """Start an executor.
 
@@ -71,6 +77,7 @@ def open_executor(
         plan: What to fetch.
         workers: Side processes; of ``"gather"`` threads that gather ahead, 0 for none.
         threads: Threads in each side process of a sidecar.
+        page_locks: Locks the memory of batches for a device that reads it.
 
     Raises:
         OptionsError: There is no such executor, or it cannot run this plan.
@@ -100,7 +107,7 @@ def open_executor(
 
         # The caller helps while it waits, and more threads than CPUs hinder each other.
         spare = max(1, read_cpu_limit().usable_cpus - 1)
-        return GatherExecutor(plan, threads=min(workers, spare))
+        return GatherExecutor(plan, threads=min(workers, spare), page_locks=page_locks)
     if not shared_slots_supported():
         raise OptionsError(f"executor {name!r} needs Linux; use 'torch' or 'inline' here.")
     if stream:
@@ -109,4 +116,5 @@ def open_executor(
         return StreamExecutor(plan, processes=workers)
     from lightning_fastdata.loading.executors.pool import PoolExecutor
 
-    return PoolExecutor(plan, processes=workers, threads=threads if name == "sidecar" else 1)
+    threads = threads if name == "sidecar" else 1
+    return PoolExecutor(plan, processes=workers, threads=threads, page_locks=page_locks)

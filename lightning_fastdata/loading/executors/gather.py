@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from lightning_fastdata.loading.executors.fetch import FetchPlan
     from lightning_fastdata.loading.executors.rows import Rows
+    from lightning_fastdata.loading.page_lock import PageLocks
 
 _ALIGNMENT_BYTES: Final = 64
 _SMALL_BYTES: Final = 16 * 1024
@@ -142,12 +143,15 @@ class GatherExecutor:
         plan: What to fetch; the dataset is one that :func:`rows_of` recognises.
         threads: Threads that gather ahead, of which 4 at most are used; the caller helps them when
             it has to wait. 0: the caller gathers a batch when it asks for it, and reads no other.
+        page_locks: Locks the memory of batches for a device that reads it.
 
     Raises:
         OptionsError: The dataset has no columns, or its batches are not torch's default ones.
     """
 
-    def __init__(self, plan: FetchPlan, *, threads: int = 1) -> None:
+    def __init__(
+        self, plan: FetchPlan, *, threads: int = 1, page_locks: PageLocks | None = None
+    ) -> None:
         if not (plan.default_collation and plan.batched) or rows_of(plan.dataset) is None:
             raise OptionsError(
                 f"executor is 'gather', but {type(plan.dataset).__name__} is neither tensors nor "
@@ -158,7 +162,9 @@ class GatherExecutor:
         self._threads = min(threads, _MAX_THREADS)
         self._started = 0
         self._tasks: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._pool = SlotPool(limit_bytes=plan.memory_limit_bytes, shared=False)
+        self._pool = SlotPool(
+            limit_bytes=plan.memory_limit_bytes, shared=False, page_locks=page_locks
+        )
         self._rows: Rows | None = None
         self._indices: Iterator[Any] = iter(())
         self._epoch = 0

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from lightning_fastdata.loading.executors.processes import SideProcess
     from lightning_fastdata.loading.layout import SampleLayout
     from lightning_fastdata.loading.order import EpochOrder
+    from lightning_fastdata.loading.page_lock import PageLocks
     from lightning_fastdata.loading.stamps import BatchStamps
 
 _TASK_NS: Final = 2_000_000
@@ -36,10 +37,17 @@ _KILLS: Final = 4
 class PoolExecutor:
     """Fetches batches in ``processes`` side processes of ``threads`` threads each."""
 
-    def __init__(self, plan: FetchPlan, *, processes: int, threads: int = 1) -> None:
+    def __init__(
+        self,
+        plan: FetchPlan,
+        *,
+        processes: int,
+        threads: int = 1,
+        page_locks: PageLocks | None = None,
+    ) -> None:
         self.plan = plan
         self._crew = Crew(plan, processes=processes, threads=threads)
-        self._slots = SlotPool(limit_bytes=plan.memory_limit_bytes)
+        self._slots = SlotPool(limit_bytes=plan.memory_limit_bytes, page_locks=page_locks)
         self._layout: SampleLayout | None = None
         # Whether batches are written in place: not known before the first sample was read.
         self._in_place = None if plan.default_collation and plan.batched else False
@@ -60,6 +68,11 @@ class PoolExecutor:
     def respawned(self) -> int:
         """Side processes that died and were replaced."""
         return self._crew.respawned
+
+    @property
+    def sides(self) -> dict[int, SideProcess]:
+        """The side processes by their numbers."""
+        return self._crew.sides
 
     def start_epoch(
         self, batches: Iterable[Any], epoch: int, order: EpochOrder | None = None
@@ -115,6 +128,13 @@ class PoolExecutor:
                 raise StopIteration
             self._receive(until)
 
+    def ready(self) -> bool:
+        """Return whether the next batch, or the end, can be had without waiting."""
+        self._fill()
+        self._receive(None, waiting=False)
+        ended = self._now.exhausted and not any(map(self._is_current, self._batches))
+        return ended or self._first_ready() is not None
+
     def record(self, records: deque[BatchStamps] | None) -> None:
         """Append the stamps of each delivered batch from now on; None: no more."""
         self._records = records
@@ -155,9 +175,10 @@ class PoolExecutor:
     def _next_indices(self) -> tuple[EpochRun, Any] | None:
         for run in (self._now, self._armed):
             if run is not None and not run.exhausted:
-                for indices in run.source:
-                    return run, indices
-                run.exhausted = True
+                try:
+                    return run, next(run.source)
+                except StopIteration:
+                    run.exhausted = True
         return None
 
     def _has_place(self) -> bool:
@@ -205,11 +226,11 @@ class PoolExecutor:
 
     # What comes back
 
-    def _receive(self, until: float | None) -> None:
-        events = self._crew.wait(until)
-        if events is None:
+    def _receive(self, until: float | None, *, waiting: bool = True) -> None:
+        events = self._crew.wait(until if waiting else 0.0)
+        if events is None and waiting:
             raise timed_out(self.plan, self._batches, list(self._crew.sides.values()))
-        for event in events:
+        for event in events or ():
             if isinstance(event, Loss):
                 self._redo(event)
             else:
@@ -274,11 +295,16 @@ class PoolExecutor:
         return batch.generation == self._now.generation
 
     def _next_ready(self) -> PendingBatch | None:
+        batch = self._first_ready()
+        if batch is not None:
+            self._batches.remove(batch)
+        return batch
+
+    def _first_ready(self) -> PendingBatch | None:
         for batch in self._batches:
             if not self._is_current(batch):
                 break
             if not batch.open_tasks and not batch.misfit:
-                self._batches.remove(batch)
                 return batch
             if self.plan.in_order:
                 break

@@ -146,10 +146,10 @@ class StreamExecutor:
         self._count = 0
         self._turn = 0
         self._lanes: list[_Lane] = []
-        self._sides: dict[int, SideProcess] = {}
+        self.sides: dict[int, SideProcess] = {}
         self._records: deque[BatchStamps] | None = None
         self._first = True
-        self._closer = weakref.finalize(self, stop_all, self._sides, os.getpid())
+        self._closer = weakref.finalize(self, stop_all, self.sides, os.getpid())
 
     def start_epoch(self, batches: Iterable[Any], epoch: int) -> None:
         """Begin an epoch; what is left of the one before is dropped."""
@@ -161,15 +161,15 @@ class StreamExecutor:
                 if not batch.open_tasks:
                     self._release(batch)
             lane.batches.clear()
-            if lane.side.number in self._sides:
+            if lane.side.number in self.sides:
                 self._read(lane)  # one that died since the last epoch had nothing left to give
             resized = len(self._lanes) != self._wanted  # the stream is shared out anew
-            if (resized or lane.failure is not None) and lane.side.number in self._sides:
+            if (resized or lane.failure is not None) and lane.side.number in self.sides:
                 self._bury(lane)
         self._spawn_missing()
-        for side in self._sides.values():
+        for side in self.sides.values():
             side.marks[-1] = self._generation
-        self._lanes = [_Lane(self._sides[number]) for number in range(self._wanted)]
+        self._lanes = [_Lane(self.sides[number]) for number in range(self._wanted)]
         self._samples, self._turn = next(iter(batches)), 0
         self._fill()
 
@@ -201,7 +201,7 @@ class StreamExecutor:
     def record(self, records: deque[BatchStamps] | None) -> None:
         """Append the stamps of each delivered batch from now on; None: no more."""
         self._records = records
-        for side in self._sides.values():
+        for side in self.sides.values():
             side.send(("stamp", records is not None))
 
     def resize(self, workers: int) -> None:
@@ -232,7 +232,7 @@ class StreamExecutor:
         lane.batches.append(batch)
         side, slot = lane.side, batch.slot
         for number in self._slots.dropped:
-            for other in self._sides.values():
+            for other in self.sides.values():
                 if number in other.known_slots:
                     other.known_slots.discard(number)
                     other.send(("drop", number))
@@ -275,14 +275,14 @@ class StreamExecutor:
 
     def _receive(self, until: float | None) -> None:
         poller = select.poll()
-        lanes = [lane for lane in self._lanes if lane.side.number in self._sides]
+        lanes = [lane for lane in self._lanes if lane.side.number in self.sides]
         by_end = {lane.side.wire.fileno(): lane for lane in lanes}
         for end, lane in by_end.items():
             poller.register(end, select.POLLIN | (select.POLLOUT if lane.side.outbox else 0))
         left_ms = None if until is None else max(0.0, (until - time.monotonic()) * 1000)
         events = poller.poll(left_ms)
         if not events and until is not None:
-            raise stream_timed_out(self.plan.timeout_s, self._sides.values())
+            raise stream_timed_out(self.plan.timeout_s, self.sides.values())
         for end, event in events:
             if event & select.POLLOUT:
                 by_end[end].side.flush()
@@ -334,15 +334,15 @@ class StreamExecutor:
 
     def _spawn_missing(self) -> None:
         for number in range(self._wanted):
-            if number not in self._sides:
-                ends = tuple(side.wire.fileno() for side in self._sides.values())
+            if number not in self.sides:
+                ends = tuple(side.wire.fileno() for side in self.sides.values())
                 side = SideProcess(self.plan, number, self._wanted, 1, ends, epoch=self._epoch)
                 if self._records is not None:
                     side.send(("stamp", True))
-                self._sides[number] = side
+                self.sides[number] = side
 
     def _bury(self, lane: _Lane) -> None:
-        side = self._sides.pop(lane.side.number)
+        side = self.sides.pop(lane.side.number)
         side.stop(patience_s=5)
         for task in side.tasks.values():
             self._release(task.batch)

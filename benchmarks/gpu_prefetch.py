@@ -1,0 +1,138 @@
+"""The GPU benchmark's data movement: one ahead, through locked memory, and not at all."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+
+def measure_prefetch(run):
+    rows, side = (8, 32) if run.quick else (256, 224)
+    name = f"to the device, {rows}x3x{side}x{side} uint8"
+    images = torch.zeros(rows, 3, side, side, dtype=torch.uint8)
+    batches = [images.pin_memory() if run.cuda else images for _ in range(4)]
+    copy_ms = run.time_ms(lambda: batches[0].to(run.device, non_blocking=True))
+    run.add(name, "copy alone", copy_ms, "ms", "page-locked")
+    compute = _work_of(run, copy_ms)
+    run.add(name, "compute alone", run.time_ms(compute), "ms", "made to last as long")
+    for waits in (False, True):
+        kind = "the host waits in each step" if waits else "the host runs ahead"
+        for way in ("at its turn", "beside", "one ahead"):
+            took = _steps_ms(run, batches, compute, way, waits=waits)
+            run.add(name, f"a step, moved {way}", took, "ms", kind)
+    _measure_locks(run, rows, side)
+    _measure_resident(run)
+
+
+def _work_of(run, wanted_ms):
+    """Return matrix products that take about as long as wanted."""
+    size = 256 if run.quick else 4096
+    left = torch.ones(size, size, device=run.device)
+    out = torch.empty_like(left)
+    once_ms = run.time_ms(lambda: torch.mm(left, left, out=out))
+    times = max(1, round(wanted_ms / once_ms))
+
+    def work():
+        for _ in range(times):
+            torch.mm(left, left, out=out)
+
+    return work
+
+
+def _steps_ms(run, batches, compute, way, *, waits):
+    from lightning_fastdata import prefetch
+    from lightning_fastdata.loading.lookahead import SideLane
+    from lightning_fastdata.loading.streams import device_streams
+
+    steps = 8 if run.quick else 100
+    source = (batches[number % len(batches)] for number in range(steps))
+    streams = device_streams(run.device)
+    if way == "one ahead":
+        moved = prefetch(source, run.device)
+    elif way == "beside" and streams is not None:
+        lane = SideLane(streams)
+        moved = (
+            lane.send(b, lambda b: b.to(run.device, non_blocking=True), after_consumer=False).land()
+            for b in source
+        )
+    else:
+        moved = (b.to(run.device, non_blocking=True) for b in source)
+    run.settle()
+    at = time.perf_counter()
+    for batch in moved:
+        batch.sum()
+        compute()
+        if waits:
+            run.settle()
+    run.settle()
+    return (time.perf_counter() - at) * 1e3 / steps
+
+
+class Rows(torch.utils.data.Dataset):
+    """Samples that cost nothing but their transport."""
+
+    def __init__(self, count, side):
+        self.count = count
+        self.sample = torch.zeros(3, side, side, dtype=torch.uint8)
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        return self.sample
+
+
+def _measure_locks(run, rows, side):
+    from lightning_fastdata import FastDataLoader
+
+    name = f"loader to device, {rows}x3x{side}x{side} uint8"
+    count = rows * (4 if run.quick else 40)
+    for executor, page_lock in (("torch", "copy"), ("workers", "copy"), ("workers", "register")):
+        loader = FastDataLoader(
+            Rows(count, side),
+            rows,
+            num_workers=2,
+            executor=executor,
+            pin_memory=run.cuda,
+            page_lock=page_lock,
+            persistent_workers=True,
+            multiprocessing_context="forkserver",
+        )
+        rate = 0.0
+        for _ in range(2):  # of two epochs the second is kept
+            run.settle()
+            at = time.perf_counter()
+            for batch in loader:
+                batch.to(run.device, non_blocking=True)
+            run.settle()
+            rate = count / (time.perf_counter() - at)
+        loader.close()
+        run.add(name, f"{executor}, page_lock={page_lock}", rate, "images/s", "2 workers")
+
+
+def _measure_resident(run):
+    from lightning_fastdata import FastDataLoader
+
+    rows, width, size = (4096, 8, 256) if run.quick else (1_000_000, 64, 1024)
+    data = torch.utils.data.TensorDataset(torch.zeros(rows, width), torch.zeros(rows))
+    name = f"table {rows}x{width} float32, batch {size}"
+    for resident in (False, True):
+        loader = FastDataLoader(
+            data,
+            size,
+            shuffle=True,
+            executor="gather",
+            pin_memory=run.cuda and not resident,
+            device_resident=run.device if resident else False,
+        )
+        rate = 0.0
+        for _ in range(2):
+            run.settle()
+            at = time.perf_counter()
+            for x, y in loader:
+                x.to(run.device, non_blocking=True)
+                y.to(run.device, non_blocking=True)
+            run.settle()
+            rate = rows / (time.perf_counter() - at)
+        run.add(name, "on the device" if resident else "gathered and moved", rate, "rows/s")

@@ -1,0 +1,283 @@
+"""Noise that the device draws: sums, and pixels that are lost."""
+
+# ruff: noqa: ARG001 - all operations share one signature
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import torch
+from torch.nn.functional import interpolate
+
+from lightning_fastdata.augment.ops.border import as_channels_last, channels
+from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded
+from lightning_fastdata.augment.ops.splitmix import (
+    normal,
+    peek_seed,
+    skip_doubles,
+    take_seed,
+    uniform,
+    words,
+)
+from lightning_fastdata.augment.ops.table import look_up, ramp_table
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from lightning_fastdata.augment.ops.operation import Shape
+
+_DTYPES: Final = (np.dtype(np.uint8), np.dtype(np.float32))
+_MASK_STREAM: Final = 1
+
+
+def _limit(dtype: Any) -> int:
+    return 255 if dtype in (np.dtype(np.uint8), torch.uint8) else 1
+
+
+def _summand(
+    seed: np.ndarray, kind: str, spatial: str, location: float, scale: float, approximation: float
+) -> dict[str, Any]:
+    return {
+        "summand_seed": seed,
+        "summand": np.array([location, scale], np.float32),
+        "summand_form": (kind, spatial == "shared", float(approximation)),
+    }
+
+
+def _draw_gauss(
+    transform: Any, params: Mapping[str, Any], data: Mapping[str, Any]
+) -> dict[str, Any] | None:
+    if data["image"].dtype not in _DTYPES:
+        return None
+    scale = transform.py_random.uniform(*transform.std_range)
+    location = transform.py_random.uniform(*transform.mean_range)
+    seed = peek_seed(transform.random_generator)
+    transform.random_generator.integers(0, 2**16)  # Albumentations seeds OpenCV with it
+    spatial = "per_pixel" if transform.per_channel else "shared"
+    factor = transform.noise_scale_factor
+    return _summand(seed, "gaussian", spatial, location, scale, factor)
+
+
+def _either(generator: np.random.Generator, limits: tuple[float, float]) -> float:
+    return limits[0] if limits[0] == limits[1] else generator.uniform(*limits)
+
+
+def _draw_additive(
+    transform: Any, params: Mapping[str, Any], data: Mapping[str, Any]
+) -> dict[str, Any] | None:
+    kind, spatial, settings = transform.noise_type, transform.spatial_mode, transform.noise_params
+    if spatial == "constant" or kind == "beta" or not settings:
+        return None
+    if data["image"].dtype not in _DTYPES:
+        return None
+    generator = transform.random_generator
+    seed = peek_seed(generator)
+    generator.integers(0, 2**16)
+    if kind == "uniform":
+        location, high = settings["ranges"][0]
+        scale = high - location
+    elif kind == "gaussian":
+        location = _either(generator, settings["mean_range"])
+        scale = _either(generator, settings["std_range"])
+    else:
+        location = generator.uniform(*settings["mean_range"])
+        scale = generator.uniform(*settings["scale_range"])
+    if kind != "gaussian":  # that one comes from OpenCV's generator
+        shape = data["image"].shape
+        height, width = _reduced(shape[:2], transform.approximation)
+        count = channels(shape) if spatial == "per_pixel" else 1
+        skip_doubles(generator, height * width * count)
+    return _summand(seed, kind, spatial, location, scale, transform.approximation)
+
+
+def _reduced(size: tuple[int, ...], approximation: float) -> tuple[int, int]:
+    height, width = size
+    return max(1, int(height * approximation)), max(1, int(width * approximation))
+
+
+def _encode_summand(
+    transform: Any, params: Mapping[str, Any], shape: Shape, dtype: np.dtype[Any]
+) -> Encoded | None:
+    if dtype not in _DTYPES:
+        return None
+    if "summand" in params:
+        kind, shared, approximation = params["summand_form"]
+        static = (("kind", kind), ("shared", shared), ("approximation", approximation))
+        arrays = {"seed": params["summand_seed"], "numbers": params["summand"] * _limit(dtype)}
+        return Encoded(static, arrays)
+    noise = np.asarray(params["noise_map"])
+    if noise.ndim != 1 or noise.size != channels(shape):
+        return None
+    if dtype == np.uint8:
+        table = ramp_table(transform, params, channels(shape))
+        return Encoded((("kind", "table"),), {"table": table})
+    return Encoded((("kind", "constant"),), {"numbers": noise.astype(np.float32)})
+
+
+def _standard(kind: str, seed: torch.Tensor, count: int) -> torch.Tensor:
+    """Return numbers of a distribution with location 0 and scale 1, float32 ``[n, count]``."""
+    if kind == "gaussian":
+        return normal(seed, count)
+    numbers = uniform(seed, count)
+    if kind == "uniform":
+        return numbers
+    # Laplace: the logarithm of a number in (0, 1), with either sign.
+    signed = numbers * 2 - (1 - 2.0**-24)
+    return torch.copysign(torch.log1p(-signed.abs()), signed)
+
+
+def _add(
+    images: torch.Tensor, static: Mapping[str, Any], arrays: Mapping[str, torch.Tensor]
+) -> torch.Tensor:
+    kind = static["kind"]
+    if kind == "table":
+        return look_up(images, arrays["table"])
+    if kind == "constant":
+        return (images + arrays["numbers"][:, None, None, :]).clamp(0, 1)
+    n, height, width, count = images.shape
+    size = _reduced((height, width), static["approximation"])
+    layers = 1 if static["shared"] else count
+    noise = _standard(kind, arrays["seed"], size[0] * size[1] * layers)
+    location, scale = arrays["numbers"][:, :, None].unbind(1)
+    noise = (noise * scale + location).view(n, *size, layers)
+    if size != (height, width):
+        small = noise.permute(0, 3, 1, 2)
+        noise = interpolate(small, (height, width), mode="bilinear").permute(0, 2, 3, 1)
+    # Albumentations cuts the fraction off the noise before it adds whole levels.
+    noise = noise.trunc() if images.dtype == torch.uint8 else noise
+    return (images.float() + noise).clamp(0, _limit(images.dtype)).to(images.dtype)
+
+
+def _draw_specks(
+    transform: Any, params: Mapping[str, Any], data: Mapping[str, Any]
+) -> dict[str, Any] | None:
+    if data["image"].dtype not in _DTYPES:
+        return None
+    height, width = data["image"].shape[:2]
+    amount = transform.py_random.uniform(*transform.amount)
+    share = transform.py_random.uniform(*transform.salt_vs_pepper)
+    pixels = int(height * width * amount)
+    counts = np.array([int(pixels * share), pixels], np.int64)
+    return {"specks_seed": take_seed(transform.random_generator), "specks": counts}
+
+
+def _encode_specks(
+    transform: Any, params: Mapping[str, Any], shape: Shape, dtype: np.dtype[Any]
+) -> Encoded | None:
+    if "specks" not in params or dtype not in _DTYPES:
+        return None
+    return Encoded((), {"seed": params["specks_seed"], "counts": params["specks"]})
+
+
+def _specks(
+    images: torch.Tensor, static: Mapping[str, Any], arrays: Mapping[str, torch.Tensor]
+) -> torch.Tensor:
+    n, height, width, _ = images.shape
+    # Pixels in the order of random words: as many as Albumentations chose, no fewer and no more.
+    order = words(arrays["seed"], height * width)
+    ranked = order.sort(1).values
+    last = (arrays["counts"] - 1).clamp(min=0)
+    chosen = (order[:, :, None] <= ranked.gather(1, last)[:, None]) & (arrays["counts"] > 0)[
+        :, None
+    ]
+    salt, both = chosen.view(n, height, width, 1, 2).unbind(-1)
+    return torch.where(salt, _limit(images.dtype), torch.where(both, 0, images))
+
+
+def _draw_lost(
+    transform: Any, params: Mapping[str, Any], data: Mapping[str, Any]
+) -> dict[str, Any] | None:
+    from albumentations.augmentations.pixel import functional
+
+    image, mask = data["image"], functional.get_mask_array(data)
+    if image.dtype not in _DTYPES:
+        return None
+    generator = transform.random_generator
+    drawn: dict[str, Any] = {"lost_seed": peek_seed(generator)}
+    targets = [("lost", image, transform.drop_value)]
+    if transform.mask_drop_value is not None and mask is not None:
+        targets.append(("lost_mask", mask, transform.mask_drop_value))
+    for name, array, value in targets:
+        count = channels(array.shape)
+        skip_doubles(generator, array.size if transform.per_channel else array.size // count)
+        pixel = np.empty((1, 1, count), array.dtype)
+        drawn[name] = functional.prepare_drop_values(pixel, value, generator).reshape(-1)
+    return drawn
+
+
+def _encode_lost(
+    transform: Any, params: Mapping[str, Any], shape: Shape, dtype: np.dtype[Any]
+) -> Encoded | None:
+    if "lost" not in params or params["lost"].size not in (1, channels(shape)):
+        return None
+    arrays = {"value": params["lost"], "seed": params["lost_seed"]}
+    if "lost_mask" in params:
+        arrays["mask_value"] = params["lost_mask"]
+    if "drop_mask" in params:
+        # Boxes are filtered by the pixels that were lost, so those travel.
+        lost = {"lost": params["drop_mask"], "lost_mask": params["mask_drop_mask"]}
+        for name, where in lost.items():
+            if where is not None:
+                one = where[..., :1] if where.ndim == 3 and not transform.per_channel else where
+                arrays[name] = np.packbits(one)
+        del arrays["seed"]
+    static = (("each", bool(transform.per_channel)), ("share", float(transform.dropout_prob)))
+    return Encoded(static, arrays)
+
+
+def _lose(value: str, lost: str, stream: int) -> Any:
+    def run(
+        batch: torch.Tensor, static: Mapping[str, Any], arrays: Mapping[str, torch.Tensor]
+    ) -> torch.Tensor:
+        if value not in arrays:
+            return batch
+        images = as_channels_last(batch)
+        n, height, width, count = images.shape
+        layers = count if static["each"] else 1
+        total = height * width * layers
+        if lost in arrays:
+            place = torch.arange(7, -1, -1, device=batch.device, dtype=torch.uint8)
+            chosen = (arrays[lost][:, :, None] >> place & 1).view(n, -1)[:, :total] > 0
+        else:
+            chosen = uniform(arrays["seed"], total, stream) < static["share"]
+        chosen = chosen.view(n, height, width, layers)
+        out = torch.where(chosen, arrays[value].to(batch.dtype)[:, None, None, :], images)
+        return out.reshape(batch.shape)
+
+    return run
+
+
+OPS = (
+    DeviceOp(
+        name="GaussNoise",
+        encode=_encode_summand,
+        image=_add,
+        draw=_draw_gauss,
+        draws_pixels=lambda _transform: True,
+    ),
+    DeviceOp(
+        name="AdditiveNoise",
+        encode=_encode_summand,
+        image=_add,
+        draw=_draw_additive,
+        draws_pixels=lambda transform: transform.spatial_mode != "constant",
+    ),
+    DeviceOp(
+        name="SaltAndPepper",
+        encode=_encode_specks,
+        image=_specks,
+        draw=_draw_specks,
+        draws_pixels=lambda _transform: True,
+    ),
+    DeviceOp(
+        name="PixelDropout",
+        encode=_encode_lost,
+        image=_lose("value", "lost", 0),
+        mask=_lose("mask_value", "lost_mask", _MASK_STREAM),
+        draw=_draw_lost,
+        draws_pixels=lambda _transform: True,
+    ),
+)
+"""The distribution of Albumentations' noise, with its drawn strength, amount and values. Exact for
+AdditiveNoise that is constant in space, and for PixelDropout where there are boxes."""

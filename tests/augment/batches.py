@@ -1,0 +1,64 @@
+"""Run one pipeline through worker and device, and through the worker alone."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
+
+import albumentations as A
+import numpy as np
+import torch
+from torch.utils.data import default_collate
+
+from lightning_fastdata.augment.transform import as_batch_transform
+from lightning_fastdata.types import SampleKey
+
+torch.set_num_threads(1)
+
+BOXES = {
+    "bbox_params": A.BboxParams("pascal_voc", label_fields=["classes"], min_visibility=0.2),
+    "keypoint_params": A.KeypointParams("xy", label_fields=["joints"]),
+}
+
+
+def boxed(sample, height, width):
+    """Return a sample with three boxes and two keypoints."""
+    return sample | {
+        "bboxes": [[1, 2, 12, 13], [3, 3, width, height], [width - 4, height - 4, width, height]],
+        "classes": [4, 5, 6],
+        "keypoints": [(2, 3), (width // 2, height // 2)],
+        "joints": ["a", "b"],
+    }
+
+
+def pipeline(*transforms, same_pixels=False, **options):
+    return as_batch_transform(A.Compose(list(transforms), **options), same_pixels=same_pixels)
+
+
+def keys(count, seed=0):
+    return [SampleKey(seed, 0, index) for index in range(count)]
+
+
+def in_worker(transform, samples, seed=0):
+    """Return what Albumentations alone makes of every sample."""
+    whole = transform.in_worker(on_device=False)
+    return [whole(one, key)[0] for one, key in zip(samples, keys(len(samples), seed), strict=True)]
+
+
+def on_device(transform, samples, seed=0):
+    """Return the batch of images and masks after worker and device, and each worker's rest."""
+    part = transform.in_worker(on_device=True)
+    drawn = [part(one, key) for one, key in zip(samples, keys(len(samples), seed), strict=True)]
+    draws = part.collate([tape for _, tape in drawn])
+    pixels = [
+        {name: value for name, value in one.items() if isinstance(value, torch.Tensor)}
+        for one, _ in drawn
+    ]
+    return transform.apply(default_collate(pixels), draws), [one for one, _ in drawn]
+
+
+def flat(count, size=(48, 56), channels=3, level=128, dtype=np.uint8):
+    """Return samples whose images are of one level."""
+    image = np.full((*size, channels), level, dtype)
+    return [{"image": image} for _ in range(count)]

@@ -1,0 +1,273 @@
+"""Operations that draw less in the worker than Albumentations: where and how they run."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import albumentations as A
+import numpy as np
+import pytest
+import torch
+from augment.batches import BOXES, boxed, in_worker, keys, on_device, pipeline
+from augment.parity import photographs
+
+from lightning_fastdata.augment.ops import DEVICE_OPS
+from lightning_fastdata.augment.plan import analyse
+from lightning_fastdata.augment.seeds import reseed
+from lightning_fastdata.augment.tape import Recorder
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    SAME_PIXELS = {
+        "grid": A.GridDistortion(p=1),
+        "lens": A.OpticalDistortion((-0.4, 0.4), p=1),
+        "fisheye": A.OpticalDistortion((-0.4, 0.4), mode="fisheye", p=1),
+        "spline": A.ThinPlateSpline(p=1),
+        "piecewise": A.PiecewiseAffine(p=1),
+        "tiles": A.RandomGridShuffle(p=1),
+        "constant": A.AdditiveNoise(p=1),
+    }
+SAME_LAW = {
+    "gauss": A.GaussNoise(p=1),
+    "gauss, coarse": A.GaussNoise(noise_scale_factor=0.4, p=1),
+    "uniform": A.AdditiveNoise("uniform", "per_pixel", p=1),
+    "normal": A.AdditiveNoise("gaussian", "shared", approximation=0.3, p=1),
+    "laplace": A.AdditiveNoise("laplace", "per_pixel", approximation=0.7, p=1),
+    "lost": A.PixelDropout(0.1, p=1),
+    "lost, values drawn": A.PixelDropout(0.1, True, None, 3, p=1),
+    "iso": A.ISONoise(p=1),
+    "shot": A.ShotNoise(p=1),
+    "specks": A.SaltAndPepper(p=1),
+    "elastic": A.ElasticTransform(60, 4, p=1),
+}
+# How many numbers these draw depends on the numbers.
+OTHER_DRAWS_BEHIND = {"specks", "elastic"}
+ALL = SAME_PIXELS | SAME_LAW
+
+
+def unchanged(image, **_):
+    return image
+
+
+def samples(size=(32, 41), channels=3):
+    items = [{"image": photo} for photo in photographs(*size, channels)]
+    return [item | {"mask": item["image"][..., 0] // 16} for item in items]
+
+
+@pytest.mark.parametrize("name", [name for name in ALL if name not in OTHER_DRAWS_BEHIND])
+def test_what_is_drawn_behind_an_operation_is_what_albumentations_draws(name):
+    compose = A.Compose([ALL[name]])
+    recorder = Recorder(compose, analyse(compose, DEVICE_OPS), DEVICE_OPS)
+    for item, key in zip(samples(), keys(3), strict=True):
+        for one in (compose, recorder.compose):
+            reseed((one,), key)
+        compose(**item)
+        _, tape = recorder(item)
+        assert [op.name for op in tape["image"].ops] == [type(ALL[name]).__name__]
+        for draw in (lambda c: c.py_random.random(), lambda c: c.random_generator.random()):
+            assert draw(compose) == draw(recorder.compose)
+
+
+@pytest.mark.parametrize("name", SAME_PIXELS)
+def test_pixels_are_albumentations_own_whether_or_not_a_later_operation_needs_them(name):
+    # Image compression has no device form, so half of the samples are done in the worker.
+    transform = pipeline(SAME_PIXELS[name], A.ImageCompression(quality_range=(100, 100), p=0.5))
+    items = samples() * 2
+    batch, _ = on_device(transform, items)
+    for index, one in enumerate(in_worker(transform, items)):
+        apart = np.abs(batch["image"][index].numpy().astype(int) - one["image"])
+        # Compression may spread a difference of one level over its block.
+        assert apart.max() <= 3
+        assert (apart == 0).mean() > 0.98
+        assert (batch["mask"][index].numpy() == one["mask"]).mean() > 0.999
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_sample_is_the_same_whether_or_not_a_later_operation_needs_its_pixels(name):
+    if name in {"iso", "shot"}:
+        pytest.skip("Albumentations carries these out when their pixels are needed in the worker")
+    alone = pipeline(ALL[name])
+    flushed = pipeline(ALL[name], A.Lambda(image=unchanged, p=1))
+    images = [on_device(one, samples())[0]["image"].numpy() for one in (alone, flushed)]
+    apart = np.abs(images[0].astype(int) - images[1])
+    # The recorded grid is Albumentations' own to the last bit.
+    assert apart.max() <= (0 if name not in {"grid"} else 1)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_sample_depends_on_its_key_alone(name):
+    transform, items = pipeline(ALL[name]), samples()
+    together, _ = on_device(transform, items)
+    again, _ = on_device(transform, items)
+    for index in range(3):
+        assert torch.equal(together["image"][index], again["image"][index])
+    alone, _ = on_device(transform, items[:1])
+    assert torch.equal(alone["image"][0], together["image"][0])
+    if name in SAME_LAW:
+        other, _ = on_device(transform, items, seed=1)
+        assert not torch.equal(other["image"], together["image"])
+        first, second = (on_device(transform, [items[0]] * 2)[0]["image"] for _ in range(2))
+        assert torch.equal(first, second)
+        assert not torch.equal(first[0], first[1])
+
+
+def test_in_a_mixed_batch_each_sample_takes_what_it_drew_and_nothing_else():
+    transform = pipeline(
+        A.OneOf([one for name, one in ALL.items() if name != "piecewise"], p=0.8),
+        A.SomeOf([A.GaussNoise(p=1), A.ThinPlateSpline(p=1), A.ElasticTransform(p=1)], 1, p=0.4),
+    )
+    items = samples() * 16
+    part = transform.in_worker(on_device=True)
+    tapes = [part(item, key)[1] for item, key in zip(items, keys(len(items)), strict=True)]
+    batch, _ = on_device(transform, items)
+    drawn = [[op.name for op in tape["image"].ops] if tape else [] for tape in tapes]
+    assert len(set(map(tuple, drawn))) > 10
+    assert [] in drawn
+    for index, (item, tape) in enumerate(zip(items, tapes, strict=True)):
+        draws = part.collate([tape])
+        alone = {name: torch.from_numpy(value)[None] for name, value in item.items()}
+        alone = transform.apply(alone, draws)
+        for name, value in alone.items():
+            assert torch.equal(value[0], batch[name][index])
+        if not drawn[index]:
+            np.testing.assert_array_equal(batch["image"][index].numpy(), item["image"])
+
+
+@pytest.mark.parametrize("name", ["grid", "lens", "fisheye", "spline", "piecewise", "tiles"])
+def test_boxes_and_keypoints_are_albumentations_own(name):
+    transform = pipeline(SAME_PIXELS[name], A.HorizontalFlip(), **BOXES)
+    items = [boxed(item, 32, 41) for item in samples()]
+    batch, rest = on_device(transform, items)
+    for index, one in enumerate(in_worker(transform, items)):
+        assert np.abs(batch["image"][index].numpy().astype(int) - one["image"]).max() <= 1
+        for field in ("bboxes", "keypoints", "classes", "joints"):
+            np.testing.assert_array_equal(rest[index][field], one[field])
+
+
+@pytest.mark.parametrize("name", SAME_LAW)
+def test_the_same_operation_again_draws_again(name):
+    compose = A.Compose([copy.deepcopy(SAME_LAW[name]) for _ in range(5)])
+    recorder = Recorder(compose, analyse(compose, DEVICE_OPS), DEVICE_OPS)
+    reseed((recorder.compose,), keys(1)[0])
+    _, tape = recorder(samples()[0])
+    seeds = {op.encoded.arrays["seed"].tobytes() for op in tape["image"].ops}
+    assert len(seeds) == 5
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_two_images_of_a_sample_share_what_was_drawn(name):
+    compose = pipeline(ALL[name], additional_targets={"other": "image"})
+    items = [item | {"other": item["image"].copy()} for item in samples()]
+    batch, _ = on_device(compose, items)
+    assert torch.equal(batch["image"], batch["other"])
+
+
+@pytest.mark.parametrize("name", ["grid", "lens", "piecewise", "elastic", "lost"])
+def test_lists_of_masks_are_moved_in_the_worker_as_their_image_is_on_the_device(name):
+    transform = pipeline(A.RandomCrop(30, 33), ALL[name], A.HorizontalFlip())
+    items = [item | {"masks": [item["mask"], item["mask"] // 2]} for item in samples()]
+    batch, rest = on_device(transform, items)
+    for index, one in enumerate(in_worker(transform, items)):
+        assert np.abs(batch["image"][index].numpy().astype(int) - one["image"]).max() <= 1
+        for got, want in zip(rest[index]["masks"], one["masks"], strict=True):
+            np.testing.assert_array_equal(got, want)
+
+
+def test_with_same_pixels_nothing_is_drawn_on_the_device():
+    places = pipeline(*ALL.values(), same_pixels=True).plan.placements
+    where = {place.name: place.where for place in places}
+    laws = {type(transform).__name__ for transform in SAME_LAW.values()} - {"AdditiveNoise"}
+    assert {name for name, place in where.items() if place == "worker"} >= laws
+    assert "other numbers" in pipeline(A.GaussNoise(p=1), same_pixels=True).explain()
+    for name, transform in SAME_LAW.items():
+        strict, items = pipeline(transform, A.HorizontalFlip(p=1), same_pixels=True), samples()
+        batch, _ = on_device(strict, items)
+        for index, one in enumerate(in_worker(strict, items)):
+            np.testing.assert_array_equal(batch["image"][index].numpy(), one["image"], name)
+    for transform in SAME_PIXELS.values():
+        assert pipeline(transform, same_pixels=True).plan.placements[0].where == "device"
+
+
+@pytest.mark.parametrize("name", SAME_LAW)
+def test_the_plan_says_that_the_device_draws(name):
+    for rest in ([], [A.ImageCompression(p=0.5)]):
+        why = pipeline(SAME_LAW[name], *rest).plan.placements[0].why
+        assert why.endswith("draws numbers for every pixel there")
+
+
+@pytest.mark.parametrize("name", ["gauss", "lost", "iso", "elastic", "lens"])
+def test_operations_behind_normalize_take_floats(name):
+    transform = pipeline(A.Normalize((0, 0, 0), (1, 1, 1)), ALL[name], A.ToTensorV2())
+    assert all(place.where == "device" for place in transform.plan.placements)
+    batch, _ = on_device(transform, samples())
+    assert batch["image"].dtype == torch.float32
+    assert 0 <= batch["image"].min() <= batch["image"].max() <= 1
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_batches_of_any_layout_and_gray_images_will_do(name):
+    turned = pipeline(A.Transpose(p=1), ALL[name])
+    straight = pipeline(A.NoOp(p=1), ALL[name])
+    items = samples((32, 32))
+    flipped = [{"image": item["image"].swapaxes(0, 1).copy()} for item in items]
+    first, second = (
+        on_device(way, given)[0]["image"]
+        for way, given in ((turned, [{"image": i["image"]} for i in items]), (straight, flipped))
+    )
+    assert torch.equal(first, second)
+    if name != "iso":
+        gray = [{"image": item["image"][..., 0].copy()} for item in items]
+        assert on_device(straight, gray)[0]["image"].shape == (3, 32, 32)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_no_operation_waits_for_a_value_of_the_device(name):
+    """Tensors without values would raise where the host asked for one."""
+    compose = A.Compose([ALL[name]])
+    recorder = Recorder(compose, analyse(compose, DEVICE_OPS), DEVICE_OPS)
+    reseed((recorder.compose,), keys(1)[0])
+    _, tape = recorder(samples()[0])
+    (step,) = tape["image"].ops
+    arrays = {
+        key: torch.from_numpy(np.stack([array] * 2)).to("meta")
+        for key, array in step.encoded.arrays.items()
+    }
+    op = DEVICE_OPS[step.name]
+    images = torch.empty((2, 32, 41, 3), dtype=torch.uint8, device="meta")
+    out = op.image(images, dict(step.encoded.static), arrays)
+    assert (out.shape, out.dtype, out.device.type) == (images.shape, torch.uint8, "meta")
+    if op.mask is not None:
+        masks = torch.empty((2, 32, 41), dtype=torch.int64, device="meta")
+        assert op.mask(masks, dict(step.encoded.static), arrays).shape == masks.shape
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", ALL)
+def test_a_gpu_gives_the_pixels_of_the_cpu(name):
+    transform = pipeline(ALL[name])
+    part = transform.in_worker(on_device=True)
+    drawn = [part(one, key) for one, key in zip(samples(), keys(3), strict=True)]
+    draws = part.collate([tape for _, tape in drawn])
+    batch = {"image": torch.stack([one["image"] for one, _ in drawn])}
+    here = transform.apply(batch, draws)["image"]
+    batch, draws = {"image": batch["image"].cuda()}, draws.to("cuda")
+    with torch.cuda.device(0):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            there = transform.apply(batch, draws)["image"]
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    apart = (here.int() - there.cpu().int()).abs()
+    assert (apart > 0).float().mean() < 1e-3
+    if name not in {"iso", "shot"}:
+        assert apart.max() <= 1
+
+
+@pytest.mark.parametrize("size", [(1, 1), (1, 9), (9, 1)])
+@pytest.mark.parametrize("name", [name for name in ALL if name not in {"grid", "tiles"}])
+def test_tiny_images_are_no_special_case(name, size):
+    batch, _ = on_device(pipeline(ALL[name]), samples(size))
+    assert batch["image"].shape == (3, *size, 3)
+    assert batch["image"].dtype == torch.uint8

@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import albumentations as A
+import numpy as np
+import pytest
+import torch
+from augment.parity import parity, photographs
+from augment.test_ops_downscale import downscale
+from augment.test_ops_histogram import TRANSFORMS
+from augment.test_ops_parity import CLOSE, COLOUR_CLOSE, COLOUR_EXACT, EXACT
+from augment.test_ops_sharpen import CONVOLUTIONS, SHARPEN, UNSHARP
+from augment.test_ops_sharpen import EXACT as RANKS
+
+from lightning_fastdata.augment.ops import DEVICE_OPS
+
+CLOSE_ONES = {name: transform for name, (transform, _) in (CLOSE | COLOUR_CLOSE).items()}
+ALL = {
+    **(EXACT | COLOUR_EXACT | CLOSE_ONES | TRANSFORMS | CONVOLUTIONS | RANKS),
+    **{f"gaussian, {name}": transform for name, transform in SHARPEN.items()},
+    **{f"unsharp, {name}": transform for name, transform in UNSHARP.items()},
+    **{
+        f"downscale {down} {up}": downscale((0.3, 0.3), down, up)
+        for down in (0, 1, 3)
+        for up in (0, 1)
+    },
+    "chromatic": A.ChromaticAberration(p=1),
+}
+
+
+def drawn(transform, image):
+    transform.set_random_seed(3)
+    result = transform(image=image)["image"]
+    op = DEVICE_OPS[type(transform).__name__]
+    return op, op.encode(transform, transform.params, image.shape, image.dtype), result
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("dtype", [np.uint8, np.float32])
+@pytest.mark.parametrize("name", list(ALL))
+def test_no_operation_asks_the_device_for_a_value(name, dtype, count):
+    """A meta tensor has no values: whoever wants one gets an error instead of a stalled queue."""
+    image = photographs(61, 74, dtype=dtype)[0]
+    op, encoded, expected = drawn(ALL[name], image)
+    assert encoded is not None
+    arrays = {
+        name: torch.from_numpy(np.stack([array] * count)).to("meta")
+        for name, array in encoded.arrays.items()
+    }
+    images = torch.from_numpy(np.stack([image] * count)).to("meta")
+    out = op.image(images, dict(encoded.static), arrays)
+    assert out.device.type == "meta"
+    assert out.shape == (count, *expected.shape)
+
+
+@pytest.mark.parametrize("name", list(ALL))
+def test_a_batch_may_be_a_single_image(name):
+    found = parity(ALL[name], photographs(61, 74)[:1], seeds=[5])
+    assert found.largest <= 2
+    assert found.exact >= 0.99

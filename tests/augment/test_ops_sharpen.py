@@ -1,0 +1,154 @@
+from __future__ import annotations
+
+import albumentations as A
+import numpy as np
+import pytest
+from augment.parity import both, extremes, parity, photographs
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_fastdata.augment.ops import DEVICE_OPS
+
+EXACT = {
+    "median": A.MedianBlur(p=1),
+    "dilation": A.Morphological(p=1),
+    "erosion": A.Morphological((4, 5), "erosion", p=1),
+}
+SHARPEN = {
+    "default": A.Sharpen(method="gaussian", p=1),
+    "narrow": A.Sharpen(method="gaussian", kernel_size=3, sigma=0.3, p=1),
+    "wide": A.Sharpen((0, 1), method="gaussian", kernel_size=11, sigma=2.3, p=1),
+}
+CONVOLUTIONS = {
+    "sharpen": A.Sharpen(p=1),
+    "sharpen, strong": A.Sharpen((0.8, 1.0), (0.0, 2.0), p=1),
+    "emboss": A.Emboss(p=1),
+    "emboss, strong": A.Emboss((0.8, 1.0), (0.0, 2.0), p=1),
+    "defocus": A.Defocus(p=1),
+    "defocus, wide": A.Defocus((1, 14), (0.1, 2.0), p=1),
+}
+UNSHARP = {
+    "default": A.UnsharpMask(p=1),
+    "wide": A.UnsharpMask((3, 13), (0.4, 3.0), (0.0, 1.0), p=1),
+    "no threshold": A.UnsharpMask(threshold=0, p=1),
+}
+SIZES = [(1, 1), (1, 9), (9, 1), (3, 2), (40, 33)]
+
+
+@pytest.mark.parametrize("channels", [1, 3, 4])
+@pytest.mark.parametrize("name", list(EXACT))
+def test_order_statistics_equal_albumentations(name, channels):
+    transform = EXACT[name]
+    assert parity(transform, photographs(67, 94, channels), range(3)).largest == 0
+    for size in SIZES:
+        assert parity(transform, extremes(*size, channels), range(3)).largest == 0
+
+
+@pytest.mark.parametrize("name", list(EXACT))
+def test_order_statistics_of_float_images_equal_albumentations(name):
+    images = [*photographs(40, 33, dtype=np.float32), *extremes(40, 33, dtype=np.float32)]
+    assert parity(EXACT[name], images).largest == 0
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    scale=st.tuples(st.integers(1, 7), st.integers(1, 7)),
+    operation=st.sampled_from(["dilation", "erosion"]),
+    size=st.tuples(st.integers(1, 30), st.integers(1, 30)),
+)
+def test_morphology_equals_albumentations_for_any_kernel(scale, operation, size):
+    transform = A.Morphological(scale, operation, p=1)
+    assert parity(transform, [*photographs(*size), *extremes(*size)], seeds=[0]).largest == 0
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int16, np.float32])
+@pytest.mark.parametrize("name", ["dilation", "erosion"])
+def test_morphology_treats_masks_as_albumentations_does(name, dtype):
+    masks = [(photo[..., 0] // 16).astype(dtype) for photo in photographs(67, 94)]
+    for _, _, want, got in both(EXACT[name], photographs(67, 94), masks, seeds=[0]):
+        assert got.dtype == want.dtype
+        np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("name", ["median", "default"])
+def test_pixel_filters_leave_masks_alone(name):
+    transform = EXACT["median"] if name == "median" else UNSHARP[name]
+    masks = [photo[..., 0] for photo in photographs(40, 33)]
+    for _, _, want, got in both(transform, photographs(40, 33), masks, seeds=[0]):
+        np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("channels", [3, 4])
+@pytest.mark.parametrize("name", list(SHARPEN))
+def test_sharpening_by_a_gaussian_equals_albumentations(name, channels):
+    """Also where the difference of two bytes wraps round, as it does there."""
+    assert parity(SHARPEN[name], photographs(67, 94, channels), range(2)).largest == 0
+    for size in SIZES:
+        assert parity(SHARPEN[name], extremes(*size, channels), range(2)).largest == 0
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    radius=st.integers(1, 9),
+    sigma=st.floats(0.2, 6),
+    alpha=st.floats(0, 1),
+    seed=st.integers(0, 99),
+)
+def test_sharpening_by_a_gaussian_equals_albumentations_for_any_kernel(radius, sigma, alpha, seed):
+    transform = A.Sharpen(
+        (alpha, alpha), method="gaussian", kernel_size=2 * radius + 1, sigma=sigma, p=1
+    )
+    images = [*photographs(40, 33), *extremes(40, 33, seed=seed)]
+    assert parity(transform, images, seeds=[0]).largest == 0
+
+
+@pytest.mark.parametrize("channels", [1, 3, 4])
+@pytest.mark.parametrize("name", list(CONVOLUTIONS))
+def test_convolutions_are_at_most_one_level_off(name, channels):
+    transform = CONVOLUTIONS[name]
+    for images in (photographs(67, 94, channels), extremes(40, 33, channels)):
+        found = parity(transform, images, seeds=range(3))
+        assert found.largest <= 1
+        assert found.exact >= 0.999
+
+
+@pytest.mark.parametrize("channels", [1, 3, 4])
+@pytest.mark.parametrize("name", list(UNSHARP))
+def test_unsharp_masks_equal_albumentations_but_for_pixels_at_the_threshold(name, channels):
+    for images in (photographs(67, 94, channels), extremes(64, 50, channels)):
+        found = parity(UNSHARP[name], images, seeds=range(3))
+        assert found.largest <= 4
+        assert found.exact >= 0.999
+
+
+@pytest.mark.parametrize("size", SIZES[:4])
+@pytest.mark.parametrize("transform", [CONVOLUTIONS["defocus"], UNSHARP["wide"]], ids=["d", "u"])
+def test_kernels_may_be_wider_than_the_image(transform, size):
+    assert parity(transform, photographs(*size)).largest <= 1
+
+
+@pytest.mark.parametrize("name", [*SHARPEN, *CONVOLUTIONS])
+def test_float_images_agree_to_a_small_part_of_a_level(name):
+    transform = (SHARPEN | CONVOLUTIONS)[name]
+    found = parity(transform, photographs(67, 94, dtype=np.float32), seeds=range(2))
+    assert found.largest <= 1e-5
+
+
+@pytest.mark.parametrize("name", list(UNSHARP))
+def test_unsharp_masks_of_float_images_are_off_at_the_threshold_only(name):
+    pairs = both(UNSHARP[name], photographs(67, 94, dtype=np.float32), seeds=range(2))
+    gaps = np.concatenate([np.abs(want - got).ravel() for want, got, *_ in pairs])
+    assert gaps.max() <= 4 / 255
+    assert (gaps > 1e-5).mean() <= 1e-3
+
+
+@pytest.mark.parametrize(
+    ("transform", "channels"),
+    [(A.MedianBlur((9, 9), p=1), 3), (A.Sharpen(method="gaussian", p=1), 1)],
+    ids=["median of 9x9", "gaussian on one channel"],
+)
+def test_parameters_without_a_device_form_are_declined(transform, channels):
+    image = photographs(40, 40, channels)[0]
+    transform(image=image)
+    op = DEVICE_OPS[type(transform).__name__]
+    assert op.encode(transform, transform.params, image.shape, image.dtype) is None

@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+from lightning_fastdata.augment.ops.splitmix import (
+    normal,
+    peek_seed,
+    skip_doubles,
+    uniform,
+    words,
+)
+
+ALL = (1 << 64) - 1
+INT64 = st.integers(-(2**63), 2**63 - 1)
+
+
+def reference(first, second, count, stream=0):
+    """The hash in integers of any size."""
+    found = []
+    for position in range(1, count + 1):
+        z = first + (position + (stream << 40)) * 0x9E3779B97F4A7C15
+        z = (z ^ (second * 0x94D049BB133111EB)) & ALL
+        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & ALL
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & ALL
+        found.append(z ^ (z >> 31))
+    return found
+
+
+def test_without_a_second_key_the_words_are_those_of_splitmix64():
+    # The sequence of seed 1234567 that implementations of SplitMix64 are checked with.
+    known = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
+    got = words(torch.tensor([[1234567, 0]]), 4)[0]
+    assert got.numpy().view(np.uint64).tolist() == known
+
+
+@settings(max_examples=30, deadline=None)
+@given(INT64, INT64, st.integers(0, 9), st.integers(0, 5))
+def test_words_equal_arithmetic_without_a_limit(first, second, count, stream):
+    got = words(torch.tensor([[first, second]]), count, stream)[0]
+    assert got.numpy().view(np.uint64).tolist() == reference(first, second, count, stream)
+
+
+def test_a_row_depends_on_its_own_seed_alone():
+    seeds = torch.tensor([[1, 2], [1, 3], [2, 2]])
+    together = normal(seeds, 7)
+    for row in range(3):
+        assert torch.equal(normal(seeds[row : row + 1], 7)[0], together[row])
+    assert len(torch.unique(words(seeds, 50))) == 150
+
+
+@pytest.mark.parametrize("draw", [uniform, normal])
+def test_numbers_follow_their_law(draw):
+    # Keys that differ in one bit.
+    seeds = torch.tensor([[7, 1], [6, 1], [7, 0]])
+    numbers = draw(seeds, 40_001).double().numpy()
+    law = stats.uniform if draw is uniform else stats.norm
+    for row in numbers:
+        assert stats.kstest(row, law.cdf).pvalue > 1e-3
+    # Neither neighbours, nor the two halves of a word, nor samples, nor streams go together.
+    other = draw(seeds, 40_001, stream=1).double().numpy()
+    half = len(numbers[0]) // 2
+    pairs = [
+        (numbers[0, 1:], numbers[0, :-1]),
+        (numbers[0, :half], numbers[0, half + 1 :]),
+        (numbers[0], numbers[1]),
+        (numbers[0], numbers[2]),
+        (numbers[0], other[0]),
+    ]
+    for one, two in pairs:
+        assert stats.pearsonr(one, two).pvalue > 1e-3
+
+
+def test_uniform_numbers_stay_below_one():
+    numbers = uniform(torch.tensor([[3, 4]]), 1_000_000)
+    assert numbers.min() >= 0
+    assert numbers.max() < 1
+
+
+@pytest.mark.parametrize("kind", [np.random.Philox, np.random.PCG64, np.random.SFC64])
+@pytest.mark.parametrize("before", range(6))
+def test_skipping_is_drawing(kind, before):
+    for count in (*range(10), 1001):
+        drawn, skipped = (np.random.Generator(kind(5)) for _ in range(2))
+        for generator in (drawn, skipped):
+            generator.random(before)
+            generator.integers(0, 9, dtype=np.uint32)  # half a word is kept for later
+        drawn.random(count)
+        skip_doubles(skipped, count)
+        for _ in range(3):
+            assert drawn.integers(0, 2**31, dtype=np.uint32) == skipped.integers(
+                0, 2**31, dtype=np.uint32
+            )
+            assert drawn.random() == skipped.random()
+
+
+def test_peeking_changes_nothing_and_follows_the_state():
+    generator, other = (np.random.default_rng(1) for _ in range(2))
+    first = peek_seed(generator)
+    assert np.array_equal(first, peek_seed(generator))
+    assert generator.random() == other.random()
+    assert not np.array_equal(first, peek_seed(generator))
+    assert first.dtype == np.int64

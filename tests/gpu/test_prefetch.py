@@ -1,0 +1,247 @@
+"""Batches that cross beside the computing: whole, in time, and without the host waiting."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
+
+import albumentations as A
+import pytest
+import torch
+from gpu.device import CUDA, DeviceWork, PictureDicts, largest_gap, needs_cuda, no_waiting
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from lightning_fastdata import FastDataLoader, FastDataModule, LoaderOptions, prefetch
+from lightning_fastdata.augment.transform import as_batch_transform
+from lightning_fastdata.errors import OptionsError
+from lightning_fastdata.loading.lookahead import SideLane
+from lightning_fastdata.loading.moving import move
+from lightning_fastdata.loading.page_lock import CudaLockDriver, PageLocks
+from lightning_fastdata.loading.slots import SlotPool
+from lightning_fastdata.loading.streams import CudaStreams
+
+pytestmark = [*needs_cuda, pytest.mark.filterwarnings("ignore::UserWarning:lightning")]
+NUMBERS = 2**20
+
+
+class Filled(Dataset):
+    """Sample ``i`` is four MiB of ``i``, so that every byte of a batch can be checked."""
+
+    def __init__(self, count):
+        self.count = count
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, i):
+        return torch.full((NUMBERS,), i, dtype=torch.int32)
+
+
+def consumed(batches):
+    """Read each batch at the start and the end of a step that uses and frees much memory."""
+    readings = []
+    for batch in batches:
+        early = torch.stack([batch.amin(), batch.amax()])
+        left = torch.randn(1024, 1024, device=CUDA)
+        for _ in range(8):
+            scratch = torch.full_like(batch, -1)
+            left = left @ left * 1e-3
+            del scratch
+        readings.append((early, torch.stack([batch.amin(), batch.amax()])))
+        del batch
+    torch.cuda.synchronize()
+    return [(early.tolist(), late.tolist()) for early, late in readings]
+
+
+def page_locked(count):
+    for number in range(count):
+        yield torch.full((NUMBERS,), number, dtype=torch.int32).pin_memory()
+
+
+def doubled(batch):
+    scratch = batch * 4
+    return scratch // 2
+
+
+@pytest.mark.parametrize("transform", [None, doubled])
+def test_batches_arrive_whole_while_the_allocator_is_under_stress(transform):
+    factor = 1 if transform is None else 2
+    found = consumed(prefetch(page_locked(60), CUDA, transform))
+    assert found == [([factor * n] * 2, [factor * n] * 2) for n in range(60)]
+
+
+def test_batches_that_do_not_wait_for_the_consumer_arrive_whole_too():
+    lane = SideLane(CudaStreams(CUDA))
+    sent = (
+        lane.send(b, lambda b: move(b, CUDA, non_blocking=True), after_consumer=False).land()
+        for b in page_locked(60)
+    )
+    assert consumed(sent) == [([n] * 2, [n] * 2) for n in range(60)]
+
+
+def test_the_host_waits_neither_for_the_copy_nor_for_the_computing():
+    source = list(page_locked(4))
+    list(prefetch(source, CUDA, doubled))  # loads kernels, and takes memory
+    torch.cuda.synchronize()
+    work = DeviceWork()
+    torch.cuda.synchronize()
+    batches = iter(prefetch(source, CUDA, doubled))
+    with no_waiting():
+        busy = work(500)
+        first = next(batches)
+        assert not busy.query()
+    assert first.amax().item() == 0
+    # Further ahead it waits, so that batches do not fill the memory.
+    assert [batch.amax().item() for batch in batches] == [2, 4, 6]
+
+
+def test_the_next_batch_crosses_while_a_step_computes():
+    work = DeviceWork()
+    batches = iter(prefetch(page_locked(6), CUDA))
+    next(batches), next(batches)
+    torch.cuda.synchronize()
+    busy = work(1000)
+    next(batches)
+    batches._next.batch._done.synchronize()
+    assert not busy.query()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_equal_those_that_are_moved_at_their_turn(workers):
+    def loader():
+        return FastDataLoader(
+            PictureDicts(24, 48, 64),
+            8,
+            seed=4,
+            num_workers=workers,
+            multiprocessing_context="forkserver" if workers else None,
+            pin_memory=True,
+            transform=as_batch_transform(
+                A.Compose([A.HorizontalFlip(), A.RandomGamma(), A.Normalize(), A.ToTensorV2()])
+            ),
+            on_device=True,
+            staged="train",
+        )
+
+    ours = list(prefetch(loader(), CUDA))
+    straight = prefetch(loader(), CUDA, streams=lambda _: None)
+    for one, other in zip(ours, straight, strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_draws_of_a_callable_are_keyed_and_leave_the_trainings_alone():
+    def noisy(batch):
+        return batch + torch.rand(batch.shape, device=batch.device)
+
+    loader = DataLoader(torch.arange(12.0), 3, pin_memory=True)
+    found = []
+    for how in ({}, {"streams": lambda _: None}):
+        torch.cuda.manual_seed(1)
+        found.append(
+            [(b, torch.rand(1, device=CUDA)) for b in prefetch(loader, CUDA, noisy, **how)]
+        )
+    for (ours, our_draw), (theirs, their_draw) in zip(*found, strict=True):
+        assert torch.equal(ours, theirs)
+        assert torch.equal(our_draw, their_draw)
+
+
+# Page-locked slots
+
+
+def locks():
+    return PageLocks(CudaLockDriver(CUDA))
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_locked_slot_counts_as_page_locked_and_is_unlocked_with_its_last_tensor(shared):
+    pool = SlotPool(limit_bytes=2**26, shared=shared, page_locks=locks())
+    for _ in range(3):
+        slot = pool.take(2**22)
+        tensor = torch.from_numpy(pool.lease(slot))
+        assert tensor.is_pinned()
+        pool.close()
+        del slot
+        assert tensor.is_pinned()
+        del tensor
+        pool = SlotPool(limit_bytes=2**26, shared=shared, page_locks=locks())
+
+
+@pytest.mark.parametrize("executor", ["workers", "inline", "gather"])
+def test_batches_in_locked_slots_arrive_whole_under_stress(executor):
+    data = torch.arange(48, dtype=torch.int32)[:, None].expand(48, NUMBERS // 8).contiguous()
+    loader = FastDataLoader(
+        data if executor == "gather" else Filled(48),
+        1,
+        num_workers=2 if executor == "workers" else 0,
+        executor=executor,
+        pin_memory=True,
+        page_lock="register",
+        multiprocessing_context="forkserver",
+    )
+    for _ in range(2):
+        found = consumed(prefetch(loader, CUDA))
+        assert found == [([n] * 2, [n] * 2) for n in range(48)]
+    straight = (batch.to(CUDA, non_blocking=True) for batch in loader)
+    assert consumed(straight) == [([n] * 2, [n] * 2) for n in range(48)]
+
+
+def test_a_refused_lock_leaves_no_error_behind():
+    driver = CudaLockDriver(CUDA)
+    assert driver.lock(0, 4096)  # no such memory
+    assert torch.ones(3, device=CUDA).sum().item() == 3
+
+
+# A dataset on the device
+
+
+def test_a_resident_dataset_gives_the_same_batches_without_waiting():
+    generator = torch.Generator().manual_seed(0)
+    data = TensorDataset(torch.rand(64, 3, 8, 8, generator=generator), torch.arange(64))
+    found = []
+    for resident in (True, False):
+        torch.manual_seed(5)
+        loader = FastDataLoader(data, 8, shuffle=True, device_resident=CUDA if resident else False)
+        list(loader)
+        torch.cuda.synchronize()
+        if resident:
+            with no_waiting():
+                found.append(list(loader))
+        else:
+            found.append(list(loader))
+    for ours, theirs in zip(*found, strict=True):
+        for one, other in zip(ours, theirs, strict=True):
+            assert one.device == CUDA
+            assert largest_gap(one, other) == 0
+
+
+def test_a_dataset_larger_than_half_of_the_device_is_refused():
+    rows = torch.cuda.mem_get_info(CUDA)[0] // 2**20
+    data = torch.zeros(1, 2**20, dtype=torch.uint8).expand(rows, -1)
+    with pytest.raises(OptionsError, match="free on cuda:0"):
+        iter(FastDataLoader(data, 8, device_resident=CUDA))
+
+
+# In Lightning
+
+
+@pytest.mark.parametrize("executor", ["torch", "workers"])
+def test_a_training_is_the_same_whatever_the_prefetching(tmp_path, executor):
+    from gpu.test_training import recipe, train
+
+    seen = []
+    for way in ("off", "stream", "lookahead"):
+        datamodule = FastDataModule.from_datasets(
+            PictureDicts(48, 48, 48),
+            batch_size=8,
+            augment=recipe(),
+            options=LoaderOptions(num_workers=2, executor=executor),
+            prefetch=way,
+            guard="off",
+            seed=5,
+        )
+        datamodule.register_transform(lambda batch: (batch["image"], batch["label"] % 4))
+        seen.append(train(tmp_path, datamodule, max_epochs=2).seen)
+        assert datamodule._prefetching.choice.how == way
+    for other in seen[1:]:
+        assert all(map(torch.equal, seen[0], other))

@@ -1,0 +1,601 @@
+"""Batches on the device, one ahead: the same ones, whatever order the device works in."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import itertools
+import os
+import pickle
+import random
+import weakref
+from collections import OrderedDict, defaultdict, namedtuple
+from dataclasses import dataclass
+from typing import Any
+
+os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
+
+import albumentations as A
+import numpy as np
+import pytest
+import torch
+from albumentations.pytorch import ToTensorV2
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lightning.fabric.utilities import move_data_to_device
+from loading.virtual_device import (
+    HostStreams,
+    VirtualDevice,
+    VirtualStreams,
+    VirtualTensor,
+    consume,
+    host_batches,
+)
+from torch.nn.utils.rnn import pack_sequence
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+
+from lightning_fastdata import FastDataLoader, prefetch
+from lightning_fastdata.augment.transform import as_batch_transform
+from lightning_fastdata.errors import OptionsError, TransformError
+from lightning_fastdata.loading.lookahead import OneAhead, SideLane, is_ready
+from lightning_fastdata.loading.moving import leaves, move, shows_its_memory
+from lightning_fastdata.loading.staged import StagedBatch
+
+torch.set_num_threads(1)
+CPU = torch.device("cpu")
+Pair = namedtuple("Pair", "left right")
+
+
+@dataclass
+class Sample:
+    image: Any
+    label: Any
+
+
+@dataclass(frozen=True)
+class Frozen:
+    image: Any
+
+
+class HasTo:
+    def __init__(self, value):
+        self.value = value
+
+    def to(self, device, **_):
+        return HasTo(self.value.to(device))
+
+
+def doubled(batch):
+    """A transform with memory of its own in between."""
+    halfway = [tensor.map(lambda numbers: numbers * 4) for tensor in batch]
+    return [tensor.map(lambda numbers: numbers // 2) for tensor in halfway]
+
+
+def moved_and_doubled(batch):
+    return doubled(move(batch, CPU, non_blocking=True))
+
+
+def ahead(device, batches, transform=None, without=()):
+    return prefetch(
+        batches, CPU, transform, streams=lambda _: VirtualStreams(device, without=without)
+    )
+
+
+# The device
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32), count=st.integers(0, 9), transformed=st.booleans())
+def test_every_batch_is_read_unharmed_in_any_order_of_the_devices_work(seed, count, transformed):
+    device = VirtualDevice(seed, lazy=seed % 5 == 0)
+    batches = ahead(device, host_batches(device, count), doubled if transformed else None)
+    seen = consume(device, batches)
+    device.drain()
+    factor = 2 if transformed else 1
+    assert seen == [[[factor * number] * 8] * 3 for number in range(count)]
+
+
+@pytest.mark.parametrize("missing", ["wait", "keep", "source"])
+def test_each_precaution_counts(missing):
+    harmed = []
+    for seed in range(40):
+        device = VirtualDevice(seed)
+        lane = SideLane(VirtualStreams(device, without=[missing]))
+        # One ahead, the side stream waits for all that the consumer had read before.
+        beside = missing == "keep"
+        crossings = (
+            lane.send(batch, moved_and_doubled, after_consumer=not beside)
+            for batch in host_batches(device, 8)
+        )
+        seen = consume(device, (crossing.land() for crossing in crossings))
+        device.drain()
+        harmed.append(seen != [[[2 * number] * 8] * 3 for number in range(8)])
+    assert any(harmed)
+
+
+def on_device_already(device, count):
+    """Batches that the consumer's stream makes."""
+    for batch in host_batches(device, count):
+        yield [batch[0].to(None, non_blocking=True)]
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 2**32), waits=st.booleans())
+def test_batches_made_on_the_consumers_stream_are_read_after_they_are_made(seed, waits):
+    device = VirtualDevice(seed)
+    lane = SideLane(VirtualStreams(device))
+    kept = []
+
+    def made():
+        for batch in host_batches(device, 6):
+            kept.append(batch)  # a loader that moves batches itself keeps their source
+            yield [batch[0].to(None, non_blocking=True)]
+
+    batches = (lane.send(batch, doubled, after_consumer=waits).land() for batch in made())
+    seen = consume(device, batches)
+    device.drain()
+    assert seen == [[[2 * number] * 8] * 3 for number in range(6)]
+
+
+def run_side_only(device):
+    while device.queues["side"]:
+        kind, what = device.queues["side"].popleft()
+        assert kind != "wait" or what.passed
+        if kind == "record":
+            what.passed = True
+        if kind == "work":
+            what()
+
+
+def test_a_batch_crosses_while_the_step_before_it_computes():
+    device = VirtualDevice(lazy=True)
+    batches = iter(ahead(device, host_batches(device, 4)))
+    reads: list[Any] = []
+    next(batches)
+    second = next(batches)
+    device.drain()
+    device.launch(lambda: reads.append("step 1"))
+    third = batches._next.batch
+    run_side_only(device)
+    assert third.land()[0].memory.tolist() == [2] * 8
+    assert not reads
+    assert second[0].memory.tolist() == [1] * 8
+
+
+def test_without_looking_ahead_the_copy_still_runs_beside_the_steps_before():
+    device = VirtualDevice(lazy=True)
+    lane = SideLane(VirtualStreams(device))
+    device.launch(lambda: pytest.fail("the step before was waited for"))
+    batch = next(host_batches(device, 1))
+    landed = lane.send(
+        batch, lambda b: move(b, CPU, non_blocking=True), after_consumer=False
+    ).land()
+    run_side_only(device)
+    assert landed[0].memory.tolist() == [0] * 8
+    device.queues.clear()
+
+
+@pytest.mark.parametrize("look_ahead", [True, False])
+def test_a_host_that_runs_ahead_takes_no_more_than_a_few_batches_of_memory(look_ahead):
+    taken = []
+    for count in (10, 40):
+        device = VirtualDevice(lazy=True)
+        batches: Any = ahead(device, host_batches(device, count))
+        if not look_ahead:
+            lane = SideLane(VirtualStreams(device))
+            work = lambda b: move(b, CPU, non_blocking=True)  # noqa: E731
+            batches = (
+                lane.send(b, work, after_consumer=False).land() for b in host_batches(device, count)
+            )
+        consume(device, batches, steps=1)
+        device.drain()
+        taken.append(device.blocks)
+    assert taken[0] == taken[1] <= 8
+
+
+def test_batches_whose_memory_cannot_be_seen_take_the_straight_way():
+    device = VirtualDevice(lazy=True)
+    lane = SideLane(VirtualStreams(device))
+    batch = [HasTo(torch.ones(2)), torch.eye(2).to_sparse()]
+    landed = lane.send(batch, lambda b: move(b, CPU), after_consumer=True).land()
+    assert not device.queues["side"]
+    assert torch.equal(landed[0].value, torch.ones(2))
+
+
+def test_what_is_dropped_early_leaves_no_source_and_no_work_behind():
+    device = VirtualDevice(lazy=True)
+    sources = []
+
+    def watched():
+        for batch in host_batches(device, 5):
+            sources.append(weakref.ref(batch[0]))
+            yield batch
+
+    batches = ahead(device, watched())
+    iterator = iter(batches)
+    next(iterator)
+    next(iterator)
+    del iterator, batches
+    gc.collect()
+    assert len(sources) == 3
+    assert all(source() is None for source in sources)
+    assert not any(kind == "work" for kind, _ in device.queues["side"])
+
+
+# The order of things
+
+
+class Breaks(Dataset):
+    """Sample ``i`` is ``i``; sample 3 raises."""
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, i):
+        if i == 3:
+            raise KeyError("sample 3")
+        return torch.tensor(i)
+
+
+def outcomes(batches):
+    """Return what each request gave, errors included."""
+    found, iterator = [], iter(batches)
+    while True:
+        try:
+            found.append(next(iterator).tolist())
+        except StopIteration:
+            return found
+        except Exception as error:
+            found.append(type(error))
+
+
+def eager(batches, transform=None):
+    """One ahead on real tensors of the CPU, where each order of work is the host's."""
+    return prefetch(batches, CPU, transform, streams=lambda _: HostStreams())
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("executor", ["torch", "workers"])
+def test_an_error_comes_at_the_batch_it_belongs_to(workers, executor):
+    loader = FastDataLoader(Breaks(), 1, num_workers=workers, executor=executor)
+    plain = outcomes(loader)
+    assert KeyError in plain
+    assert outcomes(eager(loader)) == plain == outcomes(prefetch(loader, "cpu"))
+
+
+def test_an_error_of_the_transform_comes_at_its_batch_and_is_no_end():
+    def refuses(batch):
+        if 4 in batch:
+            raise ZeroDivisionError
+        return batch
+
+    loader = DataLoader(torch.arange(10), 2)
+    expected = [[0, 1], [2, 3], ZeroDivisionError, [6, 7], [8, 9]]
+    assert outcomes(eager(loader, refuses)) == expected
+    assert outcomes(prefetch(loader, "cpu", refuses)) == expected
+
+
+class Slow(Dataset):
+    """Sample 1 is there when the caller says so."""
+
+    def __init__(self, go):
+        self.go = go
+
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, i):
+        if i == 1:
+            assert self.go.wait(60)
+        return torch.tensor(i)
+
+
+@pytest.mark.parametrize("executor", ["torch", "workers"])
+def test_row_45_a_ready_batch_is_not_held_up_by_the_next(executor):
+    go = torch.multiprocessing.get_context("fork").Event()
+    loader = FastDataLoader(
+        Slow(go), 1, num_workers=1, executor=executor, multiprocessing_context="fork"
+    )
+    batches = iter(eager(loader))
+    assert next(batches).tolist() == [0]
+    go.set()
+    assert [batch.tolist() for batch in batches] == [[1], [2]]
+
+
+@pytest.mark.parametrize("executor", ["torch", "workers"])
+def test_a_batch_that_is_there_is_seen_to_be_there(executor):
+    loader = FastDataLoader(
+        Breaks(), 1, sampler=[0, 1, 2], num_workers=1, executor=executor, timeout=60
+    )
+    batches = iter(loader)
+    next(batches)
+    assert is_ready(batches) is not None
+    while not is_ready(batches):
+        pass
+    assert next(batches).tolist() == [1]
+
+
+class Counts:
+    """Remembers how many batches were asked for."""
+
+    def __init__(self, ready):
+        self.asked, self.is_there = 0, ready
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        self.asked += 1
+        return self.asked
+
+    def ready(self):
+        return self.is_there
+
+
+def test_batches_made_in_this_process_come_ahead_unless_they_draw():
+    made = []
+
+    def source(draw):
+        torch.rand(1)  # the seed of an order
+        for number in range(6):
+            draw()
+            made.append(number)
+            yield torch.tensor(number)
+
+    for draw, ahead_of_step_4 in ((list, 5), (random.random, 4), (np.random.rand, 4)):
+        made.clear()
+        batches = iter(eager(source(draw)))
+        assert [int(next(batches)) for _ in range(5)] == list(range(5))
+        assert made[-1] == ahead_of_step_4
+        assert [int(batch) for batch in batches] == [5]
+
+
+class Drawing(Dataset):
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, i):
+        return torch.rand(2) + i
+
+
+def test_a_dataset_that_draws_beside_the_training_gives_the_same_either_way():
+    seen = []
+    for make in (eager, lambda loader: prefetch(loader, "cpu")):
+        torch.manual_seed(4)
+        batches = make(DataLoader(Drawing(), 2, shuffle=True))
+        seen.append([(batch, torch.rand(1)) for _ in range(2) for batch in batches])
+    for (ours, our_draw), (theirs, their_draw) in zip(*seen, strict=True):
+        assert torch.equal(ours, theirs)
+        assert torch.equal(our_draw, their_draw)
+
+
+@pytest.mark.parametrize("ready", [True, False])
+def test_one_batch_is_asked_for_ahead_and_only_if_it_is_ready(ready):
+    source = Counts(ready)
+    batches = OneAhead(source, lambda batch: batch, lambda batch: batch)
+    assert [next(batches) for _ in range(3)] == [1, 2, 3]
+    assert source.asked == (4 if ready else 3)
+    batches.close()
+    assert list(batches) == []
+
+
+def test_an_iterator_can_be_copied_and_its_copy_has_ended():
+    batches = OneAhead(Counts(True), lambda batch: batch, lambda batch: batch)
+    next(batches)
+    assert list(copy.deepcopy(batches)) == list(pickle.loads(pickle.dumps(batches))) == []
+    assert next(batches) == 2
+
+
+# The batches
+
+
+def same(ours, theirs):
+    assert type(ours) is type(theirs)
+    if isinstance(ours, torch.Tensor):
+        assert torch.equal(ours, theirs)
+    elif isinstance(ours, dict):
+        assert list(ours) == list(theirs)
+        for key in ours:
+            same(ours[key], theirs[key])
+    elif isinstance(ours, list | tuple):
+        assert len(ours) == len(theirs)
+        for one, other in zip(ours, theirs, strict=True):
+            same(one, other)
+    elif isinstance(ours, Sample | HasTo):
+        same(vars(ours), vars(theirs))
+    else:
+        assert ours == theirs
+
+
+def nested(leaf):
+    keys = st.sampled_from("abc")
+    return st.one_of(
+        st.lists(leaf, max_size=3),
+        st.lists(leaf, max_size=3).map(tuple),
+        st.dictionaries(keys, leaf, max_size=3),
+        st.dictionaries(keys, leaf, max_size=3).map(OrderedDict),
+        st.dictionaries(keys, leaf, max_size=3).map(lambda d: defaultdict(list, d)),
+        st.tuples(leaf, leaf).map(lambda pair: Pair(*pair)),
+        st.tuples(leaf, leaf).map(lambda pair: Sample(*pair)),
+    )
+
+
+LEAVES = st.one_of(
+    st.integers(0, 9).map(lambda n: torch.full((2,), n)),
+    st.integers(0, 9).map(lambda n: HasTo(torch.full((2,), n))),
+    st.sampled_from([None, "text", b"bytes", 3, 2.5, True]),
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(batch=st.recursive(LEAVES, nested, max_leaves=8))
+def test_structures_are_moved_as_lightning_moves_them(batch):
+    meta = torch.device("meta")
+    for device in (CPU, meta):
+        ours, theirs = move(batch, device), move_data_to_device(batch, device)
+        found = [leaf.value if isinstance(leaf, HasTo) else leaf for leaf in leaves(ours)]
+        assert all(leaf.device == device for leaf in found)
+        if device == CPU:
+            same(ours, theirs)
+
+
+def test_further_structures_are_moved_and_their_tensors_found():
+    meta = torch.device("meta")
+    packed = pack_sequence([torch.ones(3), torch.ones(2)])
+    draws_free = StagedBatch([torch.ones(2)], None, "val")
+    assert move(packed, meta).data.device == meta
+    assert move(Frozen(torch.ones(2)), meta).image.device == meta
+    assert move(draws_free, meta).batch[0].device == meta
+    assert move(draws_free, meta).stage == "val"
+    assert len(list(leaves(packed))) == 2
+    assert len(list(leaves([draws_free, Frozen(torch.ones(1))]))) == 2
+    assert shows_its_memory(torch.ones(2))
+    assert not shows_its_memory(torch.eye(2).to_sparse())
+    assert not shows_its_memory(HasTo(torch.ones(1)))
+
+
+class Images(Dataset):
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, i):
+        generator = torch.Generator().manual_seed(i)
+        image = torch.randint(0, 256, (12, 10, 3), dtype=torch.uint8, generator=generator)
+        return {"image": image.numpy(), "label": i}
+
+
+def recipe():
+    return A.Compose(
+        [A.RandomCrop(8, 8), A.HorizontalFlip(), A.RandomBrightnessContrast(p=0.8), ToTensorV2()]
+    )
+
+
+def images_loader(*, on_device, executor="torch", workers=0):
+    return FastDataLoader(
+        Images(),
+        4,
+        num_workers=workers,
+        seed=3,
+        transform=as_batch_transform(recipe()),
+        on_device=on_device,
+        staged="train" if on_device else None,
+        executor=executor,
+    )
+
+
+@pytest.mark.parametrize("executor", ["torch", "workers", "inline"])
+def test_a_loaders_own_pipeline_is_carried_out_as_albumentations_would(executor):
+    loader = images_loader(on_device=True, executor=executor, workers=2)
+    for make in (lambda: prefetch(loader, "cpu"), lambda: eager(loader)):
+        for _epoch in range(2):
+            plain = images_loader(on_device=False)
+            plain._iterations = loader._iterations
+            for ours, oracle in zip(make(), plain, strict=True):
+                same(ours, oracle)
+
+
+def test_a_second_transform_runs_behind_the_loaders_own():
+    plain = prefetch(images_loader(on_device=True), "cpu")
+    both = prefetch(
+        images_loader(on_device=True), "cpu", lambda b: {**b, "image": b["image"].float() + 0.5}
+    )
+    for ours, first in zip(both, plain, strict=True):
+        assert torch.equal(ours["image"], first["image"].float() + 0.5)
+
+
+def test_a_pipeline_given_to_prefetch_draws_by_sample():
+    loader = DataLoader(Images(), 4, collate_fn=stacked)
+    one, other = (list(prefetch(loader, "cpu", recipe(), seed=seed)) for seed in (1, 1))
+    same(one, other)
+    assert one[0]["image"].shape == (4, 3, 8, 8)
+    third = list(prefetch(loader, "cpu", recipe(), seed=2))
+    assert not all(torch.equal(a["image"], b["image"]) for a, b in zip(one, third, strict=True))
+
+
+def stacked(samples):
+    return {
+        "image": torch.from_numpy(np.stack([s["image"] for s in samples])),
+        "label": torch.tensor([s["label"] for s in samples]),
+    }
+
+
+def noisy(batch):
+    """A transform that draws from every global generator."""
+    return batch + torch.rand(batch.shape) + np.random.rand() + random.random()
+
+
+@settings(max_examples=25, deadline=None)
+@given(count=st.integers(1, 13), size=st.integers(1, 5), epochs=st.integers(1, 3))
+def test_batches_are_bitwise_the_same_ahead_and_not(count, size, epochs):
+    loader = DataLoader(torch.arange(count), size)
+    straight, ahead_of = prefetch(loader, "cpu", noisy), eager(loader, noisy)
+    assert len(straight) == len(ahead_of) == len(loader)
+    epochs_seen = []
+    for _ in range(epochs):
+        ours = []
+        for batch in ahead_of:
+            torch.rand(3)  # the training draws, too
+            ours.append(batch)
+        theirs = list(straight)
+        same(ours, theirs)
+        epochs_seen.append(theirs)
+    for before, after in itertools.pairwise(epochs_seen):
+        assert not torch.equal(before[0], after[0])
+
+
+def test_the_trainings_own_draws_do_not_depend_on_the_transforms():
+    def draws(batches):
+        torch.manual_seed(1)
+        random.seed(1)
+        np.random.seed(1)
+        return [(float(torch.rand(())), random.random(), np.random.rand()) for _ in batches]
+
+    loader = DataLoader(torch.arange(8), 2)
+    assert draws(prefetch(loader, "cpu", noisy)) == draws(eager(loader, noisy)) == draws(loader)
+
+
+# The interface
+
+
+def test_it_stands_for_the_loader_and_passes_the_epoch_on():
+    sampler = DistributedSampler(torch.arange(8), 2, 0, seed=1)
+    loader = DataLoader(torch.arange(8), 2, sampler=sampler)
+    batches = prefetch(loader, "cpu", noisy)
+    assert batches.dataset is loader.dataset
+    assert batches.batch_size == 2
+    batches.set_epoch(5)
+    assert sampler.epoch == 5
+    first = list(batches)
+    assert not torch.equal(first[0], next(iter(batches)))
+    batches.set_epoch(5)
+    same(first, list(batches))
+    with pytest.raises(AttributeError):
+        _ = batches.no_such_thing
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(torch.arange(5))
+
+
+def test_loaders_without_a_length_have_none_here():
+    batches = prefetch(DataLoader(Stream(), 2), "cpu")
+    assert [batch.tolist() for batch in batches] == [[0, 1], [2, 3], [4]]
+    with pytest.raises(TypeError):
+        len(batches)
+    assert [batch.tolist() for batch in prefetch(iter([torch.ones(1)]), "cpu")] == [[1.0]]
+
+
+def test_bad_arguments_are_refused():
+    with pytest.raises(OptionsError, match="cannot be iterated"):
+        prefetch(3, "cpu")
+    with pytest.raises(TransformError):
+        prefetch([], "cpu", "flip")
+
+
+def test_the_simulated_host_memory_is_overwritten_when_it_is_let_go():
+    device = VirtualDevice()
+    memory = np.full(3, 7)
+    tensor = VirtualTensor(device, memory)
+    del tensor
+    assert memory.tolist() == [-12345] * 3

@@ -1,0 +1,369 @@
+"""Moving batches beside the computing changes when they move, and nothing else."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+
+os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
+
+import albumentations as A
+import pytest
+import torch
+from albumentations.pytorch import ToTensorV2
+from conformance.pieces import Images, Linear, Rows, make_trainer
+from lightning.fabric import Fabric
+from lightning.pytorch import seed_everything
+from loading.virtual_device import HostStreams
+from torch import nn
+
+from lightning_fastdata import (
+    DataThroughputCallback,
+    FastDataLoader,
+    FastDataModule,
+    LoaderOptions,
+    prefetch,
+)
+from lightning_fastdata.errors import FastDataWarning, OptionsError
+from lightning_fastdata.plugin.prefetching import choose_prefetch
+
+torch.set_num_threads(1)
+WAYS = ("off", "stream", "lookahead")
+
+
+class Data(FastDataModule):
+    """Data on a CPU that has streams like a GPU."""
+
+    streams = None
+
+    def device_streams(self, device):
+        self.streams = HostStreams()
+        return self.streams
+
+
+class Learns(Linear):
+    """Learns on rows or images, draws while it trains, and remembers what it saw."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = None  # of the parent, not used here
+        self.scale = nn.Parameter(torch.ones(()))
+        self.losses = []
+
+    def _step(self, stage, batch):
+        parts = batch.values() if isinstance(batch, dict) else [batch]
+        x = [p[0] if isinstance(p, list | tuple) else p for p in parts]
+        self.seen[stage].append([one.detach().clone() for one in x])
+        total = sum(one.float().mean() for one in x)
+        loss = (self.scale.float() * (1 + nn.functional.dropout(total))).pow(2) * 1e-3
+        self.losses.append(loss.detach())
+        return loss
+
+
+class Stacked(Rows):
+    """Rows of double precision, which Lightning converts."""
+
+    def __getitem__(self, i):
+        return torch.full((4,), float(i), dtype=torch.float64), i
+
+
+def noise(batch):
+    """Draws from the generator that the model's dropout draws from."""
+    return [batch[0] + torch.rand(batch[0].shape), batch[1]]
+
+
+def rows(way, executor="torch", workers=0, **about):
+    options = LoaderOptions(num_workers=workers, executor=executor, timeout_s=60)
+    module = Data.from_datasets(
+        Stacked(20), Stacked(8), Rows(8), Rows(6), 4, options=options, prefetch=way, **about
+    )
+    module.register_transform(noise)
+    return module
+
+
+def pictures(way, executor="torch", workers=0):
+    augment = A.Compose([A.RandomCrop(8, 8), A.RandomBrightnessContrast(p=0.8), ToTensorV2()])
+    options = LoaderOptions(num_workers=workers, executor=executor, timeout_s=60)
+    module = Data.from_datasets(
+        Images(16),
+        Images(8),
+        batch_size=4,
+        augment={"train": augment, "val": A.Compose([A.CenterCrop(8, 8), ToTensorV2()])},
+        augment_on="gpu",
+        options=options,
+        prefetch=way,
+        seed=2,
+    )
+    module.register_transform(lambda b: [b[0].float() + torch.rand(()), b[1]])
+    return module
+
+
+def several(way, executor="torch", workers=0):
+    data = {"one": Rows(12), "other": Stacked(20)}
+    return Data.from_datasets(data, None, batch_size=4, prefetch=way)
+
+
+def trained(tmp_path, module, model=None, **about):
+    seed_everything(7, verbose=False)
+    model = Learns() if model is None else model
+    trainer = make_trainer(tmp_path, max_epochs=2, **about)
+    trainer.fit(model, datamodule=module)
+    return model
+
+
+def assert_same(ours, theirs):
+    for stage, batches in ours.seen.items():
+        assert len(batches) == len(theirs.seen[stage])
+        for one, other in zip(batches, theirs.seen[stage], strict=True):
+            for x, y in zip(one, other, strict=True):
+                assert x.dtype == y.dtype
+                assert torch.equal(x, y)
+    assert torch.equal(torch.stack(ours.losses), torch.stack(theirs.losses))
+    assert torch.equal(ours.scale, theirs.scale)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+@pytest.mark.parametrize("make", [rows, pictures, several])
+def test_row_44_a_training_is_bitwise_the_same_whatever_the_prefetching(tmp_path, make, precision):
+    expected = trained(tmp_path, make("off"), precision=precision)
+    assert len(expected.seen["train"]) >= 6
+    for way in WAYS[1:]:
+        module = make(way)
+        assert_same(trained(tmp_path, module, precision=precision), expected)
+        assert module._prefetching.choice.how == way
+        assert module.streams.sent >= len(expected.seen["train"])
+        assert module.streams.landed
+
+
+@pytest.mark.parametrize("executor", ["torch", "workers"])
+@pytest.mark.parametrize("make", [rows, pictures])
+def test_row_44_also_with_workers(tmp_path, make, executor):
+    expected = trained(tmp_path, make("off", executor, workers=2))
+    for way in WAYS[1:]:
+        assert_same(trained(tmp_path, make(way, executor, workers=2)), expected)
+
+
+class Draws(Rows):
+    """Rows with noise of their own, drawn where they are read."""
+
+    def __getitem__(self, i):
+        return torch.full((4,), float(i)) + torch.rand(4), i
+
+
+@pytest.mark.parametrize("executor", ["torch", "inline"])
+def test_row_44_also_where_the_training_process_reads_what_draws(tmp_path, executor):
+    found = []
+    for way in WAYS:
+        module = Data.from_datasets(
+            Draws(20), Draws(8), batch_size=4, prefetch=way,
+            options=LoaderOptions(num_workers=0, executor=executor),
+        )  # fmt: skip
+        found.append(trained(tmp_path, module))
+    for other in found[1:]:
+        assert_same(other, found[0])
+
+
+def test_other_stages_are_the_same_too(tmp_path):
+    found = []
+    for way in WAYS:
+        seed_everything(7, verbose=False)
+        module, model = rows(way), Learns()
+        trainer = make_trainer(tmp_path)
+        trainer.validate(model, datamodule=module, verbose=False)
+        trainer.test(model, datamodule=module, verbose=False)
+        trainer.predict(model, datamodule=module)
+        assert [len(model.seen[stage]) for stage in ("val", "test", "predict")] == [2, 2, 2]
+        found.append(model)
+    for other in found[1:]:
+        assert_same(other, found[0])
+
+
+class Writes(Learns):
+    """Writes what a rank has seen."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.path = path
+
+    def on_train_end(self):
+        sent = self.trainer.datamodule.streams.sent if self.trainer.datamodule.streams else 0
+        how = self.trainer.datamodule._prefetching.choice.how
+        torch.save((self.seen["train"], self.losses, how, sent), self.path / f"{self.global_rank}")
+
+
+def test_on_several_ranks_auto_looks_ahead_and_each_rank_sees_the_same(tmp_path):
+    found = {}
+    for way in ("off", "auto"):
+        path = tmp_path / way
+        path.mkdir()
+        module = rows(way)
+        trained(path, module, Writes(path), strategy="ddp_fork", devices=2, limit_val_batches=0)
+        found[way] = [torch.load(path / f"{rank}", weights_only=False) for rank in range(2)]
+    for plain, ahead in zip(found["off"], found["auto"], strict=True):
+        assert plain[2:] == ("off", 0)
+        assert ahead[2] == "lookahead"
+        assert ahead[3] == len(plain[0]) == 6
+        assert all(torch.equal(x, y) for [x], [y] in zip(plain[0], ahead[0], strict=True))
+        assert torch.equal(torch.stack(plain[1]), torch.stack(ahead[1]))
+    assert not torch.equal(found["auto"][0][0][0][0], found["auto"][1][0][0][0])
+
+
+class BeforeAndAfter(Learns):
+    """Has hooks that look at the state of the training."""
+
+    def on_before_batch_transfer(self, batch, dataloader_idx):
+        return [batch[0] + self.trainer.global_step, batch[1]]
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        return [batch[0] * 2, batch[1]]
+
+
+class MovesItself(Learns):
+    def transfer_batch_to_device(self, batch, device, dataloader_idx):
+        return [batch[0].to(device) + 1, batch[1].to(device)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "becomes"),
+    [
+        (BeforeAndAfter, {"stream": "stream", "lookahead": "stream"}),
+        (MovesItself, {"stream": "off", "lookahead": "off"}),
+    ],
+)
+def test_hooks_of_the_module_see_what_they_would_see(tmp_path, kind, becomes):
+    expected = trained(tmp_path, rows("off"), kind())
+    for way in WAYS[1:]:
+        module = rows(way)
+        if becomes[way] == way:
+            ours = trained(tmp_path, module, kind())
+        else:
+            with pytest.warns(FastDataWarning, match=f"became '{becomes[way]}'"):
+                ours = trained(tmp_path, module, kind())
+        assert_same(ours, expected)
+        assert module._prefetching.choice.how == becomes[way]
+
+
+def test_a_hook_that_only_follows_the_transfer_is_no_reason_against_looking_ahead(tmp_path):
+    class After(Learns):
+        def on_after_batch_transfer(self, batch, dataloader_idx):
+            return [batch[0] * 2 + self.trainer.global_step, batch[1]]
+
+    expected = trained(tmp_path, rows("off"), After())
+    module = rows("lookahead")
+    assert_same(trained(tmp_path, module, After()), expected)
+    assert module._prefetching.choice.how == "lookahead"
+
+
+def test_hooks_of_a_data_module_see_what_they_would_see(tmp_path):
+    class Own(Data):
+        def on_before_batch_transfer(self, batch, dataloader_idx):
+            batch = super().on_before_batch_transfer(batch, dataloader_idx)
+            return [batch[0] + self.trainer.global_step, batch[1]]
+
+    def module(way):
+        return Own.from_datasets(Stacked(20), None, batch_size=4, prefetch=way)
+
+    expected = trained(tmp_path, module("off"))
+    assert_same(trained(tmp_path, module("stream")), expected)
+    with pytest.warns(FastDataWarning, match="became 'stream'"):
+        assert_same(trained(tmp_path, module("lookahead")), expected)
+
+
+def test_limits_measuring_and_copies_go_on_as_before(tmp_path):
+    class Copies(Learns):
+        def training_step(self, batch, batch_idx):
+            if batch_idx == 1:
+                copy.deepcopy(self.trainer.train_dataloader)
+                pickle.dumps(self.trainer.datamodule._prefetching)
+            return super().training_step(batch, batch_idx)
+
+    found = []
+    for way in WAYS:
+        callback = DataThroughputCallback(summary=False, report=False)
+        module = rows(way)
+        model = trained(tmp_path, module, Copies(), limit_train_batches=3, callbacks=[callback])
+        assert callback.report.stages[0].steps == 6
+        copy.deepcopy(module)
+        found.append(model)
+    for other in found[1:]:
+        assert_same(other, found[0])
+
+
+class Breaks(Rows):
+    def __getitem__(self, i):
+        if i == 9:
+            raise KeyError("sample 9")
+        return super().__getitem__(i)
+
+
+def test_an_error_comes_at_its_own_step(tmp_path):
+    for way in WAYS:
+        module = Data.from_datasets(Breaks(20), None, batch_size=4, prefetch=way)
+        model = Learns()
+        with pytest.raises(KeyError):
+            trained(tmp_path, module, model, overfit_batches=5)
+        assert len(model.seen["train"]) == 2
+
+
+def test_without_streams_nothing_changes_and_explain_says_so(tmp_path):
+    expected = trained(tmp_path, rows("off"))
+    for way in ("auto", *WAYS[1:]):
+        module = FastDataModule.from_datasets(
+            Stacked(20), Stacked(8), batch_size=4, options=LoaderOptions(num_workers=0),
+            prefetch=way,
+        )  # fmt: skip
+        module.register_transform(noise)
+        assert_same(trained(tmp_path, module), expected)
+        assert "prefetch  off  only CUDA devices" in module.explain()
+
+
+@pytest.mark.parametrize(
+    ("asked", "about", "how"),
+    [
+        ("off", {}, "off"),
+        ("auto", {}, "stream"),
+        ("auto", {"ranks": 2}, "lookahead"),
+        ("auto", {"precision": "16-mixed"}, "lookahead"),
+        ("auto", {"precision": "bf16-mixed"}, "stream"),
+        ("auto", {"has_streams": False}, "off"),
+        ("lookahead", {"has_streams": False}, "off"),
+        ("stream", {"ranks": 2}, "stream"),
+        ("lookahead", {}, "lookahead"),
+        ("auto", {"ranks": 2, "hooks": {"on_before_batch_transfer"}}, "stream"),
+        ("auto", {"ranks": 2, "hooks": {"transfer_batch_to_device"}}, "stream"),
+        ("auto", {"ranks": 2, "hooks_of_module": {"on_after_batch_transfer"}}, "lookahead"),
+        ("auto", {"hooks_of_module": {"transfer_batch_to_device"}}, "off"),
+    ],
+)
+def test_the_way_that_is_chosen(asked, about, how):
+    given = {"has_streams": True, "ranks": 1, "precision": "32-true", **about}
+    choice = choose_prefetch(asked, **given)
+    assert choice.how == how
+    assert choice.why
+    assert choice.refused == (asked not in ("auto", "off", how) and given["has_streams"])
+
+
+def test_an_unknown_way_is_refused():
+    with pytest.raises(OptionsError, match="lookahead"):
+        FastDataModule(prefetch="ahead")
+
+
+def test_fabric_takes_our_loader_and_what_prefetch_makes_of_it():
+    fabric = Fabric(accelerator="cpu", devices=1)
+
+    def loader():
+        return FastDataLoader(Stacked(20), 4, shuffle=True, seed=1, num_workers=0)
+
+    torch.manual_seed(3)
+    plain = [[x.clone() for x in batch] for batch in loader()]
+    torch.manual_seed(3)
+    ready = fabric.setup_dataloaders(loader())
+    through = [[x.clone() for x in batch] for batch in ready]
+    torch.manual_seed(3)
+    ready = fabric.setup_dataloaders(loader(), move_to_device=False)
+    ahead = list(prefetch(ready, fabric.device, streams=lambda _: HostStreams()))
+    assert len(plain) == len(through) == len(ahead) == 5
+    for one, other, third in zip(plain, through, ahead, strict=True):
+        assert all(map(torch.equal, one, other))
+        assert all(map(torch.equal, one, third))
