@@ -69,16 +69,24 @@ def reseed(composes: Sequence[Any], key: SampleKey) -> None:
 def find_composes(obj: object) -> tuple[Any, ...]:
     """Return the top-level Albumentations pipelines that a dataset holds, in a fixed order.
 
+    Never imports Albumentations: where nobody has, there is no pipeline to find.
+    """
+    return find_instances(obj, loaded_classes("albumentations", "BaseCompose", "BasicTransform"))
+
+
+def loaded_classes(module: str, *names: str) -> tuple[type, ...]:
+    """Return the classes of these names that a module has, if somebody has imported it."""
+    owner = sys.modules.get(module)
+    return tuple(kind for name in names if isinstance(kind := getattr(owner, name, None), type))
+
+
+def find_instances(obj: object, kinds: tuple[type, ...]) -> tuple[Any, ...]:
+    """Return what a dataset holds of some classes, in a fixed order, without what that holds.
+
     Looks through attributes, lists, tuples, dicts (first 256 items, 8 levels deep), wrapped
     datasets (``Subset``, ``ConcatDataset``), bound methods, ``functools.partial`` and the closures
-    of functions. Never imports Albumentations: where nobody has, there is no pipeline to find.
+    of functions.
     """
-    albumentations = sys.modules.get("albumentations")
-    kinds = tuple(
-        kind
-        for name in ("BaseCompose", "BasicTransform")
-        if isinstance(kind := getattr(albumentations, name, None), type)
-    )
     if not kinds:
         return ()
     found: list[Any] = []

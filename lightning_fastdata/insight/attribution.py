@@ -38,6 +38,8 @@ class WaitParts:
     """One sample took several times as long as the others."""
     collate_ms: float = 0.0
     """Samples were collated, or written into the batch."""
+    pin_ms: float = 0.0
+    """The batch was copied into page-locked memory."""
     handover_ms: float = 0.0
     """The batch was complete and on its way to the training process."""
     idle_ms: float = 0.0
@@ -61,6 +63,10 @@ class WaitParts:
         return {f.name.removesuffix("_ms"): getattr(self, f.name) / total for f in fields(self)}
 
 
+_PARTS: Final = fields(WaitParts)
+_CPU, _RUNQUEUE, _BLOCKED, _READ, _SLOW, _COLLATE, _PIN, _HANDOVER, _IDLE = range(len(_PARTS))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlowSample:
     """A sample that held up its batch."""
@@ -71,6 +77,8 @@ class SlowSample:
     """How long it took."""
     typical_ms: float
     """How long samples take as a rule."""
+    path: str | None = None
+    """Its file, if the dataset tells."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,71 +107,84 @@ class WaitCutter:
 
     def cut(self, batch: BatchStamps) -> Wait:
         """Return where the wait for a batch went."""
-        for task in batch.tasks:
-            kept = self._threads.setdefault((task.process, task.thread), deque(maxlen=_KEPT_TASKS))
-            kept.append(task)
-        parts, slow = self._parts(batch)
-        self._learn(batch.tasks)
-        return Wait(
-            parts=parts,
-            overtaken=batch.ready_ahead > 0,
-            slow_sample=slow if parts.slow_sample_ms else None,
+        typical_ms = self.typical_sample_ms or 0.0
+        ns, slowest = self.cut_ns(batch)
+        slow = None
+        if slowest is not None:
+            slow = SlowSample(
+                index=slowest.slowest_index,
+                ms=slowest.slowest_ns / _NS_PER_MS,
+                typical_ms=typical_ms,
+            )
+        parts = WaitParts(
+            **{part.name: value / _NS_PER_MS for part, value in zip(_PARTS, ns, strict=True)}
         )
+        return Wait(parts=parts, overtaken=batch.ready_ahead > 0, slow_sample=slow)
 
-    def _parts(self, batch: BatchStamps) -> tuple[WaitParts, SlowSample | None]:
+    def cut_ns(self, batch: BatchStamps) -> tuple[list[float], TaskStamps | None]:
+        """Return where the wait for a batch went, at a third of the price of :meth:`cut`.
+
+        Returns:
+            The parts in nanoseconds, in the order of the fields of :class:`WaitParts`, and the task
+            of the slow sample that held up the batch, if one did.
+        """
+        ns = [0.0] * len(_PARTS)
         start, end = batch.requested_ns, batch.delivered_ns
-        if not batch.tasks:
-            return WaitParts(idle_ms=(end - start) / _NS_PER_MS), None
-        last = max(batch.tasks, key=lambda task: task.ended_ns)
+        tasks = batch.tasks
+        if not tasks:
+            ns[_IDLE] = end - start
+            return ns, None
+        for task in tasks:
+            thread = task.process, task.thread
+            kept = self._threads.get(thread)
+            if kept is None:
+                kept = self._threads[thread] = deque(maxlen=_KEPT_TASKS)
+            kept.append(task)
+        last = tasks[0] if len(tasks) == 1 else max(tasks, key=_end_of)
         made = min(max(last.ended_ns, start), end)
-        parts = WaitParts(handover_ms=(end - made) / _NS_PER_MS)
-        covered = 0
+        if batch.pinned_ns is not None:
+            pin_began_ns, pin_ended_ns = batch.pinned_ns
+            ns[_PIN] = max(0, min(pin_ended_ns, end) - max(pin_began_ns, made))
+        idle = made - start
         worst: TaskStamps | None = None
-        for task in self._threads[last.process, last.thread]:
+        for task in reversed(self._threads[last.process, last.thread]):
             overlap = min(task.ended_ns, made) - max(task.began_ns, start)
             if overlap > 0:
-                covered += overlap
-                parts += self._work(task, overlap)
+                idle -= overlap
+                self._work(task, overlap, ns)
                 if worst is None or task.slowest_ns > worst.slowest_ns:
                     worst = task
-        idle = max(0, made - start - covered)
-        slow = None
-        if worst is not None:
-            slow = SlowSample(
-                index=worst.slowest_index,
-                ms=worst.slowest_ns / _NS_PER_MS,
-                typical_ms=(self._typical_ns or 0.0) / _NS_PER_MS,
-            )
-        return parts + WaitParts(idle_ms=idle / _NS_PER_MS), slow
+            elif task.ended_ns <= start:
+                break
+        ns[_HANDOVER] += end - made - ns[_PIN]
+        ns[_IDLE] = max(0, idle)
+        self._learn(tasks)
+        return ns, worst if ns[_SLOW] else None
 
-    def _work(self, task: TaskStamps, overlap_ns: float) -> WaitParts:
+    def _work(self, task: TaskStamps, overlap_ns: float, ns: list[float]) -> None:
+        """Add the time of a task that overlaps a wait to the parts it belongs to."""
         length = max(1, task.ended_ns - task.began_ns)
-        slow = min(overlap_ns, self._excess_ns(task))
+        excess = self._excess_ns(task)
+        slow = min(overlap_ns, excess)
         rest = overlap_ns - slow
-        usual = max(1.0, length - self._excess_ns(task))
-        read = rest * min(1.0, max(0.0, task.read_ns - self._excess_ns(task)) / usual)
+        usual = max(1.0, length - excess)
+        read = rest * min(1.0, max(0.0, task.read_ns - excess) / usual)
         collate = min(rest - read, rest * task.collate_ns / usual)
-        other = rest - read - collate
-        cpu = runqueue = blocked = 0.0
-        unknown = read
-        if task.cpu_ns is not None and task.runqueue_ns is not None:
-            unknown = 0.0
+        if task.cpu_ns is None or task.runqueue_ns is None:
+            ns[_READ] += read
+        else:
             # Collation hardly blocks; what the thread waited for, it waited for while it read.
             waited = max(0, length - task.cpu_ns)
             busy = max(0.0, task.read_ns - waited)
             whole = max(1.0, busy + waited)
             runqueue = read * min(task.runqueue_ns, waited) / whole
             blocked = read * max(0, waited - task.runqueue_ns) / whole
-            cpu = read - runqueue - blocked
-        return WaitParts(
-            read_cpu_ms=cpu / _NS_PER_MS,
-            read_runqueue_ms=runqueue / _NS_PER_MS,
-            read_blocked_ms=blocked / _NS_PER_MS,
-            read_ms=unknown / _NS_PER_MS,
-            slow_sample_ms=slow / _NS_PER_MS,
-            collate_ms=collate / _NS_PER_MS,
-            handover_ms=other / _NS_PER_MS,
-        )
+            ns[_CPU] += read - runqueue - blocked
+            ns[_RUNQUEUE] += runqueue
+            ns[_BLOCKED] += blocked
+        ns[_SLOW] += slow
+        ns[_COLLATE] += collate
+        ns[_HANDOVER] += rest - read - collate
 
     def _excess_ns(self, task: TaskStamps) -> float:
         typical = self._typical_ns
@@ -188,3 +209,7 @@ class WaitCutter:
             else:
                 # One slow sample alone in its task says little about the others.
                 self._typical_ns = known * (1 + _TYPICAL_WEIGHT)
+
+
+def _end_of(task: TaskStamps) -> int:
+    return task.ended_ns

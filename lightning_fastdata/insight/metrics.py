@@ -16,6 +16,8 @@ from lightning_fastdata.errors import OptionsError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from lightning_fastdata.insight.causes import WaitCauses
+
 Columns: TypeAlias = Mapping[str, npt.NDArray[np.float64]]
 """Field name of `StepTiming` -> one float64 per step, oldest first; NaN = not measured."""
 
@@ -104,6 +106,8 @@ class StageSummary:
     """The same with the stall taken away: the most that faster data can give."""
     dropped_steps: int = 0
     """Steps whose device figures were given up because the device lagged too far behind."""
+    causes: WaitCauses | None = None
+    """Why batches were late; None where no loader of this package took stamps."""
 
     @property
     def stall_share(self) -> float | None:
@@ -188,12 +192,7 @@ class StepHistory:
         return {name: rows[:, i].copy() for i, name in enumerate(_COLUMNS)}
 
     def summarize(
-        self,
-        stage: str,
-        *,
-        duration_s: float,
-        device: str = "cpu",
-        dropped_steps: int = 0,
+        self, stage: str, *, duration_s: float, device: str = "cpu", dropped_steps: int = 0
     ) -> StageSummary:
         """Return where all steps so far went.
 
@@ -228,6 +227,7 @@ class StepHistory:
                 _per_second(measured, free_total) if phases["stall"] else None
             ),
             dropped_steps=dropped_steps,
+            causes=None,
             **phases,
         )
 

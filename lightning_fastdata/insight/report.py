@@ -11,6 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from lightning_fastdata.insight.causes import cause_lines
+from lightning_fastdata.insight.verdict import STALL_LOW
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
@@ -19,8 +22,8 @@ if TYPE_CHECKING:
     from lightning_fastdata.insight.metrics import StageSummary
     from lightning_fastdata.insight.verdict import Verdict
 
-SCHEMA_VERSION = 1
-"""Raised when a field of the JSON report changes its meaning or goes away."""
+SCHEMA_VERSION = 2
+"""Raised when the form of the JSON report changes; 2 added ``causes`` to the stages."""
 
 PHASE_COLORS = {"wait": "red", "transfer": "cyan", "augment": "magenta", "compute": "green"}
 _KIND_COLORS = {
@@ -108,6 +111,7 @@ class RunReport:
             lines += _throughput_line(first)
         if self.verdict is not None:
             lines += _words("why", "; ".join(self.verdict.evidence), width, "")
+            lines += _cause_lines(self.stages, width)
             lines += _words("try", self.verdict.next_step, width, "")
             skip = " ".join(filter(None, (self.verdict.leave_alone, f"[{self.verdict.code}]")))
             lines += _words("skip" if self.verdict.leave_alone else "", skip, width, "dim")
@@ -248,6 +252,15 @@ def _throughput_line(stage: StageSummary) -> Iterable[_Line]:
         line += [("  ·  ", "dim"), (f"{free:.0f} if data were free", "")]
         line += [("  ·  ", "dim"), (f"{speedup:.2f}x to gain", "bold")]
     return [line]
+
+
+def _cause_lines(stages: tuple[StageSummary, ...], width: int) -> Iterable[_Line]:
+    """Return why the batches of the first stage were late, if that cost it anything."""
+    first = stages[0] if stages else None
+    if first is None or first.causes is None or (first.stall_share or 0.0) < STALL_LOW:
+        return
+    for line in cause_lines(first.causes):
+        yield from _words("", line, width, "")
 
 
 def _stage_line(stage: StageSummary) -> str:

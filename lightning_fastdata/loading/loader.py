@@ -32,6 +32,13 @@ from lightning_fastdata.loading.keyed import fetches_in_batches, keyed, tell_epo
 from lightning_fastdata.loading.order import epoch_order
 from lightning_fastdata.loading.resident import ResidentBatches, device_of
 from lightning_fastdata.loading.sampled import index_batches
+from lightning_fastdata.loading.stamped import (
+    Ledger,
+    OpenedEnvelopes,
+    ShowDataset,
+    stampable,
+    stamped,
+)
 from lightning_fastdata.loading.worker_count import look_ahead_batches
 from lightning_fastdata.loading.worker_start import WorkerStart
 
@@ -203,6 +210,7 @@ class FastDataLoader(DataLoader[Any]):
         self._epoch_cell = EpochCell()
         self._iterations = 0
         self._records: deque[BatchStamps] | None = None
+        self._ledger = Ledger()
 
     def check_worker_number_rationality(self) -> None:
         """Warn of more workers than CPUs, unless the engine has them, which may well wait."""
@@ -235,7 +243,10 @@ class FastDataLoader(DataLoader[Any]):
         if self._told and isinstance(inner, DataLoader):
             with contextlib.suppress(TypeError):
                 len(inner)  # a stream that gives more than was told is warned of
-        batches = iter(inner)
+        batches: Any = iter(inner)
+        if isinstance(inner, DataLoader) and self._takes_stamps:
+            self._ledger.records = self._records
+            batches = OpenedEnvelopes(batches, self._ledger)
         return batches if self.ahead is None else self.ahead(batches)
 
     def _keep(self, inner: DataLoader[Any] | Engine | ResidentBatches | None) -> None:
@@ -246,11 +257,28 @@ class FastDataLoader(DataLoader[Any]):
     def record_stamps(self, records: deque[BatchStamps] | None) -> None:
         """Append the stamps of each batch that is delivered from now on; None: no more.
 
-        torch's own executor takes none.
+        Torch's own executor begins and ends it with the next iteration. It takes no stamps of
+        iterable DataPipes.
         """
-        vars(self)["_records"] = records
+        # Lightning carries over what is set in a data hook if it makes the loader anew.
+        self._records = records
+        self._ledger.records = records
         if isinstance(self._inner, Engine):
             self._inner.record(records)
+
+    @property
+    def records(self) -> deque[BatchStamps] | None:
+        """Where the stamps of delivered batches go; None: no stamps are taken."""
+        return self._records
+
+    @property
+    def _by_torch(self) -> bool:
+        pipe = isinstance(self.dataset, IterDataPipe | MapDataPipe)
+        return self.device_resident is False and (self.executor == "torch" or pipe)
+
+    @property
+    def _takes_stamps(self) -> bool:
+        return self._records is not None and self._by_torch and stampable(self.dataset)
 
     def close(self) -> None:
         """Stop the workers; the next iteration starts new ones."""
@@ -260,7 +288,8 @@ class FastDataLoader(DataLoader[Any]):
 
     def __getstate__(self) -> dict[str, Any]:
         # Worker processes belong to one loader; a copy starts its own.
-        return {**self.__dict__, "_inner": None, "_inner_settings": (), "_records": None}
+        own = {"_inner": None, "_inner_settings": (), "_records": None, "_ledger": Ledger()}
+        return {**self.__dict__, **own}
 
     # torch keeps persistent workers under this name and Lightning stops them through it.
     @property
@@ -290,6 +319,7 @@ class FastDataLoader(DataLoader[Any]):
             self.staged,
             self.multiprocessing_context,
             self.executor,
+            self._takes_stamps,
         )
         inner = self._inner
         if inner is None or self._inner_settings != settings:
@@ -302,7 +332,8 @@ class FastDataLoader(DataLoader[Any]):
         if self.num_workers == 0:
             return self.worker_init_fn
         strategy = torch.multiprocessing.get_sharing_strategy()  # type: ignore[no-untyped-call]
-        return WorkerStart(strategy, self.worker_nice, self.worker_init_fn)
+        then = ShowDataset(self.worker_init_fn) if self._takes_stamps else self.worker_init_fn
+        return WorkerStart(strategy, self.worker_nice, then)
 
     def _make_inner(self) -> DataLoader[Any] | Engine | ResidentBatches:
         worker_part = None
@@ -312,10 +343,8 @@ class FastDataLoader(DataLoader[Any]):
         if collate_fn is default_collate:
             collate_fn = collate_samples
         streamed = isinstance(self.dataset, IterableDataset)
-        pipe = isinstance(self.dataset, IterDataPipe | MapDataPipe)
-        engine = self.executor != "torch" and not pipe
         staged = self.staged
-        if (engine or self.device_resident is not False) and worker_part is None:
+        if not self._by_torch and worker_part is None:
             staged = None  # the engine stages what has no draws, and may so collate in place
         if staged is not None:
             collate_fn = StagingCollate(collate_fn, worker_part, staged)
@@ -331,8 +360,10 @@ class FastDataLoader(DataLoader[Any]):
                 staged=self.staged,
                 generator=self.generator,
             )
-        if engine:
+        if not self._by_torch:
             return self._make_engine(dataset, collate_fn, streamed=streamed)
+        if self._takes_stamps:
+            dataset, collate_fn = stamped(dataset, collate_fn)
         order: dict[str, Any]
         if streamed:
             order = {"batch_size": self.batch_size, "drop_last": self.drop_last}

@@ -7,7 +7,11 @@ from __future__ import annotations
 
 import os
 import time
-from typing import Any, NamedTuple
+import weakref
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+if TYPE_CHECKING:
+    from lightning_fastdata.loading.operations import OperationTime, OperationWatch
 
 
 class TaskStamps(NamedTuple):
@@ -22,9 +26,9 @@ class TaskStamps(NamedTuple):
     ended_ns: int
     """When it had finished."""
     cpu_ns: int | None
-    """Time on a CPU; None where the kernel does not tell."""
+    """Time on a CPU; None where the kernel does not tell, or the task was too short to ask."""
     runqueue_ns: int | None
-    """Time ready to run while other threads had the CPUs; None where the kernel does not tell."""
+    """Time ready to run while other threads had the CPUs; None as above."""
     samples: int
     """Samples read."""
     read_ns: int
@@ -34,7 +38,10 @@ class TaskStamps(NamedTuple):
     slowest_ns: int
     """Time of the sample that took longest; 0 where samples are not read one at a time."""
     slowest_index: Any
-    """Its index in the dataset."""
+    """Its index in the dataset; of an iterable dataset its place in the stream, from 0."""
+    operations: tuple[OperationTime, ...] | None = None
+    """What the operations inside the dataset's compositions took; None where they were not timed,
+    which most tasks are not."""
 
 
 class BatchStamps(NamedTuple):
@@ -52,29 +59,59 @@ class BatchStamps(NamedTuple):
     """What was done for it, in the order in which it ended."""
     ready_ahead: int
     """Later batches that were complete when it was asked for."""
+    first: bool = False
+    """It was the first batch of its epoch."""
+    pinned_ns: tuple[int, int] | None = None
+    """When its copy into page-locked memory began and ended; None where torch makes none."""
+
+    @classmethod
+    def of_caller(
+        cls, number: int, requested_ns: int, task: TaskStamps, *, first: bool
+    ) -> BatchStamps:
+        """Return the stamps of a batch that was made in one task by whoever asked for it."""
+        return cls(number, task.samples, requested_ns, task.ended_ns, (task,), 0, first)
+
+
+_WORTH_ASKING_NS: Final = 200_000
+"""The kernel's answer costs some microseconds, which a thread with shorter tasks is spared."""
 
 
 class TaskWatch:
-    """Takes the stamps of the tasks of one thread, in that thread."""
+    """Takes the stamps of the tasks of one thread, in that thread.
 
-    def __init__(self, process: int, thread: int) -> None:
+    Args:
+        process: Number of the side process; -1 for the training process itself.
+        thread: Number of the thread in it.
+        operations: Times the operations of some tasks; shared by the threads of a process.
+    """
+
+    def __init__(self, process: int, thread: int, operations: OperationWatch | None = None) -> None:
         self._process = process
         self._thread = thread
+        self._operations = operations
         try:
             self._schedstat: int | None = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
+            weakref.finalize(self, os.close, self._schedstat)
         except OSError:
             self._schedstat = None
-        self.begin()
+        self._long = True
+        self._clear()
 
-    def begin(self) -> None:
-        """Start a task."""
+    def _clear(self) -> None:
         self._began_ns = time.monotonic_ns()
-        self._scheduled = self._read()
+        self._scheduled = self._read() if self._long else None
+        self._timed: tuple[OperationTime, ...] | None = None
         self.samples = 0
         self.read_ns = 0
         self.collate_ns = 0
         self.slowest_ns = 0
         self.slowest_index: Any = None
+
+    def begin(self) -> None:
+        """Start a task."""
+        if self._operations is not None:
+            self._operations.begin()
+        self._clear()
 
     def read(self, index: Any, began_ns: int, samples: int = 1) -> None:
         """Note a sample, or several in one call, whose reading began then and has ended."""
@@ -88,18 +125,25 @@ class TaskWatch:
         """Note collation that began then and has ended."""
         self.collate_ns += time.monotonic_ns() - began_ns
 
+    def all_read(self) -> None:
+        """Note that no sample will follow, so that the dataset is as it was from here on."""
+        if self._operations is not None:
+            self._timed = self._operations.end() or self._timed
+
     def end(self) -> TaskStamps:
-        """Return the stamps of the task."""
-        scheduled = self._read()
+        """Return the stamps of the task; to be called for a task that failed, too."""
+        self.all_read()
         cpu = runqueue = None
-        if scheduled is not None and self._scheduled is not None:
+        if self._scheduled is not None and (scheduled := self._read()) is not None:
             cpu = scheduled[0] - self._scheduled[0]
             runqueue = scheduled[1] - self._scheduled[1]
+        ended_ns = time.monotonic_ns()
+        self._long = ended_ns - self._began_ns > _WORTH_ASKING_NS
         return TaskStamps(
             self._process,
             self._thread,
             self._began_ns,
-            time.monotonic_ns(),
+            ended_ns,
             cpu,
             runqueue,
             self.samples,
@@ -107,6 +151,7 @@ class TaskWatch:
             self.collate_ns,
             self.slowest_ns,
             self.slowest_index,
+            self._timed,
         )
 
     def _read(self) -> tuple[int, int] | None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from lightning_fastdata.insight.causes import cause_lines, operations_table
 from lightning_fastdata.insight.metrics import columns_of
 
 if TYPE_CHECKING:
@@ -121,9 +122,14 @@ def verdict_markdown(verdict: Verdict, summary: StageSummary) -> str:
     ]
     lines.append("")
     lines += [f"- why: {fact}" for fact in verdict.evidence]
+    causes = summary.causes
+    if causes is not None:
+        lines += [f"- why: {line}" for line in cause_lines(causes)]
     lines.append(f"- try: {verdict.next_step}")
     if verdict.leave_alone is not None:
         lines.append(f"- skip: {verdict.leave_alone}")
+    if causes is not None and causes.operations:
+        lines += ["", operations_table(causes).rstrip()]
     return "\n".join(lines) + "\n"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ import torch
 from lightning_fastdata.insight.clock import CudaClock
 from lightning_fastdata.insight.metrics import MetricWindow
 from lightning_fastdata.insight.timeline import StepTimeline
+from lightning_fastdata.plugin.causes import StageCauses, causes_note
 from lightning_fastdata.plugin.profiler_tee import Listener
 
 if TYPE_CHECKING:
@@ -21,9 +23,11 @@ if TYPE_CHECKING:
 class StageMeter:
     """The timeline of one stage, its log window and the wall time it has covered."""
 
-    def __init__(self, stage: Stage, device: torch.device, prefix: str) -> None:
-        self.stage = stage
+    def __init__(self, device: torch.device, causes: StageCauses) -> None:
+        stage, prefix = causes.stage, causes.prefix
+        self.stage: Stage = stage
         self.device = device
+        self.causes = causes
         self.timeline = StepTimeline(device=CudaClock() if device.type == "cuda" else None)
         self._window = MetricWindow(self.timeline.history, prefix)
         self._duration_s = 0.0
@@ -36,6 +40,7 @@ class StageMeter:
         if self._last is not None:
             self._duration_s += now - self._last
         self._last = now
+        self.causes.step_ended()
 
     def began(self) -> None:
         """Note that the stage is under way, if it was not before."""
@@ -49,19 +54,20 @@ class StageMeter:
     def metrics(self) -> dict[str, float]:
         """Return the means over the steps since the last call, by their names for loggers."""
         self.timeline.poll()
-        return self._window.take()
+        return {**self._window.take(), **self.causes.metrics()}
 
     def summary(self) -> StageSummary | None:
         """Return where the steps went, or None before the first step ended."""
         history = self.timeline.history
         if history.steps == 0:
             return None
-        return history.summarize(
+        summary = history.summarize(
             self.stage,
             duration_s=self._duration_s,
             device=self.device.type,
             dropped_steps=self.timeline.dropped_steps,
         )
+        return dataclasses.replace(summary, causes=self.causes.summary())
 
 
 class Recording:
@@ -87,15 +93,34 @@ class Recording:
         self.optimizer_stepped = False
         self.batches_stepped = 0
         device = trainer.strategy.root_device
-        self.train = StageMeter("train", device, "data")
-        self.val = StageMeter("val", device, "data_val")
+        self.train = StageMeter(device, StageCauses("train", "data"))
+        self.val = StageMeter(device, StageCauses("val", "data_val"))
+
+    def watch(self, stage: Stage, loaders: Any) -> None:
+        """Take stamps of what the trainer's loaders of a stage deliver."""
+        (self.train if stage == "train" else self.val).causes.watch(loaders)
 
     def restart(self) -> None:
         """Forget everything measured so far: what tuners ran before the training began."""
         device = self._trainer.strategy.root_device
-        self.train = StageMeter("train", device, "data")
-        self.val = StageMeter("val", device, "data_val")
+        for meter in (self.train, self.val):
+            meter.causes.restart()
+        self.train = StageMeter(device, self.train.causes)
+        self.val = StageMeter(device, self.val.causes)
+        # Loaders that were made anew behind our back, and those that no source could be asked for.
+        self.watch("train", self._trainer.train_dataloader)
+        self.watch("val", self._trainer.val_dataloaders)
         self.batches_stepped = 0
+
+    def stop(self) -> None:
+        """Take no more stamps."""
+        for meter in (self.train, self.val):
+            meter.causes.stop()
+
+    def notes(self) -> tuple[str, ...]:
+        """Return what has to be said about stamps that could not be taken."""
+        meters = [meter for meter in (self.train, self.val) if meter.timeline.history.steps]
+        return causes_note(meter.causes for meter in meters)
 
     def listeners(self) -> Mapping[str, Listener]:
         """Return what to call when Lightning announces an action, by the action's last word."""

@@ -6,7 +6,6 @@ import inspect
 import os
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +17,11 @@ from lightning_fastdata.insight.report import RunReport
 from lightning_fastdata.insight.verdict import LoaderFacts, judge
 from lightning_fastdata.loading.names import refuses_unknown_names
 from lightning_fastdata.plugin import boards
+from lightning_fastdata.plugin.causes import watch_sources
 from lightning_fastdata.plugin.foreign import augment_foreign_batches
 from lightning_fastdata.plugin.hooks import overridden_hook
 from lightning_fastdata.plugin.profiler_tee import attach
+from lightning_fastdata.plugin.progress_bar import close_progress_bar
 from lightning_fastdata.plugin.recording import Recording
 
 if TYPE_CHECKING:
@@ -101,6 +102,7 @@ class ThroughputHooks:
         self._run = _Run(trainer, recording, undo)
         if stage == "fit" and self.augment is not None:
             undo.append(self._register(trainer, pl_module, recording))
+        undo.append(watch_sources(trainer, recording.watch))
         recording.augments = _augmenting_stages(trainer, pl_module)
         undo.append(attach(trainer, recording.listeners()))
 
@@ -225,6 +227,7 @@ class ThroughputHooks:
         run, self._run = self._run, None
         if run is None:
             return
+        run.recording.stop()
         for undo in reversed(run.undo):
             undo()
         report = run.report()
@@ -245,7 +248,7 @@ class ThroughputHooks:
         if self.summary:
             from rich.console import Console
 
-            _close_progress_bar(run.trainer)
+            close_progress_bar(run.trainer)
             Console().print(report)
 
 
@@ -292,7 +295,7 @@ class _Run:
         return RunReport(
             stages=tuple(stage for stage in (train, val) if stage is not None),
             verdict=verdict,
-            notes=tuple(getattr(self.trainer.datamodule, "notes", ())),
+            notes=(*getattr(self.trainer.datamodule, "notes", ()), *self.recording.notes()),
             versions=read_versions(),
             machine=describe_machine(self.trainer.strategy.root_device),
         )
@@ -329,21 +332,6 @@ def _check_hooks_run(pl_module: Any) -> None:
             "never run. Use training_step(batch, batch_idx), or call the transform in the step "
             "and leave out `augment`."
         )
-
-
-def _close_progress_bar(trainer: Any) -> None:
-    """Close the bar, whose own teardown may come after ours and would draw over the summary.
-
-    Both of Lightning's bars are closed by these public names, and closing twice is harmless.
-    """
-    bar = trainer.progress_bar_callback
-    rich_progress = getattr(bar, "progress", None)
-    if rich_progress is not None:
-        rich_progress.stop()
-        return
-    for name in ("train_progress_bar", "val_progress_bar"):
-        with suppress(AttributeError, TypeError):  # TQDM's raise a TypeError before first use
-            getattr(bar, name).close()
 
 
 def _first_loader(loaders: Any) -> Any:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from lightning_fastdata.loading.executors.fetch import Fetcher
+from lightning_fastdata.loading.operations import OperationWatch
 from lightning_fastdata.loading.stamps import BatchStamps, TaskWatch
 
 if TYPE_CHECKING:
@@ -23,11 +24,13 @@ class InlineExecutor:
         self._batches: Iterator[Any] = iter(())
         self._epoch = 0
         self._count = 0
+        self._first = True
         self._records: deque[BatchStamps] | None = None
 
     def start_epoch(self, batches: Iterable[Any], epoch: int) -> None:
         """Begin an epoch; what is left of the one before is dropped."""
         self._batches, self._epoch = iter(batches), epoch
+        self._first = True
 
     def __iter__(self) -> InlineExecutor:
         return self
@@ -49,18 +52,20 @@ class InlineExecutor:
                 reason = "\n".join([f"StopIteration: {error}", *getattr(error, "__notes__", ())])
                 raise RuntimeError(f"Reading the dataset raised {reason}") from error
             raise
-        if stamps is not None and self._records is not None:
+        finally:
+            task = None if stamps is None else stamps.end()
+        if task is not None and self._records is not None:
             self._count += 1
-            task = stamps.end()
-            self._records.append(
-                BatchStamps(self._count, task.samples, requested_ns, task.ended_ns, (task,), 0)
-            )
+            made = BatchStamps.of_caller(self._count, requested_ns, task, first=self._first)
+            self._records.append(made)
+        self._first = False
         return batch
 
     def record(self, records: deque[BatchStamps] | None) -> None:
         """Append the stamps of each batch from now on; None: no more."""
         self._records = records
-        self._fetcher.stamps = None if records is None else TaskWatch(-1, 0)
+        operations = OperationWatch(self._fetcher.dataset)
+        self._fetcher.stamps = None if records is None else TaskWatch(-1, 0, operations)
 
     def resize(self, workers: int) -> None:
         """Do nothing: there are no workers."""

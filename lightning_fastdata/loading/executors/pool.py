@@ -58,6 +58,7 @@ class PoolExecutor:
         self._now = EpochRun(0, 0, iter(()), exhausted=True)
         self._armed: EpochRun | None = None
         self._records: deque[BatchStamps] | None = None
+        self._first = True
         self._batches: deque[PendingBatch] = deque()
         self._todo: deque[Task] = deque()
         self._count = 0
@@ -81,6 +82,7 @@ class PoolExecutor:
         What is left of the epoch before is dropped.
         """
         armed, self._armed = self._armed, None
+        self._first = True
         if order is not None and armed is not None and armed.order == order:
             self._now = armed
         else:
@@ -116,7 +118,9 @@ class PoolExecutor:
             if batch is not None:
                 delivered = self._deliver(batch)
                 if self._records is not None:
-                    self._records.append(batch.delivered(requested_ns, max(0, ahead)))
+                    stamps = batch.delivered(requested_ns, max(0, ahead), first=self._first)
+                    self._records.append(stamps)
+                self._first = False
                 return delivered
             if ahead < 0 and self._records is not None:
                 ahead = sum(not other.open_tasks for other in self._batches)

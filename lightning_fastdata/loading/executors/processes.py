@@ -70,11 +70,12 @@ class PendingBatch:
     stamps: list[TaskStamps] = field(default_factory=list)
     """Of its tasks, if stamps are recorded."""
 
-    def delivered(self, requested_ns: int, ready_ahead: int) -> BatchStamps:
+    def delivered(self, requested_ns: int, ready_ahead: int, *, first: bool) -> BatchStamps:
         """Return the stamps of the batch, which is handed over now."""
         samples = sum(task.samples for task in self.stamps)
-        now = time.monotonic_ns()
-        return BatchStamps(self.number, samples, requested_ns, now, tuple(self.stamps), ready_ahead)
+        times = requested_ns, time.monotonic_ns()
+        tasks = tuple(self.stamps)
+        return BatchStamps(self.number, samples, *times, tasks, ready_ahead, first=first)
 
 
 @dataclass(slots=True, eq=False)

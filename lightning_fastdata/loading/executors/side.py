@@ -34,6 +34,7 @@ from lightning_fastdata.loading.executors.wire import Wire
 from lightning_fastdata.loading.keyed import tell_epoch
 from lightning_fastdata.loading.layout import MisfitError, SampleLayout, layout_of
 from lightning_fastdata.loading.leaves import pack, write_leaves
+from lightning_fastdata.loading.operations import OperationWatch
 from lightning_fastdata.loading.slots import create_shared_memory, map_shared_memory
 from lightning_fastdata.loading.stamps import TaskWatch
 
@@ -125,6 +126,7 @@ class _Side:
         self.threads = threads
         self.epoch = epoch
         self.stamped = False
+        self.operations = OperationWatch(plan.dataset)
         self.layout: SampleLayout | None = None
         self.maps: dict[int, mmap] = {}
         self.kept: dict[tuple[int, int], Any] = {}
@@ -229,9 +231,11 @@ class _Work:
         self.number = number
         self.mark_at = number * MARK_WORDS
         self.fetcher: Any = fetcher_of(side.plan, keyed=side.threads == 1)
-        self.stamps = TaskWatch(side.number, number)
+        self.stamps = TaskWatch(side.number, number, side.operations)
 
     def run(self, inbox: queue.SimpleQueue[Any], free: queue.SimpleQueue[int]) -> None:
+        # What the kernel tells of a thread is opened in that thread.
+        self.stamps = TaskWatch(self.side.number, self.number, self.side.operations)
         while True:
             self.do(inbox.get())
             free.put(self.number)

@@ -24,6 +24,7 @@ from lightning_fastdata.loading.executors.stream_fetch import (
     StreamFetcher,
 )
 from lightning_fastdata.loading.leaves import unpack
+from lightning_fastdata.loading.operations import OperationWatch
 from lightning_fastdata.loading.slots import SlotPool
 from lightning_fastdata.loading.stamps import BatchStamps, TaskWatch
 
@@ -37,6 +38,7 @@ class InlineStream:
     def __init__(self, plan: FetchPlan) -> None:
         self._fetcher = StreamFetcher(plan)
         self._records: deque[BatchStamps] | None = None
+        self._first = True
         self._count = 0
         self._samples: int | None = 0
         self._generation = 0
@@ -46,6 +48,7 @@ class InlineStream:
         """Begin an epoch; what is left of the one before is dropped."""
         self._generation += 1
         self._samples, self._epoch = next(iter(batches)), epoch
+        self._first = True
         self._fetcher.start(self._generation)
 
     def __iter__(self) -> InlineStream:
@@ -62,20 +65,22 @@ class InlineStream:
         except Exception as error:
             error.add_note(f"Raised {self._fetcher.where(ask)}.")
             raise
+        finally:
+            task = None if stamps is None else stamps.end()
         if batch is END_OF_STREAM:
             raise StopIteration
-        if stamps is not None and self._records is not None:
-            task = stamps.end()
+        if task is not None and self._records is not None:
             self._count += 1
-            self._records.append(
-                BatchStamps(self._count, task.samples, requested_ns, task.ended_ns, (task,), 0)
-            )
+            made = BatchStamps.of_caller(self._count, requested_ns, task, first=self._first)
+            self._records.append(made)
+        self._first = False
         return batch
 
     def record(self, records: deque[BatchStamps] | None) -> None:
         """Append the stamps of each batch from now on; None: no more."""
         self._records = records
-        self._fetcher.stamps = None if records is None else TaskWatch(-1, 0)
+        operations = OperationWatch(self._fetcher.dataset)
+        self._fetcher.stamps = None if records is None else TaskWatch(-1, 0, operations)
 
     def resize(self, workers: int) -> None:
         """Do nothing: there are no workers."""
@@ -143,12 +148,14 @@ class StreamExecutor:
         self._lanes: list[_Lane] = []
         self.sides: dict[int, SideProcess] = {}
         self._records: deque[BatchStamps] | None = None
+        self._first = True
         self._closer = weakref.finalize(self, stop_all, self.sides, os.getpid())
 
     def start_epoch(self, batches: Iterable[Any], epoch: int) -> None:
         """Begin an epoch; what is left of the one before is dropped."""
         self._generation += 1
         self._epoch = epoch
+        self._first = True
         for lane in self._lanes:
             for batch in lane.batches:
                 if not batch.open_tasks:
@@ -181,7 +188,9 @@ class StreamExecutor:
             if lane.ready:
                 stamped, delivered = lane.batches[0], self._deliver(lane)
                 if self._records is not None:
-                    self._records.append(stamped.delivered(requested_ns, max(0, ahead)))
+                    stamps = stamped.delivered(requested_ns, max(0, ahead), first=self._first)
+                    self._records.append(stamps)
+                self._first = False
                 return delivered
             if ahead < 0 and self._records is not None:
                 ahead = sum(not batch.open_tasks for lane in self._lanes for batch in lane.batches)

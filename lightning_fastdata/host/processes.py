@@ -1,0 +1,125 @@
+"""What processes take of the machine, as ``/proc`` tells: memory, bytes read; and its pressure."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+from lightning_fastdata.host.cpu import read_text
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+Resource: TypeAlias = Literal["cpu", "io", "memory"]
+"""What tasks can wait for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadBytes:
+    """Counters of one process since it began; compare two readings."""
+
+    asked_bytes: int
+    """Bytes that read calls returned, cached or not (``rchar``). Memory maps are not in it."""
+    storage_bytes: int
+    """Bytes that were fetched from storage (``read_bytes``). Far below ``asked_bytes``: the file
+    cache serves the rest. Network file systems may count nothing here."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pressure:
+    """Pressure stall information of the whole machine for one resource.
+
+    ``some``: at least one task waited for it. https://docs.kernel.org/accounting/psi.html
+    """
+
+    some_10s_percent: float
+    """Share of the last 10 s, 0 to 100."""
+    some_60s_percent: float
+    """Share of the last minute, 0 to 100."""
+    some_total_us: int
+    """Microseconds since the machine began; compare two readings."""
+
+
+def parse_pss(text: str) -> int | None:
+    """Proportional set size in bytes, from ``/proc/PID/smaps_rollup``; None if it states none.
+
+    Pages that several processes share count in equal parts, so that the sum over processes is the
+    memory they take together.
+    """
+    found = re.search(r"^Pss:\s+(\d+) kB$", text, flags=re.MULTILINE)
+    return None if found is None else int(found.group(1)) * 1024
+
+
+def parse_io(text: str) -> ReadBytes | None:
+    """Bytes read by a process, from ``/proc/PID/io``; None if it does not state them."""
+    counts = dict(re.findall(r"^(\w+): (\d+)$", text, flags=re.MULTILINE))
+    if "rchar" not in counts or "read_bytes" not in counts:
+        return None
+    return ReadBytes(asked_bytes=int(counts["rchar"]), storage_bytes=int(counts["read_bytes"]))
+
+
+def parse_pressure(text: str) -> Pressure | None:
+    """Pressure from ``/proc/pressure/*``; None if the text holds no line for ``some``.
+
+    Example:
+        >>> parse_pressure("some avg10=1.50 avg60=0.20 avg300=0.00 total=77").some_total_us
+        77
+    """
+    found = re.search(
+        r"^some avg10=([\d.]+) avg60=([\d.]+) avg300=[\d.]+ total=(\d+)", text, flags=re.MULTILINE
+    )
+    if found is None:
+        return None
+    return Pressure(
+        some_10s_percent=float(found.group(1)),
+        some_60s_percent=float(found.group(2)),
+        some_total_us=int(found.group(3)),
+    )
+
+
+def read_pss(processes: Iterable[int], *, root: Path = Path("/")) -> int | None:
+    """Memory that processes take together, in bytes; None if none of them tells.
+
+    A process that has ended counts nothing. Reading takes about a millisecond for each process, as
+    the kernel walks through its pages.
+
+    Args:
+        processes: Their process numbers.
+        root: Folder that holds ``proc``.
+    """
+    texts = [_read_of(process, "smaps_rollup", root) for process in processes]
+    told = [pss for text in texts if (pss := parse_pss(text)) is not None]
+    return sum(told) if told else None
+
+
+def read_io(processes: Iterable[int], *, root: Path = Path("/")) -> ReadBytes | None:
+    """Bytes that processes have read together; None if none of them tells.
+
+    Args:
+        processes: Their process numbers.
+        root: Folder that holds ``proc``.
+    """
+    texts = [_read_of(process, "io", root) for process in processes]
+    told = [counts for text in texts if (counts := parse_io(text)) is not None]
+    if not told:
+        return None
+    return ReadBytes(
+        asked_bytes=sum(counts.asked_bytes for counts in told),
+        storage_bytes=sum(counts.storage_bytes for counts in told),
+    )
+
+
+def read_pressure(resource: Resource, *, root: Path = Path("/")) -> Pressure | None:
+    """Pressure on a resource of this machine; None where the kernel keeps none.
+
+    Args:
+        resource: ``"cpu"``, ``"io"`` or ``"memory"``.
+        root: Folder that holds ``proc``.
+    """
+    return parse_pressure(read_text(root, PurePosixPath("/proc/pressure") / resource) or "")
+
+
+def _read_of(process: int, name: str, root: Path) -> str:
+    return read_text(root, PurePosixPath("/proc") / str(process) / name) or ""

@@ -1,0 +1,21 @@
+"""Lightning's progress bars, as far as a summary on the console has to know them."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+
+def close_progress_bar(trainer: Any) -> None:
+    """Close the bar, whose own teardown may come after ours and would draw over the summary.
+
+    Both of Lightning's bars are closed by these public names, and closing twice is harmless.
+    """
+    bar = trainer.progress_bar_callback
+    rich_progress = getattr(bar, "progress", None)
+    if rich_progress is not None:
+        rich_progress.stop()
+        return
+    for name in ("train_progress_bar", "val_progress_bar"):
+        with suppress(AttributeError, TypeError):  # TQDM's raise a TypeError before first use
+            getattr(bar, name).close()

@@ -1,0 +1,263 @@
+"""The callback tells why batches were late: in its metrics, its report and its summary."""
+
+from __future__ import annotations
+
+import copy
+import json
+import time
+
+import numpy as np
+import pytest
+import torch
+from conformance.pieces import Linear, Rows, RowsModule, make_trainer
+from conformance.test_logging import ours, quiet, read_csv
+from lightning.pytorch import LightningDataModule
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities import CombinedLoader
+from PIL import Image
+from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
+from torchvision.datasets import ImageFolder
+from torchvision.transforms import v2
+
+from lightning_fastdata import FastDataLoader, FastDataModule, LoaderOptions
+from lightning_fastdata.plugin.causes import sample_path
+
+KNOWN = {"read_cpu", "read_runqueue", "read_blocked", "slow_sample", "collate", "handover", "idle"}
+
+
+def spin(seconds):
+    until = time.thread_time() + seconds
+    while time.thread_time() < until:
+        pass
+
+
+class Waits(Rows):
+    """Every sample waits, and then is transformed."""
+
+    def __init__(self, length=32, sleep_s=0.003, spin_s=0.0, slow=-1):
+        super().__init__(length)
+        self.each_s, self.spin_s, self.slow = sleep_s, spin_s, slow
+        self.transform = v2.Compose([v2.Identity(), self.costly])
+
+    def costly(self, x):
+        spin(self.spin_s)
+        return x
+
+    def __getitem__(self, i):
+        time.sleep(0.3 if i == self.slow else self.each_s)
+        x, i = super().__getitem__(i)
+        return self.transform(x), i
+
+
+def module(train, val=None, executor="torch", num_workers=1, **arguments):
+    options = LoaderOptions(executor=executor, num_workers=num_workers)
+    return FastDataModule.from_datasets(train, val, batch_size=4, options=options, **arguments)
+
+
+def fit(tmp_path, data, *, model=None, **arguments):
+    """Return the report of a fit and the metrics it logged."""
+    logger, callback = CSVLogger(tmp_path), quiet()
+    trainer = make_trainer(
+        tmp_path, logger=logger, callbacks=[callback], **{"log_every_n_steps": 2, **arguments}
+    )
+    where = {"datamodule": data} if isinstance(data, LightningDataModule) else data
+    trainer.fit(model or Linear(), **where)
+    return callback.report, read_csv(logger.log_dir)
+
+
+@pytest.mark.parametrize(
+    ("executor", "workers"), [("torch", 0), ("torch", 1), ("inline", 0), ("workers", 1)]
+)
+def test_the_parts_of_the_wait_are_logged_and_reported_for_every_executor(
+    tmp_path, executor, workers
+):
+    report, rows = fit(
+        tmp_path, module(Waits(), Waits(16), executor, workers), num_sanity_val_steps=2
+    )
+    for prefix, steps in (("data", [1, 3, 5, 7]), ("data_val", [7])):
+        names = ours(rows, f"{prefix}_wait/")
+        assert {n.removeprefix(f"{prefix}_wait/").removesuffix("_ms") for n in names} == KNOWN
+        assert names[f"{prefix}_wait/read_blocked_ms"] == steps
+    train, val = report.stages
+    for stage, batches in ((train, 7), (val, 3)):
+        assert stage.causes.batches == batches
+        shares = stage.causes.wait.shares()
+        if not workers:
+            # On a busy machine reading that has waited waits again, for a CPU.
+            assert shares["read_blocked"] > 0
+            assert shares["read_blocked"] + shares["read_runqueue"] + shares["slow_sample"] > 0.4
+        assert stage.causes.wait.total_ms <= stage.wait.mean_ms
+    assert not [note for note in report.notes if "not known" in note]
+
+
+@pytest.mark.parametrize("executor", ["torch", "workers"])
+def test_planted_causes_are_found_and_told(tmp_path, executor):
+    data = module(Waits(128, sleep_s=0.0, spin_s=0.01), executor=executor)
+    report, _ = fit(tmp_path, data, limit_val_batches=0)
+    causes = report.stages[0].causes
+    shares = causes.wait.shares()
+    # A worker that computes in Python is slow to hand over, too: torch needs its GIL for that.
+    assert shares["read_cpu"] + shares["read_runqueue"] + shares["handover"] > 0.5
+    assert shares["read_cpu"] > 0
+    assert causes.operations[0].name == "costly"
+    assert causes.operations[0].share > 0.5
+    text = " ".join(report.text().split())
+    assert "of the wait" in text
+    assert "of the time to read a sample: costly" in text
+
+
+@pytest.mark.parametrize("executor", ["torch", "workers"])
+def test_a_slow_file_is_named(tmp_path, executor):
+    folder = tmp_path / "images" / "class"
+    folder.mkdir(parents=True)
+    for number in range(32):
+        Image.fromarray(np.zeros((8, 8, 3), np.uint8)).save(folder / f"{number:03}.png")
+
+    def load(path):
+        time.sleep(0.4 if path.endswith("021.png") else 0.001)
+        return torch.zeros(4)
+
+    images = ImageFolder(str(tmp_path / "images"), loader=load)
+    subset = Subset(images, list(range(31, -1, -1)))
+    report, _ = fit(tmp_path, module(subset, executor=executor), limit_val_batches=0)
+    slow = report.stages[0].causes.slow_samples[0]
+    assert slow.path.endswith("021.png")
+    assert sample_path(subset, slow.index) == slow.path
+    read = json.loads(json.dumps(report.as_dict()))
+    assert read["stages"]["train"]["causes"]["slow_samples"][0]["path"] == slow.path
+
+
+def test_only_samples_with_files_have_a_path():
+    assert sample_path(Rows(), 3) is None
+    assert sample_path(Subset(Rows(), [1]), 0) is None
+    assert sample_path(ImageFolder.__new__(ImageFolder), 0) is None
+
+
+def test_a_foreign_loader_is_mentioned_once_and_logs_nothing(tmp_path):
+    loaders = {
+        "train_dataloaders": DataLoader(Rows(16), batch_size=4),
+        "val_dataloaders": DataLoader(Rows(8), batch_size=4),
+    }
+    report, rows = fit(tmp_path, loaders)
+    assert ours(rows, "data_wait/") == ours(rows, "data_val_wait/") == {}
+    assert [stage.causes for stage in report.stages] == [None, None]
+    notes = [note for note in report.notes if "not known" in note]
+    assert len(notes) == 1
+    assert "for train and val: a DataLoader takes no stamps" in notes[0]
+    assert " ".join(report.text().split()).count("takes no stamps") == 1
+
+
+def test_an_executor_without_stamps_is_mentioned(tmp_path):
+    rows = TensorDataset(torch.zeros(16, 4), torch.arange(16))
+    loader = FastDataLoader(rows, 4, executor="gather")
+    report, _ = fit(tmp_path, {"train_dataloaders": loader})
+    assert report.stages[0].causes is None
+    assert any("executor 'gather' takes no stamps" in note for note in report.notes)
+
+
+class OwnModule(Linear):
+    def train_dataloader(self):
+        return FastDataLoader(Waits(16), 4, num_workers=1)
+
+
+class OwnData(LightningDataModule):
+    def train_dataloader(self):
+        return {"a": FastDataLoader(Waits(16), 4), "b": FastDataLoader(Waits(16), 4)}
+
+
+class Sums(Linear):
+    def training_step(self, batch, batch_idx):
+        return self._step("train", batch["a"]) + self._step("train", batch["b"])
+
+
+def test_loaders_are_found_wherever_they_come_from(tmp_path):
+    """Also pins the object that Lightning asks for loaders."""
+    loader = FastDataLoader(Waits(16), 4, num_workers=1)
+    combined = {"train_dataloaders": CombinedLoader([FastDataLoader(Waits(16), 4)])}
+    for data, model, batches in (
+        ({"train_dataloaders": loader}, None, 3),
+        ({}, OwnModule(), 3),
+        (OwnData(), Sums(), 6),
+        (combined, PlainSum(), 3),
+    ):
+        report, _ = fit(tmp_path, data, model=model)
+        assert report.stages[0].causes.batches == batches
+    assert loader.records is None
+
+
+class PlainSum(Linear):
+    def training_step(self, batch, batch_idx):
+        return self._step("train", batch[0])
+
+
+@pytest.mark.parametrize("executor", ["torch", "workers"])
+def test_loaders_that_lightning_makes_anew_go_on_recording(tmp_path, executor):
+    with pytest.warns(UserWarning, match="overfit"):
+        report, _ = fit(tmp_path, module(Waits(64), executor=executor), overfit_batches=4)
+    assert report.stages[0].causes.batches == 3
+    report, _ = fit(
+        tmp_path, module(Waits(16), executor=executor), max_epochs=3,
+        reload_dataloaders_every_n_epochs=1,
+    )  # fmt: skip
+    assert report.stages[0].causes.batches == 9
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        for i in range(24):
+            time.sleep(0.002)
+            yield torch.full((4,), float(i)), i
+
+
+def test_iterable_datasets_and_several_epochs_are_counted(tmp_path):
+    report, _ = fit(tmp_path, module(Stream(), Stream()), max_epochs=2)
+    train, val = report.stages
+    assert train.causes.batches in (10, 11)  # the first one may be fetched before the start
+    assert val.causes.batches == 10
+    assert train.causes.wait.read_blocked_ms > 0
+
+
+def test_what_a_sanity_check_read_is_not_counted(tmp_path):
+    report, _ = fit(
+        tmp_path, module(Waits(8), Waits(16, slow=1), num_workers=0), num_sanity_val_steps=2,
+        limit_val_batches=2, max_epochs=1,
+    )  # fmt: skip
+    assert report.stages[1].causes.batches == 1
+
+
+def test_validating_alone_logs_the_parts_too(tmp_path):
+    logger = CSVLogger(tmp_path)
+    trainer = make_trainer(tmp_path, logger=logger, callbacks=[quiet()])
+    trainer.validate(Linear(), datamodule=RowsModule(batch_size=4), verbose=False)
+    assert ours(read_csv(logger.log_dir), "data_val_wait/")
+
+
+def test_nothing_is_left_behind_after_a_fit(tmp_path):
+    loader = FastDataLoader(Rows(16), 4)
+    trainer = make_trainer(tmp_path, callbacks=[quiet()])
+    trainer.fit(Linear(), loader)
+    assert loader.records is None
+    assert "dataloader" not in vars(trainer.fit_loop._data_source)
+    assert "dataloader" not in vars(trainer.validate_loop._data_source)
+
+
+def test_a_copy_of_the_trainer_is_not_measured(tmp_path):
+    class Copies(Linear):
+        def on_train_start(self):
+            self.source = copy.deepcopy(self.trainer.fit_loop._data_source.__dict__["dataloader"])
+
+    loader, model = FastDataLoader(Rows(16), 4), Copies()
+    trainer = make_trainer(tmp_path, callbacks=[quiet()])
+    trainer.fit(model, loader)
+    assert type(model.source).__name__ == "method"
+
+
+def test_somebody_who_takes_the_stamps_keeps_them(tmp_path):
+    from collections import deque
+
+    mine, loader = deque(), FastDataLoader(Waits(16), 4)
+    loader.record_stamps(mine)
+    report, _ = fit(tmp_path, {"train_dataloaders": loader})
+    assert len(mine) == 4
+    assert loader.records is mine
+    assert any("somebody else takes the stamps" in note for note in report.notes)

@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import psutil
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_fastdata.host.processes import (
+    parse_io,
+    parse_pressure,
+    parse_pss,
+    read_io,
+    read_pressure,
+    read_pss,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+ROLLUP = """\
+55e5c7c00000-7ffd5a7fe000 ---p 00000000 00:00 0                          [rollup]
+Rss:               12345 kB
+Pss:                {pss} kB
+Pss_Dirty:          3000 kB
+Shared_Clean:       1000 kB
+"""
+IO = "rchar: {asked}\nwchar: 9\nsyscr: 8\nsyscw: 7\nread_bytes: {stored}\nwrite_bytes: 5\n"
+PRESSURE = """\
+some avg10=12.50 avg60=3.25 avg300=1.00 total=123456789
+full avg10=99.00 avg60=99.00 avg300=99.00 total=999
+"""
+
+
+def proc(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        path = root / "proc" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+@given(st.integers(0, 2**50), st.integers(0, 2**60), st.integers(0, 2**60))
+def test_numbers_are_read_as_they_are_written(pss: int, asked: int, stored: int) -> None:
+    assert parse_pss(ROLLUP.format(pss=pss)) == pss * 1024
+    counts = parse_io(IO.format(asked=asked, stored=stored))
+    assert (counts.asked_bytes, counts.storage_bytes) == (asked, stored)
+
+
+@given(st.text(max_size=60))
+def test_a_text_of_another_form_is_no_answer_and_no_error(text: str) -> None:
+    assert parse_pss(text) is None
+    assert parse_io(text) is None
+    assert parse_pressure(text) is None
+
+
+def test_the_pressure_is_that_of_some_tasks_and_not_of_all() -> None:
+    pressure = parse_pressure(PRESSURE)
+    assert (pressure.some_10s_percent, pressure.some_60s_percent) == (12.5, 3.25)
+    assert pressure.some_total_us == 123456789
+
+
+def test_processes_are_added_up_without_those_that_are_gone(tmp_path: Path) -> None:
+    root = proc(
+        tmp_path,
+        {
+            "11/smaps_rollup": ROLLUP.format(pss=100),
+            "11/io": IO.format(asked=7, stored=3),
+            "12/smaps_rollup": ROLLUP.format(pss=50),
+            "12/io": IO.format(asked=5, stored=0),
+            "pressure/io": PRESSURE,
+        },
+    )
+    assert read_pss([11, 12, 13], root=root) == 150 * 1024
+    counts = read_io([11, 12, 13], root=root)
+    assert (counts.asked_bytes, counts.storage_bytes) == (12, 3)
+    assert read_pressure("io", root=root).some_10s_percent == 12.5
+    assert read_pressure("cpu", root=root) is None
+
+
+def test_a_machine_that_tells_nothing_says_so(tmp_path: Path) -> None:
+    assert read_pss([os.getpid()], root=tmp_path) is None
+    assert read_io([os.getpid()], root=tmp_path) is None
+    assert read_pressure("cpu", root=tmp_path) is None
+
+
+linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux' /proc")
+
+
+@linux
+def test_the_memory_of_this_process_agrees_with_psutil() -> None:
+    assert read_pss([os.getpid()]) == pytest.approx(
+        psutil.Process().memory_full_info().pss, rel=0.1
+    )
+
+
+@linux
+def test_memory_that_a_child_has_touched_is_seen() -> None:
+    code = (
+        "import mmap, sys; m = mmap.mmap(-1, 1 << 26);"
+        "m.write(b'x' * (1 << 26)) if sys.argv[1] == 'touch' else None;"
+        "print('ready', flush=True); sys.stdin.read()"
+    )
+    sizes = []
+    for how in ("leave", "touch"):
+        with subprocess.Popen(
+            [sys.executable, "-c", code, how], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        ) as child:
+            assert child.stdout.readline() == b"ready\n"
+            sizes.append(read_pss([child.pid]))
+            child.stdin.close()
+    assert sizes[1] - sizes[0] == pytest.approx(2**26, rel=0.1)
+
+
+@linux
+def test_bytes_that_this_process_reads_are_counted(tmp_path: Path) -> None:
+    file = tmp_path / "data"
+    file.write_bytes(bytes(3 * 2**20))
+    before = read_io([os.getpid()])
+    file.read_bytes()
+    after = read_io([os.getpid()])
+    assert 3 * 2**20 <= after.asked_bytes - before.asked_bytes < 4 * 2**20
+    assert after.storage_bytes >= before.storage_bytes
+
+
+@linux
+def test_the_pressure_of_this_machine_is_a_percentage_or_unknown() -> None:
+    for resource in ("cpu", "io", "memory"):
+        pressure = read_pressure(resource)
+        if os.path.exists(f"/proc/pressure/{resource}") and pressure is not None:
+            assert 0 <= pressure.some_10s_percent <= 100
+            assert read_pressure(resource).some_total_us >= pressure.some_total_us

@@ -1,0 +1,189 @@
+"""Waits add up to causes, in numbers and in words."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from dataclasses import asdict, fields, replace
+
+import numpy as np
+import pytest
+
+from lightning_fastdata.insight.attribution import WaitCutter, WaitParts
+from lightning_fastdata.insight.causes import CauseTotals, cause_lines, operations_table
+from lightning_fastdata.insight.metrics import StepHistory, StepTiming
+from lightning_fastdata.insight.report import RunReport
+from lightning_fastdata.insight.verdict import judge
+from lightning_fastdata.loading.operations import OperationTime
+from lightning_fastdata.loading.stamps import BatchStamps, TaskStamps
+
+MS = 1_000_000
+
+
+def batch(at_ms, wait_ms, *, read=None, slowest=0.0, index=0, first=False, ahead=0, **task):
+    """A batch that one thread made while it was waited for, from its request to its delivery."""
+    read = wait_ms if read is None else read
+    began, ended = round(at_ms * MS), round((at_ms + wait_ms) * MS)
+    cpu, runqueue = (None if ms is None else round(ms * MS) for ms in task.pop("on", (0.0, 0.0)))
+    stamps = TaskStamps(
+        task.pop("process", 0), 0, began, ended, cpu, runqueue, 8, round(read * MS),
+        round(task.pop("collate", 0.0) * MS), round(slowest * MS), index,
+        task.pop("operations", None),
+    )  # fmt: skip
+    return BatchStamps(1, 8, began, ended, (stamps,), ahead, first, **task)
+
+
+def totals_of(*batches, prefix="data"):
+    totals = CauseTotals(prefix)
+    for each in batches:
+        totals.add(each)
+    return totals
+
+
+def test_the_mean_parts_are_those_of_the_single_waits_and_add_up_to_the_mean_wait():
+    rng = np.random.default_rng(0)
+    batches, now = deque(), 0.0
+    for _ in range(50):
+        wait = rng.uniform(1, 30)
+        read = rng.uniform(0, wait)
+        batches.append(
+            batch(now, wait, read=read, collate=(wait - read) / 2, on=(read / 3, read / 5))
+        )
+        now += wait + rng.uniform(0, 10)
+    causes = totals_of(*batches).summary()
+    cutter = WaitCutter()
+    waits = [cutter.cut(each).parts for each in batches]
+    for part in fields(WaitParts):
+        mean = np.mean([getattr(wait, part.name) for wait in waits])
+        assert getattr(causes.wait, part.name) == pytest.approx(mean)
+    mean = np.mean([each.delivered_ns - each.requested_ns for each in batches]) / MS
+    assert causes.wait.total_ms == pytest.approx(mean)
+    assert causes.batches == 50
+
+
+def test_first_batches_of_epochs_are_left_out_unless_there_are_no_others():
+    cold = batch(0, 900, first=True)
+    assert totals_of(cold).summary().wait.total_ms == pytest.approx(900)
+    totals = totals_of(cold, batch(1000, 10), batch(1100, 20), batch(2000, 500, first=True))
+    assert (totals.summary().batches, totals.summary().wait.total_ms) == (2, pytest.approx(15))
+
+
+def test_a_window_holds_the_waits_since_the_last_one_under_names_with_units():
+    totals = totals_of(batch(0, 10, on=(4, 6)), prefix="data_val")
+    window = totals.window()
+    assert window["data_val_wait/read_cpu_ms"] == pytest.approx(4)
+    assert window["data_val_wait/read_runqueue_ms"] == pytest.approx(6)
+    assert sum(window.values()) == pytest.approx(10)
+    assert totals.window() == {}
+    totals.add(batch(100, 30, on=(30, 0)))
+    assert totals.window()["data_val_wait/read_cpu_ms"] == pytest.approx(30)
+    assert totals.summary().wait.total_ms == pytest.approx(20)
+
+
+def test_what_was_not_measured_has_no_name():
+    told = {"read_cpu", "read_runqueue", "read_blocked"}
+    rest = {"slow_sample", "collate", "handover", "idle"}
+
+    def names(*batches):
+        window = totals_of(*batches).window()
+        return {name.removeprefix("data_wait/").removesuffix("_ms") for name in window}
+
+    assert names(batch(0, 10)) == told | rest
+    assert names(batch(0, 10, on=(None, None))) == {"read"} | rest
+    assert names(batch(0, 10), batch(20, 10, on=(None, None))) == told | {"read"} | rest
+    assert names(batch(0, 10)._replace(delivered_ns=12 * MS, pinned_ns=(10 * MS, 11 * MS))) == (
+        told | {"pin"} | rest
+    )
+
+
+def test_batches_that_were_made_before_stamps_were_taken_do_not_count():
+    early = BatchStamps(1, 0, 0, 5 * MS, (), 0)
+    totals = totals_of(early, early)
+    assert totals.summary() is None
+    totals.add(batch(10, 10))
+    totals.add(early._replace(requested_ns=30 * MS, delivered_ns=35 * MS))
+    assert totals.summary().batches == 2
+
+
+def test_slow_samples_are_told_slowest_first_once_each_with_their_files():
+    batches = [batch(0, 8, slowest=1)]
+    for number, (index, ms) in enumerate([(7, 90), (np.int64(9), 300), (7, 200), (11, 60)]):
+        batches.append(batch(1000 * (number + 1), ms, slowest=ms - 5, index=index, ahead=number))
+    causes = totals_of(*batches).summary(lambda loader, index: f"/{loader}/{index}.jpg")
+    assert [(s.index, s.ms, s.path) for s in causes.slow_samples] == [
+        (9, 295, "/0/9.jpg"), (7, 195, "/0/7.jpg"), (11, 55, "/0/11.jpg"),
+    ]  # fmt: skip
+    assert causes.overtaken_share == pytest.approx(3 / 5)
+    json.dumps(asdict(causes), allow_nan=False)
+
+
+def test_slow_samples_take_bounded_memory():
+    totals = CauseTotals()
+    totals.add(batch(0, 8, slowest=1))
+    for number in range(2000):
+        totals.add(batch(1000 * (number + 1), 90, slowest=50 + number / 100, index=number))
+    assert len(totals._slow) <= 256
+    assert [s.index for s in totals.summary().slow_samples] == [1999, 1998, 1997, 1996, 1995]
+
+
+def test_operations_have_their_share_of_the_reading_they_were_timed_in():
+    timed = (OperationTime("Blur", 8, 6 * MS), OperationTime("Flip", 4, 1 * MS))
+    causes = totals_of(
+        batch(0, 10, operations=timed), batch(20, 50), batch(80, 10, operations=timed)
+    ).summary()
+    blur, flip = causes.operations
+    assert (blur.name, blur.calls, blur.mean_ms) == ("Blur", 16, pytest.approx(0.75))
+    assert (blur.share, flip.share) == (pytest.approx(0.6), pytest.approx(0.1))
+    assert operations_table(causes).splitlines()[2] == "| Blur | 60% | 0.75 | 16 |"
+
+
+def test_each_part_above_five_percent_is_put_into_words_largest_first():
+    lines = cause_lines(totals_of(batch(0, 100, on=(20, 76))).summary())
+    assert len(lines) == 2
+    assert lines[0].startswith("76% of the wait (76.0 ms a batch): reading was ready")
+    assert lines[1].startswith("20% of the wait (20.0 ms a batch): reading and transforming")
+
+
+def test_several_loaders_keep_their_samples_apart():
+    totals = CauseTotals()
+    for loader in (0, 1):
+        totals.add(batch(0, 8, slowest=1), loader)
+        totals.add(batch(100, 60, slowest=50 + loader, index=3), loader)
+    found = totals.summary(lambda loader, _: str(loader)).slow_samples
+    assert [(s.index, s.path) for s in found] == [(3, "1"), (3, "0")]
+
+
+def report(stall_ms):
+    history = StepHistory()
+    for step in range(20):
+        history.append(
+            StepTiming(
+                step=step, samples=8, cold=False, wait_ms=stall_ms, stall_ms=stall_ms,
+                compute_ms=50.0, step_ms=50.0 + stall_ms,
+            )
+        )  # fmt: skip
+    causes = totals_of(
+        batch(0, 8, slowest=1),
+        batch(100, 60, slowest=50, index=133, operations=(OperationTime("Blur", 8, 9 * MS),)),
+    ).summary(lambda _loader, _index: "/data/a/very/long/folder/of/images/number/133.jpg")
+    summary = replace(history.summarize("train", duration_s=2.0), causes=causes)
+    return RunReport(stages=(summary,), verdict=judge(summary))
+
+
+def test_the_summary_tells_why_and_names_the_sample():
+    text = " ".join(report(30.0).text().split())
+    assert "of the wait" in text
+    assert "sample 133 (/data/a/very/long/folder/of/images/number/133.jpg) took 50 ms" in text
+    assert "of the time to read a sample: Blur 15%" in text
+    assert max(map(len, report(30.0).text(72).splitlines())) <= 72
+
+
+def test_nothing_is_said_of_waits_that_cost_nothing():
+    assert "of the wait" not in report(0.2).text()
+
+
+def test_the_causes_are_in_the_json():
+    read = json.loads(json.dumps(report(30.0).as_dict()))
+    causes = read["stages"]["train"]["causes"]
+    assert causes["slow_samples"][0]["index"] == 133
+    assert set(causes["wait"]) == {part.name for part in fields(WaitParts)}

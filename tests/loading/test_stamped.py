@@ -1,0 +1,358 @@
+"""Stamps from torch's own loader: what they tell, and that nobody but their reader notices."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import time
+from collections import deque
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import (
+    Dataset,
+    IterableDataset,
+    Subset,
+    TensorDataset,
+    default_collate,
+    get_worker_info,
+)
+from torch.utils.data.datapipes.iter import IterableWrapper
+
+from lightning_fastdata.insight.attribution import WaitCutter, WaitParts
+from lightning_fastdata.loading.loader import FastDataLoader
+from lightning_fastdata.loading.staged import StagedBatch
+from lightning_fastdata.loading.stamped import Envelope
+from lightning_fastdata.loading.stamps import BatchStamps, TaskWatch
+
+
+class Draws(Dataset):
+    """Samples of many types, from torch's, NumPy's and the dataset's own randomness."""
+
+    def __init__(self, length=24):
+        self.length = length
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, i):
+        return {
+            "i": i,
+            "torch": torch.rand(3),
+            "numpy": np.random.rand(2),
+            "text": f"sample {i}",
+            "worker": -1 if get_worker_info() is None else get_worker_info().id,
+            "dataset": ""
+            if get_worker_info() is None
+            else type(get_worker_info().dataset).__name__,
+        }
+
+
+class Batched(Draws):
+    """Answers for several samples at once, and says so."""
+
+    def __getitems__(self, indices):
+        return [{**self[i], "together": len(indices)} for i in indices]
+
+
+class Stream(IterableDataset):
+    def __init__(self, length=20):
+        self.start, self.stop = 0, length
+
+    def __iter__(self):
+        # Not a generator: what is drawn here is drawn when the iterator is made.
+        first = torch.rand(1)
+        return iter([(i, first, torch.rand(2)) for i in range(self.start, self.stop)])
+
+
+class LongStream(Stream):
+    def __len__(self):
+        return 20
+
+
+def shard(worker_id):
+    info = get_worker_info()
+    half = info.dataset.stop // info.num_workers
+    info.dataset.start, info.dataset.stop = half * worker_id, half * (worker_id + 1)
+
+
+def epochs(dataset, *, stamp, times=2, step_s=0.0, **options):
+    """Return all batches of some epochs, and the stamps; each batch is used for a while."""
+    torch.manual_seed(5)
+    np.random.seed(5)
+    records = deque()
+    loader = FastDataLoader(dataset, **options)
+    if stamp:
+        loader.record_stamps(records)
+    batches = []
+    for _ in range(times):
+        for batch in loader:
+            batches.append(batch)
+            time.sleep(step_s)
+    loader.close()
+    return batches, list(records), torch.rand(1).item()
+
+
+def same(a, b):
+    assert type(a) is type(b)
+    if isinstance(a, torch.Tensor):
+        assert a.dtype == b.dtype
+        assert torch.equal(a, b)
+    elif isinstance(a, dict):
+        assert list(a) == list(b)
+        for key in a:
+            same(a[key], b[key])
+    elif isinstance(a, list | tuple):
+        assert len(a) == len(b)
+        for x, y in zip(a, b, strict=True):
+            same(x, y)
+    elif isinstance(a, StagedBatch):
+        same([a.batch, a.stage], [b.batch, b.stage])
+    else:
+        assert a == b
+
+
+WORKERS = [
+    {"num_workers": 0},
+    {"num_workers": 2},
+    {"num_workers": 1, "persistent_workers": True},
+    {"num_workers": 1, "multiprocessing_context": "spawn"},
+]
+
+
+@pytest.mark.parametrize("workers", WORKERS, ids=["inline", "workers", "persistent", "spawn"])
+@pytest.mark.parametrize(
+    ("dataset", "options"),
+    [
+        (Draws(), {"batch_size": 5, "shuffle": True}),
+        (Draws(), {"batch_size": None}),
+        (Draws(), {"batch_size": 5, "staged": "train"}),
+        (Batched(), {"batch_size": 5, "drop_last": True}),
+        (Stream(), {"batch_size": 6}),
+        (LongStream(), {"batch_size": None}),
+    ],
+    ids=["shuffled", "single", "staged", "getitems", "stream", "single stream"],
+)
+def test_batches_order_and_draws_are_the_same_with_stamps(dataset, options, workers):
+    if workers.get("multiprocessing_context") == "spawn" and not isinstance(dataset, Batched):
+        pytest.skip("one data set is enough for what takes seconds to start")
+    plain, none, after = epochs(dataset, stamp=False, **options, **workers)
+    stamped, records, after_stamped = epochs(dataset, stamp=True, **options, **workers)
+    same(plain, stamped)
+    assert after == after_stamped
+    assert none == []
+    assert len(records) == len(stamped)
+    assert [stamps.number for stamps in records] == list(range(1, len(records) + 1))
+    assert [stamps.first for stamps in records].count(True) == 2
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_each_stamp_lies_within_its_batch_and_counts_its_samples(workers):
+    _, records, _ = epochs(Draws(), stamp=True, batch_size=5, num_workers=workers)
+    assert [stamps.samples for stamps in records] == [5, 5, 5, 5, 4] * 2
+    for stamps in records:
+        (task,) = stamps.tasks
+        assert task.process in (range(workers) if workers else [-1])
+        assert task.began_ns <= task.ended_ns <= stamps.delivered_ns
+        assert stamps.requested_ns <= stamps.delivered_ns
+        assert task.read_ns + task.collate_ns <= task.ended_ns - task.began_ns
+        assert task.slowest_ns <= task.read_ns
+    assert {task.slowest_index for stamps in records for task in stamps.tasks} <= set(range(24))
+
+
+def test_a_stream_is_numbered_in_its_worker_and_a_dropped_rest_is_in_no_batch():
+    _, records, _ = epochs(
+        Stream(22), stamp=True, batch_size=4, num_workers=2, worker_init_fn=shard, drop_last=True
+    )
+    assert [stamps.samples for stamps in records] == [4] * 8
+    assert {stamps.tasks[0].slowest_index for stamps in records} <= set(range(8))
+
+
+def test_a_worker_init_function_still_configures_the_dataset():
+    batches, _, _ = epochs(
+        Stream(), stamp=True, times=1, batch_size=10, num_workers=2, worker_init_fn=shard
+    )
+    assert [batch[0].tolist() for batch in batches] == [list(range(10)), list(range(10, 20))]
+
+
+def test_samples_of_a_subset_are_timed_one_by_one():
+    subset = Subset(Planted(slow=7), [5, 6, 7, 8])
+    _, records, _ = epochs(subset, stamp=True, times=1, batch_size=4)
+    assert records[0].tasks[0].slowest_index == 2
+
+
+def test_datapipes_are_left_alone():
+    batches, records, _ = epochs(IterableWrapper(range(6)).shuffle(), stamp=True, batch_size=3)
+    assert sum(len(batch) for batch in batches) == 12
+    assert records == []
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_recording_begins_and_ends_with_an_iteration(workers):
+    first, second = deque(), deque()
+    loader = FastDataLoader(
+        TensorDataset(torch.arange(8)), 2, num_workers=workers, persistent_workers=workers > 0
+    )
+    running = iter(loader)
+    next(running)
+    loader.record_stamps(first)
+    assert [len(list(running)), len(first)] == [3, 0]
+    assert [len(list(loader)), len(first)] == [4, 4]
+    running = iter(loader)
+    next(running)
+    loader.record_stamps(second)
+    next(running)
+    assert [len(first), len(second)] == [5, 1]
+    loader.record_stamps(None)
+    list(running)
+    list(loader)
+    assert [len(first), len(second)] == [5, 1]
+    loader.close()
+
+
+def test_a_failing_sample_fails_as_ever_and_spoils_no_stamp():
+    class Fails(Draws):
+        def __getitem__(self, i):
+            if i == 6:
+                raise ValueError("sample 6")
+            return i
+
+    records = deque()
+    loader = FastDataLoader(Fails(12), 4)
+    loader.record_stamps(records)
+    batches = iter(loader)
+    next(batches)
+    with pytest.raises(ValueError, match="sample 6"):
+        next(batches)
+    next(batches)
+    assert [stamps.samples for stamps in records] == [4, 4]
+
+
+def test_the_iterator_is_torchs_own_but_for_its_batches():
+    loader = FastDataLoader(Draws(), 6, num_workers=1)
+    loader.record_stamps(deque())
+    batches = iter(loader)
+    assert len(batches) == 4
+    assert batches._num_workers == 1
+    assert list(pickle.loads(pickle.dumps(batches))) == []
+    assert isinstance(next(batches), dict)
+    copied = copy.copy(loader)
+    assert copied._records is None
+    assert len(list(copied)) == 4
+
+
+def open_schedstats():
+    gc.collect()
+    return sum(
+        path.readlink().name == "schedstat"
+        for path in Path("/proc/self/fd").iterdir()
+        if path.is_symlink()
+    )
+
+
+def test_a_watch_that_is_dropped_closes_its_file():
+    before = open_schedstats()
+    watches = [TaskWatch(0, 0) for _ in range(20)]
+    assert open_schedstats() == before + 20
+    del watches
+    assert open_schedstats() == before
+
+
+def spin(seconds):
+    until = time.thread_time() + seconds
+    while time.thread_time() < until:
+        pass
+
+
+class Planted(Dataset):
+    def __init__(self, *, sleep_s=0.0, spin_s=0.0, slow=-1):
+        self.sleep_s, self.spin_s, self.slow = sleep_s, spin_s, slow
+
+    def __len__(self):
+        return 192
+
+    def __getitem__(self, index):
+        time.sleep(0.4 if index == self.slow else self.sleep_s)
+        spin(self.spin_s)
+        return torch.zeros(10)
+
+
+def slow_collate(samples):
+    spin(0.03)
+    return default_collate(samples)
+
+
+def shares(dataset, **options):
+    _, records, _ = epochs(dataset, stamp=True, times=1, batch_size=16, **options)
+    cutter = WaitCutter()
+    waits = [cutter.cut(stamps) for stamps in records]
+    return sum((wait.parts for wait in waits), WaitParts()).shares(), records, waits
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    ("dataset", "options", "causes"),
+    [
+        (Planted(sleep_s=0.004), {}, ["read_blocked"]),
+        (Planted(spin_s=0.003), {}, ["read_cpu", "read_runqueue"]),
+        (Planted(), {"collate_fn": slow_collate}, ["collate"]),
+    ],
+    ids=["waiting", "computing", "collating"],
+)
+def test_the_planted_cause_takes_most_of_the_waits(dataset, options, causes, workers):
+    found, _, _ = shares(dataset, num_workers=workers, **options)
+    assert sum(found[name] for name in causes) > 0.5
+
+
+def test_a_batch_that_is_held_up_by_a_slow_sample_is_seen_to_be_overtaken():
+    """Also pins where torch keeps batches that are complete before their turn."""
+    dataset = Planted(sleep_s=0.001, slow=66)
+    _, records, waits = shares(dataset, step_s=0.05, num_workers=2, prefetch_factor=4)
+    late = records[4]
+    assert late.tasks[0].slowest_index == 66
+    assert late.ready_ahead > 0
+    slow = [wait.slow_sample.index for wait in waits if wait.slow_sample and wait.overtaken]
+    assert 66 in slow
+
+
+class Pins:
+    def __init__(self, where="host"):
+        self.where = where
+
+    def pin_memory(self):
+        time.sleep(0.01)
+        return Pins("pinned")
+
+
+def test_the_pin_thread_passes_an_envelope_through_and_is_stamped():
+    from torch.utils.data._utils.pin_memory import pin_memory
+
+    watch = TaskWatch(0, 0)
+    watch.begin()
+    envelope = pin_memory(Envelope({"x": Pins(), "y": 3}, watch.end()))
+    assert (envelope.batch["x"].where, envelope.batch["y"]) == ("pinned", 3)
+    began_ns, ended_ns = envelope.pinned_ns
+    assert ended_ns - began_ns >= 10e6
+    stamps = BatchStamps(
+        1,
+        1,
+        envelope.task.ended_ns,
+        ended_ns + 1000,
+        (envelope.task,),
+        0,
+        False,
+        (began_ns, ended_ns),
+    )
+    parts = WaitCutter().cut(stamps).parts
+    assert parts.pin_ms == pytest.approx((ended_ns - began_ns) / 1e6)
+    assert parts.total_ms == pytest.approx((stamps.delivered_ns - stamps.requested_ns) / 1e6)
+
+
+def test_stamps_cost_next_to_nothing_to_carry():
+    """A worker sends them with each batch."""
+    watch = TaskWatch(0, 0)
+    watch.begin()
+    assert len(pickle.dumps(watch.end())) < 400
