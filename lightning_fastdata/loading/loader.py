@@ -5,44 +5,25 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
-from itertools import repeat
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-import torch
 from torch.utils.data import (
     DataLoader,
     Dataset,
-    IterableDataset,
-    IterDataPipe,
-    MapDataPipe,
     Sampler,
-    default_collate,
 )
 
 from lightning_fastdata.augment.seeds import find_composes
 from lightning_fastdata.epochs import EpochCell
 from lightning_fastdata.errors import OptionsError, TransformError
-from lightning_fastdata.host.memory import read_host_memory
 from lightning_fastdata.loading.automatic import plan_alone
-from lightning_fastdata.loading.collate import FirstOfPairs, StagingCollate, collate_samples
 from lightning_fastdata.loading.engine import Engine
-from lightning_fastdata.loading.executors.fetch import FetchPlan
-from lightning_fastdata.loading.keyed import fetches_in_batches, keyed, tell_epoch
-from lightning_fastdata.loading.order import epoch_order
-from lightning_fastdata.loading.resident import ResidentBatches, device_of
-from lightning_fastdata.loading.sampled import index_batches
-from lightning_fastdata.loading.stamped import (
-    Ledger,
-    OpenedEnvelopes,
-    ShowDataset,
-    stampable,
-    stamped,
-)
-from lightning_fastdata.loading.worker_count import look_ahead_batches
-from lightning_fastdata.loading.worker_start import WorkerStart
+from lightning_fastdata.loading.keyed import tell_epoch
+from lightning_fastdata.loading.source import Source, makes_batches, open_source, takes_stamps
+from lightning_fastdata.loading.stamped import Ledger, OpenedEnvelopes
 
 if TYPE_CHECKING:
+    import torch
     from torch import Generator
 
     from lightning_fastdata.augment.transform import BatchTransform
@@ -144,7 +125,7 @@ class FastDataLoader(DataLoader[Any]):
         page_lock: PageLockName = "copy",
         device_resident: bool | str | torch.device = False,
     ) -> None:
-        self._inner: DataLoader[Any] | Engine | ResidentBatches | None
+        self._inner: Source | None
         self.plan: LoaderPlan | None = None
         if executor == "auto":
             size = getattr(batch_sampler, "batch_size", None) or batch_size
@@ -187,7 +168,7 @@ class FastDataLoader(DataLoader[Any]):
             pin_memory_device=pin_memory_device,
             in_order=in_order,
         )
-        if staged is not None and not self._batches:
+        if staged is not None and not makes_batches(self):
             raise TransformError(
                 "A transform on the device needs batches, but batch_size=None. Set a batch_size, "
                 "or pass the transform to the dataset."
@@ -217,10 +198,6 @@ class FastDataLoader(DataLoader[Any]):
         if self.executor == "torch":
             super().check_worker_number_rationality()
 
-    @property
-    def _batches(self) -> bool:
-        return self.batch_size is not None or self.batch_sampler is not None
-
     def __len__(self) -> int:
         """Return the number of batches, as far as dataset and sampler know."""
         length = super().__len__()
@@ -244,12 +221,12 @@ class FastDataLoader(DataLoader[Any]):
             with contextlib.suppress(TypeError):
                 len(inner)  # a stream that gives more than was told is warned of
         batches: Any = iter(inner)
-        if isinstance(inner, DataLoader) and self._takes_stamps:
+        if isinstance(inner, DataLoader) and takes_stamps(self):
             self._ledger.records = self._records
             batches = OpenedEnvelopes(batches, self._ledger)
         return batches if self.ahead is None else self.ahead(batches)
 
-    def _keep(self, inner: DataLoader[Any] | Engine | ResidentBatches | None) -> None:
+    def _keep(self, inner: Source | None) -> None:
         # Lightning records the attributes that are set on loaders in a data hook, and goes on to do
         # so in the whole process if the hook raises. A record would keep the workers alive.
         vars(self)["_inner"] = inner
@@ -270,15 +247,6 @@ class FastDataLoader(DataLoader[Any]):
     def records(self) -> deque[BatchStamps] | None:
         """Where the stamps of delivered batches go; None: no stamps are taken."""
         return self._records
-
-    @property
-    def _by_torch(self) -> bool:
-        pipe = isinstance(self.dataset, IterDataPipe | MapDataPipe)
-        return self.device_resident is False and (self.executor == "torch" or pipe)
-
-    @property
-    def _takes_stamps(self) -> bool:
-        return self._records is not None and self._by_torch and stampable(self.dataset)
 
     def close(self) -> None:
         """Stop the workers; the next iteration starts new ones."""
@@ -301,7 +269,7 @@ class FastDataLoader(DataLoader[Any]):
         if value is None:
             self.close()
 
-    def _open(self) -> DataLoader[Any] | Engine | ResidentBatches:
+    def _open(self) -> Source:
         """Return torch's loader over the keyed dataset, with its workers if they persist."""
         settings = (
             self.num_workers,
@@ -319,126 +287,13 @@ class FastDataLoader(DataLoader[Any]):
             self.staged,
             self.multiprocessing_context,
             self.executor,
-            self._takes_stamps,
+            takes_stamps(self),
         )
         inner = self._inner
         if inner is None or self._inner_settings != settings:
-            inner = self._make_inner()
+            inner = open_source(
+                self, self._epoch_cell, prefetch_factor=self._prefetch, told=self._told
+            )
             self._keep(inner)
             vars(self)["_inner_settings"] = settings
         return inner
-
-    def _worker_start(self) -> Callable[[int], None] | None:
-        if self.num_workers == 0:
-            return self.worker_init_fn
-        strategy = torch.multiprocessing.get_sharing_strategy()  # type: ignore[no-untyped-call]
-        then = ShowDataset(self.worker_init_fn) if self._takes_stamps else self.worker_init_fn
-        return WorkerStart(strategy, self.worker_nice, then)
-
-    def _make_inner(self) -> DataLoader[Any] | Engine | ResidentBatches:
-        worker_part = None
-        if self.transform is not None:
-            worker_part = self.transform.in_worker(on_device=self.on_device)
-        collate_fn = self.collate_fn
-        if collate_fn is default_collate:
-            collate_fn = collate_samples
-        streamed = isinstance(self.dataset, IterableDataset)
-        staged = self.staged
-        if not self._by_torch and worker_part is None:
-            staged = None  # the engine stages what has no draws, and may so collate in place
-        if staged is not None:
-            collate_fn = StagingCollate(collate_fn, worker_part, staged)
-        elif worker_part is not None:
-            collate_fn = FirstOfPairs(collate_fn, single=not self._batches)
-        dataset = keyed(self.dataset, seed=self.seed, epoch=self._epoch_cell, transform=worker_part)
-        if self.device_resident is not False:
-            return ResidentBatches(
-                dataset,
-                device_of(self.device_resident),
-                default_collation=collate_fn is collate_samples and self._batches,
-                batches=partial(index_batches, cast("Any", self.batch_sampler)),
-                staged=self.staged,
-                generator=self.generator,
-            )
-        if not self._by_torch:
-            return self._make_engine(dataset, collate_fn, streamed=streamed)
-        if self._takes_stamps:
-            dataset, collate_fn = stamped(dataset, collate_fn)
-        order: dict[str, Any]
-        if streamed:
-            order = {"batch_size": self.batch_size, "drop_last": self.drop_last}
-        elif self._batches:
-            order = {"batch_sampler": self.batch_sampler}
-        else:
-            order = {"batch_size": None, "sampler": self.sampler}
-        return DataLoader(
-            dataset,
-            **order,
-            num_workers=self.num_workers,
-            collate_fn=collate_fn,
-            pin_memory=self.pin_memory,
-            timeout=self.timeout,
-            worker_init_fn=self._worker_start(),
-            multiprocessing_context=self.multiprocessing_context,
-            generator=self.generator,
-            prefetch_factor=self.prefetch_factor,
-            persistent_workers=self.persistent_workers,
-            pin_memory_device=self.pin_memory_device,
-            in_order=self.in_order,
-        )
-
-    def _make_engine(self, dataset: Any, collate_fn: Any, *, streamed: bool) -> Engine:
-        executor: Any = self.executor
-        if streamed and executor in ("gather", "sidecar"):
-            executor = "workers"
-        default = collate_fn is collate_samples
-        ahead = self.num_workers * (self.prefetch_factor or 2)
-        if not streamed:
-            ahead = look_ahead_batches(
-                self.num_workers,
-                prefetch=self._prefetch,
-                batch_size=self.batch_size or 1,
-                split=default and self._batches and not fetches_in_batches(self.dataset),
-            )
-        plan = FetchPlan(
-            dataset=dataset,
-            collate_fn=collate_fn,
-            default_collation=default and self._batches,
-            batched=self._batches,
-            drop_last=streamed and self.drop_last,
-            # The state of a stream runs on from sample to sample, and so do its random numbers.
-            seed=None if streamed else self.seed,
-            base_seed=self.seed,
-            worker_init_fn=self.worker_init_fn,
-            timeout_s=self.timeout,
-            in_order=self.in_order,
-            context=self.multiprocessing_context,
-            look_ahead=ahead,
-            memory_limit_bytes=read_host_memory().available_bytes // 4,
-            niceness=self.worker_nice,
-        )
-        engine = Engine(
-            executor,
-            plan,
-            batches=self._index_batches(),
-            epoch=self._epoch_cell.get,
-            order=partial(epoch_order, self.batch_sampler) if self._batches else None,
-            workers=self.num_workers,
-            persistent=self.persistent_workers,
-            staged=None if isinstance(collate_fn, StagingCollate) else self.staged,
-            pin_memory=self.pin_memory,
-            page_lock=self.page_lock,
-            generator=self.generator,
-            told_batches=partial(self._told.get, "batches") if streamed else None,
-        )
-        engine.record(self._records)
-        return engine
-
-    def _index_batches(self) -> Callable[[], Iterable[Any]]:
-        # Holds no loader, so that one that is dropped stops its workers at once.
-        if isinstance(self.dataset, IterableDataset):
-            return partial(repeat, self.batch_size)
-        source: Any = self.batch_sampler if self._batches else self.sampler
-        return (
-            partial(index_batches, source) if self.executor == "gather" else partial(iter, source)
-        )

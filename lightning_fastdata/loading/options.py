@@ -100,7 +100,7 @@ class LoaderOptions:
     timeout_s: float = 0
     in_order: bool = True
     worker_nice: int | Auto = "auto"
-    executor: Literal["auto", "torch", "inline", "gather", "workers", "sidecar"] = "torch"
+    executor: Literal["auto", "torch", "inline", "gather", "workers", "sidecar"] = "auto"
     page_lock: Literal["copy", "register"] = "copy"
 
     def __post_init__(self) -> None:

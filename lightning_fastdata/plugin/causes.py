@@ -37,6 +37,7 @@ class StageCauses:
         self._records: list[deque[BatchStamps]] = []
         self._loaders: list[weakref.ref[FastDataLoader]] = []
         self._unwatched: dict[str, None] = {}
+        self._stamped = False
 
     def watch(self, loaders: Any) -> None:
         """Have each FastDataLoader among some loaders record its stamps, if none does so yet."""
@@ -92,7 +93,7 @@ class StageCauses:
 
     def missing(self) -> str | None:
         """Return why nothing is known about the waits; None if something is."""
-        if self._totals.summary() is not None:
+        if self._stamped:
             return None
         executors = {
             f"executor {loader.executor!r} takes no stamps": None
@@ -103,6 +104,7 @@ class StageCauses:
 
     def _cut(self) -> None:
         for number, records in enumerate(self._records):
+            self._stamped |= bool(records)
             while records:
                 self._totals.add(records.popleft(), number)
 

@@ -147,12 +147,14 @@ def test_a_foreign_loader_is_mentioned_once_and_logs_nothing(tmp_path):
     assert " ".join(report.text().split()).count("takes no stamps") == 1
 
 
-def test_an_executor_without_stamps_is_mentioned(tmp_path):
+def test_rows_that_are_gathered_are_waited_for_as_reading(tmp_path):
     rows = TensorDataset(torch.zeros(16, 4), torch.arange(16))
     loader = FastDataLoader(rows, 4, executor="gather")
     report, _ = fit(tmp_path, {"train_dataloaders": loader})
-    assert report.stages[0].causes is None
-    assert any("executor 'gather' takes no stamps" in note for note in report.notes)
+    causes = report.stages[0].causes
+    assert causes is not None
+    assert causes.parts.read_ms == pytest.approx(causes.parts.total_ms)
+    assert not any("no stamps" in note for note in report.notes)
 
 
 class OwnModule(Linear):

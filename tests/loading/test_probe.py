@@ -347,7 +347,7 @@ def look(**changes):
         ({"cost": cost(wall_ms=5, cpu_ms=0.1)}, "auto", "workers"),
         ({"cost": cost(wall_ms=0.001, cpu_ms=0.001)}, "auto", "inline"),
         ({"cost": cost(wall_ms=0.001, cpu_ms=0.001), "draws": True}, "auto", "workers"),
-        ({"stream": True}, "auto", "torch"),
+        ({"stream": True}, "auto", "workers"),
         ({"rows": True}, "auto", "gather"),
         ({"shared_memory": False}, "auto", "torch"),
         ({}, 0, "inline"),

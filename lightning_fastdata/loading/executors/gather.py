@@ -19,6 +19,7 @@ from lightning_fastdata.loading.executors.fetch import Fetcher
 from lightning_fastdata.loading.executors.rows import in_bounds, rows_of
 from lightning_fastdata.loading.leaves import tensor_over
 from lightning_fastdata.loading.slots import SlotPool
+from lightning_fastdata.loading.stamps import BatchStamps, TaskStamps
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -173,6 +174,9 @@ class GatherExecutor:
         self._long = False
         self._jobs: deque[Job | _Odd] = deque()
         self._ready: deque[Any] = deque()
+        self._records: deque[BatchStamps] | None = None
+        self._count = 0
+        self._first = True
         self._stop = weakref.finalize(self, _end_threads, self._tasks)
 
     def start_epoch(self, batches: Iterable[Any], epoch: int) -> None:
@@ -181,11 +185,26 @@ class GatherExecutor:
         # Tensors of a dataset may have been replaced, and indices of a subset shuffled.
         self._rows = rows_of(self._plan.dataset, tried=False)
         self._indices, self._epoch = iter(batches), epoch
+        self._first = True
 
     def __iter__(self) -> GatherExecutor:
         return self
 
     def __next__(self) -> Any:
+        if self._records is None:
+            return self._next()
+        requested_ns = time.monotonic_ns()
+        batch = self._next()
+        ended_ns = time.monotonic_ns()
+        self._count += 1
+        # Who copied which row is not noted; all of the wait is for rows to be there.
+        spent = ended_ns - requested_ns
+        rows = TaskStamps(-1, 0, requested_ns, ended_ns, None, None, 0, spent, 0, 0, None)
+        first, self._first = self._first, False
+        self._records.append(BatchStamps.of_caller(self._count, requested_ns, rows, first=first))
+        return batch
+
+    def _next(self) -> Any:
         if not self._ready:
             self._look_ahead()
             if not self._jobs:
@@ -201,8 +220,9 @@ class GatherExecutor:
             self._long |= time.perf_counter() - began > _LONG_S
         return self._ready.popleft()
 
-    def record(self, records: Any) -> None:
-        """Take no stamps yet."""
+    def record(self, records: deque[BatchStamps] | None) -> None:
+        """Append the stamps of each batch from now on; None: no more."""
+        self._records = records
 
     def resize(self, workers: int) -> None:
         """Gather ahead in so many threads, 4 at most, from now on."""

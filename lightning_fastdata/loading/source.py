@@ -1,0 +1,195 @@
+"""What gives the batches of a FastDataLoader: torch's own loader, an engine, or resident data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from itertools import repeat
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
+
+import torch
+from torch.utils.data import (
+    DataLoader,
+    IterableDataset,
+    IterDataPipe,
+    MapDataPipe,
+    default_collate,
+)
+
+from lightning_fastdata.host.memory import read_host_memory
+from lightning_fastdata.loading.collate import FirstOfPairs, StagingCollate, collate_samples
+from lightning_fastdata.loading.engine import Engine
+from lightning_fastdata.loading.executors.fetch import FetchPlan
+from lightning_fastdata.loading.keyed import fetches_in_batches, keyed
+from lightning_fastdata.loading.order import epoch_order
+from lightning_fastdata.loading.resident import ResidentBatches, device_of
+from lightning_fastdata.loading.sampled import index_batches
+from lightning_fastdata.loading.stamped import ShowDataset, stampable, stamped
+from lightning_fastdata.loading.worker_count import look_ahead_batches
+from lightning_fastdata.loading.worker_start import WorkerStart
+
+if TYPE_CHECKING:
+    from lightning_fastdata.epochs import EpochCell
+    from lightning_fastdata.loading.loader import FastDataLoader
+
+Source: TypeAlias = "DataLoader[Any] | Engine | ResidentBatches"
+
+
+def makes_batches(loader: DataLoader[Any]) -> bool:
+    """Return whether samples are put together into batches."""
+    return loader.batch_size is not None or loader.batch_sampler is not None
+
+
+def reads_with_torch(loader: FastDataLoader) -> bool:
+    """Return whether torch's own iterator reads the dataset."""
+    pipe = isinstance(loader.dataset, IterDataPipe | MapDataPipe)
+    return loader.device_resident is False and (loader.executor == "torch" or pipe)
+
+
+def takes_stamps(loader: FastDataLoader) -> bool:
+    """Return whether stamps are to be taken of torch's own iterator."""
+    recorded = loader.records is not None
+    return recorded and reads_with_torch(loader) and stampable(loader.dataset)
+
+
+def open_source(
+    loader: FastDataLoader,
+    epochs: EpochCell,
+    *,
+    prefetch_factor: int | None,
+    told: dict[str, int],
+) -> Source:
+    """Return what gives the batches of a loader, as the loader is set up now.
+
+    It holds no reference to the loader, so that one that is dropped stops its workers at once.
+
+    Args:
+        loader: The loader.
+        epochs: Where it says which epoch it is in.
+        prefetch_factor: As the user gave it, before torch put in its default.
+        told: Holds under ``"batches"`` the length that was told of a stream.
+    """
+    worker_part = None
+    if loader.transform is not None:
+        worker_part = loader.transform.in_worker(on_device=loader.on_device)
+    collate_fn = loader.collate_fn
+    if collate_fn is default_collate:
+        collate_fn = collate_samples
+    streamed = isinstance(loader.dataset, IterableDataset)
+    staged = loader.staged
+    if not reads_with_torch(loader) and worker_part is None:
+        staged = None  # the engine stages what has no draws, and may so collate in place
+    if staged is not None:
+        collate_fn = StagingCollate(collate_fn, worker_part, staged)
+    elif worker_part is not None:
+        collate_fn = FirstOfPairs(collate_fn, single=not makes_batches(loader))
+    dataset = keyed(loader.dataset, seed=loader.seed, epoch=epochs, transform=worker_part)
+    if loader.device_resident is not False:
+        return ResidentBatches(
+            dataset,
+            device_of(loader.device_resident),
+            default_collation=collate_fn is collate_samples and makes_batches(loader),
+            batches=partial(index_batches, cast("Any", loader.batch_sampler)),
+            staged=loader.staged,
+            generator=loader.generator,
+        )
+    if not reads_with_torch(loader):
+        return _open_engine(
+            loader, dataset, collate_fn, epochs, prefetch_factor=prefetch_factor, told=told
+        )
+    if takes_stamps(loader):
+        dataset, collate_fn = stamped(dataset, collate_fn)
+    order: dict[str, Any]
+    if streamed:
+        order = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+    elif makes_batches(loader):
+        order = {"batch_sampler": loader.batch_sampler}
+    else:
+        order = {"batch_size": None, "sampler": loader.sampler}
+    return DataLoader(
+        dataset,
+        **order,
+        num_workers=loader.num_workers,
+        collate_fn=collate_fn,
+        pin_memory=loader.pin_memory,
+        timeout=loader.timeout,
+        worker_init_fn=_worker_start(loader),
+        multiprocessing_context=loader.multiprocessing_context,
+        generator=loader.generator,
+        prefetch_factor=loader.prefetch_factor,
+        persistent_workers=loader.persistent_workers,
+        pin_memory_device=loader.pin_memory_device,
+        in_order=loader.in_order,
+    )
+
+
+def _open_engine(
+    loader: FastDataLoader,
+    dataset: Any,
+    collate_fn: Any,
+    epochs: EpochCell,
+    *,
+    prefetch_factor: int | None,
+    told: dict[str, int],
+) -> Engine:
+    streamed = isinstance(loader.dataset, IterableDataset)
+    executor: Any = loader.executor
+    if streamed and executor in ("gather", "sidecar"):
+        executor = "workers"
+    default = collate_fn is collate_samples
+    ahead = loader.num_workers * (loader.prefetch_factor or 2)
+    if not streamed:
+        ahead = look_ahead_batches(
+            loader.num_workers,
+            prefetch=prefetch_factor,
+            batch_size=loader.batch_size or 1,
+            split=default and makes_batches(loader) and not fetches_in_batches(loader.dataset),
+        )
+    plan = FetchPlan(
+        dataset=dataset,
+        collate_fn=collate_fn,
+        default_collation=default and makes_batches(loader),
+        batched=makes_batches(loader),
+        drop_last=streamed and loader.drop_last,
+        # The state of a stream runs on from sample to sample, and so do its random numbers.
+        seed=None if streamed else loader.seed,
+        base_seed=loader.seed,
+        worker_init_fn=loader.worker_init_fn,
+        timeout_s=loader.timeout,
+        in_order=loader.in_order,
+        context=loader.multiprocessing_context,
+        look_ahead=ahead,
+        memory_limit_bytes=read_host_memory().available_bytes // 4,
+        niceness=loader.worker_nice,
+    )
+    engine = Engine(
+        executor,
+        plan,
+        batches=_index_batches(loader),
+        epoch=epochs.get,
+        order=partial(epoch_order, loader.batch_sampler) if makes_batches(loader) else None,
+        workers=loader.num_workers,
+        persistent=loader.persistent_workers,
+        staged=None if isinstance(collate_fn, StagingCollate) else loader.staged,
+        pin_memory=loader.pin_memory,
+        page_lock=loader.page_lock,
+        generator=loader.generator,
+        told_batches=partial(told.get, "batches") if streamed else None,
+    )
+    engine.record(loader.records)
+    return engine
+
+
+def _worker_start(loader: FastDataLoader) -> Callable[[int], None] | None:
+    if loader.num_workers == 0:
+        return loader.worker_init_fn
+    strategy = torch.multiprocessing.get_sharing_strategy()  # type: ignore[no-untyped-call]
+    then = ShowDataset(loader.worker_init_fn) if takes_stamps(loader) else loader.worker_init_fn
+    return WorkerStart(strategy, loader.worker_nice, then)
+
+
+def _index_batches(loader: FastDataLoader) -> Callable[[], Iterable[Any]]:
+    if isinstance(loader.dataset, IterableDataset):
+        return partial(repeat, loader.batch_size)
+    source: Any = loader.batch_sampler if makes_batches(loader) else loader.sampler
+    return partial(index_batches, source) if loader.executor == "gather" else partial(iter, source)
