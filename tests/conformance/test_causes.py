@@ -153,7 +153,7 @@ def test_rows_that_are_gathered_are_waited_for_as_reading(tmp_path):
     report, _ = fit(tmp_path, {"train_dataloaders": loader})
     causes = report.stages[0].causes
     assert causes is not None
-    assert causes.parts.read_ms == pytest.approx(causes.parts.total_ms)
+    assert causes.wait.read_ms == pytest.approx(causes.wait.total_ms)
     assert not any("no stamps" in note for note in report.notes)
 
 

@@ -84,6 +84,9 @@ class Crew:
         self._doubt_count = 0
         self._stillborn = 0
         self.sides: dict[int, SideProcess] = {}
+        self._poller = select.poll()
+        self._by_end: dict[int, SideProcess] = {}
+        self._writing: set[int] = set()
         try:
             self._queue: TaskQueue | None = TaskQueue()
         except OSError:  # without one, each process is given tasks of its own beforehand
@@ -155,15 +158,15 @@ class Crew:
             WorkerError: Processes die before they do anything.
             Exception: Whatever ``worker_init_fn`` raised.
         """
-        poller = select.poll()
-        by_end = {side.wire.fileno(): side for side in self.sides.values()}
-        for end, side in by_end.items():
-            poller.register(end, select.POLLIN | (select.POLLOUT if side.outbox else 0))
+        for end, side in self._by_end.items():
+            if bool(side.outbox) != (end in self._writing):
+                self._writing ^= {end}
+                self._poller.modify(end, select.POLLIN | (select.POLLOUT if side.outbox else 0))
         left_ms = None if until is None else max(0.0, (until - time.monotonic()) * 1000)
-        events = poller.poll(left_ms)
+        events = self._poller.poll(left_ms)
         if not events and until is not None:
             return None
-        return self._read([(by_end[end], event) for end, event in events])
+        return self._read([(self._by_end[end], event) for end, event in events])
 
     def _read(self, events: list[tuple[SideProcess, int]]) -> Iterator[Answer | Loss]:
         for side, event in events:
@@ -219,15 +222,23 @@ class Crew:
             for slot, descriptor in self._slots.items():
                 side.send(("slot", slot), (descriptor,))
             self.sides[number] = side
+            self._by_end[side.wire.fileno()] = side
+            self._poller.register(side.wire.fileno(), select.POLLIN)
 
     def _let_go(self, side: SideProcess) -> None:
         busy = side.tasks or self._tasks.keys() & side.claims()
         if side.retired and not busy and self.sides.get(side.number) is side:
-            del self.sides[side.number]
+            self._remove(side)
             side.stop()
 
+    def _remove(self, side: SideProcess) -> None:
+        end = side.wire.fileno()
+        del self.sides[side.number], self._by_end[end]
+        self._writing.discard(end)
+        self._poller.unregister(end)
+
     def _bury(self, side: SideProcess) -> Iterator[Loss]:
-        del self.sides[side.number]
+        self._remove(side)
         side.stop(patience_s=5)
         code = side.process.exitcode
         guilty = side.working_on()

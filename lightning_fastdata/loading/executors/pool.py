@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
 _TASK_NS: Final = 2_000_000
 """Cheap samples share a task of about this length, as a message costs some 20 us."""
+_COARSE_TASKS: Final = 4
+_AHEAD_BYTES: Final = 2**28
+"""More than one batch for each process is fetched ahead only within this."""
 _CRASHES: Final = 2
 _KILLS: Final = 4
 """SIGKILL comes from outside, so a sample that was under way need not be the cause."""
@@ -182,10 +185,16 @@ class PoolExecutor:
         return None
 
     def _has_place(self) -> bool:
-        if not self._in_place or self._layout is None or not self._batches:
+        if not self._batches:
             return True
-        size = self._layout.offsets(len(self._batches[-1].indices))[1]
-        return self._slots.may_grow(size)
+        size = self._whole_bytes
+        if self._in_place and self._layout is not None:
+            size = self._layout.offsets(len(self._batches[-1].indices))[1]
+        # Large batches take long to use, so that few of them bridge as much time.
+        count = len(self._batches)
+        if count >= max(2, self._crew.wanted) and (count + 1) * size > _AHEAD_BYTES:
+            return False
+        return not self._in_place or self._slots.may_grow(size)
 
     def _tasks(self, batch: PendingBatch) -> list[Task]:
         indices = batch.indices
@@ -210,7 +219,12 @@ class PoolExecutor:
         if self._sample_ns is None:
             return spread
         at_once = max(1, round(_TASK_NS / max(1.0, self._sample_ns)))
-        return samples if at_once >= samples else min(spread, at_once)
+        rows = samples if at_once >= samples else min(spread, at_once)
+        ready = sum(not batch.open_tasks for batch in self._batches)
+        if 2 * ready < self.plan.look_ahead:
+            return rows
+        # There is time. Each task costs the training process some 40 us to give and to hear of.
+        return max(rows, -(-samples // _COARSE_TASKS))
 
     def _give(self, task: Task, to: SideProcess | None = None) -> bool:
         batch = task.batch
@@ -330,20 +344,21 @@ class PoolExecutor:
         limit = _KILLS if loss.code == -signal.SIGKILL else _CRASHES
         for task in reversed(loss.tasks):
             batch = task.batch
-            positions = range(
-                task.start, task.start + len(task.indices) if self.plan.batched else 1
+            read = range(task.start, task.start + len(task.indices) if self.plan.batched else 1)
+            poison = next(
+                (
+                    at
+                    for number, at in loss.guilty
+                    if number == batch.number and at in read and self._deaths[number, at] >= limit
+                ),
+                None,
             )
-            poison = [
-                at
-                for number, at in loss.guilty
-                if number == batch.number and at in positions and self._deaths[number, at] >= limit
-            ]
-            if poison:
-                index = batch.indices[poison[0]] if self.plan.batched else batch.indices
-                batch.error = poison[0], poisonous(index, loss.code, limit)
-            if poison or self._is_old(batch):
-                batch.open_tasks -= 1
-                if not batch.open_tasks:
-                    self._finish(batch)
-            else:
+            if poison is not None:
+                index = batch.indices[poison] if self.plan.batched else batch.indices
+                batch.error = poison, poisonous(index, loss.code, limit)
+            if poison is None and not self._is_old(batch):
                 self._todo.appendleft(task)
+                continue
+            batch.open_tasks -= 1
+            if not batch.open_tasks:
+                self._finish(batch)
