@@ -141,11 +141,9 @@ def options_text(now: LoaderSetup, wanted: LoaderSetup) -> str:
     changes = []
     if wanted.workers != now.workers:
         changes.append(f"num_workers={wanted.workers}")
-    each, each_now = (
-        math.ceil(setup.look_ahead / max(1, setup.workers)) for setup in (wanted, now)
-    )
-    if now.workers and each != each_now:
-        changes.append(f"prefetch_factor={each}")
+    unasked = now if wanted.workers == now.workers else with_workers(now, wanted.workers)
+    if wanted.workers and wanted.look_ahead != unasked.look_ahead:
+        changes.append(f"prefetch_factor={math.ceil(wanted.look_ahead / wanted.workers)}")
     if wanted.in_order != now.in_order:
         changes.append(f"in_order={wanted.in_order}")
     return f"LoaderOptions({', '.join(changes)})"
