@@ -84,8 +84,14 @@ def _gain(
 
 
 def with_workers(setup: LoaderSetup, workers: int) -> LoaderSetup:
-    """Return the setup with another number of workers, each as many batches ahead as before."""
-    least = min(setup.look_ahead, _LEAST_AHEAD)
+    """Return the setup with another number of workers.
+
+    Where each makes whole batches, each is as many ahead as before; where all make one together,
+    all of them are.
+    """
+    least = min(setup.look_ahead, _LEAST_AHEAD) if setup.workers else _LEAST_AHEAD
+    if setup.scheduling == "sample":
+        return replace(setup, workers=workers, look_ahead=max(least, setup.look_ahead))
     each = _BATCHES_AHEAD
     if setup.workers and setup.look_ahead > _LEAST_AHEAD:
         each = math.ceil(setup.look_ahead / setup.workers)

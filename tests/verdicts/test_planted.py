@@ -18,9 +18,9 @@ from lightning_fastdata.insight.evidence import evidence_of
 from lightning_fastdata.insight.findings import findings
 from lightning_fastdata.insight.simulate import LoaderSetup
 from lightning_fastdata.loading.loader import FastDataLoader
+from lightning_fastdata.loading.worker_count import look_ahead_batches
 
 BATCH = 16
-LEAST_AHEAD = 8
 CPUS = float(read_cpu_limit().usable_cpus)
 NEIGHBOURS = "FD315"
 """Whatever else runs on the machine of the test is there, too, and not planted."""
@@ -87,10 +87,11 @@ def evidence_from(dataset, *, workers, step_s, gap_s=0.0, epochs=1, **settings):
                     gaps.append(time.perf_counter() - began)
     finally:
         loader.close()
+    split = "collate_fn" not in settings
     setup = LoaderSetup(
         workers=workers,
-        look_ahead=max(LEAST_AHEAD, 2 * workers),
-        scheduling="batch" if "collate_fn" in settings else "sample",
+        look_ahead=look_ahead_batches(workers, prefetch=None, batch_size=BATCH, split=split),
+        scheduling="sample" if split else "batch",
         cpus=CPUS,
         step_cpus=0.05,
     )
