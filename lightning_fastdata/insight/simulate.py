@@ -186,7 +186,7 @@ def simulate(costs: Sequence[BatchCost], setup: LoaderSetup) -> Prediction:
         step = statistics.fmean(w + c.step_ns for w, c in zip(waits, costs, strict=True))
         return Prediction(step_ms=step / _NS_PER_MS, wait_ms=statistics.fmean(waits) / _NS_PER_MS)
     warm_up = setup.look_ahead + 2 * setup.workers
-    repeats = -(-(warm_up + max(_MIN_BATCHES, len(costs))) // len(costs))
+    repeats = -(-(warm_up + setup.look_ahead + max(_MIN_BATCHES, len(costs))) // len(costs))
     return _Run(list(costs) * repeats, setup).run(warm_up)
 
 
@@ -217,7 +217,8 @@ class _Run:
         self.given = 0
 
     def run(self, warm_up: int) -> Prediction:
-        count = len(self.costs)
+        # While the last batches are delivered none follow, which is not a steady run.
+        count = len(self.costs) - self.setup.look_ahead
         began = waited = 0.0
         for number in range(count):
             if number == warm_up:

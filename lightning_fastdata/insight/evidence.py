@@ -1,0 +1,185 @@
+"""What was measured of a stage, as far as it was: the ground on which findings stand."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Final
+
+from lightning_fastdata.insight.attribution import SlowSample, WaitParts
+from lightning_fastdata.insight.causes import CauseTotals, OperationShare
+from lightning_fastdata.insight.simulate import BatchCost, LoaderSetup, batch_costs
+
+if TYPE_CHECKING:
+    from lightning_fastdata.loading.stamps import BatchStamps
+
+_NS_PER_MS: Final = 1e6
+_MOST_COSTS: Final = 400
+"""The model replays no more of the newest batches: more make it slower, hardly better."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """Measured facts of one stage, the means over its steps. None: was not measured.
+
+    Findings that rest on a fact which is None are not made.
+    """
+
+    step_ms: float | None = None
+    """From the begin of one step to the begin of the next."""
+    wait_ms: float | None = None
+    """Of that, the time the training process waited for the batch."""
+    stall_ms: float | None = None
+    """Of the wait, what the device saw: the part that hid behind no work of it."""
+    parts: WaitParts | None = None
+    """Where the loader's wait for one batch went."""
+    overtaken_share: float | None = None
+    """Part of the batches that came after later ones were complete, 0 to 1."""
+    slow_samples: tuple[SlowSample, ...] = ()
+    """Samples that held up a batch, slowest first."""
+    operations: tuple[OperationShare, ...] = ()
+    """What operations on samples take, the most expensive first."""
+    setup: LoaderSetup | None = None
+    """The loader as it is now."""
+    costs: tuple[BatchCost, ...] = ()
+    """Of recorded batches, for predictions; none are made without."""
+    most_workers: int = 32
+    """No more workers are recommended, as memory or open files would not suffice."""
+    busy_share: float | None = None
+    """Part of the time in which a worker had a task, 0 to 1, the mean over workers."""
+    runqueue_share: float | None = None
+    """Part of the workers' busy time in which they were ready to run but had no CPU, 0 to 1."""
+    throttled_share: float | None = None
+    """Part of the scheduler's periods in which the cgroup's CPU quota was used up, 0 to 1."""
+    pressure_percent: float | None = None
+    """PSI of the CPUs, ``some avg10``: of the last 10 s, when something runnable had no CPU."""
+    compute_slowdown: float | None = None
+    """Compute time of a step over that of the same step while workers were idle; 1: no effect."""
+    read_rates: tuple[tuple[int, float], ...] = ()
+    """Workers and MB/s read with that many, for each number of workers that was tried."""
+    epoch_wait_ms: float | None = None
+    """Wait for the first batch of an epoch."""
+    steps_per_epoch: float | None = None
+    """Steps of one epoch."""
+    persistent_workers: bool | None = None
+    """Workers live through the end of an epoch."""
+    transfer_ms: float | None = None
+    """To copy the batch to the device."""
+    pinned: bool | None = None
+    """Batches arrive in page-locked memory."""
+    augment_ms: float | None = None
+    """To augment on the device."""
+    compute_ms: float | None = None
+    """Forward, backward and optimizer."""
+    gap_ms: float | None = None
+    """The device had nothing to do, although no batch was waited for."""
+    alloc_retries: int | None = None
+    """How often the device's allocator had to free its cache and try again."""
+    device_headroom_share: float | None = None
+    """Part of the device's memory that was never used, 0 to 1."""
+    rank_stalls_ms: tuple[float, ...] = ()
+    """Stall of each rank, by rank."""
+    val_stall_share: float | None = None
+    """Part of the validation steps that waited for data, 0 to 1."""
+
+    def of_step(self, ms: float | None) -> float | None:
+        """Return a time as a share of the step, 0 to 1; None if either was not measured."""
+        if ms is None or not self.step_ms:
+            return None
+        return ms / self.step_ms
+
+    @property
+    def stall_share(self) -> float | None:
+        """Part of the step in which the device waited for data, 0 to 1."""
+        return self.of_step(self.stall_ms)
+
+    @property
+    def epoch_start_share(self) -> float | None:
+        """Part of an epoch that the wait for its first batch took, 0 to 1."""
+        if self.epoch_wait_ms is None or not self.steps_per_epoch or not self.step_ms:
+            return None
+        rest_ms = self.step_ms * max(0.0, self.steps_per_epoch - 1)
+        return self.epoch_wait_ms / max(1e-9, self.epoch_wait_ms + rest_ms)
+
+    @property
+    def wanted_cpus(self) -> float | None:
+        """CPUs that the busy workers and the training would use if they were alone, from costs."""
+        if self.setup is None or not self.costs:
+            return None
+        cpu = sum(cost.cpu_ns + cost.collate_ns for cost in self.costs)
+        whole = cpu + sum(cost.blocked_ns for cost in self.costs)
+        busy = 1.0 if self.busy_share is None else self.busy_share
+        own = self.setup.step_cpus
+        if self.stall_share is not None:
+            own *= 1 - min(1.0, self.stall_share)
+        return self.setup.workers * busy * cpu / max(1.0, whole) + own
+
+
+def evidence_of(stamps: Sequence[BatchStamps], setup: LoaderSetup, **measured: Any) -> Evidence:
+    """Return what the stamps of a plain loop tell; each wait counts as a stall.
+
+    Args:
+        stamps: Of one loader, in the order in which batches were delivered.
+        setup: The loader as it was.
+        measured: Further fields of :class:`Evidence`, or other values for those from the stamps,
+            e.g. ``stall_ms`` where a device hides waits.
+    """
+    epochs = _epochs(stamps)
+    costs = [cost for epoch in epochs for cost in batch_costs(epoch)]
+    totals = CauseTotals()
+    for batch in stamps:
+        totals.add(batch)
+    causes = totals.summary()
+    steady = [pair for epoch in epochs for pair in pairwise(epoch[1:])]
+    steps = [later.requested_ns - batch.requested_ns for batch, later in steady]
+    waits = [batch.delivered_ns - batch.requested_ns for batch, _ in steady]
+    cold = [epoch[0].delivered_ns - epoch[0].requested_ns for epoch in epochs if epoch[0].first]
+    found = Evidence(
+        step_ms=_mean_ms(steps),
+        wait_ms=_mean_ms(waits),
+        stall_ms=_mean_ms(waits),
+        parts=None if causes is None else causes.wait,
+        overtaken_share=None if causes is None else causes.overtaken_share,
+        slow_samples=() if causes is None else causes.slow_samples,
+        operations=() if causes is None else causes.operations,
+        setup=setup,
+        costs=tuple(costs[-_MOST_COSTS:]),
+        busy_share=_busy_share(epochs, setup.workers),
+        runqueue_share=_runqueue_share(stamps),
+        epoch_wait_ms=_mean_ms(cold),
+        steps_per_epoch=statistics.fmean(map(len, epochs)) if cold else None,
+    )
+    return replace(found, **measured)
+
+
+def _epochs(stamps: Sequence[BatchStamps]) -> list[list[BatchStamps]]:
+    epochs: list[list[BatchStamps]] = []
+    for batch in stamps:
+        if batch.first or not epochs:
+            epochs.append([])
+        epochs[-1].append(batch)
+    return epochs
+
+
+def _mean_ms(times_ns: Sequence[float]) -> float | None:
+    return statistics.fmean(times_ns) / _NS_PER_MS if times_ns else None
+
+
+def _busy_share(epochs: Sequence[Sequence[BatchStamps]], workers: int) -> float | None:
+    """Return the busy part of the time that the steady batches of all epochs took."""
+    busy = span = 0.0
+    for epoch in epochs:
+        began, ended = epoch[0].delivered_ns, epoch[-1].delivered_ns
+        span += ended - began
+        for batch in epoch:
+            for task in batch.tasks:
+                busy += max(0, min(task.ended_ns, ended) - max(task.began_ns, began))
+    return min(1.0, busy / span / workers) if workers and span > 0 else None
+
+
+def _runqueue_share(stamps: Sequence[BatchStamps]) -> float | None:
+    told = [task for batch in stamps for task in batch.tasks if task.runqueue_ns is not None]
+    length = sum(task.ended_ns - task.began_ns for task in told)
+    return sum(task.runqueue_ns or 0 for task in told) / length if length else None

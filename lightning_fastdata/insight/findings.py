@@ -1,0 +1,74 @@
+"""Every cause of a slow step that the evidence shows, with its remedy and what that would gain.
+
+Pure: measured facts in, findings out, in the order of this table. The first one is the one to act
+upon. Shares are of the step unless said otherwise.
+
+===== ========================================================== ==================================
+code  holds when                                                 remedy
+===== ========================================================== ==================================
+FD301 waits above 3 %, but the device stalls for less            none: the waits are hidden
+FD302 slow samples are 30 % of the wait                          in_order, further ahead, the files
+FD303 reading blocked is the largest part of the wait            more workers, cache
+FD304 as FD303, and more workers did not read more MB/s          cache, local disk
+FD305 reading on a CPU is the largest part                       more workers, cheaper transforms
+FD306 waiting for CPUs above 20 %, or quota, by own work         fewer workers, cheaper transforms
+FD307 collation is the largest part                              own executor, batched reading
+FD308 hand-over is 20 % of the wait                              own executor
+FD309 workers busy above 95 %, no part stands out                more workers
+FD310 starts of epochs above 5 % of the epoch                    persistent workers
+FD311 page-locking is the largest part                           page_lock="register"
+FD312 transfer above 5 %                                         pinned memory, uint8
+FD313 augmentation on the device above 10 %                      fewer or cheaper transforms
+FD314 device idle above 10 %, though no batch was waited for     the host code between steps
+FD315 waiting for CPUs above 20 %, but not for own work          the other load
+FD316 one rank stalls 3 % more than the mean                     its data or host
+FD317 allocator retries, memory never unused above 3 %           smaller batches
+FD318 validation stalls above 3 % of its steps                   the validation loader's options
+FD319 stall below 1 %                                            none: the model
+===== ========================================================== ==================================
+
+FD302 to FD309, FD311 and FD315 are silent while the stall is under 3 %. A code keeps its meaning
+for ever. These codes say why; those of :mod:`~lightning_fastdata.insight.verdict` say how much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
+
+from lightning_fastdata.insight import late_batches, step_costs
+
+if TYPE_CHECKING:
+    from lightning_fastdata.insight.evidence import Evidence
+    from lightning_fastdata.insight.finding import Finding
+
+_ROWS: Final[tuple[Callable[[Evidence], Finding | None], ...]] = (
+    step_costs.hidden,
+    late_batches.slow_samples,
+    late_batches.latency,
+    late_batches.bandwidth,
+    late_batches.few_workers,
+    late_batches.few_cpus,
+    late_batches.collation,
+    late_batches.handover,
+    late_batches.capacity,
+    step_costs.epoch_starts,
+    late_batches.pinning,
+    step_costs.transfer,
+    step_costs.augmentation,
+    step_costs.host_gap,
+    late_batches.neighbours,
+    step_costs.ranks,
+    step_costs.memory,
+    step_costs.validation,
+    step_costs.free,
+)
+
+
+def findings(evidence: Evidence) -> tuple[Finding, ...]:
+    """Return everything that the evidence shows, in the order of the table.
+
+    Args:
+        evidence: Measured facts; what was not measured gives no findings.
+    """
+    return tuple(found for row in _ROWS if (found := row(evidence)) is not None)

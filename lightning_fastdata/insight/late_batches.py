@@ -1,0 +1,279 @@
+"""Findings about batches that came late: what the wait for them consists of."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from lightning_fastdata.insight import remedies
+from lightning_fastdata.insight.finding import Finding, severity_of, stalls
+from lightning_fastdata.insight.simulate import scaled
+
+if TYPE_CHECKING:
+    from lightning_fastdata.insight.evidence import Evidence
+    from lightning_fastdata.insight.remedies import Gain
+
+_DOMINANT: Final = 0.4
+_SLOW_HIGH, _HANDOVER_HIGH, _RUNQUEUE_HIGH, _BUSY_HIGH = 0.30, 0.20, 0.20, 0.95
+_MORE_WORKERS, _MORE_MB_S = 1.5, 1.15
+_PRESSURE_HIGH: Final = 20.0
+_COMPUTE_SLOWER: Final = 1.10
+
+
+def _part_shares(evidence: Evidence) -> dict[str, float]:
+    """Return the parts of the wait, 0 to 1; reading that is not told apart counts as blocked."""
+    if evidence.parts is None or not stalls(evidence):
+        return {}
+    shares = evidence.parts.shares()
+    if shares:
+        shares["read_blocked"] += shares.pop("read")
+    return shares
+
+
+def _largest(evidence: Evidence) -> tuple[str, float]:
+    """Return the part of the wait that stands out, if one does; CPU time with waiting for CPUs."""
+    shares = _part_shares(evidence)
+    if shares:
+        shares["read_cpu"] += shares.pop("read_runqueue")
+    name = max(shares, key=shares.__getitem__, default="")
+    share = shares.get(name, 0.0)
+    return (name, share) if share >= _DOMINANT else ("", 0.0)
+
+
+def _of_wait(evidence: Evidence, share: float, what: str) -> str:
+    stall = evidence.stall_share or 0.0
+    return f"{what} is {share:.0%} of the wait for data, which costs {stall:.0%} of each step"
+
+
+def _more_workers(
+    evidence: Evidence, code: str, cause: str, otherwise: str, rest: Gain | None, leave: str
+) -> Finding:
+    """Return the number of workers that the model recommends, or what is left if none helps."""
+    severity = severity_of(evidence.stall_share)
+    wanted, now = remedies.best_workers(evidence), evidence.setup
+    if wanted is not None and now is not None:
+        gain = remedies.gain_of_setup(evidence, wanted)
+        if wanted.workers > now.workers and gain is not None and gain.worthwhile:
+            return Finding(
+                code=code, severity=severity, cause=cause, gain=gain, leave_alone=leave,
+                remedy=remedies.options_text(now, wanted),
+            )  # fmt: skip
+        leave = f"the number of workers: more than {now.workers} are no faster"
+    return Finding(
+        code=code, severity=severity, cause=cause, remedy=otherwise, gain=rest, leave_alone=leave
+    )
+
+
+def slow_samples(e: Evidence) -> Finding | None:
+    """FD302: single samples hold up their batches."""
+    share = _part_shares(e).get("slow_sample", 0.0)
+    if share < _SLOW_HIGH:
+        return None
+    named = ", ".join(
+        f"{s.path or s.index} ({s.ms:.0f} ms, others {s.typical_ms:.2g})"
+        for s in e.slow_samples[:3]
+    )
+    cause = _of_wait(e, share, "single slow samples")
+    if e.overtaken_share:
+        cause += f"; {e.overtaken_share:.0%} of the batches held up complete ones"
+    repair = f"repair or cache these samples: {named}" if named else "repair the slow samples"
+    wanted, now = remedies.best_against_slow_samples(e), e.setup
+    gain = None
+    if wanted is not None and now is not None and wanted != now:
+        gain = remedies.gain_of_setup(e, wanted)
+    if wanted is not None and now is not None and gain is not None and gain.worthwhile:
+        repair = f"{remedies.options_text(now, wanted)}, or {repair}"
+        if now.in_order and not wanted.in_order:
+            repair += "; in_order=False changes the order of batches from run to run"
+    else:
+        gain = remedies.gain_of_costs(e, scaled(e.costs, slow_samples=False))
+    return Finding(
+        code="FD302", severity=severity_of(e.stall_share), cause=cause, remedy=repair, gain=gain,
+        leave_alone="the other samples and the number of workers",
+    )  # fmt: skip
+
+
+def _rates_are_flat(e: Evidence) -> bool:
+    if len(e.read_rates) < 2:
+        return False
+    (few, slow), (many, fast) = min(e.read_rates), max(e.read_rates)
+    return many >= _MORE_WORKERS * few and fast < _MORE_MB_S * slow
+
+
+def latency(e: Evidence) -> Finding | None:
+    """FD303: reading waits for storage."""
+    name, share = _largest(e)
+    if name != "read_blocked" or _rates_are_flat(e):
+        return None
+    return _more_workers(
+        e,
+        "FD303",
+        _of_wait(e, share, "waiting for storage, a network or a lock"),
+        "keep the data on a local disk, or cache it",
+        remedies.gain_of_costs(e, scaled(e.costs, blocked=0.0)),
+        "transforms: the CPUs are not what is short",
+    )
+
+
+def bandwidth(e: Evidence) -> Finding | None:
+    """FD304: storage gives no more to more workers."""
+    name, share = _largest(e)
+    if name != "read_blocked" or not _rates_are_flat(e):
+        return None
+    (few, slow), (many, fast) = min(e.read_rates), max(e.read_rates)
+    cause = _of_wait(e, share, "waiting for storage")
+    return Finding(
+        code="FD304",
+        severity=severity_of(e.stall_share),
+        cause=f"{cause}; it gives {fast:.0f} MB/s to {many} workers and {slow:.0f} to {few}",
+        remedy="cache decoded or resized samples, or copy the data to a local disk",
+        gain=remedies.gain_of_costs(e, scaled(e.costs, blocked=0.0)),
+        leave_alone="the number of workers: the storage is at its limit",
+    )
+
+
+def _overcommitted(e: Evidence) -> bool:
+    """Return whether own work wants more CPUs than there are, or a quota stopped it."""
+    if e.throttled_share:
+        return True
+    wanted = e.wanted_cpus
+    return e.setup is None or wanted is None or wanted > e.setup.cpus
+
+
+def _runqueue(e: Evidence) -> float:
+    return max(_part_shares(e).get("read_runqueue", 0.0), e.runqueue_share or 0.0)
+
+
+def _saturated(e: Evidence) -> bool:
+    loads = _runqueue(e) >= _RUNQUEUE_HIGH or bool(e.throttled_share)
+    reads = _largest(e)[0] == "read_cpu"
+    return stalls(e) and loads and reads and _overcommitted(e)
+
+
+def _transforms(e: Evidence) -> str:
+    top = e.operations[0] if e.operations else None
+    named = f" ({top.name} takes {top.share:.0%} of reading)" if top is not None else ""
+    return f"cheaper transforms{named}, augmentation on the device, or cached decoded samples"
+
+
+def _gain_of_transforms(e: Evidence) -> Gain | None:
+    factor = 1 - e.operations[0].share if e.operations else 0.0
+    return remedies.gain_of_costs(e, scaled(e.costs, cpu=factor))
+
+
+def few_workers(e: Evidence) -> Finding | None:
+    """FD305: reading and transforming take longer than the step."""
+    name, share = _largest(e)
+    starved = _part_shares(e).get("read_runqueue", 0.0) > share / 2
+    if name != "read_cpu" or starved or _saturated(e):
+        return None
+    return _more_workers(
+        e,
+        "FD305",
+        _of_wait(e, share, "reading and transforming samples on a CPU"),
+        _transforms(e),
+        _gain_of_transforms(e),
+        "storage: it is not what is waited for",
+    )
+
+
+def few_cpus(e: Evidence) -> Finding | None:
+    """FD306: own work wants more CPUs than there are."""
+    if not _saturated(e):
+        return None
+    facts = [f"ready workers wait for a CPU for {_runqueue(e):.0%} of their time"]
+    if e.throttled_share:
+        facts.append(f"the CPU quota was used up in {e.throttled_share:.0%} of the periods")
+    wanted, now = remedies.best_workers(e), e.setup
+    remedy, gain = _transforms(e), _gain_of_transforms(e)
+    if now is not None:
+        facts.append(f"{now.workers} workers and the training share {now.cpus:g} CPUs")
+        if wanted is not None and wanted.workers < now.workers:
+            remedy = f"{remedies.options_text(now, wanted)}, which is as fast; then {remedy}"
+    return Finding(
+        code="FD306", severity=severity_of(e.stall_share), cause="; ".join(facts), remedy=remedy,
+        gain=gain, leave_alone="more workers: they would share the same CPUs",
+    )  # fmt: skip
+
+
+def collation(e: Evidence) -> Finding | None:
+    """FD307: collation is what is waited for."""
+    name, share = _largest(e)
+    if name != "collate":
+        return None
+    return Finding(
+        code="FD307",
+        severity=severity_of(e.stall_share),
+        cause=_of_wait(e, share, "collating samples"),
+        remedy="leave out collate_fn, with LoaderOptions(executor='workers'), or give the dataset "
+        "a __getitems__ that returns them together",
+        gain=remedies.gain_of_costs(e, scaled(e.costs, collate=0.0)),
+        leave_alone="reading and transforms",
+    )
+
+
+def handover(e: Evidence) -> Finding | None:
+    """FD308: complete batches are long on their way."""
+    share = _part_shares(e).get("handover", 0.0)
+    if share < _HANDOVER_HIGH:
+        return None
+    return Finding(
+        code="FD308",
+        severity=severity_of(e.stall_share),
+        cause=_of_wait(e, share, "handing complete batches over"),
+        remedy="LoaderOptions(executor='workers'), which hands over memory instead of copies",
+        gain=remedies.gain_of_costs(e, scaled(e.costs, handover=0.0)),
+        leave_alone="the number of workers",
+    )
+
+
+def capacity(e: Evidence) -> Finding | None:
+    """FD309: workers are busy all the time with a bit of everything."""
+    if not stalls(e) or e.busy_share is None or e.busy_share <= _BUSY_HIGH or _largest(e)[0]:
+        return None
+    return _more_workers(
+        e,
+        "FD309",
+        f"the workers are busy {e.busy_share:.0%} of the time, and no single part of the wait, "
+        f"which costs {e.stall_share or 0.0:.0%} of each step, stands out",
+        _transforms(e),
+        _gain_of_transforms(e),
+        "",
+    )
+
+
+def pinning(e: Evidence) -> Finding | None:
+    """FD311: page-locking is what is waited for."""
+    name, share = _largest(e)
+    if name != "pin":
+        return None
+    return Finding(
+        code="FD311",
+        severity=severity_of(e.stall_share),
+        cause=_of_wait(e, share, "copying batches into page-locked memory"),
+        remedy="LoaderOptions(executor='workers', page_lock='register')",
+        gain=remedies.without(e, None if e.stall_ms is None else share * e.stall_ms),
+        leave_alone="the number of workers",
+    )
+
+
+def neighbours(e: Evidence) -> Finding | None:
+    """FD315: other processes have the CPUs."""
+    runqueue = _runqueue(e)
+    slowed = (e.compute_slowdown or 1.0) >= _COMPUTE_SLOWER
+    pressed = slowed and (e.pressure_percent or 0.0) >= _PRESSURE_HIGH
+    own = e.setup is None or e.wanted_cpus is None or _overcommitted(e)
+    if not stalls(e) or (runqueue < _RUNQUEUE_HIGH and not pressed) or own:
+        return None
+    facts = [f"workers wait for a CPU for {runqueue:.0%} of their time"]
+    if e.setup is not None and e.wanted_cpus is not None:
+        facts.append(f"own work needs {e.wanted_cpus:.1f} of {e.setup.cpus:g} CPUs")
+    if slowed:
+        facts.append(f"a step computes {e.compute_slowdown:.2f} times as long as beside idle CPUs")
+    return Finding(
+        code="FD315",
+        severity=severity_of(e.stall_share),
+        cause="; ".join(facts),
+        remedy="find what else runs on this machine, or give this process CPUs of its own "
+        "(taskset, a cgroup); LoaderOptions(worker_nice=5) keeps the training ahead of the workers",
+        leave_alone="more workers: they would wait, too",
+    )

@@ -1,0 +1,174 @@
+"""Findings about what a step costs apart from late batches."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from lightning_fastdata.insight import remedies
+from lightning_fastdata.insight.finding import Finding, severity_of, stalls
+from lightning_fastdata.insight.remedies import Gain
+from lightning_fastdata.insight.verdict import (
+    AUGMENT_HIGH,
+    EPOCH_START_HIGH,
+    STALL_LOW,
+    TRANSFER_HIGH,
+)
+
+if TYPE_CHECKING:
+    from lightning_fastdata.insight.evidence import Evidence
+
+_FREE: Final = 0.01
+_GAP_HIGH: Final = 0.10
+_HEADROOM_LOW: Final = 0.03
+
+
+def hidden(e: Evidence) -> Finding | None:
+    """FD301: the device has work while batches are waited for."""
+    wait, stall = e.of_step(e.wait_ms), e.stall_share
+    if wait is None or stall is None or wait < STALL_LOW or stall >= STALL_LOW:
+        return None
+    cause = (
+        f"the training process waits {wait:.0%} of each step for data, but the device has work "
+        f"meanwhile and stalls only {stall:.1%}"
+    )
+    return Finding(code="FD301", severity="fine", cause=cause, remedy="", leave_alone="the loader")
+
+
+def epoch_starts(e: Evidence) -> Finding | None:
+    """FD310: the first batches of epochs are late."""
+    share = e.epoch_start_share
+    if share is None or e.steps_per_epoch is None or share <= EPOCH_START_HIGH:
+        return None
+    each = (e.epoch_wait_ms or 0.0) / e.steps_per_epoch
+    gain = None
+    if e.step_ms is not None:
+        before = e.step_ms * (1 - 1 / e.steps_per_epoch) + each
+        gain = Gain(before_ms=before, after_ms=e.step_ms, basis="measured")
+    kept = e.persistent_workers is True
+    return Finding(
+        code="FD310",
+        severity=severity_of(share),
+        cause=f"the first batch of an epoch comes after {e.epoch_wait_ms:.0f} ms, which is "
+        f"{share:.0%} of an epoch",
+        remedy="longer epochs: the workers are kept already"
+        if kept
+        else "LoaderOptions(persistent_workers=True)",
+        gain=gain,
+        leave_alone="" if stalls(e) else "the loader within epochs",
+    )
+
+
+def transfer(e: Evidence) -> Finding | None:
+    """FD312: the copy to the device takes long."""
+    share = e.of_step(e.transfer_ms)
+    if share is None or share < TRANSFER_HIGH:
+        return None
+    small = "send uint8 and normalize on the device"
+    return Finding(
+        code="FD312",
+        severity=severity_of(share),
+        cause=f"copying a batch to the device takes {e.transfer_ms:.1f} ms, {share:.0%} of a step",
+        remedy=small if e.pinned else f"LoaderOptions(pin_memory=True), and {small}",
+        gain=remedies.without(e, e.transfer_ms),
+        leave_alone="the number of workers",
+    )
+
+
+def augmentation(e: Evidence) -> Finding | None:
+    """FD313: augmentation on the device takes long."""
+    share = e.of_step(e.augment_ms)
+    if share is None or share < AUGMENT_HIGH:
+        return None
+    return Finding(
+        code="FD313",
+        severity=severity_of(share),
+        cause=f"augmenting on the device takes {e.augment_ms:.1f} ms, {share:.0%} of a step",
+        remedy="fewer or cheaper transforms on the device, or on uint8",
+        gain=remedies.without(e, e.augment_ms),
+        leave_alone="the loader",
+    )
+
+
+def host_gap(e: Evidence) -> Finding | None:
+    """FD314: the device waits for the host, not for data."""
+    share = e.of_step(e.gap_ms)
+    if share is None or share < _GAP_HIGH:
+        return None
+    return Finding(
+        code="FD314",
+        severity=severity_of(share),
+        cause=f"the device has nothing to do for {e.gap_ms:.1f} ms, {share:.0%} of a step, "
+        "although no batch is waited for",
+        remedy="read values less often (.item(), .cpu(), print, prog_bar=True), log every n steps, "
+        "and look for slow callbacks; a compiled model launches fewer kernels",
+        gain=remedies.without(e, e.gap_ms),
+        leave_alone="" if stalls(e) else "the loader",
+    )
+
+
+def ranks(e: Evidence) -> Finding | None:
+    """FD316: one rank holds up the others."""
+    if len(e.rank_stalls_ms) < 2 or not e.step_ms:
+        return None
+    worst = max(e.rank_stalls_ms)
+    mean = sum(e.rank_stalls_ms) / len(e.rank_stalls_ms)
+    share = (worst - mean) / e.step_ms
+    if share < STALL_LOW:
+        return None
+    rank = e.rank_stalls_ms.index(worst)
+    return Finding(
+        code="FD316",
+        severity=severity_of(share),
+        cause=f"rank {rank} stalls {worst:.1f} ms a step, all of them {mean:.1f} on average, and "
+        "every rank waits for the last one",
+        remedy=f"look at the data and the host of rank {rank}: other findings of its own report, "
+        "its CPUs, its disk",
+        gain=remedies.without(e, worst - mean),
+        leave_alone="the loaders of the other ranks",
+    )
+
+
+def memory(e: Evidence) -> Finding | None:
+    """FD317: the device is short of memory."""
+    room = e.device_headroom_share
+    if not e.alloc_retries or room is None or room >= _HEADROOM_LOW:
+        return None
+    return Finding(
+        code="FD317",
+        severity="high",
+        cause=f"the device's allocator freed its cache and tried again {e.alloc_retries} times; "
+        f"{room:.1%} of the memory was never used",
+        remedy="a smaller batch_size with accumulate_grad_batches, or "
+        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+        leave_alone="the loader",
+    )
+
+
+def validation(e: Evidence) -> Finding | None:
+    """FD318: validation waits for data."""
+    share = e.val_stall_share
+    if share is None or share < STALL_LOW:
+        return None
+    return Finding(
+        code="FD318",
+        severity=severity_of(share),
+        cause=f"validation waits for data for {share:.0%} of its steps",
+        remedy="give the validation loader the options of the training loader, num_workers above "
+        "all",
+        leave_alone="" if stalls(e) else "the training loader",
+    )
+
+
+def free(e: Evidence) -> Finding | None:
+    """FD319: data is free."""
+    share = e.stall_share
+    if share is None or share >= _FREE:
+        return None
+    return Finding(
+        code="FD319",
+        severity="fine",
+        cause=f"data costs {share:.1%} of each step: without any stall, training would be "
+        f"{1 / (1 - share):.2f} times as fast",
+        remedy="",
+        leave_alone="the loader; optimize the model",
+    )

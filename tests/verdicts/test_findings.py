@@ -1,0 +1,243 @@
+"""Each finding holds for the evidence it is about, and for nothing less."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_fastdata.insight.attribution import SlowSample, WaitParts
+from lightning_fastdata.insight.causes import OperationShare
+from lightning_fastdata.insight.evidence import Evidence
+from lightning_fastdata.insight.findings import findings
+from lightning_fastdata.insight.remedies import GOOD_ENOUGH, best_workers, choose, with_workers
+from lightning_fastdata.insight.simulate import BatchCost, LoaderSetup, simulate
+
+MS = 1e6
+CODES = [f"FD3{row:02}" for row in range(1, 20)]
+DOCS = Path(__file__).parents[2] / "docs" / "verdicts.md"
+
+
+def costs(*, cpu=0.0, blocked=0.0, collate=0.0, handover=0.1, step=10.0, slowest=None, count=40):
+    each = (cpu + blocked) / 16
+    return tuple(
+        BatchCost(
+            samples=16,
+            cpu_ns=cpu * MS,
+            blocked_ns=blocked * MS,
+            collate_ns=collate * MS,
+            slowest_ns=(each if slowest is None else slowest) * MS,
+            handover_ns=handover * MS,
+            taking_ns=0.05 * MS,
+            step_ns=step * MS,
+        )
+        for _ in range(count)
+    )
+
+
+def setup(workers=1, *, cpus=8.0, step_cpus=0.1, **other):
+    look_ahead = max(8, 2 * workers)
+    return LoaderSetup(
+        workers=workers, look_ahead=look_ahead, cpus=cpus, step_cpus=step_cpus, **other
+    )
+
+
+def late(parts, *, share=0.6, **other):
+    """A step of 40 ms which waits for a share of it."""
+    values = {"step_ms": 40.0, "wait_ms": 40 * share, "stall_ms": 40 * share}
+    return Evidence(**{**values, "parts": WaitParts(**parts), **other})
+
+
+SLOW = SlowSample(index=133, ms=400.0, typical_ms=2.0, path="/data/133.jpg")
+FINE = {"step_ms": 40.0, "wait_ms": 0.0, "stall_ms": 0.1}
+BLUR = OperationShare(name="Blur", calls=9, mean_ms=2.0, share=0.6)
+IO = {"costs": costs(blocked=40.0), "setup": setup()}
+CPU = {"costs": costs(cpu=40.0), "setup": setup()}
+
+TABLE = {
+    "FD301": (Evidence(step_ms=40.0, wait_ms=20.0, stall_ms=0.5), "20"),
+    "FD302": (late({"slow_sample_ms": 10.0, "read_cpu_ms": 14.0}, slow_samples=(SLOW,)), "42%"),
+    "FD303": (late({"read_blocked_ms": 20.0, "read_cpu_ms": 4.0}, **IO), "83%"),
+    "FD304": (
+        late({"read_blocked_ms": 20.0}, read_rates=((2, 100.0), (8, 104.0)), **IO),
+        "104 MB/s to 8 workers",
+    ),
+    "FD305": (late({"read_cpu_ms": 20.0, "collate_ms": 4.0}, **CPU), "83%"),
+    "FD306": (
+        late(
+            {"read_cpu_ms": 8.0, "read_runqueue_ms": 16.0},
+            costs=costs(cpu=40.0), setup=setup(8, cpus=2.0), operations=(BLUR,),
+        ),
+        "8 workers and the training share 2 CPUs",
+    ),
+    "FD307": (late({"collate_ms": 20.0}, costs=costs(collate=30.0), setup=setup()), "100%"),
+    "FD308": (late({"handover_ms": 6.0, "read_ms": 4.0, "collate_ms": 4.0, "read_cpu_ms": 4.0,
+                    "read_blocked_ms": 1.0}), "32%"),
+    "FD309": (
+        late({"read_cpu_ms": 8.0, "read_blocked_ms": 8.0, "collate_ms": 7.0}, busy_share=0.99,
+             costs=costs(cpu=16.0, blocked=16.0, collate=8.0), setup=setup()),
+        "99%",
+    ),
+    "FD310": (Evidence(**FINE, epoch_wait_ms=800.0, steps_per_epoch=50.0), "800 ms"),
+    "FD311": (late({"pin_ms": 20.0}), "100%"),
+    "FD312": (Evidence(**FINE, transfer_ms=4.0), "10%"),
+    "FD313": (Evidence(**FINE, augment_ms=8.0), "20%"),
+    "FD314": (Evidence(**FINE, gap_ms=10.0), "25%"),
+    "FD315": (
+        late({"read_cpu_ms": 8.0, "read_runqueue_ms": 16.0}, runqueue_share=0.6, **CPU),
+        "1.0 of 8 CPUs",
+    ),
+    "FD316": (Evidence(**FINE, rank_stalls_ms=(0.1, 9.0, 0.2, 0.1)), "rank 1 stalls 9.0 ms"),
+    "FD317": (Evidence(**FINE, alloc_retries=12, device_headroom_share=0.01), "12 times"),
+    "FD318": (Evidence(**FINE, val_stall_share=0.4), "40%"),
+    "FD319": (Evidence(**FINE), "0.2%"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_the_first_finding_is_what_the_evidence_is_about(code):
+    evidence, figure = TABLE[code]
+    found = findings(evidence)[0]
+    assert found.code == code
+    assert figure in found.cause or code == "FD301"
+    assert (found.remedy == "") == (found.severity == "fine") == (code in ("FD301", "FD319"))
+
+
+def test_nothing_measured_gives_no_findings():
+    assert findings(Evidence()) == ()
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_a_stall_under_three_percent_is_no_matter_of_the_loader(code):
+    evidence = replace(TABLE[code][0], step_ms=40.0, wait_ms=1.0, stall_ms=1.0)
+    about_late_batches = {*CODES[1:9], "FD311", "FD315"}
+    assert not about_late_batches & {found.code for found in findings(evidence)}
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_a_finding_goes_when_any_single_fact_of_it_was_not_measured(code):
+    """No fact may be taken for granted: what is left out gives fewer findings, never an error."""
+    evidence, _ = TABLE[code]
+    before = {found.code for found in findings(evidence)}
+    gone = set()
+    for field in fields(Evidence):
+        if getattr(evidence, field.name) is not None and field.default is None:
+            left = {f.code for f in findings(replace(evidence, **{field.name: None}))}
+            gone |= before - left
+    assert code in gone
+
+
+def test_findings_come_in_the_order_of_the_table():
+    everything = replace(
+        TABLE["FD302"][0], transfer_ms=9.0, augment_ms=9.0, gap_ms=9.0, val_stall_share=0.3,
+        epoch_wait_ms=900.0, steps_per_epoch=20.0, rank_stalls_ms=(1.0, 20.0),
+    )  # fmt: skip
+    codes = [found.code for found in findings(everything)]
+    assert codes == sorted(codes)
+    assert {"FD302", "FD310", "FD312", "FD313", "FD314", "FD316", "FD318"} <= set(codes)
+
+
+def test_storage_latency_is_answered_by_as_many_workers_as_hide_it():
+    found = findings(TABLE["FD303"][0])[0]
+    # Reading takes 40 ms and the step 10 ms: four workers keep up, give or take the hand-over.
+    assert found.remedy in ("LoaderOptions(num_workers=4)", "LoaderOptions(num_workers=6)")
+    assert found.gain.basis == "simulated"
+    assert found.gain.before_ms == 40.0
+    assert found.gain.factor > 2
+
+
+def test_no_workers_are_recommended_where_none_help():
+    slow_storage = replace(TABLE["FD303"][0], setup=setup(8), costs=costs(blocked=40.0))
+    found = findings(slow_storage)[0]
+    assert "num_workers" not in found.remedy
+    assert "more than 8" in found.leave_alone
+
+
+def test_no_more_workers_are_recommended_than_there_is_room_for():
+    found = findings(replace(TABLE["FD303"][0], most_workers=2))[0]
+    assert found.remedy == "LoaderOptions(num_workers=2)"
+
+
+def test_saturated_cpus_are_answered_by_fewer_workers_and_the_operation_that_costs_most():
+    found = findings(TABLE["FD306"][0])[0]
+    assert found.remedy.startswith("LoaderOptions(num_workers=2), which is as fast; then ")
+    assert "Blur takes 60% of reading" in found.remedy
+    assert found.gain.basis == "floor"
+
+
+def test_a_used_up_quota_counts_as_own_work_on_many_cpus():
+    evidence = late({"read_cpu_ms": 20.0}, throttled_share=0.4, **CPU)
+    assert [found.code for found in findings(evidence)] == ["FD306"]
+
+
+def test_slow_samples_are_answered_by_the_smallest_change_that_passes_them():
+    some = list(costs(blocked=16.0, step=10.0))
+    for number in range(0, len(some), 10):
+        some[number] = replace(some[number], blocked_ns=316 * MS, slowest_ns=301 * MS)
+    evidence = replace(TABLE["FD302"][0], costs=tuple(some), setup=setup(4))
+    found = findings(evidence)[0]
+    assert "LoaderOptions(" in found.remedy
+    assert "/data/133.jpg" in found.remedy
+    assert found.gain.worthwhile
+
+
+def test_pinned_batches_are_not_told_to_be_pinned():
+    evidence = TABLE["FD312"][0]
+    assert "pin_memory=True" in findings(evidence)[0].remedy
+    assert "pin_memory" not in findings(replace(evidence, pinned=True))[0].remedy
+
+
+def test_kept_workers_are_not_told_to_be_kept():
+    evidence = replace(TABLE["FD310"][0], persistent_workers=True)
+    assert "persistent_workers" not in findings(evidence)[0].remedy
+
+
+def test_waiting_for_storage_that_gives_more_to_more_workers_is_latency():
+    evidence = replace(TABLE["FD304"][0], read_rates=((2, 100.0), (8, 390.0)))
+    assert findings(evidence)[0].code == "FD303"
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    cpu=st.floats(0, 40), blocked=st.floats(0, 40), step=st.floats(1, 30),
+    workers=st.sampled_from([1, 2, 4, 8]), cpus=st.sampled_from([1.0, 2.0, 16.0]),
+)  # fmt: skip
+def test_recommended_workers_are_within_three_percent_of_every_number(
+    cpu, blocked, step, workers, cpus
+):
+    evidence = Evidence(
+        step_ms=1.0, most_workers=8, setup=setup(workers, cpus=cpus),
+        costs=costs(cpu=cpu, blocked=blocked, step=step),
+    )  # fmt: skip
+    wanted = best_workers(evidence)
+    ours = simulate(evidence.costs, wanted).step_ms
+    for number in (1, 2, 3, 4, 6, 8):
+        other = evidence.setup if number == workers else with_workers(evidence.setup, number)
+        theirs = simulate(evidence.costs, other).step_ms
+        assert ours <= GOOD_ENOUGH * theirs * (1 + 1e-9)
+        assert number >= wanted.workers or theirs > ours / GOOD_ENOUGH
+
+
+def test_choosing_without_anything_recorded_is_an_error():
+    with pytest.raises(ValueError, match="nothing to simulate"):
+        choose([], [setup()])
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    shares=st.lists(st.floats(0, 1), min_size=9, max_size=9), stall=st.floats(0.03, 0.99),
+)  # fmt: skip
+def test_gains_never_promise_less_than_no_time(shares, stall):
+    names = [field.name for field in fields(WaitParts)]
+    evidence = late(dict(zip(names, shares, strict=True)), share=stall, transfer_ms=60.0)
+    for found in findings(evidence):
+        assert found.gain is None or 0 <= found.gain.after_ms <= found.gain.before_ms
+
+
+def test_every_code_is_documented():
+    text = DOCS.read_text()
+    for code in CODES:
+        assert f"### {code}" in text
