@@ -139,7 +139,7 @@ def setup_of(work: Workload, workers: int, *, in_order: bool) -> LoaderSetup:
         look_ahead=look_ahead_batches(
             workers, prefetch=None, batch_size=work.batch_size, split=split
         ),
-        scheduling="sample" if split else "batch",
+        scheduling="sample" if split else "queue",
         in_order=in_order,
         cpus=float(read_cpu_limit().usable_cpus),
         step_cpus=1.0 if work.step_on_cpu else 0.05,

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 _NS_PER_MS: Final = 1e6
 _MIN_BATCHES: Final = 200
 _TASK_NS: Final = 2e6
+_COARSE_TASKS: Final = 4
 _BISECTIONS: Final = 20
 _LEAST_SHARE: Final = 0.05
 """Of the CPUs, what is left to workers that give way to a training that could use them all."""
@@ -57,8 +58,9 @@ class LoaderSetup:
     """Side processes or threads that read; 0: the training process does."""
     look_ahead: int
     """Batches under way at once; torch: ``workers * prefetch_factor``."""
-    scheduling: Literal["batch", "sample"] = "sample"
-    """``"batch"``: a worker makes a whole batch, in turn. ``"sample"``: all make one together."""
+    scheduling: Literal["batch", "queue", "sample"] = "sample"
+    """``"batch"``: a worker makes a whole batch, in turn, as torch has it. ``"queue"``: whoever is
+    free does. ``"sample"``: whoever is free makes some samples of a batch."""
     in_order: bool = True
     """Batches are delivered in order."""
     cpus: float = 1.0
@@ -199,8 +201,6 @@ class _Job:
     """At full speed."""
     cpu_share: float
     """Of its time at full speed, that on a CPU."""
-    samples: float
-    """Samples in it."""
 
 
 class _Run:
@@ -211,7 +211,7 @@ class _Run:
         self.setup = setup
         self.now = 0.0
         self.queues: list[deque[_Job]] = [deque() for _ in range(setup.workers)]
-        self.loads = [0.0] * setup.workers
+        self.shared: deque[_Job] = deque()
         self.open: dict[int, int] = {}
         self.complete: dict[int, float] = {}
         self.given = 0
@@ -230,7 +230,8 @@ class _Run:
             late = self.now > requested
             self._pass(cost.handover_ns if late else cost.taking_ns, step_cpus=1.0)
             waited += self.now - requested
-            self._give()
+            if self.setup.scheduling == "batch":
+                self._give()
             self._pass(self.costs[number].step_ns, step_cpus=self.setup.step_cpus)
         steps = count - warm_up
         return Prediction(
@@ -246,12 +247,10 @@ class _Run:
             self.given += 1
             jobs = self._jobs(number, cost)
             self.open[number] = len(jobs)
-            for job in jobs:
-                worker = number % len(self.queues)
-                if self.setup.scheduling == "sample":
-                    worker = min(range(len(self.queues)), key=self.loads.__getitem__)
-                self.queues[worker].append(job)
-                self.loads[worker] += job.samples
+            if self.setup.scheduling == "batch":
+                self.queues[number % len(self.queues)].extend(jobs)
+            else:
+                self.shared.extend(jobs)
 
     def _jobs(self, number: int, cost: BatchCost) -> list[_Job]:
         cpu = cost.cpu_ns + cost.collate_ns
@@ -263,13 +262,12 @@ class _Run:
             at_once = max(1, round(_TASK_NS / each))
             spread = -(-cost.samples // self.setup.workers)
             rows = cost.samples if at_once >= cost.samples else min(spread, at_once)
+            if 2 * len(self.complete) >= self.setup.look_ahead:
+                rows = max(rows, -(-cost.samples // _COARSE_TASKS))
             parts = -(-cost.samples // rows)
         usual = max(0.0, whole - cost.slowest_ns) / max(1, cost.samples - 1)
         excess = max(0.0, cost.slowest_ns - usual) if parts > 1 else 0.0
-        jobs = [
-            _Job(number, (whole - excess) / parts, share, cost.samples / parts)
-            for _ in range(parts)
-        ]
+        jobs = [_Job(number, (whole - excess) / parts, share) for _ in range(parts)]
         jobs[number % parts].left_ns += excess
         return jobs
 
@@ -293,6 +291,9 @@ class _Run:
 
     def _advance(self, own_ns: float | None, *, step_cpus: float) -> float:
         """Go on to the next end of a job or of the training's own work; return its progress."""
+        for queue in self.queues:
+            if not queue and self.shared:
+                queue.append(self.shared.popleft())
         running = [queue[0] for queue in self.queues if queue]
         own_speed, slowdown = self._speeds(running, step_cpus)
         ends = [job.left_ns * _stretch(job.cpu_share, slowdown) for job in running]
@@ -302,7 +303,7 @@ class _Run:
             raise ValueError("The model waits for a batch that nobody makes.")
         span = max(0.0, min(ends))
         self.now += span
-        for worker, queue in enumerate(self.queues):
+        for queue in self.queues:
             if not queue:
                 continue
             job = queue[0]
@@ -310,7 +311,6 @@ class _Run:
             job.left_ns -= done
             if job.left_ns <= 1e-6:
                 queue.popleft()
-                self.loads[worker] -= job.samples
                 self.open[job.batch] -= 1
                 if not self.open[job.batch]:
                     del self.open[job.batch]

@@ -352,7 +352,7 @@ def look(**changes):
         ({"shared_memory": False}, "auto", "torch"),
         ({}, 0, "inline"),
         ({"images": True}, "auto", "sidecar"),
-        ({"images": True, "thread_speedup": 1.6}, "auto", "sidecar"),
+        ({"images": True, "thread_speedup": 2.0}, "auto", "sidecar"),
         ({"images": True, "thread_speedup": 1.5}, "auto", "workers"),
         (
             {"images": True, "thread_speedup": 1.5, "cost": cost(wall_ms=5, cpu_ms=1)},

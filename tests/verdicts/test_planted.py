@@ -91,7 +91,7 @@ def evidence_from(dataset, *, workers, step_s, gap_s=0.0, epochs=1, **settings):
     setup = LoaderSetup(
         workers=workers,
         look_ahead=look_ahead_batches(workers, prefetch=None, batch_size=BATCH, split=split),
-        scheduling="sample" if split else "batch",
+        scheduling="sample" if split else "queue",
         cpus=CPUS,
         step_cpus=0.05,
     )

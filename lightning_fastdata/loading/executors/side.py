@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import os
-import queue
 import random
 import select
 import signal
@@ -142,24 +141,22 @@ class _Side:
         self.poller.register(queue, select.EPOLLIN | select.EPOLLEXCLUSIVE)
 
     def run(self) -> None:
-        if self.threads == 1:
-            work = _Work(self, 0)
-            while (task := self.next_task(0)) is not None:
-                work.do(task)
-            return
-        free: queue.SimpleQueue[int] = queue.SimpleQueue()
-        inboxes = [self._start_thread(number, free) for number in range(self.threads)]
-        # A task is taken when there is a thread for it, as another process may have one before.
-        while (task := self.next_task(thread := free.get())) is not None:
-            inboxes[thread].put(task)
-        os._exit(0)
+        turn = threading.Lock()
+        for number in range(1, self.threads):
+            threading.Thread(target=self._work, args=(number, turn), daemon=True).start()
+        self._work(0, turn)
 
-    def _start_thread(self, number: int, free: queue.SimpleQueue[int]) -> queue.SimpleQueue[Any]:
-        inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        target = _Work(self, number).run
-        threading.Thread(target=target, args=(inbox, free), daemon=True).start()
-        free.put(number)
-        return inbox
+    def _work(self, number: int, turn: threading.Lock) -> None:
+        work = _Work(self, number)
+        while True:
+            # One thread waits for the next task, and does it: to hand it to another takes time.
+            with turn:
+                task = self.next_task(number)
+            if task is None:
+                break
+            work.do(task)
+        if self.threads > 1:
+            os._exit(0)
 
     def next_task(self, thread: int) -> tuple[Any, ...] | None:
         """Wait for the next task, noted as taken by the thread; None when there will be no more."""
@@ -232,13 +229,6 @@ class _Work:
         self.mark_at = number * MARK_WORDS
         self.fetcher: Any = fetcher_of(side.plan, keyed=side.threads == 1)
         self.stamps = TaskWatch(side.number, number, side.operations)
-
-    def run(self, inbox: queue.SimpleQueue[Any], free: queue.SimpleQueue[int]) -> None:
-        # What the kernel tells of a thread is opened in that thread.
-        self.stamps = TaskWatch(self.side.number, self.number, self.side.operations)
-        while True:
-            self.do(inbox.get())
-            free.put(self.number)
 
     def do(self, task: tuple[Any, ...]) -> None:
         number, kind, generation, batch, epoch, start, indices, rows, slot = task

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _FRESH_BYTES_PER_MS: Final = 2_000_000
 """How fast a batch is copied into memory that the system has yet to give, page by page."""
 _THREAD_TRIAL_MS: Final = 100
-_THREADS_PAY: Final = 1.6
+_THREADS_PAY: Final = 1.95
 """Of two threads. Below it they wait for each other too often, and processes do better."""
 _CHEAP_BATCH_MS: Final = 0.5
 """What it costs the training process to take a batch from another process."""
@@ -143,7 +143,7 @@ def suited_executor(
         return "torch", "this system has no memory files that side processes could share"
     speedup = look.thread_speedup
     if look.images and speedup is not None and speedup < _THREADS_PAY and not waits(look.cost):
-        return "workers", f"images so small that a second thread brings only x{speedup:.2f}"
+        return "workers", f"two threads decode only x{speedup:.2f} as fast as one, so processes do"
     if look.images:
         return "sidecar", "images are decoded by threads, straight into the batch"
     if look.pipelines:
