@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import threading
+import time
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate, get_worker_info
 
+from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.loading.executors import open_executor
 from lightning_fastdata.loading.executors.fetch import FetchPlan
 
@@ -239,6 +242,44 @@ def test_processes_come_and_go_while_running() -> None:
         if number % 10 == 0:
             executor.resize(1 + number // 10 % 3)
     assert seen == list(range(200))
+    executor.close()
+
+
+class Threads(Dataset):
+    """Tells which thread reads it, which takes a while."""
+
+    def __len__(self) -> int:
+        return 600
+
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        time.sleep(0.004)
+        return index, threading.get_native_id()
+
+
+def test_threads_come_and_go_while_running() -> None:
+    executor = open_executor("sidecar", plan_of(Threads()), workers=1, threads=2)
+    executor.start_epoch([list(range(i, i + 6)) for i in range(0, 600, 6)], 0)
+    seen, readers = [], []
+    for number, (indices, threads) in enumerate(executor):
+        seen += indices.tolist()
+        readers.append(set(threads.tolist()))
+        if number == 25:
+            executor.set_threads(6)
+        if number == 60:
+            executor.set_threads(1)
+    assert seen == list(range(600))
+    assert len(set.union(*readers[:26])) == 2
+    assert len(set.union(*readers[26:61])) > 2
+    # What was taken before is still done by whoever took it.
+    assert len(set.union(*readers[-10:])) == 1
+    executor.close()
+
+
+@pytest.mark.parametrize(("name", "threads"), [("workers", 2), ("sidecar", 0), ("sidecar", 65)])
+def test_threads_that_cannot_be_are_refused(name: str, threads: int) -> None:
+    executor = open_executor(name, plan_of(Threads()), workers=1, threads=2)
+    with pytest.raises(OptionsError, match=f"threads is {threads}"):
+        executor.set_threads(threads)
     executor.close()
 
 

@@ -109,6 +109,11 @@ class Crew:
                 side.send(("retire",))
         self.spawn_missing()
 
+    def set_threads(self, threads: int) -> None:
+        """Have each process work in so many threads from now on; see :class:`PoolExecutor`."""
+        self.threads = threads
+        self.tell("threads", threads)
+
     def close(self) -> None:
         """Stop all processes."""
         self._closer()

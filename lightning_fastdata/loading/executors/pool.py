@@ -12,9 +12,11 @@ from collections import Counter, deque
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Final
 
+from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.loading.executors.crew import Answer, Crew, Loss
 from lightning_fastdata.loading.executors.processes import EpochRun, PendingBatch, Task
 from lightning_fastdata.loading.executors.reports import as_error, poisonous, timed_out
+from lightning_fastdata.loading.executors.side import MAX_THREADS
 from lightning_fastdata.loading.keyed import fetches_in_batches
 from lightning_fastdata.loading.leaves import unpack
 from lightning_fastdata.loading.slots import SlotPool
@@ -49,6 +51,7 @@ class PoolExecutor:
         page_locks: PageLocks | None = None,
     ) -> None:
         self.plan = plan
+        self._alone = threads == 1
         self._crew = Crew(plan, processes=processes, threads=threads)
         self._slots = SlotPool(limit_bytes=plan.memory_limit_bytes, page_locks=page_locks)
         self._layout: SampleLayout | None = None
@@ -146,6 +149,23 @@ class PoolExecutor:
     def resize(self, workers: int) -> None:
         """Have so many side processes from now on; those too many finish their work first."""
         self._crew.resize(workers)
+
+    def set_threads(self, threads: int) -> None:
+        """Have each side process work in so many threads from now on, without losing a task.
+
+        Args:
+            threads: 1 to 64.
+
+        Raises:
+            OptionsError: There are not so many, or the executor began with one thread, which may
+                rest on being alone with the global random generators.
+        """
+        if self._alone or not 1 <= threads <= MAX_THREADS:
+            raise OptionsError(
+                f"threads is {threads!r}; a sidecar has 1 to {MAX_THREADS}, and workers have 1 "
+                "each. Use resize() to change the number of processes."
+            )
+        self._crew.set_threads(threads)
 
     def close(self) -> None:
         """Stop all side processes and let go of the memory; batches handed out stay valid."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lightning_fastdata.loading.executors.side import MARK_WORDS, side_main
+from lightning_fastdata.loading.executors.side import MARK_WORDS, MAX_THREADS, side_main
 from lightning_fastdata.loading.executors.wire import Wire, wire_pair
 from lightning_fastdata.loading.slots import create_shared_memory, map_shared_memory
 from lightning_fastdata.loading.stamps import BatchStamps
@@ -134,7 +134,8 @@ class SideProcess:
         finally:
             theirs.close()
         self.wire = Wire(ours)
-        progress = create_shared_memory((threads * MARK_WORDS + 1) * 8)
+        places = 1 if threads == 1 else MAX_THREADS
+        progress = create_shared_memory((places * MARK_WORDS + 1) * 8)
         self.stacks = create_shared_memory(1)
         os.ftruncate(self.stacks, 0)
         self.marks = np.frombuffer(map_shared_memory(progress), np.int64)

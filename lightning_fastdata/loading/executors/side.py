@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 _PR_SET_PDEATHSIG: Final = 1
 _Reply: TypeAlias = tuple[tuple[Any, ...], tuple[int, ...]]
 """A message without its number, and open files that go with it."""
+MAX_THREADS: Final = 64
+"""Of one side process that has several."""
 MARK_WORDS: Final = 3
 """int64 numbers per thread in the progress memory: the batch and the position it works on, and the
 task it took last."""
@@ -122,7 +124,9 @@ class _Side:
         self.plan = plan
         self.number = number
         self.marks = marks
-        self.threads = threads
+        self.threads = self.wanted = threads
+        self.started = 1
+        self.turn = threading.Condition()
         self.epoch = epoch
         self.stamped = False
         self.operations = OperationWatch(plan.dataset)
@@ -141,21 +145,26 @@ class _Side:
         self.poller.register(queue, select.EPOLLIN | select.EPOLLEXCLUSIVE)
 
     def run(self) -> None:
-        turn = threading.Lock()
-        for number in range(1, self.threads):
-            threading.Thread(target=self._work, args=(number, turn), daemon=True).start()
-        self._work(0, turn)
+        self._start_threads()
+        self._work(0)
 
-    def _work(self, number: int, turn: threading.Lock) -> None:
+    def _start_threads(self) -> None:
+        while self.started < self.wanted:
+            threading.Thread(target=self._work, args=(self.started,), daemon=True).start()
+            self.started += 1
+
+    def _work(self, number: int) -> None:
         work = _Work(self, number)
         while True:
             # One thread waits for the next task, and does it: to hand it to another takes time.
-            with turn:
+            with self.turn:
+                while number >= self.wanted:
+                    self.turn.wait()
                 task = self.next_task(number)
             if task is None:
                 break
             work.do(task)
-        if self.threads > 1:
+        if self.started > 1:
             os._exit(0)
 
     def next_task(self, thread: int) -> tuple[Any, ...] | None:
@@ -211,6 +220,10 @@ class _Side:
             self.layout = message[1]
         elif kind == "stamp":
             self.stamped = message[1]
+        elif kind == "threads":
+            self.wanted = message[1]
+            self._start_threads()
+            self.turn.notify_all()
         elif kind == "ping":
             self.wire.send(("pong", message[1]))
         elif kind == "retire":
