@@ -15,8 +15,9 @@ from functools import partial
 
 import numpy as np
 import torch
-from rates import argument_parser, compare, machine, show, summary, write
+from rates import compare, show, summary
 from torch.utils.data import DataLoader, Dataset
+from turns import arguments, write
 
 from lightning_fastdata.loading.loader import FastDataLoader
 
@@ -46,8 +47,7 @@ def copy_all(images, out) -> int:
 
 
 def main() -> None:
-    asked = argument_parser(__doc__).parse_args()
-    about = machine()
+    asked = arguments(__doc__.splitlines()[0]).parse_args()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
     with tempfile.TemporaryDirectory() as folder:
@@ -75,7 +75,7 @@ def main() -> None:
         rows = summary(turns, BASE)
         show(f"Cached images, {asked.rounds} rounds", "images", rows)
         raw = {name: [asdict(turn) for turn in found] for name, found in turns.items()}
-        write(asked.json, about, {"cached": {"medians": rows, "turns": raw}})
+        write(asked.json, "cached", {"medians": rows, "turns": raw})
 
 
 if __name__ == "__main__":

@@ -1,20 +1,12 @@
-"""Several ways to do the same work, timed in turn, so that a noisy machine troubles them alike."""
+"""Rates of several ways to do the same work in this process, with its CPU time and page faults."""
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import resource
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
-
-import torch
-
-from lightning_fastdata.host.machine import describe_machine, read_versions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,29 +66,3 @@ def show(title: str, unit: str, rows: dict[str, dict[str, float]]) -> None:
             f"{name:38s} {row['per_s']:14,.0f} {row['ratio']:7.2f}x {row['cpu_us']:9.3f} "
             f"{row['faults']:8,.0f}"
         )
-
-
-def argument_parser(description: str) -> argparse.ArgumentParser:
-    """Return the arguments that all comparisons have."""
-    parser = argparse.ArgumentParser(description=description.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=7, help="turns of each way (7)")
-    parser.add_argument("--json", type=Path, help="write all turns and the machine there")
-    return parser
-
-
-def machine() -> dict[str, object]:
-    """Return where this runs, and print it."""
-    about: dict[str, object] = {
-        "machine": describe_machine(torch.device("cpu")),
-        "versions": read_versions(),
-        "load_before": os.getloadavg()[0],
-    }
-    for name, value in about.items():
-        print(f"{name}: {value}")
-    return about
-
-
-def write(path: Path | None, about: dict[str, object], tables: dict[str, object]) -> None:
-    """Write the results as JSON, if a place was given."""
-    if path is not None:
-        path.write_text(json.dumps({**about, "tables": tables}, indent=2, default=str) + "\n")

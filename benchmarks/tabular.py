@@ -15,8 +15,9 @@ from functools import partial
 
 import numpy as np
 import torch
-from rates import argument_parser, compare, machine, show, summary, write
+from rates import compare, show, summary
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, TensorDataset
+from turns import arguments, write
 
 from lightning_fastdata.loading.columns import ColumnDataset, TokenWindows
 from lightning_fastdata.loading.loader import FastDataLoader
@@ -124,10 +125,9 @@ def windows(rounds: int, count: int):
 
 
 def main() -> None:
-    parser = argument_parser(__doc__)
+    parser = arguments(__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, default=1_000_000)
     asked = parser.parse_args()
-    about = machine()
     torch.set_num_threads(1)
     tables: dict[str, object] = {}
     parts = (
@@ -140,7 +140,7 @@ def main() -> None:
         show(f"{title}, {asked.rounds} rounds", unit, rows)
         raw = {name: [asdict(turn) for turn in found] for name, found in turns.items()}
         tables[title] = {"medians": rows, "turns": raw}
-    write(asked.json, about, tables)
+    write(asked.json, "tabular", tables)
 
 
 if __name__ == "__main__":
