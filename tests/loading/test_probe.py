@@ -350,7 +350,9 @@ def look(**changes):
         ({"stream": True}, "auto", "workers"),
         ({"rows": True}, "auto", "gather"),
         ({"shared_memory": False}, "auto", "torch"),
-        ({}, 0, "inline"),
+        ({}, 0, "torch"),
+        ({"draws": True}, 0, "inline"),
+        ({"pipelines": True}, 0, "inline"),
         ({"images": True}, "auto", "sidecar"),
         ({"images": True, "thread_speedup": 2.0}, "auto", "sidecar"),
         ({"images": True, "thread_speedup": 1.5}, "auto", "workers"),
@@ -411,7 +413,7 @@ def read_limit() -> CpuLimit:
 def test_the_workers_given_to_a_loader_always_win(workers):
     loader = FastDataLoader(Planted(sleep), batch_size=4, executor="auto", num_workers=workers)
     assert loader.num_workers == workers
-    assert loader.executor == ("workers" if workers else "inline")
+    assert loader.executor == ("workers" if workers else "torch")
     assert loader.persistent_workers == bool(workers)
 
 

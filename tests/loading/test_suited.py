@@ -73,7 +73,7 @@ def folder(tmp_path):
     ("dataset", "about", "name"),
     [
         (Stream(), {}, "workers"),
-        (Stream(), {"workers": 0}, "inline"),
+        (Stream(), {"workers": 0}, "torch"),
         (TensorDataset(torch.zeros(4)), {}, "gather"),
         (Subset(ColumnDataset({"x": np.zeros((4, 2))}), [1, 2]), {"workers": 0}, "gather"),
         (TokenWindows(np.arange(9), 3), {}, "gather"),
@@ -81,7 +81,8 @@ def folder(tmp_path):
         (TensorDataset(torch.zeros(4)), {"default_collation": False}, "workers"),
         (TensorDataset(torch.zeros(4)), {"transformed": True}, "workers"),
         (Rows(), {}, "workers"),
-        (Rows(), {"workers": 0}, "inline"),
+        (Rows(), {"workers": 0}, "torch"),
+        (Drawing(random.random), {"workers": 0}, "inline"),
         (Rows(), {"step_s": 1e-6}, "inline"),
         (Drawing(random.random), {"step_s": 1e-6}, "workers"),
         (Drawing(np.random.rand), {"step_s": 1e-6}, "workers"),

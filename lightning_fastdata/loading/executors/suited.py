@@ -138,7 +138,9 @@ def suited_executor(
     if look.rows:
         return "gather", "its batches are rows of numbers, copied with one call per column"
     if workers == 0:
-        return "inline", "num_workers=0 asks for the training process"
+        # Keys for draws that are not made would cost each step of the training some 50 us.
+        name = "inline" if look.draws or look.pipelines else "torch"
+        return name, "num_workers=0 asks for the training process"
     if not look.shared_memory:
         return "torch", "this system has no memory files that side processes could share"
     speedup = look.thread_speedup
