@@ -12,9 +12,11 @@ import tempfile
 import warnings
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
+from peers import ffcv_images
 from rates import compare, show, summary
 from torch.utils.data import DataLoader, Dataset
 from turns import arguments, write
@@ -69,6 +71,11 @@ def main() -> None:
             ),
         }
         ways = {name: partial(read, loader) for name, loader in loaders.items()}
+        epoch = ffcv_images(data.images, Path(folder), batch=BATCH, workers=2)
+        if isinstance(epoch, str):
+            print(f"FFCV is not compared: {epoch}")
+        else:
+            ways["FFCV, 2 threads"] = lambda: sum(len(batch) for batch in epoch())
         out = np.zeros((BATCH, *SHAPE), np.uint8)
         ways["memcpy in order, the limit"] = partial(copy_all, data.images, out)
         turns = compare(ways, asked.rounds)
