@@ -15,13 +15,13 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Final, Literal
 
+from lightning_fastdata.loading.worker_count import rows_per_task
+
 if TYPE_CHECKING:
     from lightning_fastdata.loading.stamps import BatchStamps
 
 _NS_PER_MS: Final = 1e6
 _MIN_BATCHES: Final = 200
-_TASK_NS: Final = 2e6
-_COARSE_TASKS: Final = 4
 _BISECTIONS: Final = 20
 _LEAST_SHARE: Final = 0.05
 """Of the CPUs, what is left to workers that give way to a training that could use them all."""
@@ -258,12 +258,13 @@ class _Run:
         share = cpu / whole
         parts = 1
         if self.setup.scheduling == "sample":
-            each = max(1.0, whole / cost.samples)
-            at_once = max(1, round(_TASK_NS / each))
-            spread = -(-cost.samples // self.setup.workers)
-            rows = cost.samples if at_once >= cost.samples else min(spread, at_once)
-            if 2 * len(self.complete) >= self.setup.look_ahead:
-                rows = max(rows, -(-cost.samples // _COARSE_TASKS))
+            rows = rows_per_task(
+                cost.samples,
+                whole / cost.samples,
+                hands=self.setup.workers,
+                ready=len(self.complete),
+                look_ahead=self.setup.look_ahead,
+            )
             parts = -(-cost.samples // rows)
         usual = max(0.0, whole - cost.slowest_ns) / max(1, cost.samples - 1)
         excess = max(0.0, cost.slowest_ns - usual) if parts > 1 else 0.0

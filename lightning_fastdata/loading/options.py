@@ -309,7 +309,7 @@ def plan_loader(
         "timeout_s": (0, "wait for ever"),
         "in_order": (True, "as the sampler gives them"),
         "worker_nice": (_POLITE, "the training process goes first where both want a CPU"),
-        "executor": suited if options.executor == "auto" else ("torch", "torch's own iterator"),
+        "executor": suited,
         "page_lock": ("copy", "each batch is copied, where pin_memory asks for it"),
     }
     limits.extend(unsuited(options.executor, iterable=iterable, workers=count))

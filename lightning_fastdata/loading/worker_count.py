@@ -20,6 +20,10 @@ _LOOK_AHEAD_BATCHES: Final = 8
 _FORKED_BYTES: Final = 48 * 2**20
 _FRESH_BYTES: Final = 400 * 2**20
 """A process that imports torch anew; a forked one shares its parent's pages."""
+_TASK_NS: Final = 2_000_000
+"""Cheap samples share a task of about this length, as a message costs some 20 us."""
+_COARSE_TASKS: Final = 4
+"""For a batch that is not needed soon."""
 
 
 def waits(cost: SampleCost | None) -> bool:
@@ -104,3 +108,26 @@ def look_ahead_batches(workers: int, *, prefetch: int | None, batch_size: int, s
     if split:
         return _LOOK_AHEAD_BATCHES + math.ceil(workers / batch_size)
     return max(_LOOK_AHEAD_BATCHES, workers * 2)
+
+
+def rows_per_task(
+    samples: int, sample_ns: float | None, *, hands: int, ready: int, look_ahead: int
+) -> int:
+    """Return how many samples of a batch whoever is free reads in one go.
+
+    Args:
+        samples: In the batch.
+        sample_ns: To read one; None: not known yet.
+        hands: Threads that read, of all processes.
+        ready: Batches that are complete and wait to be asked for.
+        look_ahead: Batches under way at once, the complete ones among them.
+    """
+    spread = -(-samples // hands)
+    if sample_ns is None:
+        return spread
+    at_once = max(1, round(_TASK_NS / max(1.0, sample_ns)))
+    rows = samples if at_once >= samples else min(spread, at_once)
+    if 2 * ready < look_ahead:
+        return rows
+    # There is time. Each task costs the training process some 40 us to give and to hear of.
+    return max(rows, -(-samples // _COARSE_TASKS))

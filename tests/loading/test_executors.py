@@ -245,6 +245,21 @@ def test_processes_come_and_go_while_running() -> None:
     executor.close()
 
 
+def test_a_process_that_is_wanted_again_while_it_leaves_is_replaced() -> None:
+    executor = open_executor("workers", plan_of(Threads()), workers=3)
+    executor.start_epoch([list(range(i, i + 6)) for i in range(0, 600, 6)], 0)
+    seen = []
+    for number, (indices, _) in enumerate(executor):
+        seen += indices.tolist()
+        if number == 20:
+            executor.resize(1)
+            executor.resize(3)
+    assert seen == list(range(600))
+    assert sorted(executor.sides) == [0, 1, 2]
+    assert not any(side.retiring for side in executor.sides.values())
+    executor.close()
+
+
 class Threads(Dataset):
     """Tells which thread reads it, which takes a while."""
 

@@ -94,10 +94,6 @@ def open_executor(
             f"executor is {name!r}, which reads by index, and {type(plan.dataset).__name__} is a "
             "stream. Use 'workers' or 'inline'."
         )
-    if stream and name == "inline":
-        from lightning_fastdata.loading.executors.stream import InlineStream
-
-        return InlineStream(plan)
     if name == "inline":
         from lightning_fastdata.loading.executors.inline import InlineExecutor
 

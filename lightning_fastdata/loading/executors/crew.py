@@ -235,6 +235,7 @@ class Crew:
         if side.retired and not busy and self.sides.get(side.number) is side:
             self._remove(side)
             side.stop()
+            self.spawn_missing()  # its number may be wanted again by now
 
     def _remove(self, side: SideProcess) -> None:
         end = side.wire.fileno()

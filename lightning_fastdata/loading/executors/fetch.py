@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -178,6 +178,19 @@ class Fetcher:
             return "in collate_fn"
         index = indices[self.position] if self.plan.batched else indices
         return f"while reading sample {index!r} of the dataset"
+
+    def asks(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """Begin an epoch, and return what :meth:`batch` is to be called with."""
+        return iter(batches)
+
+    def drop(self) -> None:
+        """Let go of what an epoch holds: nothing, where samples are read by index."""
+
+    def note(self, indices: Any) -> str | None:
+        """Return what to add to an error that the caller sees as it was raised."""
+        if not self.plan.batched or self.position < 0:
+            return None
+        return f"While reading sample {indices[self.position]!r} of the dataset."
 
 
 def decodes_in_place(dataset: Any) -> bool:

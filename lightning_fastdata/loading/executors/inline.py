@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from lightning_fastdata.loading.executors.fetch import Fetcher
+from lightning_fastdata.loading.executors.stream_fetch import END_OF_STREAM, fetcher_of
 from lightning_fastdata.loading.operations import OperationWatch
 from lightning_fastdata.loading.stamps import BatchStamps, TaskWatch
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 
 class InlineExecutor:
-    """Fetches in the calling thread, with the same randomness as ``workers``."""
+    """Fetches in the calling thread; by index with the same randomness as ``workers``."""
 
     def __init__(self, plan: FetchPlan) -> None:
         # The training's own draws must not depend on how its data is loaded.
-        self._fetcher = Fetcher(plan, guest=True)
+        self._fetcher: Any = fetcher_of(plan, guest=True)
         self._batches: Iterator[Any] = iter(())
         self._epoch = 0
         self._count = 0
@@ -29,7 +29,7 @@ class InlineExecutor:
 
     def start_epoch(self, batches: Iterable[Any], epoch: int) -> None:
         """Begin an epoch; what is left of the one before is dropped."""
-        self._batches, self._epoch = iter(batches), epoch
+        self._batches, self._epoch = self._fetcher.asks(batches), epoch
         self._first = True
 
     def __iter__(self) -> InlineExecutor:
@@ -44,9 +44,9 @@ class InlineExecutor:
         try:
             batch = self._fetcher.attempt(lambda: self._fetcher.batch(indices, self._epoch))
         except Exception as error:
-            at = self._fetcher.position
-            if self._fetcher.plan.batched and at >= 0:
-                error.add_note(f"While reading sample {indices[at]!r} of the dataset.")
+            note = self._fetcher.note(indices)
+            if note is not None:
+                error.add_note(note)
             if isinstance(error, StopIteration):
                 # Raised from __next__, it would end the epoch early and without a word.
                 reason = "\n".join([f"StopIteration: {error}", *getattr(error, "__notes__", ())])
@@ -54,6 +54,9 @@ class InlineExecutor:
             raise
         finally:
             task = None if stamps is None else stamps.end()
+        if batch is END_OF_STREAM:
+            self._batches = iter(())
+            raise StopIteration
         if task is not None and self._records is not None:
             self._count += 1
             made = BatchStamps.of_caller(self._count, requested_ns, task, first=self._first)
@@ -73,3 +76,4 @@ class InlineExecutor:
     def close(self) -> None:
         """Drop the epoch."""
         self._batches = iter(())
+        self._fetcher.drop()

@@ -1,7 +1,8 @@
 """Side processes that fetch: ``workers`` with one thread each, ``sidecar`` with many in one.
 
 The training process keeps the indices of everything that is under way, so whatever a process that
-died had not finished is given to another one. Nothing is shared between two side processes.
+died had not finished is given to another one. Two side processes share a queue of tasks, of which
+the kernel gives each to one of them, and nothing that one could leave locked or half written.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from lightning_fastdata.loading.executors.processes import EpochRun, PendingBatc
 from lightning_fastdata.loading.executors.reports import as_error, poisonous, timed_out
 from lightning_fastdata.loading.executors.side import MAX_THREADS
 from lightning_fastdata.loading.keyed import fetches_in_batches
-from lightning_fastdata.loading.leaves import unpack
 from lightning_fastdata.loading.slots import SlotPool
+from lightning_fastdata.loading.worker_count import rows_per_task
 
 if TYPE_CHECKING:
     from lightning_fastdata.loading.executors.fetch import FetchPlan
@@ -29,9 +30,6 @@ if TYPE_CHECKING:
     from lightning_fastdata.loading.page_lock import PageLocks
     from lightning_fastdata.loading.stamps import BatchStamps
 
-_TASK_NS: Final = 2_000_000
-"""Cheap samples share a task of about this length, as a message costs some 20 us."""
-_COARSE_TASKS: Final = 4
 _AHEAD_BYTES: Final = 2**28
 """More than one batch for each process is fetched ahead only within this."""
 _CRASHES: Final = 2
@@ -102,7 +100,7 @@ class PoolExecutor:
             task.batch.open_tasks -= 1
         for batch in left:
             if not batch.open_tasks:
-                self._release(batch)
+                batch.release(self._slots)
         self._deaths.clear()
         self._fill()
 
@@ -225,7 +223,15 @@ class PoolExecutor:
             slot = self._slots.take(self._layout.offsets(len(indices))[1])
             if slot is not None:
                 batch.slot, batch.in_place = slot, True
-                size = self._rows_per_task(len(indices))
+                size = rows_per_task(
+                    len(indices),
+                    self._sample_ns,
+                    hands=self._crew.wanted * self._crew.threads,
+                    ready=sum(
+                        not other.open_tasks for other in self._batches if other is not batch
+                    ),
+                    look_ahead=self.plan.look_ahead,
+                )
                 starts = range(0, len(indices), size)
                 batch.open_tasks = len(starts)
                 return [Task("rows", batch, at, indices[at : at + size]) for at in starts]
@@ -233,18 +239,6 @@ class PoolExecutor:
         if self._whole_bytes:
             batch.slot = self._slots.take(self._whole_bytes)
         return [Task("whole", batch, 0, indices)]
-
-    def _rows_per_task(self, samples: int) -> int:
-        spread = -(-samples // (self._crew.wanted * self._crew.threads))
-        if self._sample_ns is None:
-            return spread
-        at_once = max(1, round(_TASK_NS / max(1.0, self._sample_ns)))
-        rows = samples if at_once >= samples else min(spread, at_once)
-        ready = sum(not batch.open_tasks for batch in self._batches)
-        if 2 * ready < self.plan.look_ahead:
-            return rows
-        # There is time. Each task costs the training process some 40 us to give and to hear of.
-        return max(rows, -(-samples // _COARSE_TASKS))
 
     def _give(self, task: Task, to: SideProcess | None = None) -> bool:
         batch = task.batch
@@ -283,11 +277,7 @@ class PoolExecutor:
         elif kind == "layout":
             self._learn(side, message[4], batch)
         elif kind == "whole":
-            batch.packed = message[4]
-            if files:
-                if batch.slot is not None:
-                    self._slots.give_back(batch.slot)
-                batch.slot = self._slots.adopt(files[0])
+            batch.take_parts(message[4], files, self._slots)
             self._whole_bytes = max(self._whole_bytes, batch.packed.size_bytes)
         elif kind == "misfit":
             batch.misfit = True
@@ -309,18 +299,13 @@ class PoolExecutor:
 
     def _finish(self, batch: PendingBatch) -> None:
         if self._is_old(batch):
-            self._release(batch)
+            batch.release(self._slots)
         elif batch.misfit and batch.error is None:
             # True collation decides what becomes of samples that differ, as it would in torch.
             self._in_place = False
-            self._release(batch)
+            batch.release(self._slots)
             batch.misfit = batch.in_place = False
             self._todo.extendleft(self._tasks(batch))
-
-    def _release(self, batch: PendingBatch) -> None:
-        if batch.slot is not None:
-            self._slots.give_back(batch.slot)
-            batch.slot = None
 
     def _is_old(self, batch: PendingBatch) -> bool:
         return batch.generation < self._now.generation
@@ -346,17 +331,9 @@ class PoolExecutor:
 
     def _deliver(self, batch: PendingBatch) -> Any:
         if batch.error is not None:
-            self._release(batch)
+            batch.release(self._slots)
             raise batch.error[1]
-        slot, batch.slot = batch.slot, None
-        if slot is None:
-            return unpack(batch.packed, None)
-        # A user who keeps batches gets memory of their own once the slots are used up.
-        copy = not self._slots.may_grow(slot.size_bytes)
-        owner = self._slots.lease(slot)
-        if batch.in_place and self._layout is not None:
-            return self._layout.batch(owner, len(batch.indices), copy=copy)
-        return unpack(batch.packed, owner, copy=copy)
+        return batch.data(self._slots, self._layout)
 
     def _redo(self, loss: Loss) -> None:
         """Do again what a side process died with, but for a sample that ends all who read it."""

@@ -15,6 +15,7 @@ import numpy as np
 
 from lightning_fastdata.loading.executors.side import MARK_WORDS, MAX_THREADS, side_main
 from lightning_fastdata.loading.executors.wire import Wire, wire_pair
+from lightning_fastdata.loading.leaves import unpack
 from lightning_fastdata.loading.slots import create_shared_memory, map_shared_memory
 from lightning_fastdata.loading.stamps import BatchStamps
 
@@ -22,8 +23,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from lightning_fastdata.loading.executors.fetch import FetchPlan
+    from lightning_fastdata.loading.layout import SampleLayout
+    from lightning_fastdata.loading.leaves import Packed
     from lightning_fastdata.loading.order import EpochOrder
-    from lightning_fastdata.loading.slots import Slot
+    from lightning_fastdata.loading.slots import Slot, SlotPool
     from lightning_fastdata.loading.stamps import TaskStamps
 
 
@@ -69,6 +72,31 @@ class PendingBatch:
     """Its samples are written in place."""
     stamps: list[TaskStamps] = field(default_factory=list)
     """Of its tasks, if stamps are recorded."""
+
+    def take_parts(self, packed: Packed, files: list[int], slots: SlotPool) -> None:
+        """Take what a side process collated: in the slot it was given, or in a file of its own."""
+        self.packed = packed
+        if files:
+            self.release(slots)
+            self.slot = slots.adopt(files[0])
+
+    def data(self, slots: SlotPool, layout: SampleLayout | None = None) -> Any:
+        """Return the batch; its slot is used again when nothing views it any more."""
+        slot, self.slot = self.slot, None
+        if slot is None:
+            return unpack(self.packed, None)
+        # A user who keeps batches gets memory of their own once the slots are used up.
+        copy = not slots.may_grow(slot.size_bytes)
+        owner = slots.lease(slot)
+        if self.in_place and layout is not None:
+            return layout.batch(owner, len(self.indices), copy=copy)
+        return unpack(self.packed, owner, copy=copy)
+
+    def release(self, slots: SlotPool) -> None:
+        """Give back the slot of a batch that is not delivered."""
+        if self.slot is not None:
+            slots.give_back(self.slot)
+            self.slot = None
 
     def delivered(self, requested_ns: int, ready_ahead: int, *, first: bool) -> BatchStamps:
         """Return the stamps of the batch, which is handed over now."""

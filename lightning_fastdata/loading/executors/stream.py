@@ -18,79 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_fastdata.loading.executors.processes import PendingBatch, SideProcess, Task, stop_all
 from lightning_fastdata.loading.executors.reports import as_error, stream_broken, stream_timed_out
-from lightning_fastdata.loading.executors.stream_fetch import (
-    END_OF_STREAM,
-    StreamAsk,
-    StreamFetcher,
-)
-from lightning_fastdata.loading.leaves import unpack
-from lightning_fastdata.loading.operations import OperationWatch
+from lightning_fastdata.loading.executors.stream_fetch import StreamAsk
 from lightning_fastdata.loading.slots import SlotPool
-from lightning_fastdata.loading.stamps import BatchStamps, TaskWatch
+from lightning_fastdata.loading.stamps import BatchStamps
 
 if TYPE_CHECKING:
     from lightning_fastdata.loading.executors.fetch import FetchPlan
-
-
-class InlineStream:
-    """Reads a stream in the calling thread, as torch does without workers."""
-
-    def __init__(self, plan: FetchPlan) -> None:
-        self._fetcher = StreamFetcher(plan)
-        self._records: deque[BatchStamps] | None = None
-        self._first = True
-        self._count = 0
-        self._samples: int | None = 0
-        self._generation = 0
-        self._epoch = 0
-
-    def start_epoch(self, batches: Iterable[Any], epoch: int) -> None:
-        """Begin an epoch; what is left of the one before is dropped."""
-        self._generation += 1
-        self._samples, self._epoch = next(iter(batches)), epoch
-        self._first = True
-        self._fetcher.start(self._generation)
-
-    def __iter__(self) -> InlineStream:
-        return self
-
-    def __next__(self) -> Any:
-        requested_ns = time.monotonic_ns()
-        ask = StreamAsk(self._generation, self._samples)
-        stamps = self._fetcher.stamps
-        if stamps is not None:
-            stamps.begin()
-        try:
-            batch = self._fetcher.batch(ask, self._epoch)
-        except Exception as error:
-            error.add_note(f"Raised {self._fetcher.where(ask)}.")
-            raise
-        finally:
-            task = None if stamps is None else stamps.end()
-        if batch is END_OF_STREAM:
-            raise StopIteration
-        if task is not None and self._records is not None:
-            self._count += 1
-            made = BatchStamps.of_caller(self._count, requested_ns, task, first=self._first)
-            self._records.append(made)
-        self._first = False
-        return batch
-
-    def record(self, records: deque[BatchStamps] | None) -> None:
-        """Append the stamps of each batch from now on; None: no more."""
-        self._records = records
-        operations = OperationWatch(self._fetcher.dataset)
-        self._fetcher.stamps = None if records is None else TaskWatch(-1, 0, operations)
-
-    def resize(self, workers: int) -> None:
-        """Do nothing: there are no workers."""
-
-    def close(self) -> None:
-        """Drop the epoch."""
-        stamps = self._fetcher.stamps
-        self._fetcher = StreamFetcher(self._fetcher.plan)
-        self._fetcher.stamps = stamps
-        self._samples = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -159,7 +92,7 @@ class StreamExecutor:
         for lane in self._lanes:
             for batch in lane.batches:
                 if not batch.open_tasks:
-                    self._release(batch)
+                    batch.release(self._slots)
             lane.batches.clear()
             if lane.side.number in self.sides:
                 self._read(lane)  # one that died since the last epoch had nothing left to give
@@ -261,15 +194,10 @@ class StreamExecutor:
         self._turn = (self._lanes.index(lane) + 1) % len(self._lanes)
         batch = lane.batches.popleft()
         if batch.error is not None:
-            self._release(batch)
+            batch.release(self._slots)
             raise batch.error[1]
         lane.delivered += 1
-        slot, batch.slot = batch.slot, None
-        if slot is None:
-            return unpack(batch.packed, None)
-        # A user who keeps batches gets memory of their own once the slots are used up.
-        copy = not self._slots.may_grow(slot.size_bytes)
-        return unpack(batch.packed, self._slots.lease(slot), copy=copy)
+        return batch.data(self._slots)
 
     # What comes back
 
@@ -311,24 +239,16 @@ class StreamExecutor:
         if kind != "stale" and message[3] is not None:
             batch.stamps.append(message[3])
         if kind == "whole":
-            batch.packed = message[4]
-            if files:
-                self._release(batch)
-                batch.slot = self._slots.adopt(files[0])
+            batch.take_parts(message[4], files, self._slots)
             self._whole_bytes = max(self._whole_bytes, batch.packed.size_bytes)
         elif kind == "error":
             batch.error = message[4], as_error(message[5], side.number, message[6])
         if batch.generation != self._generation:
-            self._release(batch)
+            batch.release(self._slots)
         elif kind == "end":
             lane.ended = True  # what it was asked for besides will be answered likewise
             lane.batches = deque(b for b in lane.batches if not b.open_tasks and b is not batch)
-            self._release(batch)
-
-    def _release(self, batch: PendingBatch) -> None:
-        if batch.slot is not None:
-            self._slots.give_back(batch.slot)
-            batch.slot = None
+            batch.release(self._slots)
 
     # Life and death
 
@@ -345,7 +265,7 @@ class StreamExecutor:
         side = self.sides.pop(lane.side.number)
         side.stop(patience_s=5)
         for task in side.tasks.values():
-            self._release(task.batch)
+            task.batch.release(self._slots)
             if task.batch in lane.batches:
                 lane.batches.remove(task.batch)
         side.tasks.clear()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from torch.utils.data import IterableDataset
@@ -49,6 +49,11 @@ class StreamFetcher:
         """Return what ``fetch`` does; a stream seeds itself, and is read once."""
         return fetch()
 
+    def asks(self, batches: Iterable[int | None]) -> Iterator[StreamAsk]:
+        """Begin an epoch, and return what :meth:`batch` is to be called with."""
+        self.start(self._generation + 1)
+        return (StreamAsk(self._generation, samples) for samples in batches)
+
     def start(self, generation: int) -> None:
         """Begin a pass over the stream; what is left of the one before is dropped."""
         self._generation = generation
@@ -87,9 +92,19 @@ class StreamFetcher:
             return "in collate_fn"
         return f"while reading sample {self._read} of its stream, counted from 0"
 
+    def drop(self) -> None:
+        """Let go of what an epoch holds: the stream, and its files."""
+        self._samples = iter(())
 
-def fetcher_of(plan: FetchPlan, *, keyed: bool = True) -> Fetcher | StreamFetcher:
-    """Return what reads the dataset of a plan in the calling thread."""
+    def note(self, ask: StreamAsk) -> str:
+        """Return what to add to an error that the caller sees as it was raised."""
+        return f"Raised {self.where(ask)}."
+
+
+def fetcher_of(
+    plan: FetchPlan, *, keyed: bool = True, guest: bool = False
+) -> Fetcher | StreamFetcher:
+    """Return what reads the dataset of a plan in the calling thread; see :class:`Fetcher`."""
     if isinstance(plan.dataset, IterableDataset):
         return StreamFetcher(plan)
-    return Fetcher(plan, keyed=keyed)
+    return Fetcher(plan, keyed=keyed, guest=guest)
