@@ -13,12 +13,14 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 from lightning_fastdata.loading.worker_count import rows_per_task
 
 if TYPE_CHECKING:
     from lightning_fastdata.loading.stamps import BatchStamps
+
+Scheduling: TypeAlias = Literal["batch", "queue", "sample"]
 
 _NS_PER_MS: Final = 1e6
 _MIN_BATCHES: Final = 200
@@ -58,7 +60,7 @@ class LoaderSetup:
     """Side processes or threads that read; 0: the training process does."""
     look_ahead: int
     """Batches under way at once; torch: ``workers * prefetch_factor``."""
-    scheduling: Literal["batch", "queue", "sample"] = "sample"
+    scheduling: Scheduling = "sample"
     """``"batch"``: a worker makes a whole batch, in turn, as torch has it. ``"queue"``: whoever is
     free does. ``"sample"``: whoever is free makes some samples of a batch."""
     in_order: bool = True

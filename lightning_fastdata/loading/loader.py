@@ -244,6 +244,11 @@ class FastDataLoader(DataLoader[Any]):
             self._inner.record(records)
 
     @property
+    def asked_prefetch_factor(self) -> int | None:
+        """``prefetch_factor`` as it was given; None: the executor chooses how far it is ahead."""
+        return self._prefetch
+
+    @property
     def records(self) -> deque[BatchStamps] | None:
         """Where the stamps of delivered batches go; None: no stamps are taken."""
         return self._records

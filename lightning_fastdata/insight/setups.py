@@ -1,0 +1,108 @@
+"""How a loader is set up, as the model of :mod:`~lightning_fastdata.insight.simulate` knows it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from torch.utils.data import IterableDataset, default_collate
+
+from lightning_fastdata.insight.simulate import LoaderSetup
+from lightning_fastdata.loading.collate import collate_samples
+from lightning_fastdata.loading.keyed import fetches_in_batches
+from lightning_fastdata.loading.source import makes_batches, reads_with_torch
+from lightning_fastdata.loading.worker_count import look_ahead_batches
+
+if TYPE_CHECKING:
+    from lightning_fastdata.insight.simulate import Scheduling
+    from lightning_fastdata.loading.loader import FastDataLoader
+
+_TORCH_PREFETCH: Final = 2
+"""Torch's own default."""
+
+
+def setup_of(loader: FastDataLoader, *, cpus: float, step_cpus: float) -> LoaderSetup | None:
+    """Return the setup of a loader; None for what the model does not know.
+
+    It knows loaders whose workers read by themselves: torch's own, ``"workers"`` and ``"sidecar"``,
+    and those that read in the training process when a batch is asked for. It knows neither
+    ``"gather"``, whose caller helps its threads, nor datasets that stay on the device.
+
+    Whether the samples of a batch can be shared out is decided by the first one that is read: the
+    setup says ``"sample"`` where the loader would, also if the samples then turn out to differ in
+    shape. How far a loader is ahead may be less than is said here where memory is short.
+
+    Args:
+        loader: As it is set up now; it is not iterated.
+        cpus: CPUs this process and its workers may use.
+        step_cpus: CPUs the training process uses between two requests, see :func:`step_cpus`.
+    """
+    streamed = isinstance(loader.dataset, IterableDataset)
+    torchs = reads_with_torch(loader)
+    gathers = loader.executor == "gather" and not streamed and not torchs
+    if gathers or loader.device_resident is not False:
+        return None
+    workers = loader.num_workers if torchs or loader.executor != "inline" else 0
+    asked = loader.asked_prefetch_factor
+    scheduling: Scheduling = "sample" if splits_batches(loader) else "queue"
+    if torchs or streamed:
+        scheduling = "batch"
+    if workers == 0:
+        ahead = 1
+    elif scheduling == "batch":
+        ahead = workers * (asked or _TORCH_PREFETCH)
+    else:
+        ahead = look_ahead_batches(
+            workers,
+            prefetch=asked,
+            batch_size=loader.batch_size or 1,
+            split=scheduling == "sample",
+        )
+    return LoaderSetup(
+        workers=workers,
+        look_ahead=ahead,
+        scheduling=scheduling,
+        in_order=loader.in_order,
+        cpus=cpus,
+        step_cpus=step_cpus,
+        worker_nice=loader.worker_nice,
+    )
+
+
+def splits_batches(loader: FastDataLoader) -> bool:
+    """Return whether this package's executors share out the samples of one batch among workers.
+
+    They do where samples of one form, read one at a time, are collated by default.
+    """
+    transform = loader.transform
+    drawn = transform is not None and transform.in_worker(on_device=loader.on_device) is not None
+    default = loader.collate_fn in (default_collate, collate_samples) and not drawn
+    return default and makes_batches(loader) and not fetches_in_batches(loader.dataset)
+
+
+def step_cpus(
+    *,
+    cpu_s: float,
+    wall_s: float,
+    waited_s: float,
+    runqueue_s: float = 0.0,
+    loading_cpu_s: float = 0.0,
+) -> float:
+    """Return how many CPUs the training process uses between two requests if it is alone.
+
+    All of the same interval, e.g. an epoch without its start:
+
+    Args:
+        cpu_s: CPU seconds of the training process (``time.process_time``), without its workers.
+        wall_s: Seconds that passed.
+        waited_s: Of these, the seconds waited for batches.
+        runqueue_s: Of these, the seconds in which the thread that trains was ready but had no CPU:
+            the second number of ``/proc/thread-self/schedstat``, in ns. 0 where it is not known,
+            which gives too few CPUs if there are fewer than would be used.
+        loading_cpu_s: Of ``cpu_s``, what threads took that load, and not the training.
+
+    Returns:
+        CPUs, at least 0; 1 if a single thread computes all the time, next to 0 if it waits for a
+        device.
+    """
+    working_s = wall_s - waited_s - runqueue_s
+    return max(0.0, (cpu_s - loading_cpu_s) / working_s) if working_s > 0 else 0.0

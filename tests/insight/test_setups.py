@@ -1,0 +1,210 @@
+"""A loader is modelled as it works: checked against the executor that it opens."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    SequentialSampler,
+    TensorDataset,
+    default_collate,
+)
+
+from lightning_fastdata.augment.transform import as_batch_transform
+from lightning_fastdata.insight.setups import setup_of, splits_batches, step_cpus
+from lightning_fastdata.loading.loader import FastDataLoader
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
+HERE = {"cpus": 4.0, "step_cpus": 0.5}
+
+
+class Waiting(Dataset):
+    """Samples that take longer than a message, so that it pays to share out a batch."""
+
+    def __init__(self, length=32, seconds=0.002):
+        self.length, self.seconds = length, seconds
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        time.sleep(self.seconds)
+        return torch.full((3,), index)
+
+
+class Together(Waiting):
+    def __getitems__(self, indices):
+        return [self[index] for index in indices]
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(torch.arange(12.0))
+
+
+def stacked(samples):
+    return torch.stack(samples)
+
+
+def doubled(batch):
+    return batch * 2
+
+
+def setup(dataset=None, **settings):
+    batch_size = settings.pop("batch_size", 4)
+    loader = FastDataLoader(dataset or Waiting(), batch_size, **settings)
+    return setup_of(loader, **HERE)
+
+
+@pytest.mark.parametrize(
+    ("settings", "scheduling"),
+    [
+        ({"executor": "torch"}, "batch"),
+        ({"executor": "workers"}, "sample"),
+        ({"executor": "sidecar"}, "sample"),
+        ({"executor": "workers", "collate_fn": stacked}, "queue"),
+        ({"executor": "sidecar", "collate_fn": stacked}, "queue"),
+        ({"executor": "workers", "batch_size": None}, "queue"),
+        ({"executor": "workers", "dataset": Together()}, "queue"),
+        ({"executor": "workers", "dataset": Stream()}, "batch"),
+        ({"executor": "sidecar", "dataset": Stream()}, "batch"),
+        ({"executor": "gather", "dataset": Stream()}, "batch"),
+        ({"executor": "torch", "dataset": Stream()}, "batch"),
+    ],
+)
+def test_who_makes_a_batch_follows_from_the_executor_and_its_data(settings, scheduling):
+    assert setup(num_workers=3, **settings).scheduling == scheduling
+
+
+@pytest.mark.parametrize("executor", ["inline", "workers", "sidecar", "torch"])
+def test_without_workers_the_training_process_reads(executor):
+    assert setup(executor=executor, num_workers=0).workers == 0
+
+
+def test_inline_reads_in_the_training_process_however_many_workers_it_is_given():
+    assert setup(executor="inline", num_workers=3).workers == 0
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"executor": "gather", "num_workers": 2},
+        {"executor": "gather"},
+        {"executor": "workers", "num_workers": 2, "device_resident": "cpu"},
+    ],
+)
+def test_what_the_model_does_not_know_has_no_setup(settings):
+    assert setup(TensorDataset(torch.arange(8.0)), **settings) is None
+
+
+def test_the_setup_has_what_the_loader_was_given():
+    found = setup(executor="workers", num_workers=3, in_order=False, worker_nice=7)
+    assert (found.workers, found.in_order, found.worker_nice) == (3, False, 7)
+    assert (found.cpus, found.step_cpus) == (4.0, 0.5)
+
+
+def test_the_executor_that_auto_chose_is_the_one_that_is_modelled():
+    loader = FastDataLoader(Waiting(), 4, executor="auto", num_workers=2)
+    assert loader.executor == "workers"
+    assert setup_of(loader, **HERE).scheduling == "sample"
+
+
+@pytest.mark.parametrize("workers", [1, 3, 6])
+@pytest.mark.parametrize("prefetch", [None, 1, 3])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"collate_fn": stacked}, {"batch_size": None}, {"dataset": Together()}, {"sampled": True}],
+)
+def test_the_loader_is_as_far_ahead_as_its_executor_is_told(workers, prefetch, settings):
+    settings = dict(settings)
+    dataset = settings.pop("dataset", Waiting(8, 0.0))
+    if settings.pop("sampled", False):
+        settings["batch_sampler"] = BatchSampler(SequentialSampler(dataset), 2, drop_last=False)
+    else:
+        settings.setdefault("batch_size", 2)
+    loader = FastDataLoader(
+        dataset, executor="workers", num_workers=workers, prefetch_factor=prefetch, **settings
+    )
+    batches = iter(loader)
+    try:
+        plan = batches.executor.plan
+        assert setup_of(loader, **HERE).look_ahead == plan.look_ahead
+        drawn = plan.default_collation and plan.batched
+        assert splits_batches(loader) == (drawn and dataset.__class__ is Waiting)
+    finally:
+        loader.close()
+
+
+@pytest.mark.parametrize("prefetch", [None, 1, 5])
+def test_torch_is_as_far_ahead_as_torch_says(prefetch):
+    told = DataLoader(Waiting(), 4, num_workers=3, prefetch_factor=prefetch).prefetch_factor
+    assert setup(num_workers=3, prefetch_factor=prefetch).look_ahead == 3 * told
+
+
+@pytest.mark.parametrize("executor", ["workers", "sidecar", "torch"])
+@pytest.mark.parametrize("collate_fn", [None, default_collate, stacked])
+def test_samples_are_shared_out_exactly_where_the_setup_says(executor, collate_fn):
+    loader = FastDataLoader(Waiting(24), 8, executor=executor, num_workers=2, collate_fn=collate_fn)
+    records = deque()
+    loader.record_stamps(records)
+    try:
+        for _ in loader:
+            pass
+    finally:
+        loader.close()
+    shared_out = any(len(batch.tasks) > 1 for batch in records)
+    assert shared_out == (setup_of(loader, **HERE).scheduling == "sample")
+
+
+def test_a_transform_of_whole_batches_leaves_the_samples_shared_out():
+    loader = FastDataLoader(
+        Waiting(),
+        4,
+        executor="workers",
+        num_workers=2,
+        transform=as_batch_transform(doubled),
+        staged="train",
+    )
+    assert setup_of(loader, **HERE).scheduling == "sample"
+
+
+def test_a_pipeline_in_the_workers_has_each_batch_made_by_one():
+    import albumentations as A
+
+    loader = FastDataLoader(
+        Waiting(),
+        4,
+        executor="workers",
+        num_workers=2,
+        transform=as_batch_transform(A.Compose([A.HorizontalFlip()])),
+    )
+    assert setup_of(loader, **HERE).scheduling == "queue"
+
+
+seconds = st.floats(0.0, 100.0)
+
+
+@given(busy=st.floats(0.0, 8.0), working=st.floats(0.01, 100.0), waited=seconds, queued=seconds)
+def test_the_step_uses_its_cpus_however_long_it_waited(busy, working, waited, queued):
+    found = step_cpus(
+        cpu_s=busy * working, wall_s=working + waited + queued, waited_s=waited, runqueue_s=queued
+    )
+    assert found == pytest.approx(busy, rel=1e-6, abs=1e-6)
+
+
+@given(cpu=seconds, wall=seconds, waited=seconds, queued=seconds, loading=seconds)
+def test_cpus_are_never_less_than_none(cpu, wall, waited, queued, loading):
+    found = step_cpus(
+        cpu_s=cpu, wall_s=wall, waited_s=waited, runqueue_s=queued, loading_cpu_s=loading
+    )
+    assert found >= 0.0
