@@ -13,6 +13,7 @@ from lightning_fastdata.insight.causes import CauseTotals, OperationShare
 from lightning_fastdata.insight.simulate import BatchCost, LoaderSetup, batch_costs
 
 if TYPE_CHECKING:
+    from lightning_fastdata.insight.metrics import StageSummary
     from lightning_fastdata.loading.stamps import BatchStamps
 
 _NS_PER_MS: Final = 1e6
@@ -117,12 +118,62 @@ class Evidence:
         return self.setup.workers * busy * cpu / max(1.0, whole) + own
 
 
-def evidence_of(stamps: Sequence[BatchStamps], setup: LoaderSetup, **measured: Any) -> Evidence:
+def stage_evidence(
+    summary: StageSummary,
+    stamps: Sequence[BatchStamps] = (),
+    setup: LoaderSetup | None = None,
+    **measured: Any,
+) -> Evidence:
+    """Return what is known of a stage that was measured.
+
+    Args:
+        summary: Where its steps went.
+        stamps: The newest ones of the loader that it waited for most; none of a foreign loader.
+        setup: That loader; None if the model does not know its kind.
+        measured: Further fields of :class:`Evidence`.
+    """
+    causes = summary.causes
+    means = {
+        name: None if phase is None else phase.mean_ms
+        for name, phase in (
+            ("wait_ms", summary.wait),
+            ("stall_ms", summary.stall),
+            ("transfer_ms", summary.transfer),
+            ("augment_ms", summary.augment),
+            ("compute_ms", summary.compute),
+            ("gap_ms", summary.gap),
+        )
+    }
+    step_ms = None
+    if summary.step is not None:
+        step_ms = summary.step.mean_ms + (means["gap_ms"] or 0.0)
+    told: dict[str, Any] = {}
+    if causes is not None:
+        told = {
+            "parts": causes.wait,
+            "overtaken_share": causes.overtaken_share,
+            "slow_samples": causes.slow_samples,
+            "operations": causes.operations,
+        }
+    return evidence_of(
+        stamps,
+        setup,
+        step_ms=step_ms,
+        epoch_wait_ms=summary.cold_wait_ms,
+        steps_per_epoch=summary.steps / summary.cold_steps if summary.cold_steps else None,
+        **means,
+        **{**told, **measured},
+    )
+
+
+def evidence_of(
+    stamps: Sequence[BatchStamps], setup: LoaderSetup | None, **measured: Any
+) -> Evidence:
     """Return what the stamps of a plain loop tell; each wait counts as a stall.
 
     Args:
         stamps: Of one loader, in the order in which batches were delivered.
-        setup: The loader as it was.
+        setup: The loader as it was; None: no predictions are made.
         measured: Further fields of :class:`Evidence`, or other values for those from the stamps,
             e.g. ``stall_ms`` where a device hides waits.
     """
@@ -146,7 +197,7 @@ def evidence_of(stamps: Sequence[BatchStamps], setup: LoaderSetup, **measured: A
         operations=() if causes is None else causes.operations,
         setup=setup,
         costs=tuple(costs[-_MOST_COSTS:]),
-        busy_share=_busy_share(epochs, setup.workers),
+        busy_share=None if setup is None else _busy_share(epochs, setup.workers),
         runqueue_share=_runqueue_share(stamps),
         epoch_wait_ms=_mean_ms(cold),
         steps_per_epoch=statistics.fmean(map(len, epochs)) if cold else None,

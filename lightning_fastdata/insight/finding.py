@@ -6,12 +6,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from lightning_fastdata.insight.remedies import Gain
-from lightning_fastdata.insight.verdict import STALL_HIGH, STALL_LOW
 
 if TYPE_CHECKING:
     from lightning_fastdata.insight.evidence import Evidence
 
 Severity: TypeAlias = Literal["fine", "moderate", "high"]
+
+STALL_LOW, STALL_HIGH = 0.03, 0.10
+TRANSFER_HIGH, AUGMENT_HIGH = 0.05, 0.10
+EPOCH_START_HIGH = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,3 +44,11 @@ def stalls(evidence: Evidence) -> bool:
 def severity_of(share: float | None) -> Severity:
     """Return how bad it is that something costs this share of a step."""
     return "high" if share is not None and share > STALL_HIGH else "moderate"
+
+
+def gain_text(gain: Gain) -> str:
+    """Return a gain in words, e.g. ``1.52x (78.0 -> 51.3 ms a step, simulated)``."""
+    most = "at most " if gain.basis == "floor" else ""
+    basis = "" if gain.basis == "floor" else f", {gain.basis}"
+    steps = f"{gain.before_ms:.1f} -> {gain.after_ms:.1f} ms a step"
+    return f"{most}{gain.factor:.2f}x ({steps}{basis})"

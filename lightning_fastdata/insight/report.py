@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import tempfile
 import textwrap
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from lightning_fastdata.insight.causes import cause_lines
-from lightning_fastdata.insight.verdict import STALL_LOW
+from lightning_fastdata.insight.finding import STALL_LOW, gain_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from rich.console import Console, ConsoleOptions, RenderResult
 
-    from lightning_fastdata.insight.metrics import StageSummary
+    from lightning_fastdata.insight.metrics import Columns, StageSummary
     from lightning_fastdata.insight.verdict import Verdict
 
-SCHEMA_VERSION = 2
-"""Raised when the form of the JSON report changes; 2 added ``causes`` to the stages."""
+SCHEMA_VERSION = 3
+"""Raised when the form of the JSON report changes; 2 added ``causes`` to the stages, 3 ``recent``
+to them and ``findings`` to the verdict, in the place of ``next_step`` and ``leave_alone``."""
+_MOST_RECENT = 512
+_MOST_REMEDIES = 2
 
 PHASE_COLORS = {"wait": "red", "transfer": "cyan", "augment": "magenta", "compute": "green"}
 _KIND_COLORS = {
@@ -38,6 +42,8 @@ _INDENT = 7
 _NARROWEST = 72
 _BAR_SPACE = 50
 """Columns of a phase's row that are not bar."""
+
+_T = TypeVar("_T")
 
 _Line: TypeAlias = "list[tuple[str, str]]"
 """Pieces of one line: text and rich style."""
@@ -54,6 +60,8 @@ class RunReport:
     """The first one is told in full and is what the verdict is about; the others get a line."""
     verdict: Verdict | None = None
     """What limits the first stage."""
+    recent: Mapping[str, Columns] = field(default_factory=dict)
+    """Stage name -> the single values of its newest steps."""
     notes: tuple[str, ...] = ()
     """Decisions and limits to know about, one sentence each."""
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -65,8 +73,11 @@ class RunReport:
         """Return the report as plain JSON types; keys of unmeasured numbers hold None."""
         return {
             "schema_version": SCHEMA_VERSION,
-            "stages": {stage.stage: _stage_as_dict(stage) for stage in self.stages},
-            "verdict": None if self.verdict is None else dataclasses.asdict(self.verdict),
+            "stages": {
+                stage.stage: _stage_as_dict(stage, self.recent.get(stage.stage))
+                for stage in self.stages
+            },
+            "verdict": None if self.verdict is None else _verdict_as_dict(self.verdict),
             "notes": list(self.notes),
             "versions": dict(self.versions),
             "machine": dict(self.machine),
@@ -110,11 +121,7 @@ class RunReport:
             lines += [[], *_phase_rows(first, width, ascii_only), []]
             lines += _throughput_line(first)
         if self.verdict is not None:
-            lines += _words("why", "; ".join(self.verdict.evidence), width, "")
-            lines += _cause_lines(self.stages, width)
-            lines += _words("try", self.verdict.next_step, width, "")
-            skip = " ".join(filter(None, (self.verdict.leave_alone, f"[{self.verdict.code}]")))
-            lines += _words("skip" if self.verdict.leave_alone else "", skip, width, "dim")
+            lines += _finding_lines(self.verdict, self.stages, width)
         for stage in self.stages[1:]:
             lines += _words(stage.stage, _stage_line(stage), width, "")
         for note in self.notes:
@@ -197,10 +204,23 @@ def write_atomically(path: Path, text: str) -> Path:
     return path
 
 
-def _stage_as_dict(stage: StageSummary) -> dict[str, Any]:
+def _stage_as_dict(stage: StageSummary, recent: Columns | None) -> dict[str, Any]:
     values = dataclasses.asdict(stage)
     values["stall_share"] = stage.stall_share
     values["speedup_possible"] = stage.speedup_possible
+    if recent is not None:
+        values["recent"] = {
+            name: [None if math.isnan(each) else each for each in column[-_MOST_RECENT:].tolist()]
+            for name, column in recent.items()
+        }
+    return values
+
+
+def _verdict_as_dict(verdict: Verdict) -> dict[str, Any]:
+    values = {"code": verdict.code, **dataclasses.asdict(verdict)}
+    for found, told in zip(verdict.findings, values["findings"], strict=True):
+        if found.gain is not None:
+            told["gain"]["factor"] = found.gain.factor if math.isfinite(found.gain.factor) else None
     return values
 
 
@@ -254,13 +274,34 @@ def _throughput_line(stage: StageSummary) -> Iterable[_Line]:
     return [line]
 
 
-def _cause_lines(stages: tuple[StageSummary, ...], width: int) -> Iterable[_Line]:
+def _finding_lines(
+    verdict: Verdict, stages: tuple[StageSummary, ...], width: int
+) -> Iterable[_Line]:
+    """Return why, what to try with what it would gain, and what to leave alone."""
+    shown = [found for found in verdict.findings if found.remedy][:_MOST_REMEDIES]
+    why = [found.cause for found in shown or verdict.findings[:1]]
+    why = [cause for cause in why if cause != verdict.sentence]
+    for label, line in _labelled("why", [*why, *_cause_lines(stages), "; ".join(verdict.evidence)]):
+        yield from _words(label, line, width, "")
+    for label, found in _labelled("try", shown):
+        gain = "" if found.gain is None else f": {gain_text(found.gain)}"
+        yield from _words(label, found.remedy + gain, width, "")
+    first = verdict.findings[0]
+    skip = " ".join(filter(None, (first.leave_alone, f"[{first.code}]")))
+    yield from _words("skip" if first.leave_alone else "", skip, width, "dim")
+
+
+def _labelled(label: str, items: Iterable[_T]) -> Iterable[tuple[str, _T]]:
+    for number, item in enumerate(items):
+        yield "" if number else label, item
+
+
+def _cause_lines(stages: tuple[StageSummary, ...]) -> list[str]:
     """Return why the batches of the first stage were late, if that cost it anything."""
     first = stages[0] if stages else None
     if first is None or first.causes is None or (first.stall_share or 0.0) < STALL_LOW:
-        return
-    for line in cause_lines(first.causes):
-        yield from _words("", line, width, "")
+        return []
+    return cause_lines(first.causes)
 
 
 def _stage_line(stage: StageSummary) -> str:

@@ -5,14 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from lightning_fastdata.insight import remedies
-from lightning_fastdata.insight.finding import Finding, severity_of, stalls
-from lightning_fastdata.insight.remedies import Gain
-from lightning_fastdata.insight.verdict import (
+from lightning_fastdata.insight.finding import (
     AUGMENT_HIGH,
     EPOCH_START_HIGH,
     STALL_LOW,
     TRANSFER_HIGH,
+    Finding,
+    severity_of,
+    stalls,
 )
+from lightning_fastdata.insight.remedies import Gain
 
 if TYPE_CHECKING:
     from lightning_fastdata.insight.evidence import Evidence

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lightning_fastdata.insight.causes import cause_lines, operations_table
+from lightning_fastdata.insight.finding import gain_text
 from lightning_fastdata.insight.metrics import columns_of
 
 if TYPE_CHECKING:
@@ -125,9 +126,11 @@ def verdict_markdown(verdict: Verdict, summary: StageSummary) -> str:
     causes = summary.causes
     if causes is not None:
         lines += [f"- why: {line}" for line in cause_lines(causes)]
-    lines.append(f"- try: {verdict.next_step}")
-    if verdict.leave_alone is not None:
-        lines.append(f"- skip: {verdict.leave_alone}")
+    for found in verdict.findings:
+        gain = "" if found.gain is None else f" ({gain_text(found.gain)})"
+        lines.append(f"- {found.code}: {found.cause}")
+        lines += [f"    - try: {found.remedy}{gain}"] if found.remedy else []
+        lines += [f"    - skip: {found.leave_alone}"] if found.leave_alone else []
     if causes is not None and causes.operations:
         lines += ["", operations_table(causes).rstrip()]
     return "\n".join(lines) + "\n"

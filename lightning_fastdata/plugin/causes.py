@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 _MOST_UNCUT: Final = 256
 """Waits are cut when something is logged, but at the latest when so many have come together."""
+_KEPT_STAMPS: Final = 512
+"""The newest batches of each loader are kept for predictions."""
 
 
 class StageCauses:
@@ -35,6 +37,7 @@ class StageCauses:
         self.prefix = prefix
         self._totals = CauseTotals(prefix)
         self._records: list[deque[BatchStamps]] = []
+        self._newest: list[deque[BatchStamps]] = []
         self._loaders: list[weakref.ref[FastDataLoader]] = []
         self._unwatched: dict[str, None] = {}
         self._stamped = False
@@ -49,6 +52,7 @@ class StageCauses:
                 records: deque[BatchStamps] = deque()
                 loader.record_stamps(records)
                 self._records.append(records)
+                self._newest.append(deque(maxlen=_KEPT_STAMPS))
                 self._loaders.append(weakref.ref(loader))
             else:
                 self._recognize(loader)
@@ -64,7 +68,7 @@ class StageCauses:
     def restart(self) -> None:
         """Forget what was recorded so far."""
         self._totals = CauseTotals(self.prefix)
-        for records in self._records:
+        for records in (*self._records, *self._newest):
             records.clear()
 
     def stop(self) -> None:
@@ -91,6 +95,21 @@ class StageCauses:
         self._cut()
         return self._totals.summary(self._path_of)
 
+    def slowest_loader(self) -> tuple[FastDataLoader | None, list[BatchStamps]]:
+        """Return the loader that was waited for most of late, and its newest stamps.
+
+        The loader is None if it is gone, and there are no stamps if none were taken.
+        """
+        self._cut()
+        if not self._newest:
+            return None, []
+        waits = [
+            sum(batch.delivered_ns - batch.requested_ns for batch in newest)
+            for newest in self._newest
+        ]
+        number = waits.index(max(waits))
+        return self._loaders[number](), list(self._newest[number])
+
     def missing(self) -> str | None:
         """Return why nothing is known about the waits; None if something is."""
         if self._stamped:
@@ -105,8 +124,11 @@ class StageCauses:
     def _cut(self) -> None:
         for number, records in enumerate(self._records):
             self._stamped |= bool(records)
+            newest = self._newest[number]
             while records:
-                self._totals.add(records.popleft(), number)
+                batch = records.popleft()
+                self._totals.add(batch, number)
+                newest.append(batch)
 
     def _path_of(self, number: int, index: Any) -> str | None:
         loader = self._loaders[number]()

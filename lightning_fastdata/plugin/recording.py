@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lightning_fastdata.host.spent import SpentMeter
 from lightning_fastdata.insight.clock import CudaClock
 from lightning_fastdata.insight.metrics import MetricWindow
 from lightning_fastdata.insight.timeline import StepTimeline
@@ -32,6 +33,7 @@ class StageMeter:
         self._window = MetricWindow(self.timeline.history, prefix)
         self._duration_s = 0.0
         self._last: float | None = None
+        self.cpu = SpentMeter()
 
     def step_ended(self, batch: Batch) -> None:
         """Close the step whose batch this was."""
@@ -46,10 +48,12 @@ class StageMeter:
         """Note that the stage is under way, if it was not before."""
         if self._last is None:
             self._last = time.monotonic()
+            self.cpu.began()
 
     def paused(self) -> None:
         """Do not count the time until the stage goes on: training and validation take turns."""
         self._last = None
+        self.cpu.paused()
 
     def metrics(self) -> dict[str, float]:
         """Return the means over the steps since the last call, by their names for loggers."""

@@ -5,27 +5,25 @@ from __future__ import annotations
 import inspect
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.errors import FastDataWarning, OptionsError, TransformError
-from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.host.machine import describe_machine, read_versions
 from lightning_fastdata.insight.report import RunReport
-from lightning_fastdata.insight.verdict import LoaderFacts, judge
 from lightning_fastdata.loading.names import refuses_unknown_names
 from lightning_fastdata.plugin import boards
 from lightning_fastdata.plugin.causes import watch_sources
 from lightning_fastdata.plugin.foreign import augment_foreign_batches
 from lightning_fastdata.plugin.hooks import overridden_hook
+from lightning_fastdata.plugin.judging import RunJudge
 from lightning_fastdata.plugin.profiler_tee import attach
 from lightning_fastdata.plugin.progress_bar import close_progress_bar
 from lightning_fastdata.plugin.recording import Recording
 
 if TYPE_CHECKING:
-    from lightning_fastdata.insight.verdict import Verdict
     from lightning_fastdata.types import Stage
 
 _MOST_FIGURES = 20
@@ -178,7 +176,13 @@ class ThroughputHooks:
             boards.log_figure(
                 trainer.loggers, "data/timeline", lambda: boards.phase_figure(columns), step
             )
-        verdict = judge(summary, run.facts())
+        if not run.judge.affordable:
+            return
+        verdict = run.judge.verdict(summary, run.recording.val.summary())
+        predicted_ms = run.judge.predicted_step_ms(summary)
+        if predicted_ms is not None:
+            predicted = {"data_tune/predicted_step_ms": predicted_ms}
+            boards.log_to(trainer.loggers, predicted, step)
         if verdict.code != run.verdict_code:
             run.verdict_code = verdict.code
             boards.log_text(
@@ -263,38 +267,22 @@ class _Run:
         self.every_n_steps = 0
         self.figures = 0
         self.verdict_code: str | None = None
+        self.judge = RunJudge(trainer, recording)
 
     @property
     def logs(self) -> bool:
         return bool(self.trainer.is_global_zero and self.trainer.loggers)
-
-    def facts(self) -> LoaderFacts:
-        """Return what the trainer's loader says about itself."""
-        loader = _first_loader(self.trainer.train_dataloader)
-        workers = getattr(loader, "num_workers", None)
-        transform = getattr(loader, "transform", None)
-        augment_on = None
-        if "train" in self.recording.augments:
-            augment_on = "device"
-        elif transform is not None:
-            augment_on = "cpu"
-        return LoaderFacts(
-            num_workers=workers,
-            usable_cpus=read_cpu_limit(local_ranks=self.trainer.num_devices).usable_cpus,
-            augment_on=augment_on,  # type: ignore[arg-type]
-            pinned=getattr(loader, "pin_memory", None),
-            persistent_workers=getattr(loader, "persistent_workers", None) if workers else None,
-        )
 
     def report(self) -> RunReport | None:
         """Return the report of this run, or None if no step ended."""
         train, val = self.recording.train.summary(), self.recording.val.summary()
         if train is None:
             return None
-        verdict: Verdict = judge(train, self.facts())
+        meters = self.recording.train, self.recording.val
         return RunReport(
             stages=tuple(stage for stage in (train, val) if stage is not None),
-            verdict=verdict,
+            verdict=self.judge.verdict(train, val),
+            recent={m.stage: m.timeline.history.newest() for m in meters},
             notes=(*getattr(self.trainer.datamodule, "notes", ()), *self.recording.notes()),
             versions=read_versions(),
             machine=describe_machine(self.trainer.strategy.root_device),
@@ -332,11 +320,3 @@ def _check_hooks_run(pl_module: Any) -> None:
             "never run. Use training_step(batch, batch_idx), or call the transform in the step "
             "and leave out `augment`."
         )
-
-
-def _first_loader(loaders: Any) -> Any:
-    if isinstance(loaders, Mapping):
-        return _first_loader(next(iter(loaders.values()), None))
-    if isinstance(loaders, list | tuple):
-        return _first_loader(loaders[0]) if loaders else None
-    return loaders

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from lightning_fastdata.insight.metrics import MetricWindow, StepHistory, StepTiming, window_means
+from lightning_fastdata.insight.outside import LoaderFacts
 from lightning_fastdata.insight.report import RunReport, bar, comparison_text, duration_text
-from lightning_fastdata.insight.verdict import LoaderFacts, judge
+from lightning_fastdata.insight.verdict import judge
 
 
 def timing(step, stall=32.1, transfer=1.1, augment=3.2, compute=41.6, cold=False, **kwargs):
@@ -100,7 +101,7 @@ def test_shares_of_the_device_phases_add_up_to_one():
 def test_each_measured_situation_has_its_code(measured, facts, code, kind):
     verdict = judge(summary(**measured), LoaderFacts(**facts))
     assert (verdict.code, verdict.kind) == (code, kind)
-    assert verdict.next_step
+    assert verdict.findings[0].remedy
 
 
 def test_costly_epoch_starts_are_named_when_steps_themselves_are_fine():
@@ -183,7 +184,7 @@ def test_json_is_written_whole_and_reads_back(tmp_path):
     report.write_json(path)
     read = json.loads(path.read_text(encoding="utf-8"))
     assert read == json.loads(json.dumps(report.as_dict()))
-    assert read["schema_version"] == 2
+    assert read["schema_version"] == 3
     assert read["stages"]["train"]["stall"]["mean_ms"] == pytest.approx(32.1)
     assert [p.name for p in path.parent.iterdir()] == ["report.json"]
 

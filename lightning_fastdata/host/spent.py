@@ -1,0 +1,73 @@
+"""What the calling process has used of the CPUs, over intervals that have breaks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpentTime:
+    """Time of one process, its children left out."""
+
+    wall_s: float = 0.0
+    """Seconds that passed."""
+    cpu_s: float = 0.0
+    """CPU seconds of all its threads."""
+    runqueue_s: float = 0.0
+    """Seconds in which the thread that reads this was ready to run, but had no CPU. 0 where the
+    kernel does not tell."""
+
+    def __add__(self, other: SpentTime) -> SpentTime:
+        return SpentTime(
+            **{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
+        )
+
+    def __sub__(self, other: SpentTime) -> SpentTime:
+        return SpentTime(
+            **{f.name: getattr(self, f.name) - getattr(other, f.name) for f in fields(self)}
+        )
+
+
+def read_spent(schedstat: Path = Path("/proc/thread-self/schedstat")) -> SpentTime:
+    """Return what the process has used since some moment in the past: compare two readings.
+
+    https://docs.kernel.org/scheduler/sched-stats.html
+    """
+    try:
+        runqueue_ns = int(schedstat.read_bytes().split()[1])
+    except (OSError, IndexError, ValueError):
+        runqueue_ns = 0
+    return SpentTime(
+        wall_s=time.monotonic(), cpu_s=time.process_time(), runqueue_s=runqueue_ns / 1e9
+    )
+
+
+class SpentMeter:
+    """Adds up what is used between each begin and the pause that follows.
+
+    Args:
+        read: The reading of two moments that are compared.
+    """
+
+    def __init__(self, read: Callable[[], SpentTime] = read_spent) -> None:
+        self._read = read
+        self._total = SpentTime()
+        self._began: SpentTime | None = None
+
+    def began(self) -> None:
+        """Measure from now on, if it is not measured already."""
+        if self._began is None:
+            self._began = self._read()
+
+    def paused(self) -> None:
+        """Do not measure until it begins again."""
+        self._total, self._began = self.used(), None
+
+    def used(self) -> SpentTime:
+        """Return what was used so far."""
+        if self._began is None:
+            return self._total
+        return self._total + (self._read() - self._began)

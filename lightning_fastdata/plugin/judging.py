@@ -1,0 +1,162 @@
+"""The verdict on a run: what its loaders say of themselves, and what their stamps tell."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final
+
+from lightning_fastdata.host.cpu import read_cpu_limit
+from lightning_fastdata.insight.evidence import Evidence, stage_evidence
+from lightning_fastdata.insight.outside import LoaderFacts
+from lightning_fastdata.insight.setups import setup_of, step_cpus
+from lightning_fastdata.insight.simulate import simulate
+from lightning_fastdata.insight.verdict import judge
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from lightning_fastdata.insight.metrics import StageSummary
+    from lightning_fastdata.insight.simulate import LoaderSetup
+    from lightning_fastdata.insight.verdict import Verdict
+    from lightning_fastdata.loading.loader import FastDataLoader
+    from lightning_fastdata.loading.stamps import BatchStamps
+    from lightning_fastdata.plugin.recording import Recording, StageMeter
+
+_NS_PER_S: Final = 1e9
+_MOST_OF_RUN: Final = 0.01
+"""Of a run's time, what may be spent on judging it before it has ended."""
+
+
+class RunJudge:
+    """Judges the training of one trainer, as it goes on and when it has ended.
+
+    Args:
+        trainer: The trainer.
+        recording: What was measured of it.
+        clock: Seconds that pass.
+    """
+
+    def __init__(
+        self, trainer: Any, recording: Recording, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._trainer = trainer
+        self._recording = recording
+        self._clock = clock
+        self._began_s = clock()
+        self._spent_s = self._dearest_s = 0.0
+
+    @property
+    def affordable(self) -> bool:
+        """Whether one more verdict would keep the time spent on them below 1 % of the run."""
+        lasted_s = self._clock() - self._began_s
+        return self._spent_s + self._dearest_s <= _MOST_OF_RUN * lasted_s or not self._spent_s
+
+    def verdict(self, train: StageSummary, val: StageSummary | None = None) -> Verdict:
+        """Return what limits the training."""
+        with self.spending():
+            return judge(train, self.facts(), self.evidence(train, val))
+
+    def facts(self) -> LoaderFacts:
+        """Return what the trainer's loader says about itself."""
+        loader = _first_loader(self._trainer.train_dataloader)
+        workers = getattr(loader, "num_workers", None)
+        transform = getattr(loader, "transform", None)
+        augment_on = None
+        if "train" in self._recording.augments:
+            augment_on = "device"
+        elif transform is not None:
+            augment_on = "cpu"
+        return LoaderFacts(
+            num_workers=workers,
+            usable_cpus=self._usable_cpus(),
+            augment_on=augment_on,  # type: ignore[arg-type]
+            pinned=getattr(loader, "pin_memory", None),
+            persistent_workers=getattr(loader, "persistent_workers", None) if workers else None,
+        )
+
+    def evidence(self, train: StageSummary, val: StageSummary | None = None) -> Evidence:
+        """Return everything that is known of the training."""
+        facts = self.facts()
+        meter = self._recording.train
+        loader, stamps = meter.causes.slowest_loader()
+        return stage_evidence(
+            train,
+            stamps,
+            self._setup(loader, meter, train, stamps),
+            pinned=facts.pinned,
+            persistent_workers=facts.persistent_workers,
+            val_stall_share=None if val is None else val.stall_share,
+        )
+
+    def predicted_step_ms(self, train: StageSummary) -> float | None:
+        """Return what the model says a step takes in the loader as it is; None if it cannot."""
+        with self.spending():
+            evidence = self.evidence(train)
+            if evidence.setup is None or not evidence.costs:
+                return None
+            return simulate(evidence.costs, evidence.setup).step_ms
+
+    @contextmanager
+    def spending(self) -> Iterator[None]:
+        """Count the time that something takes as time spent on verdicts."""
+        began_s = self._clock()
+        try:
+            yield
+        finally:
+            took_s = self._clock() - began_s
+            self._spent_s += took_s
+            self._dearest_s = max(self._dearest_s, took_s)
+
+    def _setup(
+        self,
+        loader: FastDataLoader | None,
+        meter: StageMeter,
+        train: StageSummary,
+        stamps: Sequence[BatchStamps],
+    ) -> LoaderSetup | None:
+        if loader is None or not stamps:
+            return None
+        used = meter.cpu.used()
+        return setup_of(
+            loader,
+            cpus=float(self._usable_cpus()),
+            step_cpus=step_cpus(
+                cpu_s=used.cpu_s,
+                wall_s=used.wall_s,
+                waited_s=_waited_s(train),
+                runqueue_s=used.runqueue_s,
+                loading_cpu_s=_own_loading_s(stamps) * train.steps,
+            ),
+        )
+
+    def _usable_cpus(self) -> int:
+        return read_cpu_limit(local_ranks=self._trainer.num_devices).usable_cpus
+
+
+def _waited_s(summary: StageSummary) -> float:
+    """Return the time that all steps waited for batches."""
+    warm_ms = 0.0 if summary.wait is None else summary.wait.mean_ms
+    cold_ms = summary.cold_wait_ms or 0.0
+    warm_steps = summary.steps - summary.cold_steps
+    return (warm_ms * warm_steps + cold_ms * summary.cold_steps) / 1e3
+
+
+def _own_loading_s(stamps: Sequence[BatchStamps]) -> float:
+    """Return the CPU time per batch that the training process itself took to load."""
+    own = [
+        task.ended_ns - task.began_ns if task.cpu_ns is None else task.cpu_ns
+        for batch in stamps
+        for task in batch.tasks
+        if task.process < 0
+    ]
+    return sum(own) / len(stamps) / _NS_PER_S
+
+
+def _first_loader(loaders: Any) -> Any:
+    if isinstance(loaders, Mapping):
+        return _first_loader(next(iter(loaders.values()), None))
+    if isinstance(loaders, list | tuple):
+        return _first_loader(loaders[0]) if loaders else None
+    return loaders

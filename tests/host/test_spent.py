@@ -1,0 +1,46 @@
+"""What was used is counted between begin and pause, and only there."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from lightning_fastdata.host.spent import SpentMeter, SpentTime, read_spent
+
+
+def test_intervals_add_up_and_breaks_do_not_count():
+    readings = iter(SpentTime(wall_s=w, cpu_s=w / 2, runqueue_s=w / 4) for w in (1, 3, 10, 11, 12))
+    meter = SpentMeter(lambda: next(readings))
+    meter.began()
+    meter.began()
+    meter.paused()
+    assert meter.used() == SpentTime(wall_s=2, cpu_s=1, runqueue_s=0.5)
+    meter.began()
+    assert meter.used() == SpentTime(wall_s=3, cpu_s=1.5, runqueue_s=0.75)
+    assert meter.used() == SpentTime(wall_s=4, cpu_s=2, runqueue_s=1)
+
+
+def test_threads_count_and_sleep_does_not():
+    meter = SpentMeter()
+    meter.began()
+    thread = threading.Thread(target=spin, args=(0.1,))
+    thread.start()
+    time.sleep(0.1)
+    thread.join()
+    used = meter.used()
+    assert used.cpu_s >= 0.1
+    assert used.wall_s >= used.cpu_s / 1.5
+
+
+def test_a_kernel_that_tells_nothing_leaves_the_run_queue_out(tmp_path):
+    assert read_spent(tmp_path / "missing").runqueue_s == 0
+    (tmp_path / "schedstat").write_text("nonsense")
+    assert read_spent(tmp_path / "schedstat").runqueue_s == 0
+    (tmp_path / "schedstat").write_text("5 2000000000 7\n")
+    assert read_spent(tmp_path / "schedstat").runqueue_s == 2
+
+
+def spin(seconds):
+    until = time.thread_time() + seconds
+    while time.thread_time() < until:
+        pass
