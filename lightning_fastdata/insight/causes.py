@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Final
 
 from lightning_fastdata.insight.attribution import SlowSample, WaitCutter, WaitParts
+from lightning_fastdata.loading.sample_times import BUCKETS, bounds_ns
 
 if TYPE_CHECKING:
     from lightning_fastdata.loading.stamps import BatchStamps
@@ -16,6 +19,8 @@ _PARTS: Final = tuple(part.name for part in fields(WaitParts))
 _TOLD: Final = ("read_cpu_ms", "read_runqueue_ms", "read_blocked_ms")
 _OPTIONAL: Final = ("read_ms", "pin_ms")
 _SLOWEST: Final = 5
+_FEWEST_TIMES: Final = 100
+"""Percentiles of fewer samples are not put into words."""
 _KEPT_SLOW: Final = 256
 WORTH_SAYING: Final = 0.05
 """Smaller shares are not put into words."""
@@ -49,6 +54,19 @@ class OperationShare:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SampleTimes:
+    """How long samples take to read: percentiles, to a quarter of their value."""
+
+    samples: int
+    """Samples whose time was kept; one of 8 tasks is."""
+    p50_ms: float
+    p95_ms: float
+    p99_ms: float
+    histogram: tuple[tuple[float, int], ...]
+    """Upper bounds in ms, and the samples from the bound before to there; without empty ones."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WaitCauses:
     """Why the batches of a stage were late."""
 
@@ -64,6 +82,8 @@ class WaitCauses:
     """The slowest samples that held up a batch, slowest first."""
     operations: tuple[OperationShare, ...] = ()
     """The timed operations, the most expensive first."""
+    sample_times: SampleTimes | None = None
+    """How long samples take; None where they are not read one at a time."""
 
 
 class _Total:
@@ -99,6 +119,7 @@ class CauseTotals:
         self._slow: dict[tuple[int, Any], SlowSample] = {}
         self._operations: dict[str, tuple[int, int]] = {}
         self._timed_ns = 0
+        self._times = [0] * BUCKETS
 
     def add(self, batch: BatchStamps, loader: int = 0) -> None:
         """Cut the wait for a batch and add it; to be called in the order of a loader's batches.
@@ -123,6 +144,8 @@ class CauseTotals:
         if slowest is not None:
             self._note_slow(loader, slowest.slowest_index, slowest.slowest_ns, typical_ms)
         for task in batch.tasks:
+            for bucket in task.sample_times or ():
+                self._times[bucket] += 1
             if task.operations is not None:
                 self._timed_ns += task.read_ns
                 for name, calls, total_ns in task.operations:
@@ -172,6 +195,7 @@ class CauseTotals:
                 replace(sample, path=path_of(loader, sample.index)) for (loader, _), sample in slow
             ),
             operations=self._shares(),
+            sample_times=sample_times(self._times),
         )
 
     def _shares(self) -> tuple[OperationShare, ...]:
@@ -186,6 +210,34 @@ class CauseTotals:
                 self._operations.items(), key=lambda item: -item[1][1]
             )
         )
+
+
+def sample_times(counts: Sequence[int]) -> SampleTimes | None:
+    """Return the percentiles of times by their counts on the scale of ``bucket_of``; None if empty.
+
+    A percentile is the middle of the step of the scale in which it lies.
+    """
+    samples = sum(counts)
+    if not samples:
+        return None
+
+    reached = list(accumulate(counts))
+
+    def percentile(percent: int) -> float:
+        bucket = bisect_left(reached, samples * percent / 100)
+        return sum(bounds_ns(bucket)) / 2 / _NS_PER_MS
+
+    return SampleTimes(
+        samples=samples,
+        p50_ms=percentile(50),
+        p95_ms=percentile(95),
+        p99_ms=percentile(99),
+        histogram=tuple(
+            (bounds_ns(bucket)[1] / _NS_PER_MS, count)
+            for bucket, count in enumerate(counts)
+            if count
+        ),
+    )
 
 
 def cause_lines(causes: WaitCauses) -> list[str]:
@@ -205,6 +257,12 @@ def cause_lines(causes: WaitCauses) -> list[str]:
         for sample in causes.slow_samples[:3]:
             name = f"sample {sample.index}" + (f" ({sample.path})" if sample.path else "")
             lines.append(f"{name} took {sample.ms:.0f} ms, others {sample.typical_ms:.2g} ms")
+    times = causes.sample_times
+    if times is not None and times.samples >= _FEWEST_TIMES:
+        lines.append(
+            f"reading a sample takes {times.p50_ms:.2g} ms in the middle, {times.p95_ms:.2g} at "
+            f"the 95th percentile, {times.p99_ms:.2g} at the 99th"
+        )
     shown = [each for each in causes.operations if each.share > WORTH_SAYING]
     if shown:
         listed = ", ".join(f"{each.name} {each.share:.0%}" for each in shown)

@@ -10,6 +10,8 @@ import time
 import weakref
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from lightning_fastdata.loading.sample_times import bucket_of
+
 if TYPE_CHECKING:
     from lightning_fastdata.loading.operations import OperationTime, OperationWatch
 
@@ -42,6 +44,9 @@ class TaskStamps(NamedTuple):
     operations: tuple[OperationTime, ...] | None = None
     """What the operations inside the dataset's compositions took; None where they were not timed,
     which most tasks are not."""
+    sample_times: bytes | None = None
+    """How long each sample took, as steps of :func:`~lightning_fastdata.loading.sample_times
+    .bucket_of`; None where that was not kept, which is so for 7 of 8 tasks."""
 
 
 class BatchStamps(NamedTuple):
@@ -72,6 +77,8 @@ class BatchStamps(NamedTuple):
         return cls(number, task.samples, requested_ns, task.ended_ns, (task,), 0, first)
 
 
+_KEPT_TASKS: Final = 8
+"""The time of each sample is kept for one of so many tasks, whose samples stand for all."""
 _WORTH_ASKING_NS: Final = 200_000
 """The kernel's answer costs some microseconds, which a thread with shorter tasks is spared."""
 
@@ -95,6 +102,7 @@ class TaskWatch:
         except OSError:
             self._schedstat = None
         self._long = True
+        self._tasks = 0
         self._clear()
 
     def _clear(self) -> None:
@@ -106,6 +114,8 @@ class TaskWatch:
         self.collate_ns = 0
         self.slowest_ns = 0
         self.slowest_index: Any = None
+        self._times = bytearray() if self._tasks % _KEPT_TASKS == 0 else None
+        self._tasks += 1
 
     def begin(self) -> None:
         """Start a task."""
@@ -118,8 +128,11 @@ class TaskWatch:
         spent = time.monotonic_ns() - began_ns
         self.samples += samples
         self.read_ns += spent
-        if samples == 1 and spent > self.slowest_ns:
-            self.slowest_ns, self.slowest_index = spent, index
+        if samples == 1:
+            if spent > self.slowest_ns:
+                self.slowest_ns, self.slowest_index = spent, index
+            if self._times is not None:
+                self._times.append(bucket_of(spent))
 
     def collated(self, began_ns: int) -> None:
         """Note collation that began then and has ended."""
@@ -152,6 +165,7 @@ class TaskWatch:
             self.slowest_ns,
             self.slowest_index,
             self._timed,
+            bytes(self._times) if self._times else None,
         )
 
     def _read(self) -> tuple[int, int] | None:

@@ -74,6 +74,10 @@ def test_the_parts_of_the_wait_are_logged_and_reported_for_every_executor(
     report, rows = fit(
         tmp_path, module(Waits(), Waits(16), executor, workers), num_sanity_val_steps=2
     )
+    times = report.stages[0].causes.sample_times
+    assert times.samples % 4 == 0
+    assert 3 <= times.p50_ms < 50
+    assert times.p50_ms <= times.p95_ms <= times.p99_ms
     for prefix, steps in (("data", [1, 3, 5, 7]), ("data_val", [7])):
         names = ours(rows, f"{prefix}_wait/")
         assert {n.removeprefix(f"{prefix}_wait/").removesuffix("_ms") for n in names} == KNOWN

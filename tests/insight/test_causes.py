@@ -8,13 +8,21 @@ from dataclasses import asdict, fields, replace
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lightning_fastdata.insight.attribution import WaitCutter, WaitParts
-from lightning_fastdata.insight.causes import CauseTotals, cause_lines, operations_table
+from lightning_fastdata.insight.causes import (
+    CauseTotals,
+    cause_lines,
+    operations_table,
+    sample_times,
+)
 from lightning_fastdata.insight.metrics import StepHistory, StepTiming
 from lightning_fastdata.insight.report import RunReport
 from lightning_fastdata.insight.verdict import judge
 from lightning_fastdata.loading.operations import OperationTime
+from lightning_fastdata.loading.sample_times import BUCKETS, bucket_of
 from lightning_fastdata.loading.stamps import BatchStamps, TaskStamps
 
 MS = 1_000_000
@@ -187,3 +195,19 @@ def test_the_causes_are_in_the_json():
     causes = read["stages"]["train"]["causes"]
     assert causes["slow_samples"][0]["index"] == 133
     assert set(causes["wait"]) == {part.name for part in fields(WaitParts)}
+
+
+@given(st.lists(st.integers(1, 10**10), min_size=1, max_size=200))
+def test_percentiles_of_sample_times_are_those_of_numpy_to_an_eighth(times_ns):
+    counts = [0] * BUCKETS
+    for ns in times_ns:
+        counts[bucket_of(ns)] += 1
+    found = sample_times(counts)
+    for percent, ms in ((50, found.p50_ms), (95, found.p95_ms), (99, found.p99_ms)):
+        exact = np.percentile(times_ns, percent, method="inverted_cdf") / 1e6
+        assert ms == pytest.approx(exact, rel=0.13, abs=1e-6)
+    assert sum(count for _, count in found.histogram) == found.samples == len(times_ns)
+
+
+def test_without_samples_there_are_no_sample_times():
+    assert sample_times([0] * BUCKETS) is None
