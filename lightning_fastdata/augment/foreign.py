@@ -147,7 +147,7 @@ def replay_all(
         for name in tensors:
             if not callable(result[name]):
                 ran[name][row] = torch.as_tensor(np.asarray(result[name]))
-    draws = compile_tapes(tapes).to(tensors["image"].device, non_blocking=True)
+    draws = compile_tapes(tapes, ops).to(tensors["image"].device, non_blocking=True)
     results = {}
     for name, tensor in tensors.items():
         current = _with_rows(tensor, ran[name])

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import torch
 
+from lightning_fastdata.augment.fusion import FusedRun, Step, fuse
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from lightning_fastdata.augment.ops.operation import Encoded
+    from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded
     from lightning_fastdata.augment.tape import Role, Tape, TapeOp
 
 _ALIGN: Final = 16
@@ -68,6 +70,8 @@ class Program:
     """Whether the field is an image or a mask."""
     steps: tuple[ProgramStep, ...]
     """In order."""
+    runs: tuple[FusedRun, ...] = ()
+    """Steps that one kernel can carry out together, in order; only of images."""
 
 
 class Draws:
@@ -124,25 +128,33 @@ class _Packer:
         return torch.from_numpy(np.concatenate(self._chunks))
 
 
-def compile_tapes(tapes: Sequence[Tape]) -> Draws:
+def compile_tapes(tapes: Sequence[Tape], ops: Mapping[str, DeviceOp] | None = None) -> Draws:
     """Order and pack the tapes of a batch.
 
     The sample order is the order of the batch. Each sample keeps its own order of operations; a
     step takes the operation that is written first among those that come next, with all samples
     whose turn it is.
+
+    Args:
+        tapes: Of each sample.
+        ops: Device forms by name, which know what can be fused; None: nothing is.
     """
     packer = _Packer()
     programs = {}
     for key in dict.fromkeys(name for tape in tapes for name in tape):
         role = next(tape[key].role for tape in tapes if key in tape)
         tracks = [tape[key].ops if key in tape else () for tape in tapes]
-        programs[key] = Program(role=role, steps=_schedule(tracks, packer))
+        steps, known = _schedule(tracks, packer, ops or {})
+        runs = fuse(known, len(tapes), packer.add) if role == "image" else ()
+        programs[key] = Program(role=role, steps=steps, runs=runs)
     return Draws(len(tapes), programs, packer.blob())
 
 
-def _schedule(tracks: Sequence[Sequence[TapeOp]], packer: _Packer) -> tuple[ProgramStep, ...]:
+def _schedule(
+    tracks: Sequence[Sequence[TapeOp]], packer: _Packer, ops: Mapping[str, DeviceOp]
+) -> tuple[tuple[ProgramStep, ...], list[Step]]:
     position = [0] * len(tracks)
-    steps = []
+    steps, known = [], []
     while waiting := [row for row, track in enumerate(tracks) if position[row] < len(track)]:
         coming = {row: tracks[row][position[row]] for row in waiting}
         leaf = min(op.leaf for op in coming.values())
@@ -164,7 +176,17 @@ def _schedule(tracks: Sequence[Sequence[TapeOp]], packer: _Packer) -> tuple[Prog
             )
         name = next(iter(chosen.values())).name
         steps.append(ProgramStep(leaf=leaf, name=name, parts=tuple(parts)))
-    return tuple(steps)
+        known.append(
+            Step(
+                fused=ops[name].fused if name in ops else None,
+                rows=tuple(map(tuple, groups.values())),
+                encoded=tuple(
+                    tuple(chosen[row].encoded for row in rows) for rows in groups.values()
+                ),
+                arrays=tuple(part.arrays for part in parts),
+            )
+        )
+    return tuple(steps), known
 
 
 def _form(encoded: Encoded) -> object:

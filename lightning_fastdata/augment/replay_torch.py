@@ -1,4 +1,4 @@
-"""Carry out the program of a batch with torch, on whatever device the batch is on."""
+"""Carry out the program of a batch on whatever device the batch is on, with torch and kernels."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 import torch
 
+from lightning_fastdata.augment.replay_triton import has_kernels, is_fusible, run_fused
 from lightning_fastdata.errors import TransformError
 
 if TYPE_CHECKING:
@@ -17,7 +18,12 @@ if TYPE_CHECKING:
 
 
 def replay(
-    program: Program, blob: torch.Tensor, batch: torch.Tensor, ops: Mapping[str, DeviceOp]
+    program: Program,
+    blob: torch.Tensor,
+    batch: torch.Tensor,
+    ops: Mapping[str, DeviceOp],
+    *,
+    kernels: bool | None = None,
 ) -> torch.Tensor:
     """Return a batch of images or masks after all steps of its program.
 
@@ -26,13 +32,26 @@ def replay(
         blob: the arrays of the program, on the device of ``batch``.
         batch: images ``[n, H, W, C]`` or masks ``[n, H, W]`` / ``[n, H, W, C]``; never written to.
         ops: device forms by name.
+        kernels: carry out fused runs by one kernel each, where they know the form of the batch;
+            None: on CUDA. On the CPU they need Triton's interpreter (``TRITON_INTERPRET=1`` before
+            Triton is imported).
 
     Raises:
         TransformError: a step would give some samples another shape or dtype than the others.
     """
     current, owned = batch, False
-    for step in program.steps:
+    kernels = has_kernels(batch.device) if kernels is None else kernels
+    runs = {run.first: run for run in program.runs} if kernels else {}
+    number = 0
+    while number < len(program.steps):
+        run = runs.get(number)
+        if run is not None and is_fusible(current):
+            current, owned = run_fused(run, blob, current), True
+            number = run.last + 1
+            continue
+        step = program.steps[number]
         current, owned = _run_step(step, program, blob, current, ops, owned=owned)
+        number += 1
     return current
 
 

@@ -253,7 +253,9 @@ class WorkerTransform:
 
     def collate(self, tapes: Sequence[Tape | None]) -> Draws:
         """Return the tapes of a batch, packed in the order of its samples."""
-        return compile_tapes([tape if tape is not None else {} for tape in tapes])
+        return compile_tapes(
+            [tape if tape is not None else {} for tape in tapes], device_ops(self._ops)
+        )
 
     def _own(self, name: str, make: Callable[[], Any]) -> Any:
         if not hasattr(self._local, name):

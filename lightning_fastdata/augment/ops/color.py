@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from lightning_fastdata.augment import fusion
 from lightning_fastdata.augment.ops.border import channels
 from lightning_fastdata.augment.ops.hsv import (
     gray,
@@ -229,9 +230,15 @@ def _run_channel_dropout(
 
 
 OPS = (
-    DeviceOp(name="HueSaturationValue", encode=_encode_hsv, image=_run_hsv),
-    DeviceOp(name="ColorJitter", encode=_encode_jitter, image=_run_jitter),
-    DeviceOp(name="ToGray", encode=_encode_gray, image=_run_gray, out_shape=_gray_shape),
+    DeviceOp(name="HueSaturationValue", encode=_encode_hsv, image=_run_hsv, fused=fusion.hsv),
+    DeviceOp(name="ColorJitter", encode=_encode_jitter, image=_run_jitter, fused=fusion.jitter),
+    DeviceOp(
+        name="ToGray",
+        encode=_encode_gray,
+        image=_run_gray,
+        out_shape=_gray_shape,
+        fused=fusion.gray,
+    ),
     DeviceOp(name="ToSepia", encode=_encode_sepia, image=_run_sepia),
     DeviceOp(name="ChannelShuffle", encode=_encode_shuffle, image=_run_shuffle),
     DeviceOp(name="ChannelDropout", encode=_encode_channel_dropout, image=_run_channel_dropout),

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from lightning_fastdata.augment import fusion
 from lightning_fastdata.augment.ops.border import as_channels_last, channels
 from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded
 
@@ -59,7 +60,13 @@ def _fill(name: str) -> Any:
 
 
 OPS = tuple(
-    DeviceOp(name=name, encode=_encode, image=_fill("fill"), mask=_fill("fill_mask"))
+    DeviceOp(
+        name=name,
+        encode=_encode,
+        image=_fill("fill"),
+        mask=_fill("fill_mask"),
+        fused=fusion.holes,
+    )
     for name in (
         "CoarseDropout",
         "Erasing",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from lightning_fastdata.augment import fusion
 from lightning_fastdata.augment.ops.border import (
     MODES,
     REPLICATE,
@@ -132,6 +133,7 @@ OPS = (
             image=_symmetry,
             mask=_symmetry,
             out_shape=_symmetry_shape,
+            fused=fusion.mirror,
         )
         for name in (
             "NoOp",
@@ -151,6 +153,7 @@ OPS = (
             image=_cut("fill"),
             mask=_cut("fill_mask"),
             out_shape=_window_shape,
+            fused="window",
         )
         for name in ("RandomCrop", "CenterCrop", "Crop", "Pad", "PadIfNeeded")
     ),

@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
+    from lightning_fastdata.augment.fusion import Fused
+
 Shape: TypeAlias = tuple[int, ...]
 """``(height, width)`` or ``(height, width, channels)``, as Albumentations sees one image."""
 
@@ -60,6 +62,8 @@ class DeviceOp:
     draws_pixels: Callable[[Any], bool] = lambda _t: False
     """Whether the device draws numbers for every pixel, given the transform. The result then has
     the distribution of Albumentations' result, not its pixels."""
+    fused: Fused | None = None
+    """What it is within a run of operations on images that one kernel carries out."""
 
 
 def draw_params(

@@ -83,7 +83,13 @@ def _float_dtype(transform: Any, dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 
 OPS = (
-    DeviceOp(name="Normalize", encode=_encode_normalize, image=_normalize, out_dtype=_float_dtype),
+    DeviceOp(
+        name="Normalize",
+        encode=_encode_normalize,
+        image=_normalize,
+        out_dtype=_float_dtype,
+        fused="normalize",
+    ),
     DeviceOp(name="ToFloat", encode=_encode_to_float, image=_to_float, out_dtype=_float_dtype),
     DeviceOp(
         name="ToTensorV2",
@@ -91,6 +97,7 @@ OPS = (
         image=_channels_first,
         mask=_mask_to_tensor,
         out_shape=lambda _transform, _params, shape: (channels(shape), *shape[:2]),
+        fused="channels first",
     ),
 )
 """Exact."""

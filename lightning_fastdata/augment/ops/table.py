@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from lightning_fastdata.augment import fusion
 from lightning_fastdata.augment.ops.border import channels
 from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded
 
@@ -133,7 +134,7 @@ def _run(
 
 
 OPS = tuple(
-    DeviceOp(name=name, encode=_encode, image=_run)
+    DeviceOp(name=name, encode=_encode, image=_run, fused=fusion.table)
     for name in (
         "InvertImg",
         "MultiplicativeNoise",

@@ -1,0 +1,204 @@
+"""A fused run gives the bytes that its steps give one after the other.
+
+Without a GPU the kernels run in Triton's interpreter, which `conftest.py` turns on.
+"""
+
+from __future__ import annotations
+
+import albumentations as A
+import cv2
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_fastdata.augment.ops import DEVICE_OPS
+from lightning_fastdata.augment.program import compile_tapes
+from lightning_fastdata.augment.replay_torch import replay
+from lightning_fastdata.augment.replay_triton import has_kernels, is_fusible
+from lightning_fastdata.augment.tape import TapeOp, Track
+from lightning_fastdata.augment.transform import as_batch_transform
+from lightning_fastdata.types import SampleKey
+
+pytest.importorskip("triton")
+
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def photographs(count, height=41, width=50, seed=0):
+    rng = np.random.default_rng(seed)
+    rough = rng.integers(0, 256, (count, 7, 9, 3), dtype=np.uint8)
+    return [cv2.resize(image, (width, height), interpolation=cv2.INTER_CUBIC) for image in rough]
+
+
+def prepared(pipeline, images, seed=0):
+    """Return the batch and the draws of a pipeline."""
+    worker = as_batch_transform(A.Compose(pipeline)).in_worker(on_device=True)
+    pairs = [
+        worker({"image": image}, SampleKey(seed=seed, epoch=0, index=i))
+        for i, image in enumerate(images)
+    ]
+    return torch.stack([sample["image"] for sample, _ in pairs]), worker.collate(
+        [tape for _, tape in pairs]
+    )
+
+
+def both_ways(program, blob, batch):
+    """Return a batch after its fused runs, and after its single steps."""
+    assert program.runs
+    assert is_fusible(batch)
+    batch, blob = batch.to(DEVICE), blob.to(DEVICE)
+    before = batch.clone()
+    results = [
+        replay(program, blob, batch, DEVICE_OPS, kernels=kernels) for kernels in (True, False)
+    ]
+    assert torch.equal(batch, before)
+    return results
+
+
+def check(pipeline, *, count=6, seed=0, **size):
+    batch, draws = prepared(pipeline, photographs(count, seed=seed, **size), seed)
+    program = draws.programs["image"]
+    fused, single = both_ways(program, draws.blob, batch)
+    assert fused.dtype == single.dtype
+    assert torch.equal(fused, single)
+    return program
+
+
+JITTER = {
+    "brightness": (0.5, 1.5),
+    "contrast": (0.5, 1.5),
+    "saturation": (0, 2),
+    "hue": (-0.3, 0.3),
+}
+POOL = {
+    "mirror": lambda: A.HorizontalFlip(p=0.5),
+    "other mirror": lambda: A.VerticalFlip(p=0.5),
+    "jitter": lambda: A.ColorJitter(**JITTER, p=0.8),
+    "hsv": lambda: A.HueSaturationValue(p=0.7),
+    "line": lambda: A.RandomBrightnessContrast(p=0.7),
+    "gamma": lambda: A.RandomGamma(p=0.5),
+    "curve": lambda: A.RandomToneCurve(per_channel=True, p=0.5),
+    "gray": lambda: A.ToGray(p=0.3),
+    "posterize": lambda: A.Posterize(p=0.5),
+    "solarize": lambda: A.Solarize(p=0.5),
+    "invert": lambda: A.InvertImg(p=0.3),
+    "holes": lambda: A.CoarseDropout(p=0.6, fill=(10, 200, 30)),
+    "grid": lambda: A.GridDropout(p=0.4),
+    "one of": lambda: A.OneOf([A.RGBShift(p=1), A.ToGray(p=1), A.HorizontalFlip(p=1)], p=0.8),
+    "shuffle": lambda: A.ChannelShuffle(p=0.3),
+    "blur": lambda: A.MedianBlur(blur_limit=3, p=0.5),
+}
+ENDS = {
+    "bytes": [],
+    "floats": [A.Normalize()],
+    "tensor": [A.Normalize(), A.ToTensorV2()],
+    "tensor of bytes": [A.ToTensorV2()],
+}
+
+
+def test_the_usual_recipe_is_one_run():
+    pipeline = [A.RandomResizedCrop((24, 24)), A.HorizontalFlip(), A.ColorJitter(p=0.8)]
+    program = check([*pipeline, A.Normalize(), A.ToTensorV2()], count=12)
+    assert [(run.first, run.last) for run in program.runs] == [(0, len(program.steps) - 1)]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    names=st.lists(st.sampled_from(sorted(POOL)), min_size=1, max_size=5),
+    end=st.sampled_from(sorted(ENDS)),
+    seed=st.integers(0, 1000),
+)
+def test_any_pipeline_gives_the_same_bytes(names, end, seed):
+    pipeline = [POOL[name]() for name in names]
+    images = photographs(4, seed=seed)
+    batch, draws = prepared([*pipeline, *ENDS[end]], images, seed)
+    program = draws.programs.get("image")
+    if program is None or not program.runs:
+        return
+    fused, single = both_ways(program, draws.blob, batch)
+    assert fused.dtype == single.dtype
+    assert torch.equal(fused, single)
+
+
+def tape_of(name, transform, params, shape, leaf=0):
+    encoded = DEVICE_OPS[name].encode(transform, params, shape, np.dtype(np.uint8))
+    return TapeOp(leaf=leaf, name=name, encoded=encoded)
+
+
+@pytest.mark.parametrize("size", [(20, 30), (64, 70), (41, 50), (1, 1)])
+def test_a_resize_before_the_pixels_reads_the_same_bytes(size):
+    images = photographs(5)
+    shape = images[0].shape
+    crop, flip = A.RandomResizedCrop(size), A.HorizontalFlip(p=1)
+    boxes = [(0, 0, 50, 41), (3, 4, 49, 40), (10, 10, 11, 11), (0, 5, 25, 41), (49, 40, 50, 41)]
+    tapes = [
+        {
+            "image": Track(
+                "image",
+                (
+                    tape_of("RandomResizedCrop", crop, {"crop_coords": box}, shape),
+                    tape_of("HorizontalFlip", flip, {}, (*size, 3), leaf=1),
+                ),
+            )
+        }
+        for box in boxes
+    ]
+    draws = compile_tapes(tapes, DEVICE_OPS)
+    program = draws.programs["image"]
+    assert program.runs[0].geometry == "resize"
+    fused, single = both_ways(program, draws.blob, torch.from_numpy(np.stack(images)))
+    assert torch.equal(fused, single)
+
+
+def test_a_crop_before_the_pixels_reads_the_same_bytes():
+    images = photographs(3)
+    crop, gray = A.RandomCrop(20, 24), A.ToGray(p=1)
+    tapes = [
+        {
+            "image": Track(
+                "image",
+                (
+                    tape_of(
+                        "RandomCrop", crop, {"crop_coords": (x, y, x + 24, y + 20)}, (41, 50, 3)
+                    ),
+                    tape_of("ToGray", gray, {}, (20, 24, 3), leaf=1),
+                ),
+            )
+        }
+        for x, y in ((0, 0), (26, 21), (3, 7))
+    ]
+    draws = compile_tapes(tapes, DEVICE_OPS)
+    program = draws.programs["image"]
+    assert program.runs[0].geometry == "window"
+    fused, single = both_ways(program, draws.blob, torch.from_numpy(np.stack(images)))
+    assert torch.equal(fused, single)
+
+
+@pytest.mark.parametrize("contrast", [0.0, 1.0, 3.0])
+def test_contrast_takes_the_mean_of_what_came_before_it(contrast):
+    jitter = A.ColorJitter(**{**JITTER, "contrast": (contrast, contrast)}, p=1)
+    program = check([A.RandomGamma(p=0.5), jitter], count=8)
+    assert program.runs[0].contrasts == (contrast != 1.0)
+
+
+def test_a_second_contrast_begins_another_run():
+    jitter = {"brightness": 0, "contrast": (0.5, 0.6), "saturation": 0, "hue": 0, "p": 1}
+    first, second = A.ColorJitter(**jitter), A.ColorJitter(**jitter)
+    program = check([A.InvertImg(p=1), first, second, A.HorizontalFlip(p=0.5)])
+    assert len(program.runs) == 2
+    assert all(run.contrasts for run in program.runs)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "channels"), [(torch.float32, 3), (torch.uint8, 1), (torch.uint8, 4)]
+)
+def test_other_images_take_one_step_after_the_other(dtype, channels):
+    assert not is_fusible(torch.zeros(2, 8, 8, channels, dtype=dtype))
+    assert is_fusible(torch.zeros(2, 8, 8, 3, dtype=torch.uint8))
+
+
+def test_the_cpu_takes_no_kernels_by_itself():
+    assert not has_kernels(torch.device("cpu"))
