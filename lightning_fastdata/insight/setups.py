@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _TORCH_PREFETCH: Final = 2
 """Torch's own default."""
+_ONE_THREAD: Final = 1.1
 
 
 def setup_of(loader: FastDataLoader, *, cpus: float, step_cpus: float) -> LoaderSetup | None:
@@ -102,7 +103,42 @@ def step_cpus(
 
     Returns:
         CPUs, at least 0; 1 if a single thread computes all the time, next to 0 if it waits for a
-        device.
+        device. What is up to 10 % above 1 counts as 1: taking batches uses a CPU, too.
     """
     working_s = wall_s - waited_s - runqueue_s
-    return max(0.0, (cpu_s - loading_cpu_s) / working_s) if working_s > 0 else 0.0
+    found = max(0.0, (cpu_s - loading_cpu_s) / working_s) if working_s > 0 else 0.0
+    return min(1.0, found) if found <= _ONE_THREAD else found
+
+
+def step_queued(
+    *,
+    cpu_s: float,
+    wall_s: float,
+    waited_s: float,
+    runqueue_s: float = 0.0,
+    loading_cpu_s: float = 0.0,
+) -> float:
+    """Return which part of the steps the training was ready in but had no CPU, for ``batch_costs``.
+
+    Waits for batches are woken up from, which queues for a CPU as well. A step that uses few CPUs
+    is hardly ever queued, so that as much of ``runqueue_s`` counts as it uses CPUs.
+
+    Args:
+        cpu_s: As of :func:`step_cpus`, like all of the others.
+        wall_s: Seconds.
+        waited_s: Seconds.
+        runqueue_s: Seconds.
+        loading_cpu_s: Seconds.
+
+    Returns:
+        A share of the time between delivery and the next request, 0 to 1.
+    """
+    own = step_cpus(
+        cpu_s=cpu_s,
+        wall_s=wall_s,
+        waited_s=waited_s,
+        runqueue_s=runqueue_s,
+        loading_cpu_s=loading_cpu_s,
+    )
+    steps_s = wall_s - waited_s
+    return min(1.0, runqueue_s / steps_s) * min(1.0, own) if steps_s > 0 else 0.0

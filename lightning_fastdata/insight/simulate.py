@@ -9,13 +9,12 @@ over all workers), and lets everything that needs a CPU at the same time share t
 from __future__ import annotations
 
 import statistics
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
-from lightning_fastdata.loading.worker_count import rows_per_task
+from lightning_fastdata.insight.replay import Replay
 
 if TYPE_CHECKING:
     from lightning_fastdata.loading.stamps import BatchStamps
@@ -23,11 +22,9 @@ if TYPE_CHECKING:
 Scheduling: TypeAlias = Literal["batch", "queue", "sample"]
 
 _NS_PER_MS: Final = 1e6
-_MIN_BATCHES: Final = 200
-_BISECTIONS: Final = 20
-_LEAST_SHARE: Final = 0.05
-"""Of the CPUs, what is left to workers that give way to a training that could use them all."""
-_PRIORITY_NICE: Final = 5
+_MIN_STEPS: Final = 200
+_SHORT: Final = 0.25
+"""So many of a thread's pauses are no longer than it takes to get on with what is there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +68,7 @@ class LoaderSetup:
     """CPUs the training process uses between two requests: 1 where it drives a device, more where
     it computes on the host."""
     worker_nice: int = 0
-    """Niceness of the workers; from 5 on they are modelled as giving way to the training."""
+    """Niceness of the workers above that of the training, 0 to 19."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,39 +81,31 @@ class Prediction:
     """Of that, the time waited for the batch."""
 
 
-def batch_costs(stamps: Sequence[BatchStamps]) -> list[BatchCost]:
+def batch_costs(stamps: Sequence[BatchStamps], *, step_queued: float = 0.0) -> list[BatchCost]:
     """Return what each recorded batch cost but for the last, whose step is not known.
 
     Where the kernel does not tell time on a CPU from time blocked, all counts as blocked.
+
+    Args:
+        stamps: Of one loader, in the order in which batches were delivered.
+        step_queued: Part of the recorded steps, waits for batches left out, in which the training
+            was ready to run but had no CPU, 0 to 1.
     """
-    latencies = [
-        batch.delivered_ns - max(task.ended_ns for task in batch.tasks)
-        for batch in stamps
-        if batch.tasks and max(task.ended_ns for task in batch.tasks) > batch.requested_ns
-    ]
-    taken = [
-        batch.delivered_ns - batch.requested_ns
-        for batch in stamps
-        if batch.tasks and max(task.ended_ns for task in batch.tasks) <= batch.requested_ns
-    ]
-    handover = statistics.median(latencies or taken or [0])
-    taking = statistics.median(taken or latencies or [0])
+    handover, taking = _transit(stamps)
+    pause = min(handover, _quantile(list(_pauses(stamps)), _SHORT))
     costs = []
     for batch, following in pairwise(stamps):
-        cpu = blocked = collate = slowest = 0.0
+        cpu = collate = queued = whole = slowest = 0.0
         for task in batch.tasks:
-            length = task.ended_ns - task.began_ns
-            busy = task.cpu_ns
-            if busy is None or task.runqueue_ns is None:
-                blocked += length - task.collate_ns
-                collate += task.collate_ns
-            else:
-                idle = max(0, length - busy - task.runqueue_ns)
-                scale = min(1.0, busy / max(1, task.collate_ns))
-                collate += task.collate_ns * scale
-                cpu += busy - task.collate_ns * scale
-                blocked += idle
+            # What the kernel tells of short tasks is late, but right in the sum: a batch's.
+            busy, idle = task.cpu_ns, task.runqueue_ns
+            scale = 1.0 if busy is None else min(1.0, busy / max(1, task.collate_ns))
+            collate += task.collate_ns * scale
+            cpu += 0.0 if busy is None else busy - task.collate_ns * scale
+            queued += idle or 0
+            whole += task.ended_ns - task.began_ns + pause
             slowest = max(slowest, task.slowest_ns)
+        blocked = max(0.0, whole - cpu - collate - queued)
         costs.append(
             BatchCost(
                 samples=max(1, batch.samples),
@@ -125,11 +114,41 @@ def batch_costs(stamps: Sequence[BatchStamps]) -> list[BatchCost]:
                 collate_ns=collate,
                 slowest_ns=min(slowest, cpu + blocked),
                 handover_ns=handover,
-                taking_ns=min(taking, handover),
-                step_ns=max(0, following.requested_ns - batch.delivered_ns),
+                taking_ns=taking,
+                step_ns=max(0, following.requested_ns - batch.delivered_ns) * (1 - step_queued),
             )
         )
     return costs
+
+
+def _transit(stamps: Sequence[BatchStamps]) -> tuple[float, float]:
+    """Return the hand-over of a batch that is waited for, and the taking of one that is there."""
+    late, there = [], []
+    for batch in stamps:
+        ended = max((task.ended_ns for task in batch.tasks), default=None)
+        if ended is None:
+            continue
+        if ended > batch.requested_ns:
+            late.append(batch.delivered_ns - ended)
+        else:
+            there.append(batch.delivered_ns - batch.requested_ns)
+    taking = statistics.median(there or late or [0])
+    return max(taking, statistics.median(late or there or [0])), taking
+
+
+def _pauses(stamps: Sequence[BatchStamps]) -> Iterator[int]:
+    """Yield the times between the tasks of each thread."""
+    ended: dict[tuple[int, int], int] = {}
+    tasks = [task for batch in stamps for task in batch.tasks]
+    for task in sorted(tasks, key=lambda task: task.began_ns):
+        thread = task.process, task.thread
+        if thread in ended:
+            yield max(0, task.began_ns - ended[thread])
+        ended[thread] = task.ended_ns
+
+
+def _quantile(values: Sequence[float], part: float) -> float:
+    return sorted(values)[int(len(values) * part)] if values else 0.0
 
 
 def scaled(
@@ -189,168 +208,7 @@ def simulate(costs: Sequence[BatchCost], setup: LoaderSetup) -> Prediction:
         waits = [c.cpu_ns + c.blocked_ns + c.collate_ns for c in costs]
         step = statistics.fmean(w + c.step_ns for w, c in zip(waits, costs, strict=True))
         return Prediction(step_ms=step / _NS_PER_MS, wait_ms=statistics.fmean(waits) / _NS_PER_MS)
-    warm_up = setup.look_ahead + 2 * setup.workers
-    repeats = -(-(warm_up + setup.look_ahead + max(_MIN_BATCHES, len(costs))) // len(costs))
-    return _Run(list(costs) * repeats, setup).run(warm_up)
-
-
-@dataclass(slots=True)
-class _Job:
-    """A task in a worker's queue."""
-
-    batch: int
-    left_ns: float
-    """At full speed."""
-    cpu_share: float
-    """Of its time at full speed, that on a CPU."""
-
-
-class _Run:
-    """One simulated run: a sequence of moments between which all speeds are constant."""
-
-    def __init__(self, costs: list[BatchCost], setup: LoaderSetup) -> None:
-        self.costs = costs
-        self.setup = setup
-        self.now = 0.0
-        self.queues: list[deque[_Job]] = [deque() for _ in range(setup.workers)]
-        self.shared: deque[_Job] = deque()
-        self.open: dict[int, int] = {}
-        self.complete: dict[int, float] = {}
-        self.given = 0
-
-    def run(self, warm_up: int) -> Prediction:
-        # While the last batches are delivered none follow, which is not a steady run.
-        count = len(self.costs) - self.setup.look_ahead
-        began = waited = 0.0
-        for number in range(count):
-            if number == warm_up:
-                began, waited = self.now, 0.0
-            requested = self.now
-            self._give()
-            batch = self._wait_for(number)
-            cost = self.costs[batch]
-            late = self.now > requested
-            self._pass(cost.handover_ns if late else cost.taking_ns, step_cpus=1.0)
-            waited += self.now - requested
-            if self.setup.scheduling == "batch":
-                self._give()
-            self._pass(self.costs[number].step_ns, step_cpus=self.setup.step_cpus)
-        steps = count - warm_up
-        return Prediction(
-            step_ms=(self.now - began) / steps / _NS_PER_MS, wait_ms=waited / steps / _NS_PER_MS
-        )
-
-    def _give(self) -> None:
-        while (
-            self.given < len(self.costs)
-            and len(self.open) + len(self.complete) < self.setup.look_ahead
-        ):
-            number, cost = self.given, self.costs[self.given]
-            self.given += 1
-            jobs = self._jobs(number, cost)
-            self.open[number] = len(jobs)
-            if self.setup.scheduling == "batch":
-                self.queues[number % len(self.queues)].extend(jobs)
-            else:
-                self.shared.extend(jobs)
-
-    def _jobs(self, number: int, cost: BatchCost) -> list[_Job]:
-        cpu = cost.cpu_ns + cost.collate_ns
-        whole = max(1.0, cpu + cost.blocked_ns)
-        share = cpu / whole
-        parts = 1
-        if self.setup.scheduling == "sample":
-            rows = rows_per_task(
-                cost.samples,
-                whole / cost.samples,
-                hands=self.setup.workers,
-                ready=len(self.complete),
-                look_ahead=self.setup.look_ahead,
-            )
-            parts = -(-cost.samples // rows)
-        usual = max(0.0, whole - cost.slowest_ns) / max(1, cost.samples - 1)
-        excess = max(0.0, cost.slowest_ns - usual) if parts > 1 else 0.0
-        jobs = [_Job(number, (whole - excess) / parts, share) for _ in range(parts)]
-        jobs[number % parts].left_ns += excess
-        return jobs
-
-    def _wait_for(self, number: int) -> int:
-        while True:
-            if self.setup.in_order:
-                if number in self.complete:
-                    del self.complete[number]
-                    return number
-            elif self.complete:
-                batch = min(self.complete, key=self.complete.__getitem__)
-                del self.complete[batch]
-                return batch
-            self._advance(None, step_cpus=0.0)
-
-    def _pass(self, work_ns: float, *, step_cpus: float) -> None:
-        """Let the training process work for so long at full speed."""
-        left = work_ns
-        while left > 1e-6:
-            left -= self._advance(left, step_cpus=step_cpus)
-
-    def _advance(self, own_ns: float | None, *, step_cpus: float) -> float:
-        """Go on to the next end of a job or of the training's own work; return its progress."""
-        for queue in self.queues:
-            if not queue and self.shared:
-                queue.append(self.shared.popleft())
-        running = [queue[0] for queue in self.queues if queue]
-        own_speed, slowdown = self._speeds(running, step_cpus)
-        ends = [job.left_ns * _stretch(job.cpu_share, slowdown) for job in running]
-        if own_ns is not None:
-            ends.append(own_ns / own_speed)
-        if not ends:
-            raise ValueError("The model waits for a batch that nobody makes.")
-        span = max(0.0, min(ends))
-        self.now += span
-        for queue in self.queues:
-            if not queue:
-                continue
-            job = queue[0]
-            done = span / _stretch(job.cpu_share, slowdown)
-            job.left_ns -= done
-            if job.left_ns <= 1e-6:
-                queue.popleft()
-                self.open[job.batch] -= 1
-                if not self.open[job.batch]:
-                    del self.open[job.batch]
-                    self.complete[job.batch] = self.now
-        return span * own_speed
-
-    def _speeds(self, running: list[_Job], step_cpus: float) -> tuple[float, float]:
-        """Return the speed of the training's work, and how much longer CPU work of jobs takes."""
-        cpus = self.setup.cpus
-        shares = [job.cpu_share for job in running]
-        if sum(shares) + step_cpus <= cpus:
-            return 1.0, 1.0
-        if step_cpus and self.setup.worker_nice >= _PRIORITY_NICE:
-            left = max(_LEAST_SHARE * cpus, cpus - step_cpus)
-            return min(1.0, cpus / step_cpus), _slowdown(shares, left)
-        # Work of several threads has no part that is not on a CPU.
-        threads, share = max(1.0, step_cpus), min(1.0, step_cpus)
-        high = _slowdown(shares, cpus, share, threads)
-        return 1 / _stretch(share, high), high
-
-
-def _stretch(cpu_share: float, slowdown: float) -> float:
-    """Return how much longer work takes whose part on a CPU is slowed down."""
-    return 1 - cpu_share + cpu_share * slowdown
-
-
-def _slowdown(shares: list[float], cpus: float, own: float = 0.0, threads: float = 1.0) -> float:
-    """Return the least slowdown at which jobs, and own work of some threads, fit on the CPUs."""
-
-    def used(slowdown: float) -> float:
-        jobs = sum(share / _stretch(share, slowdown) for share in shares)
-        return jobs + threads * own / _stretch(own, slowdown)
-
-    low = high = 1.0
-    while used(high) > cpus:
-        high *= 2
-    for _ in range(_BISECTIONS):
-        middle = (low + high) / 2
-        low, high = (middle, high) if used(middle) > cpus else (low, middle)
-    return high
+    # Whole rounds, in which every batch counts as often as every other.
+    steps = -(-_MIN_STEPS // len(costs)) * len(costs)
+    step, wait = Replay(costs, setup).run(setup.look_ahead + 2 * setup.workers, steps)
+    return Prediction(step_ms=step / _NS_PER_MS, wait_ms=wait / _NS_PER_MS)
