@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from lightning_fastdata.loading.draws import DrawWatch, kept_random_state
+from lightning_fastdata.loading import draws
+from lightning_fastdata.loading.draws import DrawWatch, PythonGenerator, kept_random_state
 from lightning_fastdata.loading.executors.fetch import seed_global_generators
 from lightning_fastdata.loading.loader import FastDataLoader
 
@@ -79,6 +80,32 @@ def test_a_watch_may_begin_again() -> None:
     assert not watch.drew()
     np.random.rand()
     assert watch.drew()
+
+
+def test_the_state_behind_random_is_where_it_is_read() -> None:
+    assert draws._python_address()
+
+
+@pytest.mark.parametrize("address", [draws._python_address(), 0], ids=["memory", "getstate"])
+def test_python_s_generator_is_put_back_to_the_very_state_it_had(address) -> None:
+    watch = PythonGenerator(address)
+    random.seed(7)
+    random.gauss(0, 1)  # keeps a second deviate back
+    for draws_before in (0, 1, 623, 624):
+        for _ in range(draws_before):
+            random.random()
+        state = random.getstate()
+        watch.begin()
+        assert not watch.moved()
+        for _ in range(624 // 2):
+            random.random()  # two words each: the position is back where it was
+        assert watch.moved()
+        watch.restore()
+        assert random.getstate() == state
+        random.gauss(0, 1)  # takes what was kept back, and no word
+        assert watch.moved()
+        watch.restore()
+        assert random.getstate() == state
 
 
 class Seldom(Dataset):
