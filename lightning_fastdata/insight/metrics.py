@@ -270,9 +270,9 @@ def window_means(columns: Columns, prefix: str = "data") -> dict[str, float]:
     for phase in ("step", "wait", "compute"):
         values = _measured(columns[f"{phase}_ms"])
         if values.size:
-            p50, p95 = np.percentile(values, (50, 95))
-            scalars[f"{prefix}_band/{phase}_p50_ms"] = float(p50)
-            scalars[f"{prefix}_band/{phase}_p95_ms"] = float(p95)
+            p50, p95 = _p50_and_p95(values)
+            scalars[f"{prefix}_band/{phase}_p50_ms"] = p50
+            scalars[f"{prefix}_band/{phase}_p95_ms"] = p95
             scalars[f"{prefix}_band/{phase}_max_ms"] = float(values.max())
     return dict(sorted(scalars.items()))
 
@@ -318,6 +318,19 @@ def _measured(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     return values[~np.isnan(values)]
 
 
+def _p50_and_p95(values: npt.NDArray[np.float64]) -> tuple[float, float]:
+    """Return what ``np.percentile`` would, at a tenth of its price for so few values."""
+    ordered = np.sort(values).tolist()
+    last = len(ordered) - 1
+
+    def percentile(share: float) -> float:
+        below = int(share * last)
+        low, high = ordered[below], ordered[min(below + 1, last)]
+        return float(low + (share * last - below) * (high - low))
+
+    return percentile(0.5), percentile(0.95)
+
+
 def _warm(columns: Columns) -> Columns:
     """Return the steps that are not first in their epoch; all of them if there are no others."""
     warm = columns["cold"] == 0
@@ -337,11 +350,11 @@ def _phase(
     if not values.size:
         # Measured once, but not in the window: the mean is all that is known.
         values = np.array([total / count])
-    p50, p95 = np.percentile(values, (50, 95))
+    p50, p95 = _p50_and_p95(values)
     return PhaseSummary(
         mean_ms=float(total / count),
-        p50_ms=float(p50),
-        p95_ms=float(p95),
+        p50_ms=p50,
+        p95_ms=p95,
         max_ms=largest,
         share=float(total / step_total) if step_total > 0 else 0.0,
     )

@@ -7,6 +7,8 @@ import json
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lightning_fastdata.insight.metrics import MetricWindow, StepHistory, StepTiming, window_means
 from lightning_fastdata.insight.outside import LoaderFacts
@@ -53,6 +55,17 @@ def test_window_means_agree_with_numpy_and_leave_out_cold_steps():
     assert scalars["data_val_band/wait_p95_ms"] == pytest.approx(np.percentile(stalls, 95))
     assert scalars["data_val_band/step_max_ms"] == pytest.approx(steps.max())
     assert "data_val/time_transfer_ms" not in scalars
+
+
+@given(st.lists(st.floats(0, 1e6), min_size=1, max_size=60))
+def test_percentiles_are_those_of_numpy(waits):
+    history = StepHistory()
+    for i, wait in enumerate(waits):
+        history.append(timing(i, wait=wait))
+    scalars = window_means(history.newest())
+    for percent in (50, 95):
+        expected = pytest.approx(np.percentile(waits, percent), rel=1e-12, abs=1e-300)
+        assert scalars[f"data_band/wait_p{percent}_ms"] == expected
 
 
 def test_a_window_holds_the_steps_since_it_was_last_taken():
