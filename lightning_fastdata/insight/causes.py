@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate
+from operator import add
 from typing import TYPE_CHECKING, Any, Final
 
 from lightning_fastdata.insight.attribution import SlowSample, WaitCutter, WaitParts
@@ -87,22 +88,26 @@ class WaitCauses:
 
 
 class _Total:
-    __slots__ = ("batches", "ms", "overtaken")
+    __slots__ = ("batches", "ns", "overtaken")
 
     def __init__(self) -> None:
         self.batches = 0
         self.overtaken = 0
-        self.ms = [0.0] * len(_PARTS)
+        self.ns = [0.0] * len(_PARTS)
 
     def add(self, ns: list[float], overtaken: bool) -> None:
         self.batches += 1
         self.overtaken += overtaken
-        ms = self.ms
-        for i, value in enumerate(ns):
-            ms[i] += value / _NS_PER_MS
+        self.ns = [*map(add, self.ns, ns)]
+
+    def merge(self, other: _Total) -> None:
+        self.batches += other.batches
+        self.overtaken += other.overtaken
+        self.ns = [*map(add, self.ns, other.ns)]
 
     def means(self) -> dict[str, float]:
-        return {name: value / self.batches for name, value in zip(_PARTS, self.ms, strict=True)}
+        unit = self.batches * _NS_PER_MS
+        return {name: value / unit for name, value in zip(_PARTS, self.ns, strict=True)}
 
 
 class CauseTotals:
@@ -115,7 +120,8 @@ class CauseTotals:
     def __init__(self, prefix: str = "data") -> None:
         self._prefix = prefix
         self._cutters: dict[int, WaitCutter] = {}
-        self._warm, self._cold, self._window = _Total(), _Total(), _Total()
+        # Of warm batches: since the last window was taken, and before.
+        self._window, self._before, self._cold = _Total(), _Total(), _Total()
         self._slow: dict[tuple[int, Any], SlowSample] = {}
         self._operations: dict[str, tuple[int, int]] = {}
         self._timed_ns = 0
@@ -136,11 +142,7 @@ class CauseTotals:
         typical_ms = cutter.typical_sample_ms or 0.0
         ns, slowest = cutter.cut_ns(batch)
         overtaken = batch.ready_ahead > 0
-        if batch.first:
-            self._cold.add(ns, overtaken)
-        else:
-            self._warm.add(ns, overtaken)
-            self._window.add(ns, overtaken)
+        (self._cold if batch.first else self._window).add(ns, overtaken)
         if slowest is not None:
             self._note_slow(loader, slowest.slowest_index, slowest.slowest_ns, typical_ms)
         for task in batch.tasks:
@@ -171,6 +173,7 @@ class CauseTotals:
             out.
         """
         window, self._window = self._window, _Total()
+        self._before.merge(window)
         if not window.batches:
             return {}
         return {f"{self._prefix}_wait/{k}": v for k, v in _measured(window.means()).items()}
@@ -183,7 +186,10 @@ class CauseTotals:
         Args:
             path_of: Returns the file of a loader's sample, by its index, if that is known.
         """
-        total = self._warm if self._warm.batches else self._cold
+        warm = _Total()
+        for each in (self._before, self._window):
+            warm.merge(each)
+        total = warm if warm.batches else self._cold
         if not total.batches:
             return None
         slow = sorted(self._slow.items(), key=lambda item: -item[1].ms)[:_SLOWEST]
