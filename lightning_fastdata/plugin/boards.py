@@ -16,6 +16,7 @@ import numpy as np
 from lightning_fastdata.insight.causes import cause_lines, operations_table
 from lightning_fastdata.insight.finding import gain_text
 from lightning_fastdata.insight.metrics import columns_of
+from lightning_fastdata.plugin.scalar_events import write_scalars
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -147,7 +148,9 @@ def log_to(loggers: Iterable[Any], metrics: Mapping[str, float], step: int) -> N
     if not metrics:
         return
     for logger in loggers:
-        logger.log_metrics({_key(logger, name): v for name, v in metrics.items()}, step=step)
+        named = {_key(logger, name): value for name, value in metrics.items()}
+        if not write_scalars(logger, named, step):
+            logger.log_metrics(named, step=step)
 
 
 def log_text(loggers: Iterable[Any], name: str, markdown: str, step: int) -> None:
