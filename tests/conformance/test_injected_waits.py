@@ -1,0 +1,265 @@
+"""Waits of a known length at known steps are recorded there, for that long, and nowhere else.
+
+Noise of the machine only makes waits longer, and hits no step every time: each wait is injected in
+several epochs, and the shortest is compared with what was injected. What is compared in each single
+step is the recorded wait with two clocks of the test's own, one just inside of it and one just
+outside.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conformance.pieces import Linear, make_trainer
+from conformance.test_timing import Measured
+from lightning.pytorch.profilers import Profiler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from lightning_fastdata import FastDataLoader
+
+EPOCHS = 5
+STEPS = 10
+INJECTED_MS = {2: 5, 5: 20, 8: 50}
+"""Batch of each epoch -> how late it comes after it was asked for."""
+TOLERANCE_MS = 2
+STEP_S = 0.01
+"""What a step computes: long enough for a loader to be ahead of it, where it can be."""
+
+
+class Gates:
+    """Holds late batches back until they have been asked for, and then for as long as injected."""
+
+    def __init__(self, folder):
+        self.folder = Path(folder)
+
+    def open(self, batch, requested_ns):
+        """Let a batch pass at its time; called by whoever asks for it."""
+        if batch in INJECTED_MS:
+            passes = self.folder / str(batch)
+            draft = passes.with_suffix(".draft")
+            draft.write_text(str(requested_ns + INJECTED_MS[batch] * 1_000_000))
+            os.replace(draft, passes)
+
+    def wait(self, batch):
+        """Return once a batch may pass; called by whoever reads it, in any process or thread."""
+        if batch in INJECTED_MS:
+            passes = self.folder / str(batch)
+            while not passes.exists():
+                time.sleep(0.0005)
+            passes_ns = int(passes.read_text())
+            passes.unlink()
+            while (left_ns := passes_ns - time.monotonic_ns()) > 0:
+                time.sleep(left_ns / 1e9)
+
+
+class GatedRows(Dataset):
+    def __init__(self, gates):
+        self.gates = gates
+
+    def __len__(self):
+        return 2 * STEPS
+
+    def __getitem__(self, i):
+        if i % 2 == 0:
+            self.gates.wait(i // 2)
+        return torch.full((4,), float(i)), i
+
+
+class GatedStream(IterableDataset):
+    def __init__(self, gates):
+        self.rows = GatedRows(gates)
+
+    def __iter__(self):
+        for i in range(2 * STEPS):
+            yield self.rows[i]
+
+
+class Clocked:
+    """Times each batch of an iterator: the clock inside of what is recorded."""
+
+    def __init__(self, batches, gates, waits_ms):
+        self.batches = batches
+        self.gates = gates
+        self.waits_ms = waits_ms
+        self.asked = 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        began_ns = time.monotonic_ns()
+        self.gates.open(self.asked, began_ns)
+        self.asked += 1
+        try:
+            return next(self.batches)
+        finally:
+            self.waits_ms.append((time.monotonic_ns() - began_ns) / 1e6)
+
+
+class ClockedLoader(DataLoader):
+    def clocked_by(self, gates, waits_ms):
+        self.clock = (gates, waits_ms)
+        return self
+
+    def __iter__(self):
+        return Clocked(super().__iter__(), *self.clock)
+
+
+class ClockedFastLoader(FastDataLoader):
+    clocked_by = ClockedLoader.clocked_by
+
+    def __iter__(self):
+        return Clocked(super().__iter__(), *self.clock)
+
+
+class WaitClock(Profiler):
+    """Times each fetch that the trainer announces: the clock outside of what is recorded."""
+
+    def __init__(self):
+        super().__init__()
+        self.waits_ms = []
+
+    def start(self, action_name):
+        if action_name.endswith("train_dataloader_next"):
+            self.began_ns = time.monotonic_ns()
+
+    def stop(self, action_name):
+        if action_name.endswith("train_dataloader_next"):
+            self.waits_ms.append((time.monotonic_ns() - self.began_ns) / 1e6)
+
+
+class Slow(Linear):
+    def training_step(self, batch, batch_idx):
+        time.sleep(STEP_S)
+        return super().training_step(batch, batch_idx)
+
+
+def late(gates):
+    """What a FastDataLoader hands out, held back on the way: for rows that no code reads."""
+
+    def held_back(batches):
+        for number, batch in enumerate(batches):
+            gates.wait(number)
+            yield batch
+
+    return held_back
+
+
+def rows_loader(executor, workers, gates):
+    # Workers that end with the epoch are waited for, too.
+    arguments = {"batch_size": 2, "num_workers": workers, "persistent_workers": workers > 0}
+    if executor == "foreign":
+        return ClockedLoader(GatedRows(gates), **arguments)
+    rows = GatedRows(gates)
+    if executor == "gather":
+        rows = TensorDataset(torch.zeros(2 * STEPS, 4), torch.arange(2 * STEPS))
+        arguments["ahead"] = late(gates)
+    return ClockedFastLoader(rows, executor=executor, **arguments)
+
+
+def stream_loader(executor, workers, gates):
+    arguments = {"batch_size": 2, "num_workers": workers, "persistent_workers": workers > 0}
+    if executor == "foreign":
+        return ClockedLoader(GatedStream(gates), **arguments)
+    return ClockedFastLoader(GatedStream(gates), executor=executor, **arguments)
+
+
+def measured(tmp_path, loader, gates):
+    """Return waits in ms by three clocks, each [epochs, steps]: inside, recorded, outside.
+
+    Fetches that are not announced, or that no step follows, are left out of the first.
+    """
+    inside, outside, callback = [], WaitClock(), Measured()
+    trainer = make_trainer(
+        tmp_path,
+        max_epochs=EPOCHS,
+        profiler=outside,
+        callbacks=[callback],
+        limit_val_batches=0,
+    )
+    trainer.fit(Slow(), loader.clocked_by(gates, inside))
+    return inside, callback.train["wait_ms"].reshape(EPOCHS, STEPS), outside.waits_ms
+
+
+def check_injected(recorded, injected_ms, workers):
+    """The shortest of each step's waits is what was injected, or nothing.
+
+    A batch that a process or a thread lets pass still has to be handed over, which is part of the
+    wait and always takes the same.
+    """
+    # The first step of an epoch starts workers.
+    shortest = recorded.min(axis=0)[1:]
+    expected = np.array([injected_ms.get(step, 0) for step in range(STEPS)])[1:]
+    late = expected > 0
+    over = shortest - expected
+    handover_ms = np.median(over[late]) if workers else 0.0
+    waited = np.flatnonzero(shortest > handover_ms + min(INJECTED_MS.values()) / 2) + 1
+    assert waited.tolist() == sorted(injected_ms)
+    assert (recorded[:, 1:] >= expected).all()
+    assert np.allclose(over[late], handover_ms, rtol=0, atol=TOLERANCE_MS)
+    assert (over[~late] <= handover_ms + TOLERANCE_MS).all()
+
+
+ROWS = [
+    *((name, workers) for name in ("torch", "foreign") for workers in (0, 1, 2)),
+    ("inline", 0),
+    ("gather", 1),
+    ("workers", 1),
+    ("workers", 2),
+    ("sidecar", 1),
+    ("sidecar", 2),
+]
+
+
+@pytest.mark.parametrize(("executor", "workers"), ROWS)
+def test_each_injected_wait_is_in_the_step_that_waited_as_long_as_it_was(
+    tmp_path, executor, workers
+):
+    gates = Gates(tmp_path)
+    loader = rows_loader(executor, workers, gates)
+    inside, recorded, outside = measured(tmp_path, loader, gates)
+    check_injected(recorded, INJECTED_MS, workers)
+    # Of a loader that knows its length exactly its batches are fetched, each in its step.
+    inside, outside = (np.reshape(waits, recorded.shape) for waits in (inside, outside))
+    check_between(inside, recorded, outside)
+
+
+STREAMS = [
+    ("torch", 0),
+    ("torch", 1),
+    ("foreign", 0),
+    ("foreign", 1),
+    ("inline", 0),
+    ("workers", 1),
+]
+
+
+@pytest.mark.parametrize(("executor", "workers"), STREAMS)
+def test_a_stream_is_waited_for_one_step_ahead(tmp_path, executor, workers):
+    """Without a length Lightning asks for the next batch before a step, and for the end."""
+    gates = Gates(tmp_path)
+    loader = stream_loader(executor, workers, gates)
+    inside, recorded, outside = measured(tmp_path, loader, gates)
+    check_injected(recorded, {step - 1: ms for step, ms in INJECTED_MS.items()}, workers)
+    # The first batch of all is fetched before the training, the first of the other epochs with the
+    # second one; the announced fetches are all others.
+    inside = np.reshape(inside, (EPOCHS, STEPS + 1))
+    inside[0, 0] = 0
+    outside = np.reshape([0, *outside], (EPOCHS, STEPS + 1))
+    inside, outside = (
+        np.concatenate([waits[:, :2].sum(axis=1, keepdims=True), waits[:, 2:]], axis=1)
+        for waits in (inside, outside)
+    )
+    check_between(inside, recorded, outside)
+
+
+def check_between(inside, recorded, outside):
+    """Every wait lies between the two other clocks, which agree unless they are disturbed."""
+    assert (inside <= recorded).all()
+    assert (recorded <= outside).all()
+    assert ((outside - inside).min(axis=0) < TOLERANCE_MS).all()
