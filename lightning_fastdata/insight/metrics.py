@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import IntEnum
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
@@ -22,6 +23,19 @@ Columns: TypeAlias = Mapping[str, npt.NDArray[np.float64]]
 """Field name of `StepTiming` -> one float64 per step, oldest first; NaN = not measured."""
 
 
+class Cold(IntEnum):
+    """Why a step is counted apart from the others."""
+
+    NO = 0
+    """It is not: a warm step."""
+    EPOCH = 1
+    """The first of an epoch: workers start, queues are empty. In the first one of a run memory is
+    allocated and ``torch.compile`` compiles, too. That it compiles anew later on, as for a last
+    batch of another size, has no public sign and is not told apart."""
+    RESUMED = 2
+    """The first after a validation within an epoch: queues are full, caches are not."""
+
+
 class StepTiming(NamedTuple):
     """What one step cost. None = not measured, never 0.
 
@@ -32,8 +46,8 @@ class StepTiming(NamedTuple):
     """Number of the step in its stage, counted from 0 over all epochs."""
     samples: int
     """Samples in the batch."""
-    cold: bool
-    """True for the first step of an epoch, where workers start and queues are empty."""
+    cold: int
+    """One of `Cold`: 0 for a warm step."""
     wait_ms: float | None = None
     """Host time spent asking for the batch. Part of it may be hidden behind a busy device."""
     stall_ms: float | None = None
@@ -46,8 +60,8 @@ class StepTiming(NamedTuple):
     compute_ms: float | None = None
     """From the last of these marks to the end of the step: forward, backward, optimizer."""
     gap_ms: float | None = None
-    """From the end of the previous step to the first wait of this one: logging, checkpoints,
-    validation. Not part of ``step_ms``."""
+    """From the end of the previous step to the first wait of this one: callbacks, logging,
+    checkpoints, validation. Not part of ``step_ms``."""
     step_ms: float | None = None
     """``stall + transfer + augment + compute``: the step as the device saw it."""
 
@@ -77,14 +91,14 @@ class PhaseSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSummary:
-    """Where the steps of one stage went. First steps of epochs are counted apart."""
+    """Where the warm steps of one stage went; the others (`Cold`) are counted apart."""
 
     stage: str
     """``train``, ``val``, ``test`` or ``predict``."""
     device: str = "cpu"
     """Type of the device that computed: ``cpu``, ``cuda``, ..."""
     steps: int
-    """All steps, cold ones included."""
+    """All steps, cold ones included: one for each batch, however many make an update."""
     samples: int
     """Samples in all steps."""
     duration_s: float
@@ -100,6 +114,11 @@ class StageSummary:
     """Steps that were first in an epoch."""
     cold_wait_ms: float | None = None
     """Mean host wait of the cold steps: what starting an epoch costs."""
+    resumed_steps: int = 0
+    """Steps that came right after a validation within an epoch."""
+    updates: int | None = None
+    """Batches after which an optimizer stepped; fewer than ``steps`` where gradients are
+    accumulated. None: not counted."""
     samples_per_s: float | None = None
     """Samples of warm steps over their ``step_ms``."""
     samples_per_s_if_data_were_free: float | None = None
@@ -135,6 +154,7 @@ class StepHistory:
         steps: all steps so far.
         samples: samples in all steps so far.
         cold_steps: steps so far that were the first of an epoch.
+        resumed_steps: steps so far that were the first after a validation within an epoch.
     """
 
     __slots__ = (
@@ -144,6 +164,7 @@ class StepHistory:
         "_rows",
         "_sum",
         "cold_steps",
+        "resumed_steps",
         "samples",
         "steps",
     )
@@ -153,14 +174,15 @@ class StepHistory:
             raise OptionsError(f"The window must keep at least 1 step, but is {window}.")
         self._rows: deque[StepTiming] = deque(maxlen=window)
         # Plain lists: a step has few numbers, and numpy's price is one per call.
-        # Entry 0: warm steps, entry 1: cold ones.
-        self._sum = ([0.0] * len(TIMED), [0.0] * len(TIMED))
-        self._count = ([0] * len(TIMED), [0] * len(TIMED))
-        self._max = ([-np.inf] * len(TIMED), [-np.inf] * len(TIMED))
-        self._measured_samples = [0, 0]
+        # One entry for each member of Cold.
+        self._sum = [[0.0] * len(TIMED) for _ in Cold]
+        self._count = [[0] * len(TIMED) for _ in Cold]
+        self._max = [[-np.inf] * len(TIMED) for _ in Cold]
+        self._measured_samples = [0 for _ in Cold]
         self.steps = 0
         self.samples = 0
         self.cold_steps = 0
+        self.resumed_steps = 0
 
     def append(self, timing: StepTiming) -> None:
         """Count one step; the oldest leaves the window when it is full."""
@@ -176,7 +198,8 @@ class StepHistory:
             self._measured_samples[kind] += timing.samples
         self.steps += 1
         self.samples += timing.samples
-        self.cold_steps += kind
+        self.cold_steps += kind == Cold.EPOCH
+        self.resumed_steps += kind == Cold.RESUMED
 
     def newest(self, steps: int | None = None) -> Columns:
         """Return copies of the newest steps, oldest first.
@@ -196,7 +219,7 @@ class StepHistory:
     ) -> StageSummary:
         """Return where all steps so far went.
 
-        Warm steps only, unless every step was the first of its epoch.
+        Warm steps only, unless there are none.
 
         Args:
             stage: name of the stage.
@@ -204,7 +227,7 @@ class StepHistory:
             device: type of the device that computed.
             dropped_steps: steps without device figures.
         """
-        kind = int(not any(self._count[0]))
+        kind = next((kind for kind in Cold if any(self._count[kind])), Cold.NO)
         columns = _warm(self.newest())
         totals, counts = self._sum[kind], self._count[kind]
         step_total, measured = totals[_STEP_MS], self._measured_samples[kind]
@@ -221,6 +244,7 @@ class StepHistory:
             samples=self.samples,
             duration_s=duration_s,
             cold_steps=self.cold_steps,
+            resumed_steps=self.resumed_steps,
             cold_wait_ms=self._sum[1][0] / self._count[1][0] if self._count[1][0] else None,
             samples_per_s=_per_second(measured, step_total),
             samples_per_s_if_data_were_free=(
@@ -228,6 +252,7 @@ class StepHistory:
             ),
             dropped_steps=dropped_steps,
             causes=None,
+            updates=None,
             **phases,
         )
 
@@ -332,7 +357,7 @@ def _p50_and_p95(values: npt.NDArray[np.float64]) -> tuple[float, float]:
 
 
 def _warm(columns: Columns) -> Columns:
-    """Return the steps that are not first in their epoch; all of them if there are no others."""
+    """Return the warm steps; all steps if there are none."""
     warm = columns["cold"] == 0
     return {name: values[warm] for name, values in columns.items()} if warm.any() else columns
 

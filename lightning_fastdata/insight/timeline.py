@@ -2,10 +2,10 @@
 
 One step, in the order of its marks, on the host and (as events) on the device::
 
-    gap | wait_began .. wait_ended | transfer_began .. transfer_ended | ... | compute_ended
+    gap | wait_began .. wait_ended | transfer_began .. transfer_ended | ... | work_ended | gap
                                         augment_began .. augment_ended
 
-Any pair may be missing; what was not marked is None, never 0.
+Any of them may be missing; what was not marked is None, never 0.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from lightning_fastdata.insight.clock import DeviceClock, HostClock
-from lightning_fastdata.insight.metrics import StepHistory, StepTiming
+from lightning_fastdata.insight.metrics import Cold, StepHistory, StepTiming
 
 _POLL_AT = 16
 """Ended steps to collect before they are recorded. In one go they cost a third of what each costs
@@ -50,6 +50,8 @@ class _Step:
     """Oldest device mark of the step: where to give marks back from."""
     compute_began: int | None = None
     """Newest completed end mark: what follows it is compute."""
+    work_ended: int | None = None
+    """Mark of the end of the step, where it came before the end was counted."""
     lost: bool = False
     """True once the device clock had no room: no device figure of this step can be trusted."""
     touched: bool = False
@@ -57,7 +59,7 @@ class _Step:
     # Filled at the end of the step.
     index: int = 0
     samples: int = 0
-    cold: bool = False
+    cold: Cold = Cold.NO
     ended: int = 0
     previous_end: int | None = None
 
@@ -112,7 +114,7 @@ class StepTimeline:
         self._pending: deque[_Step] = deque()
         self._previous_end: int | None = None
         self._index = 0
-        self._cold = True
+        self._cold = Cold.EPOCH
         self.dropped_steps = 0
         self._history = StepHistory(window)
 
@@ -129,7 +131,11 @@ class StepTimeline:
 
     def epoch_began(self) -> None:
         """The next step to end is the first of an epoch; the first step of all is one anyway."""
-        self._cold = True
+        self._cold = Cold.EPOCH
+
+    def resumed(self) -> None:
+        """The next step to end comes after a pause within its epoch."""
+        self._cold = self._cold or Cold.RESUMED
 
     def wait_began(self) -> None:
         """The host asks for a batch."""
@@ -170,17 +176,22 @@ class StepTimeline:
                 step.transfer.pairs.append((step.transfer.began, began))
             step.transfer.began = end
 
+    def work_ended(self) -> None:
+        """The last work of the step is given to the device; what comes after it is gap."""
+        self._step.work_ended = self._mark()
+
     def compute_ended(self, samples: int) -> None:
-        """The step is over.
+        """The step is over; it ended at the last `work_ended`, or else now.
 
         Args:
             samples: number of samples in its batch.
         """
-        step, end = self._step, self._mark()
+        step = self._step
+        end = self._mark() if step.work_ended is None else step.work_ended
         step.index, step.samples, step.cold = self._index, samples, self._cold
         step.previous_end = self._previous_end
         self._index += 1
-        self._cold = False
+        self._cold = Cold.NO
         self._step = _new_step()
         if end is None or step.lost:
             self._give_back(step)
@@ -230,6 +241,7 @@ class StepTimeline:
         if phase.began is not None and end is not None:
             phase.pairs.append((phase.began, end))
             self._step.compute_began = end
+            self._step.work_ended = None
         phase.began = None
 
     def _give_back(self, step: _Step) -> None:

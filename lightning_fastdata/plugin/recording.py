@@ -29,6 +29,7 @@ class StageMeter:
         self.stage: Stage = stage
         self.device = device
         self.causes = causes
+        self.updates = 0
         self.timeline = StepTimeline(device=CudaClock() if device.type == "cuda" else None)
         self._window = MetricWindow(self.timeline.history, prefix)
         self._duration_s = 0.0
@@ -71,7 +72,8 @@ class StageMeter:
             device=self.device.type,
             dropped_steps=self.timeline.dropped_steps,
         )
-        return dataclasses.replace(summary, causes=self.causes.summary())
+        updates = self.updates if self.stage == "train" else None
+        return dataclasses.replace(summary, causes=self.causes.summary(), updates=updates)
 
 
 class Recording:
@@ -85,7 +87,7 @@ class Recording:
             augmentation is measured, so that none is reported as 0.
         in_transfer: Whether the trainer is moving a batch of one of its loaders.
         optimizer_stepped: Whether the open batch has ended in an optimizer step.
-        batches_stepped: Batches that ended in one.
+        batches_stepped: Batches that ended in one; with manual optimization, all batches.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -130,6 +132,7 @@ class Recording:
         """Return what to call when Lightning announces an action, by the action's last word."""
         listeners = {
             "train_dataloader_next": (self._train_wait_began, self._train_wait_ended),
+            "run_training_batch": (_nothing, self._work_ended),
             "val_next": (self._val_wait_began, self._val_wait_ended),
             "batch_to_device": (self._transfer_began, self._transfer_ended),
         }
@@ -144,6 +147,10 @@ class Recording:
 
     def _train_wait_ended(self) -> None:
         self.train.timeline.wait_ended()
+
+    def _work_ended(self) -> None:
+        # Callbacks that are called before ours at the end of a batch are no part of the step.
+        self.train.timeline.work_ended()
 
     def _val_wait_began(self) -> None:
         # The sanity check fetches under the same name; it is not measured.
@@ -176,6 +183,10 @@ class Recording:
     def _augment_ended(self) -> None:
         if self._moving is not None and self._moving.stage in self.augments:
             self._moving.timeline.augment_ended()
+
+
+def _nothing() -> None:
+    pass
 
 
 def batch_rows(batch: Batch) -> int:

@@ -151,6 +151,7 @@ class ThroughputHooks:
             return
         recording = run.recording
         recording.train.step_ended(batch)
+        recording.train.updates += recording.optimizer_stepped
         if not (recording.optimizer_stepped or not pl_module.automatic_optimization):
             return
         recording.optimizer_stepped = False
@@ -193,6 +194,7 @@ class ThroughputHooks:
         """The first step of each validation is counted apart."""
         if self._run is not None and not trainer.sanity_checking:
             self._run.recording.train.paused()
+            self._run.recording.train.timeline.resumed()
             self._run.recording.val.timeline.epoch_began()
 
     def on_validation_batch_end(

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.insight.clock import CudaClock, HostClock
+from lightning_fastdata.insight.metrics import Cold
 from lightning_fastdata.insight.timeline import StepTimeline
 
 US = 1e-3
@@ -328,6 +329,31 @@ def test_only_the_first_step_of_each_epoch_is_cold():
     assert timeline.history.newest()["cold"].tolist() == [1, 0, 0, 1, 0, 0]
 
 
+def test_a_step_after_a_pause_is_counted_apart_unless_it_begins_an_epoch():
+    gpu, timeline = cpu_timeline()
+    for marks in ((timeline.epoch_began, timeline.resumed), (timeline.resumed,), ()):
+        for mark in marks:
+            mark()
+        wait(gpu, timeline, 1)
+        timeline.compute_ended(1)
+    assert timeline.history.newest()["cold"].tolist() == [Cold.EPOCH, Cold.RESUMED, Cold.NO]
+    assert (timeline.history.cold_steps, timeline.history.resumed_steps) == (1, 1)
+
+
+def test_what_follows_the_last_work_of_a_step_is_gap():
+    gpu, timeline = cuda_timeline()
+    for _ in range(2):
+        wait(gpu, timeline, 1)
+        gpu.launch(5)
+        timeline.work_ended()
+        gpu.synchronize()
+        gpu.host(20)
+        timeline.compute_ended(1)
+    drain(gpu, timeline)
+    assert row(timeline, 1, "compute_ms") == pytest.approx(5, abs=US)
+    assert row(timeline, 1, "gap_ms") == pytest.approx(20, abs=US)
+
+
 def test_an_exhausting_fetch_leaves_no_trace_once_dropped():
     gpu, timeline = cuda_timeline()
     gpu_step(gpu, timeline, wait_ms=1, compute=5)
@@ -354,7 +380,8 @@ def test_an_augmentation_that_began_before_the_transfer_is_not_counted_twice():
 
 MARKS = st.sampled_from(
     ["wait_began", "wait_ended", "transfer_began", "transfer_ended", "augment_began",
-     "augment_ended", "drop_open_step", "epoch_began", "end", "host", "launch", "sync"]
+     "augment_ended", "drop_open_step", "epoch_began", "work_ended",
+     "resumed", "end", "host", "launch", "sync"]
 )  # fmt: skip
 
 
