@@ -101,14 +101,28 @@ def read_io(processes: Iterable[int], *, root: Path = Path("/")) -> ReadBytes | 
         processes: Their process numbers.
         root: Folder that holds ``proc``.
     """
-    texts = [_read_of(process, "io", root) for process in processes]
-    told = [counts for text in texts if (counts := parse_io(text)) is not None]
+    told = read_io_each(processes, root=root).values()
     if not told:
         return None
     return ReadBytes(
         asked_bytes=sum(counts.asked_bytes for counts in told),
         storage_bytes=sum(counts.storage_bytes for counts in told),
     )
+
+
+def read_io_each(processes: Iterable[int], *, root: Path = Path("/")) -> dict[int, ReadBytes]:
+    """Bytes that each process has read, by its number; those that do not tell are left out.
+
+    Args:
+        processes: Their process numbers.
+        root: Folder that holds ``proc``.
+    """
+    texts = {process: _read_of(process, "io", root) for process in processes}
+    return {
+        process: counts
+        for process, text in texts.items()
+        if (counts := parse_io(text)) is not None
+    }
 
 
 def read_pressure(resource: Resource, *, root: Path = Path("/")) -> Pressure | None:

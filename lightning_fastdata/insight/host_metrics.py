@@ -1,0 +1,117 @@
+"""What the training took of its machine between two readings: numbers for loggers and findings."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lightning_fastdata.host.usage import DeviceUsage, HostUsage
+
+
+def host_scalars(before: HostUsage, after: HostUsage) -> dict[str, float]:
+    """Return what the host and its workers did in between; what nobody told has no key.
+
+    Args:
+        before: A reading.
+        after: A later one.
+
+    Returns:
+        ``data_host/cpu_pressure_percent`` and ``data_host/io_pressure_percent`` (of the time, in
+        which something on the machine waited for a CPU or for storage),
+        ``data_host/cpu_throttled_percent`` (of the periods, in which the CPU quota was used up;
+        without a quota absent), ``data_host/read_mb_per_s`` (what read calls of this process and
+        its workers returned, from the file cache or not; memory maps are not in it),
+        ``data_host/storage_read_mb_per_s`` (what storage was read for them),
+        ``data_host/shm_used_percent`` and ``data_workers/active`` (processes alive).
+    """
+    scalars = {"data_workers/active": float(after.workers)}
+    pressures = (
+        ("cpu", before.cpu_pressure_us, after.cpu_pressure_us),
+        ("io", before.io_pressure_us, after.io_pressure_us),
+    )
+    for name, begin_us, end_us in pressures:
+        percent = _pressure_percent(begin_us, end_us, after.at_s - before.at_s)
+        if percent is not None:
+            scalars[f"data_host/{name}_pressure_percent"] = percent
+    throttled = throttled_share(before, after)
+    if throttled is not None:
+        scalars["data_host/cpu_throttled_percent"] = 100 * throttled
+    seconds = after.at_s - before.at_s
+    if after.read and seconds > 0:
+        asked = stored = 0
+        for process, counts in after.read.items():
+            # A worker that was not there before has read all of it since.
+            old = before.read.get(process)
+            asked += counts.asked_bytes - (0 if old is None else old.asked_bytes)
+            stored += counts.storage_bytes - (0 if old is None else old.storage_bytes)
+        # A process number may have gone to another process, which has read less.
+        scalars["data_host/read_mb_per_s"] = max(0, asked) / seconds / 1e6
+        scalars["data_host/storage_read_mb_per_s"] = max(0, stored) / seconds / 1e6
+    if after.shm_used_share is not None:
+        scalars["data_host/shm_used_percent"] = 100 * after.shm_used_share
+    return scalars
+
+
+def device_scalars(before: DeviceUsage | None, after: DeviceUsage | None) -> dict[str, float]:
+    """Return what the device's memory was used for; empty for devices that do not tell.
+
+    Args:
+        before: The reading at the begin of the training.
+        after: A later one.
+
+    Returns:
+        ``data_device/peak_memory_mib`` (of tensors), ``data_device/headroom_percent`` (of the
+        memory, that nobody ever used) and ``data_device/alloc_retries`` (since ``before``).
+    """
+    if before is None or after is None:
+        return {}
+    return {
+        "data_device/peak_memory_mib": after.peak_bytes / 2**20,
+        "data_device/headroom_percent": 100 * after.never_used_bytes / after.total_bytes,
+        "data_device/alloc_retries": float(after.alloc_retries - before.alloc_retries),
+    }
+
+
+def host_evidence(
+    begin: HostUsage,
+    end: HostUsage,
+    device_begin: DeviceUsage | None = None,
+    device_end: DeviceUsage | None = None,
+) -> dict[str, float]:
+    """Return the fields of ``Evidence`` that the machine tells, as far as it does.
+
+    Args:
+        begin: The reading at the begin of the training.
+        end: The newest reading.
+        device_begin: The same of the device.
+        device_end: The same of the device.
+
+    Returns:
+        ``throttled_share``, ``pressure_percent``, ``alloc_retries`` and
+        ``device_headroom_share``.
+    """
+    found: dict[str, float | None] = {
+        "throttled_share": throttled_share(begin, end),
+        "pressure_percent": _pressure_percent(
+            begin.cpu_pressure_us, end.cpu_pressure_us, end.at_s - begin.at_s
+        ),
+    }
+    if device_begin is not None and device_end is not None:
+        found["alloc_retries"] = device_end.alloc_retries - device_begin.alloc_retries
+        found["device_headroom_share"] = device_end.never_used_bytes / device_end.total_bytes
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def throttled_share(before: HostUsage, after: HostUsage) -> float | None:
+    """Return the part of the quota's periods in which it was used up; None without a quota."""
+    if before.throttling is None or after.throttling is None:
+        return None
+    periods = after.throttling.periods - before.throttling.periods
+    held = after.throttling.throttled_periods - before.throttling.throttled_periods
+    return min(1.0, max(0, held) / periods) if periods > 0 else None
+
+
+def _pressure_percent(begin_us: int | None, end_us: int | None, seconds: float) -> float | None:
+    if begin_us is None or end_us is None or seconds <= 0:
+        return None
+    return min(100.0, max(0, end_us - begin_us) / seconds / 1e4)
