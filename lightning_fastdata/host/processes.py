@@ -119,9 +119,7 @@ def read_io_each(processes: Iterable[int], *, root: Path = Path("/")) -> dict[in
     """
     texts = {process: _read_of(process, "io", root) for process in processes}
     return {
-        process: counts
-        for process, text in texts.items()
-        if (counts := parse_io(text)) is not None
+        process: counts for process, text in texts.items() if (counts := parse_io(text)) is not None
     }
 
 

@@ -197,7 +197,7 @@ def evidence_of(
         operations=() if causes is None else causes.operations,
         setup=setup,
         costs=tuple(costs[-_MOST_COSTS:]),
-        busy_share=None if setup is None else _busy_share(epochs, setup.workers),
+        busy_share=None if setup is None else busy_share(stamps, setup.workers),
         runqueue_share=_runqueue_share(stamps),
         epoch_wait_ms=_mean_ms(cold),
         steps_per_epoch=statistics.fmean(map(len, epochs)) if cold else None,
@@ -218,10 +218,15 @@ def _mean_ms(times_ns: Sequence[float]) -> float | None:
     return statistics.fmean(times_ns) / _NS_PER_MS if times_ns else None
 
 
-def _busy_share(epochs: Sequence[Sequence[BatchStamps]], workers: int) -> float | None:
-    """Return the busy part of the time that the steady batches of all epochs took."""
+def busy_share(stamps: Sequence[BatchStamps], workers: int) -> float | None:
+    """Return the busy part of the time that the steady batches of all epochs took, 0 to 1.
+
+    Args:
+        stamps: Of one loader, in the order in which batches were delivered.
+        workers: That shared the work; None is returned for 0.
+    """
     busy = span = 0.0
-    for epoch in epochs:
+    for epoch in _epochs(stamps):
         began, ended = epoch[0].delivered_ns, epoch[-1].delivered_ns
         span += ended - began
         for batch in epoch:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from torch.utils.data import Subset
 
 from lightning_fastdata.insight.causes import CauseTotals
+from lightning_fastdata.insight.evidence import busy_share
 from lightning_fastdata.loading.loader import FastDataLoader
 
 if TYPE_CHECKING:
@@ -109,6 +110,14 @@ class StageCauses:
         ]
         number = waits.index(max(waits))
         return self._loaders[number](), list(self._newest[number])
+
+    def busy_share(self) -> float | None:
+        """Return the part of the time in which that loader's workers had a task; None if unknown.
+
+        Over its newest batches, 0 to 1, the mean over workers.
+        """
+        loader, stamps = self.slowest_loader()
+        return None if loader is None else busy_share(stamps, loader.num_workers)
 
     def missing(self) -> str | None:
         """Return why nothing is known about the waits; None if something is."""

@@ -26,6 +26,7 @@ class HostMeter:
 
     Args:
         device: What computes.
+        busy_share: Return the part of the time in which the workers had a task, 0 to 1, or None.
         clock_s: Monotonic time in seconds.
         workers: Return the process numbers of the workers.
     """
@@ -34,10 +35,12 @@ class HostMeter:
         self,
         device: torch.device,
         *,
+        busy_share: Callable[[], float | None] = lambda: None,
         clock_s: Callable[[], float] = time.monotonic,
         workers: Callable[[], list[int]] = worker_processes,
     ) -> None:
         self._device = device
+        self._busy_share = busy_share
         self._clock_s = clock_s
         self._workers = workers
         self._began = self._last = self._newest = read_host_usage(workers(), at_s=clock_s())
@@ -56,6 +59,9 @@ class HostMeter:
         scalars = host_scalars(self._last, self._newest)
         scalars |= device_scalars(self._device_began, self._device_newest)
         self._last = self._newest
+        busy = self._busy_share()
+        if busy is not None:
+            scalars["data_workers/busy_percent"] = 100 * busy
         ended_s = self._clock_s()
         self._due_s = ended_s + _REST * (ended_s - began_s)
         if ended_s >= self._memory_due_s:

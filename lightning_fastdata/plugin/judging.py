@@ -80,6 +80,7 @@ class RunJudge:
         """Return everything that is known of the training."""
         facts = self.facts()
         meter = self._recording.train
+        host = self._recording.host
         loader, stamps = meter.causes.slowest_loader()
         return stage_evidence(
             train,
@@ -88,6 +89,7 @@ class RunJudge:
             pinned=facts.pinned,
             persistent_workers=facts.persistent_workers,
             val_stall_share=None if val is None else val.stall_share,
+            **({} if host is None else host.evidence()),
         )
 
     def predicted_step_ms(self, train: StageSummary) -> float | None:

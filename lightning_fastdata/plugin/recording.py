@@ -14,6 +14,7 @@ from lightning_fastdata.insight.clock import CudaClock
 from lightning_fastdata.insight.metrics import MetricWindow
 from lightning_fastdata.insight.timeline import StepTimeline
 from lightning_fastdata.plugin.causes import StageCauses, causes_note
+from lightning_fastdata.plugin.host_metrics import HostMeter
 from lightning_fastdata.plugin.profiler_tee import Listener
 
 if TYPE_CHECKING:
@@ -88,6 +89,7 @@ class Recording:
         in_transfer: Whether the trainer is moving a batch of one of its loaders.
         optimizer_stepped: Whether the open batch has ended in an optimizer step.
         batches_stepped: Batches that ended in one; with manual optimization, all batches.
+        host: What the training takes of its machine; None before it begins.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -101,6 +103,7 @@ class Recording:
         device = trainer.strategy.root_device
         self.train = StageMeter(device, StageCauses("train", "data"))
         self.val = StageMeter(device, StageCauses("val", "data_val"))
+        self.host: HostMeter | None = None
 
     def watch(self, stage: Stage, loaders: Any) -> None:
         """Take stamps of what the trainer's loaders of a stage deliver."""
@@ -117,11 +120,17 @@ class Recording:
         self.watch("train", self._trainer.train_dataloader)
         self.watch("val", self._trainer.val_dataloaders)
         self.batches_stepped = 0
+        self.host = HostMeter(device, busy_share=self.train.causes.busy_share)
 
     def stop(self) -> None:
         """Take no more stamps."""
         for meter in (self.train, self.val):
             meter.causes.stop()
+
+    def metrics(self) -> dict[str, float]:
+        """Return what is to be logged of the training since the last call."""
+        host = {} if self.host is None else self.host.metrics()
+        return {**self.train.metrics(), **host}
 
     def notes(self) -> tuple[str, ...]:
         """Return what has to be said about stamps that could not be taken."""

@@ -158,7 +158,7 @@ class ThroughputHooks:
         step = _steps_logged_by(trainer, recording.batches_stepped)
         recording.batches_stepped += 1
         if run.every_n_steps and (step + 1) % run.every_n_steps == 0 and run.logs:
-            boards.log_to(trainer.loggers, recording.train.metrics(), step)
+            boards.log_to(trainer.loggers, recording.metrics(), step)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
         """Draw the epoch's phases and say what they mean, where that has changed."""

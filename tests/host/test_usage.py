@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+from typing import TYPE_CHECKING
+
+import psutil
+import pytest
+import torch
+
+from lightning_fastdata.host.usage import (
+    read_device_usage,
+    read_host_usage,
+    read_memory_together,
+    worker_processes,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux' /proc")
+
+
+def read_then_wait(path, ready, go_on):
+    with open(path, "rb") as file:
+        file.read()
+    ready.set()
+    go_on.wait()
+
+
+@linux
+def test_a_worker_is_seen_with_what_it_reads_and_takes_until_it_has_ended(tmp_path: Path) -> None:
+    (tmp_path / "data").write_bytes(bytes(3 * 2**20))
+    context = multiprocessing.get_context("fork")
+    ready, go_on = context.Event(), context.Event()
+    worker = context.Process(target=read_then_wait, args=(tmp_path / "data", ready, go_on))
+    assert worker_processes() == []
+    alone = read_memory_together([])
+    worker.start()
+    assert ready.wait(30)
+    assert worker_processes() == [worker.pid]
+    usage = read_host_usage(worker_processes(), at_s=1.5)
+    assert (usage.at_s, usage.workers, set(usage.read)) == (1.5, 1, {os.getpid(), worker.pid})
+    assert 3 * 2**20 <= usage.read[worker.pid].asked_bytes < 4 * 2**20
+    # A forked worker shares nearly all of its pages, and shared pages count once.
+    assert read_memory_together(worker_processes()) == pytest.approx(alone, rel=0.3)
+    go_on.set()
+    worker.join()
+    assert worker_processes() == []
+
+
+@linux
+def test_what_is_taken_of_the_shared_memory_agrees_with_psutil() -> None:
+    usage = read_host_usage([], at_s=0.0)
+    disk = psutil.disk_usage("/dev/shm")
+    assert usage.shm_used_share == pytest.approx(1 - disk.free / disk.total, abs=0.05)
+
+
+def test_a_machine_that_tells_nothing_gives_only_what_is_known(tmp_path: Path) -> None:
+    usage = read_host_usage([1, 2], at_s=3.0, root=tmp_path)
+    assert usage.workers == 2
+    assert usage.read == {}
+    told = (
+        usage.cpu_pressure_us, usage.io_pressure_us, usage.throttling, usage.shm_used_share,
+    )  # fmt: skip
+    assert told == (None,) * 4
+    assert read_memory_together([], root=tmp_path) is None
+
+
+def test_only_a_gpu_tells_its_memory() -> None:
+    assert read_device_usage(torch.device("cpu")) is None

@@ -1,0 +1,70 @@
+"""What the training takes of its machine is read at log steps, and seldom enough."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from conformance.pieces import Linear, Rows, make_trainer
+from lightning.pytorch.loggers import CSVLogger
+
+from lightning_fastdata import DataThroughputCallback, FastDataLoader
+from lightning_fastdata.plugin.host_metrics import HostMeter
+
+linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux' /proc")
+CPU = torch.device("cpu")
+
+
+class Ticks:
+    """A clock that goes on by as much at each look, and by what it is told."""
+
+    def __init__(self, each_s):
+        self.now_s = 0.0
+        self.each_s = each_s
+
+    def __call__(self):
+        self.now_s += self.each_s
+        return self.now_s
+
+
+def test_a_reading_is_made_again_only_after_a_thousand_times_as_long():
+    clock = Ticks(each_s=0.01)
+    meter = HostMeter(CPU, clock_s=clock, workers=list)
+    assert meter.metrics()["data_workers/active"] == 0
+    assert meter.metrics() == {}
+    clock.now_s += 10
+    assert meter.metrics() == {}
+    clock.now_s += 20
+    assert meter.metrics()
+
+
+def test_the_share_of_busy_workers_is_logged_if_it_is_known():
+    assert HostMeter(CPU, busy_share=lambda: 0.5).metrics()["data_workers/busy_percent"] == 50
+    assert "data_workers/busy_percent" not in HostMeter(CPU).metrics()
+
+
+@linux
+@pytest.mark.parametrize("executor", ["torch", "workers"])
+def test_a_run_logs_its_machine(tmp_path, executor):
+    logged = {}
+
+    class Keeps(CSVLogger):
+        def log_metrics(self, metrics, step=None):
+            logged.setdefault(step, {}).update(metrics)
+
+    loader = FastDataLoader(Rows(64), 4, num_workers=2, executor=executor)
+    callback = DataThroughputCallback(summary=False, report=False)
+    trainer = make_trainer(
+        tmp_path, logger=Keeps(tmp_path), log_every_n_steps=4, callbacks=[callback]
+    )
+    trainer.fit(Linear(), loader)
+    first = logged[3]
+    assert {"data_host/pss_mib", "data_host/read_mb_per_s", "data_host/shm_used_percent"} <= set(
+        first
+    )
+    assert first["data_workers/active"] == 2
+    assert 0 <= first["data_workers/busy_percent"] <= 100
+    # Four batches later it is too early, by far, to add up the memory again.
+    assert "data_host/pss_mib" not in logged[7]
+    assert callback.report.verdict is not None
