@@ -1,0 +1,171 @@
+"""The ranks of a run tell rank 0 once an epoch what their steps took.
+
+Each rank writes one short record into the key-value store at which the ranks of
+``torch.distributed`` met, and rank 0 reads them. That is no collective: nothing meets on the
+device, it works with every backend, it cannot get between the collectives of the training, and a
+rank that is ahead, behind, or gone makes nobody wait for longer than some seconds, once.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
+
+from lightning_fastdata.insight.ranks import RankTiming, rank_timing, together
+
+if TYPE_CHECKING:
+    from lightning_fastdata.insight.metrics import StepHistory
+
+_PATIENCE_S: Final = 2.0
+_POLL_S: Final = 0.005
+
+
+class RankRecords:
+    """What the ranks of one run have measured so far; complete on rank 0 only.
+
+    Every rank makes one when its training starts.
+
+    Args:
+        store: A ``torch.distributed.Store`` that all ranks share.
+        rank: Of this process, global.
+        world_size: Number of ranks.
+        host: Name of this machine.
+        patience_s: How long rank 0 waits at the end of an epoch for ranks that have not told yet.
+            Once it has waited in vain for a rank, it takes what that rank has told by then.
+        clock_s: Monotonic time in seconds.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        *,
+        rank: int,
+        world_size: int,
+        host: str | None = None,
+        patience_s: float = _PATIENCE_S,
+        clock_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store = store
+        self._rank = rank
+        self._host = socket.gethostname() if host is None else host
+        self._patience_s = patience_s
+        self._clock_s = clock_s
+        self._steps = 0
+        self._epochs = 0
+        # Records that are next to be read of each rank, and what is known of it.
+        self._next = dict.fromkeys(range(world_size), 0)
+        self._late: set[int] = set()
+        self._so_far: dict[int, RankTiming] = {}
+        self._broken: str | None = None
+        # A later fit of the same ranks must not read what an earlier one left.
+        self._run = self._counted(lambda: store.add(f"runs/{rank}", 1))
+
+    @property
+    def so_far(self) -> tuple[RankTiming, ...]:
+        """The means over all epochs that were told, by rank; on other ranks than 0 empty."""
+        return tuple(self._so_far[rank] for rank in sorted(self._so_far))
+
+    def epoch_ended(self, history: StepHistory) -> tuple[RankTiming, ...]:
+        """Tell what the steps since the last call took, and return what all ranks have told.
+
+        Args:
+            history: Of this rank's training steps. Of more steps than it keeps, only the kept ones
+                count.
+
+        Returns:
+            On rank 0 the newest means of every rank that has told something since the last call;
+            nothing on other ranks.
+        """
+        new, self._steps = history.steps - self._steps, history.steps
+        timing = rank_timing(history.newest(new), rank=self._rank, host=self._host)
+        if self._broken is None:
+            self._counted(lambda: self._store.set(self._key(self._rank, self._epochs), timing.as_json()))
+        self._epochs += 1
+        return self.read(self._patience_s)
+
+    def read(self, patience_s: float = 0.0) -> tuple[RankTiming, ...]:
+        """Return what ranks have told since the last call, on rank 0; nothing on other ranks."""
+        if self._rank != 0 or self._broken is not None:
+            return ()
+        newest: dict[int, RankTiming] = {}
+        self._counted(lambda: self._read_into(newest, patience_s))
+        return tuple(newest[rank] for rank in sorted(newest))
+
+    def note(self) -> str | None:
+        """Return what has to be said of ranks that are not known."""
+        if self._broken is not None:
+            return f"What the other ranks measured is not known: {self._broken}"
+        missing = sorted(self._next.keys() - self._so_far.keys())
+        if self._rank != 0 or not missing or not self._epochs:
+            return None
+        return f"Nothing was heard of rank {', '.join(map(str, missing))}."
+
+    def _read_into(self, newest: dict[int, RankTiming], patience_s: float) -> None:
+        self._await(patience_s)
+        for rank in self._next:
+            told = []
+            while self._has(rank):
+                key = self._key(rank, self._next[rank])
+                told.append(RankTiming.from_json(self._store.get(key)))
+                self._store.delete_key(key)
+                self._next[rank] += 1
+            if told:
+                newest[rank] = together(told)
+                known = self._so_far.get(rank)
+                self._so_far[rank] = together(told if known is None else [known, *told])
+            if self._next[rank] < self._epochs:
+                self._late.add(rank)
+            else:
+                self._late.discard(rank)
+
+    def _await(self, patience_s: float) -> None:
+        awaited = [
+            self._key(rank, self._epochs - 1)
+            for rank, number in self._next.items()
+            if number < self._epochs and rank not in self._late
+        ]
+        until = self._clock_s() + patience_s
+        while awaited and not self._store.check(awaited) and self._clock_s() < until:
+            time.sleep(_POLL_S)
+
+    def _has(self, rank: int) -> bool:
+        return bool(self._store.check([self._key(rank, self._next[rank])]))
+
+    def _key(self, rank: int, number: int) -> str:
+        return f"{self._run}/{rank}/{number}"
+
+    def _counted(self, act: Callable[[], Any]) -> Any:
+        """Use the store; the training does not fail if that does."""
+        try:
+            return act()
+        except RuntimeError as error:  # every torch.distributed error is one
+            self._broken = f"{type(error).__name__}: {error}".splitlines()[0]
+            return None
+
+
+def meet(trainer: Any) -> RankRecords | None:
+    """Return the records of a trainer's ranks; None with one rank, or where ranks share no store.
+
+    Args:
+        trainer: When its strategy is set up.
+    """
+    if trainer.world_size < 2:
+        return None
+    store = shared_store()
+    if store is None:
+        return None
+    return RankRecords(store, rank=trainer.global_rank, world_size=trainer.world_size)
+
+
+def shared_store() -> Any:
+    """Return a store of our own within the one at which this process met its ranks, or None."""
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    # It has no public name; where a version lacks it, nothing is told, and a test fails.
+    find = getattr(dist.distributed_c10d, "_get_default_store", None)
+    store = None if find is None else find()
+    return None if store is None else dist.PrefixStore("lightning_fastdata", store)

@@ -1,0 +1,89 @@
+"""A program that is one rank of several: trains as the cases say, and writes what it measured.
+
+Arguments: number of ranks, folder to write to, and the cases as JSON: name -> settings.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+from conformance.pieces import Linear, make_trainer
+from lightning.pytorch.loggers import CSVLogger
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_fastdata import DataThroughputCallback, FastDataLoader
+
+
+class Stream(IterableDataset):
+    """So many samples on this rank, each after so long."""
+
+    def __init__(self, samples, sleep_s):
+        self.samples, self.sleep_s = samples, sleep_s
+
+    def __iter__(self):
+        for i in range(self.samples):
+            time.sleep(self.sleep_s)
+            yield torch.full((4,), float(i)), i
+
+
+class Paced(Linear):
+    """A step takes at least so long."""
+
+    def __init__(self, step_s):
+        super().__init__()
+        self.step_s = step_s
+
+    def training_step(self, batch, batch_idx):
+        time.sleep(self.step_s)
+        return super().training_step(batch, batch_idx)
+
+
+def train(ranks, folder, *, batches, sleep_s, step_s=0.01, measured=True, ours=True, **arguments):
+    """Train once; ``batches`` and ``sleep_s`` (of one sample) have an entry for each rank."""
+    rank = int(os.environ["LOCAL_RANK"])
+    dataset = Stream(2 * batches[rank], sleep_s[rank])
+    loader = (FastDataLoader if ours else DataLoader)(dataset, batch_size=2)
+    callback = DataThroughputCallback(summary=False, report=False)
+    logger = CSVLogger(folder)
+    trainer = make_trainer(
+        folder,
+        strategy="ddp",
+        devices=ranks,
+        logger=logger,
+        callbacks=[callback] if measured else [],
+        log_every_n_steps=1000,
+        **{"limit_val_batches": 0, **arguments},
+    )
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        trainer.fit(Paced(step_s), loader)
+    logger.save()
+    file = Path(logger.log_dir) / "metrics.csv"
+    rows = list(csv.DictReader(file.open())) if rank == 0 and file.exists() else []
+    report = callback.report
+    return {
+        "steps": trainer.global_step,
+        "report": None if report is None else report.as_dict(),
+        "text": None if report is None else report.text(120),
+        "rows": [{k: v for k, v in row.items() if v} for row in rows],
+        "collectives": sum(event.name.startswith("c10d::") for event in profiler.events()),
+    }
+
+
+def main(ranks, folder, cases):
+    torch.set_num_threads(1)
+    results = {
+        name: train(ranks, Path(folder) / name, **settings) for name, settings in cases.items()
+    }
+    rank = int(os.environ["LOCAL_RANK"])
+    (Path(folder) / f"{ranks}-{rank}.json").write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3]))
