@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from lightning_fastdata.insight.attribution import SlowSample, WaitParts
 from lightning_fastdata.insight.causes import CauseTotals, OperationShare
+from lightning_fastdata.insight.finding import STALL_LOW
 from lightning_fastdata.insight.simulate import BatchCost, LoaderSetup, batch_costs
 
 if TYPE_CHECKING:
@@ -82,6 +83,10 @@ class Evidence:
     """Part of the device's memory that was never used, 0 to 1."""
     rank_stalls_ms: tuple[float, ...] = ()
     """Stall of each rank, by rank."""
+    rank_hosts: tuple[str, ...] = ()
+    """Name of the machine of each rank, by rank."""
+    rank_reasons: tuple[str, ...] = ()
+    """What each rank's own stamps say of its late batches, by rank; empty text: nothing."""
     val_stall_share: float | None = None
     """Part of the validation steps that waited for data, 0 to 1."""
 
@@ -95,6 +100,24 @@ class Evidence:
     def stall_share(self) -> float | None:
         """Part of the step in which the device waited for data, 0 to 1."""
         return self.of_step(self.stall_ms)
+
+    @property
+    def slow_rank(self) -> int | None:
+        """The rank that stalls longest, if 3 % of the step longer than the mean of all."""
+        stalls = self.rank_stalls_ms
+        if len(stalls) < 2:
+            return None
+        worst = max(stalls)
+        share = self.of_step(worst - statistics.fmean(stalls))
+        return stalls.index(worst) if share is not None and share >= STALL_LOW else None
+
+    @property
+    def held_up(self) -> bool:
+        """Whether that rank stalls 3 % of the step longer than this one."""
+        rank = self.slow_rank
+        if rank is None or self.stall_ms is None:
+            return False
+        return (self.of_step(self.rank_stalls_ms[rank] - self.stall_ms) or 0.0) >= STALL_LOW
 
     @property
     def epoch_start_share(self) -> float | None:

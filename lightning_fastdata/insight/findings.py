@@ -27,8 +27,9 @@ FD318 validation stalls above 3 % of its steps                   the validation 
 FD319 stall below 1 %                                            none: the model
 ===== ========================================================== ==================================
 
-FD302 to FD309, FD311 and FD315 are silent while the stall is under 3 %. A code keeps its meaning
-for ever. These codes say why; those of :mod:`~lightning_fastdata.insight.verdict` say how much.
+FD316 comes first where another rank stalls 3 % longer than this one. FD302 to FD309, FD311 and
+FD315 are silent while the stall is under 3 %. A code keeps its meaning for ever. These codes say
+why; those of :mod:`~lightning_fastdata.insight.verdict` say how much.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from lightning_fastdata.insight.finding import Finding
 
 _ROWS: Final[tuple[Callable[[Evidence], Finding | None], ...]] = (
+    step_costs.other_rank,
     step_costs.hidden,
     late_batches.slow_samples,
     late_batches.latency,
@@ -58,7 +60,7 @@ _ROWS: Final[tuple[Callable[[Evidence], Finding | None], ...]] = (
     step_costs.augmentation,
     step_costs.host_gap,
     late_batches.neighbours,
-    step_costs.ranks,
+    step_costs.this_rank,
     step_costs.memory,
     step_costs.validation,
     step_costs.free,

@@ -8,12 +8,12 @@ holds up the others is the one that stalls most, and its compute is the shortest
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lightning_fastdata.insight.verdict import STALL_LOW
+from lightning_fastdata.insight.finding import STALL_LOW
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -41,6 +41,9 @@ class RankTiming:
     """Time the host waited for data; equals ``stall_ms`` where the host computes."""
     compute_ms: float | None = None
     """Forward, backward and optimizer, and in there the waiting for slower ranks."""
+    reason: str = ""
+    """What the stamps of its loader say of most of its waits; empty: nothing, or it hardly waits.
+    """
 
     def as_json(self) -> str:
         """Return it as a short line of JSON."""
@@ -52,19 +55,20 @@ class RankTiming:
         return cls(**json.loads(line))
 
 
-def rank_timing(steps: Columns, *, rank: int, host: str) -> RankTiming:
+def rank_timing(steps: Columns, *, rank: int, host: str, reason: str = "") -> RankTiming:
     """Return the means of a rank's steps.
 
     Args:
         steps: Timings, as from :meth:`StepHistory.newest`; may be none at all.
         rank: Global rank.
         host: Name of its machine.
+        reason: Why its batches are late.
     """
     counted = steps["cold"] == 0
     if not counted.any():
         counted = np.ones_like(counted)
     means = {name: _mean(steps[name][counted]) for name in _MEANS}
-    return RankTiming(rank=rank, host=host, steps=int(counted.sum()), **means)
+    return RankTiming(rank=rank, host=host, steps=int(counted.sum()), reason=reason, **means)
 
 
 def together(timings: Sequence[RankTiming]) -> RankTiming:
@@ -74,9 +78,10 @@ def together(timings: Sequence[RankTiming]) -> RankTiming:
         timings: At least one, oldest first.
     """
     newest = timings[-1]
-    means = {name: _weighted((getattr(t, name), t.steps) for t in timings) for name in _MEANS}
-    steps = sum(timing.steps for timing in timings)
-    return RankTiming(rank=newest.rank, host=newest.host, steps=steps, **means)
+    means: dict[str, Any] = {
+        name: _weighted((getattr(t, name), t.steps) for t in timings) for name in _MEANS
+    }
+    return replace(newest, steps=sum(timing.steps for timing in timings), **means)
 
 
 def slowest(ranks: Iterable[RankTiming]) -> RankTiming | None:
@@ -135,9 +140,18 @@ def ranks_line(ranks: Sequence[RankTiming]) -> str | None:
     )
 
 
-def ranks_as_dicts(ranks: Iterable[RankTiming]) -> list[dict[str, Any]]:
-    """Return the ranks as plain JSON types, in their order."""
-    return [asdict(each) for each in ranks]
+def rank_evidence(ranks: Sequence[RankTiming]) -> dict[str, tuple[Any, ...]]:
+    """Return the fields of :class:`Evidence` that are about ranks.
+
+    Empty if a stall is missing: a rank that is not known may be the one that is looked for.
+    """
+    if len(_told(ranks)) < max(2, len(ranks)) or [r.rank for r in ranks] != [*range(len(ranks))]:
+        return {}
+    return {
+        "rank_stalls_ms": tuple(each.stall_ms for each in ranks),
+        "rank_hosts": tuple(each.host for each in ranks),
+        "rank_reasons": tuple(each.reason for each in ranks),
+    }
 
 
 def _told(ranks: Iterable[RankTiming]) -> list[RankTiming]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from lightning_fastdata.insight.causes import cause_lines
 from lightning_fastdata.insight.finding import STALL_LOW, gain_text
+from lightning_fastdata.insight.ranks import ranks_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
 
     from lightning_fastdata.insight.metrics import Columns, StageSummary
+    from lightning_fastdata.insight.ranks import RankTiming
     from lightning_fastdata.insight.verdict import Verdict
 
 SCHEMA_VERSION = 3
@@ -62,6 +64,8 @@ class RunReport:
     """What limits the first stage."""
     recent: Mapping[str, Columns] = field(default_factory=dict)
     """Stage name -> the single values of its newest steps."""
+    ranks: tuple[RankTiming, ...] = ()
+    """What the training steps of each rank took, by rank; empty with one rank."""
     notes: tuple[str, ...] = ()
     """Decisions and limits to know about, one sentence each."""
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -78,10 +82,14 @@ class RunReport:
                 for stage in self.stages
             },
             "verdict": None if self.verdict is None else _verdict_as_dict(self.verdict),
+            "ranks": [dataclasses.asdict(rank) for rank in self.ranks],
             "notes": list(self.notes),
             "versions": dict(self.versions),
             "machine": dict(self.machine),
         }
+
+    def __str__(self) -> str:
+        return self.text()
 
     def write_json(self, path: str | os.PathLike[str]) -> Path:
         """Write the report as JSON; readers see the old file or the new one, never a part.
@@ -124,6 +132,7 @@ class RunReport:
             lines += _finding_lines(self.verdict, self.stages, width)
         for stage in self.stages[1:]:
             lines += _words(stage.stage, _stage_line(stage), width, "")
+        lines += _words("ranks", ranks_line(self.ranks) or "", width, "")
         for note in self.notes:
             lines += _words("note", note, width, "dim")
         lines.append(_rule("", width))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from typing import TYPE_CHECKING, Final
 
 from lightning_fastdata.insight import remedies
@@ -108,24 +109,32 @@ def host_gap(e: Evidence) -> Finding | None:
     )
 
 
-def ranks(e: Evidence) -> Finding | None:
-    """FD316: one rank holds up the others."""
-    if len(e.rank_stalls_ms) < 2 or not e.step_ms:
+def other_rank(e: Evidence) -> Finding | None:
+    """FD316, of a rank that holds up this one: nothing that is done here would help."""
+    return _slow_rank(e) if e.held_up else None
+
+
+def this_rank(e: Evidence) -> Finding | None:
+    """FD316, of this rank or of one that is no slower."""
+    return None if e.held_up else _slow_rank(e)
+
+
+def _slow_rank(e: Evidence) -> Finding | None:
+    rank = e.slow_rank
+    if rank is None:
         return None
-    worst = max(e.rank_stalls_ms)
-    mean = sum(e.rank_stalls_ms) / len(e.rank_stalls_ms)
-    share = (worst - mean) / e.step_ms
-    if share < STALL_LOW:
-        return None
-    rank = e.rank_stalls_ms.index(worst)
+    *others, worst = sorted(e.rank_stalls_ms)
+    mean = statistics.fmean(e.rank_stalls_ms)
+    name = f"rank {rank}" + (f" on {e.rank_hosts[rank]}" if e.rank_hosts else "")
+    reason = e.rank_reasons[rank] if e.rank_reasons else ""
     return Finding(
         code="FD316",
-        severity=severity_of(share),
-        cause=f"rank {rank} stalls {worst:.1f} ms a step, all of them {mean:.1f} on average, and "
-        "every rank waits for the last one",
-        remedy=f"look at the data and the host of rank {rank}: other findings of its own report, "
-        "its CPUs, its disk",
-        gain=remedies.without(e, worst - mean),
+        severity=severity_of(e.of_step(worst - mean)),
+        cause=f"{name} stalls {worst:.1f} ms a step, all of them {mean:.1f} on average, and "
+        "every rank waits for the last one" + (f"; there, {reason}" if reason else ""),
+        remedy=f"look at the data and the host of rank {rank}: its share of the files, its CPUs, "
+        "its disk",
+        gain=remedies.without(e, worst - max(others)),
         leave_alone="the loaders of the other ranks",
     )
 
@@ -164,7 +173,7 @@ def validation(e: Evidence) -> Finding | None:
 def free(e: Evidence) -> Finding | None:
     """FD319: data is free."""
     share = e.stall_share
-    if share is None or share >= _FREE:
+    if share is None or share >= _FREE or e.held_up:
         return None
     return Finding(
         code="FD319",

@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 
 Kind: TypeAlias = Literal["data-bound", "compute-bound", "balanced", "unknown"]
 
+_SLOW_RANK: Final = "FD316"
 _NO_CAUSE_OF_STALLS: Final = frozenset(
-    {"FD301", "FD310", "FD312", "FD313", "FD314", "FD317", "FD318", "FD319"}
+    {"FD301", "FD310", "FD312", "FD313", "FD314", _SLOW_RANK, "FD317", "FD318", "FD319"}
 )
 """Causes of other costs than late batches within an epoch."""
 
@@ -74,11 +75,17 @@ def judge(
     kind: Kind = "data-bound" if share > STALL_HIGH else "balanced"
     if share < STALL_LOW and outside.severity == "fine":
         kind = "compute-bound"
+    causes = _causes(outside, () if evidence is None else findings(evidence), share)
+    sentence = waiting_text(summary)
+    if evidence is not None and evidence.held_up:
+        # This rank hardly waits for its own data; the others' is waited for in the backward pass.
+        kind = "data-bound" if causes[0].severity == "high" else "balanced"
+        sentence = causes[0].cause
     return Verdict(
         kind=kind,
-        sentence=waiting_text(summary),
+        sentence=sentence,
         evidence=_evidence(summary, facts),
-        findings=_causes(outside, () if evidence is None else findings(evidence), share),
+        findings=causes,
     )
 
 
@@ -89,9 +96,11 @@ def _causes(
     explained = stall_share <= STALL_HIGH or any(
         found.code not in _NO_CAUSE_OF_STALLS for found in inside
     )
-    if not inside or not explained:
-        return (outside, *inside)
-    return inside
+    if inside and explained:
+        return inside
+    if inside and inside[0].code == _SLOW_RANK:
+        return (inside[0], outside, *inside[1:])
+    return (outside, *inside)
 
 
 def _unmeasured(summary: StageSummary) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.insight.evidence import Evidence, stage_evidence
 from lightning_fastdata.insight.outside import LoaderFacts
+from lightning_fastdata.insight.ranks import rank_evidence
 from lightning_fastdata.insight.setups import setup_of, step_cpus
 from lightning_fastdata.insight.simulate import simulate
 from lightning_fastdata.insight.verdict import judge
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from lightning_fastdata.insight.verdict import Verdict
     from lightning_fastdata.loading.loader import FastDataLoader
     from lightning_fastdata.loading.stamps import BatchStamps
+    from lightning_fastdata.plugin.ranks import RankRecords
     from lightning_fastdata.plugin.recording import Recording, StageMeter
 
 _NS_PER_S: Final = 1e9
@@ -36,6 +38,9 @@ class RunJudge:
         trainer: The trainer.
         recording: What was measured of it.
         clock: Seconds that pass.
+
+    Attributes:
+        ranks: What the ranks have told; None with one rank.
     """
 
     def __init__(
@@ -46,6 +51,7 @@ class RunJudge:
         self._clock = clock
         self._began_s = clock()
         self._spent_s = self._dearest_s = 0.0
+        self.ranks: RankRecords | None = None
 
     @property
     def affordable(self) -> bool:
@@ -90,6 +96,7 @@ class RunJudge:
             persistent_workers=facts.persistent_workers,
             val_stall_share=None if val is None else val.stall_share,
             **({} if host is None else host.evidence()),
+            **({} if self.ranks is None else rank_evidence(self.ranks.so_far)),
         )
 
     def predicted_step_ms(self, train: StageSummary) -> float | None:

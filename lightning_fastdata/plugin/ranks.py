@@ -10,15 +10,19 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import TYPE_CHECKING, Any, Final
 
+from lightning_fastdata.insight.causes import cause_lines
+from lightning_fastdata.insight.finding import STALL_LOW
 from lightning_fastdata.insight.ranks import RankTiming, rank_timing, together
 
 if TYPE_CHECKING:
-    from lightning_fastdata.insight.metrics import StepHistory
+    from lightning_fastdata.insight.metrics import StageSummary, StepHistory
 
 _PATIENCE_S: Final = 2.0
+_LATE_PATIENCE_S: Final = 0.05
+"""For ranks that have been waited for in vain the last time."""
 _POLL_S: Final = 0.005
 
 
@@ -28,13 +32,13 @@ class RankRecords:
     Every rank makes one when its training starts.
 
     Args:
-        store: A ``torch.distributed.Store`` that all ranks share.
+        store: A ``torch.distributed.Store`` that all ranks share; None: there is none.
         rank: Of this process, global.
         world_size: Number of ranks.
         host: Name of this machine.
         patience_s: How long rank 0 waits at the end of an epoch for ranks that have not told yet.
-            Once it has waited in vain for a rank, it takes what that rank has told by then.
-        clock_s: Monotonic time in seconds.
+            Once it has waited in vain for a rank, it hardly waits for that one any more until it
+            has caught up.
     """
 
     def __init__(
@@ -45,65 +49,73 @@ class RankRecords:
         world_size: int,
         host: str | None = None,
         patience_s: float = _PATIENCE_S,
-        clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = store
         self._rank = rank
         self._host = socket.gethostname() if host is None else host
         self._patience_s = patience_s
-        self._clock_s = clock_s
         self._steps = 0
         self._epochs = 0
         # Records that are next to be read of each rank, and what is known of it.
         self._next = dict.fromkeys(range(world_size), 0)
         self._late: set[int] = set()
         self._so_far: dict[int, RankTiming] = {}
-        self._broken: str | None = None
+        self._broken = None if store is not None else "there is no store that the ranks share"
         # A later fit of the same ranks must not read what an earlier one left.
-        self._run = self._counted(lambda: store.add(f"runs/{rank}", 1))
+        self._run = self._tried(lambda: store.add(f"runs/{rank}", 1))
 
     @property
     def so_far(self) -> tuple[RankTiming, ...]:
         """The means over all epochs that were told, by rank; on other ranks than 0 empty."""
         return tuple(self._so_far[rank] for rank in sorted(self._so_far))
 
-    def epoch_ended(self, history: StepHistory) -> tuple[RankTiming, ...]:
+    def epoch_ended(
+        self, history: StepHistory, summary: StageSummary | None = None
+    ) -> tuple[RankTiming, ...]:
         """Tell what the steps since the last call took, and return what all ranks have told.
 
         Args:
             history: Of this rank's training steps. Of more steps than it keeps, only the kept ones
                 count.
+            summary: Of all of its training steps; tells why its batches are late.
 
         Returns:
             On rank 0 the newest means of every rank that has told something since the last call;
             nothing on other ranks.
         """
         new, self._steps = history.steps - self._steps, history.steps
-        timing = rank_timing(history.newest(new), rank=self._rank, host=self._host)
-        if self._broken is None:
-            self._counted(lambda: self._store.set(self._key(self._rank, self._epochs), timing.as_json()))
+        timing = rank_timing(
+            history.newest(new), rank=self._rank, host=self._host, reason=_reason(summary)
+        )
+        key = self._key(self._rank, self._epochs)
+        self._tried(lambda: self._store.set(key, timing.as_json()))
         self._epochs += 1
         return self.read(self._patience_s)
 
     def read(self, patience_s: float = 0.0) -> tuple[RankTiming, ...]:
-        """Return what ranks have told since the last call, on rank 0; nothing on other ranks."""
-        if self._rank != 0 or self._broken is not None:
+        """Return what ranks have told since the last call, on rank 0; nothing on other ranks.
+
+        Args:
+            patience_s: How long to wait for ranks that have ended fewer epochs than this one.
+        """
+        if self._rank != 0:
             return ()
         newest: dict[int, RankTiming] = {}
-        self._counted(lambda: self._read_into(newest, patience_s))
+        self._tried(lambda: self._read_into(newest, patience_s))
         return tuple(newest[rank] for rank in sorted(newest))
 
-    def note(self) -> str | None:
+    def notes(self) -> tuple[str, ...]:
         """Return what has to be said of ranks that are not known."""
         if self._broken is not None:
-            return f"What the other ranks measured is not known: {self._broken}"
+            return (f"What the other ranks measured is not known: {self._broken}.",)
         missing = sorted(self._next.keys() - self._so_far.keys())
         if self._rank != 0 or not missing or not self._epochs:
-            return None
-        return f"Nothing was heard of rank {', '.join(map(str, missing))}."
+            return ()
+        return (f"Nothing was heard of rank {', '.join(map(str, missing))}.",)
 
     def _read_into(self, newest: dict[int, RankTiming], patience_s: float) -> None:
-        self._await(patience_s)
+        self._await(self._next.keys() - self._late, patience_s)
+        self._await(self._late, min(patience_s, _LATE_PATIENCE_S))
         for rank in self._next:
             told = []
             while self._has(rank):
@@ -120,14 +132,11 @@ class RankRecords:
             else:
                 self._late.discard(rank)
 
-    def _await(self, patience_s: float) -> None:
-        awaited = [
-            self._key(rank, self._epochs - 1)
-            for rank, number in self._next.items()
-            if number < self._epochs and rank not in self._late
-        ]
-        until = self._clock_s() + patience_s
-        while awaited and not self._store.check(awaited) and self._clock_s() < until:
+    def _await(self, ranks: Set[int], patience_s: float) -> None:
+        newest = self._epochs - 1
+        awaited = [self._key(rank, newest) for rank in ranks if self._next[rank] <= newest]
+        until = time.monotonic() + patience_s
+        while awaited and not self._store.check(awaited) and time.monotonic() < until:
             time.sleep(_POLL_S)
 
     def _has(self, rank: int) -> bool:
@@ -136,8 +145,10 @@ class RankRecords:
     def _key(self, rank: int, number: int) -> str:
         return f"{self._run}/{rank}/{number}"
 
-    def _counted(self, act: Callable[[], Any]) -> Any:
-        """Use the store; the training does not fail if that does."""
+    def _tried(self, act: Callable[[], Any]) -> Any:
+        """Use the store while it answers; the training does not fail if it does not."""
+        if self._broken is not None:
+            return None
         try:
             return act()
         except RuntimeError as error:  # every torch.distributed error is one
@@ -145,18 +156,22 @@ class RankRecords:
             return None
 
 
+def _reason(summary: StageSummary | None) -> str:
+    if summary is None or summary.causes is None or (summary.stall_share or 0.0) < STALL_LOW:
+        return ""
+    lines = cause_lines(summary.causes)
+    return lines[0] if lines else ""
+
+
 def meet(trainer: Any) -> RankRecords | None:
-    """Return the records of a trainer's ranks; None with one rank, or where ranks share no store.
+    """Return the records of a trainer's ranks; None with one rank.
 
     Args:
         trainer: When its strategy is set up.
     """
     if trainer.world_size < 2:
         return None
-    store = shared_store()
-    if store is None:
-        return None
-    return RankRecords(store, rank=trainer.global_rank, world_size=trainer.world_size)
+    return RankRecords(shared_store(), rank=trainer.global_rank, world_size=trainer.world_size)
 
 
 def shared_store() -> Any:
@@ -168,4 +183,6 @@ def shared_store() -> Any:
     # It has no public name; where a version lacks it, nothing is told, and a test fails.
     find = getattr(dist.distributed_c10d, "_get_default_store", None)
     store = None if find is None else find()
-    return None if store is None else dist.PrefixStore("lightning_fastdata", store)
+    if store is None:
+        return None
+    return dist.PrefixStore("lightning_fastdata", store)  # type: ignore[attr-defined]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.errors import FastDataWarning, OptionsError, TransformError
 from lightning_fastdata.host.machine import describe_machine, read_versions
+from lightning_fastdata.insight.ranks import rank_metrics
 from lightning_fastdata.insight.report import RunReport
 from lightning_fastdata.loading.names import refuses_unknown_names
 from lightning_fastdata.plugin import boards
@@ -21,6 +22,7 @@ from lightning_fastdata.plugin.hooks import overridden_hook
 from lightning_fastdata.plugin.judging import RunJudge
 from lightning_fastdata.plugin.profiler_tee import attach
 from lightning_fastdata.plugin.progress_bar import close_progress_bar
+from lightning_fastdata.plugin.ranks import meet
 from lightning_fastdata.plugin.recording import Recording
 
 if TYPE_CHECKING:
@@ -122,6 +124,7 @@ class ThroughputHooks:
         if run is None:
             return
         run.recording.restart()
+        run.judge.ranks = meet(trainer)
         run.log_dir = trainer.log_dir or trainer.default_root_dir
         run.every_n_steps = self.every_n_steps or trainer.log_every_n_steps or 0
         if run.logs:
@@ -165,15 +168,19 @@ class ThroughputHooks:
         run = self._run
         if run is None:
             return
-        run.recording.train.timeline.drop_open_step()
-        summary = run.recording.train.summary()
+        train = run.recording.train
+        train.timeline.drop_open_step()
+        summary = train.summary()
+        ranks = run.judge.ranks
+        heard = () if ranks is None else ranks.epoch_ended(train.timeline.history, summary)
         if summary is None or not run.logs:
             return
         # Lightning logs what ends an epoch at the step of the epoch's last batch.
         step = max(0, _steps_logged_by(trainer, run.recording.batches_stepped) - 1)
+        boards.log_to(trainer.loggers, rank_metrics(heard), step)
         if self.figures and run.figures < _MOST_FIGURES:
             run.figures += 1
-            columns = run.recording.train.timeline.history.newest()
+            columns = train.timeline.history.newest()
             boards.log_figure(
                 trainer.loggers, "data/timeline", lambda: boards.phase_figure(columns), step
             )
@@ -281,11 +288,19 @@ class _Run:
         if train is None:
             return None
         meters = self.recording.train, self.recording.val
+        ranks = self.judge.ranks
+        if ranks is not None:
+            ranks.read()
         return RunReport(
             stages=tuple(stage for stage in (train, val) if stage is not None),
             verdict=self.judge.verdict(train, val),
             recent={m.stage: m.timeline.history.newest() for m in meters},
-            notes=(*getattr(self.trainer.datamodule, "notes", ()), *self.recording.notes()),
+            ranks=() if ranks is None else ranks.so_far,
+            notes=(
+                *getattr(self.trainer.datamodule, "notes", ()),
+                *self.recording.notes(),
+                *(() if ranks is None else ranks.notes()),
+            ),
             versions=read_versions(),
             machine=describe_machine(self.trainer.strategy.root_device),
         )

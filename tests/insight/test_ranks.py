@@ -1,0 +1,217 @@
+"""Which rank holds up the others: its figures, its name, and what rank 0 makes of it."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from dataclasses import asdict, replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_fastdata.insight.evidence import Evidence
+from lightning_fastdata.insight.findings import findings
+from lightning_fastdata.insight.metrics import StepHistory, StepTiming, columns_of
+from lightning_fastdata.insight.outside import LoaderFacts
+from lightning_fastdata.insight.ranks import (
+    RankTiming,
+    mean_stall_ms,
+    rank_evidence,
+    rank_metrics,
+    rank_timing,
+    ranks_line,
+    slowest,
+    together,
+)
+from lightning_fastdata.insight.report import RunReport
+from lightning_fastdata.insight.verdict import judge
+
+MS = st.none() | st.floats(0, 1e4)
+TIMINGS = st.builds(
+    RankTiming, rank=st.integers(0, 9), host=st.text(max_size=8), steps=st.integers(0, 50),
+    step_ms=MS, stall_ms=MS, wait_ms=MS, compute_ms=MS, reason=st.text(max_size=20),
+)  # fmt: skip
+
+
+def step(number, *, cold=False, stall=1.0, compute=9.0):
+    return StepTiming(
+        step=number, samples=4, cold=cold, wait_ms=stall, stall_ms=stall, compute_ms=compute,
+        step_ms=None if stall is None else stall + compute,
+    )  # fmt: skip
+
+
+def ranks(*stalls, step_ms=30.0):
+    """Ranks in step: what one stalls, the others compute."""
+    return tuple(
+        RankTiming(
+            rank=number, host=f"host-{'ab'[number % 2]}", steps=10, step_ms=step_ms, wait_ms=stall,
+            stall_ms=stall, compute_ms=None if stall is None else step_ms - stall,
+        )
+        for number, stall in enumerate(stalls)
+    )  # fmt: skip
+
+
+@given(TIMINGS)
+def test_a_rank_is_read_as_it_was_written(timing):
+    assert RankTiming.from_json(timing.as_json()) == timing
+    assert RankTiming.from_json(timing.as_json().encode()) == timing
+
+
+def test_the_means_of_a_rank_leave_out_first_steps_of_epochs_and_what_was_not_measured():
+    steps = [step(0, cold=True, stall=500.0), step(1), step(2, stall=3.0), step(3, stall=None)]
+    timing = rank_timing(columns_of(steps), rank=1, host="b", reason="files")
+    assert (timing.rank, timing.host, timing.reason, timing.steps) == (1, "b", "files", 3)
+    assert timing.stall_ms == timing.wait_ms == 2.0
+    assert timing.step_ms == 11.0
+    assert timing.compute_ms == 9.0
+
+
+def test_a_rank_whose_only_step_was_the_first_tells_that_one():
+    assert rank_timing(columns_of([step(0, cold=True)]), rank=0, host="a").stall_ms == 1.0
+
+
+def test_a_rank_without_steps_tells_that_nothing_was_measured():
+    timing = rank_timing(StepHistory().newest(0), rank=3, host="c")
+    assert timing == RankTiming(rank=3, host="c", steps=0)
+
+
+@settings(max_examples=50)
+@given(st.lists(st.lists(st.floats(0, 100), max_size=6), min_size=1, max_size=4))
+def test_epochs_together_have_the_mean_of_all_their_steps(epochs):
+    timings = [
+        rank_timing(columns_of([step(i, stall=s) for i, s in enumerate(stalls)]), rank=0, host="a")
+        for stalls in epochs
+    ]
+    everything = [stall for stalls in epochs for stall in stalls]
+    found = together(timings)
+    assert found.steps == len(everything)
+    if everything:
+        assert found.stall_ms == pytest.approx(statistics.fmean(everything))
+    else:
+        assert found.stall_ms is None
+
+
+@given(st.lists(MS, max_size=6))
+def test_the_slowest_rank_stalls_longest_of_those_that_are_known(stalls):
+    told = {i: s for i, s in enumerate(stalls) if s is not None}
+    worst = slowest(ranks(*stalls))
+    if len(told) < 2:
+        assert worst is None
+    else:
+        assert told[worst.rank] == max(told.values())
+        assert mean_stall_ms(ranks(*stalls)) == pytest.approx(statistics.fmean(told.values()))
+
+
+def test_of_equal_stalls_the_rank_that_computes_least_holds_up_the_others():
+    alike = ranks(5.0, 5.0, 5.0)
+    assert slowest((alike[0], replace(alike[1], compute_ms=3.0), alike[2])).rank == 1
+
+
+def test_metrics_are_spread_and_name_of_the_slowest():
+    assert rank_metrics(ranks(1.0, 21.0, 2.0)) == {
+        "data_ranks/stall_max_ms": 21.0,
+        "data_ranks/stall_mean_ms": 8.0,
+        "data_ranks/stall_min_ms": 1.0,
+        "data_ranks/slowest_rank": 1.0,
+        "data_ranks/step_max_ms": 30.0,
+        "data_ranks/compute_max_ms": 29.0,
+        "data_ranks/compute_min_ms": 9.0,
+    }
+
+
+@given(st.lists(TIMINGS, max_size=4))
+def test_metrics_are_finite_numbers_and_only_of_several_ranks(timings):
+    metrics = rank_metrics(timings)
+    assert all(math.isfinite(value) for value in metrics.values())
+    assert len(timings) > 1 or not metrics
+
+
+def test_one_line_names_rank_and_host():
+    assert ranks_line(ranks(1.0, 21.0, 2.0)) == (
+        "rank 1 on host-b stalls 21.0 ms a step, the mean is 8.0"
+    )
+
+
+def test_ranks_that_stall_alike_are_told_so():
+    assert ranks_line(ranks(1.0, 1.2)) == (
+        "2 ranks on 2 hosts stall alike, 1.1 ms a step, at most 1.2"
+    )
+    assert ranks_line(ranks(1.0)) is ranks_line(()) is ranks_line(ranks(None, None)) is None
+
+
+def test_evidence_is_complete_or_not_there():
+    assert rank_evidence(ranks(1.0, 2.0))["rank_stalls_ms"] == (1.0, 2.0)
+    assert rank_evidence(ranks(1.0, 2.0))["rank_hosts"] == ("host-a", "host-b")
+    for some in (ranks(1.0), ranks(1.0, None), ranks(1.0, 2.0, 3.0)[1:], ()):
+        assert rank_evidence(some) == {}
+
+
+def evidence(*stalls, own=None, **arguments):
+    told = rank_evidence(ranks(*stalls))
+    own = stalls[0] if own is None else own
+    return Evidence(step_ms=30.0, wait_ms=own, stall_ms=own, **told, **arguments)
+
+
+def test_a_slower_rank_is_the_first_finding_and_data_is_not_called_free():
+    found = findings(evidence(0.1, 21.0, gap_ms=10.0))
+    assert [each.code for each in found] == ["FD316", "FD314"]
+    assert found[0].cause.startswith("rank 1 on host-b stalls 21.0 ms a step")
+    assert found[0].severity == "high"
+    # What is left is what the next slowest stalls.
+    assert found[0].gain.after_ms == pytest.approx(30.0 - 20.9)
+
+
+def test_on_the_slowest_rank_itself_its_own_causes_come_first():
+    found = findings(evidence(21.0, 0.1, gap_ms=10.0))
+    assert [each.code for each in found] == ["FD314", "FD316"]
+    assert "rank 0 on host-a" in found[1].cause
+
+
+def test_ranks_that_stall_alike_give_no_finding():
+    for stalls in ((20.0, 20.0), (0.1, 0.3), (20.0, 21.0, 20.5)):
+        assert "FD316" not in {each.code for each in findings(evidence(*stalls))}
+
+
+def test_the_reason_is_that_of_the_slow_rank():
+    told = (replace(each, reason=f"reason {each.rank}") for each in ranks(0.1, 21.0))
+    found = findings(Evidence(step_ms=30.0, stall_ms=0.1, **rank_evidence([*told])))
+    assert found[0].cause.endswith("; there, reason 1")
+
+
+def summary(stall):
+    history = StepHistory()
+    for number in range(20):
+        history.append(step(number, cold=number == 0, stall=stall, compute=30.0 - stall))
+    return history.summarize("train", duration_s=1.0)
+
+
+def test_a_run_that_waits_for_another_rank_is_data_bound():
+    verdict = judge(summary(0.1), LoaderFacts(num_workers=0), evidence(0.1, 21.0))
+    assert (verdict.code, verdict.kind) == ("FD316", "data-bound")
+    assert verdict.sentence == verdict.findings[0].cause
+    assert judge(summary(0.1), None, evidence(0.1, 2.5)).kind == "balanced"
+    assert judge(summary(0.1), None, evidence(0.1, 0.2)).kind == "compute-bound"
+
+
+@pytest.mark.parametrize(("stalls", "codes"), [
+    ((5.0, 21.0), ["FD316", "FD101"]),
+    ((21.0, 5.0), ["FD316", "FD101"]),
+    ((21.0, 21.0), ["FD101"]),
+])  # fmt: skip
+def test_what_outsiders_see_of_this_rank_is_told_too(stalls, codes):
+    facts = LoaderFacts(num_workers=0, usable_cpus=4)
+    verdict = judge(summary(stalls[0]), facts, evidence(*stalls))
+    assert [each.code for each in verdict.findings] == codes
+
+
+def test_the_report_holds_every_rank_and_one_line_on_them():
+    told = ranks(1.0, 21.0)
+    report = RunReport(stages=(summary(1.0),), ranks=told)
+    assert json.loads(json.dumps(report.as_dict()))["ranks"] == [asdict(each) for each in told]
+    assert " ranks rank 1 on host-b stalls 21.0 ms a step, the mean is 11.0\n" in report.text()
+    alone = RunReport(stages=(summary(1.0),))
+    assert alone.as_dict()["ranks"] == []
+    assert "ranks" not in alone.text()
+    assert str(report) == report.text()
