@@ -1,0 +1,290 @@
+"""Ranks tell rank 0 what their steps took: the slow one is named, and nobody waits for it."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from lightning_fastdata.insight.metrics import StepHistory, StepTiming
+from lightning_fastdata.plugin.ranks import RankRecords, shared_store
+
+PROGRAM = Path(__file__).with_name("train_on_ranks.py")
+SLEEPS_MS = (4, 10, 30)
+"""Of one sample; a batch has two, and the rest of a step takes 10 ms."""
+EVEN = {"batches": [12, 12], "sleep_s": [0, 0]}
+CASES = {
+    **{
+        f"rank 1 sleeps {ms}": {**EVEN, "sleep_s": [0, ms / 1e3], "max_epochs": 2}
+        for ms in SLEEPS_MS
+    },
+    "rank 0 sleeps": {**EVEN, "sleep_s": [0.01, 0]},
+    "foreign": {**EVEN, "sleep_s": [0, 0.01], "ours": False},
+    "healthy": {**EVEN, "step_s": 0.05},
+    "rank 1 has fewer": {"batches": [8, 6], "sleep_s": [0, 0], "max_epochs": -1, "max_steps": 16},
+    "rank 0 has fewer": {"batches": [6, 8], "sleep_s": [0, 0], "max_epochs": -1, "max_steps": 16},
+    "one epoch": {**EVEN, "max_epochs": 1},
+    "four epochs": {**EVEN, "max_epochs": 4},
+    "one epoch, not measured": {**EVEN, "max_epochs": 1, "measured": False},
+    "four epochs, not measured": {**EVEN, "max_epochs": 4, "measured": False},
+}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """What each of two ranks measured, by case."""
+    folder = tmp_path_factory.mktemp("ranks")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    processes = []
+    for rank in range(2):
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(PROGRAM.parents[1]), *sys.path]),
+            "OMP_NUM_THREADS": "1",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "NODE_RANK": "0",
+            "LOCAL_RANK": str(rank),
+        }
+        command = [sys.executable, str(PROGRAM), "2", str(folder), json.dumps(CASES)]
+        processes.append(
+            subprocess.Popen(
+                command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+            )
+        )
+    try:
+        for process in processes:
+            output, _ = process.communicate(timeout=110)
+            assert process.returncode == 0, output.decode()[-3000:]
+    finally:
+        for process in processes:
+            process.kill()
+    return [json.loads((folder / f"2-{rank}.json").read_text()) for rank in range(2)]
+
+
+def findings(result):
+    return result["report"]["verdict"]["findings"]
+
+
+def logged(result):
+    return [row for row in result["rows"] if "data_ranks/slowest_rank" in row]
+
+
+@pytest.mark.parametrize("ms", SLEEPS_MS)
+def test_the_rank_whose_data_is_slow_is_named_first_with_its_host_and_reason(trained, ms):
+    result = trained[0][f"rank 1 sleeps {ms}"]
+    first = findings(result)[0]
+    assert first["code"] == "FD316"
+    assert first["cause"].startswith(f"rank 1 on {socket.gethostname()} stalls ")
+    assert "reading waited for storage" in first["cause"]
+    assert first["gain"]["factor"] > 1
+    assert "FD319" not in {each["code"] for each in findings(result)}
+    assert f"ranks rank 1 on {socket.gethostname()} stalls" in result["text"]
+    zero, one = result["report"]["ranks"]
+    assert (zero["rank"], one["rank"]) == (0, 1)
+    # One of twelve waits is for the end of the stream, as Lightning fetches ahead of it.
+    assert one["stall_ms"] > 2 * ms * 10 / 12
+    assert one["stall_ms"] > zero["stall_ms"] + ms
+    assert zero["compute_ms"] > one["compute_ms"] + ms
+    assert [row["data_ranks/slowest_rank"] for row in logged(result)] == ["1.0", "1.0"]
+
+
+def test_what_rank_0_hears_is_what_rank_1_measured(trained):
+    for name in ("rank 1 sleeps 10", "foreign"):
+        heard = trained[0][name]["report"]["ranks"][1]
+        own = trained[1][name]["report"]["stages"]["train"]
+        for phase in ("step", "stall", "wait", "compute"):
+            assert heard[f"{phase}_ms"] == pytest.approx(own[phase]["mean_ms"])
+        assert heard["steps"] == own["steps"] - own["cold_steps"]
+
+
+def test_rank_0_is_named_where_it_is_the_slow_one_after_what_to_do_about_it(trained):
+    result = trained[0]["rank 0 sleeps"]
+    codes = [each["code"] for each in findings(result)]
+    assert "FD316" in codes
+    assert codes[0] != "FD316"
+    assert "ranks rank 0 on" in result["text"]
+
+
+def test_ranks_of_a_foreign_loader_are_told_without_a_reason(trained):
+    first = findings(trained[0]["foreign"])[0]
+    assert first["code"] == "FD316"
+    assert first["cause"].endswith("every rank waits for the last one")
+
+
+def test_healthy_ranks_stall_alike(trained):
+    result = trained[0]["healthy"]
+    assert "FD316" not in {each["code"] for each in findings(result)}
+    assert "ranks 2 ranks on 1 host stall alike" in result["text"]
+
+
+@pytest.mark.parametrize("who", ["rank 0", "rank 1"])
+def test_a_rank_that_has_fewer_batches_hangs_nobody(trained, who):
+    """It ends its epochs earlier, so that the ranks are in different epochs of the same step."""
+    result = trained[0][f"{who} has fewer"]
+    assert [rank[f"{who} has fewer"]["steps"] for rank in trained] == [16, 16]
+    assert [each["rank"] for each in result["report"]["ranks"]] == [0, 1]
+
+
+def test_no_epoch_has_a_collective_of_ours(trained):
+    """Lightning's ``trainer.log_dir`` is some, once in a fit."""
+    for rank in trained:
+        ours = [
+            rank[f"{epochs}"]["collectives"] - rank[f"{epochs}, not measured"]["collectives"]
+            for epochs in ("one epoch", "four epochs")
+        ]
+        assert ours[0] == ours[1]
+        assert rank["four epochs"]["collectives"] > rank["one epoch"]["collectives"]
+
+
+def test_other_ranks_than_the_first_report_themselves(trained):
+    for result in trained[1].values():
+        assert not result["rows"]
+        assert result["report"] is None or result["report"]["ranks"] == []
+
+
+# Several ranks in one process, which share a store as they would from afar.
+
+
+def history_of(*stalls):
+    history = StepHistory()
+    add(history, *stalls)
+    return history
+
+
+def add(history, *stalls):
+    for stall in stalls:
+        history.append(
+            StepTiming(history.steps, 1, False, wait_ms=stall, stall_ms=stall, step_ms=10.0)
+        )
+
+
+def two(store, **arguments):
+    return [
+        RankRecords(store, rank=rank, world_size=2, host=f"host-{rank}", **arguments)
+        for rank in range(2)
+    ]
+
+
+def test_a_rank_leaves_one_record_an_epoch_and_none_once_it_was_read():
+    store = dist.HashStore()
+    zero, one = two(store)
+    before = store.num_keys()
+    history = StepHistory()
+    for epoch in range(3):
+        add(history, 1.0, 2.0)
+        assert one.epoch_ended(history) == ()
+        assert store.num_keys() == before + epoch + 1
+    zero.epoch_ended(history_of(3.0))
+    assert store.num_keys() == before
+
+
+def test_each_epoch_is_told_once_and_all_of_them_make_the_report():
+    zero, one = two(dist.HashStore())
+    mine, other = StepHistory(), StepHistory()
+    heard = []
+    for stall in (1.0, 3.0):
+        add(mine, stall)
+        add(other, stall * 10, stall * 10)
+        one.epoch_ended(other)
+        heard.append([rank.stall_ms for rank in zero.epoch_ended(mine)])
+    assert heard == [[1.0, 10.0], [3.0, 30.0]]
+    assert [(r.host, r.steps, r.stall_ms) for r in zero.so_far] == [
+        ("host-0", 2, 2.0),
+        ("host-1", 4, 20.0),
+    ]
+    assert zero.notes() == ()
+
+
+def test_a_rank_without_steps_tells_so():
+    zero, one = two(dist.HashStore())
+    one.epoch_ended(StepHistory())
+    assert [rank.stall_ms for rank in zero.epoch_ended(history_of(1.0))] == [1.0, None]
+
+
+def test_a_rank_that_tells_a_little_later_is_waited_for():
+    zero, one = two(dist.HashStore(), patience_s=60)
+    later = threading.Timer(0.2, lambda: one.epoch_ended(history_of(5.0)))
+    later.start()
+    assert [rank.stall_ms for rank in zero.epoch_ended(history_of(1.0))] == [1.0, 5.0]
+    later.join()
+
+
+def test_a_rank_that_never_tells_is_waited_for_once_and_mentioned():
+    zero, _ = two(dist.HashStore(), patience_s=0.5)
+    history = StepHistory()
+    began = time.monotonic()
+    for _ in range(4):
+        add(history, 1.0)
+        zero.epoch_ended(history)
+    waited_s = time.monotonic() - began
+    assert 0.5 <= waited_s < 4 * 0.5
+    assert zero.notes() == ("Nothing was heard of rank 1.",)
+
+
+def test_a_rank_that_catches_up_is_heard_again():
+    zero, one = two(dist.HashStore(), patience_s=0.05)
+    mine, other = history_of(1.0), history_of(5.0)
+    assert len(zero.epoch_ended(mine)) == 1
+    one.epoch_ended(other)
+    add(mine, 1.0)
+    add(other, 7.0)
+    one.epoch_ended(other)
+    assert [rank.stall_ms for rank in zero.epoch_ended(mine)] == [1.0, 6.0]
+
+
+def test_a_later_fit_does_not_read_what_an_earlier_one_left():
+    store = dist.HashStore()
+    _, one = two(store)
+    one.epoch_ended(history_of(500.0))
+    zero, one = two(store)
+    one.epoch_ended(history_of(5.0))
+    assert [rank.stall_ms for rank in zero.epoch_ended(history_of(1.0))] == [1.0, 5.0]
+
+
+def test_a_store_that_is_gone_is_mentioned_and_fails_nothing():
+    program = (
+        "import torch.distributed as d; s = d.TCPStore('127.0.0.1', 0, is_master=True, "
+        "wait_for_workers=False); print(s.port, flush=True); input()"
+    )
+    server = subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        store = dist.TCPStore("127.0.0.1", int(server.stdout.readline()), wait_for_workers=False)
+        zero, _ = two(store, patience_s=0.1)
+    finally:
+        server.kill()
+        server.communicate()
+    assert zero.epoch_ended(history_of(1.0)) == ()
+    assert zero.so_far == ()
+    (note,) = zero.notes()
+    assert note.startswith("What the other ranks measured is not known: Dist")
+
+
+def test_ranks_without_a_store_are_mentioned():
+    (zero, _) = two(None)
+    assert zero.epoch_ended(history_of(1.0)) == ()
+    assert "no store that the ranks share" in zero.notes()[0]
+
+
+def test_the_store_of_the_process_group_is_found():
+    """Pins the function of torch that returns it."""
+    assert shared_store() is None
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        store = shared_store()
+        store.set("key", "value")
+        assert store.get("key") == b"value"
+    finally:
+        dist.destroy_process_group()
