@@ -55,12 +55,19 @@ class Evidence:
     """Part of the workers' busy time in which they were ready to run but had no CPU, 0 to 1."""
     throttled_share: float | None = None
     """Part of the scheduler's periods in which the cgroup's CPU quota was used up, 0 to 1."""
+    interpreter_share: float | None = None
+    """CPUs that the reading threads of one side process use together, the most of any. About 1 where
+    they hold the interpreter's lock in turn, more where they compute side by side. None where no
+    process has several threads."""
     pressure_percent: float | None = None
     """PSI of the CPUs, ``some avg10``: of the last 10 s, when something runnable had no CPU."""
     compute_slowdown: float | None = None
     """Compute time of a step over that of the same step while workers were idle; 1: no effect."""
     read_rates: tuple[tuple[int, float], ...] = ()
-    """Workers and MB/s read with that many, for each number of workers that was tried."""
+    """Workers and MB/s read with that many, for each number of workers that was tried. Only of times
+    in which batches were waited for: else the training sets the pace, and not the storage."""
+    epochs: int | None = None
+    """Epochs that were begun."""
     epoch_wait_ms: float | None = None
     """Wait for the first batch of an epoch."""
     steps_per_epoch: float | None = None
@@ -182,6 +189,7 @@ def stage_evidence(
         stamps,
         setup,
         step_ms=step_ms,
+        epochs=summary.cold_steps,
         epoch_wait_ms=summary.cold_wait_ms,
         steps_per_epoch=summary.steps / summary.cold_steps if summary.cold_steps else None,
         **means,
@@ -222,6 +230,8 @@ def evidence_of(
         costs=tuple(costs[-_MOST_COSTS:]),
         busy_share=None if setup is None else busy_share(stamps, setup.workers),
         runqueue_share=_runqueue_share(stamps),
+        interpreter_share=_interpreter_share(epochs),
+        epochs=len(epochs),
         epoch_wait_ms=_mean_ms(cold),
         steps_per_epoch=statistics.fmean(map(len, epochs)) if cold else None,
     )
@@ -262,3 +272,22 @@ def _runqueue_share(stamps: Sequence[BatchStamps]) -> float | None:
     told = [task for batch in stamps for task in batch.tasks if task.runqueue_ns is not None]
     length = sum(task.ended_ns - task.began_ns for task in told)
     return sum(task.runqueue_ns or 0 for task in told) / length if length else None
+
+
+def _interpreter_share(epochs: Sequence[Sequence[BatchStamps]]) -> float | None:
+    """Return how many CPUs the reading threads of the busiest process used."""
+    ran: dict[int, float] = {}
+    threads: dict[int, set[int]] = {}
+    span = 0.0
+    for epoch in epochs:
+        began, ended = epoch[0].delivered_ns, epoch[-1].delivered_ns
+        span += ended - began
+        for task in (task for batch in epoch for task in batch.tasks):
+            inside = min(task.ended_ns, ended) - max(task.began_ns, began)
+            if task.cpu_ns is None or inside <= 0:
+                continue
+            used = task.cpu_ns * inside / max(1, task.ended_ns - task.began_ns)
+            ran[task.process] = ran.get(task.process, 0.0) + used
+            threads.setdefault(task.process, set()).add(task.thread)
+    shares = [used / span for process, used in ran.items() if len(threads[process]) > 1 and span]
+    return max(shares, default=None)

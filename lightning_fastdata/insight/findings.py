@@ -1,7 +1,8 @@
 """Every cause of a slow step that the evidence shows, with its remedy and what that would gain.
 
-Pure: measured facts in, findings out, in the order of this table. The first one is the one to act
-upon. Shares are of the step unless said otherwise.
+Pure: measured facts in, findings out: the severe ones first, then the moderate ones, then those that
+ask for nothing, each in the order of this table. The first one is the one to act upon. Shares are of
+the step unless said otherwise.
 
 ===== ========================================================== ==================================
 code  holds when                                                 remedy
@@ -11,16 +12,17 @@ FD302 slow samples are 30 % of the wait                          in_order, furth
 FD303 reading blocked is the largest part of the wait            more workers, cache
 FD304 as FD303, and more workers did not read more MB/s          cache, local disk
 FD305 reading on a CPU is the largest part                       more workers, cheaper transforms
-FD306 waiting for CPUs above 20 %, or quota, by own work         fewer workers, cheaper transforms
+FD306 waiting for CPUs above 20 %, or quota, by own work;        fewer workers, cheaper transforms
+      or threads that hold the interpreter's lock in turn        processes
 FD307 collation is the largest part                              own executor, batched reading
 FD308 hand-over is 20 % of the wait                              own executor
 FD309 workers busy above 95 %, no part stands out                more workers
-FD310 starts of epochs above 5 % of the epoch                    persistent workers
+FD310 starts of epochs above 5 % of the epoch, of two or more    persistent workers
 FD311 page-locking is the largest part                           page_lock="register"
 FD312 transfer above 5 %                                         pinned memory, uint8
 FD313 augmentation on the device above 10 %                      fewer or cheaper transforms
 FD314 device idle above 10 %, though no batch was waited for     the host code between steps
-FD315 waiting for CPUs above 20 %, but not for own work          the other load
+FD315 waiting for CPUs above 20 %, half of the wait by others    the other load
 FD316 one rank stalls 3 % more than the mean                     its data or host
 FD317 allocator retries, memory never unused above 3 %           smaller batches
 FD318 validation stalls above 3 % of its steps                   the validation loader's options
@@ -65,12 +67,14 @@ _ROWS: Final[tuple[Callable[[Evidence], Finding | None], ...]] = (
     step_costs.validation,
     step_costs.free,
 )
+_SEVERITIES: Final = ("high", "moderate", "fine")
 
 
 def findings(evidence: Evidence) -> tuple[Finding, ...]:
-    """Return everything that the evidence shows, in the order of the table.
+    """Return everything that the evidence shows, by severity, then in the order of the table.
 
     Args:
         evidence: Measured facts; what was not measured gives no findings.
     """
-    return tuple(found for row in _ROWS if (found := row(evidence)) is not None)
+    found = [each for row in _ROWS if (each := row(evidence)) is not None]
+    return tuple(sorted(found, key=lambda each: _SEVERITIES.index(each.severity)))

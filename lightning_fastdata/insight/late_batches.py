@@ -5,6 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from lightning_fastdata.insight import remedies
+from lightning_fastdata.insight.contention import (
+    RUNQUEUE_HIGH,
+    crowded,
+    locked,
+    overcommitted,
+    part_shares,
+    runqueue_share,
+)
 from lightning_fastdata.insight.finding import Finding, severity_of, stalls
 from lightning_fastdata.insight.simulate import scaled
 
@@ -13,25 +21,15 @@ if TYPE_CHECKING:
     from lightning_fastdata.insight.remedies import Gain
 
 _DOMINANT: Final = 0.4
-_SLOW_HIGH, _HANDOVER_HIGH, _RUNQUEUE_HIGH, _BUSY_HIGH = 0.30, 0.20, 0.20, 0.95
+_SLOW_HIGH, _HANDOVER_HIGH, _BUSY_HIGH = 0.30, 0.20, 0.95
 _MORE_WORKERS, _MORE_MB_S = 1.5, 1.15
 _PRESSURE_HIGH: Final = 20.0
 _COMPUTE_SLOWER: Final = 1.10
 
 
-def _part_shares(evidence: Evidence) -> dict[str, float]:
-    """Return the parts of the wait, 0 to 1; reading that is not told apart counts as blocked."""
-    if evidence.parts is None or not stalls(evidence):
-        return {}
-    shares = evidence.parts.shares()
-    if shares:
-        shares["read_blocked"] += shares.pop("read")
-    return shares
-
-
 def _largest(evidence: Evidence) -> tuple[str, float]:
     """Return the part of the wait that stands out, if one does; CPU time with waiting for CPUs."""
-    shares = _part_shares(evidence)
+    shares = part_shares(evidence)
     if shares:
         shares["read_cpu"] += shares.pop("read_runqueue")
     name = max(shares, key=shares.__getitem__, default="")
@@ -65,7 +63,7 @@ def _more_workers(
 
 def slow_samples(e: Evidence) -> Finding | None:
     """FD302: single samples hold up their batches."""
-    share = _part_shares(e).get("slow_sample", 0.0)
+    share = part_shares(e).get("slow_sample", 0.0)
     if share < _SLOW_HIGH:
         return None
     named = ", ".join(
@@ -131,22 +129,10 @@ def bandwidth(e: Evidence) -> Finding | None:
     )
 
 
-def _overcommitted(e: Evidence) -> bool:
-    """Return whether own work wants more CPUs than there are, or a quota stopped it."""
-    if e.throttled_share:
-        return True
-    wanted = e.wanted_cpus
-    return e.setup is None or wanted is None or wanted > e.setup.cpus
-
-
-def _runqueue(e: Evidence) -> float:
-    return max(_part_shares(e).get("read_runqueue", 0.0), e.runqueue_share or 0.0)
-
-
 def _saturated(e: Evidence) -> bool:
-    loads = _runqueue(e) >= _RUNQUEUE_HIGH or bool(e.throttled_share)
+    loads = runqueue_share(e) >= RUNQUEUE_HIGH or bool(e.throttled_share)
     reads = _largest(e)[0] == "read_cpu"
-    return stalls(e) and loads and reads and _overcommitted(e)
+    return stalls(e) and loads and reads and overcommitted(e) and not crowded(e)
 
 
 def _transforms(e: Evidence) -> str:
@@ -163,8 +149,8 @@ def _gain_of_transforms(e: Evidence) -> Gain | None:
 def few_workers(e: Evidence) -> Finding | None:
     """FD305: reading and transforming take longer than the step."""
     name, share = _largest(e)
-    starved = _part_shares(e).get("read_runqueue", 0.0) > share / 2
-    if name != "read_cpu" or starved or _saturated(e):
+    starved = part_shares(e).get("read_runqueue", 0.0) > share / 2
+    if name != "read_cpu" or starved or _saturated(e) or crowded(e):
         return None
     return _more_workers(
         e,
@@ -177,10 +163,12 @@ def few_workers(e: Evidence) -> Finding | None:
 
 
 def few_cpus(e: Evidence) -> Finding | None:
-    """FD306: own work wants more CPUs than there are."""
+    """FD306: own work wants more CPUs than there are, or than one interpreter uses."""
+    if locked(e):
+        return _one_interpreter(e)
     if not _saturated(e):
         return None
-    facts = [f"ready workers wait for a CPU for {_runqueue(e):.0%} of their time"]
+    facts = [f"ready workers wait for a CPU for {runqueue_share(e):.0%} of their time"]
     if e.throttled_share:
         facts.append(f"the CPU quota was used up in {e.throttled_share:.0%} of the periods")
     wanted, now = remedies.best_workers(e), e.setup
@@ -193,6 +181,23 @@ def few_cpus(e: Evidence) -> Finding | None:
         code="FD306", severity=severity_of(e.stall_share), cause="; ".join(facts), remedy=remedy,
         gain=gain, leave_alone="more workers: they would share the same CPUs",
     )  # fmt: skip
+
+
+def _one_interpreter(e: Evidence) -> Finding:
+    wanted = None if e.setup is None else remedies.with_workers(e.setup, max(1, int(e.setup.cpus)))
+    gain, processes = None, "processes instead of threads"
+    if wanted is not None:
+        gain = remedies.gain_of_costs(e, scaled(e.costs, blocked=0.0), wanted)
+        processes = f"LoaderOptions(executor='workers', num_workers={wanted.workers}), {processes}"
+    return Finding(
+        code="FD306",
+        severity=severity_of(e.stall_share),
+        cause="the threads of a side process take turns: one of them at a time holds the "
+        f"interpreter's lock, and together they use {e.interpreter_share or 0.0:.1f} CPUs",
+        remedy=f"{processes}; or transforms that release the lock",
+        gain=gain,
+        leave_alone="more threads, and the storage: what looks like waiting for it is the lock",
+    )
 
 
 def collation(e: Evidence) -> Finding | None:
@@ -213,14 +218,20 @@ def collation(e: Evidence) -> Finding | None:
 
 def handover(e: Evidence) -> Finding | None:
     """FD308: complete batches are long on their way."""
-    share = _part_shares(e).get("handover", 0.0)
+    share = part_shares(e).get("handover", 0.0)
     if share < _HANDOVER_HIGH:
         return None
+    remedy = "tensors or arrays and default collation, with LoaderOptions(executor='workers'), "
+    remedy += "which hands over memory instead of copies"
+    if e.setup is not None and e.setup.scheduling == "sample":
+        # Batches are handed over as memory already.
+        remedy = "find threads of the training process that compute, such as loggers and "
+        remedy += "callbacks, as they hold the interpreter's lock; then smaller batches"
     return Finding(
         code="FD308",
         severity=severity_of(e.stall_share),
         cause=_of_wait(e, share, "handing complete batches over"),
-        remedy="LoaderOptions(executor='workers'), which hands over memory instead of copies",
+        remedy=remedy,
         gain=remedies.gain_of_costs(e, scaled(e.costs, handover=0.0)),
         leave_alone="the number of workers",
     )
@@ -229,6 +240,8 @@ def handover(e: Evidence) -> Finding | None:
 def capacity(e: Evidence) -> Finding | None:
     """FD309: workers are busy all the time with a bit of everything."""
     if not stalls(e) or e.busy_share is None or e.busy_share <= _BUSY_HIGH or _largest(e)[0]:
+        return None
+    if crowded(e) or locked(e):
         return None
     return _more_workers(
         e,
@@ -258,11 +271,13 @@ def pinning(e: Evidence) -> Finding | None:
 
 def neighbours(e: Evidence) -> Finding | None:
     """FD315: other processes have the CPUs."""
-    runqueue = _runqueue(e)
+    runqueue = runqueue_share(e)
     slowed = (e.compute_slowdown or 1.0) >= _COMPUTE_SLOWER
     pressed = slowed and (e.pressure_percent or 0.0) >= _PRESSURE_HIGH
-    own = e.setup is None or e.wanted_cpus is None or _overcommitted(e)
-    if not stalls(e) or (runqueue < _RUNQUEUE_HIGH and not pressed) or own:
+    own = e.setup is None or e.wanted_cpus is None or overcommitted(e)
+    if not stalls(e) or (runqueue < RUNQUEUE_HIGH and not pressed):
+        return None
+    if locked(e) or (own and not crowded(e)):
         return None
     facts = [f"workers wait for a CPU for {runqueue:.0%} of their time"]
     if e.setup is not None and e.wanted_cpus is not None:

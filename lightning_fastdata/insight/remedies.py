@@ -64,9 +64,12 @@ def gain_of_setup(evidence: Evidence, setup: LoaderSetup) -> Gain | None:
     return _gain(evidence, evidence.costs, setup, "simulated")
 
 
-def gain_of_costs(evidence: Evidence, costs: Sequence[BatchCost]) -> Gain | None:
-    """Return what would be gained by batches that cost this, in the setup as it is."""
-    return None if evidence.setup is None else _gain(evidence, costs, evidence.setup, "floor")
+def gain_of_costs(
+    evidence: Evidence, costs: Sequence[BatchCost], setup: LoaderSetup | None = None
+) -> Gain | None:
+    """Return what would be gained by batches that cost this, in the setup as it is or in another."""
+    setup = evidence.setup if setup is None else setup
+    return None if setup is None else _gain(evidence, costs, setup, "floor")
 
 
 def _gain(

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from lightning_fastdata.insight.evidence import Evidence
 
 _FREE: Final = 0.01
+_FEWEST_EPOCHS: Final = 2
+"""Workers have to start once; how the first epoch starts says nothing of the others."""
 _GAP_HIGH: Final = 0.10
 _HEADROOM_LOW: Final = 0.03
 
@@ -41,6 +43,8 @@ def epoch_starts(e: Evidence) -> Finding | None:
     """FD310: the first batches of epochs are late."""
     share = e.epoch_start_share
     if share is None or e.steps_per_epoch is None or share <= EPOCH_START_HIGH:
+        return None
+    if e.epochs is None or e.epochs < _FEWEST_EPOCHS:
         return None
     each = (e.epoch_wait_ms or 0.0) / e.steps_per_epoch
     gain = None
@@ -162,7 +166,7 @@ def validation(e: Evidence) -> Finding | None:
         return None
     return Finding(
         code="FD318",
-        severity=severity_of(share),
+        severity="moderate",  # the share is of validation, and that may be short
         cause=f"validation waits for data for {share:.0%} of its steps",
         remedy="give the validation loader the options of the training loader, num_workers above "
         "all",

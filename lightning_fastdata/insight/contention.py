@@ -1,0 +1,78 @@
+"""Whether loading waits for CPUs or for the interpreter's lock, and who has them meanwhile."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from lightning_fastdata.insight.finding import stalls
+from lightning_fastdata.insight.simulate import simulate
+
+if TYPE_CHECKING:
+    from lightning_fastdata.insight.evidence import Evidence
+
+RUNQUEUE_HIGH: Final = 0.20
+"""Of the time of workers or of the wait: CPUs are short."""
+_LOCK_TAKEN: Final = (0.7, 1.15)
+"""CPUs that the reading threads of one process use if one of them at a time can run: at most 1, and
+some room for what is done without the lock; less by what switching takes."""
+_LOCK_MET: Final = 0.25
+_OTHERS_MOST: Final = 0.5
+"""If more than this part of the wait would go on a free machine, others are the cause."""
+
+
+def part_shares(e: Evidence) -> dict[str, float]:
+    """Return the parts of the wait, 0 to 1; reading that is not told apart counts as blocked.
+
+    None while data is no matter, or while threads wait for the interpreter's lock: then the parts
+    say no more than where threads were when they lost it.
+    """
+    return {} if locked(e) else _measured_shares(e)
+
+
+def _measured_shares(e: Evidence) -> dict[str, float]:
+    if e.parts is None or not stalls(e):
+        return {}
+    shares = e.parts.shares()
+    if shares:
+        shares["read_blocked"] += shares.pop("read")
+    return shares
+
+
+def runqueue_share(e: Evidence) -> float:
+    """Return how much of the wait, or of the workers' time, is spent ready but without a CPU."""
+    return max(part_shares(e).get("read_runqueue", 0.0), e.runqueue_share or 0.0)
+
+
+def overcommitted(e: Evidence) -> bool:
+    """Return whether own work wants more CPUs than there are, or a quota stopped it."""
+    if e.throttled_share:
+        return True
+    wanted = e.wanted_cpus
+    return e.setup is None or wanted is None or wanted > e.setup.cpus
+
+
+def locked(e: Evidence) -> bool:
+    """Return whether reading threads of one process wait for the interpreter's lock.
+
+    Together they use as much as one CPU, though there are more. And whoever needs the lock for a
+    moment only, to collate, to hand over or to take the next task, waits for it, too: where threads
+    wait for storage, the lock is free and these parts are short.
+    """
+    share, (low, high) = e.interpreter_share, _LOCK_TAKEN
+    if share is None or not low <= share <= high or e.setup is None or e.setup.cpus <= high:
+        return False
+    shares = _measured_shares(e)
+    return sum(shares.get(name, 0.0) for name in ("collate", "handover", "idle")) >= _LOCK_MET
+
+
+def crowded(e: Evidence) -> bool:
+    """Return whether most of the wait would go if nobody else used the CPUs.
+
+    The model knows what the batches cost without waiting for CPUs, and how own work shares them.
+    """
+    if locked(e) or runqueue_share(e) < RUNQUEUE_HIGH or e.throttled_share:
+        return False
+    if e.setup is None or not e.costs or not e.wait_ms:
+        return False
+    alone_ms = simulate(e.costs, e.setup).wait_ms
+    return e.wait_ms - alone_ms > _OTHERS_MOST * e.wait_ms

@@ -1,0 +1,163 @@
+"""Trainings whose costs are known: what samples, collation and steps take is real and given."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset, default_collate
+
+from lightning_fastdata.host.cpu import read_cpu_limit
+from lightning_fastdata.insight.evidence import Evidence, stage_evidence
+from lightning_fastdata.insight.setups import setup_of
+from lightning_fastdata.insight.timeline import StepTimeline
+from lightning_fastdata.loading.loader import FastDataLoader
+
+CPUS = read_cpu_limit().usable_cpus
+SLEEPING = 0.05
+"""CPUs that a training uses which sleeps while a device would compute."""
+
+
+def spin(seconds: float) -> None:
+    """Use a CPU for so long, however often it is taken away meanwhile."""
+    until = time.thread_time() + seconds
+    while time.thread_time() < until:
+        pass
+
+
+class Samples(Dataset[torch.Tensor]):
+    """Samples that cost time blocked, time on a CPU and bytes; some a lot more."""
+
+    def __init__(self, count, *, blocked_s=0.0, cpu_s=0.0, slow_s=0.0, slow_every=0, floats=1000):
+        self.count, self.blocked_s, self.cpu_s = count, blocked_s, cpu_s
+        self.slow_s, self.slow_every = slow_s, slow_every
+        self.sample = torch.zeros(floats)
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        if self.slow_every and index % self.slow_every == self.slow_every // 2:
+            time.sleep(self.slow_s)
+        if self.blocked_s:
+            time.sleep(self.blocked_s)
+        if self.cpu_s:
+            spin(self.cpu_s)
+        return self.sample
+
+
+class SlowCollate:
+    """Collates, and uses a CPU for some time."""
+
+    def __init__(self, seconds):
+        self.seconds = seconds
+
+    def __call__(self, samples):
+        spin(self.seconds)
+        return default_collate(samples)
+
+
+class SlowStart:
+    """Lets a worker start late, as imports do."""
+
+    def __init__(self, seconds):
+        self.seconds = seconds
+
+    def __call__(self, worker):
+        time.sleep(self.seconds)
+
+
+def sleep_for(seconds: float) -> Callable[[Any, StepTimeline], None]:
+    """Return a step during which a device computes and the host sleeps."""
+    return lambda batch, timeline: time.sleep(seconds)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """A loader and what is done with its batches."""
+
+    dataset: Any
+    step: Callable[[Any, StepTimeline], None]
+    """Called with each batch; may mark a transfer and an augmentation."""
+    batch_size: int | None = 16
+    epochs: int = 1
+    loader: dict[str, Any] = field(default_factory=lambda: {"num_workers": 1})
+    """Arguments of the loader."""
+    device: Any = None
+    """A device clock; None: the host is the device."""
+    between: Callable[[], None] | None = None
+    """Called after each step, as callbacks are."""
+    step_cpus: float = SLEEPING
+
+    def with_options(self, **options: Any) -> Training:
+        """Return the same with other arguments of the loader."""
+        return replace(self, loader={**self.loader, **options})
+
+
+@dataclass(slots=True)
+class Stage:
+    """One stage under way: a loader whose stamps are taken, and a timeline."""
+
+    training: Training
+    loader: FastDataLoader
+    timeline: StepTimeline
+    records: deque[Any]
+    began_s: float
+
+    @classmethod
+    def start(cls, training: Training) -> Stage:
+        options = {"executor": "workers", "multiprocessing_context": "fork", **training.loader}
+        if not options.get("num_workers"):
+            options.pop("multiprocessing_context")
+        loader = FastDataLoader(training.dataset, training.batch_size, **options)
+        records: deque[Any] = deque()
+        loader.record_stamps(records)
+        timeline = StepTimeline(device=training.device)
+        return cls(training, loader, timeline, records, time.perf_counter())
+
+    def epoch(self) -> None:
+        """Train for one epoch."""
+        timeline, training = self.timeline, self.training
+        timeline.epoch_began()
+        batches = iter(self.loader)
+        while True:
+            timeline.wait_began()
+            batch = next(batches, None)
+            if batch is None:
+                timeline.drop_open_step()
+                return
+            timeline.wait_ended()
+            training.step(batch, timeline)
+            timeline.compute_ended(16)
+            if training.between is not None:
+                training.between()
+
+    def summary(self, name: str = "train") -> Any:
+        """Return where the steps went."""
+        if self.training.device is not None:
+            self.training.device.synchronize()
+        duration_s = time.perf_counter() - self.began_s
+        return self.timeline.history.summarize(name, duration_s=duration_s)
+
+    def evidence(self, **measured: Any) -> Evidence:
+        """Return what is known of the stage."""
+        setup = setup_of(self.loader, cpus=float(CPUS), step_cpus=self.training.step_cpus)
+        persistent = self.loader.persistent_workers
+        return stage_evidence(
+            self.summary(), list(self.records), setup, persistent_workers=persistent, **measured
+        )
+
+
+def train(training: Training, **measured: Any) -> Evidence:
+    """Train for all epochs and return what is known; further facts may be given."""
+    stage = Stage.start(training)
+    try:
+        for _ in range(training.epochs):
+            stage.epoch()
+        return stage.evidence(**measured)
+    finally:
+        stage.loader.close()
