@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 Where: TypeAlias = Literal["worker", "device", "either"]
 
-_DRAWS_THERE: Final = "; draws numbers for every pixel there"
 _CHANGES_DTYPE_OR_LAYOUT: Final = frozenset({"FromFloat", "Normalize", "ToFloat", "ToTensorV2"})
 
 
@@ -110,8 +109,9 @@ def analyse(
             )
         why_worker = why_worker or _why_worker(leaf, op, sizes.before[index], barrier_after)
         draws = op is not None and op.draws_pixels(leaf.transform)
+        freedom = f"; {op.freedom}" if op is not None and draws else ""
         if why_worker is None and draws and same_pixels:
-            why_worker = "same_pixels: the device would draw other numbers for every pixel"
+            why_worker = "same_pixels: the device would make other pixels of the same distribution"
         if why_worker is None and op is not None and not _encodes_after(leaves[:index], leaf, op):
             why_worker = "no device form for the dtype it is given"
         if why_worker is not None:
@@ -124,12 +124,10 @@ def analyse(
                 if sees[index]
                 else f"on the batch, unless {barrier_after} was drawn after it"
             )
-            why += _DRAWS_THERE if draws else ""
-            placed.append(OpPlacement(name=name, where="either", why=why))
+            placed.append(OpPlacement(name=name, where="either", why=why + freedom))
             barrier_after = name if sees[index] else barrier_after
         else:
-            why = "on the batch" + (_DRAWS_THERE if draws else "")
-            placed.append(OpPlacement(name=name, where="device", why=why))
+            placed.append(OpPlacement(name=name, where="device", why="on the batch" + freedom))
     return Plan(
         placements=tuple(reversed(placed)),
         conditional=tuple(leaf.conditional for leaf in leaves),

@@ -38,6 +38,8 @@ _SIZE_VARIES: Final = frozenset(
 )
 CHANGES_SIZE: Final = _FIXED_BY_HEIGHT_WIDTH | _FIXED_BY_SIZE | {"LongestMaxSize", "PadIfNeeded"}
 """Transforms whose output size usually differs from their input size."""
+_FITS_IN_ITS_INPUT: Final = frozenset({"SafeRotate"})
+"""Says ``fit_output``, and means that its output fits in the size of its input."""
 _ONE_CHILD: Final = frozenset({"OneOf", "OneOrOther"})
 
 
@@ -132,6 +134,8 @@ def size_after(transform: Any, before: Size) -> Size:
     if name in _SWAPS_AXES:
         square = before.exact is not None and before.exact[0] == before.exact[1]
         return before if square else Size()
+    if name in _FITS_IN_ITS_INPUT:
+        return before
     varies = (
         name in _SIZE_VARIES
         or getattr(transform, "fit_output", False)

@@ -27,6 +27,7 @@ NAMES = [
     "RandomRotate90",
     "Resize",
     "Rotate",
+    "SafeRotate",
     "ToGray",
     "ToTensorV2",
     "VerticalFlip",
@@ -83,6 +84,8 @@ class Unusual(A.HorizontalFlip):
         # A size that varies again is made static again.
         ("wwwd", [A.Resize(8, 8), A.Rotate(crop_border=True), A.Resize(4, 4), H()]),
         ("wwwd", [A.Resize(8, 8), Custom(), A.Resize(4, 4), H()]),
+        ("wd", [A.Resize(8, 9), A.SafeRotate()]),
+        ("wwwd", [A.Resize(8, 8), A.Affine(fit_output=True), A.Resize(4, 4), H()]),
         # Quarter turns keep the size of square images only.
         ("wd", [A.Resize(8, 8), A.RandomRotate90()]),
         ("ww", [A.Resize(8, 9), A.RandomRotate90()]),

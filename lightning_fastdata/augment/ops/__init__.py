@@ -17,6 +17,7 @@ from lightning_fastdata.augment.ops import (
     lens,
     noise,
     output,
+    principal,
     rank,
     resample,
     sensor,
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 _FAMILIES = (
     *(index, resample, warp, table, color, blur, dropout, output),
-    *(downscale, histogram, lens, rank, sharpen),
+    *(downscale, histogram, lens, principal, rank, sharpen),
     *(distortion, elastic, noise, sensor, tiles),
 )
 

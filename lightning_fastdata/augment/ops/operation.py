@@ -64,6 +64,8 @@ class DeviceOp:
     the distribution of Albumentations' result, not its pixels."""
     fused: Fused | None = None
     """What it is within a run of operations on images that one kernel carries out."""
+    freedom: str = "draws numbers for every pixel there"
+    """Where ``draws_pixels`` is true: what the device does in its own way, for people."""
 
 
 def draw_params(

@@ -77,15 +77,21 @@ def _positions(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return where each output pixel comes from: rows and columns, float32 ``[n, height, width]``.
 
-    The columns are ``(m00 x + m01 y) + m02``, in this order of float32 operations, as in OpenCV 5.
+    The columns are ``m00 x + (m01 y + m02)`` in float32, the first product and sum rounded once,
+    as in OpenCV 5 on CPUs that multiply and add in one instruction.
     """
     y = torch.arange(size[0], device=inverse.device, dtype=inverse.dtype)[:, None]
-    x = torch.arange(size[1], device=inverse.device, dtype=inverse.dtype)[None, :]
+    x = torch.arange(size[1], device=inverse.device, dtype=torch.float64)[None, :]
     m = inverse[:, :, :, None, None]
-    columns = (m[:, 0, 0] * x + m[:, 0, 1] * y) + m[:, 0, 2]
-    rows = (m[:, 1, 0] * x + m[:, 1, 1] * y) + m[:, 1, 2]
+
+    def line(row: int) -> torch.Tensor:
+        start = m[:, row, 1] * y + m[:, row, 2]
+        # The product of two float32 numbers is exact in float64.
+        return (m[:, row, 0].double() * x + start.double()).float()
+
+    columns, rows = line(0), line(1)
     if projective:
-        depth = (m[:, 2, 0] * x + m[:, 2, 1] * y) + m[:, 2, 2]
+        depth = line(2)
         columns, rows = columns / depth, rows / depth
     return tuple(  # type: ignore[return-value]
         torch.nan_to_num(where, nan=0.0).clamp(-FAR, FAR) for where in (rows, columns)

@@ -1,0 +1,792 @@
+"""Training pipelines as people write them, for Albumentations 2.0.
+
+Each is modelled on a kind of pipeline that is common in public repositories, competitions and
+papers: the operations and their order are theirs, the sizes are smaller.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from dataclasses import dataclass
+from typing import Literal
+
+os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
+
+import albumentations as A
+import cv2
+import numpy as np
+
+Kind = Literal["image", "mask", "boxes", "keypoints", "two images"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """One training pipeline."""
+
+    compose: A.Compose
+    """The pipeline."""
+    kind: Kind = "image"
+    """What a sample holds beside its image."""
+    any_size: bool = True
+    """Whether it takes images of different sizes and makes them one size."""
+    worker: str = ""
+    """Operations that always stay in the worker, in the order in which they are written."""
+
+
+class Vignette(A.ImageOnlyTransform):
+    """What a user would write: darkens the corners."""
+
+    def apply(self, img, **params):
+        down, across = np.ogrid[-1 : 1 : img.shape[0] * 1j, -1 : 1 : img.shape[1] * 1j]
+        shade = 1 - 0.3 * (down**2 + across**2)
+        return (img * shade[..., None]).astype(img.dtype)
+
+
+def darker_blue(image, **_):
+    return np.concatenate([image[..., :2], image[..., 2:] // 2], -1)
+
+
+def _boxes(style="pascal_voc", **options):
+    return A.BboxParams(style, label_fields=["classes"], **options)
+
+
+def _points(**options):
+    return A.KeypointParams("xy", label_fields=["joints"], **options)
+
+
+H, V, R90 = A.HorizontalFlip, A.VerticalFlip, A.RandomRotate90
+RBC, HSV, GAMMA = A.RandomBrightnessContrast, A.HueSaturationValue, A.RandomGamma
+NOISE, BLUR = A.GaussNoise, A.GaussianBlur
+OneOf, Compose, Norm, Tensor = A.OneOf, A.Compose, A.Normalize, A.ToTensorV2
+
+with warnings.catch_warnings():
+    # ShiftScaleRotate warns that it is a special case of Affine, and people use it all the same.
+    warnings.simplefilter("ignore")
+    SSR = A.ShiftScaleRotate
+    CLASSIFICATION = {
+        "imagenet": Recipe(
+            compose=Compose([A.RandomResizedCrop((96, 96)), H(), Norm(), Tensor()]),
+            worker="RandomResizedCrop",
+        ),
+        "imagenet with colours": Recipe(
+            compose=Compose(
+                [A.RandomResizedCrop((96, 96)), H(), A.ColorJitter(p=0.8), Norm(), Tensor()]
+            ),
+            worker="RandomResizedCrop",
+        ),
+        "evaluation": Recipe(
+            compose=Compose([A.SmallestMaxSize(110), A.CenterCrop(96, 96), Norm(), Tensor()]),
+            worker="SmallestMaxSize CenterCrop",
+        ),
+        "cifar": Recipe(
+            compose=Compose(
+                [
+                    A.PadIfNeeded(136, 168, border_mode=cv2.BORDER_REFLECT_101),
+                    A.RandomCrop(128, 160),
+                    H(),
+                    A.CoarseDropout((1, 1), (16, 16), (16, 16), p=0.5),
+                    Norm((0.49, 0.48, 0.45), (0.25, 0.24, 0.26)),
+                    Tensor(),
+                ]
+            ),
+            any_size=False,
+            worker="PadIfNeeded RandomCrop",
+        ),
+        "self-supervised": Recipe(
+            compose=Compose(
+                [
+                    A.RandomResizedCrop((96, 96), scale=(0.2, 1)),
+                    A.ColorJitter(0.4, 0.4, 0.4, 0.1, p=0.8),
+                    A.ToGray(p=0.2),
+                    BLUR((5, 9), (0.1, 2), p=0.5),
+                    A.Solarize(p=0.2),
+                    H(),
+                    Norm(),
+                    Tensor(),
+                ]
+            ),
+            worker="RandomResizedCrop",
+        ),
+        "leaves": Recipe(
+            compose=Compose(
+                [
+                    A.RandomResizedCrop((112, 112)),
+                    A.Transpose(),
+                    H(),
+                    V(),
+                    SSR(p=0.5),
+                    HSV(p=0.5),
+                    RBC((-0.1, 0.1), (-0.1, 0.1), p=0.5),
+                    Norm(),
+                    A.CoarseDropout(p=0.5),
+                    Tensor(),
+                ]
+            ),
+            worker="RandomResizedCrop",
+        ),
+        "skin lesions": Recipe(
+            compose=Compose(
+                [
+                    A.Transpose(),
+                    V(),
+                    H(),
+                    RBC((-0.2, 0.2), (-0.2, 0.2), p=0.75),
+                    OneOf([A.MotionBlur(5), A.MedianBlur(5), BLUR((3, 5)), NOISE()], p=0.7),
+                    OneOf(
+                        [A.OpticalDistortion(1.0), A.GridDistortion(5, 1.0), A.ElasticTransform(3)],
+                        p=0.7,
+                    ),
+                    A.CLAHE(4.0, p=0.7),
+                    HSV(10, 20, 10),
+                    SSR(0.1, 0.1, 15, border_mode=0, p=0.85),
+                    A.Resize(112, 112),
+                    A.CoarseDropout((1, 1), (0.37, 0.37), (0.37, 0.37), p=0.7),
+                    Norm(),
+                    Tensor(),
+                ]
+            ),
+            worker="Transpose VerticalFlip HorizontalFlip RandomBrightnessContrast MotionBlur "
+            "MedianBlur GaussianBlur GaussNoise OpticalDistortion GridDistortion ElasticTransform "
+            "CLAHE HueSaturationValue ShiftScaleRotate Resize",
+        ),
+        "landmarks": Recipe(
+            compose=Compose(
+                [
+                    A.Resize(112, 112),
+                    H(),
+                    A.ImageCompression(quality_range=(99, 100)),
+                    SSR(0.2, 0.2, 10, border_mode=0, p=0.7),
+                    A.CoarseDropout((1, 1), (0.4, 0.4), (0.4, 0.4)),
+                    Norm(),
+                    Tensor(),
+                ]
+            ),
+            worker="Resize ImageCompression",
+        ),
+        "resized and flipped": Recipe(
+            compose=Compose(
+                [A.Resize(96, 128), H(), V(), A.Rotate(30), RBC(), HSV(), Norm(), Tensor()]
+            ),
+            worker="Resize",
+        ),
+        "letterbox": Recipe(
+            compose=Compose(
+                [H(), A.LongestMaxSize(112), A.PadIfNeeded(112, 112, fill=114), Norm(), Tensor()]
+            ),
+            worker="HorizontalFlip LongestMaxSize PadIfNeeded",
+        ),
+        "one of many noises": Recipe(
+            compose=Compose(
+                [
+                    A.Resize(112, 112),
+                    OneOf([R90(), A.Rotate()], p=0.8),
+                    OneOf([NOISE(), A.MultiplicativeNoise()], p=0.3),
+                    OneOf([A.MotionBlur(), A.MedianBlur(5), A.Blur(3)], p=0.3),
+                    OneOf([A.OpticalDistortion(), A.GridDistortion(), A.ElasticTransform()], p=0.3),
+                ]
+            ),
+            worker="Resize",
+        ),
+        "defocused": Recipe(
+            compose=Compose(
+                [
+                    A.Resize(112, 112),
+                    H(),
+                    OneOf([A.MotionBlur(), A.Blur(), BLUR(), A.Defocus((1, 4))], p=0.6),
+                    RBC(),
+                    A.CoarseDropout((2, 6), (8, 16), (8, 16)),
+                    Norm(),
+                    Tensor(),
+                ]
+            ),
+            worker="Resize",
+        ),
+        "colours of every kind": Recipe(
+            compose=Compose(
+                [
+                    A.Resize(112, 112),
+                    R90(),
+                    A.D4(p=0.5),
+                    BLUR(),
+                    A.ColorJitter(),
+                    Vignette(p=0.3),
+                    Norm(),
+                    Tensor(),
+                ]
+            ),
+            worker="Resize Vignette",
+        ),
+        "randaugment": Recipe(
+            compose=Compose(
+                [
+                    A.RandomResizedCrop((96, 96)),
+                    H(),
+                    A.SomeOf(
+                        [
+                            A.AutoContrast(),
+                            A.Equalize(),
+                            A.InvertImg(),
+                            A.Rotate(30),
+                            A.Posterize(4),
+                            A.Solarize(),
+                            RBC(),
+                            A.Sharpen(),
+                            A.Affine(shear=(-15, 15)),
+                            A.Affine(translate_percent=(-0.2, 0.2)),
+                        ],
+                        n=2,
+                        p=1,
+                    ),
+                    Norm(),
+                    Tensor(),
+                ]
+            ),
+            worker="RandomResizedCrop",
+        ),
+        "with a lambda": Recipe(
+            compose=Compose(
+                [
+                    A.Resize(96, 96),
+                    SSR(),
+                    H(),
+                    V(),
+                    OneOf([RBC(), NOISE(), A.Blur()], p=0.5),
+                    A.CoarseDropout(),
+                    Norm(),
+                    Tensor(),
+                    A.Lambda(image=lambda image, **_: image),
+                ]
+            ),
+            worker="Resize Normalize ToTensorV2 Lambda",
+        ),
+        "colours as in the training set": Recipe(
+            compose=Compose(
+                [
+                    A.RandomResizedCrop((96, 96)),
+                    A.FancyPCA(),
+                    A.RGBShift(),
+                    A.ChannelShuffle(p=0.1),
+                    A.RandomToneCurve(p=0.3),
+                    A.PlanckianJitter(p=0.3),
+                    Norm(),
+                    Tensor(),
+                ]
+            ),
+            worker="RandomResizedCrop",
+        ),
+    }
+    SEGMENTATION = {
+        "camera and street": Recipe(
+            compose=Compose(
+                [
+                    H(),
+                    SSR(0.1, 0.5, 0, border_mode=0, p=1),
+                    A.PadIfNeeded(112, 112, border_mode=0),
+                    A.RandomCrop(112, 112),
+                    NOISE(p=0.2),
+                    A.Perspective(p=0.5),
+                    OneOf([A.CLAHE(p=1), RBC(p=1), GAMMA(p=1)], p=0.9),
+                    OneOf([A.Sharpen(p=1), A.Blur(3, p=1), A.MotionBlur(3, p=1)], p=0.9),
+                    OneOf([RBC(p=1), HSV(p=1)], p=0.9),
+                ]
+            ),
+            kind="mask",
+            worker="HorizontalFlip ShiftScaleRotate PadIfNeeded RandomCrop",
+        ),
+        "salt bodies": Recipe(
+            compose=Compose([H(), RBC(), A.Resize(112, 112), Norm(), Tensor()]),
+            kind="mask",
+            worker="HorizontalFlip RandomBrightnessContrast Resize",
+        ),
+        "crops": Recipe(
+            compose=Compose(
+                [A.RandomCrop(96, 96), H(), V(), GAMMA(), NOISE(), A.ISONoise(), BLUR()]
+            ),
+            kind="mask",
+            worker="RandomCrop",
+        ),
+        "elastic": Recipe(
+            compose=Compose(
+                [A.ElasticTransform(20, 5), H(), NOISE(), GAMMA(), RBC(), BLUR(), Tensor()]
+            ),
+            kind="mask",
+            any_size=False,
+        ),
+        "grid and optical": Recipe(
+            compose=Compose(
+                [
+                    H(),
+                    OneOf([RBC(), GAMMA()], p=0.3),
+                    OneOf(
+                        [A.ElasticTransform(20, 5), A.GridDistortion(), A.OpticalDistortion()],
+                        p=0.3,
+                    ),
+                    SSR(),
+                ]
+            ),
+            kind="mask",
+            any_size=False,
+        ),
+        "tumours": Recipe(
+            compose=Compose(
+                [
+                    OneOf([A.CropNonEmptyMaskIfExists(96, 96), A.RandomCrop(96, 96)], p=1),
+                    H(),
+                    V(),
+                    A.Affine(scale=(0.9, 1.1), rotate=(-20, 20)),
+                    A.ElasticTransform(20, 5),
+                    A.CoarseDropout(fill=0, fill_mask=0),
+                    Tensor(),
+                ]
+            ),
+            kind="mask",
+            worker="CropNonEmptyMaskIfExists RandomCrop",
+        ),
+        "cells": Recipe(
+            compose=Compose(
+                [
+                    A.RandomCrop(112, 112),
+                    H(),
+                    V(),
+                    R90(),
+                    A.Transpose(),
+                    RBC(),
+                    A.ElasticTransform(20, 5),
+                    A.GridDistortion(),
+                    SSR(),
+                    NOISE(),
+                    A.MotionBlur(),
+                ]
+            ),
+            kind="mask",
+            worker="RandomCrop",
+        ),
+        "retina vessels": Recipe(
+            compose=Compose(
+                [
+                    A.Resize(112, 112, mask_interpolation=0),
+                    H(),
+                    V(),
+                    A.Rotate(90, border_mode=0),
+                    A.CLAHE(p=1),
+                    RBC(),
+                    Norm(),
+                    Tensor(),
+                ]
+            ),
+            kind="mask",
+            worker="Resize",
+        ),
+        "x-rays": Recipe(
+            compose=Compose(
+                [
+                    A.Resize(112, 112),
+                    A.ToGray(p=1),
+                    A.CLAHE((1, 3), p=0.5),
+                    A.Affine(rotate=(-10, 10), translate_percent=(-0.05, 0.05), fill=0),
+                    GAMMA((80, 120)),
+                    A.UnsharpMask(p=0.2),
+                    Norm((0.5,), (0.25,)),
+                    Tensor(),
+                ]
+            ),
+            kind="mask",
+            worker="Resize",
+        ),
+        "small and large scales": Recipe(
+            compose=Compose(
+                [
+                    A.RandomScale((-0.3, 0.3), p=1),
+                    A.PadIfNeeded(128, 128, border_mode=0),
+                    A.RandomCrop(128, 128),
+                    H(),
+                    A.ColorJitter(0.5, 0.5, 0.5, 0.1),
+                    Norm(),
+                    Tensor(),
+                ]
+            ),
+            kind="mask",
+            worker="RandomScale PadIfNeeded RandomCrop",
+        ),
+        "medical, heavy": Recipe(
+            compose=Compose(
+                [
+                    V(),
+                    R90(),
+                    A.Resize(112, 112),
+                    A.Downscale((0.25, 0.5), p=0.3),
+                    OneOf([A.MedianBlur(5), A.Blur(), A.MotionBlur()], p=0.5),
+                    SSR(),
+                    A.Perspective(),
+                    NOISE(),
+                    A.GridDistortion(),
+                    A.Solarize(p=0.2),
+                ]
+            ),
+            kind="mask",
+            worker="VerticalFlip RandomRotate90 Resize",
+        ),
+        "thin plates": Recipe(
+            compose=Compose(
+                [A.Resize(112, 112), A.ThinPlateSpline(), H(), RBC(), Norm(), Tensor()]
+            ),
+            kind="mask",
+            worker="Resize",
+        ),
+    }
+    SATELLITE = {
+        "eight symmetries": Recipe(
+            compose=Compose([A.RandomCrop(112, 112), A.D4(p=1), Norm(), Tensor()]),
+            kind="mask",
+            worker="RandomCrop",
+        ),
+        "change detection": Recipe(
+            compose=Compose(
+                [H(), A.RandomCrop(112, 112), RBC(), GAMMA(), Norm(), Tensor()],
+                additional_targets={"image2": "image"},
+            ),
+            kind="two images",
+            worker="HorizontalFlip RandomCrop",
+        ),
+        "roads": Recipe(
+            compose=Compose(
+                [
+                    A.RandomCrop(112, 112),
+                    H(),
+                    R90(),
+                    RBC(),
+                    GAMMA(),
+                    A.RandomToneCurve(),
+                ]
+            ),
+            kind="mask",
+            worker="RandomCrop",
+        ),
+        "ships": Recipe(
+            compose=Compose(
+                [
+                    A.RandomSizedCrop((80, 140), (112, 112)),
+                    A.D4(p=1),
+                    HSV(10, 15, 10),
+                    OneOf(
+                        [A.RandomFog(), A.RandomShadow(), A.RandomSunFlare(src_radius=40)], p=0.3
+                    ),
+                    Norm(),
+                    Tensor(),
+                ]
+            ),
+            kind="mask",
+            worker="RandomSizedCrop RandomFog RandomShadow RandomSunFlare",
+        ),
+        "fields and clouds": Recipe(
+            compose=Compose(
+                [
+                    A.Resize(112, 112),
+                    A.D4(p=1),
+                    A.GridDropout(0.3, p=0.3),
+                    A.RandomGridShuffle((3, 3), p=0.2),
+                    OneOf([A.Sharpen(), A.Emboss(), RBC()], p=0.5),
+                    Norm(),
+                    Tensor(),
+                ]
+            ),
+            kind="mask",
+            worker="Resize",
+        ),
+    }
+    DETECTION = {
+        "one stage": Recipe(
+            compose=Compose(
+                [A.Resize(112, 112), H(), SSR(), RBC(), HSV(), NOISE(), Norm(), Tensor()],
+                bbox_params=_boxes(),
+            ),
+            kind="boxes",
+            worker="Resize",
+        ),
+        "two stages": Recipe(
+            compose=Compose(
+                [A.Resize(112, 112), H(), RBC(), Norm(), Tensor()], bbox_params=_boxes()
+            ),
+            kind="boxes",
+            worker="Resize",
+        ),
+        "rotated first": Recipe(
+            compose=Compose(
+                [A.Rotate(20), H(), V(), NOISE(), BLUR(), RBC(), A.Resize(112, 112), Tensor()],
+                bbox_params=_boxes(min_visibility=0.3),
+            ),
+            kind="boxes",
+            worker="Rotate HorizontalFlip VerticalFlip GaussNoise GaussianBlur "
+            "RandomBrightnessContrast Resize",
+        ),
+        "wheat heads": Recipe(
+            compose=Compose(
+                [
+                    A.RandomSizedCrop((100, 150), (128, 128)),
+                    OneOf([HSV(20, 20, 20, p=0.9), RBC(p=0.9)], p=0.9),
+                    A.ToGray(p=0.01),
+                    H(),
+                    V(),
+                    A.CoarseDropout((8, 8), (8, 8), (8, 8), fill=0),
+                    A.ToFloat(255),
+                    Tensor(),
+                ],
+                bbox_params=_boxes(min_area=4),
+            ),
+            kind="boxes",
+            worker="RandomSizedCrop",
+        ),
+        "weather": Recipe(
+            compose=Compose(
+                [
+                    OneOf([RBC(), A.ColorJitter(), A.RandomFog(), A.RandomRain(), GAMMA()], p=0.6),
+                    H(),
+                    Tensor(),
+                ],
+                bbox_params=_boxes(),
+            ),
+            kind="boxes",
+            any_size=False,
+            worker="RandomFog RandomRain",
+        ),
+        "safe crops": Recipe(
+            compose=Compose(
+                [
+                    A.RandomSizedBBoxSafeCrop(112, 112),
+                    H(),
+                    OneOf([A.CLAHE(), RBC(), HSV(), NOISE()], p=0.5),
+                    Norm(),
+                    Tensor(),
+                ],
+                bbox_params=_boxes(),
+            ),
+            kind="boxes",
+            worker="RandomSizedBBoxSafeCrop",
+        ),
+        "compressed": Recipe(
+            compose=Compose(
+                [
+                    H(),
+                    RBC(),
+                    HSV(),
+                    NOISE(p=0.2),
+                    BLUR(p=0.2),
+                    GAMMA(),
+                    A.CLAHE(p=0.2),
+                    A.ImageCompression(quality_range=(60, 95), p=0.3),
+                    SSR(),
+                ],
+                bbox_params=_boxes(),
+            ),
+            kind="boxes",
+            any_size=False,
+            worker="ImageCompression",
+        ),
+        "ultralytics": Recipe(
+            compose=Compose(
+                [
+                    A.LongestMaxSize(128),
+                    A.PadIfNeeded(128, 128, fill=114),
+                    A.Blur(p=0.01),
+                    A.MedianBlur(p=0.01),
+                    A.ToGray(p=0.01),
+                    A.CLAHE(p=0.01),
+                    RBC(p=0.1),
+                    GAMMA(p=0.1),
+                    A.ImageCompression(quality_range=(75, 100), p=0.1),
+                ],
+                bbox_params=_boxes(),
+            ),
+            kind="boxes",
+            worker="LongestMaxSize PadIfNeeded ImageCompression",
+        ),
+        "poses": Recipe(
+            compose=Compose(
+                [
+                    A.LongestMaxSize(128),
+                    A.PadIfNeeded(128, 128),
+                    A.ColorJitter(),
+                    A.Affine(rotate=(-30, 30), scale=(0.8, 1.2)),
+                    Norm(),
+                    Tensor(),
+                ],
+                keypoint_params=_points(remove_invisible=False),
+            ),
+            kind="keypoints",
+            worker="LongestMaxSize PadIfNeeded",
+        ),
+        "faces": Recipe(
+            compose=Compose(
+                [SSR(), RBC(), BLUR(), A.Resize(96, 96), H(), Norm(), Tensor()],
+                keypoint_params=_points(remove_invisible=False),
+            ),
+            kind="keypoints",
+            worker="ShiftScaleRotate RandomBrightnessContrast GaussianBlur Resize",
+        ),
+    }
+    TEXT = {
+        "lines of text": Recipe(
+            compose=Compose(
+                [
+                    A.Resize(64, 192),
+                    A.Affine(shear=(-8, 8), rotate=(-2, 2), fill=255),
+                    OneOf([A.MotionBlur((3, 5)), BLUR(), A.Defocus((1, 3))], p=0.4),
+                    A.ImageCompression(quality_range=(30, 90), p=0.3),
+                    A.InvertImg(p=0.1),
+                    Norm((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
+                    Tensor(),
+                ]
+            ),
+            worker="Resize ImageCompression",
+        ),
+        "scans": Recipe(
+            compose=Compose(
+                [
+                    A.Resize(128, 96),
+                    A.ToGray(p=1),
+                    A.Perspective((0.02, 0.05), fill=255, p=0.5),
+                    A.Morphological((2, 3), "dilation", p=0.3),
+                    A.Morphological((2, 3), "erosion", p=0.3),
+                    OneOf([A.Downscale((0.5, 0.9)), A.Sharpen()], p=0.4),
+                    RBC(),
+                    A.SaltAndPepper(p=0.3),
+                    Norm((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
+                    Tensor(),
+                ]
+            ),
+            worker="Resize",
+        ),
+        "handwriting": Recipe(
+            compose=Compose(
+                [
+                    A.Resize(64, 128),
+                    OneOf([A.ElasticTransform(10, 4), A.GridDistortion(distort_limit=0.15)], p=0.5),
+                    A.Affine(scale=(0.95, 1.05), shear=(-5, 5), border_mode=cv2.BORDER_REPLICATE),
+                    A.PixelDropout(0.02, p=0.3),
+                    A.XYMasking((0, 2), (0, 1), (2, 8), (2, 8), fill=255, p=0.3),
+                    A.ToFloat(),
+                    Tensor(),
+                ]
+            ),
+            worker="Resize",
+        ),
+    }
+    COMPETITIONS = {
+        "everything": Recipe(
+            compose=Compose(
+                [
+                    A.Rotate(40),
+                    A.Affine(scale=(0.9, 1.1), translate_percent=(-0.1, 0.1)),
+                    NOISE((0.05, 0.1)),
+                    BLUR(),
+                    A.MedianBlur(3),
+                    RBC(),
+                    A.CLAHE(),
+                    A.ElasticTransform(20, 5),
+                    A.GridDistortion(),
+                    HSV(),
+                ]
+            ),
+            any_size=False,
+        ),
+        "pathology": Recipe(
+            compose=Compose(
+                [
+                    A.RandomCrop(112, 112),
+                    A.D4(p=1),
+                    A.HEStain(p=0.3),
+                    A.ColorJitter(0.2, 0.2, 0.2, 0.05),
+                    OneOf([BLUR(), A.Sharpen(), NOISE((0.02, 0.08))], p=0.4),
+                    Norm(),
+                    Tensor(),
+                ]
+            ),
+            worker="RandomCrop HEStain",
+        ),
+        "flip, rotate, jitter": Recipe(
+            compose=Compose([A.Rotate(35), H(), A.ColorJitter()]), any_size=False
+        ),
+        "spectrograms": Recipe(
+            compose=Compose(
+                [
+                    A.Resize(96, 160),
+                    A.TimeMasking(30),
+                    A.FrequencyMasking(20),
+                    RBC(),
+                    A.PixelDropout(p=0.1),
+                    Norm(),
+                    Tensor(),
+                ]
+            ),
+            worker="Resize",
+        ),
+        "random order": Recipe(
+            compose=Compose(
+                [
+                    A.Resize(112, 112),
+                    A.RandomOrder(
+                        [RBC(p=1), HSV(p=1), BLUR(p=1), A.Affine(rotate=(-15, 15), p=1)], n=3
+                    ),
+                    A.Sequential([A.RGBShift(p=1), GAMMA(p=1)], p=0.5),
+                    OneOf([A.ISONoise(), A.ShotNoise(), A.AdditiveNoise()], p=0.5),
+                    A.Erasing(p=0.3),
+                    Norm(),
+                    Tensor(),
+                ]
+            ),
+            worker="Resize",
+        ),
+        "deep fakes": Recipe(
+            compose=Compose(
+                [
+                    A.ImageCompression(quality_range=(60, 100), p=0.5),
+                    NOISE((0.02, 0.1), p=0.1),
+                    BLUR(3, p=0.05),
+                    H(),
+                    OneOf(
+                        [
+                            A.LongestMaxSize(112, interpolation=cv2.INTER_CUBIC),
+                            A.LongestMaxSize(112, interpolation=cv2.INTER_AREA),
+                            A.LongestMaxSize(112, interpolation=cv2.INTER_LINEAR),
+                        ],
+                        p=1,
+                    ),
+                    A.PadIfNeeded(112, 112, border_mode=0),
+                    OneOf([RBC(), A.FancyPCA(), HSV()], p=0.7),
+                    A.ToGray(p=0.2),
+                    SSR(0.1, 0.2, 10, border_mode=0),
+                    Norm(),
+                    Tensor(),
+                ]
+            ),
+            worker="ImageCompression GaussNoise GaussianBlur HorizontalFlip LongestMaxSize "
+            "LongestMaxSize LongestMaxSize PadIfNeeded",
+        ),
+        "night and glass": Recipe(
+            compose=Compose(
+                [
+                    A.Resize(112, 112),
+                    OneOf([A.GlassBlur(), A.ZoomBlur(), A.Spatter(), A.RandomSnow()], p=0.3),
+                    A.ChromaticAberration(p=0.3),
+                    A.RingingOvershoot(p=0.3),
+                    A.Illumination(p=0.2),
+                    A.Lambda(image=darker_blue, p=0.3),
+                    A.SafeRotate(20),
+                    Norm(),
+                    Tensor(),
+                ]
+            ),
+            worker="Resize GlassBlur ZoomBlur Spatter RandomSnow Illumination Lambda",
+        ),
+    }
+
+RECIPES: dict[str, dict[str, Recipe]] = {
+    "classification": CLASSIFICATION,
+    "segmentation": SEGMENTATION,
+    "satellite": SATELLITE,
+    "detection": DETECTION,
+    "text": TEXT,
+    "competitions": COMPETITIONS,
+}
+"""Name of the field -> name of the pipeline -> the pipeline."""
