@@ -131,6 +131,12 @@ def size_after(transform: Any, before: Size) -> Size:
         return Size(None, (longest, longest)) if isinstance(longest, int) else Size()
     if name == "PadIfNeeded":
         return _padded(transform, before)
+    if name == "Crop" and before.exact is not None:
+        inside = transform.y_max <= before.exact[0] and transform.x_max <= before.exact[1]
+        return _exactly(*_cut(transform)) if inside else Size()
+    if name == "Pad" and before.exact is not None:
+        down, across = _padding(transform.padding)
+        return _exactly(before.exact[0] + down, before.exact[1] + across)
     if name in _SWAPS_AXES:
         square = before.exact is not None and before.exact[0] == before.exact[1]
         return before if square else Size()
@@ -147,6 +153,20 @@ def size_after(transform: Any, before: Size) -> Size:
 
 def _exactly(height: int, width: int) -> Size:
     return Size((height, width), (height, width))
+
+
+def _cut(transform: Any) -> tuple[int, int]:
+    return transform.y_max - transform.y_min, transform.x_max - transform.x_min
+
+
+def _padding(padding: Any) -> tuple[int, int]:
+    """Return the rows and columns that ``A.Pad`` adds: per side, per axis, or per edge."""
+    if isinstance(padding, int):
+        return 2 * padding, 2 * padding
+    if len(padding) == 2:
+        return 2 * padding[1], 2 * padding[0]
+    left, top, right, bottom = padding
+    return top + bottom, left + right
 
 
 def _padded(transform: Any, before: Size) -> Size:

@@ -10,10 +10,13 @@ import numpy as np
 
 from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded
 from lightning_fastdata.augment.plan import analyse
+from lightning_fastdata.augment.sizes import Size, size_after
 
 NAMES = [
     "Affine",
     "CoarseDropout",
+    "Crop",
+    "Pad",
     "ColorJitter",
     "Equalize",
     "HorizontalFlip",
@@ -86,6 +89,9 @@ class Unusual(A.HorizontalFlip):
         ("wwwd", [A.Resize(8, 8), Custom(), A.Resize(4, 4), H()]),
         ("wd", [A.Resize(8, 9), A.SafeRotate()]),
         ("wwwd", [A.Resize(8, 8), A.Affine(fit_output=True), A.Resize(4, 4), H()]),
+        ("wdd", [A.Resize(8, 8), A.Pad((1, 2)), H()]),
+        ("wdd", [A.Resize(8, 8), A.Crop(1, 1, 7, 5), H()]),
+        ("wwwd", [A.Resize(8, 8), A.Crop(1, 1, 9, 5), A.Resize(4, 4), H()]),
         # Quarter turns keep the size of square images only.
         ("wd", [A.Resize(8, 8), A.RandomRotate90()]),
         ("ww", [A.Resize(8, 9), A.RandomRotate90()]),
@@ -147,3 +153,10 @@ def test_every_placement_has_a_reason() -> None:
     assert plan.defers
     assert all(placement.why for placement in plan.placements)
     assert [placement.name for placement in plan.placements][2] == "CLAHE"
+
+
+@pytest.mark.parametrize("padding", [3, (2, 5), (1, 2, 3, 4)])
+def test_the_size_after_padding_is_albumentations_own(padding):
+    pad = A.Pad(padding, p=1)
+    shape = pad(image=np.zeros((20, 30, 3), np.uint8))["image"].shape
+    assert size_after(pad, Size((20, 30), (20, 30))).exact == shape[:2]

@@ -1,0 +1,97 @@
+"""Every operation with any number of channels: Albumentations' pixels, or its own refusal."""
+
+from __future__ import annotations
+
+import albumentations as A
+import numpy as np
+import pytest
+from augment.parity import photographs
+
+from lightning_fastdata.augment.ops import DEVICE_OPS
+from lightning_fastdata.augment.parity import (
+    both_ways,
+    examples,
+    make_example,
+    pixel_parity,
+)
+from lightning_fastdata.types import SampleKey
+
+CASES = [
+    pytest.param(name, arguments, id=f"{name} {number}")
+    for number, (name, arguments) in enumerate(examples())
+]
+REFUSED_BY_ALBUMENTATIONS = {
+    1: {"ChannelDropout", "ChromaticAberration", "ISONoise", "PlanckianJitter"},
+    3: set(),
+    **{
+        count: {
+            *{"CLAHE", "ChromaticAberration", "ColorJitter", "Equalize", "HueSaturationValue"},
+            *{"ISONoise", "PlanckianJitter", "RGBShift", "ToGray", "ToSepia"},
+        }
+        for count in (4, 5)
+    },
+}
+"""Channels -> operations that Albumentations has no meaning for; it raises."""
+
+
+def on_the_cpu(transform, channels, dtype):
+    """Whether the transform has no device form for such images: Albumentations makes them."""
+    name = type(transform).__name__
+    gaussian = name == "Sharpen" and transform.method == "gaussian"
+    of_floats = name == "ShotNoise" and dtype == np.float32
+    return (channels == 1 and (name == "ColorJitter" or gaussian)) or of_floats
+
+
+def sample(name, arguments, channels, dtype):
+    """Return the operation, and images that it can be applied to."""
+    if name == "Normalize":
+        arguments = {"mean": [0.1 * (one + 1) for one in range(channels)], "std": [0.2] * channels}
+    # Albumentations computes the field of PiecewiseAffine in a Python loop over the pixels.
+    slow = name == "PiecewiseAffine"
+    images = photographs(*((30, 34) if slow else (140, 140)), channels, dtype)
+    return make_example(name, arguments), images[: 1 if slow else 3]
+
+
+@pytest.mark.filterwarnings("ignore:This augmenter is very slow")
+@pytest.mark.parametrize("dtype", [np.uint8, np.float32])
+@pytest.mark.parametrize("channels", [1, 3, 4, 5])
+@pytest.mark.parametrize(("name", "arguments"), CASES)
+def test_no_number_of_channels_is_wrong_silently(name, arguments, channels, dtype):
+    transform, images = sample(name, arguments, channels, dtype)
+    if name in REFUSED_BY_ALBUMENTATIONS[channels]:
+        with pytest.raises((TypeError, ValueError, NotImplementedError)) as theirs:
+            transform(image=images[0].copy())
+        with pytest.raises(type(theirs.value)):
+            pixel_parity(transform, images)
+        return
+    if DEVICE_OPS[name].draws_pixels(transform):
+        wanted, got, _ = both_ways(A.Compose([transform]), images, SampleKey(0, 0, 0))
+        unit = 1 if dtype == np.uint8 else 255
+        for want, image in zip(wanted, got, strict=True):
+            assert (image.shape, image.dtype) == (want.shape, want.dtype)
+            # Each channel gets the same, not only the first three.
+            apart = (image.astype(np.float64) - want).mean((0, 1)) * unit
+            assert np.abs(apart).max() < 8
+            spread = want.astype(np.float64).std((0, 1)) * unit
+            np.testing.assert_allclose(image.std((0, 1)) * unit, spread, rtol=0.1, atol=1)
+        return
+    found = pixel_parity(transform, images, draws=2)
+    # Contrast and saturation behind the hue make two or three levels of one.
+    assert found.largest <= (3 if name == "ColorJitter" else 1) + 1e-4
+    assert found.equal >= (0.998 if dtype == np.uint8 else 0.9)
+    if dtype == np.float32 and name != "HueSaturationValue":
+        assert found.largest < 0.6
+    assert found.on_device == (0 if on_the_cpu(transform, channels, dtype) else 1)
+
+
+def test_every_registered_operation_is_tried():
+    assert {name for name, _ in examples()} == set(DEVICE_OPS)
+
+
+def test_an_image_that_albumentations_writes_to_is_compared_all_the_same():
+    """Equalizing a gray image by its Pillow formula changes the array that was given."""
+    transform = make_example("Equalize", {"mode": "pil"})
+    image = photographs(60, 70, 1)[0]
+    before = image.copy()
+    assert pixel_parity(transform, [image], draws=3).largest == 0
+    np.testing.assert_array_equal(image, before)
