@@ -1,4 +1,4 @@
-"""The command line: ``fastdata demo``, ``fastdata doctor`` and ``fastdata parity``."""
+"""The command line: ``fastdata demo``, ``doctor``, ``parity`` and what is said of pipelines."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from lightning_fastdata.errors import FastDataError
+from lightning_fastdata.errors import FastDataError, OptionsError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -51,6 +51,49 @@ def parity(folder: str, count: int = 64, size: int = 224, seed: int = 0) -> None
 
     what, head, *rows = folder_parity(folder, count=count, size=size, seed=seed).lines()
     _print_lines([(what, "bold"), (head, "dim"), *((row, "") for row in rows)])
+
+
+def show_augment(
+    compose: str,
+    image: str | None = None,
+    out: str = "augmented.png",
+    seed: int = 0,
+    draws: int = 4,
+) -> None:
+    """Draw a picture of a pipeline: original, Albumentations', ours, and their difference.
+
+    Args:
+        compose: Where the pipeline is: module:name, or path/to/file.py:name.
+        image: Image file to transform; a photograph of a cat if there is none.
+        out: PNG file to write.
+        seed: Of the draws.
+        draws: Rows of the picture, one draw each.
+    """
+    from lightning_fastdata.augment.show import (
+        draw_grid,
+        load_pipeline,
+        own_ways,
+        read_picture,
+        show_draws,
+    )
+    from lightning_fastdata.augment.transform import as_batch_transform
+    from lightning_fastdata.photos import photograph_path
+
+    pipeline = load_pipeline(compose)
+    original = read_picture(photograph_path("cat") if image is None else image)
+    shown = show_draws(pipeline, original, seed=seed, draws=draws)
+    explained = as_batch_transform(pipeline).explain()
+    own = ", ".join(own_ways(pipeline))
+    note = f"The same distribution, not the same pixels: {own}." if own else ""
+    try:
+        draw_grid(original, shown, note=note).save(out, "PNG")
+    except OSError as error:
+        raise OptionsError(f"The picture cannot be written to {out}: {error}.") from error
+    rows = [(f"draw {number}: {one.caption()}", "") for number, one in enumerate(shown)]
+    rows += [(note, "")] if note else []
+    head, *places = explained.splitlines()
+    _print_lines([(head, "bold"), *((place, "") for place in places), ("", ""), *rows])
+    _print_lines([(f"{out} written.", "dim")])
 
 
 def doctor() -> None:
@@ -155,7 +198,11 @@ def main(arguments: list[str] | None = None) -> None:
     from jsonargparse import auto_cli
 
     try:
-        auto_cli([demo, doctor, parity], as_positional=True, args=arguments)
+        auto_cli(
+            {"demo": demo, "doctor": doctor, "parity": parity, "show-augment": show_augment},
+            as_positional=True,
+            args=arguments,
+        )
     except FastDataError as error:
         # The message says what to do; where in our code it was raised helps nobody.
         raise SystemExit(f"fastdata: {error}") from error

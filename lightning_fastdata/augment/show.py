@@ -1,0 +1,278 @@
+"""A picture of what a pipeline makes of an image here, beside what Albumentations makes of it."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import torch
+
+from lightning_fastdata.augment.ops import DEVICE_OPS
+from lightning_fastdata.augment.parity import levels_per_unit
+from lightning_fastdata.augment.transform import ComposeTransform, as_batch_transform
+from lightning_fastdata.augment.tree import list_leaves
+from lightning_fastdata.errors import DatasetError, OptionsError, TransformError
+from lightning_fastdata.types import SampleKey
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import ModuleType
+
+    from PIL.Image import Image
+
+DIFFERENCE_GAIN: Final = 100
+"""Brightness of one level in the picture of the differences."""
+_CELL_PX: Final = 240
+_GAP_PX: Final = 8
+_TEXT_PX: Final = 20
+_HEADS: Final = ("original", "Albumentations", "ours", f"difference, times {DIFFERENCE_GAIN}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShownDraw:
+    """One draw of a pipeline, both ways, as pictures: uint8 ``[H, W, 3]``."""
+
+    theirs: np.ndarray
+    """Albumentations' own."""
+    ours: np.ndarray
+    """By worker and device forms, with the same draws."""
+    difference: np.ndarray
+    """Absolute difference, times ``DIFFERENCE_GAIN``."""
+    largest: float
+    """Largest difference of two values in levels; 255 span the range of an image."""
+    equal: float
+    """Share of equal values, 0..1."""
+    on_device: tuple[str, ...]
+    """Operations that were left to the device, in order."""
+
+    def caption(self) -> str:
+        """Return what is to be said of it in one line."""
+        ours = ", ".join(self.on_device) or "nothing"
+        return f"at most {self.largest:.3g} levels off, {self.equal:.4%} equal; on device: {ours}"
+
+
+def load_pipeline(spec: str) -> Any:
+    """Return the pipeline that ``package.module:name`` or ``file.py:name`` names.
+
+    Raises:
+        TransformError: there is no such module or name, or it is no ``A.Compose``.
+    """
+    os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
+    module_name, _, name = spec.rpartition(":")
+    if not module_name or not name:
+        raise TransformError(
+            f"{spec!r} does not say where the pipeline is. Write MODULE:NAME, for example "
+            "train:augment for `augment = A.Compose([...])` in train.py."
+        )
+    found: Any = _import(module_name)
+    for part in name.split("."):
+        if not hasattr(found, part):
+            have = ", ".join(_pipelines_in(found)) or "no A.Compose"
+            raise TransformError(f"{module_name} has no {name!r}. It holds: {have}.")
+        found = getattr(found, part)
+    import albumentations
+
+    if not isinstance(found, albumentations.Compose | albumentations.BasicTransform):
+        raise TransformError(
+            f"{spec} is {type(found).__name__}, not an albumentations Compose. Name a variable "
+            "that holds the pipeline itself; a function that makes it is not called."
+        )
+    return found
+
+
+def _import(name: str) -> ModuleType:
+    path = Path(name)
+    try:
+        if path.suffix == ".py":
+            if not path.is_file():
+                raise TransformError(f"There is no file {path}, which should hold the pipeline.")
+            spec = importlib.util.spec_from_file_location(path.stem, path)
+            if spec is None or spec.loader is None:
+                raise TransformError(f"{path} cannot be imported as a Python file.")
+            module = importlib.util.module_from_spec(spec)
+            sys.modules[spec.name] = module
+            spec.loader.exec_module(module)
+            return module
+        # As `python -m` does: a console script does not look in the folder it is called in.
+        if "" not in sys.path:
+            sys.path.insert(0, "")
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise TransformError(
+            f"{name!r} cannot be imported: there is no module {error.name!r}. Call this from the "
+            "folder that holds it, or give the path of the file: path/to/file.py:NAME."
+        ) from error
+    except (TransformError, KeyboardInterrupt):
+        raise
+    except Exception as error:
+        raise TransformError(
+            f"Importing {name!r} raised {type(error).__name__}: {error}. Move the pipeline to a "
+            "module that can be imported on its own."
+        ) from error
+
+
+def _pipelines_in(module: Any) -> list[str]:
+    import albumentations
+
+    return [name for name, one in vars(module).items() if isinstance(one, albumentations.Compose)]
+
+
+def read_picture(path: str | Path) -> np.ndarray:
+    """Return an image file as uint8 ``[H, W, 3]``.
+
+    Raises:
+        DatasetError: there is no such file, or it is no image that Pillow reads.
+    """
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        with Image.open(path) as image:
+            return np.array(image.convert("RGB"))
+    except UnidentifiedImageError as error:
+        raise DatasetError(f"{path} is not an image that Pillow can read.") from error
+    except OSError as error:
+        raise DatasetError(f"The image {path} cannot be read: {error}.") from error
+
+
+def show_draws(
+    compose: Any, image: np.ndarray, *, seed: int = 0, draws: int = 4
+) -> tuple[ShownDraw, ...]:
+    """Draw a pipeline several times for one image, and carry each draw out both ways.
+
+    Args:
+        compose: an ``A.Compose``, or a single transform.
+        image: uint8 or float32 ``[H, W, C]``.
+        seed: of all draws. Draw ``i`` is what a run of this seed makes of sample 0 in epoch ``i``.
+        draws: how many.
+
+    Raises:
+        OptionsError: ``draws`` is below 1.
+        TransformError: the pipeline needs more than an image (a mask, metadata), or raised.
+    """
+    if draws < 1:
+        raise OptionsError(f"draws is {draws}; ask for at least 1.")
+    transform = as_batch_transform(compose)
+    if not isinstance(transform, ComposeTransform):
+        raise TransformError(f"{compose!r} is not an albumentations Compose.")
+    unit = levels_per_unit(transform.compose, image.dtype)
+    shown = []
+    for draw in range(draws):
+        theirs, ours, names = _both_ways(transform, image, SampleKey(seed, draw, 0))
+        gap = np.abs(theirs.astype(np.float64) - ours) * unit
+        gap[gap < 1e-3] = 0
+        pictures = [as_picture(values, transform.compose) for values in (theirs, ours)]
+        levels = np.abs(pictures[0].astype(np.int32) - pictures[1]) * DIFFERENCE_GAIN
+        shown.append(
+            ShownDraw(
+                theirs=pictures[0],
+                ours=pictures[1],
+                difference=levels.clip(0, 255).astype(np.uint8),
+                largest=float(gap.max(initial=0)),
+                equal=float((gap == 0).mean()),
+                on_device=names,
+            )
+        )
+    return tuple(shown)
+
+
+def own_ways(compose: Any) -> tuple[str, ...]:
+    """Return the operations whose pixels on the device have only the same distribution."""
+    transform = as_batch_transform(compose)
+    if not isinstance(transform, ComposeTransform):
+        return ()
+    leaves = list_leaves(transform.compose)
+    names = [
+        place.name
+        for place, leaf in zip(transform.plan.placements, leaves, strict=True)
+        if place.where != "worker" and DEVICE_OPS[place.name].draws_pixels(leaf.transform)
+    ]
+    return tuple(dict.fromkeys(names))
+
+
+def _both_ways(
+    transform: ComposeTransform, image: np.ndarray, key: SampleKey
+) -> tuple[np.ndarray, np.ndarray, tuple[str, ...]]:
+    whole, part = (transform.in_worker(on_device=on_device) for on_device in (False, True))
+    nothing: dict[str, Any] = {}
+    for processor in transform.compose.processors.values():
+        names = (processor.default_data_name, *(processor.params.label_fields or ()))
+        nothing.update({name: [] for name in names})
+    try:
+        theirs = np.asarray(whole({"image": image.copy(), **nothing}, key)[0]["image"])
+        sample, tape = part({"image": image.copy(), **nothing}, key)
+    except (ValueError, TypeError, KeyError, RuntimeError) as error:
+        raise TransformError(
+            f"The pipeline raised {type(error).__name__} on this image: {error}. Show a pipeline "
+            "that can do with an image."
+        ) from error
+    batch = {"image": torch.as_tensor(np.asarray(sample["image"])).unsqueeze(0)}
+    done = transform.apply(batch, part.collate([tape]))["image"][0]
+    ops = tape["image"].ops if tape is not None and "image" in tape else ()
+    return theirs, done.cpu().numpy(), tuple(op.name for op in ops)
+
+
+def as_picture(values: np.ndarray, compose: Any) -> np.ndarray:
+    """Return what a pipeline yields as a picture that people can look at: uint8 ``[H, W, 3]``.
+
+    ``ToTensorV2`` and ``Normalize`` are undone. Of more than three channels the first are shown.
+    """
+    names = {type(leaf.transform).__name__: leaf.transform for leaf in list_leaves(compose)}
+    picture = values.transpose(1, 2, 0) if "ToTensorV2" in names else values
+    picture = picture[..., None] if picture.ndim == 2 else picture
+    if picture.dtype != np.uint8:
+        normalize = names.get("Normalize")
+        if normalize is None:
+            picture = picture * 255.0
+        elif normalize.normalization == "standard":
+            std, mean = (np.asarray(one, np.float64) for one in (normalize.std, normalize.mean))
+            picture = (picture * std + mean) * 255
+        else:
+            low, high = picture.min(), picture.max()
+            picture = (picture - low) * (255 / max(high - low, 1e-6))
+        picture = picture.round().clip(0, 255).astype(np.uint8)
+    count = picture.shape[2]
+    return picture[..., :3] if count >= 3 else np.repeat(picture[..., :1], 3, 2)
+
+
+def draw_grid(original: np.ndarray, shown: Sequence[ShownDraw], *, note: str = "") -> Image:
+    """Return a picture with one row per draw: original, Albumentations', ours, and difference.
+
+    Args:
+        original: uint8 or float32 in [0, 1] ``[H, W, C]``.
+        shown: the draws.
+        note: a line below all rows.
+    """
+    from PIL import Image, ImageDraw, ImageFont
+
+    if original.dtype != np.uint8:
+        original = (original * 255).round().clip(0, 255).astype(np.uint8)
+    original = original[..., :3] if original.shape[2] >= 3 else original[..., :1].repeat(3, 2)
+    rows = [(original, one.theirs, one.ours, one.difference) for one in shown]
+    cell_heights = [max(_scaled(one)[1] for one in row) for row in rows]
+    width = len(_HEADS) * (_CELL_PX + _GAP_PX) + _GAP_PX
+    height = sum(cell_heights) + len(rows) * (_TEXT_PX + _GAP_PX) + 2 * _TEXT_PX + 2 * _GAP_PX
+    page = Image.new("RGB", (width, height), "white")
+    pen, font = ImageDraw.Draw(page), ImageFont.load_default(13)
+    for column, head in enumerate(_HEADS):
+        pen.text((_GAP_PX + column * (_CELL_PX + _GAP_PX), 4), head, fill="black", font=font)
+    top = _TEXT_PX + _GAP_PX
+    for number, (row, one, tall) in enumerate(zip(rows, shown, cell_heights, strict=True)):
+        for column, picture in enumerate(row):
+            cell = Image.fromarray(picture).resize(_scaled(picture))
+            page.paste(cell, (_GAP_PX + column * (_CELL_PX + _GAP_PX), top))
+        pen.text((_GAP_PX, top + tall + 2), f"{number}: {one.caption()}", fill="black", font=font)
+        top += tall + _TEXT_PX + _GAP_PX
+    pen.text((_GAP_PX, top), note, fill="black", font=font)
+    return page
+
+
+def _scaled(picture: np.ndarray) -> tuple[int, int]:
+    """Return width and height of a picture in its cell."""
+    scale = _CELL_PX / max(picture.shape[:2])
+    return max(1, round(picture.shape[1] * scale)), max(1, round(picture.shape[0] * scale))
