@@ -1,15 +1,18 @@
-"""The command line: ``fastdata demo``, ``doctor``, ``parity`` and what is said of pipelines."""
+"""The command line: ``fastdata demo``, ``doctor``, ``parity``, ``show-augment``, ``compare``."""
 
 from __future__ import annotations
 
 import os
 import sys
+from json import dumps as dump_json
 from typing import TYPE_CHECKING
 
 from lightning_fastdata.errors import FastDataError, OptionsError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from jsonargparse import ArgumentParser
 
     from lightning_fastdata.host.cpu import CpuLimit
     from lightning_fastdata.host.memory import DeviceMemory, HostMemory
@@ -189,23 +192,93 @@ def loading_limits(*, cpu: CpuLimit, memory: HostMemory, has_gpu: bool) -> Itera
         )
 
 
+def compare(a: str, b: str, fail_if: Sequence[str] = (), json: bool = False) -> None:
+    """Print what differs between two runs, and whether a condition on that holds.
+
+    Args:
+        a: The report.json of the run to compare with.
+        b: The report.json of the run that is compared.
+        fail_if: Conditions that must not hold, e.g. ``step_ms > +10%``.
+        json: Print JSON instead of a table.
+
+    Raises:
+        SystemExit: With code 1 if a condition holds, with code 2 if a report or a condition cannot
+            be read, or a condition cannot be decided.
+    """
+    from lightning_fastdata.insight.compare import compare_files
+
+    try:
+        comparison = compare_files(a, b, fail_if)
+    except FastDataError as error:
+        # 1 says that the comparison was made.
+        sys.stderr.write(f"fastdata: {error}\n")
+        raise SystemExit(2) from error
+    if json:
+        sys.stdout.write(dump_json(comparison.as_dict(), indent=2) + "\n")
+    elif sys.stdout.isatty():
+        from rich.console import Console
+
+        Console(highlight=False).print(comparison)
+    else:
+        sys.stdout.write(comparison.text() + "\n")
+    if comparison.failed:
+        raise SystemExit(1)
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line.
 
     Args:
         arguments: What follows the program's name; None takes it from the shell.
     """
-    from jsonargparse import auto_cli
+    from jsonargparse import ArgumentParser
 
+    parser = ArgumentParser(prog="fastdata", description="Data loading, measured and explained.")
+    commands = parser.add_subcommands(dest="command")
+    functions: dict[str, Callable[..., None]] = {
+        "demo": demo,
+        "doctor": doctor,
+        "parity": parity,
+        "show-augment": show_augment,
+    }
+    for name, function in functions.items():
+        summary = (function.__doc__ or "").partition("\n")[0]
+        command = ArgumentParser(description=summary)
+        command.add_function_arguments(function, as_positional=True)
+        commands.add_subcommand(name, command, help=summary)
+    commands.add_subcommand(
+        "compare", _compare_parser(), help="Print what differs between two runs."
+    )
+    chosen = parser.parse_args(arguments)
+    options = chosen[chosen.command].as_dict()
     try:
-        auto_cli(
-            {"demo": demo, "doctor": doctor, "parity": parity, "show-augment": show_augment},
-            as_positional=True,
-            args=arguments,
-        )
+        functions.get(chosen.command, compare)(**options)
     except FastDataError as error:
         # The message says what to do; where in our code it was raised helps nobody.
         raise SystemExit(f"fastdata: {error}") from error
+
+
+def _compare_parser() -> ArgumentParser:
+    """Return the parser of ``compare``, whose condition may be given several times."""
+    from jsonargparse import ArgumentParser
+
+    parser = ArgumentParser(
+        description="Print what differs between two runs. Exit codes: 0, 1 if a condition holds, "
+        "2 if a report or a condition cannot be read."
+    )
+    parser.add_argument("a", help="The report.json of the run to compare with.")
+    parser.add_argument("b", help="The report.json of the run that is compared.")
+    parser.add_argument(
+        "--fail-if",
+        action="append",
+        default=[],
+        metavar="CONDITION",
+        help="What must not be, any number of times: 'step_ms > +10%' is a change of b over a in "
+        "percent, 'stall_share > +0.02' a change, 'stall_percent > 5' the value of b; with "
+        "'val.' before the name, of validation.",
+    )
+    parser.add_argument("--json", action="store_true", help="Print JSON instead of a table.")
+    return parser
 
 
 def _print_lines(lines: Sequence[tuple[str, str]]) -> None:

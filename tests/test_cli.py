@@ -1,7 +1,8 @@
-"""``fastdata doctor`` tells what limits loading here, ``fastdata parity`` how pixels differ."""
+"""Each command of ``fastdata`` says what it found, and ends in the code that it promises."""
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -13,6 +14,8 @@ import pytest
 from lightning_fastdata.cli import doctor_text, loading_limits, main
 from lightning_fastdata.host.cpu import CpuLimit, cpu_limit, read_cpu_limit
 from lightning_fastdata.host.memory import DeviceMemory, HostMemory
+from lightning_fastdata.insight.metrics import StepHistory, StepTiming
+from lightning_fastdata.insight.report import RunReport
 
 GIB = 2**30
 
@@ -134,3 +137,80 @@ def test_parity_names_a_folder_that_is_none_and_a_file_that_is_damaged(folder):
     (folder / "b" / "china.jpg").write_bytes(b"nothing")
     with pytest.raises(SystemExit, match=r"b/china\.jpg"):
         main(["parity", str(folder)])
+
+
+@pytest.fixture
+def reports(tmp_path):
+    """The files of a run with 50 ms a step and of one with 40 ms."""
+    paths = []
+    for name, compute_ms in (("a", 40.0), ("b", 30.0)):
+        history = StepHistory()
+        for i in range(10):
+            history.append(
+                StepTiming(
+                    step=i,
+                    samples=32,
+                    cold=False,
+                    wait_ms=10.0,
+                    stall_ms=10.0,
+                    compute_ms=compute_ms,
+                    step_ms=10.0 + compute_ms,
+                )
+            )
+        stage = history.summarize("train", duration_s=1.0)
+        paths.append(str(RunReport(stages=(stage,)).write_json(tmp_path / f"{name}.json")))
+    return paths
+
+
+def fastdata(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "lightning_fastdata.cli", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+
+
+def test_compare_ends_in_0_without_a_condition_that_holds(reports):
+    done = fastdata("compare", *reports, "--fail-if", "step_ms > +10%")
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^ step_ms +50 +40 +-10 +-20.0%$", done.stdout, re.MULTILINE)
+    assert "ok    step_ms > +10%  it is -20.0%" in done.stdout
+
+
+def test_compare_ends_in_1_if_any_of_several_conditions_holds(reports, capsys):
+    conditions = ["--fail-if", "step_ms > +10%", "--fail-if", "stall_percent > 24"]
+    with pytest.raises(SystemExit) as ended:
+        main(["compare", *reports, *conditions, "--json"])
+    assert ended.value.code == 1
+    told = json.loads(capsys.readouterr().out)
+    assert [one["holds"] for one in told["conditions"]] == [False, True]
+    # The conditions of one call are not those of the next.
+    main(["compare", *reports])
+    assert "ok" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--fail-if", "steptime > +10%"], "Known are: step_ms"),
+        (["--fail-if", "transfer_ms > 1"], "was not measured"),
+        (["--fail-if", "step_ms"], "cannot be read"),
+        (["--fail-if"], "expected one argument"),
+    ],
+)
+def test_compare_ends_in_2_on_what_cannot_be_decided(reports, arguments, said, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["compare", *reports, *arguments])
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_compare_ends_in_2_without_a_file(reports, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["compare", reports[0], "missing.json"])
+    assert ended.value.code == 2
+    assert "missing.json cannot be read: No such file" in capsys.readouterr().err
+
+
+def test_an_unknown_command_is_answered_with_the_known_ones(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["compair"])
+    assert ended.value.code == 2
+    assert "'demo', 'doctor', 'parity', 'compare'" in capsys.readouterr().err
