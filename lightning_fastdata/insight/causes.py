@@ -26,7 +26,7 @@ _KEPT_SLOW: Final = 256
 WORTH_SAYING: Final = 0.05
 """Smaller shares are not put into words."""
 
-_WORDS: Final[Mapping[str, str]] = {
+PART_WORDS: Final[Mapping[str, str]] = {
     "read_cpu_ms": "reading and transforming samples, on a CPU",
     "read_runqueue_ms": "reading was ready to go on, but other threads had the CPUs",
     "read_blocked_ms": "reading waited for storage, a network or a lock",
@@ -256,7 +256,9 @@ def cause_lines(causes: WaitCauses) -> list[str]:
     parts = {name: getattr(causes.wait, name) for name in _PARTS}
     for name, ms in sorted(parts.items(), key=lambda item: -item[1]):
         if total_ms > 0 and ms / total_ms > WORTH_SAYING:
-            lines.append(f"{ms / total_ms:.0%} of the wait ({ms:.1f} ms a batch): {_WORDS[name]}")
+            lines.append(
+                f"{ms / total_ms:.0%} of the wait ({ms:.1f} ms a batch): {PART_WORDS[name]}"
+            )
     if causes.overtaken_share > WORTH_SAYING:
         lines.append(f"{causes.overtaken_share:.0%} of the batches came after later ones were done")
     if parts["slow_sample_ms"] > WORTH_SAYING * total_ms:

@@ -102,6 +102,19 @@ class RunReport:
         """
         return write_atomically(Path(path), json.dumps(self.as_dict(), indent=2, allow_nan=False))
 
+    def write_html(self, path: str | os.PathLike[str]) -> Path:
+        """Write the report as one page of HTML that needs nothing else: no network, no scripts.
+
+        Args:
+            path: the file; its folder is created.
+
+        Returns:
+            The path.
+        """
+        from lightning_fastdata.insight.html import report_html
+
+        return write_atomically(Path(path), report_html(self.as_dict()))
+
     def text(self, width: int = 80, *, ascii: bool = False) -> str:  # noqa: A002
         """Return the summary as plain text.
 

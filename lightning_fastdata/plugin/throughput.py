@@ -50,8 +50,9 @@ class ThroughputHooks:
             ``log_every_n_steps``.
         figures: Add a figure of the step's phases per epoch to loggers that show figures.
         summary: Print the summary when the fit ends.
-        report: Where to write the report as JSON. Default: ``report.json`` in the trainer's
-            ``log_dir``; ``False`` writes none.
+        report: Where to write the report as JSON; beside it, it is written as a page, with the
+            suffix ``.html``. Default: ``report.json`` in the trainer's ``log_dir``; ``False``
+            writes none.
 
     Attributes:
         report: The report of the last fit as :class:`RunReport`; None before.
@@ -253,7 +254,8 @@ class ThroughputHooks:
         if path is not False:
             file = Path(run.log_dir) / "report.json" if path is True else Path(path)
             try:
-                report.write_json(file)
+                report.write_json(file.with_suffix(".json") if file.suffix == ".html" else file)
+                report.write_html(file.with_suffix(".html"))
             except OSError as error:
                 # The training is done; a full disk must not look like its failure.
                 message = f"The report was not written: {error}."
