@@ -56,7 +56,7 @@ def timeline_chart(recent: Recent) -> Markup | None:
         element("span", f"{tick:g}", style=f"bottom:{100 * tick / top:.2f}%") for tick in ticks
     ]
     above = sum(value > top for value in totals)
-    note = f"{above} steps go above {top:g} ms, up to {max(totals):.0f} ms" if above else None
+    note = f"{above} above {top:g} ms, up to {max(totals):.0f} ms" if above else None
     return element(
         "div",
         element("div", labels, class_="y"),

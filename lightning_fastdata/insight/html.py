@@ -89,7 +89,8 @@ def _findings(verdict: Mapping[str, Any] | None) -> Markup | None:
     if not verdict:
         return None
     articles = [_finding(found) for found in verdict.get("findings", ())]
-    evidence = element("ul", [element("li", fact) for fact in verdict.get("evidence", ())])
+    facts = "; ".join(verdict.get("evidence", ()))
+    evidence = element("p", f"Also measured: {facts}.", class_="hint") if facts else None
     return _section("Causes, and what to try", articles, evidence)
 
 

@@ -96,6 +96,7 @@ footer b { font-weight: 500; color: var(--ink); }
   .figures b { font-size: 20px; }
   .plot { height: 180px; }
   .parts td:nth-child(2), .parts th:nth-child(2) { display: none; }
+  .parts td:first-child { width: 66%; }
 }
 @media print { article, .figures div { break-inside: avoid; } }
 """

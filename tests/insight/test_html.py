@@ -1,0 +1,239 @@
+"""The page holds what was measured, opens without a network, and runs nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from html.parser import HTMLParser
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_fastdata.insight.attribution import SlowSample, WaitParts
+from lightning_fastdata.insight.causes import OperationShare, WaitCauses
+from lightning_fastdata.insight.chart import axis, timeline_chart
+from lightning_fastdata.insight.html import report_html
+from lightning_fastdata.insight.markup import Markup, element
+from lightning_fastdata.insight.metrics import StepHistory, StepTiming
+from lightning_fastdata.insight.report import RunReport
+from lightning_fastdata.insight.verdict import judge
+
+HOSTILE = """/data/<script>alert(1)</script>"'&.jpg"""
+
+
+class Page(HTMLParser):
+    """Elements with their attributes, and the text that is seen."""
+
+    VOID = frozenset(("meta", "rect", "line", "path"))
+
+    def __init__(self, text):
+        super().__init__()
+        self.elements, self.texts, self.open = [], [], []
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag, attrs):
+        self.elements.append((tag, dict(attrs)))
+        if tag not in self.VOID or (tag == "rect"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        if tag in self.VOID and tag not in self.open:
+            return
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if "style" not in self.open:
+            self.texts.append(data)
+
+    @property
+    def text(self):
+        return " ".join(" ".join(self.texts).split())
+
+
+def history(stalls=(30.0, 34.0) * 10, transfer_ms=1.1):
+    found = StepHistory()
+    for i, stall in enumerate(stalls):
+        found.append(
+            StepTiming(
+                step=i,
+                wait_ms=stall,
+                stall_ms=stall,
+                transfer_ms=transfer_ms,
+                compute_ms=40.0,
+                step_ms=stall + 40.0 + (transfer_ms or 0.0),
+                samples=64,
+                cold=i % 10 == 0,
+            )
+        )
+    return found
+
+
+def causes(path="photos/7.jpg", name="Resize"):
+    return WaitCauses(
+        batches=18,
+        wait=WaitParts(**{f.name: 1.0 + i for i, f in enumerate(dataclasses.fields(WaitParts))}),
+        overtaken_share=0.25,
+        slow_samples=(SlowSample(index=7, ms=80.0, typical_ms=4.0, path=path),),
+        operations=(OperationShare(name=name, calls=3, mean_ms=1.5, share=0.6),),
+    )
+
+
+def report(steps=None, **facts):
+    steps = history() if steps is None else steps
+    train = dataclasses.replace(steps.summarize("train", duration_s=9.0), causes=causes(**facts))
+    val = steps.summarize("val", duration_s=2.0)
+    return RunReport(
+        stages=(train, val),
+        verdict=judge(train),
+        recent={"train": steps.newest()},
+        notes=("Page-locked memory was refused.",),
+        versions={"torch": "2.15.0"},
+        machine={"usable_cpus": 8},
+    )
+
+
+def test_the_page_holds_verdict_findings_phases_causes_notes_and_machine():
+    run = report()
+    text = Page(report_html(run.as_dict())).text
+    for said in (
+        run.verdict.kind,
+        run.verdict.sentence,
+        *(found.remedy for found in run.verdict.findings),
+        "train · 20 steps in 9.0 s",
+        "newest 20 steps",
+        "reading and transforming samples, on a CPU",
+        "25% of the batches came after later ones",
+        "photos/7.jpg",
+        "Resize 60% 1.5 3",
+        "val 20 2.0 s",
+        "Page-locked memory was refused.",
+        "torch 2.15.0",
+        "usable cpus 8",
+    ):
+        assert said in text, said
+
+
+def test_nothing_is_fetched_and_no_script_can_run():
+    elements = Page(report_html(report().as_dict())).elements
+    assert not {tag for tag, _ in elements} & {"script", "link", "img", "iframe", "object", "base"}
+    assert not [name for _, attrs in elements for name in attrs if name.startswith("on")]
+    assert not [name for _, attrs in elements for name in attrs if name in ("src", "href")]
+    (policy,) = [a["content"] for _, a in elements if a.get("http-equiv")]
+    assert policy.startswith("default-src 'none'")
+    assert "url(" not in report_html(report().as_dict())
+
+
+def test_names_of_files_and_classes_are_shown_and_do_not_run():
+    page = Page(report_html(report(path=HOSTILE, name="</table><script>x</script>").as_dict()))
+    assert "script" not in {tag for tag, _ in page.elements}
+    assert HOSTILE in page.text
+    assert "</table><script>x</script>" in page.text
+
+
+@given(text=st.text(), value=st.text())
+def test_text_and_attributes_read_back_as_they_were(text, value):
+    kept = re.sub(r"[\x00-\x08\x0b-\x1f\ud800-\udfff\ufffe\uffff]", "", text)
+    kept_value = re.sub(r"[\x00-\x1f\ud800-\udfff\ufffe\uffff]", "", value)
+    read = ElementTree.fromstring(element("td", kept, title=kept_value))
+    assert (read.text or "") == kept
+    assert read.get("title") == kept_value
+
+
+def test_elements_are_not_escaped_twice_and_missing_ones_leave_no_trace():
+    inner = element("b", "a < b")
+    assert element("p", [inner, None, " & ", [inner]], class_="x", id=None) == (
+        '<p class="x"><b>a &lt; b</b> &amp; <b>a &lt; b</b></p>'
+    )
+    assert isinstance(inner, Markup)
+
+
+def columns(steps):
+    return RunReport(
+        stages=(steps.summarize("train", duration_s=1.0),), recent={"train": steps.newest()}
+    ).as_dict()["stages"]["train"]["recent"]
+
+
+def test_the_chart_has_a_column_with_its_figures_for_each_step():
+    chart = ElementTree.fromstring(timeline_chart(columns(history())))
+    titles = [title.text.splitlines() for title in chart.iter("title")]
+    assert len(titles) == 20
+    assert titles[1] == ["step 1", "75.1 ms in all", "wait 34.0 ms", "transfer 1.1 ms",
+                         "compute 40.0 ms"]  # fmt: skip
+    assert titles[10][0] == "step 10, first of its epoch"
+    epochs = [line.get("x1") for line in chart.iter("line") if line.get("class") == "epoch"]
+    assert epochs == ["10"]
+
+
+def test_areas_lie_on_each_other_and_are_as_high_as_their_times():
+    chart = ElementTree.fromstring(timeline_chart(columns(history(stalls=[30.0] * 8))))
+    areas = {path.get("class"): path.get("d") for path in chart.iter("path")}
+    assert list(areas) == ["fill-compute", "fill-transfer", "fill-wait"]
+    top = max(float(s.text) for s in chart.iter("span") if "bottom" in (s.get("style") or ""))
+    spans = [re.match(r"M0 (\d+)V(\d+)", outline).groups() for outline in areas.values()]
+    heights = [(int(low) - int(high)) / 1000 * top for low, high in spans]
+    assert heights == pytest.approx([40.0, 1.1, 30.0], abs=top / 1000)
+    assert [spans[i][1] for i in (0, 1)] == [spans[i + 1][0] for i in (0, 1)]
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        StepHistory(),
+        history(stalls=[5.0]),
+        history(stalls=[0.0] * 6, transfer_ms=None),
+        history(stalls=[1.0] * 50 + [9000.0]),
+    ],
+    ids=["none", "one", "no waiting", "a spike"],
+)
+def test_any_run_can_be_shown(steps):
+    assert Page(report_html(report(steps).as_dict())).text
+
+
+def test_steps_that_were_not_timed_leave_a_gap():
+    steps = history()
+    steps.append(StepTiming(step=20, samples=64, cold=False, wait_ms=3.0))
+    titles = [t.text for t in ElementTree.fromstring(timeline_chart(columns(steps))).iter("title")]
+    assert titles[-1] == "step 20\nnot timed"
+    only = StepHistory()
+    only.append(StepTiming(step=0, samples=64, cold=True, wait_ms=3.0))
+    assert timeline_chart(columns(only)) is None
+
+
+def test_a_report_without_steps_or_with_ranks_can_be_shown():
+    assert "nothing was measured" in Page(report_html(RunReport(stages=()).as_dict())).text
+    told = report().as_dict()
+    told["ranks"] = [
+        {"rank": 0, "host": "a", "steps": 9, "step_ms": 70.0, "stall_ms": None, "wait_ms": 1.0,
+         "compute_ms": 60.0},
+    ]  # fmt: skip
+    assert (
+        "Ranks rank host step stall wait compute 0 a 70.0 - 1.0 60.0"
+        in Page(report_html(told)).text
+    )
+
+
+@given(st.floats(min_value=1e-3, max_value=1e7))
+def test_an_axis_holds_its_largest_value_without_much_room_above(largest):
+    top, ticks = axis(largest)
+    assert largest <= top * (1 + 1e-9)
+    assert top <= 2.0 * largest
+    assert ticks[0] == 0
+    assert ticks[-1] == pytest.approx(top)
+    assert np.allclose(np.diff(ticks), ticks[1])
+    assert 2 <= len(ticks) <= 6
+
+
+def test_the_page_is_written_whole(tmp_path):
+    path = report().write_html(tmp_path / "deep" / "report.html")
+    text = path.read_text(encoding="utf-8")
+    assert text.startswith("<!doctype html>")
+    assert text.endswith("</html>\n")
+    assert [p.name for p in path.parent.iterdir()] == ["report.html"]
