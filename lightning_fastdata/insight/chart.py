@@ -15,6 +15,7 @@ STACK: Final = (
     ("wait", "stall_ms"),
 )
 """Phases from the bottom to the top, each with the column of `StepTiming` that holds it."""
+_COLD_WORDS: Final = {1: ", first of its epoch", 2: ", first after a validation"}
 _HEIGHT: Final = 1000
 _TICKS: Final = 4
 _NICE: Final = (1.0, 2.0, 2.5, 5.0, 10.0)
@@ -117,7 +118,7 @@ def _epochs(recent: Recent) -> list[Markup]:
     return [
         element("line", x1=i, x2=i, y1=0, y2=_HEIGHT, class_="epoch")
         for i, cold in enumerate(recent["cold"])
-        if cold and i
+        if cold == 1 and i
     ]
 
 
@@ -139,9 +140,7 @@ def _columns(recent: Recent) -> list[Markup]:
 
 def _figures(recent: Recent, i: int) -> str:
     total = recent["step_ms"][i]
-    lines = [
-        f"step {round(recent['step'][i] or 0)}{', first of its epoch' if recent['cold'][i] else ''}"
-    ]
+    lines = [f"step {round(recent['step'][i] or 0)}{_COLD_WORDS.get(recent['cold'][i] or 0, '')}"]
     lines.append("not timed" if total is None else f"{total:.1f} ms in all")
     for name, column in reversed(STACK):
         value = recent[column][i] if column in recent else None

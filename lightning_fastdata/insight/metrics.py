@@ -270,8 +270,9 @@ def window_means(columns: Columns, prefix: str = "data") -> dict[str, float]:
         ``{prefix}/stall_percent`` (device idle because of data, over step time),
         ``{prefix}/step_ms``, ``{prefix}/throughput_samples_per_s``,
         ``{prefix}/time_{augment,compute,transfer,wait}_ms`` (wait is host time),
-        ``{prefix}/speedup_possible`` = ``step / (step - stall)``, and
-        ``{prefix}_band/{step,wait,compute}_{p50,p95,max}_ms``.
+        ``{prefix}_headroom/throughput_if_data_were_free_samples_per_s``,
+        ``{prefix}_headroom/speedup_possible`` = ``step / (step - stall)``, and
+        ``{prefix}_band/{step,stall,compute}_{p50,p95,max}_ms``.
     """
     columns = _warm(columns)
     scalars: dict[str, float] = {}
@@ -291,8 +292,10 @@ def window_means(columns: Columns, prefix: str = "data") -> dict[str, float]:
     if total > 0:
         scalars[f"{prefix}/stall_percent"] = 100.0 * stalled / total
         if total > stalled:
-            scalars[f"{prefix}/speedup_possible"] = total / (total - stalled)
-    for phase in ("step", "wait", "compute"):
+            free = float(columns["samples"][both].sum()) * 1e3 / (total - stalled)
+            scalars[f"{prefix}_headroom/throughput_if_data_were_free_samples_per_s"] = free
+            scalars[f"{prefix}_headroom/speedup_possible"] = total / (total - stalled)
+    for phase in ("step", "stall", "compute"):
         values = _measured(columns[f"{phase}_ms"])
         if values.size:
             p50, p95 = _p50_and_p95(values)

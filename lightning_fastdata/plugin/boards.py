@@ -26,21 +26,22 @@ if TYPE_CHECKING:
     from lightning_fastdata.insight.metrics import Columns, StageSummary, StepTiming
     from lightning_fastdata.insight.verdict import Verdict
 
+PREDICTED_STEP = "data_tune/predicted_step_ms"
+"""What the model of the loader says that a step takes in the setup as it is."""
 _STACK = (
     ("compute", "compute_ms", "#4c9f70"),
     ("augment", "augment_ms", "#b07aa1"),
     ("transfer", "transfer_ms", "#59a1cf"),
     ("wait", "stall_ms", "#d1495b"),
 )
-_LABEL_FROM = 0.09
-"""Part of the axis height from which an area is thick enough for its name."""
 
 
 def phase_figure(steps: Sequence[StepTiming] | Columns) -> Figure:
     """Return the step as stacked areas over step number: compute, augment, transfer, wait.
 
-    The dotted line is the floor that free data would give: the median of ``step - stall``.
-    Drawn without pyplot, so neither its state nor a display is touched. 4 x 2.4 inches at 150 dpi.
+    The legend has the mean of each phase. The dotted line is the floor that free data would give:
+    the median of ``step - stall``. Drawn without pyplot, so neither its state nor a display is
+    touched. 4 x 2.4 inches at 150 dpi.
 
     Args:
         steps: single timings, or their columns (`StepHistory.newest`). Steps without device
@@ -55,7 +56,6 @@ def phase_figure(steps: Sequence[StepTiming] | Columns) -> Figure:
     figure = Figure(figsize=(4, 2.4), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    axes.set_title("step time, ms", loc="left", fontsize=9, pad=3)
     axes.set_xlabel("step", fontsize=8)
     axes.tick_params(labelsize=8)
     axes.spines[["top", "right"]].set_visible(False)
@@ -64,51 +64,80 @@ def phase_figure(steps: Sequence[StepTiming] | Columns) -> Figure:
         return figure
     x, total = columns["step"][drawn], columns["step_ms"][drawn]
     phases = [
-        (name, np.nan_to_num(columns[column][drawn]), color)
+        (name, columns[column][drawn], color)
         for name, column, color in _STACK
         if not np.isnan(columns[column][drawn]).all()
     ]
-    axes.stackplot(
-        x, [values for _, values, _ in phases], colors=[color for *_, color in phases], linewidth=0
+    areas = axes.stackplot(
+        x,
+        [np.nan_to_num(values) for _, values, _ in phases],
+        labels=[f"{name} {np.nanmean(values):.1f}" for name, values, _ in phases],
+        colors=[color for *_, color in phases],
+        linewidth=0,
+        step="mid",
     )
-    # A single spike must not press everything else flat.
-    top = 1.15 * max(float(np.percentile(total, 98)), 1e-6)
-    axes.set_ylim(0, top)
-    axes.set_xlim(float(x[0]), float(x[-1]) if x[-1] > x[0] else float(x[0]) + 1)
-    _label_areas(axes, x, phases, top)
     floor = float(np.median(total - np.nan_to_num(columns["stall_ms"][drawn])))
-    axes.axhline(floor, color="black", linewidth=0.8, linestyle=":")
-    axes.set_title(f"···  free-data floor {floor:.1f} ms", loc="right", fontsize=7, pad=3)
+    axes.axhline(floor, color="black", linewidth=0.9, linestyle=":")
+    # A single spike must not press everything else flat.
+    axes.set_ylim(0, 1.1 * max(float(np.percentile(total, 98)), 1e-6))
+    axes.set_xlim(float(x[0]), float(x[-1]) if x[-1] > x[0] else float(x[0]) + 1)
+    axes.legend(
+        handles=areas[::-1],
+        loc="lower left",
+        bbox_to_anchor=(0, 0.98),
+        ncols=len(areas),
+        frameon=False,
+        fontsize=7,
+        handlelength=0.9,
+        handletextpad=0.4,
+        columnspacing=1.0,
+        borderpad=0,
+        borderaxespad=0.3,
+    )
+    figure.suptitle(
+        f"step {total.mean():.1f} ms   ·····  {floor:.1f} if data were free",
+        x=0.01,
+        ha="left",
+        fontsize=8.5,
+    )
     return figure
 
 
 def custom_scalar_layout(prefix: str = "data") -> dict[str, dict[str, list[Any]]]:
-    """Return a layout for ``SummaryWriter.add_custom_scalars``: one line chart, two with a band.
+    """Return a layout for ``SummaryWriter.add_custom_scalars``: three charts, one with a band.
 
     TensorBoard gives all lines of a run one color, so no chart has more than two. The tags of a
-    line chart are regular expressions, hence the ``$``; those of a band are exact. A writer takes
-    one layout only.
+    line chart are regular expressions, hence the ``$``; those of a band are exact, and are the
+    line, its lower and its upper bound. A writer takes one layout only.
 
     Args:
         prefix: as for `window_means`.
     """
-
-    def band(phase: str) -> list[Any]:
-        tag = f"{prefix}_band/{phase}"
-        return ["Margin", [f"{tag}_p95_ms", f"{tag}_p50_ms", f"{tag}_max_ms"]]
-
+    stall, headroom = f"{prefix}_band/stall", f"{prefix}_headroom"
     return {
         "Data": {
-            "Step and wait (ms)": ["Multiline", [f"{prefix}/step_ms$", f"{prefix}/time_wait_ms$"]],
-            "Step: p50, p95, max (ms)": band("step"),
-            "Wait: p50, p95, max (ms)": band("wait"),
+            "samples/s, and if data were free": [
+                "Multiline",
+                [
+                    f"{prefix}/throughput_samples_per_s$",
+                    f"{headroom}/throughput_if_data_were_free_samples_per_s$",
+                ],
+            ],
+            "ms a step, measured and predicted": [
+                "Multiline",
+                [f"{prefix}/step_ms$", f"{PREDICTED_STEP}$"],
+            ],
+            "ms of stall, median to p95": [
+                "Margin",
+                [f"{stall}_p50_ms", f"{stall}_p50_ms", f"{stall}_p95_ms"],
+            ],
         }
     }
 
 
 def verdict_markdown(verdict: Verdict, summary: StageSummary) -> str:
-    """Return the verdict as markdown: the finding, a table of phases, what to try and to leave."""
-    lines = [f"**{verdict.kind}**: {verdict.sentence} [{verdict.code}]", ""]
+    """Return the verdict as markdown: a table of phases, the findings, and what was measured."""
+    lines = [f"### {verdict.kind}: {verdict.sentence}", ""]
     rows = [
         ("wait", summary.stall),
         ("transfer", summary.transfer),
@@ -122,16 +151,15 @@ def verdict_markdown(verdict: Verdict, summary: StageSummary) -> str:
         for name, phase in rows
         if phase is not None
     ]
-    lines.append("")
-    lines += [f"- why: {fact}" for fact in verdict.evidence]
-    causes = summary.causes
-    if causes is not None:
-        lines += [f"- why: {line}" for line in cause_lines(causes)]
     for found in verdict.findings:
-        gain = "" if found.gain is None else f" ({gain_text(found.gain)})"
-        lines.append(f"- {found.code}: {found.cause}")
-        lines += [f"    - try: {found.remedy}{gain}"] if found.remedy else []
-        lines += [f"    - skip: {found.leave_alone}"] if found.leave_alone else []
+        lines += ["", f"**{found.code}** {found.cause}", ""]
+        lines += [f"- try: **{found.remedy}**"] if found.remedy else []
+        lines += [f"- gain: {gain_text(found.gain)}"] if found.remedy and found.gain else []
+        lines += [f"- skip: {found.leave_alone}"] if found.leave_alone else []
+    causes = summary.causes
+    facts = [*verdict.evidence, *([] if causes is None else cause_lines(causes))]
+    if facts:
+        lines += ["", "Also measured:", "", *(f"- {fact}" for fact in facts)]
     if causes is not None and causes.operations:
         lines += ["", operations_table(causes).rstrip()]
     return "\n".join(lines) + "\n"
@@ -226,20 +254,3 @@ def _takes(owner: Any, method: str, *names: str) -> bool:
     except (TypeError, ValueError):
         return False
     return all(name in parameters for name in names)
-
-
-def _label_areas(axes: Any, x: Any, phases: list[tuple[str, Any, str]], top: float) -> None:
-    """Write each name into its area where it is thickest, away from both ends."""
-    width = max(1, len(x) // 8)
-    base = np.zeros_like(x)
-    for name, values, _ in phases:
-        # A word needs the room of its neighbors too, not of one lucky step.
-        smooth = np.convolve(np.pad(values, width, mode="edge"), np.ones(2 * width + 1), "valid")
-        smooth = smooth / (2 * width + 1)
-        inner = smooth[width:-width] if len(smooth) > 2 * width else smooth
-        start = width if len(smooth) > 2 * width else 0
-        at = start + (len(inner) // 2 if np.ptp(inner) < 0.05 * top else int(np.argmax(inner)))
-        if smooth[at] >= _LABEL_FROM * top:
-            height = float(base[at] + min(values[at], max(0.0, top - base[at])) / 2)
-            axes.text(x[at], height, name, color="white", fontsize=9, ha="center", va="center")
-        base = base + values

@@ -190,8 +190,7 @@ class ThroughputHooks:
         verdict = run.judge.verdict(summary, run.recording.val.summary())
         predicted_ms = run.judge.predicted_step_ms(summary)
         if predicted_ms is not None:
-            predicted = {"data_tune/predicted_step_ms": predicted_ms}
-            boards.log_to(trainer.loggers, predicted, step)
+            boards.log_to(trainer.loggers, {boards.PREDICTED_STEP: predicted_ms}, step)
         if verdict.code != run.verdict_code:
             run.verdict_code = verdict.code
             boards.log_text(

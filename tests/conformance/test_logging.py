@@ -19,7 +19,6 @@ from lightning_fastdata.errors import FastDataWarning, OptionsError
 ALWAYS = {
     "data/stall_percent",
     "data/step_ms",
-    "data/speedup_possible",
     "data/throughput_samples_per_s",
     "data/time_compute_ms",
     "data/time_transfer_ms",
@@ -27,7 +26,7 @@ ALWAYS = {
 }
 BANDS = {
     f"data_band/{phase}_{figure}_ms"
-    for phase in ("step", "wait", "compute")
+    for phase in ("step", "stall", "compute")
     for figure in ("p50", "p95", "max")
 }
 

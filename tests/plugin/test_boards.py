@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import csv
 import inspect
+import json
+from pathlib import Path
 
+import lightning.pytorch as lightning
 import numpy as np
 import pytest
+import torch
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils.data import DataLoader, Dataset
 
+from lightning_fastdata import DataThroughputCallback, FastDataLoader
+from lightning_fastdata.insight.finding import gain_text
+from lightning_fastdata.insight.html import report_html
 from lightning_fastdata.insight.metrics import StepHistory, StepTiming, window_means
 from lightning_fastdata.insight.verdict import judge
 from lightning_fastdata.plugin import boards
@@ -96,20 +104,28 @@ def test_wandb_still_takes_the_parameters_that_are_used():
 
 
 def test_layout_names_only_scalars_that_are_logged(history):
-    logged = set(window_means(history.newest(), "data_val"))
+    logged = {*window_means(history.newest(), "data_val"), boards.PREDICTED_STEP}
     for charts in boards.custom_scalar_layout("data_val").values():
         for _, tags in charts.values():
             assert {tag.removesuffix("$") for tag in tags} <= logged
 
 
-def test_a_figure_draws_only_measured_phases():
+def test_the_first_group_has_eight_cards_at_most(history):
+    scalars = [name for name in window_means(history.newest()) if name.startswith("data/")]
+    assert len([*scalars, "data/timeline"]) == 8
+
+
+def test_a_figure_draws_only_measured_phases_and_the_floor_below_the_wait():
     steps = [
         StepTiming(step=i, compute_ms=10.0, stall_ms=5.0, step_ms=15.0, samples=1, cold=False)
         for i in range(10)
     ]
-    axes = boards.phase_figure(steps).axes[0]
-    assert [text.get_text() for text in axes.texts] == ["compute", "wait"]
+    figure = boards.phase_figure(steps)
+    (axes,) = figure.axes
+    legend = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert legend == ["wait 5.0", "compute 10.0"]
     assert axes.lines[0].get_ydata()[0] == 10.0
+    assert figure.get_suptitle() == "step 15.0 ms   ·····  10.0 if data were free"
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2])
@@ -121,3 +137,74 @@ def test_a_figure_of_hardly_any_steps_is_drawn(steps):
     figure = boards.phase_figure(timings)
     figure.canvas.draw()
     assert figure.canvas.get_width_height() == (600, 360)
+
+
+def test_the_verdict_tells_each_finding_with_remedy_and_gain(history):
+    summary = history.summarize("train", duration_s=4.0)
+    verdict = judge(summary)
+    text = boards.verdict_markdown(verdict, summary)
+    assert text.startswith(f"### {verdict.kind}: {verdict.sentence}\n")
+    for found in verdict.findings:
+        assert f"**{found.code}** {found.cause}" in text
+        assert f"- try: **{found.remedy}**" in text
+        assert found.gain is None or f"- gain: {gain_text(found.gain)}" in text
+    assert "| compute | 41.6 |" in text
+
+
+class Photos(Dataset):
+    def __len__(self):
+        return 48
+
+    def __getitem__(self, index):
+        return torch.full((4,), float(index))
+
+
+class Model(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+
+    def training_step(self, batch):
+        return self.layer(batch).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.01)
+
+
+def test_a_training_fills_every_chart_and_leaves_both_reports(tmp_path):
+    logger = TensorBoardLogger(tmp_path, name="run", version=0)
+    trainer = lightning.Trainer(
+        max_epochs=2,
+        accelerator="cpu",
+        logger=logger,
+        callbacks=[DataThroughputCallback(summary=False)],
+        log_every_n_steps=2,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Model(), FastDataLoader(Photos(), batch_size=4, num_workers=0))
+    scalars = set(read_back(logger.log_dir).Tags()["scalars"])
+    for charts in boards.custom_scalar_layout().values():
+        for _, tags in charts.values():
+            assert {tag.removesuffix("$") for tag in tags} <= scalars
+    folder = Path(logger.log_dir)
+    told = json.loads((folder / "report.json").read_text(encoding="utf-8"))
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    assert page == report_html(told)
+
+
+@pytest.mark.parametrize("suffix", [".json", ".html"])
+def test_the_page_never_takes_the_place_of_the_json(tmp_path, suffix):
+    trainer = lightning.Trainer(
+        max_steps=2,
+        accelerator="cpu",
+        logger=False,
+        callbacks=[DataThroughputCallback(summary=False, report=tmp_path / f"mine{suffix}")],
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Model(), DataLoader(Photos(), batch_size=4))
+    assert json.loads((tmp_path / "mine.json").read_text(encoding="utf-8"))
+    assert (tmp_path / "mine.html").read_text(encoding="utf-8").startswith("<!doctype html>")
