@@ -246,27 +246,32 @@ def sample_times(counts: Sequence[int]) -> SampleTimes | None:
     )
 
 
-def cause_lines(causes: WaitCauses) -> list[str]:
+def cause_lines(causes: WaitCauses, *, brief: bool = False) -> list[str]:
     """Return the causes in words: a line for each part of the wait above 5 %, largest first.
 
     Then the slowest samples, and the operations above 5 % of the time to read a sample.
+
+    Args:
+        causes: Why batches were late.
+        brief: Only the largest part, the slowest sample, and the operations.
     """
     lines = []
     total_ms = causes.wait.total_ms
     parts = {name: getattr(causes.wait, name) for name in _PARTS}
-    for name, ms in sorted(parts.items(), key=lambda item: -item[1]):
+    largest = sorted(parts.items(), key=lambda item: -item[1])[: 1 if brief else None]
+    for name, ms in largest:
         if total_ms > 0 and ms / total_ms > WORTH_SAYING:
             lines.append(
                 f"{ms / total_ms:.0%} of the wait ({ms:.1f} ms a batch): {PART_WORDS[name]}"
             )
-    if causes.overtaken_share > WORTH_SAYING:
+    if causes.overtaken_share > WORTH_SAYING and not brief:
         lines.append(f"{causes.overtaken_share:.0%} of the batches came after later ones were done")
     if parts["slow_sample_ms"] > WORTH_SAYING * total_ms:
-        for sample in causes.slow_samples[:3]:
+        for sample in causes.slow_samples[: 1 if brief else 3]:
             name = f"sample {sample.index}" + (f" ({sample.path})" if sample.path else "")
             lines.append(f"{name} took {sample.ms:.0f} ms, others {sample.typical_ms:.2g} ms")
     times = causes.sample_times
-    if times is not None and times.samples >= _FEWEST_TIMES:
+    if times is not None and times.samples >= _FEWEST_TIMES and not brief:
         lines.append(
             f"reading a sample takes {times.p50_ms:.2g} ms in the middle, {times.p95_ms:.2g} at "
             f"the 95th percentile, {times.p99_ms:.2g} at the 99th"

@@ -19,8 +19,9 @@ _COLD_WORDS: Final = {1: ", first of its epoch", 2: ", first after a validation"
 _HEIGHT: Final = 1000
 _TICKS: Final = 4
 _NICE: Final = (1.0, 2.0, 2.5, 5.0, 10.0)
-_QUANTILE: Final = 0.98
-"""The axis ends a little above this part of the steps: one spike must not press all others flat."""
+_QUANTILE: Final = 0.95
+"""The axis ends a little above this part of the steps: a few spikes must not press all others
+flat."""
 
 Recent = Mapping[str, Sequence[float | None]]
 """Column of `StepTiming` -> one value per step, oldest first; None = not measured."""
@@ -140,7 +141,9 @@ def _columns(recent: Recent) -> list[Markup]:
 
 def _figures(recent: Recent, i: int) -> str:
     total = recent["step_ms"][i]
-    lines = [f"step {round(recent['step'][i] or 0)}{_COLD_WORDS.get(recent['cold'][i] or 0, '')}"]
+    lines = [
+        f"step {round(recent['step'][i] or 0)}{_COLD_WORDS.get(round(recent['cold'][i] or 0), '')}"
+    ]
     lines.append("not timed" if total is None else f"{total:.1f} ms in all")
     for name, column in reversed(STACK):
         value = recent[column][i] if column in recent else None

@@ -207,8 +207,20 @@ def _late_batches(causes: Mapping[str, Any] | None) -> Markup | None:
         element("p", f"{late:.0%} of the batches came after later ones were done.")
         if late > 0
         else None,
+        _sample_times(causes.get("sample_times")),
         held if causes["slow_samples"] else None,
         timed if causes["operations"] else None,
+    )
+
+
+def _sample_times(times: Mapping[str, float] | None) -> Markup | None:
+    if not times:
+        return None
+    p50, p95, p99 = (_ms(times[key]) for key in ("p50_ms", "p95_ms", "p99_ms"))
+    return element(
+        "p",
+        f"Reading a sample takes {p50} ms in the middle, {p95} at the 95th percentile, {p99} at "
+        f"the 99th, of {times['samples']} samples.",
     )
 
 

@@ -6,13 +6,14 @@ import dataclasses
 import json
 import math
 import os
-import tempfile
+import re
 import textwrap
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from lightning_fastdata.insight.causes import cause_lines
+from lightning_fastdata.insight.files import write_atomically
 from lightning_fastdata.insight.finding import STALL_LOW, gain_text
 from lightning_fastdata.insight.ranks import ranks_line
 
@@ -41,9 +42,11 @@ _KIND_COLORS = {
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 _TO_ASCII = str.maketrans({"─": "-", "·": "|", "→": ">", "…": "."})
 _INDENT = 7
-_NARROWEST = 72
-_BAR_SPACE = 50
+_NARROWEST, _WIDEST = 60, 120
+_BAR_SPACE = 42
 """Columns of a phase's row that are not bar."""
+_LONG_PATH = re.compile(r"[^\s()'\"]*/[^\s()'\"/]+/([^\s()'\"/]+/[^\s()'\"/]+)")
+"""A path with more than its last two parts: the page of the report has it in full."""
 
 _T = TypeVar("_T")
 
@@ -119,16 +122,16 @@ class RunReport:
         """Return the summary as plain text.
 
         Args:
-            width: columns; below 72 the text is laid out for 72.
+            width: columns; the text is laid out for 60 at least and for 120 at most.
             ascii: draw with ASCII signs, for terminals that are not UTF-8.
         """
-        lines = self._lines(max(_NARROWEST, width), ascii)
+        lines = self._lines(_fitted(width), ascii)
         return "\n".join("".join(piece for piece, _ in line).rstrip() for line in lines)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         from rich.text import Text
 
-        for line in self._lines(max(_NARROWEST, options.max_width), options.ascii_only):
+        for line in self._lines(_fitted(options.max_width), options.ascii_only):
             yield Text.assemble(*line, no_wrap=True, overflow="ellipsis")
 
     def _lines(self, width: int, ascii_only: bool) -> list[_Line]:
@@ -140,7 +143,7 @@ class RunReport:
             lines.append(_rule(f"fastdata · {_headline(first)} ", width))
             lines += _verdict_lines(self.verdict, width)
             lines += [[], *_phase_rows(first, width, ascii_only), []]
-            lines += _throughput_line(first)
+            lines += _throughput_lines(first, width)
         if self.verdict is not None:
             lines += _finding_lines(self.verdict, self.stages, width)
         for stage in self.stages[1:]:
@@ -164,14 +167,14 @@ def comparison_text(
 
     Args:
         reports: Name of a run -> its report; the first is what the others are compared with.
-        width: columns; below 72 the text is laid out for 72.
+        width: columns; the text is laid out for 60 at least and for 120 at most.
         ascii: draw with ASCII signs.
     """
-    width = max(_NARROWEST, width)
+    width = _fitted(width)
     rates = [_rate(report) for report in reports.values()]
     top = max(rates, default=0.0)
     names = max((len(name) for name in reports), default=0)
-    length = width - names - 38
+    length = max(4, width - names - 38)
     lines = ["".join(piece for piece, _ in _rule("fastdata · the same training ", width))]
     for (name, report), rate in zip(reports.items(), rates, strict=True):
         share = report.stages[0].stall_share if report.stages else None
@@ -206,24 +209,6 @@ def duration_text(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60} min {whole % 60:02d} s"
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
-
-
-def write_atomically(path: Path, text: str) -> Path:
-    """Write ``text`` as UTF-8 so that no reader ever sees a part of it; return the path."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    temporary = Path(name)
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.chmod(0o644)
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    return path
 
 
 def _stage_as_dict(stage: StageSummary, recent: Columns | None) -> dict[str, Any]:
@@ -285,15 +270,20 @@ def _phase_rows(stage: StageSummary, width: int, ascii_only: bool) -> Iterable[_
             ]
 
 
-def _throughput_line(stage: StageSummary) -> Iterable[_Line]:
+def _throughput_lines(stage: StageSummary, width: int) -> Iterable[_Line]:
     if stage.samples_per_s is None:
-        return []
+        return
     line = [(f" {stage.samples_per_s:.0f} samples/s now", "")]
     free, speedup = stage.samples_per_s_if_data_were_free, stage.speedup_possible
     if free is not None and speedup is not None:
+        gain = f"{speedup:.2f}x to gain"
         line += [("  ·  ", "dim"), (f"{free:.0f} if data were free", "")]
-        line += [("  ·  ", "dim"), (f"{speedup:.2f}x to gain", "bold")]
-    return [line]
+        if sum(len(piece) for piece, _ in line) + len(gain) + 5 > width:
+            yield line
+            line = [(f" {gain}", "bold")]
+        else:
+            line += [("  ·  ", "dim"), (gain, "bold")]
+    yield line
 
 
 def _finding_lines(
@@ -301,13 +291,17 @@ def _finding_lines(
 ) -> Iterable[_Line]:
     """Return why, what to try with what it would gain, and what to leave alone."""
     shown = [found for found in verdict.findings if found.remedy][:_MOST_REMEDIES]
-    why = [found.cause for found in shown or verdict.findings[:1]]
-    why = [cause for cause in why if cause != verdict.sentence]
-    for label, line in _labelled("why", [*why, *_cause_lines(stages), "; ".join(verdict.evidence)]):
+    causes = [found.cause for found in shown or verdict.findings[:1]]
+    why = [
+        *(cause for cause in causes if cause != verdict.sentence),
+        "; ".join(_brief_causes(stages)),
+        "; ".join(verdict.evidence),
+    ]
+    for label, line in _labelled("why", filter(None, why)):
         yield from _words(label, line, width, "")
     for label, found in _labelled("try", shown):
         gain = "" if found.gain is None else f": {gain_text(found.gain)}"
-        yield from _words(label, found.remedy + gain, width, "")
+        yield from _words(label, _LONG_PATH.sub(r".../\1", found.remedy) + gain, width, "")
     first = verdict.findings[0]
     skip = " ".join(filter(None, (first.leave_alone, f"[{first.code}]")))
     yield from _words("skip" if first.leave_alone else "", skip, width, "dim")
@@ -318,12 +312,12 @@ def _labelled(label: str, items: Iterable[_T]) -> Iterable[tuple[str, _T]]:
         yield "" if number else label, item
 
 
-def _cause_lines(stages: tuple[StageSummary, ...]) -> list[str]:
+def _brief_causes(stages: tuple[StageSummary, ...]) -> list[str]:
     """Return why the batches of the first stage were late, if that cost it anything."""
     first = stages[0] if stages else None
     if first is None or first.causes is None or (first.stall_share or 0.0) < STALL_LOW:
         return []
-    return cause_lines(first.causes)
+    return cause_lines(first.causes, brief=True)
 
 
 def _stage_line(stage: StageSummary) -> str:
@@ -339,6 +333,10 @@ def _words(label: str, text: str, width: int, style: str) -> Iterable[_Line]:
     """Return the text wrapped beside its label."""
     for i, part in enumerate(textwrap.wrap(text, width - _INDENT) or []):
         yield [(f" {label if i == 0 else '':<{_INDENT - 2}} ", "bold"), (part, style)]
+
+
+def _fitted(width: int) -> int:
+    return min(_WIDEST, max(_NARROWEST, width))
 
 
 def _percent(share: float) -> str:

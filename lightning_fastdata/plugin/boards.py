@@ -78,13 +78,13 @@ def phase_figure(steps: Sequence[StepTiming] | Columns) -> Figure:
     )
     floor = float(np.median(total - np.nan_to_num(columns["stall_ms"][drawn])))
     axes.axhline(floor, color="black", linewidth=0.9, linestyle=":")
-    # A single spike must not press everything else flat.
-    axes.set_ylim(0, 1.1 * max(float(np.percentile(total, 98)), 1e-6))
+    # A few spikes must not press everything else flat.
+    axes.set_ylim(0, 1.15 * max(float(np.percentile(total, 95)), 1e-6))
     axes.set_xlim(float(x[0]), float(x[-1]) if x[-1] > x[0] else float(x[0]) + 1)
     axes.legend(
         handles=areas[::-1],
         loc="lower left",
-        bbox_to_anchor=(0, 0.98),
+        bbox_to_anchor=(0, 1.0),
         ncols=len(areas),
         frameon=False,
         fontsize=7,

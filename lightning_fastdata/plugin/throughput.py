@@ -249,21 +249,30 @@ class ThroughputHooks:
         self.report = report
         if not run.trainer.is_global_zero:
             return
-        path = self.report_path
-        if path is not False:
-            file = Path(run.log_dir) / "report.json" if path is True else Path(path)
-            try:
-                report.write_json(file.with_suffix(".json") if file.suffix == ".html" else file)
-                report.write_html(file.with_suffix(".html"))
-            except OSError as error:
-                # The training is done; a full disk must not look like its failure.
-                message = f"The report was not written: {error}."
-                warnings.warn(message, FastDataWarning, stacklevel=2)
+        page = self._write(report, run.log_dir)
         if self.summary:
             from rich.console import Console
 
             close_progress_bar(run.trainer)
-            Console().print(report)
+            console = Console()
+            console.print(report)
+            if page is not None:
+                console.print(f" page  {page}", soft_wrap=True, highlight=False, markup=False)
+
+    def _write(self, report: RunReport, log_dir: str) -> Path | None:
+        """Write the report as asked for, and return the page; None where none was written."""
+        path = self.report_path
+        if path is False:
+            return None
+        file = Path(log_dir) / "report.json" if path is True else Path(path)
+        try:
+            report.write_json(file.with_suffix(".json") if file.suffix == ".html" else file)
+            return report.write_html(file.with_suffix(".html"))
+        except OSError as error:
+            # The training is done; a full disk must not look like its failure.
+            message = f"The report was not written: {error}."
+            warnings.warn(message, FastDataWarning, stacklevel=2)
+            return None
 
 
 class _Run:

@@ -10,10 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_fastdata.insight.finding import Finding
 from lightning_fastdata.insight.metrics import MetricWindow, StepHistory, StepTiming, window_means
 from lightning_fastdata.insight.outside import LoaderFacts
+from lightning_fastdata.insight.remedies import Gain
 from lightning_fastdata.insight.report import RunReport, bar, comparison_text, duration_text
-from lightning_fastdata.insight.verdict import judge
+from lightning_fastdata.insight.verdict import Verdict, judge
 
 
 def timing(step, stall=32.1, transfer=1.1, augment=3.2, compute=41.6, cold=False, **kwargs):
@@ -150,7 +152,7 @@ def test_durations_read_as_people_say_them():
 
 
 @pytest.mark.parametrize("ascii_only", [False, True])
-@pytest.mark.parametrize("width", [72, 80, 120])
+@pytest.mark.parametrize("width", [60, 72, 80, 120, 200])
 def test_no_line_is_wider_than_asked(width, ascii_only):
     report = run_report()
     for text in (
@@ -169,6 +171,29 @@ def test_the_summary_tells_the_finding_the_gain_and_the_remedy():
     assert "821 samples/s now  ·  1394 if data were free  ·  1.70x to gain" in text
     assert "num_workers 4 -> 7" in text
     assert "[FD102]" in text
+
+
+def test_the_summary_tells_two_remedies_at_most_and_paths_by_their_last_parts():
+    paths = [f"/data/of/a/team/photos/train/cats/{i}.jpg" for i in range(3)]
+    found = tuple(
+        Finding(
+            code=f"FD30{i}",
+            severity="high",
+            cause=f"cause {i}",
+            remedy=f"repair {path} (80 ms), or use 1/2 of LoaderOptions(num_workers=4)",
+            gain=Gain(before_ms=78.0, after_ms=52.0, basis="simulated"),
+        )
+        for i, path in enumerate(paths)
+    )
+    verdict = Verdict(kind="data-bound", sentence="it waits", evidence=("a", "b"), findings=found)
+    text = RunReport(stages=(summary(),), verdict=verdict).text(120)
+    words = " ".join(text.split())
+    assert [line[7:] for line in text.splitlines() if "cause" in line] == ["cause 0", "cause 1"]
+    for i in range(2):
+        told = f"repair .../cats/{i}.jpg (80 ms), or use 1/2 of LoaderOptions(num_workers=4): 1.50x"
+        assert told in words
+    assert "2.jpg" not in words
+    assert f"{paths[2]}" in json.dumps(RunReport(stages=(), verdict=verdict).as_dict())
 
 
 def test_a_phase_that_was_not_measured_has_no_row():

@@ -195,12 +195,12 @@ def test_a_training_fills_every_chart_and_leaves_both_reports(tmp_path):
 
 
 @pytest.mark.parametrize("suffix", [".json", ".html"])
-def test_the_page_never_takes_the_place_of_the_json(tmp_path, suffix):
+def test_the_page_never_takes_the_place_of_the_json(tmp_path, suffix, capsys):
     trainer = lightning.Trainer(
         max_steps=2,
         accelerator="cpu",
         logger=False,
-        callbacks=[DataThroughputCallback(summary=False, report=tmp_path / f"mine{suffix}")],
+        callbacks=[DataThroughputCallback(report=tmp_path / f"mine{suffix}")],
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -208,3 +208,4 @@ def test_the_page_never_takes_the_place_of_the_json(tmp_path, suffix):
     trainer.fit(Model(), DataLoader(Photos(), batch_size=4))
     assert json.loads((tmp_path / "mine.json").read_text(encoding="utf-8"))
     assert (tmp_path / "mine.html").read_text(encoding="utf-8").startswith("<!doctype html>")
+    assert f" page  {tmp_path / 'mine.html'}\n" in capsys.readouterr().out
