@@ -228,10 +228,8 @@ def slowdowns(
     square = cpus * a * own
     linear = cpus * (a * d + b * own) - wanted * own - threads * own * a
     rest = cpus * b * d - wanted * d - threads * own * b
-    if square:
-        y = (math.sqrt(linear * linear - 4 * square * rest) - linear) / (2 * square)
-    else:
-        y = -rest / linear
+    root = math.sqrt(linear * linear - 4 * square * rest)
+    y = -2 * rest / (linear + root) if linear > 0 else (root - linear) / (2 * square)
     return max(1.0, y / weight), max(1.0, y)
 
 

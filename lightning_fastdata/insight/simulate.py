@@ -132,7 +132,7 @@ def _transit(stamps: Sequence[BatchStamps]) -> tuple[float, float]:
             late.append(batch.delivered_ns - ended)
         else:
             there.append(batch.delivered_ns - batch.requested_ns)
-    taking = statistics.median(there or late or [0])
+    taking = statistics.fmean(there or late or [0])
     return max(taking, statistics.median(late or there or [0])), taking
 
 

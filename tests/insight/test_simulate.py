@@ -1,0 +1,365 @@
+"""The model of a loader keeps the laws of queues, and what is recorded adds up."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_fastdata.insight.replay import slowdowns
+from lightning_fastdata.insight.simulate import (
+    BatchCost,
+    LoaderSetup,
+    batch_costs,
+    scaled,
+    simulate,
+)
+from lightning_fastdata.loading.stamps import BatchStamps, TaskStamps
+
+MS = 1e6
+SCHEDULINGS = ("batch", "queue", "sample")
+few = settings(max_examples=30, deadline=None)
+
+
+def cost(*, cpu=0.0, blocked=0.0, collate=0.0, step=10.0, slowest=0.0, handover=0.0, taking=0.0):
+    return BatchCost(
+        samples=16,
+        cpu_ns=cpu * MS,
+        blocked_ns=blocked * MS,
+        collate_ns=collate * MS,
+        slowest_ns=slowest * MS,
+        handover_ns=handover * MS,
+        taking_ns=taking * MS,
+        step_ns=step * MS,
+    )
+
+
+def setup(workers, *, ahead=None, cpus=1000.0, **other):
+    return LoaderSetup(workers=workers, look_ahead=ahead or 2 * workers, cpus=cpus, **other)
+
+
+def work_ms(each):
+    return (each.cpu_ns + each.blocked_ns + each.collate_ns) / MS
+
+
+@st.composite
+def cost_lists(draw):
+    found = []
+    cpu, blocked, step = st.floats(0, 40), st.floats(0, 60), st.floats(0.5, 30)
+    for _ in range(draw(st.integers(1, 12))):
+        taking = draw(st.floats(0, 1))
+        late = draw(st.floats(0, 2))
+        found.append(
+            cost(
+                cpu=draw(cpu), blocked=draw(blocked), collate=draw(cpu) / 10, step=draw(step),
+                taking=taking, handover=taking + late,
+            )
+        )  # fmt: skip
+    return [
+        replace(each, slowest_ns=draw(st.floats(0, 1)) * (each.cpu_ns + each.blocked_ns))
+        for each in found
+    ]
+
+
+setups = st.builds(
+    setup,
+    st.integers(1, 8),
+    ahead=st.integers(1, 24),
+    scheduling=st.sampled_from(SCHEDULINGS),
+    in_order=st.booleans(),
+    cpus=st.sampled_from([1.0, 2.0, 4.0]),
+    step_cpus=st.floats(0, 3),
+    worker_nice=st.sampled_from([0, 5, 19]),
+)
+
+
+def recursion(costs, how, steps, warm_up):
+    """The mean step in order, without any want of CPUs: each time from the times before it."""
+    ahead, workers = how.look_ahead, how.workers
+    free = [(0.0, lane) for lane in range(workers)]
+    requested, delivered = [0.0], []
+    done = []
+    for number in range(warm_up + steps + ahead):
+        if number < ahead:
+            given_at = 0.0
+        elif how.scheduling == "batch":
+            given_at = delivered[number - ahead]
+        else:
+            given_at = requested[number - ahead + 1]
+        if how.scheduling == "batch":
+            began = max(given_at, free[number % workers][0])
+            done.append(began + work_ms(costs[number % len(costs)]))
+            free[number % workers] = done[-1], number % workers
+        else:
+            at, lane = heapq.heappop(free)
+            done.append(max(given_at, at) + work_ms(costs[number % len(costs)]))
+            heapq.heappush(free, (done[-1], lane))
+        # A batch can be told about as soon as all that were given before it are.
+        while len(delivered) <= number and len(delivered) + ahead <= number + 1:
+            now = len(delivered)
+            each = costs[now % len(costs)]
+            late = done[now] > requested[now]
+            there = done[now] + each.handover_ns / MS if late else requested[now]
+            delivered.append(there if late else there + each.taking_ns / MS)
+            requested.append(delivered[-1] + each.step_ns / MS)
+    return (requested[warm_up + steps] - requested[warm_up]) / steps
+
+
+@few
+@given(
+    costs=cost_lists(), workers=st.integers(1, 6), ahead=st.integers(1, 14),
+    scheduling=st.sampled_from(["batch", "queue"]),
+)  # fmt: skip
+def test_with_cpus_for_everybody_the_model_is_a_recursion_over_times(
+    costs, workers, ahead, scheduling
+):
+    how = setup(workers, ahead=ahead, scheduling=scheduling)
+    steps = math.ceil(200 / len(costs)) * len(costs)
+    expected = recursion(costs, how, steps, ahead + 2 * workers)
+    assert simulate(costs, how).step_ms == pytest.approx(expected, rel=1e-6)
+
+
+@few
+@given(
+    work=st.floats(0.1, 100), step=st.floats(0.1, 50), workers=st.integers(1, 8),
+    scheduling=st.sampled_from(SCHEDULINGS), in_order=st.booleans(),
+)  # fmt: skip
+def test_constant_batches_take_the_longer_of_step_and_work_over_workers(
+    work, step, workers, scheduling, in_order
+):
+    how = setup(workers, ahead=3 * workers + 8, scheduling=scheduling, in_order=in_order)
+    expected = max(step, work / workers)
+    # Batches of workers in step come in bunches, one of which may be on the edge of 200 steps.
+    assert simulate([cost(blocked=work, step=step)], how).step_ms == pytest.approx(
+        expected, rel=(workers + 1) / 200 + 1e-6
+    )
+
+
+@few
+@given(
+    cpu=st.floats(1, 100), workers=st.integers(1, 8), cpus=st.floats(1, 8),
+    scheduling=st.sampled_from(SCHEDULINGS),
+)  # fmt: skip
+def test_work_on_cpus_takes_as_long_as_the_cpus_there_are(cpu, workers, cpus, scheduling):
+    how = setup(workers, ahead=24, cpus=cpus, scheduling=scheduling, step_cpus=0.0)
+    expected = cpu / min(workers, cpus)
+    found = simulate([cost(cpu=cpu, step=0.001)], how).step_ms
+    assert found == pytest.approx(expected, rel=(workers + 1) / 200 + 0.01)
+
+
+@few
+@given(costs=cost_lists(), how=setups)
+def test_no_setup_is_faster_than_its_work_or_slower_than_one_thing_after_the_other(costs, how):
+    found = simulate(costs, how).step_ms
+    count = len(costs)
+    work = sum(map(work_ms, costs)) / count
+    on_cpu = sum(each.cpu_ns + each.collate_ns for each in costs) / MS / count
+    stretch = max(1.0, how.step_cpus / how.cpus)
+    own = sum(each.step_ns * stretch + each.taking_ns for each in costs) / MS / count
+    floor = max(work / how.workers, on_cpu / how.cpus)
+    # What was made before the first step that counts may be used by those that do.
+    steps = math.ceil(200 / count) * count
+    biggest = max(map(work_ms, costs))
+    slack = (how.look_ahead + 1) * biggest / steps
+    assert found >= floor - slack - 1e-6
+    assert found >= own - 1e-6
+    assert found <= work + own + max(each.handover_ns for each in costs) / MS + slack
+
+
+@few
+@given(
+    blocked=st.floats(0, 100), step=st.floats(0.1, 30), scheduling=st.sampled_from(SCHEDULINGS),
+    handover=st.floats(0, 2),
+)  # fmt: skip
+def test_more_workers_are_never_slower_if_nothing_needs_a_cpu(blocked, step, scheduling, handover):
+    costs = [cost(blocked=blocked, step=step, handover=handover)]
+    took = [
+        simulate(costs, setup(workers, ahead=24, scheduling=scheduling, step_cpus=0.0)).step_ms
+        for workers in (1, 2, 3, 4, 6, 8)
+    ]
+    assert all(more <= fewer * 1.02 for fewer, more in pairwise(took))
+
+
+@few
+@given(costs=cost_lists(), how=setups, power=st.integers(-4, 6))
+def test_the_unit_of_time_does_not_matter(costs, how, power):
+    # Only whoever shares out samples knows how long a message takes.
+    how = replace(how, scheduling="queue") if how.scheduling == "sample" else how
+    times = [name for name in BatchCost.__slots__ if name.endswith("_ns")]
+    scale = 2.0**power
+    other = [
+        replace(each, **{name: getattr(each, name) * scale for name in times}) for each in costs
+    ]
+    expected = simulate(costs, how).step_ms * scale
+    assert simulate(other, how).step_ms == pytest.approx(expected, rel=1e-3)
+
+
+@few
+@given(costs=cost_lists())
+def test_without_workers_everything_is_done_in_turn(costs):
+    found = simulate(costs, setup(0, ahead=1))
+    work = sum(map(work_ms, costs)) / len(costs)
+    assert found.wait_ms == pytest.approx(work, abs=1e-6)
+    assert found.step_ms == pytest.approx(
+        work + sum(each.step_ns for each in costs) / MS / len(costs)
+    )
+
+
+@few
+@given(costs=cost_lists(), how=setups)
+def test_batches_that_cost_nothing_are_never_waited_for(costs, how):
+    free = scaled(costs, cpu=0.0, blocked=0.0, collate=0.0, handover=0.0)
+    assert all(work_ms(each) == 0 for each in free)
+    found = simulate(free, replace(how, step_cpus=min(how.step_cpus, how.cpus)))
+    assert found.step_ms == pytest.approx(
+        sum(each.step_ns for each in costs) / MS / len(costs), rel=1e-3
+    )
+
+
+@pytest.mark.parametrize("scheduling", SCHEDULINGS)
+def test_out_of_order_slow_samples_hold_up_their_own_batch_only(scheduling):
+    usual = cost(blocked=16.0, step=10.0, slowest=1.0)
+    slow = cost(blocked=316.0, step=10.0, slowest=301.0)
+    costs = ([usual] * 9 + [slow]) * 2
+    how = setup(6, ahead=12, scheduling=scheduling)
+    in_order = simulate(costs, how).step_ms
+    as_ready = simulate(costs, replace(how, in_order=False)).step_ms
+    assert as_ready < 0.7 * in_order
+    work = sum(map(work_ms, costs)) / len(costs)
+    assert as_ready == pytest.approx(max(10.0, work / 6), rel=0.1)
+    assert simulate(scaled(costs, slow_samples=False), how).step_ms < 1.02 * 10.0
+
+
+def test_out_of_order_torch_gives_to_the_worker_that_has_room():
+    """Otherwise the batches behind a slow one would wait for its worker, as they do in order."""
+    costs = [cost(blocked=200.0, step=1.0), *[cost(blocked=10.0, step=1.0)] * 9]
+    how = setup(2, ahead=4, scheduling="batch", in_order=False)
+    assert simulate(costs, how).step_ms == pytest.approx(290 / 10 / 2, rel=0.1)
+    assert simulate(costs, replace(how, in_order=True)).step_ms > 1.2 * 290 / 10 / 2
+
+
+@few
+@given(
+    costs=cost_lists(),
+    factors=st.tuples(*[st.floats(0.1, 3)] * 3),
+)
+def test_scaling_scales_each_cost_and_nothing_else(costs, factors):
+    cpu, blocked, collate = factors
+    found = scaled(costs, cpu=cpu, blocked=blocked, collate=collate)
+    for before, after in zip(costs, found, strict=True):
+        assert after.cpu_ns == pytest.approx(before.cpu_ns * cpu)
+        assert after.blocked_ns == pytest.approx(before.blocked_ns * blocked)
+        assert after.collate_ns == pytest.approx(before.collate_ns * collate)
+        assert after.slowest_ns <= after.cpu_ns + after.blocked_ns + 1e-3
+        assert (after.samples, after.step_ns) == (before.samples, before.step_ns)
+    assert scaled(found) == found
+
+
+@few
+@given(costs=cost_lists())
+def test_without_slow_samples_no_batch_costs_more(costs):
+    for before, after in zip(costs, scaled(costs, slow_samples=False), strict=True):
+        assert work_ms(after) <= work_ms(before) * (1 + 1e-9)
+        read = after.cpu_ns + after.blocked_ns
+        assert after.slowest_ns <= max(read / after.samples, before.slowest_ns) * (1 + 1e-9)
+
+
+# Sharing CPUs
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    jobs=st.integers(0, 32), share=st.floats(0.01, 1), own=st.floats(0, 8), cpus=st.floats(0.5, 16),
+    nice=st.integers(0, 19),
+)  # fmt: skip
+def test_what_shares_the_cpus_fills_them_and_no_more(jobs, share, own, cpus, nice):
+    weight = 1.25**-nice
+    slow, own_slow = slowdowns(jobs, share, own, cpus, weight)
+    assert slow >= 1
+    assert own_slow >= 1
+    one = min(1.0, own)
+    used = jobs * share / (1 - share + share * slow)
+    used += max(1.0, own) * one / (1 - one + one * own_slow) if own else 0.0
+    wanted = jobs * share + own
+    assert used == pytest.approx(min(wanted, cpus), rel=1e-6, abs=1e-6)
+    if own_slow > 1 + 1e-9 and jobs:
+        assert slow == pytest.approx(own_slow / weight, rel=1e-6)
+
+
+def test_nice_workers_leave_the_training_its_cpu():
+    assert slowdowns(8, 1.0, 1.0, 2.0)[1] == pytest.approx(4.5)
+    slow, own = slowdowns(8, 1.0, 1.0, 2.0, 1.25**-19)
+    assert own == 1.0
+    assert slow == pytest.approx(8.0)
+
+
+# What is recorded
+
+
+def task(began, ended, *, cpu, queued=0.0, collate=0.0, slowest=0.0, process=0):
+    on = [None if ms is None else round(ms * MS) for ms in (cpu, queued)]
+    return TaskStamps(
+        process, 0, round(began * MS), round(ended * MS), *on, 4,
+        round((ended - began - collate) * MS), round(collate * MS), round(slowest * MS), 0,
+    )  # fmt: skip
+
+
+def batch(requested, delivered, *tasks):
+    samples = sum(each.samples for each in tasks)
+    return BatchStamps(1, samples, round(requested * MS), round(delivered * MS), tasks, 0)
+
+
+def test_time_that_is_not_on_a_cpu_and_not_queued_is_blocked():
+    made = task(0, 20, cpu=8, queued=2, collate=3, slowest=6)
+    first, *_ = batch_costs([batch(0, 20, made), batch(30, 50, task(20, 50, cpu=1))])
+    assert (first.cpu_ns, first.collate_ns, first.blocked_ns) == (5 * MS, 3 * MS, 10 * MS)
+    assert (first.slowest_ns, first.step_ns, first.samples) == (6 * MS, 10 * MS, 4)
+
+
+def test_what_the_kernel_tells_late_of_one_task_is_right_in_the_sum_of_a_batch():
+    late = [task(0, 2, cpu=0), task(2, 4, cpu=4)]
+    first, *_ = batch_costs([batch(0, 4, *late), batch(4, 9, task(4, 9, cpu=5))])
+    assert (first.cpu_ns, first.blocked_ns) == (4 * MS, 0.0)
+
+
+def test_where_the_kernel_tells_nothing_reading_counts_as_blocked():
+    made = task(0, 20, cpu=None, queued=None, collate=3)
+    first, *_ = batch_costs([batch(0, 20, made), batch(30, 50, made)])
+    assert (first.cpu_ns, first.collate_ns, first.blocked_ns) == (0.0, 3 * MS, 17 * MS)
+
+
+def test_the_hand_over_is_that_of_late_batches_and_the_taking_that_of_those_that_were_there():
+    stamps = [
+        batch(0, 12, task(0, 10, cpu=0)),
+        batch(20, 21, task(10, 15, cpu=0)),
+        batch(30, 30, task(15, 20, cpu=0)),
+    ]
+    for found in batch_costs(stamps):
+        assert (found.handover_ns, found.taking_ns) == (2 * MS, 0.5 * MS)
+
+
+def test_pauses_of_a_busy_worker_count_as_its_work():
+    """A worker has less time for samples than passes, by what it needs between two tasks."""
+    stamps = [
+        batch(10 * n, 10 * n + 10, task(10 * n + 0.5, 10 * n + 9.5, cpu=0)) for n in range(20)
+    ]
+    for found in batch_costs(stamps):
+        assert found.blocked_ns == pytest.approx(9.5 * MS)  # no longer than the hand-over of 0.5
+
+
+@given(queued=st.floats(0, 1))
+def test_a_step_is_as_long_as_it_would_be_with_a_cpu_at_once(queued):
+    made = task(0, 20, cpu=8)
+    first, *_ = batch_costs([batch(0, 20, made), batch(30, 50, made)], step_queued=queued)
+    assert first.step_ns == pytest.approx(10 * MS * (1 - queued))
+
+
+def test_the_costs_of_the_last_batch_are_not_known_and_none_is_an_error():
+    assert batch_costs([batch(0, 20, task(0, 20, cpu=8))]) == []
+    with pytest.raises(ValueError, match="no batch was recorded"):
+        simulate([], setup(1))
