@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_fastdata.errors import OptionsError
+from lightning_fastdata.insight.headroom import Headroom, modelled_headroom
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -123,6 +124,9 @@ class StageSummary:
     """Samples of warm steps over their ``step_ms``."""
     samples_per_s_if_data_were_free: float | None = None
     """The same with the stall taken away: the most that faster data can give."""
+    headroom: Headroom | None = None
+    """The step without waits, if that was measured on request, else modelled from these steps;
+    None: cannot be told."""
     dropped_steps: int = 0
     """Steps whose device figures were given up because the device lagged too far behind."""
     causes: WaitCauses | None = None
@@ -237,7 +241,7 @@ class StepHistory:
                 columns[name], totals[i], counts[i], self._max[kind][i], step_total
             )
         free_total = step_total - totals[TIMED.index("stall_ms")]
-        return StageSummary(
+        summary = StageSummary(
             stage=stage,
             device=device,
             steps=self.steps,
@@ -253,8 +257,10 @@ class StepHistory:
             dropped_steps=dropped_steps,
             causes=None,
             updates=None,
+            headroom=None,
             **phases,
         )
+        return replace(summary, headroom=modelled_headroom(summary))
 
 
 def window_means(columns: Columns, prefix: str = "data") -> dict[str, float]:

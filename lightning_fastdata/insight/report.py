@@ -274,10 +274,11 @@ def _throughput_lines(stage: StageSummary, width: int) -> Iterable[_Line]:
     if stage.samples_per_s is None:
         return
     line = [(f" {stage.samples_per_s:.0f} samples/s now", "")]
-    free, speedup = stage.samples_per_s_if_data_were_free, stage.speedup_possible
-    if free is not None and speedup is not None:
-        gain = f"{speedup:.2f}x to gain"
-        line += [("  ·  ", "dim"), (f"{free:.0f} if data were free", "")]
+    free = stage.headroom
+    if free is not None:
+        basis = " (measured)" if free.basis == "measured" else ""
+        gain = f"{free.samples_per_s / stage.samples_per_s:.2f}x to gain"
+        line += [("  ·  ", "dim"), (f"{free.samples_per_s:.0f} if data were free{basis}", "")]
         if sum(len(piece) for piece, _ in line) + len(gain) + 5 > width:
             yield line
             line = [(f" {gain}", "bold")]

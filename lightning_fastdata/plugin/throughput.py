@@ -6,8 +6,9 @@ import inspect
 import os
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.errors import FastDataWarning, OptionsError, TransformError
@@ -18,6 +19,7 @@ from lightning_fastdata.loading.names import refuses_unknown_names
 from lightning_fastdata.plugin import boards
 from lightning_fastdata.plugin.causes import watch_sources
 from lightning_fastdata.plugin.foreign import augment_foreign_batches
+from lightning_fastdata.plugin.headroom import Replay
 from lightning_fastdata.plugin.hooks import overridden_hook
 from lightning_fastdata.plugin.judging import RunJudge
 from lightning_fastdata.plugin.profiler_tee import attach
@@ -50,6 +52,10 @@ class ThroughputHooks:
             ``log_every_n_steps``.
         figures: Add a figure of the step's phases per epoch to loggers that show figures.
         summary: Print the summary when the fit ends.
+        headroom: Where the step without waits is known from: ``"modelled"`` takes the stall away
+            from the measured step; ``"measured"`` keeps the first 4 batches where they are and,
+            when the training ends, replays them for about a second on a copy of the module and
+            its optimizers, which takes as much memory again. The module itself stays as it is.
         report: Where to write the report as JSON; beside it, it is written as a page, with the
             suffix ``.html``. Default: ``report.json`` in the trainer's ``log_dir``; ``False``
             writes none.
@@ -58,7 +64,8 @@ class ThroughputHooks:
         report: The report of the last fit as :class:`RunReport`; None before.
 
     Raises:
-        OptionsError: ``every_n_steps`` is not a positive number.
+        OptionsError: ``every_n_steps`` is not a positive number, or ``headroom`` not one of its
+            values.
         TransformError: ``augment`` is not a transform; when a fit starts: the training step fetches
             its batches itself, so that no transfer hook would run.
     """
@@ -72,6 +79,7 @@ class ThroughputHooks:
         every_n_steps: int | None = None,
         figures: bool = True,
         summary: bool = True,
+        headroom: Literal["modelled", "measured"] = "modelled",
         report: str | Path | bool = True,
     ) -> None:
         super().__init__()
@@ -83,6 +91,9 @@ class ThroughputHooks:
         self.every_n_steps = every_n_steps
         self.figures = figures
         self.summary = summary
+        if headroom not in ("modelled", "measured"):
+            raise OptionsError(f'headroom={headroom!r} has to be "modelled" or "measured".')
+        self.headroom = headroom
         self.report_path = report
         self.report: RunReport | None = None
         self._run: _Run | None = None
@@ -126,6 +137,7 @@ class ThroughputHooks:
             return
         run.recording.restart()
         run.judge.ranks = meet(trainer)
+        run.replay = Replay() if self.headroom == "measured" else None
         run.log_dir = trainer.log_dir or trainer.default_root_dir
         run.every_n_steps = self.every_n_steps or trainer.log_every_n_steps or 0
         if run.logs:
@@ -155,6 +167,8 @@ class ThroughputHooks:
             return
         recording = run.recording
         recording.train.step_ended(batch)
+        if run.replay is not None:
+            run.replay.keep(batch)
         recording.train.updates += recording.optimizer_stepped
         if not (recording.optimizer_stepped or not pl_module.automatic_optimization):
             return
@@ -228,6 +242,12 @@ class ThroughputHooks:
             step = _steps_logged_by(trainer, run.recording.batches_stepped)
             boards.log_to(trainer.loggers, run.recording.val.metrics(), step)
 
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Measure a step without waits, if that was asked for."""
+        run = self._run
+        if run is not None and run.replay is not None:
+            run.replay.run(trainer, pl_module)
+
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:  # noqa: ARG002
         """Flush what was measured; after an exception Lightning calls no teardown."""
         self._end_run()
@@ -287,6 +307,7 @@ class _Run:
         self.figures = 0
         self.verdict_code: str | None = None
         self.judge = RunJudge(trainer, recording)
+        self.replay: Replay | None = None
 
     @property
     def logs(self) -> bool:
@@ -297,6 +318,10 @@ class _Run:
         train, val = self.recording.train.summary(), self.recording.val.summary()
         if train is None:
             return None
+        replayed: tuple[str, ...] = ()
+        if self.replay is not None:
+            headroom = self.replay.headroom(train) or train.headroom
+            train, replayed = replace(train, headroom=headroom), self.replay.notes()
         meters = self.recording.train, self.recording.val
         ranks = self.judge.ranks
         if ranks is not None:
@@ -309,6 +334,7 @@ class _Run:
             notes=(
                 *getattr(self.trainer.datamodule, "notes", ()),
                 *self.recording.notes(),
+                *replayed,
                 *(() if ranks is None else ranks.notes()),
             ),
             versions=read_versions(),
