@@ -66,11 +66,11 @@ def locked(e: Evidence) -> bool:
 
 
 def crowded(e: Evidence) -> bool:
-    """Return whether most of the wait would go if nobody else used the CPUs.
+    """Return whether own work would fit, and most of the wait would go if it were alone.
 
     The model knows what the batches cost without waiting for CPUs, and how own work shares them.
     """
-    if locked(e) or runqueue_share(e) < RUNQUEUE_HIGH or e.throttled_share:
+    if locked(e) or overcommitted(e) or runqueue_share(e) < RUNQUEUE_HIGH:
         return False
     if e.setup is None or not e.costs or not e.wait_ms:
         return False

@@ -277,7 +277,7 @@ def neighbours(e: Evidence) -> Finding | None:
     own = e.setup is None or e.wanted_cpus is None or overcommitted(e)
     if not stalls(e) or (runqueue < RUNQUEUE_HIGH and not pressed):
         return None
-    if locked(e) or (own and not crowded(e)):
+    if own or locked(e):
         return None
     facts = [f"workers wait for a CPU for {runqueue:.0%} of their time"]
     if e.setup is not None and e.wanted_cpus is not None:
@@ -288,7 +288,8 @@ def neighbours(e: Evidence) -> Finding | None:
         code="FD315",
         severity=severity_of(e.stall_share),
         cause="; ".join(facts),
-        remedy="find what else runs on this machine, or give this process CPUs of its own "
-        "(taskset, a cgroup); LoaderOptions(worker_nice=5) keeps the training ahead of the workers",
+        remedy="find what else runs on this machine, if only threads that transforms start "
+        "(cv2.setNumThreads(0)), or give this process CPUs of its own (taskset, a cgroup); "
+        "LoaderOptions(worker_nice=5) keeps the training ahead of the workers",
         leave_alone="more workers: they would wait, too",
     )

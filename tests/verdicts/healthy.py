@@ -2,6 +2,10 @@
 
 Cheap data under a heavier step, with all executors, workers, batch sizes and kinds of data. Each is
 drawn from its number, so that the fiftieth is the same everywhere.
+
+To be handed over takes a batch some time, however cheap it is: 0.3 ms from this package's workers
+and 1.5 ms from torch's on a small virtual machine, which is 6 % of a step of 25 ms and rightly told.
+So steps are at least 80 ms over torch's workers.
 """
 
 from __future__ import annotations
@@ -71,13 +75,13 @@ def healthy(number: int) -> Training:
     """Return one training, whose data would suffice for a step half as long."""
     draw = random.Random(number)
     batch_size = draw.choice((4, 8, 16, 32, 64))
-    step_s = draw.choice((0.025, 0.04, 0.06))
-    batches = round(1.0 / step_s)
-    count = batches * batch_size
+    executor = draw.choice(("workers", "torch"))
+    step_s = draw.choice((0.08, 0.12) if executor == "torch" else (0.025, 0.04, 0.06))
+    count = max(12, round(1.0 / step_s)) * batch_size
     workers = draw.choice((1, 1, 2))
     # What one worker needs for a batch is at most a third of the step.
     each_s = draw.uniform(0.05, 0.33) * step_s / batch_size
-    loader: dict[str, Any] = {"num_workers": workers, "executor": draw.choice(("workers", "torch"))}
+    loader: dict[str, Any] = {"num_workers": workers, "executor": executor}
     kind = number % 8
     dataset: Any
     if kind == 0:
@@ -91,7 +95,7 @@ def healthy(number: int) -> Training:
     elif kind == 4:
         dataset = Stream(count)
     elif kind == 5:
-        dataset, loader = Samples(count, floats=64), {"executor": draw.choice(("inline", "torch"))}
+        dataset, loader = Samples(count, floats=64), {"executor": draw.choice(("inline", "torch"))}  # no workers
     elif kind == 6:
         dataset = Samples(count, blocked_s=each_s)
         loader = {"num_workers": 4, "executor": "sidecar"}

@@ -81,7 +81,7 @@ TABLE = {
              costs=costs(cpu=16.0, blocked=16.0, collate=8.0), setup=setup()),
         "99%",
     ),
-    "FD310": (Evidence(**FINE, epoch_wait_ms=800.0, steps_per_epoch=50.0), "800 ms"),
+    "FD310": (Evidence(**FINE, epochs=2, epoch_wait_ms=800.0, steps_per_epoch=50.0), "800 ms"),
     "FD311": (late({"pin_ms": 20.0}), "100%"),
     "FD312": (Evidence(**FINE, transfer_ms=4.0), "10%"),
     "FD313": (Evidence(**FINE, augment_ms=8.0), "20%"),
@@ -130,14 +130,85 @@ def test_a_finding_goes_when_any_single_fact_of_it_was_not_measured(code):
     assert code in gone
 
 
-def test_findings_come_in_the_order_of_the_table():
+def test_findings_come_by_severity_and_then_in_the_order_of_the_table():
     everything = replace(
-        TABLE["FD302"][0], transfer_ms=9.0, augment_ms=9.0, gap_ms=9.0, val_stall_share=0.3,
+        TABLE["FD302"][0], transfer_ms=3.0, augment_ms=9.0, gap_ms=9.0, val_stall_share=0.3, epochs=3,
         epoch_wait_ms=900.0, steps_per_epoch=20.0, rank_stalls_ms=(1.0, 20.0),
     )  # fmt: skip
-    codes = [found.code for found in findings(everything)]
-    assert codes == sorted(codes)
-    assert {"FD302", "FD310", "FD312", "FD313", "FD314", "FD316", "FD318"} <= set(codes)
+    found = findings(everything)
+    ranks = [("high", "moderate", "fine").index(each.severity) for each in found]
+    assert ranks == sorted(ranks)
+    for severity in ("high", "moderate"):
+        codes = [each.code for each in found if each.severity == severity]
+        assert codes == sorted(codes)
+    assert {"FD302", "FD310", "FD312", "FD313", "FD314", "FD316", "FD318"} <= {
+        each.code for each in found
+    }
+
+
+def test_what_asks_for_nothing_comes_after_what_costs():
+    hidden = replace(TABLE["FD301"][0], gap_ms=8.0)
+    assert [found.code for found in findings(hidden)] == ["FD314", "FD301"]
+
+
+def test_the_only_epoch_so_far_says_nothing_of_the_starts_of_others():
+    assert "FD310" not in {f.code for f in findings(replace(TABLE["FD310"][0], epochs=1))}
+
+
+LOCKED = late(
+    {"read_cpu_ms": 2.0, "read_blocked_ms": 4.0, "collate_ms": 3.0, "handover_ms": 7.0,
+     "idle_ms": 8.0},
+    interpreter_share=0.97, costs=costs(cpu=16.0, blocked=60.0, step=4.0), setup=setup(8),
+)  # fmt: skip
+
+
+def test_threads_that_wait_for_the_interpreters_lock_are_told_to_be_processes():
+    found = findings(LOCKED)
+    assert [each.code for each in found] == ["FD306"]
+    assert "interpreter's lock" in found[0].cause
+    assert "LoaderOptions(executor='workers', num_workers=8)" in found[0].remedy
+    assert found[0].gain.after_ms < found[0].gain.before_ms
+
+
+@pytest.mark.parametrize("share", [None, 0.2, 2.5])
+def test_threads_that_leave_the_lock_alone_or_run_side_by_side_are_not_locked(share):
+    assert "FD306" not in {f.code for f in findings(replace(LOCKED, interpreter_share=share))}
+
+
+def test_threads_that_wait_for_storage_and_leave_all_else_prompt_are_not_locked():
+    evidence = replace(
+        LOCKED, parts=WaitParts(read_blocked_ms=21.0, handover_ms=1.0, collate_ms=1.0, idle_ms=1.0)
+    )
+    assert findings(evidence)[0].code == "FD303"
+
+
+def test_on_a_single_cpu_nothing_tells_the_lock_from_it():
+    evidence = replace(LOCKED, setup=setup(8, cpus=1.0))
+    assert not any("interpreter's lock" in found.cause for found in findings(evidence))
+
+
+@pytest.mark.parametrize("runqueue_ms", [7.0, 12.0, 20.0])
+def test_reading_that_would_be_in_time_on_a_free_machine_is_held_up_by_neighbours(runqueue_ms):
+    evidence = late(
+        {"read_cpu_ms": 24.0 - runqueue_ms, "read_runqueue_ms": runqueue_ms},
+        costs=costs(cpu=14.0, step=16.0), setup=setup(1, cpus=2.0),
+    )  # fmt: skip
+    assert [found.code for found in findings(evidence)] == ["FD315"]
+
+
+def test_neighbours_that_hold_up_what_would_be_late_anyway_come_second():
+    evidence = late(
+        {"read_cpu_ms": 17.0, "read_runqueue_ms": 7.0},
+        costs=costs(cpu=32.0, step=10.0), setup=setup(1, cpus=2.0),
+    )  # fmt: skip
+    assert [found.code for found in findings(evidence)] == ["FD305", "FD315"]
+
+
+def test_a_hand_over_of_memory_is_answered_by_what_keeps_the_training_process_busy():
+    pickled = replace(TABLE["FD308"][0], setup=setup(scheduling="batch"))
+    assert "executor='workers'" in findings(pickled)[0].remedy
+    shared = replace(TABLE["FD308"][0], setup=setup(scheduling="sample"))
+    assert "threads of the training process" in findings(shared)[0].remedy
 
 
 def test_storage_latency_is_answered_by_as_many_workers_as_hide_it():

@@ -1,0 +1,1 @@
+"""Findings, against causes that are planted."""
