@@ -177,7 +177,9 @@ def main() -> None:
         summary["median_error"] = statistics.median(abs(row["error"]) for row in followed)
         print(f"\n{remedies(followed)}\n\nremedies followed: {len(followed)}, ", end="")
         print(f"median error of the predicted step {summary['median_error']:.1%}")
-    print(f"others took more than {MOST_OTHERS} CPUs in {noisy} runs, after {MOST_TRIES} tries each")
+    print(
+        f"others took more than {MOST_OTHERS} CPUs in {noisy} runs, after {MOST_TRIES} tries each"
+    )
     results = {"summary": summary, "planted": planted, "healthy": fine, "followed": followed}
     write(options.json, "verdicts", results)
 

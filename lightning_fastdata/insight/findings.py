@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from lightning_fastdata.insight.finding import Finding
 
 _ROWS: Final[tuple[Callable[[Evidence], Finding | None], ...]] = (
-    step_costs.other_rank,
     step_costs.hidden,
     late_batches.slow_samples,
     late_batches.latency,
@@ -73,8 +72,12 @@ _SEVERITIES: Final = ("high", "moderate", "fine")
 def findings(evidence: Evidence) -> tuple[Finding, ...]:
     """Return everything that the evidence shows, by severity, then in the order of the table.
 
+    Another rank that holds this one up comes before all of them: nothing done here would help.
+
     Args:
         evidence: Measured facts; what was not measured gives no findings.
     """
     found = [each for row in _ROWS if (each := row(evidence)) is not None]
-    return tuple(sorted(found, key=lambda each: _SEVERITIES.index(each.severity)))
+    found.sort(key=lambda each: _SEVERITIES.index(each.severity))
+    held_up = step_costs.other_rank(evidence)
+    return tuple(found) if held_up is None else (held_up, *found)

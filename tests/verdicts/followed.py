@@ -55,7 +55,9 @@ def follow(finding: Finding, training: Training) -> Followed | None:
     if not options or finding.gain is None:
         return None
     changed = training.with_options(**options)
-    measured_ms = _step_of_later_epochs_ms(changed) if changed.epochs > 1 else train(changed).step_ms
+    measured_ms = (
+        _step_of_later_epochs_ms(changed) if changed.epochs > 1 else train(changed).step_ms
+    )
     assert measured_ms is not None
     return Followed(
         options=options,

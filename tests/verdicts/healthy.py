@@ -95,7 +95,10 @@ def healthy(number: int) -> Training:
     elif kind == 4:
         dataset = Stream(count)
     elif kind == 5:
-        dataset, loader = Samples(count, floats=64), {"executor": draw.choice(("inline", "torch"))}  # no workers
+        dataset, loader = (
+            Samples(count, floats=64),
+            {"executor": draw.choice(("inline", "torch"))},
+        )  # no workers
     elif kind == 6:
         dataset = Samples(count, blocked_s=each_s)
         loader = {"num_workers": 4, "executor": "sidecar"}
@@ -114,6 +117,4 @@ def healthy(number: int) -> Training:
         time.sleep(length)
 
     epochs = 2 if loader.get("persistent_workers") else 1
-    return Training(
-        dataset=dataset, step=step, batch_size=batch_size, epochs=epochs, loader=loader
-    )
+    return Training(dataset=dataset, step=step, batch_size=batch_size, epochs=epochs, loader=loader)
