@@ -2,9 +2,10 @@
 
     python benchmarks/verdicts.py [--json verdicts.json] [--only FD303 FD305] [--quick]
 
-19 causes in five magnitudes each are planted for real, see ``tests/verdicts/planted.py`` for what is
-not; 50 runs are healthy and must not be called input-bound; and where remedies are options of the
-loader, they are followed and the step that was predicted is compared with the one that is measured.
+19 causes in five magnitudes each are planted for real, apart from what
+``tests/verdicts/planted_costs.py`` says of devices; 50 runs are healthy and must not be called
+input-bound; and where remedies are options of the loader, they are followed, and the predicted step
+is compared with the measured one.
 
 A run during which other processes took more than 0.15 of a CPU is repeated, at most twice, and the
 least disturbed one counts. That is decided before its verdict is looked at. Processes that a run
@@ -83,8 +84,8 @@ def followed_row(plant: Plant, magnitude: Any, evidence: Evidence) -> dict[str, 
     if done is None:
         return None
     print(
-        f"       {done.options}: {done.before_ms:.1f} ms a step, predicted {done.predicted_ms:.1f}, "
-        f"measured {done.measured_ms:.1f}, {done.error:+.1%}",
+        f"       {done.options}: {done.before_ms:.1f} ms a step, "
+        f"predicted {done.predicted_ms:.1f}, measured {done.measured_ms:.1f}, {done.error:+.1%}",
         flush=True,
     )
     return {

@@ -56,16 +56,16 @@ class Evidence:
     throttled_share: float | None = None
     """Part of the scheduler's periods in which the cgroup's CPU quota was used up, 0 to 1."""
     interpreter_share: float | None = None
-    """CPUs that the reading threads of one side process use together, the most of any. About 1 where
-    they hold the interpreter's lock in turn, more where they compute side by side. None where no
-    process has several threads."""
+    """CPUs that the reading threads of one side process use together, the most of any. About 1
+    where they hold the interpreter's lock in turn, more where they compute side by side. None where
+    no process has several threads."""
     pressure_percent: float | None = None
     """PSI of the CPUs, ``some avg10``: of the last 10 s, when something runnable had no CPU."""
     compute_slowdown: float | None = None
     """Compute time of a step over that of the same step while workers were idle; 1: no effect."""
     read_rates: tuple[tuple[int, float], ...] = ()
-    """Workers and MB/s read with that many, for each number of workers that was tried. Only of times
-    in which batches were waited for: else the training sets the pace, and not the storage."""
+    """Workers and MB/s read with that many, for each number of workers that was tried. Only of
+    times in which batches were waited for: else the training sets the pace, and not the storage."""
     epochs: int | None = None
     """Epochs that were begun."""
     epoch_wait_ms: float | None = None

@@ -1,8 +1,8 @@
 """Every cause of a slow step that the evidence shows, with its remedy and what that would gain.
 
-Pure: measured facts in, findings out: the severe ones first, then the moderate ones, then those that
-ask for nothing, each in the order of this table. The first one is the one to act upon. Shares are of
-the step unless said otherwise.
+Pure: measured facts in, findings out: the severe ones first, then the moderate ones, then those
+that ask for nothing, each in the order of this table. The first one is the one to act upon. Shares
+are of the step unless said otherwise.
 
 ===== ========================================================== ==================================
 code  holds when                                                 remedy

@@ -67,7 +67,7 @@ def gain_of_setup(evidence: Evidence, setup: LoaderSetup) -> Gain | None:
 def gain_of_costs(
     evidence: Evidence, costs: Sequence[BatchCost], setup: LoaderSetup | None = None
 ) -> Gain | None:
-    """Return what would be gained by batches that cost this, in the setup as it is or in another."""
+    """Return what would be gained by batches that cost this, in this setup or in another."""
     setup = evidence.setup if setup is None else setup
     return None if setup is None else _gain(evidence, costs, setup, "floor")
 

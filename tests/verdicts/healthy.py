@@ -4,8 +4,8 @@ Cheap data under a heavier step, with all executors, workers, batch sizes and ki
 drawn from its number, so that the fiftieth is the same everywhere.
 
 To be handed over takes a batch some time, however cheap it is: 0.3 ms from this package's workers
-and 1.5 ms from torch's on a small virtual machine, which is 6 % of a step of 25 ms and rightly told.
-So steps are at least 80 ms over torch's workers.
+and 1.5 ms from torch's on a small virtual machine. That is 6 % of a step of 25 ms, and rightly told
+of. So steps are at least 80 ms over torch's workers.
 """
 
 from __future__ import annotations

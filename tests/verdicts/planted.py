@@ -8,7 +8,6 @@ allows, and ``virtual`` says what is not real; see :mod:`verdicts.planted_costs`
 from __future__ import annotations
 
 import multiprocessing
-import pickle
 import tempfile
 import threading
 import time
@@ -19,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import Dataset
 
 from lightning_fastdata.insight.evidence import Evidence
 from verdicts.workloads import (
@@ -303,7 +302,9 @@ LOADING: tuple[Plant, ...] = (
         magnitudes=((2, 2), (5, 4), (20, 3), (50, 8), (100, 4)),
         run=_bandwidth,
     ),
-    of_training("FD305", "s that a sample spins", (0.0005, 0.001, 0.002, 0.005, 0.01), _few_workers),
+    of_training(
+        "FD305", "s that a sample spins", (0.0005, 0.001, 0.002, 0.005, 0.01), _few_workers
+    ),
     of_training(
         "FD306",
         "processes or threads that read, s that a sample spins",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import lightning_fastdata
 from lightning_fastdata.insight.attribution import SlowSample, WaitParts
 from lightning_fastdata.insight.causes import OperationShare
 from lightning_fastdata.insight.evidence import Evidence
@@ -132,8 +134,8 @@ def test_a_finding_goes_when_any_single_fact_of_it_was_not_measured(code):
 
 def test_findings_come_by_severity_and_then_in_the_order_of_the_table():
     everything = replace(
-        TABLE["FD302"][0], transfer_ms=3.0, augment_ms=9.0, gap_ms=9.0, val_stall_share=0.3, epochs=3,
-        epoch_wait_ms=900.0, steps_per_epoch=20.0, rank_stalls_ms=(1.0, 20.0),
+        TABLE["FD302"][0], transfer_ms=3.0, augment_ms=9.0, gap_ms=9.0, val_stall_share=0.3,
+        epochs=3, epoch_wait_ms=900.0, steps_per_epoch=20.0, rank_stalls_ms=(1.0, 20.0),
     )  # fmt: skip
     found = findings(everything)
     ranks = [("high", "moderate", "fine").index(each.severity) for each in found]
@@ -308,7 +310,14 @@ def test_gains_never_promise_less_than_no_time(shares, stall):
         assert found.gain is None or 0 <= found.gain.after_ms <= found.gain.before_ms
 
 
-def test_every_code_is_documented():
-    text = DOCS.read_text()
-    for code in CODES:
-        assert f"### {code}" in text
+def test_every_code_that_the_package_can_give_has_a_place_of_its_own_to_link_to():
+    given = {
+        code
+        for file in Path(lightning_fastdata.__file__).parent.rglob("*.py")
+        for code in re.findall(r'"(FD\d{3})"', file.read_text())
+    }
+    headings = set(re.findall(r"^### (FD\d{3})$", DOCS.read_text(), flags=re.MULTILINE))
+    anchors = {a.upper() for a in re.findall(r'<a id="(fd\d{3})"></a>', DOCS.read_text())}
+    assert {"FD000", "FD001", "FD202", *CODES} <= given
+    assert given == headings | anchors
+    assert not headings & anchors

@@ -1,7 +1,7 @@
 """The first finding of a run is the cause that was planted in it.
 
-By default one magnitude of each cause; ``FASTDATA_PLANTED=all`` plants all of them. A run that other
-processes disturbed is repeated, see :mod:`verdicts.machine_load`.
+By default one magnitude of each cause; ``FASTDATA_PLANTED=all`` plants all of them. A run that
+other processes disturbed is repeated, see :mod:`verdicts.machine_load`.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import sys
 
 import pytest
 import torch
+
+from lightning_fastdata.insight.findings import findings
 from verdicts.healthy import HEALTHY, blames_data, healthy
 from verdicts.machine_load import MOST_OTHERS, undisturbed
 from verdicts.planted import LOADING
 from verdicts.planted_costs import COSTS
 from verdicts.workloads import train
-
-from lightning_fastdata.insight.findings import findings
 
 EVERYTHING = os.environ.get("FASTDATA_PLANTED") == "all"
 PLANTS = sorted(LOADING + COSTS, key=lambda plant: plant.code)
