@@ -293,11 +293,10 @@ def _finding_lines(
     """Return why, what to try with what it would gain, and what to leave alone."""
     shown = [found for found in verdict.findings if found.remedy][:_MOST_REMEDIES]
     causes = [found.cause for found in shown or verdict.findings[:1]]
-    why = [
-        *(cause for cause in causes if cause != verdict.sentence),
-        "; ".join(_brief_causes(stages)),
-        "; ".join(verdict.evidence),
-    ]
+    why = [cause for cause in causes if cause != verdict.sentence]
+    if len(why) < _MOST_REMEDIES:
+        why.append("; ".join(_brief_causes(stages)))
+    why.append("; ".join(verdict.evidence))
     for label, line in _labelled("why", filter(None, why)):
         yield from _words(label, line, width, "")
     for label, found in _labelled("try", shown):

@@ -20,6 +20,7 @@ from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
 from lightning_fastdata import FastDataLoader, FastDataModule, LoaderOptions
+from lightning_fastdata.insight.causes import cause_lines
 from lightning_fastdata.plugin.causes import sample_path
 
 KNOWN = {"read_cpu", "read_runqueue", "read_blocked", "slow_sample", "collate", "handover", "idle"}
@@ -105,7 +106,7 @@ def test_planted_causes_are_found_and_told(tmp_path, executor):
     assert shares["read_cpu"] > 0
     assert causes.operations[0].name == "costly"
     assert causes.operations[0].share > 0.5
-    text = " ".join(report.text().split())
+    text = "\n".join(cause_lines(causes))
     assert "of the wait" in text
     assert "of the time to read a sample: costly" in text
 
