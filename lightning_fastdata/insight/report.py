@@ -330,8 +330,8 @@ def _stage_line(stage: StageSummary) -> str:
 
 
 def _words(label: str, text: str, width: int, style: str) -> Iterable[_Line]:
-    """Return the text wrapped beside its label."""
-    for i, part in enumerate(textwrap.wrap(text, width - _INDENT) or []):
+    """Return the text wrapped beside its label, so that the next item is told from its lines."""
+    for i, part in enumerate(textwrap.wrap(text, width - _INDENT, subsequent_indent="  ")):
         yield [(f" {label if i == 0 else '':<{_INDENT - 2}} ", "bold"), (part, style)]
 
 
