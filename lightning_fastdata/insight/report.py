@@ -65,8 +65,8 @@ class RunReport:
     """The first one is told in full and is what the verdict is about; the others get a line."""
     verdict: Verdict | None = None
     """What limits the first stage."""
-    recent: Mapping[str, Columns] = field(default_factory=dict)
-    """Stage name -> the single values of its newest steps."""
+    recent: Mapping[str, Columns] = field(default_factory=dict, compare=False)
+    """Stage name -> the single values of its newest steps; reports are equal without them."""
     ranks: tuple[RankTiming, ...] = ()
     """What the training steps of each rank took, by rank; empty with one rank."""
     notes: tuple[str, ...] = ()

@@ -236,7 +236,7 @@ def test_a_second_fit_starts_a_new_report(tmp_path):
         assert (train.stage, train.steps, train.samples) == ("train", steps, 32)
 
 
-SCHEMA = {"schema_version", "stages", "verdict", "notes", "versions", "machine"}
+SCHEMA = {"schema_version", "stages", "verdict", "ranks", "notes", "versions", "machine"}
 
 
 @pytest.mark.parametrize("where", ["log_dir", "no logger", "path"])

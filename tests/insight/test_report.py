@@ -63,14 +63,14 @@ def test_window_means_agree_with_numpy_and_leave_out_cold_steps():
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=60))
-def test_percentiles_are_those_of_numpy(waits):
+def test_percentiles_are_those_of_numpy(stalls):
     history = StepHistory()
-    for i, wait in enumerate(waits):
-        history.append(timing(i, wait=wait))
+    for i, stall in enumerate(stalls):
+        history.append(timing(i, stall=stall))
     scalars = window_means(history.newest())
     for percent in (50, 95):
-        expected = pytest.approx(np.percentile(waits, percent), rel=1e-12, abs=1e-300)
-        assert scalars[f"data_band/wait_p{percent}_ms"] == expected
+        expected = pytest.approx(np.percentile(stalls, percent), rel=1e-12, abs=1e-300)
+        assert scalars[f"data_band/stall_p{percent}_ms"] == expected
 
 
 def test_a_window_holds_the_steps_since_it_was_last_taken():
