@@ -70,11 +70,12 @@ def slow_samples(e: Evidence) -> Finding | None:
         f"{s.path or s.index} ({s.ms:.0f} ms, others {s.typical_ms:.2g})"
         for s in e.slow_samples[:3]
     )
-    cause = _of_wait(e, share, "single slow samples")
+    cause = _of_wait(e, share, "waiting for single slow samples")
     if e.overtaken_share:
         cause += f"; {e.overtaken_share:.0%} of the batches held up complete ones"
     repair = f"repair or cache these samples: {named}" if named else "repair the slow samples"
     wanted, now = remedies.best_against_slow_samples(e), e.setup
+    reading = now is None or now.workers > 0
     gain = None
     if wanted is not None and now is not None and wanted != now:
         gain = remedies.gain_of_setup(e, wanted)
@@ -86,7 +87,7 @@ def slow_samples(e: Evidence) -> Finding | None:
         gain = remedies.gain_of_costs(e, scaled(e.costs, slow_samples=False))
     return Finding(
         code="FD302", severity=severity_of(e.stall_share), cause=cause, remedy=repair, gain=gain,
-        leave_alone="the other samples and the number of workers",
+        leave_alone="the other samples" + (" and the number of workers" if reading else ""),
     )  # fmt: skip
 
 

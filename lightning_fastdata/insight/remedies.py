@@ -134,11 +134,14 @@ def best_workers(evidence: Evidence) -> LoaderSetup | None:
 def best_against_slow_samples(evidence: Evidence) -> LoaderSetup | None:
     """Return the smallest change that lets batches pass or outrun slow ones.
 
-    In this order: nothing, further ahead, out of order, both.
+    In this order: nothing, further ahead, out of order, both; where the training process reads by
+    itself, workers.
     """
     now = evidence.setup
-    if now is None or not evidence.costs or not now.workers:
+    if now is None or not evidence.costs:
         return None
+    if not now.workers:
+        return best_workers(evidence)
     ahead = (now.look_ahead, 2 * now.look_ahead, 4 * now.look_ahead)
     orders = (True, False) if now.in_order else (False,)
     candidates = [replace(now, look_ahead=n, in_order=order) for order in orders for n in ahead]

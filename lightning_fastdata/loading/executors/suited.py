@@ -130,7 +130,8 @@ def suited_executor(
 
     Args:
         look: At the dataset.
-        workers: As set by the user; 0 is a wish to fetch in the training process.
+        workers: As set by the user; 0 is a wish to fetch in the training process, a higher number
+            one for workers, also where the samples that were read are cheap: others may not be.
         batch_size: Samples that are copied into a batch; None: they are delivered as they are.
     """
     if look.stream and workers != 0:
@@ -158,6 +159,8 @@ def suited_executor(
     batch_ms = cost.wall_ms
     if batch_size is not None:
         batch_ms = batch_size * (cost.wall_ms + cost.size_bytes / _FRESH_BYTES_PER_MS)
+    if batch_ms < _CHEAP_BATCH_MS and isinstance(workers, int):
+        return "workers", f"num_workers={workers} asks for them"
     if batch_ms < _CHEAP_BATCH_MS:
         return "inline", f"a batch takes {batch_ms:.2g} ms, less than handing it over"
     each = f"{cost.wall_ms:.2g} ms a sample"
