@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 _DONE_NS: Final = 1e-3
 _PARTS_PER_WORKER: Final = 2
 """Of one batch: more parts keep workers no busier, and take longer to model."""
-_TAKING_CPUS: Final = 0.5
-"""To take a batch is partly work and partly waiting for the process that sends it."""
+_TAKING_FROM_TORCH: Final = 0.5
+"""CPUs that taking a batch uses: half of it waits for the process that sends it."""
 _NICE_FACTOR: Final = 1.25
 """One level of niceness, see ``sched_prio_to_weight`` in Linux."""
 
@@ -37,6 +37,7 @@ class Replay:
     def __init__(self, costs: Sequence[BatchCost], setup: LoaderSetup) -> None:
         self._costs = costs
         self._setup = setup
+        self._taking_cpus = _TAKING_FROM_TORCH if setup.scheduling == "batch" else 1.0
         self._weight = _NICE_FACTOR**-setup.worker_nice
         self._now_ns = 0.0
         lanes = setup.workers if setup.scheduling == "batch" else 1
@@ -52,6 +53,8 @@ class Replay:
         """When the batches that wait for delivery were complete."""
         self._lane_of: dict[int, int] = {}
         self._given = 0
+        self._sample_ns: float | None = None
+        """What a sample takes, as the loader knows it: waiting for CPUs included."""
 
     def run(self, warm_up: int, steps: int) -> tuple[float, float]:
         """Return the mean step, and the wait for a batch in it, in nanoseconds.
@@ -66,11 +69,12 @@ class Replay:
                 began, waited = self._now_ns, 0.0
             requested = self._now_ns
             self._give()
-            batch = self._wait()
+            batch, complete = self._wait()
             cost = self._cost(batch)
-            if self._now_ns > requested:
-                self._pass(cost.handover_ns - cost.taking_ns, cpus=0.0)
-            self._pass(cost.taking_ns, cpus=_TAKING_CPUS)
+            # What was complete a moment ago may still be on its way, which takes no CPU.
+            there = complete + cost.handover_ns - cost.taking_ns
+            self._pass(there - self._now_ns, cpus=0.0)
+            self._pass(cost.taking_ns, cpus=self._taking_cpus)
             waited += self._now_ns - requested
             self._held[self._lane_of.pop(batch)] -= 1
             if self._setup.scheduling == "batch":
@@ -105,45 +109,49 @@ class Replay:
 
     def _jobs(self, number: int, lane: int) -> list[_Job]:
         cost, setup = self._cost(number), self._setup
-        cpu = cost.cpu_ns + cost.collate_ns
-        whole = max(1.0, cpu + cost.blocked_ns)
-        parts = 1
+        tasks = 1
         if setup.scheduling == "sample":
             rows = rows_per_task(
                 cost.samples,
-                whole / cost.samples,
+                self._sample_ns,
                 hands=setup.workers,
                 ready=len(self._complete),
                 look_ahead=setup.look_ahead,
             )
-            parts = min(-(-cost.samples // rows), _PARTS_PER_WORKER * setup.workers)
+            tasks = -(-cost.samples // rows)
+        cpu = cost.cpu_ns + cost.collate_ns + tasks * cost.task_ns
+        whole = max(1.0, cpu + cost.blocked_ns)
+        parts = min(tasks, _PARTS_PER_WORKER * setup.workers)
         usual = max(0.0, whole - cost.slowest_ns) / max(1, cost.samples - 1)
         excess = max(0.0, cost.slowest_ns - usual) if parts > 1 else 0.0
-        jobs = [_Job(number, lane, (whole - excess) / parts, cpu / whole) for _ in range(parts)]
+        samples = cost.samples / parts
+        jobs = [
+            _Job(number, lane, samples, (whole - excess) / parts, cpu / whole) for _ in range(parts)
+        ]
         jobs[number % parts].left_ns += excess
         return jobs
 
     def _start(self) -> None:
         """Have idle workers take what there is for them."""
-        if len(self._lanes) == 1:
-            while self._idle and self._lanes[0]:
-                self._idle.pop()
-                self._running.append(self._lanes[0].popleft())
-            return
+        shared = len(self._lanes) == 1
         for worker in self._idle.copy():
-            if self._lanes[worker]:
+            lane = self._lanes[0 if shared else worker]
+            if lane:
+                job = lane.popleft()
+                job.began_ns = self._now_ns
+                self._running.append(job)
                 self._idle.remove(worker)
-                self._running.append(self._lanes[worker].popleft())
+            elif shared:
+                break
 
-    def _wait(self) -> int:
-        """Go on until a batch can be delivered, and return its number."""
+    def _wait(self) -> tuple[int, float]:
+        """Go on until a batch is complete that may be delivered; return its number, and when."""
         awaited = min((*self._open, *self._complete))
         while not self._complete or (self._setup.in_order and awaited not in self._complete):
             self._advance(math.inf, cpus=0.0)
         if not self._setup.in_order:
             awaited = min(self._complete, key=self._complete.__getitem__)
-        del self._complete[awaited]
-        return awaited
+        return awaited, self._complete.pop(awaited)
 
     def _pass(self, work_ns: float, *, cpus: float) -> None:
         """Let the training process work for so long at full speed."""
@@ -171,6 +179,9 @@ class Replay:
         for job in ended:
             running.remove(job)
             self._idle.append(job.lane)
+            each = (self._now_ns - job.began_ns) / job.samples
+            known = self._sample_ns
+            self._sample_ns = each if known is None else 0.9 * known + 0.1 * each
             self._open[job.batch] -= 1
             if not self._open[job.batch]:
                 del self._open[job.batch]
@@ -183,11 +194,15 @@ class Replay:
 class _Job:
     """A task: a batch, or a part of one."""
 
-    __slots__ = ("batch", "cpu_share", "lane", "left_ns")
+    __slots__ = ("batch", "began_ns", "cpu_share", "lane", "left_ns", "samples")
 
-    def __init__(self, batch: int, lane: int, left_ns: float, cpu_share: float) -> None:
+    def __init__(
+        self, batch: int, lane: int, samples: float, left_ns: float, cpu_share: float
+    ) -> None:
         self.batch = batch
         self.lane = lane
+        self.samples = samples
+        self.began_ns = 0.0
         self.left_ns = left_ns
         """At full speed."""
         self.cpu_share = cpu_share

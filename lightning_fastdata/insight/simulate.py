@@ -47,6 +47,8 @@ class BatchCost:
     """To take it, if it was complete when it was asked for."""
     step_ns: float
     """From then until the training asks for the next batch."""
+    task_ns: float = 0.0
+    """To begin and end one of the tasks that it is made in: time on a CPU, not in ``cpu_ns``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,19 +95,31 @@ def batch_costs(stamps: Sequence[BatchStamps], *, step_queued: float = 0.0) -> l
     """
     handover, taking = _transit(stamps)
     pause = min(handover, _quantile(list(_pauses(stamps)), _SHORT))
+    task_ns = pause + _quantile(
+        [
+            task.ended_ns - task.began_ns - task.read_ns - task.collate_ns
+            for batch in stamps
+            for task in batch.tasks
+        ],
+        _SHORT,
+    )
     costs = []
     for batch, following in pairwise(stamps):
-        cpu = collate = queued = whole = slowest = 0.0
+        busy = collate = queued = slowest = 0.0
+        tasks_ns = task_ns * len(batch.tasks)
+        reading = pause * len(batch.tasks) - tasks_ns
         for task in batch.tasks:
             # What the kernel tells of short tasks is late, but right in the sum: a batch's.
-            busy, idle = task.cpu_ns, task.runqueue_ns
-            scale = 1.0 if busy is None else min(1.0, busy / max(1, task.collate_ns))
+            scale = 1.0
+            if task.cpu_ns is not None:
+                scale = min(1.0, task.cpu_ns / max(1, task.collate_ns))
+                busy += task.cpu_ns - task.collate_ns * scale
             collate += task.collate_ns * scale
-            cpu += 0.0 if busy is None else busy - task.collate_ns * scale
-            queued += idle or 0
-            whole += task.ended_ns - task.began_ns + pause
+            queued += task.runqueue_ns or 0
+            reading += task.ended_ns - task.began_ns - task.collate_ns * scale
             slowest = max(slowest, task.slowest_ns)
-        blocked = max(0.0, whole - cpu - collate - queued)
+        cpu = max(0.0, busy - tasks_ns)
+        blocked = max(0.0, reading - queued - cpu)
         costs.append(
             BatchCost(
                 samples=max(1, batch.samples),
@@ -116,6 +130,7 @@ def batch_costs(stamps: Sequence[BatchStamps], *, step_queued: float = 0.0) -> l
                 handover_ns=handover,
                 taking_ns=taking,
                 step_ns=max(0, following.requested_ns - batch.delivered_ns) * (1 - step_queued),
+                task_ns=task_ns,
             )
         )
     return costs
