@@ -1,128 +1,78 @@
-"""What this package costs where it has nothing to do.
+"""What this package costs where it has nothing to do, beside others that measure training.
 
-    python benchmarks/overhead.py [--steps 2000] [--pairs 9]
+    python benchmarks/overhead.py [--rounds 7] [--traceml venv/bin/traceml] [--json figures.json]
 
-Trains a model of a few weights on the CPU, in pairs of runs: plain Lightning, and the same with
-something of ours. A pair's difference is CPU time of the process per step, from the tenth step to
-the last, so that other programs on the machine matter little; the table shows the median pair and
-the quartiles. Import times are wall times of fresh interpreters.
+Each round trains once with each case of ``overhead_run.py``, in an order that turns from round to
+round; what a case costs is its difference to plain Lightning in the same round. Differences are of
+the process's CPU time, so that other programs on the machine matter little, except for a step of
+15 ms, of which they are wall time in per cent. TraceML starts the script itself, and is compared
+with a plain run in a process of its own; the process that collects its figures is not counted.
+Import times are wall times of fresh interpreters.
 """
 
 from __future__ import annotations
 
 import argparse
-import logging
+import json
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
-import warnings
+from pathlib import Path
 
 import torch
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.loggers import TensorBoardLogger
-from torch.utils.data import DataLoader, Dataset
+from overhead_run import CASES, quiet, train
 
-from lightning_fastdata import DataThroughputCallback, FastDataModule, LoaderOptions
 from lightning_fastdata.host.machine import describe_machine, read_versions
 
-_FIRST_TIMED_STEP = 10
+_TARGET_PERCENT = 1.0
+_STEP_MS = 15.0
+_LONG_CASES = (
+    "plain",
+    "plain, 2 workers",
+    "everything",
+    "everything, 2 workers",
+    "ThroughputMonitor",
+    "DeviceStatsMonitor",
+    "SimpleProfiler",
+)
+_RUN = str(Path(__file__).with_name("overhead_run.py"))
 
 
-class Rows(Dataset):
-    def __init__(self, length):
-        self.rows = torch.randn(length, 4)
-
-    def __len__(self):
-        return len(self.rows)
-
-    def __getitem__(self, i):
-        return self.rows[i]
-
-
-class Tiny(LightningModule):
-    def __init__(self, steps):
-        super().__init__()
-        self.layer = torch.nn.Linear(4, 1)
-        self.last_step = steps - 1
-        self.began_ns = self.ended_ns = 0
-
-    def training_step(self, batch, batch_idx):
-        if batch_idx == _FIRST_TIMED_STEP:
-            self.began_ns = time.process_time_ns()
-        elif batch_idx == self.last_step:
-            self.ended_ns = time.process_time_ns()
-        return self.layer(batch).mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=1e-3)
+def rounds_of(names, rounds, folder, **arguments):
+    """Return the figures of each round: name of a case -> what ``train`` returned."""
+    return [
+        {
+            name: train(CASES[name], folder, **arguments)
+            for name in (*names[i % len(names) :], *names[: i % len(names)])
+        }
+        for i in range(rounds)
+    ]
 
 
-class Plain(LightningDataModule):
-    def __init__(self, steps):
-        super().__init__()
-        self.steps = steps
-
-    def train_dataloader(self):
-        return DataLoader(Rows(self.steps), batch_size=1, shuffle=True)
-
-
-def ours(steps):
-    return FastDataModule.from_datasets(
-        Rows(steps), batch_size=1, options=LoaderOptions(num_workers=0)
-    )
+def differences(rounds, figure):
+    """Return name of a case -> what it costs more than the one it is compared with, per round."""
+    return {
+        name: [each[name][figure] - each[CASES[name].against][figure] for each in rounds]
+        for name in sorted(rounds[0], key=list(CASES).index)
+        if CASES[name].against is not None
+    }
 
 
-def identity(batch):
-    return batch
-
-
-def callback(**arguments):
-    return DataThroughputCallback(summary=False, report=False, **arguments)
-
-
-# name: (data, callbacks, logger), target in microseconds
-CASES = {
-    "any callback (an empty one)": ((Plain, lambda: [Callback()], False), None),
-    "FastDataModule": ((ours, list, False), None),
-    "callback, plain loader": ((Plain, lambda: [callback()], False), None),
-    "both, nothing registered": ((ours, lambda: [callback()], False), 20),
-    "both, transform, TensorBoard": ((ours, lambda: [callback(augment=identity)], True), 100),
-}
-
-
-def us_per_step(case, steps, folder):
-    """Return the CPU time per step of one run, in microseconds."""
-    data, callbacks, logger = case
-    model = Tiny(steps)
-    trainer = Trainer(
-        max_epochs=1,
-        accelerator="cpu",
-        devices=1,
-        callbacks=callbacks(),
-        logger=TensorBoardLogger(folder) if logger else False,
-        log_every_n_steps=50,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
-    )
-    trainer.fit(model, datamodule=data(steps))
-    return (model.ended_ns - model.began_ns) / 1e3 / (steps - 1 - _FIRST_TIMED_STEP)
-
-
-def paired(case, steps, pairs, folder):
-    """Return the quartiles of the differences to plain Lightning, and the plain median."""
-    plain_case = (Plain, list, case[2])
-    plain, differences = [], []
+def traceml_differences(traceml, pairs, folder):
+    """Return what TraceML adds to the CPU time of a step, in microseconds, for each pair."""
+    found = []
     for i in range(pairs):
-        order = (plain_case, case) if i % 2 == 0 else (case, plain_case)
-        values = [us_per_step(each, steps, folder) for each in order]
-        without, with_ours = values if i % 2 == 0 else values[::-1]
-        plain.append(without)
-        differences.append(with_ours - without)
-    return statistics.quantiles(differences, n=4), statistics.median(plain)
+        out = Path(folder) / f"traceml-{i}.json"
+        script = ["plain", "--out", str(out)]
+        told = ["run", "--mode", "summary", "--logs-dir", folder, _RUN, "--args", *script]
+        both = []
+        for command in ([sys.executable, _RUN, *script], [traceml, *told]):
+            subprocess.run(command, check=True, capture_output=True, timeout=120)
+            both.append(json.loads(out.read_text(encoding="utf-8"))["cpu_us"])
+            out.unlink()
+        found.append(both[1] - both[0])
+    return found
 
 
 def import_ms(before, statement, times=7):
@@ -142,34 +92,78 @@ def verdict(value, target):
     return "" if target is None else f"target {target:g}: {'met' if value < target else 'MISSED'}"
 
 
+def row(name, values, target=None):
+    """Print the median and the quartiles of some differences, and return them."""
+    low, median, high = statistics.quantiles(values, n=4) if len(values) > 1 else values * 3
+    print(
+        f"{name:30} {median:8.2f} {f'{low:.2f} .. {high:.2f}':>20}   {verdict(median, target)}",
+        flush=True,
+    )
+    return {"median": median, "quartiles": [low, high], "target": target}
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--pairs", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--traceml", help="the program of TraceML, to be measured, too")
+    parser.add_argument("--json", help="write the figures to this file")
     arguments = parser.parse_args()
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", module="lightning")
-    torch.set_num_threads(1)
-
+    quiet()
     facts = describe_machine(torch.device("cpu")) | read_versions()
+    found = {"facts": facts}
     print("  ".join(f"{name} {value}" for name, value in facts.items()))
-    print(f"\nCPU time per step over plain Lightning, us; {arguments.pairs} pairs of runs")
-    print(f"{'':30} {'median':>8} {'quartiles':>17} {'plain':>8}")
-    with tempfile.TemporaryDirectory() as folder:
-        us_per_step((ours, lambda: [callback()], True), 50, folder)  # imports
-        for name, (case, target) in CASES.items():
-            (low, median, high), plain = paired(case, arguments.steps, arguments.pairs, folder)
-            print(
-                f"{name:30} {median:8.1f} {f'{low:.1f} .. {high:.1f}':>17} {plain:8.1f}  "
-                f"{verdict(median, target)}",
-                flush=True,
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        train(CASES["everything"], folder, steps=300, block=50)  # imports
+        heading = f"{'':30} {'median':>8} {'quartiles':>20}"
+
+        print(f"\nCPU time per step over plain Lightning, us; {arguments.rounds} rounds\n{heading}")
+        rounds = rounds_of(tuple(CASES), arguments.rounds, folder, steps=arguments.steps)
+        found["cpu_us"] = {
+            name: row(name, values, CASES[name].target_us)
+            for name, values in differences(rounds, "cpu_us").items()
+        }
+        if arguments.traceml is not None:
+            pairs = max(3, arguments.rounds // 2)
+            values = traceml_differences(arguments.traceml, pairs, folder)
+            found["cpu_us"]["TraceML"] = row("TraceML", values)
+        plain_us = statistics.median(each["plain"]["cpu_us"] for each in rounds)
+        found["plain_us"] = plain_us
+        print(f"{'plain Lightning itself':30} {plain_us:8.2f}")
+
+        print(f"\nCPU time after the last step of an epoch, over plain Lightning, ms\n{heading}")
+        found["epoch_end_ms"] = {
+            name: row(name, values)
+            for name, values in differences(rounds, "epoch_end_ms").items()
+            if CASES[name].callback is not None
+        }
+
+        print(f"\nwall time of a step of {_STEP_MS:g} ms over plain Lightning, %\n{heading}")
+        rounds = rounds_of(
+            _LONG_CASES,
+            max(3, arguments.rounds // 2),
+            folder,
+            steps=201,
+            block=50,
+            step_ms=_STEP_MS,
+        )
+        found["wall_percent"] = {
+            name: row(
+                name,
+                [value / _STEP_MS / 10 for value in values],
+                None if CASES[name].target_us is None else _TARGET_PERCENT,
             )
+            for name, values in differences(rounds, "wall_us").items()
+        }
     print("\nimport, ms")
     light = import_ms("import torch", "import lightning_fastdata")
     print(f"{'lightning_fastdata':30} {light:8.1f}   over torch             {verdict(light, 50)}")
     names = "from lightning_fastdata import FastDataModule, DataThroughputCallback"
     heavy = import_ms("import torch, lightning.pytorch", names)
     print(f"{'its public classes':30} {heavy:8.1f}   over torch, lightning")
+    found["import_ms"] = {"package": light, "public classes": heavy}
+    if arguments.json is not None:
+        Path(arguments.json).write_text(json.dumps(found, indent=2), encoding="utf-8")
 
 
 if __name__ == "__main__":
