@@ -68,7 +68,7 @@ def main(steps=40, batch=64):
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     images = Images(batch * steps, 0.0)
     slow = Images(batch * steps, 0.0005)
-    in_memory = list(DataLoader(images, batch))
+    in_memory = DataLoader(list(DataLoader(images, batch)), batch_size=None)
     ratios = []
     for _ in range(3):
         read = stage_of(FastDataLoader(slow, batch, num_workers=1, executor="workers"), "measured")
