@@ -32,6 +32,8 @@ def _largest(evidence: Evidence) -> tuple[str, float]:
     shares = part_shares(evidence)
     if shares:
         shares["read_cpu"] += shares.pop("read_runqueue")
+        if _at_limit(evidence):
+            shares["read_blocked"] += shares.pop("slow_sample")
     name = max(shares, key=shares.__getitem__, default="")
     share = shares.get(name, 0.0)
     return (name, share) if share >= _DOMINANT else ("", 0.0)
@@ -64,7 +66,7 @@ def _more_workers(
 def slow_samples(e: Evidence) -> Finding | None:
     """FD302: single samples hold up their batches."""
     share = part_shares(e).get("slow_sample", 0.0)
-    if share < _SLOW_HIGH:
+    if share < _SLOW_HIGH or _at_limit(e):
         return None
     named = ", ".join(
         f"{s.path or s.index} ({s.ms:.0f} ms, others {s.typical_ms:.2g})"
@@ -96,6 +98,14 @@ def _rates_are_flat(e: Evidence) -> bool:
         return False
     (few, slow), (many, fast) = min(e.read_rates), max(e.read_rates)
     return many >= _MORE_WORKERS * few and fast < _MORE_MB_S * slow
+
+
+def _at_limit(e: Evidence) -> bool:
+    """Return whether storage gives all it has: then it is slow to whichever reader comes last.
+
+    Behind a sample that is slow by itself, workers have nothing to do after a while.
+    """
+    return _rates_are_flat(e) and e.busy_share is not None and e.busy_share > _BUSY_HIGH
 
 
 def latency(e: Evidence) -> Finding | None:
@@ -220,7 +230,9 @@ def collation(e: Evidence) -> Finding | None:
 def handover(e: Evidence) -> Finding | None:
     """FD308: complete batches are long on their way."""
     share = part_shares(e).get("handover", 0.0)
-    if share < _HANDOVER_HIGH:
+    if (
+        share < _HANDOVER_HIGH or _largest(e)[0] == "pin"
+    ):  # which is on the way, and the longer part
         return None
     remedy = "tensors or arrays and default collation, with LoaderOptions(executor='workers'), "
     remedy += "which hands over memory instead of copies"

@@ -206,6 +206,21 @@ def test_neighbours_that_hold_up_what_would_be_late_anyway_come_second():
     assert [found.code for found in findings(evidence)] == ["FD305", "FD315"]
 
 
+def test_a_storage_at_its_limit_is_slow_to_single_readers_and_no_sample_is_to_blame():
+    evidence = replace(
+        TABLE["FD304"][0], busy_share=0.99, slow_samples=(SLOW,),
+        parts=WaitParts(read_blocked_ms=12.0, slow_sample_ms=10.0),
+    )  # fmt: skip
+    assert [found.code for found in findings(evidence)] == ["FD304"]
+    # Behind a sample that is slow by itself, workers run out of work.
+    assert findings(replace(evidence, busy_share=0.6))[0].code == "FD302"
+
+
+def test_the_copy_into_page_locked_memory_comes_before_a_shorter_hand_over():
+    evidence = late({"pin_ms": 17.0, "handover_ms": 6.0})
+    assert [found.code for found in findings(evidence)] == ["FD311"]
+
+
 def test_a_hand_over_of_memory_is_answered_by_what_keeps_the_training_process_busy():
     pickled = replace(TABLE["FD308"][0], setup=setup(scheduling="batch"))
     assert "executor='workers'" in findings(pickled)[0].remedy
