@@ -295,7 +295,9 @@ def _finding_lines(
     causes = [found.cause for found in shown or verdict.findings[:1]]
     why = [cause for cause in causes if cause != verdict.sentence]
     if len(why) < _MOST_REMEDIES:
-        why.append("; ".join(_brief_causes(stages)))
+        # A cause seen from inside is the largest part of the wait, which need not be told again.
+        inside = causes[0] != verdict.sentence
+        why.append("; ".join(_brief_causes(stages)[1 if inside else 0 :]))
     why.append("; ".join(verdict.evidence))
     for label, line in _labelled("why", filter(None, why)):
         yield from _words(label, line, width, "")
