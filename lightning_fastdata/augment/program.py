@@ -77,24 +77,32 @@ class Program:
 class Draws:
     """What the pipeline drew for a batch, on its way to the device beside the batch."""
 
-    __slots__ = ("blob", "programs", "samples")
+    __slots__ = ("beside", "blob", "programs", "samples")
 
-    def __init__(self, samples: int, programs: Mapping[str, Program], blob: torch.Tensor) -> None:
+    def __init__(
+        self,
+        samples: int,
+        programs: Mapping[str, Program],
+        blob: torch.Tensor,
+        beside: Mapping[str, Slot] | None = None,
+    ) -> None:
         self.samples = samples
         """Samples in the batch."""
         self.programs = programs
         """One program per image or mask, by the name that the pipeline knows it by."""
         self.blob = blob
         """uint8, one dimension: every array of every step."""
+        self.beside = beside or {}
+        """Where in the blob other arrays lie, by name: what was drawn for the batch as a whole."""
 
     def pin_memory(self, device: str | None = None) -> Draws:  # noqa: ARG002 - torch's signature
         """Return the same draws in page-locked memory."""
-        return Draws(self.samples, self.programs, self.blob.pin_memory())
+        return Draws(self.samples, self.programs, self.blob.pin_memory(), self.beside)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Draws:
         """Return the same draws on a device; one copy."""
         blob = self.blob.to(device, non_blocking=non_blocking)
-        return Draws(self.samples, self.programs, blob)
+        return Draws(self.samples, self.programs, blob, self.beside)
 
 
 class _Packer:
@@ -128,8 +136,12 @@ class _Packer:
         return torch.from_numpy(np.concatenate(self._chunks))
 
 
-def compile_tapes(tapes: Sequence[Tape], ops: Mapping[str, DeviceOp] | None = None) -> Draws:
-    """Order and pack the tapes of a batch.
+def compile_tapes(
+    tapes: Sequence[Tape],
+    ops: Mapping[str, DeviceOp] | None = None,
+    beside: Mapping[str, np.ndarray] | None = None,
+) -> Draws:
+    """Order and pack the tapes of a batch, and the arrays ``beside`` them.
 
     The sample order is the order of the batch. Each sample keeps its own order of operations; a
     step takes the operation that is written first among those that come next, with all samples
@@ -138,6 +150,7 @@ def compile_tapes(tapes: Sequence[Tape], ops: Mapping[str, DeviceOp] | None = No
     Args:
         tapes: Of each sample.
         ops: Device forms by name, which know what can be fused; None: nothing is.
+        beside: Arrays by name that travel with the tapes, for what comes after them.
     """
     packer = _Packer()
     programs = {}
@@ -147,7 +160,8 @@ def compile_tapes(tapes: Sequence[Tape], ops: Mapping[str, DeviceOp] | None = No
         steps, known = _schedule(tracks, packer, ops or {})
         runs = fuse(known, len(tapes), packer.add) if role == "image" else ()
         programs[key] = Program(role=role, steps=steps, runs=runs)
-    return Draws(len(tapes), programs, packer.blob())
+    slots = {name: packer.add(array) for name, array in (beside or {}).items()}
+    return Draws(len(tapes), programs, packer.blob(), slots)
 
 
 def _schedule(

@@ -37,6 +37,16 @@ if TYPE_CHECKING:
 __all__ = ["BatchTransform", "Draws", "WorkerTransform", "as_batch_transform"]
 
 
+class WorkerTransform(Protocol):
+    """The part of a batch transform that runs on each sample in the side process; picklable."""
+
+    def __call__(self, sample: Any, key: SampleKey) -> tuple[Any, Any]:
+        """Return the sample as the worker leaves it, and what it drew for the device."""
+
+    def collate(self, drawn: Sequence[Any], /) -> Draws:
+        """Return what was drawn for the samples of a batch, in their order."""
+
+
 @runtime_checkable
 class BatchTransform(Protocol):
     """What a data module runs on a batch once it is on the device."""
@@ -130,14 +140,14 @@ class ComposeTransform:
         found = find_fields(sample, self._fields, batched=False)
         to_hwc(get_field(sample, found.image))
 
-    def in_worker(self, *, on_device: bool) -> WorkerTransform:
+    def in_worker(self, *, on_device: bool) -> ComposeWorker:
         """Return the part that runs on each sample in the side process.
 
         Args:
             on_device: leave to the device what can run there; else all of it runs in the worker.
         """
         plan = self.plan if on_device and self.plan.defers else None
-        return WorkerTransform(self.compose, self._fields, plan, self._ops)
+        return ComposeWorker(self.compose, self._fields, plan, self._ops)
 
     def apply(self, batch: Batch, draws: Draws | None) -> Batch:
         """Carry out what was drawn.
@@ -201,7 +211,7 @@ class ComposeTransform:
         return table([(place.name, place.where, place.why) for place in self.plan.placements])
 
 
-class WorkerTransform:
+class ComposeWorker:
     """The part of a pipeline that runs on each sample in the side process; picklable.
 
     Several threads may call it: each has its own copy of the pipeline.
@@ -251,10 +261,12 @@ class WorkerTransform:
                     result[target] = _own_tensor(result[target])
         return put_fields(sample, {places[name]: result[name] for name in places}), tape
 
-    def collate(self, tapes: Sequence[Tape | None]) -> Draws:
-        """Return the tapes of a batch, packed in the order of its samples."""
+    def collate(
+        self, tapes: Sequence[Tape | None], beside: Mapping[str, np.ndarray] | None = None
+    ) -> Draws:
+        """Return the tapes of a batch, packed in the order of its samples, and what goes beside."""
         return compile_tapes(
-            [tape if tape is not None else {} for tape in tapes], device_ops(self._ops)
+            [tape if tape is not None else {} for tape in tapes], device_ops(self._ops), beside
         )
 
     def _own(self, name: str, make: Callable[[], Any]) -> Any:
