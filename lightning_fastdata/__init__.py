@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from lightning_fastdata.errors import FastDataWarning as FastDataWarning
     from lightning_fastdata.images.folder import FastImageFolder as FastImageFolder
     from lightning_fastdata.images.packed import PackedStrings as PackedStrings
+    from lightning_fastdata.insight.step_timer import StepTimer as StepTimer
     from lightning_fastdata.loading.loader import FastDataLoader as FastDataLoader
     from lightning_fastdata.loading.options import LoaderOptions as LoaderOptions
     from lightning_fastdata.loading.prefetch import prefetch as prefetch
@@ -32,6 +33,7 @@ _HOME = {
     "FastImageFolder": "images.folder",
     "LoaderOptions": "loading.options",
     "PackedStrings": "images.packed",
+    "StepTimer": "insight.step_timer",
     "prefetch": "loading.prefetch",
 }
 

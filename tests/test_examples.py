@@ -19,6 +19,7 @@ COMMANDS = {
     "quickstart.py": ["--small"],
     "segmentation.py": ["--small"],
     "plain_loaders.py": ["--small"],
+    "plain_loop.py": ["--small"],
     "sequences.py": ["--small"],
     "cli.py": CLI_SMALL,
 }

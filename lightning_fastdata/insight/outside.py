@@ -89,7 +89,7 @@ def outside_finding(summary: StageSummary, facts: LoaderFacts) -> Finding:
             code="FD000",
             severity="fine",
             cause="too little was measured to tell",
-            remedy=f"train for at least {FEWEST_STEPS} steps with the callback active",
+            remedy=f"train for at least {FEWEST_STEPS} steps",
         )
     code, cause, share, gained_ms = _largest_cost(summary, stall, facts)
     gain = None

@@ -13,12 +13,18 @@ from lightning_fastdata.loading.source import makes_batches, reads_with_torch
 from lightning_fastdata.loading.worker_count import look_ahead_batches
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from lightning_fastdata.host.spent import SpentTime
+    from lightning_fastdata.insight.metrics import StageSummary
     from lightning_fastdata.insight.simulate import Scheduling
     from lightning_fastdata.loading.loader import FastDataLoader
+    from lightning_fastdata.loading.stamps import BatchStamps
 
 _TORCH_PREFETCH: Final = 2
 """Torch's own default."""
 _ONE_THREAD: Final = 1.1
+_NS_PER_S: Final = 1e9
 
 
 def setup_of(loader: FastDataLoader, *, cpus: float, step_cpus: float) -> LoaderSetup | None:
@@ -66,6 +72,36 @@ def setup_of(loader: FastDataLoader, *, cpus: float, step_cpus: float) -> Loader
         cpus=cpus,
         step_cpus=step_cpus,
         worker_nice=loader.worker_nice,
+    )
+
+
+def measured_setup(
+    loader: FastDataLoader,
+    summary: StageSummary,
+    stamps: Sequence[BatchStamps],
+    used: SpentTime,
+    *,
+    cpus: float,
+) -> LoaderSetup | None:
+    """Return the setup of a loader whose stage was measured; None for what the model does not know.
+
+    Args:
+        loader: As it is set up now.
+        summary: Of the stage that it was read for.
+        stamps: Its newest ones; at least one.
+        used: What the training process used during that stage.
+        cpus: CPUs this process and its workers may use.
+    """
+    return setup_of(
+        loader,
+        cpus=cpus,
+        step_cpus=step_cpus(
+            cpu_s=used.cpu_s,
+            wall_s=used.wall_s,
+            waited_s=_waited_s(summary),
+            runqueue_s=used.runqueue_s,
+            loading_cpu_s=_own_loading_s(stamps) * summary.steps,
+        ),
     )
 
 
@@ -142,3 +178,22 @@ def step_queued(
     )
     steps_s = wall_s - waited_s
     return min(1.0, runqueue_s / steps_s) * min(1.0, own) if steps_s > 0 else 0.0
+
+
+def _waited_s(summary: StageSummary) -> float:
+    """Return the time that all steps waited for batches."""
+    warm_ms = 0.0 if summary.wait is None else summary.wait.mean_ms
+    cold_ms = summary.cold_wait_ms or 0.0
+    warm_steps = summary.steps - summary.cold_steps
+    return (warm_ms * warm_steps + cold_ms * summary.cold_steps) / 1e3
+
+
+def _own_loading_s(stamps: Sequence[BatchStamps]) -> float:
+    """Return the CPU time per batch that the training process itself took to load."""
+    own = [
+        task.ended_ns - task.began_ns if task.cpu_ns is None else task.cpu_ns
+        for batch in stamps
+        for task in batch.tasks
+        if task.process < 0
+    ]
+    return sum(own) / len(stamps) / _NS_PER_S

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from torch.utils.data import Subset
-
 from lightning_fastdata.insight.causes import CauseTotals
 from lightning_fastdata.insight.evidence import busy_share
+from lightning_fastdata.insight.sample_files import sample_path
 from lightning_fastdata.loading.loader import FastDataLoader
 
 if TYPE_CHECKING:
@@ -142,20 +140,6 @@ class StageCauses:
     def _path_of(self, number: int, index: Any) -> str | None:
         loader = self._loaders[number]()
         return None if loader is None else sample_path(loader.dataset, index)
-
-
-def sample_path(dataset: Any, index: Any) -> str | None:
-    """Return the file of a sample of an image folder, torchvision's or ours, or of a subset of one.
-
-    None if the dataset has no list ``samples`` that begins with paths.
-    """
-    try:
-        while isinstance(dataset, Subset):
-            dataset, index = dataset.dataset, dataset.indices[index]
-        path = dataset.samples[index][0]
-    except (AttributeError, IndexError, KeyError, TypeError):
-        return None
-    return os.fspath(path) if isinstance(path, str | os.PathLike) else None
 
 
 def watch_sources(trainer: Any, watch: Callable[[Stage, Any], None]) -> Callable[[], None]:

@@ -11,7 +11,7 @@ from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.insight.evidence import Evidence, stage_evidence
 from lightning_fastdata.insight.outside import LoaderFacts
 from lightning_fastdata.insight.ranks import rank_evidence
-from lightning_fastdata.insight.setups import setup_of, step_cpus
+from lightning_fastdata.insight.setups import measured_setup
 from lightning_fastdata.insight.simulate import simulate
 from lightning_fastdata.insight.verdict import judge
 
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from lightning_fastdata.plugin.ranks import RankRecords
     from lightning_fastdata.plugin.recording import Recording, StageMeter
 
-_NS_PER_S: Final = 1e9
 _MOST_OF_RUN: Final = 0.01
 """Of a run's time, what may be spent on judging it before it has ended."""
 
@@ -127,40 +126,11 @@ class RunJudge:
     ) -> LoaderSetup | None:
         if loader is None or not stamps:
             return None
-        used = meter.cpu.used()
-        return setup_of(
-            loader,
-            cpus=float(self._usable_cpus()),
-            step_cpus=step_cpus(
-                cpu_s=used.cpu_s,
-                wall_s=used.wall_s,
-                waited_s=_waited_s(train),
-                runqueue_s=used.runqueue_s,
-                loading_cpu_s=_own_loading_s(stamps) * train.steps,
-            ),
-        )
+        cpus = float(self._usable_cpus())
+        return measured_setup(loader, train, stamps, meter.cpu.used(), cpus=cpus)
 
     def _usable_cpus(self) -> int:
         return read_cpu_limit(local_ranks=self._trainer.num_devices).usable_cpus
-
-
-def _waited_s(summary: StageSummary) -> float:
-    """Return the time that all steps waited for batches."""
-    warm_ms = 0.0 if summary.wait is None else summary.wait.mean_ms
-    cold_ms = summary.cold_wait_ms or 0.0
-    warm_steps = summary.steps - summary.cold_steps
-    return (warm_ms * warm_steps + cold_ms * summary.cold_steps) / 1e3
-
-
-def _own_loading_s(stamps: Sequence[BatchStamps]) -> float:
-    """Return the CPU time per batch that the training process itself took to load."""
-    own = [
-        task.ended_ns - task.began_ns if task.cpu_ns is None else task.cpu_ns
-        for batch in stamps
-        for task in batch.tasks
-        if task.process < 0
-    ]
-    return sum(own) / len(stamps) / _NS_PER_S
 
 
 def _first_loader(loaders: Any) -> Any:

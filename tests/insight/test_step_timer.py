@@ -1,0 +1,491 @@
+"""StepTimer: any loop is measured as Lightning's is, and left as it was."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import json
+import statistics
+import time
+import weakref
+from collections import deque
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from lightning_fastdata import FastDataLoader, StepTimer, prefetch
+from lightning_fastdata.errors import OptionsError
+from lightning_fastdata.insight.clock import HostClock
+from lightning_fastdata.insight.metrics import Cold
+
+LONG_MS = 40
+
+
+class Time:
+    """A clock that only goes on when it is told to."""
+
+    def __init__(self):
+        self.now_ns = 0
+
+    def pass_ms(self, ms):
+        self.now_ns += round(ms * 1e6)
+
+    def timer(self):
+        return StepTimer("cpu", clock=HostClock(lambda: self.now_ns))
+
+
+class Slow(Dataset):
+    """Samples of which some take long, on a clock of ours or on the world's."""
+
+    def __init__(self, length=12, slow=(), ms=LONG_MS, clock=None):
+        self.length, self.slow, self.ms, self.clock = length, set(slow), ms, clock
+        self.took_ms = {}
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, i):
+        began = time.perf_counter()
+        if i in self.slow:
+            time.sleep(self.ms / 1e3) if self.clock is None else self.clock.pass_ms(self.ms)
+        self.took_ms[i] = (time.perf_counter() - began) * 1e3
+        return torch.full((4,), float(i)), i
+
+
+def columns(timer, stage="train"):
+    return timer.report().recent[stage]
+
+
+def waits(timer, stage="train"):
+    return columns(timer, stage)["wait_ms"].tolist()
+
+
+@pytest.mark.parametrize("kind", [FastDataLoader, DataLoader])
+def test_each_wait_is_found_in_its_own_step_exactly(kind):
+    clock = Time()
+    timer = clock.timer()
+    loader = kind(Slow(clock=clock, slow=[3, 7]), batch_size=1)
+    for _ in range(2):
+        for _ in timer.batches(loader):
+            clock.pass_ms(10)
+    assert waits(timer) == [LONG_MS if i in (3, 7) else 0 for i in range(12)] * 2
+    assert columns(timer)["compute_ms"].tolist() == [10] * 24
+    assert columns(timer)["cold"].tolist() == ([1] + [0] * 11) * 2
+
+
+@pytest.mark.parametrize("kind", [FastDataLoader, DataLoader])
+def test_planted_waits_are_found_within_two_milliseconds(kind):
+    timer, dataset = StepTimer("cpu"), Slow(24, slow=range(2, 24, 3), ms=12)
+    for _ in timer.batches(kind(dataset, batch_size=1)):
+        pass
+    found = waits(timer)
+    errors = [found[i] - dataset.took_ms[i] for i in dataset.slow]
+    assert min(errors) >= 0
+    # The machine may be busy with something else between two marks, now and then.
+    assert statistics.median(errors) < 2
+    assert statistics.median(found[i] for i in range(24) if i not in dataset.slow) < 2
+
+
+def test_phases_are_told_apart_and_add_up():
+    clock = Time()
+    timer = clock.timer()
+    for _ in timer.batches(DataLoader(Slow(4, slow=range(4), clock=clock), batch_size=2)):
+        with timer.transfer():
+            clock.pass_ms(1)
+            with timer.augment():
+                clock.pass_ms(2)
+            clock.pass_ms(3)
+        clock.pass_ms(5)
+        with timer.augment():
+            clock.pass_ms(7)
+        clock.pass_ms(11)
+        timer.step_ended()
+        clock.pass_ms(100)
+    steps = columns(timer)
+    assert steps["stall_ms"].tolist() == [2 * LONG_MS] * 2
+    assert steps["transfer_ms"].tolist() == [4, 4]
+    assert steps["augment_ms"].tolist() == [9, 9]
+    # What lies between two marked phases belongs to none.
+    assert steps["compute_ms"].tolist() == [11, 11]
+    assert steps["gap_ms"].tolist()[1:] == [100]
+    assert steps["samples"].tolist() == [2, 2]
+
+
+def test_what_was_not_marked_is_not_reported():
+    timer = StepTimer("cpu")
+    for _ in timer.batches(DataLoader(Slow(8))):
+        pass
+    stage = timer.report().stages[0]
+    assert stage.transfer is stage.augment is None
+    assert stage.wait is not None
+
+
+def test_phases_outside_of_a_step_do_nothing():
+    timer = StepTimer("cpu")
+    with timer.transfer(), timer.augment():
+        pass
+    timer.step_ended()
+    assert timer.metrics() == {}
+    assert timer.report().stages == ()
+    assert "nothing was measured" in str(timer.report())
+
+
+def test_batches_are_those_of_the_loader_as_often_as_it_is_iterated():
+    timer, rows = StepTimer("cpu"), Slow(5)
+    batches = timer.batches(FastDataLoader(rows, batch_size=2, shuffle=True, seed=3))
+    twin = FastDataLoader(rows, batch_size=2, shuffle=True, seed=3)
+    assert len(batches) == 3
+    assert batches.dataset is rows
+    for _ in range(2):
+        torch.manual_seed(0)
+        ours = [i.tolist() for _, i in batches]
+        torch.manual_seed(0)
+        assert ours == [i.tolist() for _, i in twin]
+
+
+@pytest.mark.parametrize("batches", [[[1, 2]], [{"a": torch.zeros(2, 3)}], [np.zeros((2, 3))]])
+def test_any_iterable_will_do_and_samples_are_counted(batches):
+    timer = StepTimer("cpu")
+    seen = list(timer.batches(batches))
+    assert seen[0] is batches[0]
+    assert columns(timer)["samples"].tolist() == [2]
+
+
+def test_a_loader_without_a_length_has_none_here():
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(range(5))
+
+    timer = StepTimer("cpu")
+    batches = timer.batches(DataLoader(Stream(), batch_size=2))
+    assert len(list(batches)) == 3
+    assert columns(timer)["samples"].tolist() == [2, 2, 1]
+    with pytest.raises(TypeError):
+        len(batches)
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_step_that_is_left_counts_only_if_it_was_said_to_have_ended(ended):
+    clock = Time()
+    timer, loader = clock.timer(), DataLoader(Slow(8))
+    for _ in range(2):
+        for _, i in timer.batches(loader):
+            clock.pass_ms(10)
+            if ended:
+                timer.step_ended()
+            if i == 3:
+                break
+        clock.pass_ms(1000)
+    steps = columns(timer)
+    assert len(steps["step"]) == (8 if ended else 6)
+    assert steps["compute_ms"].max() == 10
+    assert steps["cold"].sum() == 2
+
+
+def test_an_exception_in_the_loop_passes_and_leaves_no_open_step():
+    clock = Time()
+    timer, loader = clock.timer(), DataLoader(Slow(8))
+
+    def breaks():
+        for _, i in timer.batches(loader):
+            clock.pass_ms(10)
+            1 / (3 - int(i))
+
+    with pytest.raises(ZeroDivisionError):
+        breaks()
+    clock.pass_ms(1000)
+    for _ in timer.batches(loader):
+        clock.pass_ms(10)
+    steps = columns(timer)
+    assert steps["compute_ms"].tolist() == [10] * 11
+    assert np.nanmax(steps["gap_ms"]) == 0
+
+
+def test_an_exception_of_the_dataset_passes_and_its_wait_is_no_step():
+    class Breaks(Slow):
+        def __getitem__(self, i):
+            if i == 2:
+                raise KeyError("two")
+            return super().__getitem__(i)
+
+    timer = StepTimer("cpu")
+    with pytest.raises(KeyError, match="two"):
+        list(timer.batches(DataLoader(Breaks())))
+    assert timer.report().stages[0].steps == 2
+
+
+def test_a_closed_iterator_closes_what_it_reads():
+    closed = []
+
+    def batches():
+        try:
+            yield from ([1], [2], [3])
+        finally:
+            closed.append(True)
+
+    timer = StepTimer("cpu")
+    iterator = iter(timer.batches(batches()))
+    next(iterator)
+    iterator.close()
+    gc.collect()
+    assert closed == [True]
+    assert timer.report().stages == ()
+
+
+def test_a_batch_is_let_go_of_when_the_loop_lets_go_of_it():
+    class Big:
+        alive = 0
+
+        def __init__(self):
+            Big.alive += 1
+
+        def __del__(self):
+            Big.alive -= 1
+
+    for batch in StepTimer("cpu").batches(Big() for _ in range(5)):
+        assert Big.alive == 1
+        del batch
+        assert Big.alive == 0
+
+
+def test_a_validation_within_training_has_its_own_steps_and_is_no_part_of_a_training_step():
+    clock = Time()
+    timer = clock.timer()
+    train, val = DataLoader(Slow(6)), DataLoader(Slow(3, slow=[1], clock=clock))
+    for _, i in timer.batches(train):
+        clock.pass_ms(10)
+        if i == 2:
+            for _ in timer.batches(val, stage="val"):
+                clock.pass_ms(5)
+            clock.pass_ms(100)
+    assert columns(timer)["compute_ms"].tolist() == [10] * 6
+    assert columns(timer)["gap_ms"].tolist()[1:] == [0, 0, 3 * 5 + LONG_MS + 100, 0, 0]
+    assert columns(timer)["cold"].tolist() == [Cold.EPOCH, 0, 0, Cold.RESUMED, 0, 0]
+    assert columns(timer, "val")["wait_ms"].tolist() == [0, LONG_MS, 0]
+    assert columns(timer, "val")["compute_ms"].tolist() == [5, 5, 5]
+    assert [stage.stage for stage in timer.report().stages] == ["train", "val"]
+
+
+def test_the_duration_of_a_stage_leaves_out_the_others_and_what_lies_between_epochs():
+    timer, rows = StepTimer("cpu"), Slow(2)
+    for _ in range(2):
+        for _ in timer.batches(DataLoader(rows)):
+            timer.step_ended()
+            for _ in timer.batches(DataLoader(rows), stage="val"):
+                time.sleep(0.05)
+        time.sleep(0.2)
+    train, val = timer.report().stages
+    assert val.duration_s >= 8 * 0.05
+    assert train.duration_s < 0.2
+
+
+def test_loaders_read_side_by_side_make_one_step():
+    clock = Time()
+    timer = clock.timer()
+    one, two = Slow(5, slow=range(5), clock=clock, ms=20), Slow(4, slow=range(4), clock=clock, ms=3)
+    for _ in zip(timer.batches(DataLoader(one)), timer.batches(DataLoader(two)), strict=False):
+        clock.pass_ms(10)
+    # The fifth step found no second batch.
+    assert waits(timer) == [23] * 4
+    assert columns(timer)["compute_ms"].tolist() == [10] * 4
+
+
+def test_an_iterator_that_was_left_standing_stops_no_later_loop():
+    clock = Time()
+    timer, loader = clock.timer(), DataLoader(Slow(5))
+    standing = iter(timer.batches(loader))
+    next(standing)
+    for _ in timer.batches(loader):
+        clock.pass_ms(10)
+    assert columns(timer)["compute_ms"].tolist() == [10] * 5
+
+
+def test_an_inner_loop_over_another_loader_ends_a_step_with_each_of_its_batches():
+    clock = Time()
+    timer = clock.timer()
+    inner = iter(timer.batches(DataLoader(Slow(9))))
+    for _ in timer.batches(DataLoader(Slow(3))):
+        for _ in range(3):
+            next(inner)
+            clock.pass_ms(10)
+    assert columns(timer)["compute_ms"].tolist() == [10] * 9
+
+
+def test_metrics_are_means_since_the_last_call_named_by_stage():
+    clock = Time()
+    timer = clock.timer()
+    for _, i in timer.batches(FastDataLoader(Slow(9, slow=[6], clock=clock), num_workers=0)):
+        clock.pass_ms(10)
+        if i == 4:
+            early = timer.metrics()
+    for _ in timer.batches(DataLoader(Slow(3)), stage="val"):
+        clock.pass_ms(2)
+    late = timer.metrics()
+    assert early["data/step_ms"] == 10
+    assert late["data/step_ms"] == 10 + LONG_MS / 5
+    assert late["data/time_wait_ms"] == LONG_MS / 5
+    assert late["data_val/step_ms"] == 2
+    assert any(name.startswith("data_wait/") for name in early)
+    assert timer.metrics() == {}
+
+
+def test_late_batches_have_causes_files_apart_and_a_verdict():
+    class Blocks(Slow):
+        def __getitem__(self, i):
+            time.sleep(0.004)
+            return super().__getitem__(i)
+
+    timer = StepTimer("cpu")
+    loader = FastDataLoader(Blocks(160), 4, num_workers=1, executor="workers", drop_last=True)
+    for _ in timer.batches(loader):
+        time.sleep(0.002)
+    loader.close()
+    report = timer.report()
+    assert report.verdict.code == "FD303"
+    assert report.verdict.kind == "data-bound"
+    assert report.verdict.findings[0].gain.factor > 1
+    assert report.stages[0].causes.wait.read_blocked_ms > 4
+    assert report.notes == ()
+    assert "reading waited for storage" in report.text(200)
+
+
+def test_a_foreign_loader_is_judged_from_outside_and_that_is_said_once():
+    timer, rows = StepTimer("cpu"), Slow(10, slow=range(10), ms=4)
+    for _ in timer.batches(DataLoader(rows)):
+        pass
+    for _ in timer.batches(DataLoader(rows), stage="val"):
+        pass
+    report = timer.report()
+    assert report.verdict.code == "FD101"
+    assert report.notes == (
+        "Why batches were late is not known: a DataLoader takes no stamps, as FastDataLoader does.",
+    )
+
+
+def test_a_report_can_be_written_read_and_told_in_colours(tmp_path):
+    from rich.console import Console
+
+    timer = StepTimer("cpu")
+    for _ in timer.batches(FastDataLoader(Slow(8))):
+        pass
+    report = timer.report()
+    read = json.loads(report.write_json(tmp_path / "report.json").read_text())
+    assert read["stages"]["train"]["steps"] == 8
+    assert read["machine"]["device"] == "cpu"
+    console = Console(record=True, width=100, file=io.StringIO())
+    console.print(report)
+    assert "fastdata · train · 8 steps" in console.export_text()
+
+
+def test_a_later_timer_takes_over_the_stamps_of_an_earlier_one():
+    loader = FastDataLoader(Slow(8))
+    for _ in range(2):
+        timer = StepTimer("cpu")
+        for _ in timer.batches(loader):
+            pass
+        assert timer.report().stages[0].causes.batches == 7
+        assert timer.report().notes == ()
+
+
+def test_stamps_of_batches_outside_of_the_timer_are_not_counted_nor_hoarded():
+    timer, loader = StepTimer("cpu"), FastDataLoader(Slow(8))
+    for _ in timer.batches(loader):
+        pass
+    timer.metrics()
+    for _ in range(200):
+        list(loader)
+    assert len(loader.records) <= 1000
+    for _ in timer.batches(loader):
+        pass
+    assert timer.report().stages[0].causes.batches == 14
+
+
+def test_somebody_who_takes_the_stamps_keeps_them():
+    mine, loader = deque(), FastDataLoader(Slow(8))
+    loader.record_stamps(mine)
+    timer = StepTimer("cpu")
+    for _ in timer.batches(loader):
+        pass
+    assert len(mine) == 8
+    assert loader.records is mine
+    assert "somebody else takes the stamps" in timer.report().notes[0]
+
+
+def test_a_loader_is_not_kept_alive():
+    timer, loader = StepTimer("cpu"), FastDataLoader(Slow(8))
+    for _ in timer.batches(loader):
+        pass
+    gone = weakref.ref(loader)
+    del loader
+    gc.collect()
+    assert gone() is None
+    assert timer.report().stages[0].causes.batches == 7
+
+
+def test_a_prefetching_loader_has_its_stamps_and_says_where_its_transfer_is():
+    timer, loader = StepTimer("cpu"), FastDataLoader(Slow(8), batch_size=2)
+    for x, _ in timer.batches(prefetch(loader, "cpu")):
+        assert x.shape == (2, 4)
+    report = timer.report()
+    assert report.stages[0].causes.batches == 3
+    assert report.notes == (
+        "The wait includes the transfer: prefetch() moves each batch before it delivers it.",
+    )
+
+
+def fabric_of(loader, **arguments):
+    from lightning.fabric import Fabric
+
+    fabric = Fabric(accelerator="cpu", devices=1)
+    model = torch.nn.Linear(4, 1)
+    model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=1e-3))
+    return fabric, model, optimizer, fabric.setup_dataloaders(loader, **arguments)
+
+
+@pytest.mark.parametrize("moves", [True, False])
+def test_fabric_is_measured_with_stamps_and_says_where_its_transfer_is(moves):
+    """Also pins the name under which Fabric keeps the loader that it wraps."""
+    loader = FastDataLoader(Slow(12, slow=[7], ms=60), num_workers=0)
+    fabric, model, optimizer, wrapped = fabric_of(loader, move_to_device=moves)
+    timer = StepTimer(fabric.device)
+    for _ in range(2):
+        for batch in timer.batches(wrapped):
+            x, _ = batch
+            if not moves:
+                with timer.transfer():
+                    x = fabric.to_device(x)
+            fabric.backward(model(x).pow(2).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+    report = timer.report()
+    stage = report.stages[0]
+    found = columns(timer)["wait_ms"]
+    assert found[7] >= 60
+    assert found[19] >= 60
+    assert stage.causes.batches == 22
+    assert stage.causes.slow_samples[0].index == 7
+    assert (stage.transfer is None) == moves
+    said = "The wait includes the transfer: Fabric moves each batch before it delivers it."
+    assert report.notes == ((said,) if moves else ())
+
+
+def test_a_copy_of_the_batches_reads_the_same_loader():
+    timer = StepTimer("cpu")
+    batches = copy.copy(timer.batches(DataLoader(Slow(3))))
+    assert len(list(batches)) == 3
+
+
+@pytest.mark.parametrize("device", ["gpu", 1.5, "cuda:x"])
+def test_what_is_no_device_is_refused(device):
+    with pytest.raises(OptionsError, match="is no device"):
+        StepTimer(device)
+
+
+def test_an_unknown_stage_and_what_cannot_be_iterated_are_refused():
+    with pytest.raises(OptionsError, match="'training' is none of train, val"):
+        StepTimer("cpu").batches([], stage="training")
+    with pytest.raises(OptionsError, match="cannot be iterated"):
+        StepTimer("cpu").batches(3)
