@@ -155,12 +155,13 @@ def ours(workload: str, out: Path, *, watch: str) -> Diagnosis:
     first, *others = verdict["findings"]
     gain = first["gain"]
     advice = first["remedy"] or "nothing"
+    said = dict.fromkeys((verdict["sentence"], first["cause"]))
     if gain is not None:
         advice += f" ({gain['before_ms']:.1f} -> {gain['after_ms']:.1f} ms, {gain['basis']})"
     return Diagnosis(
         kind=_OUR_CLASSES.get(first["code"], "?"),
         code=first["code"],
-        verdict=f"{verdict['sentence']}; {first['cause']}",
+        verdict="; ".join(said),
         advice=advice,
         more=", ".join(other["code"] for other in others),
         text=text,
