@@ -153,15 +153,18 @@ def suited_executor(
         return "workers", "Albumentations pipelines hold random state, which threads cannot share"
     if look.draws:
         return "workers", "samples draw from global generators, which threads cannot share"
-    cost = look.cost
-    if cost is None:
+    if look.cost is None:
         return "workers", "Python code that may not be safe for threads"
+    return _by_cost(look.cost, workers, batch_size)
+
+
+def _by_cost(cost: SampleCost, workers: int | str, batch_size: int | None) -> tuple[str, str]:
     batch_ms = cost.wall_ms
     if batch_size is not None:
         batch_ms = batch_size * (cost.wall_ms + cost.size_bytes / _FRESH_BYTES_PER_MS)
-    if batch_ms < _CHEAP_BATCH_MS and isinstance(workers, int):
-        return "workers", f"num_workers={workers} asks for them"
     if batch_ms < _CHEAP_BATCH_MS:
+        if isinstance(workers, int):
+            return "workers", f"num_workers={workers} asks for them"
         return "inline", f"a batch takes {batch_ms:.2g} ms, less than handing it over"
     each = f"{cost.wall_ms:.2g} ms a sample"
     if waits(cost):
