@@ -7,11 +7,11 @@ from typing import Any, Final
 
 from lightning_fastdata.insight.causes import PART_WORDS
 from lightning_fastdata.insight.chart import STACK, timeline_chart
+from lightning_fastdata.insight.drawing import duration_text
 from lightning_fastdata.insight.finding import gain_text
 from lightning_fastdata.insight.html_style import STYLE
 from lightning_fastdata.insight.markup import Child, Markup, element
 from lightning_fastdata.insight.remedies import Gain
-from lightning_fastdata.insight.report import duration_text
 
 _PHASES: Final = tuple((name, column.removesuffix("_ms")) for name, column in reversed(STACK))
 _POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'"

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from lightning_fastdata.insight.causes import cause_lines
+from lightning_fastdata.insight.drawing import bar, duration_text
 from lightning_fastdata.insight.files import write_atomically
 from lightning_fastdata.insight.finding import STALL_LOW, gain_text
 from lightning_fastdata.insight.ranks import ranks_line
@@ -39,7 +40,6 @@ _KIND_COLORS = {
     "compute-bound": "bold white on green",
     "unknown": "bold reverse",
 }
-_EIGHTHS = " ▏▎▍▌▋▊▉"
 _TO_ASCII = str.maketrans({"─": "-", "·": "|", "→": ">", "…": "."})
 _INDENT = 7
 _NARROWEST, _WIDEST = 60, 120
@@ -185,30 +185,6 @@ def comparison_text(
         lines.append(f" {name:<{names}} {drawn:<{length}} {shown} {ratio}  {stall}".rstrip())
     text = "\n".join(lines)
     return _as_ascii(text) if ascii else text
-
-
-def bar(fraction: float, width: int, *, ascii: bool = False) -> str:  # noqa: A002
-    """Return a bar of ``fraction`` (clipped to 0..1) of ``width`` cells, to an eighth of a cell.
-
-    With ``ascii``, to a whole cell.
-    """
-    cells = min(1.0, max(0.0, fraction)) * width
-    if ascii:
-        return "#" * round(cells)
-    full, eighths = divmod(round(cells * 8), 8)
-    return "█" * full + (_EIGHTHS[eighths] if eighths else "")
-
-
-def duration_text(seconds: float) -> str:
-    """Return ``0.8 s``, ``34 s``, ``1 min 34 s`` or ``2 h 05 min``."""
-    if seconds < 9.95:
-        return f"{seconds:.1f} s"
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
 def _stage_as_dict(stage: StageSummary, recent: Columns | None) -> dict[str, Any]:

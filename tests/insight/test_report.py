@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_fastdata.insight.drawing import bar, duration_text
 from lightning_fastdata.insight.finding import Finding
 from lightning_fastdata.insight.metrics import MetricWindow, StepHistory, StepTiming, window_means
 from lightning_fastdata.insight.outside import LoaderFacts
 from lightning_fastdata.insight.remedies import Gain
-from lightning_fastdata.insight.report import RunReport, bar, comparison_text, duration_text
+from lightning_fastdata.insight.report import RunReport, comparison_text
 from lightning_fastdata.insight.verdict import Verdict, judge
 
 
