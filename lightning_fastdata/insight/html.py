@@ -68,10 +68,13 @@ def _head(first: Mapping[str, Any] | None, verdict: Mapping[str, Any] | None) ->
             "h1", element("span", kind, class_=f"badge {kind}"), " ", verdict["sentence"]
         )
     device = "" if first.get("device", "cpu") == "cpu" else f" on {first['device']}"
+    now, free = first.get("samples_per_s"), first.get("headroom") or {}
+    rate = free.get("samples_per_s", first.get("samples_per_s_if_data_were_free"))
+    basis = ", measured" if free.get("basis") == "measured" else ""
     figures: list[Child] = [
-        _figure(_rounded(first.get("samples_per_s")), "samples/s now"),
-        _figure(_rounded(first.get("samples_per_s_if_data_were_free")), "if data were free"),
-        _figure(_times(first.get("speedup_possible")), "to gain, at most"),
+        _figure(_rounded(now), "samples/s now"),
+        _figure(_rounded(rate), f"if data were free{basis}"),
+        _figure(_times(rate / now) if rate and now else None, "to gain, at most"),
         _figure(_ms(_mean(first, "step")), "ms a step"),
         _figure(_percent(first.get("stall_share")), "of it waiting for data"),
     ]
@@ -229,10 +232,16 @@ def _ranks(ranks: Iterable[Mapping[str, Any]] | None) -> Markup | None:
         return None
     keys = ("step_ms", "stall_ms", "wait_ms", "compute_ms")
     rows = [
-        [str(each["rank"]), str(each.get("host", "")), *(_ms(each.get(key)) for key in keys)]
+        [
+            str(each["rank"]),
+            str(each.get("host", "")),
+            *(_ms(each.get(key)) for key in keys),
+            each.get("reason", ""),
+        ]
         for each in ranks
     ]
-    return _section("Ranks", _table(("rank", "host", "step", "stall", "wait", "compute"), rows))
+    heads = ("rank", "host", "step ms", "stall", "wait", "compute", "most of its waits")
+    return _section("Ranks", _table(heads, rows))
 
 
 def _other_stages(stages: Iterable[Mapping[str, Any]]) -> Markup | None:

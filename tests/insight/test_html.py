@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from lightning_fastdata.insight.attribution import SlowSample, WaitParts
 from lightning_fastdata.insight.causes import OperationShare, WaitCauses
 from lightning_fastdata.insight.chart import axis, timeline_chart
+from lightning_fastdata.insight.headroom import Headroom
 from lightning_fastdata.insight.html import report_html
 from lightning_fastdata.insight.markup import Markup, element
 from lightning_fastdata.insight.metrics import StepHistory, StepTiming
@@ -212,12 +213,23 @@ def test_a_report_without_steps_or_with_ranks_can_be_shown():
     told = report().as_dict()
     told["ranks"] = [
         {"rank": 0, "host": "a", "steps": 9, "step_ms": 70.0, "stall_ms": None, "wait_ms": 1.0,
-         "compute_ms": 60.0},
+         "compute_ms": 60.0, "reason": "storage"},
     ]  # fmt: skip
     assert (
-        "Ranks rank host step stall wait compute 0 a 70.0 - 1.0 60.0"
+        "Ranks rank host step ms stall wait compute most of its waits 0 a 70.0 - 1.0 60.0 storage"
         in Page(report_html(told)).text
     )
+
+
+def test_a_measured_headroom_takes_the_place_of_the_modelled_one():
+    run = report()
+    now = run.stages[0].samples_per_s
+    text = Page(report_html(run.as_dict())).text
+    assert f"{run.stages[0].samples_per_s_if_data_were_free:.0f} if data were free" in text
+    measured = Headroom(step_ms=20.0, samples_per_s=3200.0, basis="measured")
+    stages = dataclasses.replace(run.stages[0], headroom=measured), run.stages[1]
+    text = Page(report_html(dataclasses.replace(run, stages=stages).as_dict())).text
+    assert f"3200 if data were free, measured {3200 / now:.2f}x to gain, at most" in text
 
 
 @given(st.floats(min_value=1e-3, max_value=1e7))
