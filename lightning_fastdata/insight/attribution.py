@@ -188,9 +188,11 @@ class WaitCutter:
 
     def _excess_ns(self, task: TaskStamps) -> float:
         typical = self._typical_ns
-        if typical is None or task.slowest_ns < _SLOW_FACTOR * typical:
+        # While other threads had the CPUs, no sample was slow: any of them would have been.
+        slowest_ns = task.slowest_ns - (task.runqueue_ns or 0)
+        if typical is None or slowest_ns < _SLOW_FACTOR * typical:
             return 0.0
-        return task.slowest_ns - typical
+        return slowest_ns - typical
 
     def _learn(self, tasks: Iterable[TaskStamps]) -> None:
         """Move the estimate towards the tasks' samples, each without its slowest one."""

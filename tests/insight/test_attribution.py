@@ -105,6 +105,16 @@ def test_the_excess_of_a_slow_sample_is_its_own_part_and_names_it() -> None:
     assert (wait.slow_sample.index, wait.slow_sample.ms) == (77, 50)
 
 
+def test_a_sample_that_waited_for_a_cpu_is_not_called_slow() -> None:
+    cutter = WaitCutter()
+    cutter.cut(batch(0, 0, task(-8, 0, read=8, slowest=1)))
+    late = task(0, 57, read=57, cpu=8, runqueue=49, slowest=50)
+    wait = cutter.cut(batch(0, 57, late))
+    assert wait.slow_sample is None
+    assert wait.parts.slow_sample_ms == 0
+    assert wait.parts.read_runqueue_ms == pytest.approx(49)
+
+
 def test_samples_that_are_all_slow_are_not_called_slow() -> None:
     cutter = WaitCutter()
     for number in range(20):
