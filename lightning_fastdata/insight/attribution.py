@@ -1,8 +1,9 @@
 """Every wait for a batch, cut along the way that the batch took.
 
 A batch is late because its last task ended late. The wait for it is what that task's thread did
-meanwhile: this task, the tasks it had before, or nothing; and the hand-over after it. The parts of
-a wait add up to the wait.
+meanwhile: this task, the tasks it had before, or nothing; and the hand-over after it. A complete
+batch whose thread has gone on to the next one and is on a CPU with it waits for that: in Python it
+holds the interpreter that the hand-over needs. The parts of a wait add up to the wait.
 """
 
 from __future__ import annotations
@@ -105,8 +106,25 @@ class WaitCutter:
         """A running estimate of the median time to read one sample; None before the first."""
         return None if self._typical_ns is None else self._typical_ns / _NS_PER_MS
 
+    def note(self, batch: BatchStamps) -> None:
+        """Keep the tasks of a batch that was delivered, some of which others may wait for."""
+        for task in batch.tasks:
+            thread = task.process, task.thread
+            kept = self._threads.get(thread)
+            if kept is None:
+                kept = self._threads[thread] = deque(maxlen=_KEPT_TASKS)
+            kept.append(task)
+
+    def complete(self, batch: BatchStamps) -> bool:
+        """Return whether it is known what the thread that ended a batch did until it was taken."""
+        if not batch.tasks:
+            return True
+        last = max(batch.tasks, key=_end_of)
+        return self._threads[last.process, last.thread][-1] is not last
+
     def cut(self, batch: BatchStamps) -> Wait:
-        """Return where the wait for a batch went."""
+        """Note a batch and return where the wait for it went, as far as is known then."""
+        self.note(batch)
         typical_ms = self.typical_sample_ms or 0.0
         ns, slowest = self.cut_ns(batch)
         slow = None
@@ -122,7 +140,7 @@ class WaitCutter:
         return Wait(parts=parts, overtaken=batch.ready_ahead > 0, slow_sample=slow)
 
     def cut_ns(self, batch: BatchStamps) -> tuple[list[float], TaskStamps | None]:
-        """Return where the wait for a batch went, at a third of the price of :meth:`cut`.
+        """Return where the wait for a noted batch went, at a third of the price of :meth:`cut`.
 
         Returns:
             The parts in nanoseconds, in the order of the fields of :class:`WaitParts`, and the task
@@ -134,21 +152,20 @@ class WaitCutter:
         if not tasks:
             ns[_IDLE] = end - start
             return ns, None
-        for task in tasks:
-            thread = task.process, task.thread
-            kept = self._threads.get(thread)
-            if kept is None:
-                kept = self._threads[thread] = deque(maxlen=_KEPT_TASKS)
-            kept.append(task)
         last = tasks[0] if len(tasks) == 1 else max(tasks, key=_end_of)
         made = min(max(last.ended_ns, start), end)
         if batch.pinned_ns is not None:
             pin_began_ns, pin_ended_ns = batch.pinned_ns
             ns[_PIN] = max(0, min(pin_ended_ns, end) - max(pin_began_ns, made))
-        idle = made - start
+        idle, handover = made - start, end - made - ns[_PIN]
         worst: TaskStamps | None = None
         for task in reversed(self._threads[last.process, last.thread]):
             overlap = min(task.ended_ns, made) - max(task.began_ns, start)
+            after = held_ns(task, made, end)
+            if after > 0:
+                after = min(after, handover)
+                handover -= after
+                self._work(task, after, ns)
             if overlap > 0:
                 idle -= overlap
                 self._work(task, overlap, ns)
@@ -156,7 +173,7 @@ class WaitCutter:
                     worst = task
             elif task.ended_ns <= start:
                 break
-        ns[_HANDOVER] += end - made - ns[_PIN]
+        ns[_HANDOVER] += handover
         ns[_IDLE] = max(0, idle)
         self._learn(tasks)
         return ns, worst if ns[_SLOW] else None
@@ -211,6 +228,14 @@ class WaitCutter:
             else:
                 # One slow sample alone in its task says little about the others.
                 self._typical_ns = known * (1 + _TYPICAL_WEIGHT)
+
+
+def held_ns(task: TaskStamps, began_ns: float, ended_ns: float) -> float:
+    """Return how much of an interval a task was on a CPU, by its mean; 0 if that is not known."""
+    overlap = min(task.ended_ns, ended_ns) - max(task.began_ns, began_ns)
+    if overlap <= 0 or task.cpu_ns is None:
+        return 0.0
+    return overlap * min(1.0, task.cpu_ns / max(1, task.ended_ns - task.began_ns))
 
 
 def _end_of(task: TaskStamps) -> int:

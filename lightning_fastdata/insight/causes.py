@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate
@@ -20,6 +21,7 @@ _PARTS: Final = tuple(part.name for part in fields(WaitParts))
 _TOLD: Final = ("read_cpu_ms", "read_runqueue_ms", "read_blocked_ms")
 _OPTIONAL: Final = ("read_ms", "pin_ms")
 _SLOWEST: Final = 5
+_MOST_HELD: Final = 32
 _FEWEST_TIMES: Final = 100
 """Percentiles of fewer samples are not put into words."""
 _KEPT_SLOW: Final = 256
@@ -120,6 +122,7 @@ class CauseTotals:
     def __init__(self, prefix: str = "data") -> None:
         self._prefix = prefix
         self._cutters: dict[int, WaitCutter] = {}
+        self._held: dict[int, deque[BatchStamps]] = {}
         # Of warm batches: since the last window was taken, and before.
         self._window, self._before, self._cold = _Total(), _Total(), _Total()
         self._slow: dict[tuple[int, Any], SlowSample] = {}
@@ -139,6 +142,20 @@ class CauseTotals:
             if not batch.tasks:
                 return  # made before stamps were taken
             cutter = self._cutters[loader] = WaitCutter()
+        cutter.note(batch)
+        # What held up a batch may be told by the next ones.
+        held = self._held.setdefault(loader, deque())
+        held.append(batch)
+        while held and (len(held) > _MOST_HELD or cutter.complete(held[0])):
+            self._cut(held.popleft(), loader)
+
+    def _cut_held(self) -> None:
+        for loader, held in self._held.items():
+            while held:
+                self._cut(held.popleft(), loader)
+
+    def _cut(self, batch: BatchStamps, loader: int) -> None:
+        cutter = self._cutters[loader]
         typical_ms = cutter.typical_sample_ms or 0.0
         ns, slowest = cutter.cut_ns(batch)
         overtaken = batch.ready_ahead > 0
@@ -172,6 +189,7 @@ class CauseTotals:
             was measured; they add up to the loader's mean wait. First batches of epochs are left
             out.
         """
+        self._cut_held()
         window, self._window = self._window, _Total()
         self._before.merge(window)
         if not window.batches:
@@ -186,6 +204,7 @@ class CauseTotals:
         Args:
             path_of: Returns the file of a loader's sample, by its index, if that is known.
         """
+        self._cut_held()
         warm = _Total()
         for each in (self._before, self._window):
             warm.merge(each)

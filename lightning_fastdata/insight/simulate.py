@@ -14,10 +14,11 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
+from lightning_fastdata.insight.attribution import held_ns
 from lightning_fastdata.insight.replay import Replay
 
 if TYPE_CHECKING:
-    from lightning_fastdata.loading.stamps import BatchStamps
+    from lightning_fastdata.loading.stamps import BatchStamps, TaskStamps
 
 Scheduling: TypeAlias = Literal["batch", "queue", "sample"]
 
@@ -25,6 +26,7 @@ _NS_PER_MS: Final = 1e6
 _MIN_STEPS: Final = 200
 _SHORT: Final = 0.25
 """So many of a thread's pauses are no longer than it takes to get on with what is there."""
+_NEXT_TASKS: Final = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,15 +140,26 @@ def batch_costs(stamps: Sequence[BatchStamps], *, step_queued: float = 0.0) -> l
 
 def _transit(stamps: Sequence[BatchStamps]) -> tuple[float, float]:
     """Return the hand-over of a batch that is waited for, and the taking of one that is there."""
-    late, there = [], []
-    for batch in stamps:
-        ended = max((task.ended_ns for task in batch.tasks), default=None)
-        if ended is None:
+    late: list[float] = []
+    there: list[float] = []
+    following: dict[tuple[int, int], list[TaskStamps]] = {}
+    for batch in reversed(stamps):
+        if not batch.tasks:
             continue
-        if ended > batch.requested_ns:
-            late.append(batch.delivered_ns - ended)
-        else:
-            there.append(batch.delivered_ns - batch.requested_ns)
+        last = max(batch.tasks, key=lambda task: task.ended_ns)
+        made = max(last.ended_ns, batch.requested_ns)
+        # A worker that computes in Python holds the interpreter that the hand-over waits for. It
+        # would not if it were idle: that time is what its next batch costs.
+        busy = sum(
+            held_ns(task, made, batch.delivered_ns)
+            for task in following.get((last.process, last.thread), ())
+        )
+        way = max(0, batch.delivered_ns - made - busy)
+        (late if last.ended_ns > batch.requested_ns else there).append(way)
+        for task in batch.tasks:
+            kept = following.setdefault((task.process, task.thread), [])
+            kept.append(task)
+            del kept[:-_NEXT_TASKS]
     taking = statistics.fmean(there or late or [0])
     return max(taking, statistics.median(late or there or [0])), taking
 

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from torch.utils.data import Dataset, default_collate
 
 from lightning_fastdata.insight.attribution import WaitCutter, WaitParts
+from lightning_fastdata.insight.causes import CauseTotals
+from lightning_fastdata.insight.simulate import batch_costs
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.loading.stamps import BatchStamps, TaskStamps
 
@@ -241,3 +243,34 @@ def test_a_slow_collate_function_takes_most_of_the_waits(executor) -> None:
 def test_a_slow_sample_is_found_by_its_index() -> None:
     _, slow = measured(Planted(sleep_s=0.001, slow=133))
     assert 133 in [sample.index for sample in slow]
+
+
+def test_a_complete_batch_waits_for_what_its_thread_goes_on_to_do() -> None:
+    totals = CauseTotals()
+    totals.add(batch(5, 30, task(0, 10, read=10, cpu=10)))
+    totals.add(batch(31, 31, task(10, 28, read=18, cpu=18)))
+    found = totals.summary()
+    assert found is not None
+    # 5 to 10: the batch itself. 10 to 28: the next one. Then it is handed over.
+    assert found.wait == WaitParts(read_cpu_ms=23 / 2, handover_ms=2 / 2)
+
+
+def test_a_hand_over_costs_no_time_in_which_its_worker_makes_the_next_batch() -> None:
+    stamps = [
+        batch(5, 30, task(0, 10, read=10, cpu=10)),
+        batch(31, 40, task(10, 28, read=18, cpu=18)),
+        batch(41, 41, task(39, 40, read=1, cpu=1)),
+    ]
+    # Of two that were complete when they were asked for: 9 - 1 ms, and 0. The first was late by
+    # 30 - 28 ms, which is less.
+    first = batch_costs(stamps)[0]
+    assert (first.handover_ns, first.taking_ns) == (4 * MS, 4 * MS)
+
+
+def test_a_worker_that_waits_leaves_the_hand_over_what_it_takes() -> None:
+    totals = CauseTotals()
+    totals.add(batch(5, 30, task(0, 10, read=10, cpu=10)))
+    totals.add(batch(31, 31, task(10, 28, read=18, cpu=0)))
+    found = totals.summary()
+    assert found is not None
+    assert found.wait == WaitParts(read_cpu_ms=5 / 2, handover_ms=20 / 2)
