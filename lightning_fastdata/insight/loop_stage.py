@@ -78,6 +78,7 @@ class LoopStage:
         self._watched: weakref.WeakKeyDictionary[FastDataLoader, _Watched] = (
             weakref.WeakKeyDictionary()
         )
+        self._records: StampQueue | None = None
         self._facts = LoaderFacts()
         self._moved_by: dict[str, None] = {}
         self._stampless: dict[str, None] = {}
@@ -99,6 +100,7 @@ class LoopStage:
             watched = self._watched.setdefault(loader, _Watched(len(self._watched)))
             self._cut(watched)
             loader.record_stamps(watched.records)
+            self._records = watched.records
         else:
             self._stampless["somebody else takes the stamps of its loader"] = None
 
@@ -116,9 +118,8 @@ class LoopStage:
         if self._last is not None:
             self._duration_s += now - self._last
         self._last = now
-        for watched in self._watched.values():
-            if len(watched.records) > _MOST_UNCUT:
-                self._cut(watched)
+        if self._records is not None and len(self._records) > _MOST_UNCUT:
+            self._cut_all()
 
     def paused(self) -> None:
         """Do not count the time until the next batch of this stage is asked for."""
