@@ -349,7 +349,7 @@ def test_late_batches_have_causes_files_apart_and_a_verdict():
     assert report.verdict.findings[0].gain.factor > 1
     assert report.stages[0].causes.wait.read_blocked_ms > 4
     assert report.notes == ()
-    assert "reading waited for storage" in report.text(200)
+    assert "FD303" in report.text()
 
 
 def test_a_foreign_loader_is_judged_from_outside_and_that_is_said_once():
