@@ -67,7 +67,7 @@ def stage_of(loader, headroom):
 def main(steps=40, batch=64):
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     images = Images(batch * steps, 0.0)
-    slow = Images(batch * steps, 0.0005)
+    slow = Images(batch * steps, 0.0015)  # slower than a step of two cores
     in_memory = DataLoader(list(DataLoader(images, batch)), batch_size=None)
     ratios = []
     for _ in range(3):
