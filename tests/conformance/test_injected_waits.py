@@ -1,9 +1,8 @@
 """Waits of a known length at known steps are recorded there, for that long, and nowhere else.
 
-Noise of the machine only makes waits longer, and hits no step every time: each wait is injected in
-several epochs, and the shortest is compared with what was injected. What is compared in each single
-step is the recorded wait with two clocks of the test's own, one just inside of it and one just
-outside.
+A busy machine makes waits longer, and those are waits, too. So each wait is compared with two
+clocks of the test's own, one just inside of what is recorded and one just outside; and each is
+injected in several epochs, of which the shortest counts where steps are compared.
 """
 
 from __future__ import annotations
@@ -186,23 +185,13 @@ def measured(tmp_path, loader, gates):
     return inside, callback.train["wait_ms"].reshape(EPOCHS, STEPS), outside.waits_ms
 
 
-def check_injected(recorded, injected_ms, workers):
-    """The shortest of each step's waits is what was injected, or nothing.
-
-    A batch that a process or a thread lets pass still has to be handed over, which is part of the
-    wait and always takes the same.
-    """
+def check_injected(recorded, injected_ms):
+    """The longest waits are those that were injected, and none of them is shorter than that."""
     # The first step of an epoch starts workers.
-    shortest = recorded.min(axis=0)[1:]
     expected = np.array([injected_ms.get(step, 0) for step in range(STEPS)])[1:]
-    late = expected > 0
-    over = shortest - expected
-    handover_ms = np.median(over[late]) if workers else 0.0
-    waited = np.flatnonzero(shortest > handover_ms + min(INJECTED_MS.values()) / 2) + 1
-    assert waited.tolist() == sorted(injected_ms)
     assert (recorded[:, 1:] >= expected).all()
-    assert np.allclose(over[late], handover_ms, rtol=0, atol=TOLERANCE_MS)
-    assert (over[~late] <= handover_ms + TOLERANCE_MS).all()
+    longest = np.argsort(recorded.min(axis=0)[1:])[-len(injected_ms) :] + 1
+    assert longest.tolist() == sorted(injected_ms)
 
 
 ROWS = [
@@ -223,7 +212,7 @@ def test_each_injected_wait_is_in_the_step_that_waited_as_long_as_it_was(
     gates = Gates(tmp_path)
     loader = rows_loader(executor, workers, gates)
     inside, recorded, outside = measured(tmp_path, loader, gates)
-    check_injected(recorded, INJECTED_MS, workers)
+    check_injected(recorded, INJECTED_MS)
     # Of a loader that knows its length exactly its batches are fetched, each in its step.
     inside, outside = (np.reshape(waits, recorded.shape) for waits in (inside, outside))
     check_between(inside, recorded, outside)
@@ -245,7 +234,7 @@ def test_a_stream_is_waited_for_one_step_ahead(tmp_path, executor, workers):
     gates = Gates(tmp_path)
     loader = stream_loader(executor, workers, gates)
     inside, recorded, outside = measured(tmp_path, loader, gates)
-    check_injected(recorded, {step - 1: ms for step, ms in INJECTED_MS.items()}, workers)
+    check_injected(recorded, {step - 1: ms for step, ms in INJECTED_MS.items()})
     # The first batch of all is fetched before the training, the first of the other epochs with the
     # second one; the announced fetches are all others.
     inside = np.reshape(inside, (EPOCHS, STEPS + 1))
