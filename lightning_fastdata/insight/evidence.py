@@ -160,10 +160,10 @@ def stage_evidence(
         summary: Where its steps went.
         stamps: The newest ones of the loader that it waited for most; none of a foreign loader.
         setup: That loader; None if the model does not know its kind.
-        measured: Further fields of :class:`Evidence`.
+        measured: Further fields of :class:`Evidence`, or arguments of :func:`evidence_of`.
     """
     causes = summary.causes
-    means = {
+    means: dict[str, Any] = {
         name: None if phase is None else phase.mean_ms
         for name, phase in (
             ("wait_ms", summary.wait),
@@ -198,18 +198,23 @@ def stage_evidence(
 
 
 def evidence_of(
-    stamps: Sequence[BatchStamps], setup: LoaderSetup | None, **measured: Any
+    stamps: Sequence[BatchStamps],
+    setup: LoaderSetup | None,
+    *,
+    step_queued: float = 0.0,
+    **measured: Any,
 ) -> Evidence:
     """Return what the stamps of a plain loop tell; each wait counts as a stall.
 
     Args:
         stamps: Of one loader, in the order in which batches were delivered.
         setup: The loader as it was; None: no predictions are made.
+        step_queued: Part of the steps in which the training was ready but had no CPU, 0 to 1.
         measured: Further fields of :class:`Evidence`, or other values for those from the stamps,
             e.g. ``stall_ms`` where a device hides waits.
     """
     epochs = _epochs(stamps)
-    costs = [cost for epoch in epochs for cost in batch_costs(epoch)]
+    costs = [cost for epoch in epochs for cost in batch_costs(epoch, step_queued=step_queued)]
     totals = CauseTotals()
     for batch in stamps:
         totals.add(batch)

@@ -19,7 +19,7 @@ from lightning_fastdata.insight.evidence import stage_evidence
 from lightning_fastdata.insight.metrics import MetricWindow
 from lightning_fastdata.insight.outside import LoaderFacts
 from lightning_fastdata.insight.sample_files import sample_path
-from lightning_fastdata.insight.setups import measured_setup
+from lightning_fastdata.insight.setups import setup_of, stage_times, step_cpus, step_queued
 from lightning_fastdata.insight.timeline import StepTimeline
 from lightning_fastdata.insight.verdict import judge
 from lightning_fastdata.loading.loader import FastDataLoader
@@ -158,16 +158,19 @@ class LoopStage:
         facts = dataclasses.replace(self._facts, usable_cpus=cpus)
         if summary.augment is not None:
             facts = dataclasses.replace(facts, augment_on="device")
-        setup, stamps = None, []
+        setup, stamps, queued = None, [], 0.0
         # The loader that was waited for most.
         watched = max(self._watched.items(), key=lambda item: item[1].waited_ns, default=None)
         if watched is not None and watched[1].newest:
             stamps = list(watched[1].newest)
-            setup = measured_setup(watched[0], summary, stamps, self._cpu.used(), cpus=float(cpus))
+            times = stage_times(summary, stamps, self._cpu.used())
+            setup = setup_of(watched[0], cpus=float(cpus), step_cpus=step_cpus(**times))
+            queued = step_queued(**times)
         evidence = stage_evidence(
             summary,
             stamps,
             setup,
+            step_queued=queued,
             pinned=facts.pinned,
             persistent_workers=facts.persistent_workers,
             val_stall_share=val_stall_share,

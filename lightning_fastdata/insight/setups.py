@@ -75,34 +75,23 @@ def setup_of(loader: FastDataLoader, *, cpus: float, step_cpus: float) -> Loader
     )
 
 
-def measured_setup(
-    loader: FastDataLoader,
-    summary: StageSummary,
-    stamps: Sequence[BatchStamps],
-    used: SpentTime,
-    *,
-    cpus: float,
-) -> LoaderSetup | None:
-    """Return the setup of a loader whose stage was measured; None for what the model does not know.
+def stage_times(
+    summary: StageSummary, stamps: Sequence[BatchStamps], used: SpentTime
+) -> dict[str, float]:
+    """Return the arguments of :func:`step_cpus` and :func:`step_queued` for a measured stage.
 
     Args:
-        loader: As it is set up now.
-        summary: Of the stage that it was read for.
-        stamps: Its newest ones; at least one.
+        summary: Of the stage.
+        stamps: The newest ones of its loader.
         used: What the training process used during that stage.
-        cpus: CPUs this process and its workers may use.
     """
-    return setup_of(
-        loader,
-        cpus=cpus,
-        step_cpus=step_cpus(
-            cpu_s=used.cpu_s,
-            wall_s=used.wall_s,
-            waited_s=_waited_s(summary),
-            runqueue_s=used.runqueue_s,
-            loading_cpu_s=_own_loading_s(stamps) * summary.steps,
-        ),
-    )
+    return {
+        "cpu_s": used.cpu_s,
+        "wall_s": used.wall_s,
+        "waited_s": _waited_s(summary),
+        "runqueue_s": used.runqueue_s,
+        "loading_cpu_s": _own_loading_s(stamps) * summary.steps,
+    }
 
 
 def splits_batches(loader: FastDataLoader) -> bool:
@@ -196,4 +185,4 @@ def _own_loading_s(stamps: Sequence[BatchStamps]) -> float:
         for task in batch.tasks
         if task.process < 0
     ]
-    return sum(own) / len(stamps) / _NS_PER_S
+    return sum(own) / max(1, len(stamps)) / _NS_PER_S

@@ -11,7 +11,7 @@ from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.insight.evidence import Evidence, stage_evidence
 from lightning_fastdata.insight.outside import LoaderFacts
 from lightning_fastdata.insight.ranks import rank_evidence
-from lightning_fastdata.insight.setups import measured_setup
+from lightning_fastdata.insight.setups import setup_of, stage_times, step_cpus, step_queued
 from lightning_fastdata.insight.simulate import simulate
 from lightning_fastdata.insight.verdict import judge
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from lightning_fastdata.loading.loader import FastDataLoader
     from lightning_fastdata.loading.stamps import BatchStamps
     from lightning_fastdata.plugin.ranks import RankRecords
-    from lightning_fastdata.plugin.recording import Recording, StageMeter
+    from lightning_fastdata.plugin.recording import Recording
 
 _MOST_OF_RUN: Final = 0.01
 """Of a run's time, what may be spent on judging it before it has ended."""
@@ -87,10 +87,12 @@ class RunJudge:
         meter = self._recording.train
         host = self._recording.host
         loader, stamps = meter.causes.slowest_loader()
+        times = stage_times(train, stamps, meter.cpu.used())
         return stage_evidence(
             train,
             stamps,
-            self._setup(loader, meter, train, stamps),
+            self._setup(loader, stamps, times),
+            step_queued=step_queued(**times),
             pinned=facts.pinned,
             persistent_workers=facts.persistent_workers,
             val_stall_share=None if val is None else val.stall_share,
@@ -120,14 +122,12 @@ class RunJudge:
     def _setup(
         self,
         loader: FastDataLoader | None,
-        meter: StageMeter,
-        train: StageSummary,
         stamps: Sequence[BatchStamps],
+        times: Mapping[str, float],
     ) -> LoaderSetup | None:
         if loader is None or not stamps:
             return None
-        cpus = float(self._usable_cpus())
-        return measured_setup(loader, train, stamps, meter.cpu.used(), cpus=cpus)
+        return setup_of(loader, cpus=float(self._usable_cpus()), step_cpus=step_cpus(**times))
 
     def _usable_cpus(self) -> int:
         return read_cpu_limit(local_ranks=self._trainer.num_devices).usable_cpus
