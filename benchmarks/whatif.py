@@ -79,10 +79,10 @@ class Samples(Dataset[torch.Tensor]):
         return torch.zeros(self.floats)
 
 
-def slow_collate(samples: list[torch.Tensor]) -> torch.Tensor:
+def slow_collate(samples: list[torch.Tensor]) -> Any:
     """Collate, and use a CPU for 20 ms."""
     spin(0.02)
-    return default_collate(samples)  # type: ignore[no-any-return]
+    return default_collate(samples)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,10 +142,8 @@ class Use:
     """What a piece of the program used."""
 
     wall_s: float = 0.0
-    cpu_s: float = 0.0
-    """On a CPU: this process with its children."""
     own_cpu_s: float = 0.0
-    """On a CPU: this process alone."""
+    """On a CPU: this process, without its children."""
     runqueue_s: float = 0.0
     """This thread was ready but had no CPU."""
     others: float = 0.0
@@ -177,8 +175,7 @@ def used() -> Iterator[Use]:
     use.wall_s = time.perf_counter() - began
     use.runqueue_s = _runqueue_s() - queued
     use.own_cpu_s = time.process_time() - own
-    use.cpu_s = _tree_s() - tree
-    others = _machine_s() - machine - use.cpu_s
+    others = _machine_s() - machine - (_tree_s() - tree)
     use.others = max(0.0, others / use.wall_s / read_affinity())
 
 
@@ -302,10 +299,8 @@ def settled(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         clean = [row for row in same if row["others"] <= DISTURBED]
         counted = clean or same
         measured = [row["measured_ms"] for row in counted]
-        middle = {
-            key: statistics.median(row[key] for row in counted)
-            for key in ("predicted_ms", "measured_ms")
-        }
+        keys = ("predicted_ms", "measured_ms")
+        middle = {key: statistics.median(row[key] for row in counted) for key in keys}
         pairs = [abs(a / b - 1) for a, b in combinations(measured, 2)]
         found.append({**same[0], **middle, "disturbed": not clean, "apart": pairs})
     return found
@@ -334,22 +329,24 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one round, fewer workloads")
     parser.add_argument("--only", choices=sorted(WORKLOADS), help="one workload")
     options = parser.parse_args()
-    names = (options.only,) if options.only else QUICK if options.quick else tuple(WORKLOADS)
+    names = (options.only,) if options.only else QUICK if options.quick else (*WORKLOADS,)
     batches, rounds = (50, 1) if options.quick else (BATCHES, options.rounds)
     torch.set_num_threads(1)
-    rows = []
-    for turn in range(rounds):
-        for name in names:
-            rows += [{"round": turn, **row} for row in compare(name, WORKLOADS[name], batches)]
+    rows = [
+        {"round": turn, **row}
+        for turn in range(rounds)
+        for name in names
+        for row in compare(name, WORKLOADS[name], batches)
+    ]
     loaders = settled(rows)
     print("Medians of the rounds:")
     for row in loaders:
         print(line(row) + ("  disturbed" if row["disturbed"] else ""))
     clean = [row for row in loaders if not row["disturbed"]]
-    parts = {"all": loaders, "undisturbed": clean, "disturbed": len(loaders) - len(clean)}
-    summary = {k: summary_of(v) if isinstance(v, list) and v else v for k, v in parts.items()}
-    for key, value in summary.items():
-        print(f"{key}: {value}")
+    summary: dict[str, Any] = {"disturbed": len(loaders) - len(clean), "all": summary_of(loaders)}
+    if clean:
+        summary["undisturbed"] = summary_of(clean)
+    print("\n".join(f"{key}: {value}" for key, value in summary.items()))
     write(options.json, "whatif", {"rows": rows, "loaders": loaders, "summary": summary})
 
 
