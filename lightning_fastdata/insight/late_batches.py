@@ -245,7 +245,7 @@ def handover(e: Evidence) -> Finding | None:
         severity=severity_of(e.stall_share),
         cause=_of_wait(e, share, "handing complete batches over"),
         remedy=remedy,
-        gain=remedies.gain_of_costs(e, scaled(e.costs, handover=0.0)),
+        gain=remedies.without(e, share * (e.stall_ms or 0.0)),
         leave_alone="the number of workers",
     )
 
