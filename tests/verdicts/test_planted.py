@@ -14,7 +14,7 @@ import torch
 
 from lightning_fastdata.insight.findings import findings
 from verdicts.healthy import HEALTHY, blames_data, healthy
-from verdicts.machine_load import MOST_OTHERS, undisturbed
+from verdicts.machine_load import MOST_OTHERS, MOST_TRIES, undisturbed
 from verdicts.planted import LOADING
 from verdicts.planted_costs import COSTS
 from verdicts.workloads import train
@@ -42,26 +42,34 @@ def _one_thread():
     torch.set_num_threads(before)
 
 
-def quiet(measure):
-    """Return what was measured on a quiet machine; on any other there is nothing to be told."""
-    run = undisturbed(measure)
-    if not run.quiet:
-        pytest.skip(f"other processes take {run.others_cpus:.2f} CPUs, more than {MOST_OTHERS}")
-    return run.result
+def measured(measure, holds):
+    """Return what was measured, again if it is not as it should be and others were busy.
+
+    If they always are, nothing can be told. Beside other tests on the same CPUs that is so; how
+    often a verdict is right is measured by the benchmark, which looks at the load alone.
+    """
+    for _ in range(MOST_TRIES):
+        run = undisturbed(measure, tries=1)
+        if run.quiet or holds(run.result):
+            return run.result
+    return pytest.skip(f"other processes take {run.others_cpus:.2f} CPUs, more than {MOST_OTHERS}")
 
 
 @pytest.mark.parametrize(("plant", "magnitude"), CASES)
 def test_the_first_finding_is_the_planted_cause(plant, magnitude):
-    evidence = quiet(lambda: plant.run(magnitude))
+    def planted_is_first(evidence):
+        return [found.code for found in findings(evidence)][:1] == [plant.code]
+
+    evidence = measured(lambda: plant.run(magnitude), planted_is_first)
     found = findings(evidence)
-    assert [each.code for each in found][:1] == [plant.code], (found, evidence.parts)
+    assert planted_is_first(evidence), (found, evidence.parts)
     assert (found[0].remedy == "") == (plant.code in ("FD301", "FD319"))
 
 
 @pytest.mark.parametrize("number", NUMBERS)
 def test_data_of_a_healthy_training_are_not_blamed(number):
     training = healthy(number)
-    evidence = quiet(lambda: train(training))
+    evidence = measured(lambda: train(training), lambda evidence: not blames_data(evidence))
     assert not blames_data(evidence), (findings(evidence), evidence.parts)
 
 
