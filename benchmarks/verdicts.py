@@ -174,6 +174,9 @@ def main() -> None:
         "seconds": round(time.perf_counter() - began_s),
     }  # fmt: skip
     print(f"\nright: {right} of {len(planted)}; healthy runs blamed: {blamed} of {len(fine)}")
+    quiet = [row for row in planted if row["quiet"]]
+    summary |= {"quiet": len(quiet), "right_of_quiet": sum(row["right"] for row in quiet)}
+    print(f"of runs that others left alone: {summary['right_of_quiet']} of {len(quiet)} right")
     if followed:
         summary["median_error"] = statistics.median(abs(row["error"]) for row in followed)
         print(f"\n{remedies(followed)}\n\nremedies followed: {len(followed)}, ", end="")
