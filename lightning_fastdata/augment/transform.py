@@ -40,11 +40,17 @@ __all__ = ["BatchTransform", "Draws", "WorkerTransform", "as_batch_transform"]
 class WorkerTransform(Protocol):
     """The part of a batch transform that runs on each sample in the side process; picklable."""
 
+    needs_batches: bool
+    """Whether something is left to do once samples are collated, even with nothing on a device."""
+
     def __call__(self, sample: Any, key: SampleKey) -> tuple[Any, Any]:
         """Return the sample as the worker leaves it, and what it drew for the device."""
 
     def collate(self, drawn: Sequence[Any], /) -> Draws:
         """Return what was drawn for the samples of a batch, in their order."""
+
+    def finish(self, batch: Batch, drawn: Sequence[Any], /) -> Batch:
+        """Return a collated batch after what was left to do, where no device takes part."""
 
 
 @runtime_checkable
@@ -217,6 +223,8 @@ class ComposeWorker:
     Several threads may call it: each has its own copy of the pipeline.
     """
 
+    needs_batches = False
+
     def __init__(
         self,
         compose: Any,
@@ -268,6 +276,10 @@ class ComposeWorker:
         return compile_tapes(
             [tape if tape is not None else {} for tape in tapes], device_ops(self._ops), beside
         )
+
+    def finish(self, batch: Batch, drawn: Sequence[Any]) -> Batch:  # noqa: ARG002
+        """Return the batch: the pipeline has run whole on each sample."""
+        return batch
 
     def _own(self, name: str, make: Callable[[], Any]) -> Any:
         if not hasattr(self._local, name):

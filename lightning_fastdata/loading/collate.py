@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import default_collate
 from torch.utils.data._utils.collate import collate, collate_tensor_fn, default_collate_fn_map
 
-from lightning_fastdata.errors import BatchError
+from lightning_fastdata.errors import BatchError, OptionsError
 from lightning_fastdata.loading.staged import StagedBatch
 
 if TYPE_CHECKING:
@@ -120,14 +120,29 @@ class StagingCollate:
 
 
 class FirstOfPairs:
-    """Collates the samples of ``(sample, tape)`` pairs whose transform has already run whole."""
+    """Collates the samples of ``(sample, tape)`` pairs, where nothing is left to a device.
 
-    def __init__(self, collate_fn: Callable[[Any], Any], *, single: bool) -> None:
+    Raises:
+        OptionsError: The transform needs batches, and the loader makes none.
+    """
+
+    def __init__(
+        self, collate_fn: Callable[[Any], Any], transform: WorkerTransform, *, single: bool
+    ) -> None:
+        if single and transform.needs_batches:
+            raise OptionsError(
+                "The transform mixes the samples of a batch, but batch_size=None makes no batches. "
+                "Set batch_size, or mix where the batches are made."
+            )
         self.collate_fn = collate_fn
+        self.transform = transform
         self.single = single
 
     def __call__(self, pairs: Any) -> Any:
         """Return the batch of the samples, or what becomes of the single one."""
         if self.single:
             return self.collate_fn(pairs[0])
-        return self.collate_fn([sample for sample, _tape in pairs])
+        batch = self.collate_fn([sample for sample, _tape in pairs])
+        if not self.transform.needs_batches:
+            return batch
+        return self.transform.finish(batch, [tape for _sample, tape in pairs])

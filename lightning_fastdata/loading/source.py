@@ -82,7 +82,7 @@ def open_source(
     if staged is not None:
         collate_fn = StagingCollate(collate_fn, worker_part, staged)
     elif worker_part is not None:
-        collate_fn = FirstOfPairs(collate_fn, single=not makes_batches(loader))
+        collate_fn = FirstOfPairs(collate_fn, worker_part, single=not makes_batches(loader))
     dataset = keyed(loader.dataset, seed=loader.seed, epoch=epochs, transform=worker_part)
     if loader.device_resident is not False:
         return ResidentBatches(

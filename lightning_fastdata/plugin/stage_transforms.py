@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
-from lightning_fastdata.augment.mixing import MixedTransform
 from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.errors import TransformError
 from lightning_fastdata.types import STAGES, Stage
@@ -48,10 +47,7 @@ class StageTransforms:
             stage: The stage.
             pipeline: Whether an Albumentations pipeline would run there.
         """
-        return any(
-            pipeline or not made.starts_in_worker or _ends_on_batch(made)
-            for made in self._of[stage]
-        )
+        return any(pipeline or not made.starts_in_worker for made in self._of[stage])
 
     def register(self, transform: Any, stage: Stage) -> Callable[[], None]:
         """Add a transform to a stage, and return what removes it again.
@@ -96,17 +92,9 @@ class StageTransforms:
 
 
 def _explain(transform: BatchTransform, in_workers: str | None) -> str:
-    if not transform.starts_in_worker or in_workers is None:
-        return transform.explain()
-    said = f"all of it in the workers, by Albumentations itself: {in_workers}"
-    if isinstance(transform, MixedTransform):
-        said += f"\n{transform.explain_on_batch()}"
-    return said
-
-
-def _ends_on_batch(transform: BatchTransform) -> bool:
-    """Whether a transform has to see the batch wherever its pipeline runs."""
-    return isinstance(transform, MixedTransform)
+    if transform.starts_in_worker and in_workers is not None:
+        return f"all of it in the workers, by Albumentations itself: {in_workers}"
+    return transform.explain()
 
 
 def _by_stage(augment: Any) -> dict[Stage, Any]:

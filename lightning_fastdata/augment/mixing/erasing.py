@@ -51,6 +51,11 @@ class RandomErasing:
         if isinstance(self.value, str) and self.value != "random":
             raise OptionsError(f'value is {self.value!r}; give numbers, or "random".')
 
+    @property
+    def sees_others(self) -> bool:
+        """False: every image is changed by itself."""
+        return False
+
     def count(self) -> int:
         """Return whether, area and ratio of each attempt, the corner, and a seed of two words."""
         return 1 + 2 * _ATTEMPTS + 2 + 2

@@ -49,6 +49,11 @@ class Mosaic:
         if not 0 <= low <= high <= 1:
             raise OptionsError(f"middle is {self.middle}; give two numbers, 0 <= low <= high <= 1.")
 
+    @property
+    def sees_others(self) -> bool:
+        """True."""
+        return True
+
     def count(self) -> int:
         """Return 3: whether, and where the point is."""
         return 3

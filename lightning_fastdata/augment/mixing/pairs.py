@@ -47,6 +47,11 @@ class MixUp:
         check_positive("alpha", self.alpha)
         check_share("p", self.p)
 
+    @property
+    def sees_others(self) -> bool:
+        """True."""
+        return True
+
     def count(self) -> int:
         """Return 2: whether, and the share."""
         return 2
@@ -100,6 +105,11 @@ class CutMix:
     def __post_init__(self) -> None:
         check_positive("alpha", self.alpha)
         check_share("p", self.p)
+
+    @property
+    def sees_others(self) -> bool:
+        """True."""
+        return True
 
     def count(self) -> int:
         """Return 4: whether, the share, and the middle."""
@@ -180,6 +190,11 @@ class OneOfMixes:
 
     def __repr__(self) -> str:
         return f"OneOfMixes({', '.join(map(repr, self.steps))}, p={self.p})"
+
+    @property
+    def sees_others(self) -> bool:
+        """True."""
+        return True
 
     def count(self) -> int:
         """Return the numbers of all ways, and one to choose between them."""

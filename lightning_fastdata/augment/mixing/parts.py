@@ -37,6 +37,10 @@ class Parts:
 class MixStep(Protocol):
     """One way to change a batch whose samples may see each other."""
 
+    @property
+    def sees_others(self) -> bool:
+        """Whether samples see each other; if not, only images are changed."""
+
     def count(self) -> int:
         """Return how many numbers it draws for each sample."""
 

@@ -1,0 +1,192 @@
+"""The fields of a batch that mixing changes: found, brought into one form, and put back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from lightning_fastdata.augment.callables import plain_tensors
+from lightning_fastdata.augment.fields import (
+    Fields,
+    Location,
+    channels_first,
+    describe,
+    find_fields,
+    get_field,
+    has_field,
+    put_fields,
+)
+from lightning_fastdata.augment.mixing.parts import MixStep, Parts
+from lightning_fastdata.errors import BatchError
+
+if TYPE_CHECKING:
+    from lightning_fastdata.types import Batch
+
+_LABEL_KEYS = ("label", "labels", "target", "targets")
+
+
+class Places(NamedTuple):
+    """Where the fields are that mixing changes."""
+
+    fields: Fields
+    """Image and mask."""
+    label: int | str | None
+    """Labels of whole images."""
+    boxes: int | str | None
+    """Boxes."""
+    classes: int | str | None
+    """What belongs to each box."""
+
+
+class Mixer:
+    """Runs steps on whole batches, wherever their fields are."""
+
+    def __init__(self, steps: tuple[MixStep, ...], places: Places, num_classes: int | None) -> None:
+        self.steps = steps
+        self.places = places
+        self._num_classes = num_classes
+
+    def mix(self, batch: Batch, numbers: torch.Tensor, order: torch.Tensor) -> Batch:
+        """Return a batch with its samples mixed.
+
+        Args:
+            batch: a collated batch.
+            numbers: what was drawn, float64 ``[n, count]``.
+            order: a random number of each sample for each step, int64 ``[n, steps]``.
+
+        Raises:
+            BatchError: a field is missing or has another form than mixing needs.
+        """
+        with plain_tensors():
+            found = self._find(batch)
+            image = get_field(batch, found["image"])
+            if not isinstance(image, torch.Tensor) or image.ndim not in {3, 4}:
+                raise BatchError(
+                    f"Mixing needs a batch of images of one size, but the image field is "
+                    f"{describe(image)}."
+                )
+            if len(image) != len(numbers):
+                raise BatchError(
+                    f"The image field is {describe(image)}, but was drawn for {len(numbers)} "
+                    "samples. A collate_fn must keep the samples of a batch, in order."
+                )
+            form = _Form(image)
+            parts = self._parts(batch, found, form)
+            start = 0
+            for number, step in enumerate(self.steps):
+                own = numbers[:, start : start + step.count()]
+                parts = step.mix(parts, own, order[:, number])
+                start += step.count()
+            values = {
+                "image": form.restored(parts.image),
+                "label": parts.labels,
+                "mask": None
+                if parts.mask is None
+                else _mask_restored(parts.mask, get_field(batch, found["mask"])),
+                "boxes": None if parts.boxes is None else list(parts.boxes),
+                "classes": None if parts.classes is None else list(parts.classes),
+            }
+            return put_fields(batch, {found[name]: values[name] for name in found})
+
+    def _find(self, batch: Batch) -> dict[str, Location]:
+        image, mask = find_fields(batch, self.places.fields, batched=True)
+        found = {"image": image}
+        if not any(step.sees_others for step in self.steps):
+            return found
+        given = {"mask": mask, **self.places._asdict()}
+        for name in ("mask", "label", "boxes", "classes"):
+            place = given[name]
+            if place is None and name == "label" and self.places.boxes is None:
+                place = _label_place(batch, image)
+            elif place is not None and not has_field(batch, place):
+                raise BatchError(
+                    f"There is no field {place!r} (given as {name}=) in {describe(batch)}."
+                )
+            if place is not None:
+                found[name] = place
+        return found
+
+    def _parts(self, batch: Batch, found: Mapping[str, Location], form: _Form) -> Parts:
+        def field(name: str) -> Any:
+            return get_field(batch, found[name]) if name in found else None
+
+        mask = field("mask")
+        labels = None if "label" not in found else self._shares(field("label"), form.image.device)
+        return Parts(
+            image=form.image,
+            labels=labels,
+            mask=None if mask is None else _mask_parts(mask, form.image),
+            boxes=_ragged(field("boxes"), len(form.image), "boxes"),
+            classes=_ragged(field("classes"), len(form.image), "classes"),
+        )
+
+    def _shares(self, labels: Any, device: torch.device) -> torch.Tensor:
+        if not isinstance(labels, torch.Tensor) or labels.ndim not in {1, 2}:
+            raise BatchError(
+                f"The labels are {describe(labels)}. Mixing needs classes [n] or one-hot rows "
+                "[n, classes]; say where they are with label=<key or index>."
+            )
+        if labels.ndim == 2:
+            return labels.float()
+        if self._num_classes is None or labels.is_floating_point():
+            raise BatchError(
+                f"The labels are {describe(labels)}. To mix classes their number is needed: "
+                "mixed(..., num_classes=10)."
+            )
+        # By comparison: one_hot would ask the device for the largest class.
+        return (labels[:, None] == torch.arange(self._num_classes, device=device)).float()
+
+
+def _label_place(batch: Batch, image: Location) -> Location:
+    if isinstance(batch, Mapping):
+        return next((key for key in _LABEL_KEYS if key in batch), None)
+    if isinstance(batch, Sequence) and isinstance(image, int) and len(batch) > image + 1:
+        return image + 1
+    return None
+
+
+class _Form:
+    """The images of a batch as ``[n, C, H, W]``, and the way back to how they came."""
+
+    def __init__(self, image: torch.Tensor) -> None:
+        self._gray = image.ndim == 3
+        self._last = image.ndim == 4 and not channels_first(tuple(image.shape[1:]))
+        image = image[:, None] if self._gray else image
+        self.image = image.permute(0, 3, 1, 2) if self._last else image
+
+    def restored(self, image: torch.Tensor) -> torch.Tensor:
+        if self._gray:
+            return image[:, 0]
+        return image.permute(0, 2, 3, 1).contiguous() if self._last else image
+
+
+def _mask_parts(mask: Any, image: torch.Tensor) -> torch.Tensor:
+    size = tuple(image.shape[2:])
+    if isinstance(mask, torch.Tensor) and mask.ndim in {3, 4}:
+        if tuple(mask.shape[1:3]) == size:
+            return mask if mask.ndim == 3 else mask.permute(0, 3, 1, 2)
+        if tuple(mask.shape[2:]) == size:
+            return mask
+    raise BatchError(
+        f"The masks are {describe(mask)} beside images of {size[0]} x {size[1]} pixels. Mixing "
+        "needs masks of the size of the images."
+    )
+
+
+def _mask_restored(mask: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+    same = tuple(mask.shape) == tuple(given.shape)
+    return mask if same else mask.permute(0, 2, 3, 1).contiguous()
+
+
+def _ragged(value: Any, samples: int, name: str) -> tuple[torch.Tensor, ...] | None:
+    if value is None:
+        return None
+    ok = isinstance(value, list | tuple) and len(value) == samples
+    if not ok or not all(isinstance(one, torch.Tensor) for one in value):
+        raise BatchError(
+            f"The field for {name} is {describe(value)}. Mixing needs a list of {samples} tensors, "
+            "one per sample, as a detection collate_fn gives them."
+        )
+    return tuple(value)

@@ -1,0 +1,280 @@
+"""Mixing behind a pipeline: in workers, in the training, in batches of other loaders."""
+
+from __future__ import annotations
+
+import pickle
+
+import albumentations as A
+import lightning as L
+import numpy as np
+import pytest
+import torch
+from augment.batches import in_worker, keys
+from augment.parity import photographs
+from torch.utils.data import Dataset, default_collate
+
+from lightning_fastdata import FastDataModule
+from lightning_fastdata.augment.mixing import CutMix, MixUp, Mosaic, RandomErasing, mixed
+from lightning_fastdata.augment.transform import BatchTransform, as_batch_transform
+from lightning_fastdata.errors import BatchError, OptionsError, TransformError
+from lightning_fastdata.loading.loader import FastDataLoader
+from lightning_fastdata.types import SampleKey
+
+torch.set_num_threads(1)
+
+CLASSES = 4
+PIPELINE = A.Compose(
+    [A.RandomResizedCrop((32, 40)), A.HorizontalFlip(), A.Normalize(), A.ToTensorV2()]
+)
+IMAGES = [*photographs(60, 70), *photographs(52, 66)]
+
+
+class Photos(Dataset):
+    def __init__(self, *, form="tuple"):
+        self.form = form
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        image, label = IMAGES[index % len(IMAGES)], index % CLASSES
+        if self.form == "tuple":
+            return image, label
+        return {"image": image, "label": label, "index": index}
+
+
+def carried_out(transform, samples, order=None, *, on_device=True, epoch=0):
+    """Return the batch of samples, after worker and device."""
+    order = list(range(len(samples))) if order is None else order
+    part = pickle.loads(pickle.dumps(transform.in_worker(on_device=on_device)))
+    pairs = [part(samples[index], SampleKey(0, epoch, index)) for index in order]
+    batch = default_collate([sample for sample, _ in pairs])
+    drawn = [one for _, one in pairs]
+    if on_device:
+        return transform.apply(batch, part.collate(drawn))
+    return part.finish(batch, drawn)
+
+
+def test_a_mixed_transform_is_a_batch_transform():
+    transform = mixed(PIPELINE, CutMix(), num_classes=CLASSES)
+    assert isinstance(transform, BatchTransform)
+    assert as_batch_transform(transform) is transform
+    lines = transform.explain().splitlines()
+    assert [line.split()[:2] for line in lines[1:]] == [
+        ["RandomResizedCrop", "worker"],
+        ["HorizontalFlip", "device"],
+        ["Normalize", "device"],
+        ["ToTensorV2", "device"],
+        ["CutMix", "batch"],
+    ]
+
+
+def test_the_same_is_mixed_on_the_device_and_without_one():
+    transform = mixed(PIPELINE, CutMix(), RandomErasing(p=1), num_classes=CLASSES)
+    samples = [Photos()[index] for index in range(6)]
+    image, labels = carried_out(transform, samples)
+    other, others = carried_out(transform, samples, on_device=False)
+    assert torch.equal(labels, others)
+    assert (image - other).abs().max() < 1e-5
+    assert labels.shape == (6, CLASSES)
+    assert torch.allclose(labels.sum(1), torch.ones(6))
+    assert (labels.amax(1) < 1).any()
+
+
+def test_the_pipeline_draws_what_it_would_draw_alone():
+    samples = [{"image": image} for image in IMAGES]
+    alone = in_worker(as_batch_transform(PIPELINE), samples)
+    part = mixed(PIPELINE, RandomErasing(p=0)).in_worker(on_device=False)
+    for sample, key, want in zip(samples, keys(6), alone, strict=True):
+        assert torch.equal(part(sample, key)[0]["image"], want["image"])
+
+
+def test_what_meets_nobody_is_the_same_in_any_batch():
+    transform = mixed(PIPELINE, RandomErasing(p=0.8))
+    samples = [Photos(form="dict")[index] for index in range(6)]
+    whole = carried_out(transform, samples)["image"]
+    for order in ([2], [5, 0], [4, 3, 1]):
+        assert torch.equal(carried_out(transform, samples, order)["image"], whole[order])
+    assert not torch.equal(carried_out(transform, samples, epoch=1)["image"], whole)
+
+
+def test_who_meets_whom_depends_on_who_is_there_and_not_on_the_order():
+    transform = mixed(PIPELINE, CutMix(), num_classes=CLASSES)
+    samples = [Photos()[index] for index in range(6)]
+    image, labels = carried_out(transform, samples)
+    turned = [4, 2, 0, 5, 1, 3]
+    other, others = carried_out(transform, samples, turned)
+    assert torch.equal(other, image[turned])
+    assert torch.equal(others, labels[turned])
+
+
+@pytest.mark.parametrize("form", ["tuple", "dict"])
+@pytest.mark.parametrize(("executor", "workers"), [("inline", 0), ("workers", 2), ("torch", 2)])
+def test_any_loader_gives_the_same_mixed_batches(form, executor, workers):
+    def batches(**how):
+        loader = FastDataLoader(
+            Photos(form=form),
+            4,
+            seed=3,
+            transform=mixed(PIPELINE, MixUp(), num_classes=CLASSES),
+            **how,
+        )
+        return [
+            (one[0], one[1]) if form == "tuple" else (one["image"], one["label"]) for one in loader
+        ]
+
+    wanted = batches(num_workers=0)
+    found = batches(num_workers=workers, executor=executor)
+    assert len(found) == 3
+    for (image, label), (want, wanted_label) in zip(found, wanted, strict=True):
+        assert label.shape == (4, CLASSES)
+        assert torch.equal(image, want)
+        assert torch.equal(label, wanted_label)
+
+
+def test_mixing_needs_batches():
+    loader = FastDataLoader(Photos(), None, transform=mixed(PIPELINE, MixUp(), num_classes=CLASSES))
+    with pytest.raises(OptionsError, match="batch_size"):
+        next(iter(loader))
+
+
+class Watching(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(()))
+        self.seen = []
+
+    def training_step(self, batch, batch_idx):
+        self.seen.append(batch)
+        return self.scale * batch[0].mean()
+
+    def validation_step(self, batch, batch_idx):
+        assert batch[1].ndim == 1
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.0)
+
+
+class Module(FastDataModule):
+    def train_dataset(self):
+        return Photos()
+
+    def val_dataset(self):
+        return Photos()
+
+
+@pytest.mark.parametrize("augment_on", ["cpu", "gpu"])
+def test_the_training_gets_mixed_batches_and_the_validation_does_not(augment_on, tmp_path):
+    data = Module(
+        4,
+        augment={
+            "train": mixed(PIPELINE, CutMix(), num_classes=CLASSES),
+            "val": A.Compose([A.Resize(32, 40), A.ToTensorV2()]),
+        },
+        augment_on=augment_on,
+    )
+    module = Watching()
+    L.Trainer(
+        max_epochs=1,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=tmp_path,
+    ).fit(module, datamodule=data)
+    assert len(module.seen) == 3
+    for image, labels in module.seen:
+        assert image.shape == (4, 3, 32, 40)
+        assert labels.shape == (4, CLASSES)
+        assert torch.allclose(labels.sum(1), torch.ones(4))
+    assert any((labels.amax(1) < 1).any() for _, labels in module.seen)
+
+
+def test_batches_of_other_loaders_draw_by_their_place():
+    transform = mixed(RandomErasing(p=1, value=0.5), MixUp(1.0), num_classes=CLASSES)
+    image = torch.rand(6, 3, 20, 24)
+    batch = (image, torch.arange(6) % CLASSES)
+    mixed_image, labels = transform.apply_unprepared(batch, SampleKey(0, 0, 12))
+    assert labels.shape == (6, CLASSES)
+    again, _ = transform.apply_unprepared(batch, SampleKey(0, 0, 12))
+    other, _ = transform.apply_unprepared(batch, SampleKey(0, 0, 18))
+    assert torch.equal(mixed_image, again)
+    assert not torch.equal(mixed_image, other)
+
+
+def test_a_pipeline_before_runs_on_batches_of_other_loaders_too():
+    transform = mixed(A.Compose([A.Normalize(), A.ToTensorV2()]), CutMix(), num_classes=CLASSES)
+    image = torch.from_numpy(np.stack(IMAGES[:3]))
+    out, labels = transform.apply_unprepared((image, torch.arange(3)), SampleKey(0, 0, 0))
+    assert out.shape == (3, 3, 60, 70)
+    assert out.dtype == torch.float32
+    assert labels.shape == (3, CLASSES)
+
+
+@pytest.mark.parametrize("shape", [(5, 3, 20, 24), (5, 20, 24, 3), (5, 20, 24)])
+def test_any_layout_of_images_is_kept(shape):
+    image = torch.rand(shape)
+    mask = (torch.rand(5, 20, 24) * 9).long()
+    batch = {"image": image, "mask": mask, "target": torch.eye(5), "name": list("abcde")}
+    out = mixed(CutMix(), Mosaic()).apply_unprepared(batch, SampleKey(0, 0, 0))
+    assert out["image"].shape == shape
+    assert out["mask"].shape == mask.shape
+    assert out["name"] == list("abcde")
+    assert out["target"].shape == (5, 5)
+    assert image.ndim == 3 or not torch.equal(out["image"], image)
+
+
+def test_boxes_and_their_classes_travel_with_a_mosaic():
+    boxes = [torch.tensor([[1.0, 2, 18, 15]]), torch.zeros(0, 4), torch.tensor([[0.0, 0, 24, 20]])]
+    classes = [torch.tensor([7]), torch.zeros(0, dtype=torch.long), torch.tensor([9])]
+    batch = {"image": torch.rand(3, 3, 20, 24), "boxes": boxes, "kinds": classes}
+    out = mixed(Mosaic(), boxes="boxes", classes="kinds").apply_unprepared(
+        batch, SampleKey(0, 0, 0)
+    )
+    for box, kind in zip(out["boxes"], out["kinds"], strict=True):
+        assert len(box) == len(kind)
+        assert (box[:, 2:] > box[:, :2]).all()
+        assert set(kind.tolist()) <= {7, 9}
+    assert sum(map(len, out["boxes"])) > 2
+    # The field behind the image is no label where it holds the boxes.
+    pair = mixed(Mosaic(), boxes=1).apply_unprepared((batch["image"], boxes), SampleKey(0, 0, 0))
+    assert all(torch.equal(a, b) for a, b in zip(pair[1], out["boxes"], strict=True))
+
+
+@pytest.mark.parametrize(
+    ("steps", "said"),
+    [
+        ((), "There is nothing that mixes"),
+        ((PIPELINE,), "There is nothing that mixes"),
+        ((CutMix(), PIPELINE), "does not mix"),
+        ((torch.nn.Identity(), CutMix()), "Register a callable by itself"),
+    ],
+)
+def test_what_cannot_be_put_together_is_refused(steps, said):
+    with pytest.raises(TransformError, match=said):
+        mixed(*steps)
+
+
+@pytest.mark.parametrize(
+    ("batch", "options", "said"),
+    [
+        ((torch.rand(2, 3, 8, 8), torch.arange(2)), {}, "num_classes"),
+        ((torch.rand(2, 3, 8, 8), torch.rand(2)), {"num_classes": 2}, "num_classes"),
+        ((torch.rand(2, 3, 8, 8), ["a", "b"]), {}, "label="),
+        ({"image": torch.rand(2, 3, 8, 8)}, {"label": "y"}, "no field 'y'"),
+        ({"image": torch.rand(2, 3, 8, 8), "mask": torch.rand(2, 9, 9)}, {}, "size of the images"),
+        ({"image": torch.rand(2, 3, 8, 8), "b": torch.rand(2, 4)}, {"boxes": "b"}, "list of 2"),
+    ],
+)
+def test_a_batch_that_cannot_be_mixed_says_what_it_holds(batch, options, said):
+    with pytest.raises(BatchError, match=said):
+        mixed(CutMix(), **options).apply_unprepared(batch, SampleKey(0, 0, 0))
+
+
+def test_a_collate_that_loses_samples_is_noticed():
+    transform = mixed(RandomErasing())
+    part = transform.in_worker(on_device=True)
+    drawn = [part({"image": IMAGES[0]}, key)[1] for key in keys(3)]
+    with pytest.raises(BatchError, match="drawn for 3"):
+        transform.apply({"image": torch.rand(2, 3, 8, 8)}, part.collate(drawn))
