@@ -12,9 +12,16 @@ from lightning_fastdata.augment.callables import table
 from lightning_fastdata.augment.fields import Fields, find_fields, get_field
 from lightning_fastdata.augment.mixing.fields import Mixer, Places
 from lightning_fastdata.augment.mixing.parts import MixStep
+from lightning_fastdata.augment.mixing.repeat import (
+    find_stacked,
+    flatten_batch,
+    repeat_batch,
+    repeated_key,
+    stack_samples,
+)
 from lightning_fastdata.augment.program import Draws, compile_tapes
 from lightning_fastdata.augment.transform import ComposeTransform, as_batch_transform
-from lightning_fastdata.errors import TransformError
+from lightning_fastdata.errors import OptionsError, TransformError
 
 if TYPE_CHECKING:
     from lightning_fastdata.augment.tape import Tape
@@ -32,6 +39,7 @@ def mixed(
     boxes: int | str | None = None,
     classes: int | str | None = None,
     num_classes: int | None = None,
+    repeats: int = 1,
     same_pixels: bool = False,
 ) -> MixedTransform:
     """Return a transform that mixes the samples of a batch, behind a pipeline or alone.
@@ -53,11 +61,17 @@ def mixed(
             in pixels. None: there are none.
         classes: key or index of what belongs to each box: a list of ``[k, ...]`` tensors.
         num_classes: number of classes; needed where labels are not one-hot.
+        repeats: augmentations of each sample in a batch, which then has so many times as many
+            samples as the loader's ``batch_size``. A sample is read once for all of them.
         same_pixels: as :func:`as_batch_transform` takes it.
 
     Raises:
-        TransformError: nothing to mix with was given, or a pipeline that is not the first.
+        TransformError: nothing to mix with was given, or a pipeline that is not the first; or
+            the pipeline transforms boxes or keypoints, which cannot be repeated.
+        OptionsError: ``repeats`` is below 1.
     """
+    if repeats < 1:
+        raise OptionsError(f"repeats is {repeats}; give the augmentations per sample, at least 1.")
     rest = list(steps)
     pipeline = None
     if rest and not _is_step(rest[0]):
@@ -69,7 +83,7 @@ def mixed(
             )
         pipeline = first
     wrong = [step for step in rest if not _is_step(step)]
-    if wrong or not rest:
+    if wrong or (not rest and repeats == 1):
         what = f"{wrong[0]!r} does not mix" if wrong else "There is nothing that mixes"
         raise TransformError(
             f"{what}. Give mixed() an albumentations Compose first, if you have one, and then "
@@ -78,7 +92,12 @@ def mixed(
     places = Places(
         fields=Fields(image=image, mask=mask), label=label, boxes=boxes, classes=classes
     )
-    return MixedTransform(pipeline, Mixer(tuple(rest), places, num_classes))
+    if repeats > 1 and (boxes is not None or (pipeline and pipeline.compose.processors)):
+        raise TransformError(
+            "Boxes and keypoints differ in number between augmentations of a sample, so they "
+            "cannot be collated. Leave repeats at 1 for them."
+        )
+    return MixedTransform(pipeline, Mixer(tuple(rest), places, num_classes), repeats)
 
 
 def _is_step(value: Any) -> bool:
@@ -90,10 +109,11 @@ class MixedTransform:
 
     starts_in_worker = True
 
-    def __init__(self, pipeline: ComposeTransform | None, mixer: Mixer) -> None:
+    def __init__(self, pipeline: ComposeTransform | None, mixer: Mixer, repeats: int = 1) -> None:
         self.name = ", ".join([*([pipeline.name] if pipeline else []), *map(_name, mixer.steps)])
         self._pipeline = pipeline
         self._mixer = mixer
+        self._repeats = repeats
 
     def check_sample(self, sample: Any) -> None:
         """Raise BatchError if a sample of the dataset holds no image that can be read."""
@@ -106,7 +126,7 @@ class MixedTransform:
         """Return the part that runs on each sample in the side process."""
         pipeline = self._pipeline
         inner = None if pipeline is None else pipeline.in_worker(on_device=on_device)
-        return MixedWorker(inner, self._mixer)
+        return MixedWorker(inner, self._mixer, self._repeats)
 
     def apply(self, batch: Batch, draws: Draws | None) -> Batch:
         """Carry out what was drawn: first the pipeline, then what mixes.
@@ -116,12 +136,18 @@ class MixedTransform:
         """
         if draws is None:
             return batch
+        batch = _flat(self._mixer, batch, self._repeats)
         if self._pipeline is not None:
             batch = self._pipeline.apply(batch, draws)
         return _mix(self._mixer, batch, draws)
 
     def apply_unprepared(self, batch: Batch, key: SampleKey) -> Batch:
         """Draw here and carry out, for a batch of another loader."""
+        if self._repeats > 1:
+            found = find_fields(batch, self._mixer.places.fields, batched=True)
+            samples = len(get_field(batch, found.image))
+            batch = repeat_batch(batch, samples, self._repeats)
+            key = repeated_key(key, self._repeats, 0)
         if self._pipeline is not None:
             batch = self._pipeline.apply_unprepared(batch, key)
         found = find_fields(batch, self._mixer.places.fields, batched=True)
@@ -136,6 +162,8 @@ class MixedTransform:
         """Return where each operation runs and why, as text."""
         rows = [] if self._pipeline is None else list(self._pipeline.plan.placements)
         steps = [(_name(step), "batch", "mixes its samples") for step in self._mixer.steps]
+        if self._repeats > 1:
+            steps.insert(0, ("repeats", "worker", f"{self._repeats} augmentations of each sample"))
         return table([(row.name, row.where, row.why) for row in rows] + steps)
 
 
@@ -144,30 +172,56 @@ class MixedWorker:
 
     needs_batches = True
 
-    def __init__(self, inner: ComposeWorker | None, mixer: Mixer) -> None:
+    def __init__(self, inner: ComposeWorker | None, mixer: Mixer, repeats: int = 1) -> None:
         self._inner = inner
         self._mixer = mixer
+        self._repeats = repeats
 
     def __call__(self, sample: Any, key: SampleKey) -> tuple[Any, Any]:
-        """Return the sample as the worker leaves it, and what was drawn for it."""
+        """Return the sample as the worker leaves it, and what was drawn for it.
+
+        With repeats, images and masks of the sample are stacked, and there is a list of draws.
+        """
+        if self._repeats == 1:
+            return self._once(sample, key)
+        keys = [repeated_key(key, self._repeats, number) for number in range(self._repeats)]
+        each = [self._once(sample, own) for own in keys]
+        found = find_fields(sample, self._mixer.places.fields, batched=False)
+        places = [found.image, *([] if found.mask is None else [found.mask])]
+        return stack_samples([one for one, _ in each], places), [drawn for _, drawn in each]
+
+    def _once(self, sample: Any, key: SampleKey) -> tuple[Any, Any]:
         tape: Tape | None = None
         if self._inner is not None:
             sample, tape = self._inner(sample, key)
         return sample, (tape, draw_numbers(self._mixer.steps, key))
 
+    def _each(self, drawn: Sequence[Any]) -> list[Any]:
+        return list(drawn) if self._repeats == 1 else [one for each in drawn for one in each]
+
     def collate(self, drawn: Sequence[Any]) -> Draws:
         """Return what was drawn for a batch, packed in the order of its samples."""
-        numbers = [own for _, own in drawn]
+        each = self._each(drawn)
+        numbers = [own for _, own in each]
         if self._inner is None:
             return _pack(numbers)
-        return self._inner.collate([tape for tape, _ in drawn], stack_drawn(numbers))
+        return self._inner.collate([tape for tape, _ in each], stack_drawn(numbers))
 
     def finish(self, batch: Batch, drawn: Sequence[Any]) -> Batch:
         """Return a batch that was collated here, where nothing is left to the device, mixed."""
-        return _mix(self._mixer, batch, _pack([numbers for _, numbers in drawn]))
+        batch = _flat(self._mixer, batch, self._repeats)
+        return _mix(self._mixer, batch, _pack([numbers for _, numbers in self._each(drawn)]))
+
+
+def _flat(mixer: Mixer, batch: Batch, repeats: int) -> Batch:
+    if repeats == 1:
+        return batch
+    return flatten_batch(batch, find_stacked(batch, mixer.places.fields), repeats)
 
 
 def _mix(mixer: Mixer, batch: Batch, draws: Draws) -> Batch:
+    if not mixer.steps:
+        return batch
     return mixer.mix(batch, *(draws.beside[name].view(draws.blob) for name in (_NUMBERS, _ORDER)))
 
 
