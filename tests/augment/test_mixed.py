@@ -132,6 +132,24 @@ def test_any_loader_gives_the_same_mixed_batches(form, executor, workers):
         assert torch.equal(label, wanted_label)
 
 
+@pytest.mark.parametrize(("executor", "workers"), [("workers", 2), ("torch", 1)])
+def test_what_is_drawn_for_mixing_crosses_processes_with_the_batch(executor, workers):
+    transform = mixed(PIPELINE, CutMix(), num_classes=CLASSES, repeats=2)
+
+    def batches(**how):
+        loader = FastDataLoader(
+            Photos(), 4, transform=transform, on_device=True, staged="train", seed=1, **how
+        )
+        return [transform.apply(one.batch, one.draws) for one in loader]
+
+    wanted, found = batches(num_workers=0), batches(num_workers=workers, executor=executor)
+    assert len(found) == 3
+    for (image, label), (want, wanted_label) in zip(found, wanted, strict=True):
+        assert image.shape == (8, 3, 32, 40)
+        assert torch.equal(image, want)
+        assert torch.equal(label, wanted_label)
+
+
 def test_mixing_needs_batches():
     loader = FastDataLoader(Photos(), None, transform=mixed(PIPELINE, MixUp(), num_classes=CLASSES))
     with pytest.raises(OptionsError, match="batch_size"):
