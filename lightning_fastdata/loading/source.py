@@ -160,6 +160,7 @@ def _open_engine(
         context=loader.multiprocessing_context,
         look_ahead=ahead,
         memory_limit_bytes=read_host_memory().available_bytes // 4,
+        sharing_strategy=torch.multiprocessing.get_sharing_strategy(),  # type: ignore[no-untyped-call]
         niceness=loader.worker_nice,
     )
     engine = Engine(

@@ -95,12 +95,14 @@ class Strategy(Rows):
         return float(torch.multiprocessing.get_sharing_strategy() == "file_system")
 
 
+@pytest.mark.parametrize("executor", ["torch", "workers"])
 @pytest.mark.parametrize("start", ["fork", "spawn"])
-def test_workers_share_as_their_parent_does_however_they_are_started(start):
+def test_workers_share_as_their_parent_does_however_they_are_started(start, executor):
     before = torch.multiprocessing.get_sharing_strategy()
     options = LoaderOptions(
-        num_workers=1, multiprocessing_context=start, sharing_strategy="file_system"
-    )
+        num_workers=1, multiprocessing_context=start, sharing_strategy="file_system",
+        executor=executor,
+    )  # fmt: skip
     try:
         module = FastDataModule.from_datasets(Strategy(2), batch_size=2, options=options)
         (batch,) = list(module.train_dataloader())

@@ -57,6 +57,9 @@ class FetchPlan:
     """Batches under way at once."""
     memory_limit_bytes: int = 2**31
     """What the slots may take together."""
+    sharing_strategy: str | None = None
+    """How torch shares the memory of tensors in side processes; None: as it is by default. What is
+    delivered does not rest on it, but samples may."""
     niceness: int = 5
     """How much side processes give way to the training process, 0 to 19."""
 

@@ -78,6 +78,9 @@ def side_main(
     cv2 = sys.modules.get("cv2")
     if cv2 is not None:
         cv2.setNumThreads(0)
+    if plan.sharing_strategy is not None:
+        # Only a forked process has that of its parent.
+        torch.multiprocessing.set_sharing_strategy(plan.sharing_strategy)  # type: ignore[no-untyped-call]
     seed = plan.base_seed + number
     random.seed(seed)
     torch.default_generator.manual_seed(seed)
