@@ -36,6 +36,7 @@ why; those of :mod:`~lightning_fastdata.insight.verdict` say how much.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
@@ -67,17 +68,25 @@ _ROWS: Final[tuple[Callable[[Evidence], Finding | None], ...]] = (
     step_costs.free,
 )
 _SEVERITIES: Final = ("high", "moderate", "fine")
+_CLEARLY: Final = 1.5
+"""One gain is clearly larger than another if it is so many times as large."""
 
 
 def findings(evidence: Evidence) -> tuple[Finding, ...]:
     """Return everything that the evidence shows, by severity, then in the order of the table.
 
-    Another rank that holds this one up comes before all of them: nothing done here would help.
+    Of two that are as severe, the one that gains clearly more goes first. Another rank that holds
+    this one up comes before all of them: nothing done here would help.
 
     Args:
         evidence: Measured facts; what was not measured gives no findings.
     """
     found = [each for row in _ROWS if (each := row(evidence)) is not None]
-    found.sort(key=lambda each: _SEVERITIES.index(each.severity))
+    found.sort(key=lambda each: (_SEVERITIES.index(each.severity), -_steps_gained(each)))
     held_up = step_costs.other_rank(evidence)
     return tuple(found) if held_up is None else (held_up, *found)
+
+
+def _steps_gained(finding: Finding) -> int:
+    factor = 1.0 if finding.gain is None else finding.gain.factor
+    return math.floor(math.log(factor, _CLEARLY)) if 1.0 < factor < math.inf else 0

@@ -77,7 +77,7 @@ def slow_samples(e: Evidence) -> Finding | None:
         cause += f"; {e.overtaken_share:.0%} of the batches held up complete ones"
     repair = f"repair or cache these samples: {named}" if named else "repair the slow samples"
     wanted, now = remedies.best_against_slow_samples(e), e.setup
-    reading = now is None or now.workers > 0
+    same = now is None or wanted is None or wanted.workers == now.workers
     gain = None
     if wanted is not None and now is not None and wanted != now:
         gain = remedies.gain_of_setup(e, wanted)
@@ -89,7 +89,7 @@ def slow_samples(e: Evidence) -> Finding | None:
         gain = remedies.gain_of_costs(e, scaled(e.costs, slow_samples=False))
     return Finding(
         code="FD302", severity=severity_of(e.stall_share), cause=cause, remedy=repair, gain=gain,
-        leave_alone="the other samples" + (" and the number of workers" if reading else ""),
+        leave_alone="the other samples" + (" and the number of workers" if same else ""),
     )  # fmt: skip
 
 
@@ -230,9 +230,11 @@ def collation(e: Evidence) -> Finding | None:
 def handover(e: Evidence) -> Finding | None:
     """FD308: complete batches are long on their way."""
     share = part_shares(e).get("handover", 0.0)
-    if (
-        share < _HANDOVER_HIGH or _largest(e)[0] == "pin"
-    ):  # which is on the way, and the longer part
+    gain = remedies.without(e, share * (e.stall_ms or 0.0))
+    # Page-locking is on the way, too, and then the longer part.
+    if share < _HANDOVER_HIGH or _largest(e)[0] == "pin":
+        return None
+    if (gain is not None and not gain.worthwhile) or (e.setup is not None and not e.setup.workers):
         return None
     remedy = "tensors or arrays and default collation, with LoaderOptions(executor='workers'), "
     remedy += "which hands over memory instead of copies"
@@ -245,7 +247,7 @@ def handover(e: Evidence) -> Finding | None:
         severity=severity_of(e.stall_share),
         cause=_of_wait(e, share, "handing complete batches over"),
         remedy=remedy,
-        gain=remedies.without(e, share * (e.stall_ms or 0.0)),
+        gain=gain,
         leave_alone="the number of workers",
     )
 
@@ -290,7 +292,7 @@ def neighbours(e: Evidence) -> Finding | None:
     own = e.setup is None or e.wanted_cpus is None or overcommitted(e)
     if not stalls(e) or (runqueue < RUNQUEUE_HIGH and not pressed):
         return None
-    if own or locked(e):
+    if own or locked(e) or (e.setup is not None and not e.setup.workers):
         return None
     facts = [f"workers wait for a CPU for {runqueue:.0%} of their time"]
     if e.setup is not None and e.wanted_cpus is not None:

@@ -11,7 +11,7 @@ FD002 stall from 3 to 10 %                                    nothing urgent
 FD101 stall above 10 %, the training process loads            workers
 FD102 stall above 10 %, fewer workers than free CPUs          more workers
 FD103 as FD104, and the transforms run on the CPU             augment on the device
-FD104 stall above 10 %, workers enough                        cache decoded samples
+FD104 stall above 10 %, workers enough                        stamps, which tell why
 FD105 stall above 10 %, how batches are loaded is not known   give the loader's facts
 FD106 epoch starts cost above 5 % of the time                 persistent workers
 FD201 stall up to 10 %, transfer above 5 %                    pinned memory, uint8
@@ -52,7 +52,8 @@ _REMEDIES: Final[Mapping[str, str]] = {
     "FD101": "num_workers above 0, so that loading runs beside the training process",
     "FD102": "more workers",
     "FD103": "run the transforms on the device; every usable CPU has a worker already",
-    "FD104": "cache decoded or resized samples; every usable CPU has a worker already",
+    "FD104": "FastDataModule or FastDataLoader, which tell why batches are late; more workers help "
+    "only against waiting for storage, cached decoded samples against computing",
     "FD105": "load with FastDataModule, or tell the number of workers, to learn which remedy fits",
     "FD106": "persistent_workers=True, so that workers start once and not in every epoch",
     "FD201": "pin_memory=True; send uint8 and normalize on the device",

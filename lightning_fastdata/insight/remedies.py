@@ -134,8 +134,8 @@ def best_workers(evidence: Evidence) -> LoaderSetup | None:
 def best_against_slow_samples(evidence: Evidence) -> LoaderSetup | None:
     """Return the smallest change that lets batches pass or outrun slow ones.
 
-    In this order: nothing, further ahead, out of order, both; where the training process reads by
-    itself, workers.
+    In this order: nothing, further ahead, out of order, both, more workers; where the training
+    process reads by itself, workers.
     """
     now = evidence.setup
     if now is None or not evidence.costs:
@@ -145,7 +145,9 @@ def best_against_slow_samples(evidence: Evidence) -> LoaderSetup | None:
     ahead = (now.look_ahead, 2 * now.look_ahead, 4 * now.look_ahead)
     orders = (True, False) if now.in_order else (False,)
     candidates = [replace(now, look_ahead=n, in_order=order) for order in orders for n in ahead]
-    return choose(evidence.costs, candidates)[0]
+    most = max(evidence.most_workers, now.workers)
+    more = [with_workers(now, n) for n in (2 * now.workers, 4 * now.workers) if n <= most]
+    return choose(evidence.costs, [*candidates, *more])[0]
 
 
 def options_text(now: LoaderSetup, wanted: LoaderSetup) -> str:

@@ -46,11 +46,13 @@ def epoch_starts(e: Evidence) -> Finding | None:
         return None
     if e.epochs is None or e.epochs < _FEWEST_EPOCHS:
         return None
+    if e.setup is not None and not e.setup.workers:
+        return None  # nothing starts
     each = (e.epoch_wait_ms or 0.0) / e.steps_per_epoch
     gain = None
     if e.step_ms is not None:
         before = e.step_ms * (1 - 1 / e.steps_per_epoch) + each
-        gain = Gain(before_ms=before, after_ms=e.step_ms, basis="measured")
+        gain = Gain(before_ms=before, after_ms=e.step_ms, basis="floor")
     kept = e.persistent_workers is True
     return Finding(
         code="FD310",

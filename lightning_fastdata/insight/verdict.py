@@ -126,9 +126,13 @@ def _evidence(summary: StageSummary, facts: LoaderFacts) -> tuple[str, ...]:
     if facts.num_workers is None:
         evidence.append("number of workers not known")
     elif facts.usable_cpus is None:
-        evidence.append(f"{facts.num_workers} workers, usable CPUs not known")
+        evidence.append(f"{_counted(facts.num_workers)}, usable CPUs not known")
     else:
-        evidence.append(f"{facts.num_workers} workers on {facts.usable_cpus} usable CPUs")
+        evidence.append(f"{_counted(facts.num_workers)}, {facts.usable_cpus} usable CPUs")
     if facts.augment_on is not None:
         evidence.append(f"transforms run on the {'CPU' if facts.augment_on == 'cpu' else 'device'}")
     return tuple(evidence)
+
+
+def _counted(workers: int) -> str:
+    return "1 worker" if workers == 1 else f"{workers} workers"

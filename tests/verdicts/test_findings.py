@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import fields, replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -132,7 +133,7 @@ def test_a_finding_goes_when_any_single_fact_of_it_was_not_measured(code):
     assert code in gone
 
 
-def test_findings_come_by_severity_and_then_in_the_order_of_the_table():
+def test_findings_come_by_severity_then_by_clearly_larger_gains_then_by_the_table():
     everything = replace(
         TABLE["FD302"][0], transfer_ms=3.0, augment_ms=9.0, gap_ms=9.0, val_stall_share=0.3,
         epochs=3, epoch_wait_ms=900.0, steps_per_epoch=20.0, rank_stalls_ms=(1.0, 20.0),
@@ -140,9 +141,12 @@ def test_findings_come_by_severity_and_then_in_the_order_of_the_table():
     found = findings(everything)
     ranks = [("high", "moderate", "fine").index(each.severity) for each in found]
     assert ranks == sorted(ranks)
-    for severity in ("high", "moderate"):
-        codes = [each.code for each in found if each.severity == severity]
-        assert codes == sorted(codes)
+    for one, other in pairwise(found):
+        if one.severity == other.severity:
+            gains = [1.0 if each.gain is None else each.gain.factor for each in (one, other)]
+            assert gains[1] < 1.5 * 1.5 * gains[0]
+            assert gains[0] > 1.5 * gains[1] or one.code < other.code or gains[0] > gains[1]
+    assert found[0].code == "FD310"
     assert {"FD302", "FD310", "FD312", "FD313", "FD314", "FD316", "FD318"} <= {
         each.code for each in found
     }
