@@ -16,12 +16,12 @@ from lightning_fastdata.host.spent import SpentMeter
 from lightning_fastdata.insight.causes import CauseTotals
 from lightning_fastdata.insight.clock import CudaClock, HostClock, cuda_event
 from lightning_fastdata.insight.evidence import stage_evidence
-from lightning_fastdata.insight.metrics import MetricWindow
 from lightning_fastdata.insight.outside import LoaderFacts
 from lightning_fastdata.insight.sample_files import sample_path
 from lightning_fastdata.insight.setups import setup_of, stage_times, step_cpus, step_queued
 from lightning_fastdata.insight.timeline import StepTimeline
 from lightning_fastdata.insight.verdict import judge
+from lightning_fastdata.insight.window import MetricWindow
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.loading.moving import leaves
 from lightning_fastdata.loading.prefetch import Prefetched

@@ -232,7 +232,7 @@ class StepHistory:
             dropped_steps: steps without device figures.
         """
         kind = next((kind for kind in Cold if any(self._count[kind])), Cold.NO)
-        columns = _warm(self.newest())
+        columns = warm_steps(self.newest())
         totals, counts = self._sum[kind], self._count[kind]
         step_total, measured = totals[_STEP_MS], self._measured_samples[kind]
         phases: dict[str, PhaseSummary | None] = {}
@@ -263,79 +263,6 @@ class StepHistory:
         return replace(summary, headroom=modelled_headroom(summary))
 
 
-def window_means(columns: Columns, prefix: str = "data") -> dict[str, float]:
-    """Return the scalars of a window of steps; what was not measured has no key.
-
-    Units are in the names. Cold steps are left out, unless there are no others.
-
-    Args:
-        columns: the steps, as from `StepHistory.newest`.
-        prefix: ``data`` for training, ``data_val`` for validation.
-
-    Returns:
-        ``{prefix}/stall_percent`` (device idle because of data, over step time),
-        ``{prefix}/step_ms``, ``{prefix}/throughput_samples_per_s``,
-        ``{prefix}/time_{augment,compute,transfer,wait}_ms`` (wait is host time),
-        ``{prefix}_headroom/throughput_if_data_were_free_samples_per_s``,
-        ``{prefix}_headroom/speedup_possible`` = ``step / (step - stall)``, and
-        ``{prefix}_band/{step,stall,compute}_{p50,p95,max}_ms``.
-    """
-    columns = _warm(columns)
-    scalars: dict[str, float] = {}
-    for phase in ("step", "time_augment", "time_compute", "time_transfer", "time_wait"):
-        values = _measured(columns[f"{phase.removeprefix('time_')}_ms"])
-        if values.size:
-            scalars[f"{prefix}/{phase}_ms"] = float(values.mean())
-    step, stall = columns["step_ms"], columns["stall_ms"]
-    timed = ~np.isnan(step)
-    total = float(step[timed].sum())
-    if total > 0:
-        scalars[f"{prefix}/throughput_samples_per_s"] = (
-            float(columns["samples"][timed].sum()) * 1e3 / total
-        )
-    both = timed & ~np.isnan(stall)
-    total, stalled = float(step[both].sum()), float(stall[both].sum())
-    if total > 0:
-        scalars[f"{prefix}/stall_percent"] = 100.0 * stalled / total
-        if total > stalled:
-            free = float(columns["samples"][both].sum()) * 1e3 / (total - stalled)
-            scalars[f"{prefix}_headroom/throughput_if_data_were_free_samples_per_s"] = free
-            scalars[f"{prefix}_headroom/speedup_possible"] = total / (total - stalled)
-    for phase in ("step", "stall", "compute"):
-        values = _measured(columns[f"{phase}_ms"])
-        if values.size:
-            p50, p95 = _p50_and_p95(values)
-            scalars[f"{prefix}_band/{phase}_p50_ms"] = p50
-            scalars[f"{prefix}_band/{phase}_p95_ms"] = p95
-            scalars[f"{prefix}_band/{phase}_max_ms"] = float(values.max())
-    return dict(sorted(scalars.items()))
-
-
-class MetricWindow:
-    """Window means since they were last asked for.
-
-    Args:
-        history: where the steps are recorded.
-        prefix: ``data`` for training, ``data_val`` for validation.
-    """
-
-    __slots__ = ("_history", "_prefix", "_seen")
-
-    def __init__(self, history: StepHistory, prefix: str = "data") -> None:
-        self._history = history
-        self._prefix = prefix
-        self._seen = history.steps
-
-    def take(self) -> dict[str, float]:
-        """Return `window_means` of the steps since the last call; empty if there were none.
-
-        Of more steps than the history keeps, only the kept ones count.
-        """
-        new = self._history.steps - self._seen
-        self._seen = self._history.steps
-        return window_means(self._history.newest(new), self._prefix) if new else {}
-
-
 def columns_of(steps: Sequence[StepTiming]) -> Columns:
     """Return the columns of single timings, in their order."""
     return {
@@ -348,11 +275,12 @@ def _or_nan(value: float | None) -> float:
     return np.nan if value is None else value
 
 
-def _measured(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+def measured(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Return the values that were measured."""
     return values[~np.isnan(values)]
 
 
-def _p50_and_p95(values: npt.NDArray[np.float64]) -> tuple[float, float]:
+def p50_and_p95(values: npt.NDArray[np.float64]) -> tuple[float, float]:
     """Return what ``np.percentile`` would, at a tenth of its price for so few values."""
     ordered = np.sort(values).tolist()
     last = len(ordered) - 1
@@ -365,7 +293,7 @@ def _p50_and_p95(values: npt.NDArray[np.float64]) -> tuple[float, float]:
     return percentile(0.5), percentile(0.95)
 
 
-def _warm(columns: Columns) -> Columns:
+def warm_steps(columns: Columns) -> Columns:
     """Return the warm steps; all steps if there are none."""
     warm = columns["cold"] == 0
     return {name: values[warm] for name, values in columns.items()} if warm.any() else columns
@@ -378,13 +306,13 @@ def _per_second(samples: int, total_ms: float) -> float | None:
 def _phase(
     newest: npt.NDArray[np.float64], total: float, count: int, largest: float, step_total: float
 ) -> PhaseSummary | None:
-    values = _measured(newest)
+    values = measured(newest)
     if not count:
         return None
     if not values.size:
         # Measured once, but not in the window: the mean is all that is known.
         values = np.array([total / count])
-    p50, p95 = _p50_and_p95(values)
+    p50, p95 = p50_and_p95(values)
     return PhaseSummary(
         mean_ms=float(total / count),
         p50_ms=p50,

@@ -11,8 +11,8 @@ import torch
 
 from lightning_fastdata.host.spent import SpentMeter
 from lightning_fastdata.insight.clock import CudaClock
-from lightning_fastdata.insight.metrics import MetricWindow
 from lightning_fastdata.insight.timeline import StepTimeline
+from lightning_fastdata.insight.window import MetricWindow
 from lightning_fastdata.plugin.causes import StageCauses, causes_note
 from lightning_fastdata.plugin.host_metrics import HostMeter
 from lightning_fastdata.plugin.profiler_tee import Listener

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from lightning_fastdata.augment.transform import as_batch_transform
-from lightning_fastdata.errors import FastDataWarning, OptionsError, TransformError
+from lightning_fastdata.errors import FastDataWarning, OptionsError
 from lightning_fastdata.host.machine import describe_machine, read_versions
 from lightning_fastdata.insight.ranks import rank_metrics
 from lightning_fastdata.insight.report import RunReport
@@ -20,15 +19,16 @@ from lightning_fastdata.plugin import boards
 from lightning_fastdata.plugin.causes import watch_sources
 from lightning_fastdata.plugin.foreign import augment_foreign_batches
 from lightning_fastdata.plugin.headroom import Replay
-from lightning_fastdata.plugin.hooks import overridden_hook
 from lightning_fastdata.plugin.judging import RunJudge
 from lightning_fastdata.plugin.profiler_tee import attach
 from lightning_fastdata.plugin.progress_bar import close_progress_bar
 from lightning_fastdata.plugin.ranks import meet
 from lightning_fastdata.plugin.recording import Recording
-
-if TYPE_CHECKING:
-    from lightning_fastdata.types import Stage
+from lightning_fastdata.plugin.trainer_facts import (
+    augmenting_stages,
+    check_hooks_run,
+    steps_logged_by,
+)
 
 _MOST_FIGURES = 20
 
@@ -109,13 +109,13 @@ class ThroughputHooks:
             return
         recording = Recording(trainer)
         if stage == "fit" and self.augment is not None:
-            _check_hooks_run(pl_module)
+            check_hooks_run(pl_module)
         undo: list[Callable[[], None]] = []
         self._run = _Run(trainer, recording, undo)
         if stage == "fit" and self.augment is not None:
             undo.append(self._register(trainer, pl_module, recording))
         undo.append(watch_sources(trainer, recording.watch))
-        recording.augments = _augmenting_stages(trainer, pl_module)
+        recording.augments = augmenting_stages(trainer, pl_module)
         undo.append(attach(trainer, recording.listeners()))
 
     def _register(self, trainer: Any, pl_module: Any, recording: Recording) -> Callable[[], None]:
@@ -173,7 +173,7 @@ class ThroughputHooks:
         if not (recording.optimizer_stepped or not pl_module.automatic_optimization):
             return
         recording.optimizer_stepped = False
-        step = _steps_logged_by(trainer, recording.batches_stepped)
+        step = steps_logged_by(trainer, recording.batches_stepped)
         recording.batches_stepped += 1
         if run.every_n_steps and (step + 1) % run.every_n_steps == 0 and run.logs:
             boards.log_to(trainer.loggers, recording.metrics(), step)
@@ -191,7 +191,7 @@ class ThroughputHooks:
         if summary is None or not run.logs:
             return
         # Lightning logs what ends an epoch at the step of the epoch's last batch.
-        step = max(0, _steps_logged_by(trainer, run.recording.batches_stepped) - 1)
+        step = max(0, steps_logged_by(trainer, run.recording.batches_stepped) - 1)
         boards.log_to(trainer.loggers, rank_metrics(heard), step)
         if self.figures and run.figures < _MOST_FIGURES:
             run.figures += 1
@@ -239,7 +239,7 @@ class ThroughputHooks:
         run.recording.val.timeline.drop_open_step()
         run.recording.val.paused()
         if run.logs:
-            step = _steps_logged_by(trainer, run.recording.batches_stepped)
+            step = steps_logged_by(trainer, run.recording.batches_stepped)
             boards.log_to(trainer.loggers, run.recording.val.metrics(), step)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
@@ -339,37 +339,4 @@ class _Run:
             ),
             versions=read_versions(),
             machine=describe_machine(self.trainer.strategy.root_device),
-        )
-
-
-def _augmenting_stages(trainer: Any, pl_module: Any) -> frozenset[Stage]:
-    """Return the stages in which something runs in ``on_after_batch_transfer``."""
-    hook = "on_after_batch_transfer"
-    augments = getattr(trainer.datamodule, "augments_on_device", None)
-    written = overridden_hook(pl_module, hook) is not None
-    if augments is None:
-        written = written or overridden_hook(trainer.datamodule, hook) is not None
-        return frozenset(("train", "val")) if written else frozenset()
-    stages: tuple[Stage, ...] = ("train", "val")
-    return frozenset(stage for stage in stages if written or augments(stage))
-
-
-def _steps_logged_by(trainer: Any, counted: int) -> int:
-    """Return the step of Lightning's own x axis.
-
-    Lightning logs at its count of batches that ended in an optimizer step, which differs from
-    ``global_step`` with several optimizers and has no public name.
-    """
-    loop = getattr(trainer.fit_loop, "epoch_loop", None)
-    return int(getattr(loop, "_batches_that_stepped", counted))
-
-
-def _check_hooks_run(pl_module: Any) -> None:
-    """Refuse to augment for a training step whose batches pass no transfer hook."""
-    if "dataloader_iter" in inspect.signature(pl_module.training_step).parameters:
-        raise TransformError(
-            f"{type(pl_module).__name__}.training_step(dataloader_iter) fetches its batches "
-            "itself, and Lightning then calls no on_after_batch_transfer, so that `augment` would "
-            "never run. Use training_step(batch, batch_idx), or call the transform in the step "
-            "and leave out `augment`."
         )

@@ -1,11 +1,14 @@
-"""What a data module asks its trainer; each function also answers without one."""
+"""What a data module and a callback ask their trainer; the former may have none."""
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
 
+from lightning_fastdata.errors import TransformError
+from lightning_fastdata.plugin.hooks import overridden_hook
 from lightning_fastdata.types import Stage
 
 _STAGE_OF_FN: dict[str, Stage] = {
@@ -43,3 +46,36 @@ def training_epoch(trainer: Any) -> int:
 def first_epoch() -> int:
     """Return 0: evaluation draws the same each time, so that its metrics can be compared."""
     return 0
+
+
+def augmenting_stages(trainer: Any, pl_module: Any) -> frozenset[Stage]:
+    """Return the stages in which something runs in ``on_after_batch_transfer``."""
+    hook = "on_after_batch_transfer"
+    augments = getattr(trainer.datamodule, "augments_on_device", None)
+    written = overridden_hook(pl_module, hook) is not None
+    if augments is None:
+        written = written or overridden_hook(trainer.datamodule, hook) is not None
+        return frozenset(("train", "val")) if written else frozenset()
+    stages: tuple[Stage, ...] = ("train", "val")
+    return frozenset(stage for stage in stages if written or augments(stage))
+
+
+def steps_logged_by(trainer: Any, counted: int) -> int:
+    """Return the step of Lightning's own x axis.
+
+    Lightning logs at its count of batches that ended in an optimizer step, which differs from
+    ``global_step`` with several optimizers and has no public name.
+    """
+    loop = getattr(trainer.fit_loop, "epoch_loop", None)
+    return int(getattr(loop, "_batches_that_stepped", counted))
+
+
+def check_hooks_run(pl_module: Any) -> None:
+    """Refuse to augment for a training step whose batches pass no transfer hook."""
+    if "dataloader_iter" in inspect.signature(pl_module.training_step).parameters:
+        raise TransformError(
+            f"{type(pl_module).__name__}.training_step(dataloader_iter) fetches its batches "
+            "itself, and Lightning then calls no on_after_batch_transfer, so that `augment` would "
+            "never run. Use training_step(batch, batch_idx), or call the transform in the step "
+            "and leave out `augment`."
+        )

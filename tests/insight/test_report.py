@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 
 from lightning_fastdata.insight.drawing import bar, duration_text
 from lightning_fastdata.insight.finding import Finding
-from lightning_fastdata.insight.metrics import MetricWindow, StepHistory, StepTiming, window_means
+from lightning_fastdata.insight.metrics import StepHistory, StepTiming
 from lightning_fastdata.insight.outside import LoaderFacts
 from lightning_fastdata.insight.remedies import Gain
 from lightning_fastdata.insight.report import RunReport, comparison_text
 from lightning_fastdata.insight.verdict import Verdict, judge
+from lightning_fastdata.insight.window import MetricWindow, window_means
 
 
 def timing(step, stall=32.1, transfer=1.1, augment=3.2, compute=41.6, cold=False, **kwargs):

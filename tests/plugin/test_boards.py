@@ -18,8 +18,9 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_fastdata import DataThroughputCallback, FastDataLoader
 from lightning_fastdata.insight.finding import gain_text
 from lightning_fastdata.insight.html import report_html
-from lightning_fastdata.insight.metrics import StepHistory, StepTiming, window_means
+from lightning_fastdata.insight.metrics import StepHistory, StepTiming
 from lightning_fastdata.insight.verdict import judge
+from lightning_fastdata.insight.window import window_means
 from lightning_fastdata.plugin import boards
 
 
