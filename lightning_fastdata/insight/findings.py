@@ -88,5 +88,7 @@ def findings(evidence: Evidence) -> tuple[Finding, ...]:
 
 
 def _steps_gained(finding: Finding) -> int:
-    factor = 1.0 if finding.gain is None else finding.gain.factor
+    # That others wait for this rank says nothing of why: its own causes do.
+    gain = None if finding.code == "FD316" else finding.gain
+    factor = 1.0 if gain is None else gain.factor
     return math.floor(math.log(factor, _CLEARLY)) if 1.0 < factor < math.inf else 0
