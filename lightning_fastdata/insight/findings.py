@@ -37,7 +37,7 @@ why; those of :mod:`~lightning_fastdata.insight.verdict` say how much.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Final
 
 from lightning_fastdata.insight import late_batches, step_costs
@@ -81,10 +81,16 @@ def findings(evidence: Evidence) -> tuple[Finding, ...]:
     Args:
         evidence: Measured facts; what was not measured gives no findings.
     """
-    found = [each for row in _ROWS if (each := row(evidence)) is not None]
-    found.sort(key=lambda each: (_SEVERITIES.index(each.severity), -_steps_gained(each)))
+    found = by_weight(each for row in _ROWS if (each := row(evidence)) is not None)
     held_up = step_costs.other_rank(evidence)
-    return tuple(found) if held_up is None else (held_up, *found)
+    return found if held_up is None else (held_up, *found)
+
+
+def by_weight(found: Iterable[Finding]) -> tuple[Finding, ...]:
+    """Return findings by severity, then those first that gain clearly more, else in their order."""
+    return tuple(
+        sorted(found, key=lambda each: (_SEVERITIES.index(each.severity), -_steps_gained(each)))
+    )
 
 
 def _steps_gained(finding: Finding) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 from lightning_fastdata.insight.finding import STALL_HIGH, STALL_LOW, Finding
-from lightning_fastdata.insight.findings import findings
+from lightning_fastdata.insight.findings import by_weight, findings
 from lightning_fastdata.insight.outside import (
     LoaderFacts,
     outside_finding,
@@ -99,8 +99,8 @@ def _causes(
     if inside and explained:
         return inside
     if inside and inside[0].code == _SLOW_RANK:
-        return (inside[0], outside, *inside[1:])
-    return (outside, *inside)
+        return (inside[0], *by_weight((outside, *inside[1:])))
+    return by_weight((outside, *inside))
 
 
 def _unmeasured(summary: StageSummary) -> tuple[str, ...]:
