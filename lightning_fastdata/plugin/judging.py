@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from contextlib import contextmanager
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
 from lightning_fastdata.host.cpu import read_cpu_limit
@@ -58,10 +59,9 @@ class RunJudge:
         lasted_s = self._clock() - self._began_s
         return self._spent_s + self._dearest_s <= _MOST_OF_RUN * lasted_s or not self._spent_s
 
-    def verdict(self, train: StageSummary, val: StageSummary | None = None) -> Verdict:
-        """Return what limits the training."""
-        with self.spending():
-            return judge(train, self.facts(), self.evidence(train, val))
+    def verdict(self, train: StageSummary, evidence: Evidence) -> Verdict:
+        """Return what limits the training, of which this is known."""
+        return judge(train, self.facts(), evidence)
 
     def facts(self) -> LoaderFacts:
         """Return what the trainer's loader says about itself."""
@@ -75,7 +75,7 @@ class RunJudge:
             augment_on = "cpu"
         return LoaderFacts(
             num_workers=workers,
-            usable_cpus=self._usable_cpus(),
+            usable_cpus=self._usable_cpus,
             augment_on=augment_on,  # type: ignore[arg-type]
             pinned=getattr(loader, "pin_memory", None),
             persistent_workers=getattr(loader, "persistent_workers", None) if workers else None,
@@ -100,14 +100,6 @@ class RunJudge:
             **({} if self.ranks is None else rank_evidence(self.ranks.so_far)),
         )
 
-    def predicted_step_ms(self, train: StageSummary) -> float | None:
-        """Return what the model says a step takes in the loader as it is; None if it cannot."""
-        with self.spending():
-            evidence = self.evidence(train)
-            if evidence.setup is None or not evidence.costs:
-                return None
-            return simulate(evidence.costs, evidence.setup).step_ms
-
     @contextmanager
     def spending(self) -> Iterator[None]:
         """Count the time that something takes as time spent on verdicts."""
@@ -127,10 +119,18 @@ class RunJudge:
     ) -> LoaderSetup | None:
         if loader is None or not stamps:
             return None
-        return setup_of(loader, cpus=float(self._usable_cpus()), step_cpus=step_cpus(**times))
+        return setup_of(loader, cpus=float(self._usable_cpus), step_cpus=step_cpus(**times))
 
+    @cached_property
     def _usable_cpus(self) -> int:
         return read_cpu_limit(local_ranks=self._trainer.num_devices).usable_cpus
+
+
+def predicted_step_ms(evidence: Evidence) -> float | None:
+    """Return what the model says a step takes in the loader as it is; None if it cannot."""
+    if evidence.setup is None or not evidence.costs:
+        return None
+    return simulate(evidence.costs, evidence.setup).step_ms
 
 
 def _first_loader(loaders: Any) -> Any:

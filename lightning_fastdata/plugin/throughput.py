@@ -19,7 +19,7 @@ from lightning_fastdata.plugin import boards
 from lightning_fastdata.plugin.causes import watch_sources
 from lightning_fastdata.plugin.foreign import augment_foreign_batches
 from lightning_fastdata.plugin.headroom import Replay
-from lightning_fastdata.plugin.judging import RunJudge
+from lightning_fastdata.plugin.judging import RunJudge, predicted_step_ms
 from lightning_fastdata.plugin.profiler_tee import attach
 from lightning_fastdata.plugin.progress_bar import close_progress_bar
 from lightning_fastdata.plugin.ranks import meet
@@ -201,8 +201,10 @@ class ThroughputHooks:
             )
         if not run.judge.affordable:
             return
-        verdict = run.judge.verdict(summary, run.recording.val.summary())
-        predicted_ms = run.judge.predicted_step_ms(summary)
+        with run.judge.spending():
+            evidence = run.judge.evidence(summary, run.recording.val.summary())
+            verdict = run.judge.verdict(summary, evidence)
+            predicted_ms = predicted_step_ms(evidence)
         if predicted_ms is not None:
             boards.log_to(trainer.loggers, {boards.PREDICTED_STEP: predicted_ms}, step)
         if verdict.code != run.verdict_code:
@@ -328,7 +330,7 @@ class _Run:
             ranks.read()
         return RunReport(
             stages=tuple(stage for stage in (train, val) if stage is not None),
-            verdict=self.judge.verdict(train, val),
+            verdict=self.judge.verdict(train, self.judge.evidence(train, val)),
             recent={m.stage: m.timeline.history.newest() for m in meters},
             ranks=() if ranks is None else ranks.so_far,
             notes=(
