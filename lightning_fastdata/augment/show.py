@@ -15,7 +15,7 @@ import torch
 
 from lightning_fastdata.augment.ops import DEVICE_OPS
 from lightning_fastdata.augment.parity import levels_per_unit
-from lightning_fastdata.augment.transform import ComposeTransform, as_batch_transform
+from lightning_fastdata.augment.transform import BatchTransform, as_batch_transform
 from lightning_fastdata.augment.tree import list_leaves
 from lightning_fastdata.errors import DatasetError, OptionsError, TransformError
 from lightning_fastdata.types import SampleKey
@@ -158,7 +158,7 @@ def show_draws(
     if draws < 1:
         raise OptionsError(f"draws is {draws}; ask for at least 1.")
     transform = as_batch_transform(compose)
-    if not isinstance(transform, ComposeTransform):
+    if not isinstance(transform, BatchTransform):
         raise TransformError(f"{compose!r} is not an albumentations Compose.")
     unit = levels_per_unit(transform.compose, image.dtype)
     shown = []
@@ -184,7 +184,7 @@ def show_draws(
 def own_ways(compose: Any) -> tuple[str, ...]:
     """Return the operations whose pixels on the device have only the same distribution."""
     transform = as_batch_transform(compose)
-    if not isinstance(transform, ComposeTransform):
+    if not isinstance(transform, BatchTransform):
         return ()
     leaves = list_leaves(transform.compose)
     names = [
@@ -196,7 +196,7 @@ def own_ways(compose: Any) -> tuple[str, ...]:
 
 
 def _both_ways(
-    transform: ComposeTransform, image: np.ndarray, key: SampleKey
+    transform: BatchTransform, image: np.ndarray, key: SampleKey
 ) -> tuple[np.ndarray, np.ndarray, tuple[str, ...]]:
     whole, part = (transform.in_worker(on_device=on_device) for on_device in (False, True))
     nothing: dict[str, Any] = {}

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import copy
-import threading
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from lightning_fastdata.augment.callables import CallableTransform, plain_tensors, table
+from lightning_fastdata.augment.contract import StageTransform
 from lightning_fastdata.augment.fields import (
     Fields,
     Found,
@@ -18,67 +16,20 @@ from lightning_fastdata.augment.fields import (
     describe,
     find_fields,
     get_field,
-    mask_to_numpy,
     put_fields,
     to_hwc,
 )
 from lightning_fastdata.augment.foreign import ForeignBatches
-from lightning_fastdata.augment.plan import Plan, analyse
-from lightning_fastdata.augment.program import Draws, compile_tapes
+from lightning_fastdata.augment.plan import analyse
 from lightning_fastdata.augment.replay_torch import replay
-from lightning_fastdata.augment.seeds import reseed
-from lightning_fastdata.augment.tape import Recorder, Tape, refusal, target_roles
+from lightning_fastdata.augment.tape import refusal
+from lightning_fastdata.augment.worker import ComposeWorker, device_ops
 from lightning_fastdata.errors import BatchError, TransformError
 
 if TYPE_CHECKING:
     from lightning_fastdata.augment.ops.operation import DeviceOp
+    from lightning_fastdata.augment.program import Draws
     from lightning_fastdata.types import Batch, SampleKey
-
-__all__ = ["BatchTransform", "Draws", "WorkerTransform", "as_batch_transform"]
-
-
-class WorkerTransform(Protocol):
-    """The part of a batch transform that runs on each sample in the side process; picklable."""
-
-    needs_batches: bool
-    """Whether something is left to do once samples are collated, even with nothing on a device."""
-
-    def __call__(self, sample: Any, key: SampleKey) -> tuple[Any, Any]:
-        """Return the sample as the worker leaves it, and what it drew for the device."""
-
-    def collate(self, drawn: Sequence[Any], /) -> Draws:
-        """Return what was drawn for the samples of a batch, in their order."""
-
-    def finish(self, batch: Batch, drawn: Sequence[Any], /) -> Batch:
-        """Return a collated batch after what was left to do, where no device takes part."""
-
-
-@runtime_checkable
-class BatchTransform(Protocol):
-    """What a data module runs on a batch once it is on the device."""
-
-    name: str
-    """How messages and reports call it."""
-    starts_in_worker: bool
-    """Whether it has a part that runs on each sample in the side process."""
-
-    def check_sample(self, sample: Any) -> None:
-        """Raise BatchError if a sample of the dataset has not what the transform needs."""
-
-    def in_worker(self, *, on_device: bool) -> WorkerTransform | None:
-        """Return the part that runs on each sample in the side process, or None."""
-
-    def apply(self, batch: Batch, draws: Draws | None) -> Batch:
-        """Return the batch, which is already on the device, with the transform carried out."""
-
-    def apply_unprepared(self, batch: Batch, key: SampleKey) -> Batch:
-        """Return a batch of a loader that is not ours with the transform carried out.
-
-        Sample ``i`` draws with ``key.index + i``.
-        """
-
-    def explain(self) -> str:
-        """Return where each operation runs and why, as text."""
 
 
 def as_batch_transform(
@@ -87,12 +38,12 @@ def as_batch_transform(
     image: int | str | None = None,
     mask: int | str | None = None,
     same_pixels: bool = False,
-) -> BatchTransform:
+) -> StageTransform:
     """Return a transform of batches.
 
     Args:
         transform: an ``A.Compose`` or any single Albumentations transform; an ``nn.Module`` or
-            callable; or a ``BatchTransform``, which is returned as it is. A callable gets the whole
+            callable; or a ``StageTransform``, which is returned as it is. A callable gets the whole
             batch and returns the whole batch; with ``image=`` it gets that field alone, and its
             result replaces the field.
         image: key or index of the image in a sample and in a batch; None finds it.
@@ -104,12 +55,12 @@ def as_batch_transform(
     Raises:
         TransformError: it is none of these.
     """
-    if isinstance(transform, BatchTransform):
+    if isinstance(transform, StageTransform):
         return transform
     fields = Fields(image=image, mask=mask)
     if callable(transform) and not isinstance(transform, type):
         if _is_albumentations(transform):
-            return ComposeTransform(transform, fields, same_pixels=same_pixels)
+            return BatchTransform(transform, fields, same_pixels=same_pixels)
         return CallableTransform(transform, fields)
     raise TransformError(
         f"{transform!r} cannot transform a batch. Pass an albumentations Compose (an instance), an "
@@ -117,7 +68,7 @@ def as_batch_transform(
     )
 
 
-class ComposeTransform:
+class BatchTransform:
     """An Albumentations pipeline: drawn per sample in the worker, carried out on the batch."""
 
     def __init__(
@@ -217,106 +168,6 @@ class ComposeTransform:
         return table([(place.name, place.where, place.why) for place in self.plan.placements])
 
 
-class ComposeWorker:
-    """The part of a pipeline that runs on each sample in the side process; picklable.
-
-    Several threads may call it: each has its own copy of the pipeline.
-    """
-
-    needs_batches = False
-
-    def __init__(
-        self,
-        compose: Any,
-        fields: Fields,
-        plan: Plan | None,
-        ops: Mapping[str, DeviceOp] | None = None,
-    ) -> None:
-        self._compose = compose
-        self._ops = ops
-        self._fields = fields
-        self._plan = plan
-        self._roles = target_roles(compose)
-        self._local = threading.local()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_local"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _local=threading.local())
-
-    def __call__(self, sample: Any, key: SampleKey) -> tuple[Any, Tape | None]:
-        """Return the sample as the worker leaves it, and what the device has still to do to it.
-
-        The tape is None when everything was done here. Images and masks of the sample are tensors
-        ``[H, W, C]`` or ``[H, W]`` when there is a tape, else whatever the pipeline yields.
-
-        Raises:
-            BatchError: the sample has no image.
-        """
-        found = find_fields(sample, self._fields, batched=False)
-        data, places = self._arguments(sample, found)
-        if self._plan is None:
-            compose = self._own("compose", lambda: copy.deepcopy(self._compose))
-            reseed((compose,), key)
-            result, tape = compose(**data), None
-        else:
-            recorder = self._own("recorder", self._new_recorder)
-            reseed((recorder.compose,), key)
-            result, tape = recorder(data)
-            for target in places.keys() & self._roles.keys():
-                if isinstance(result[target], np.ndarray):
-                    result[target] = _own_tensor(result[target])
-        return put_fields(sample, {places[name]: result[name] for name in places}), tape
-
-    def collate(
-        self, tapes: Sequence[Tape | None], beside: Mapping[str, np.ndarray] | None = None
-    ) -> Draws:
-        """Return the tapes of a batch, packed in the order of its samples, and what goes beside."""
-        return compile_tapes(
-            [tape if tape is not None else {} for tape in tapes], device_ops(self._ops), beside
-        )
-
-    def finish(self, batch: Batch, drawn: Sequence[Any]) -> Batch:  # noqa: ARG002
-        """Return the batch: the pipeline has run whole on each sample."""
-        return batch
-
-    def _own(self, name: str, make: Callable[[], Any]) -> Any:
-        if not hasattr(self._local, name):
-            setattr(self._local, name, make())
-        return getattr(self._local, name)
-
-    def _new_recorder(self) -> Recorder:
-        return Recorder(self._compose, cast("Plan", self._plan), device_ops(self._ops))
-
-    def _arguments(self, sample: Any, found: Found) -> tuple[dict[str, Any], dict[str, Location]]:
-        """Return the arguments of the pipeline, and where each of them sits in the sample."""
-        places: dict[str, Location] = {"image": found.image}
-        if found.mask is not None:
-            places["mask"] = found.mask
-        if isinstance(sample, Mapping):
-            names = {*self._compose.additional_targets, "masks"}
-            for processor in self._compose.processors.values():
-                names |= {processor.default_data_name, *(processor.params.label_fields or ())}
-            places.update({name: name for name in names - places.keys() if name in sample})
-        data = {name: get_field(sample, place) for name, place in places.items()}
-        for name in data.keys() & self._roles.keys():
-            is_image = self._roles[name] == "image"
-            if data[name] is not None:
-                data[name] = to_hwc(data[name])[0] if is_image else mask_to_numpy(data[name])
-        return data, places
-
-
-def device_ops(ops: Mapping[str, DeviceOp] | None = None) -> Mapping[str, DeviceOp]:
-    """Return the device forms of Albumentations' transforms by class name; ours by default."""
-    if ops is not None:
-        return ops
-    # Looked up where it is used: a registry does not travel with a pickled transform.
-    from lightning_fastdata.augment.ops import DEVICE_OPS
-
-    return DEVICE_OPS
-
-
 def _is_albumentations(transform: Any) -> bool:
     modules = {cls.__module__.split(".")[0] for cls in type(transform).__mro__}
     return "albumentations" in modules
@@ -324,9 +175,3 @@ def _is_albumentations(transform: Any) -> bool:
 
 def _location(found: Found, target: str) -> Location:
     return {"image": found.image, "mask": found.mask}.get(target, target)
-
-
-def _own_tensor(array: np.ndarray) -> torch.Tensor:
-    # The pipeline may hand back the dataset's own read-only array (a memory map).
-    array = np.ascontiguousarray(array)
-    return torch.from_numpy(array if array.flags.writeable else array.copy())

@@ -14,7 +14,7 @@ from lightning_fastdata.errors import BatchError, OptionsError
 from lightning_fastdata.loading.staged import StagedBatch
 
 if TYPE_CHECKING:
-    from lightning_fastdata.augment.transform import WorkerTransform
+    from lightning_fastdata.augment.contract import WorkerTransform
     from lightning_fastdata.types import Batch, Stage
 
 

@@ -18,7 +18,7 @@ from lightning_fastdata.errors import BatchError
 from lightning_fastdata.types import SampleKey
 
 if TYPE_CHECKING:
-    from lightning_fastdata.augment.transform import WorkerTransform
+    from lightning_fastdata.augment.contract import WorkerTransform
 
 
 class _Keying:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Generator
 
-    from lightning_fastdata.augment.transform import BatchTransform
+    from lightning_fastdata.augment.contract import StageTransform
     from lightning_fastdata.loading.executors import ExecutorName
     from lightning_fastdata.loading.options import LoaderPlan
     from lightning_fastdata.loading.page_lock import PageLockName
@@ -116,7 +116,7 @@ class FastDataLoader(DataLoader[Any]):
         in_order: bool = True,
         seed: int = 0,
         epoch: Callable[[], int] | None = None,
-        transform: BatchTransform | None = None,
+        transform: StageTransform | None = None,
         on_device: bool = False,
         worker_nice: int | None = None,
         staged: Stage | None = None,

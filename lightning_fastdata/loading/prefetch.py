@@ -19,7 +19,7 @@ from lightning_fastdata.loading.streams import device_streams
 from lightning_fastdata.types import SampleKey
 
 if TYPE_CHECKING:
-    from lightning_fastdata.augment.transform import BatchTransform
+    from lightning_fastdata.augment.contract import StageTransform
     from lightning_fastdata.loading.lookahead import Crossing
     from lightning_fastdata.loading.streams import DeviceStreams
     from lightning_fastdata.types import Batch
@@ -150,7 +150,7 @@ class _Work:
         loader: Any = owner.loader
         on_device = getattr(loader, "on_device", False)
         self._prepared = getattr(loader, "transform", None) if on_device else None
-        self._transform: BatchTransform | None = owner._transform
+        self._transform: StageTransform | None = owner._transform
         self._batches = self._samples = 0
 
     def __call__(self, batch: Batch) -> Batch:

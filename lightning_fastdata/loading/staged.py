@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 from lightning_fastdata.errors import BatchError
 
 if TYPE_CHECKING:
-    from lightning_fastdata.augment.transform import Draws
+    from lightning_fastdata.augment.program import Draws
     from lightning_fastdata.types import Batch, Stage
 
 _NOT_UNWRAPPED = (

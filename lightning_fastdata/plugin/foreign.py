@@ -10,7 +10,7 @@ from lightning_fastdata.plugin.recording import batch_rows
 from lightning_fastdata.types import SampleKey
 
 if TYPE_CHECKING:
-    from lightning_fastdata.augment.transform import BatchTransform
+    from lightning_fastdata.augment.contract import StageTransform
     from lightning_fastdata.types import Batch
 
 HOOK = "on_after_batch_transfer"
@@ -19,7 +19,7 @@ HOOK = "on_after_batch_transfer"
 def augment_foreign_batches(
     trainer: Any,
     pl_module: Any,
-    transform: BatchTransform,
+    transform: StageTransform,
     *,
     seed: int,
     in_transfer: Callable[[], bool],

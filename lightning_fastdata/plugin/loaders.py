@@ -24,7 +24,7 @@ from lightning_fastdata.loading.order import (
 from lightning_fastdata.loading.probe import probe_sample, sample_bytes
 
 if TYPE_CHECKING:
-    from lightning_fastdata.augment.transform import BatchTransform
+    from lightning_fastdata.augment.contract import StageTransform
     from lightning_fastdata.types import Stage
 
 _NEEDS_WORKERS = ("prefetch_factor", "persistent_workers", "multiprocessing_context")
@@ -33,7 +33,7 @@ _ORDERS = ("shuffle", "sampler", "batch_sampler")
 
 
 def checked_sample(
-    dataset: Dataset[Any], name: str, transforms: Sequence[BatchTransform], *, read: bool
+    dataset: Dataset[Any], name: str, transforms: Sequence[StageTransform], *, read: bool
 ) -> Any:
     """Return a sample of the dataset that suits the transforms, or None if none may be read.
 

@@ -10,7 +10,7 @@ from lightning_fastdata.errors import TransformError
 from lightning_fastdata.types import STAGES, Stage
 
 if TYPE_CHECKING:
-    from lightning_fastdata.augment.transform import BatchTransform
+    from lightning_fastdata.augment.contract import StageTransform
 
 
 class StageTransforms:
@@ -27,15 +27,15 @@ class StageTransforms:
 
     def __init__(self, augment: Any, *, image: str | int | None, mask: str | int | None) -> None:
         self._image, self._mask = image, mask
-        self._of: dict[Stage, list[BatchTransform]] = {stage: [] for stage in STAGES}
+        self._of: dict[Stage, list[StageTransform]] = {stage: [] for stage in STAGES}
         for stage, transform in _by_stage(augment).items():
             self.register(transform, stage)
 
-    def __getitem__(self, stage: Stage) -> list[BatchTransform]:
+    def __getitem__(self, stage: Stage) -> list[StageTransform]:
         """Return the transforms of a stage in their order."""
         return self._of[stage]
 
-    def worker_part(self, stage: Stage) -> BatchTransform | None:
+    def worker_part(self, stage: Stage) -> StageTransform | None:
         """Return the transform of a stage that starts in the workers, if there is one."""
         registered = self._of[stage]
         return registered[0] if registered and registered[0].starts_in_worker else None
@@ -91,7 +91,7 @@ class StageTransforms:
         ]
 
 
-def _explain(transform: BatchTransform, in_workers: str | None) -> str:
+def _explain(transform: StageTransform, in_workers: str | None) -> str:
     if transform.starts_in_worker and in_workers is not None:
         return f"all of it in the workers, by Albumentations itself: {in_workers}"
     return transform.explain()

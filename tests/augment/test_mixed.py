@@ -14,8 +14,9 @@ from augment.parity import photographs
 from torch.utils.data import Dataset, default_collate
 
 from lightning_fastdata import FastDataModule
+from lightning_fastdata.augment.contract import StageTransform
 from lightning_fastdata.augment.mixing import CutMix, MixUp, Mosaic, RandomErasing, mixed
-from lightning_fastdata.augment.transform import BatchTransform, as_batch_transform
+from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.errors import BatchError, OptionsError, TransformError
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.types import SampleKey
@@ -57,7 +58,7 @@ def carried_out(transform, samples, order=None, *, on_device=True, epoch=0):
 
 def test_a_mixed_transform_is_a_batch_transform():
     transform = mixed(PIPELINE, CutMix(), num_classes=CLASSES)
-    assert isinstance(transform, BatchTransform)
+    assert isinstance(transform, StageTransform)
     assert as_batch_transform(transform) is transform
     lines = transform.explain().splitlines()
     assert [line.split()[:2] for line in lines[1:]] == [

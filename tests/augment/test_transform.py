@@ -16,13 +16,13 @@ from torch.utils.data import default_collate
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 import albumentations as A
 
+from lightning_fastdata.augment.contract import StageTransform
 from lightning_fastdata.augment.fields import Fields
 from lightning_fastdata.augment.foreign import ForeignBatches, replay_all, run_each
 from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded
 from lightning_fastdata.augment.tape import refusal
 from lightning_fastdata.augment.transform import (
     BatchTransform,
-    ComposeTransform,
     as_batch_transform,
 )
 from lightning_fastdata.errors import BatchError, TransformError
@@ -219,7 +219,7 @@ def test_this_albumentations_can_be_recorded() -> None:
 def test_any_pipeline_split_over_worker_and_device_gives_what_albumentations_gives(
     head, middle, tail, seed
 ) -> None:
-    transform = ComposeTransform(assemble(head, middle, tail), Fields(), OPS)
+    transform = BatchTransform(assemble(head, middle, tail), Fields(), OPS)
     assert_same(*both_ways(transform, samples(), SampleKey(seed, 0, 0)))
 
 
@@ -228,7 +228,7 @@ def test_any_pipeline_split_over_worker_and_device_gives_what_albumentations_giv
 def test_operations_without_a_device_form_change_nothing_wherever_they_stand(
     head, middle, tail, seed
 ) -> None:
-    transform = ComposeTransform(assemble(head, middle, tail), Fields(), OPS)
+    transform = BatchTransform(assemble(head, middle, tail), Fields(), OPS)
     assert_same(*both_ways(transform, samples(), SampleKey(seed, 0, 0)))
 
 
@@ -240,7 +240,7 @@ def test_boxes_labels_and_keypoints_are_albumentations_own(middle, seed) -> None
         bbox_params=A.BboxParams("pascal_voc", label_fields=["classes"], min_visibility=0.3),
         keypoint_params=A.KeypointParams("xy", label_fields=["joints"]),
     )
-    transform = ComposeTransform(compose, Fields(), OPS)
+    transform = BatchTransform(compose, Fields(), OPS)
     whole, part = (transform.in_worker(on_device=flag) for flag in (False, True))
     for index, item in enumerate(samples(3)):
         item |= {
@@ -268,7 +268,7 @@ def test_the_shipped_device_forms_give_what_albumentations_gives() -> None:
         ]
     )
     transform = as_batch_transform(compose)
-    assert isinstance(transform, ComposeTransform)
+    assert isinstance(transform, BatchTransform)
     assert [place.where for place in transform.plan.placements].count("worker") == 2
     oracle, batch = both_ways(transform, samples(24))
     assert torch.equal(oracle["mask"], batch["mask"])
@@ -285,7 +285,7 @@ def test_each_sample_gets_the_filters_that_it_drew_and_no_others() -> None:
         ]
     )
     transform = as_batch_transform(compose)
-    assert isinstance(transform, ComposeTransform)
+    assert isinstance(transform, BatchTransform)
     assert [place.where for place in transform.plan.placements].count("worker") == 1
     items = samples(40)
     for item in items:
@@ -305,13 +305,13 @@ def test_additional_images_and_masks_ride_along() -> None:
             "parts": other["mask"],
             "index": item["mask"],
         }
-    assert_same(*both_ways(ComposeTransform(compose, Fields(), OPS), items))
+    assert_same(*both_ways(BatchTransform(compose, Fields(), OPS), items))
 
 
 def test_lists_of_masks_are_done_in_the_worker() -> None:
     compose = A.Compose([A.HorizontalFlip(p=0.5), A.RandomCrop(16, 16), A.VerticalFlip()])
     items = [item | {"masks": [item["mask"], item["mask"] * 2]} for item in samples()]
-    oracle, batch = both_ways(ComposeTransform(compose, Fields(), OPS), items)
+    oracle, batch = both_ways(BatchTransform(compose, Fields(), OPS), items)
     assert torch.equal(oracle["image"], batch["image"])
     assert all(map(torch.equal, oracle["masks"], batch["masks"]))
 
@@ -327,7 +327,7 @@ PIPELINE = [
 
 
 def test_a_sample_does_not_depend_on_its_batch() -> None:
-    transform = ComposeTransform(A.Compose(PIPELINE), Fields(), OPS)
+    transform = BatchTransform(A.Compose(PIPELINE), Fields(), OPS)
     items = samples(8)
     _, together = both_ways(transform, items)
     for index in (0, 3, 7):
@@ -339,21 +339,21 @@ def test_images_of_different_sizes_and_read_only_ones_are_welcome() -> None:
     items = [samples(1, height=20 + 3 * index, width=40)[0] for index in range(4)]
     for item in items:
         item["image"].flags.writeable = False
-    transform = ComposeTransform(A.Compose(PIPELINE), Fields(), OPS)
+    transform = BatchTransform(A.Compose(PIPELINE), Fields(), OPS)
     assert_same(*both_ways(transform, items))
-    bare = ComposeTransform(A.Compose([A.HorizontalFlip(p=0.5)]), Fields(), OPS)
+    bare = BatchTransform(A.Compose([A.HorizontalFlip(p=0.5)]), Fields(), OPS)
     assert_same(*both_ways(bare, items[:1]))
 
 
 def test_a_pipeline_that_a_sample_skips_leaves_it_alone() -> None:
     compose = A.Compose([A.HorizontalFlip(p=1), A.InvertImg(p=1)], p=0.5)
-    assert_same(*both_ways(ComposeTransform(compose, Fields(), OPS), samples(12)))
+    assert_same(*both_ways(BatchTransform(compose, Fields(), OPS), samples(12)))
 
 
 def test_gray_images_of_two_dimensions_keep_them() -> None:
     compose = A.Compose([A.HorizontalFlip(p=0.5), A.VerticalFlip(p=0.5)])
     items = [{"image": item["image"][..., 0].copy()} for item in samples(8)]
-    oracle, batch = both_ways(ComposeTransform(compose, Fields(), OPS), items)
+    oracle, batch = both_ways(BatchTransform(compose, Fields(), OPS), items)
     assert batch["image"].shape == (8, 24, 24)
     assert_same(oracle, batch)
 
@@ -370,7 +370,7 @@ def test_the_image_is_found_in_the_usual_samples(form) -> None:
         "chw": ((torch.from_numpy(array).permute(2, 0, 1), 3), Fields()),
         "named": ({"picture": array, "y": 3}, Fields(image="picture")),
     }[form]
-    transform = ComposeTransform(A.Compose([A.VerticalFlip(p=1)]), fields, OPS)
+    transform = BatchTransform(A.Compose([A.VerticalFlip(p=1)]), fields, OPS)
     sample, tape = transform.in_worker(on_device=True)(sample, SampleKey(0, 0, 0))
     draws = transform.in_worker(on_device=True).collate([tape])
     batch = transform.apply(default_collate([sample]), draws)
@@ -411,7 +411,7 @@ def test_a_fresh_process_draws_the_same() -> None:
 
 
 def test_threads_do_not_disturb_each_others_draws() -> None:
-    transform = ComposeTransform(A.Compose(PIPELINE), Fields(), OPS)
+    transform = BatchTransform(A.Compose(PIPELINE), Fields(), OPS)
     worker = transform.in_worker(on_device=True)
     item = samples(1)[0]
     keys = [SampleKey(0, 0, index) for index in range(60)]
@@ -425,7 +425,7 @@ def test_the_users_pipeline_is_never_changed() -> None:
     compose = A.Compose([A.HorizontalFlip(), A.CLAHE()])
     flip = compose.transforms[0]
     before = flip.random_generator.bit_generator.state
-    both_ways(ComposeTransform(compose, Fields(), OPS), samples())
+    both_ways(BatchTransform(compose, Fields(), OPS), samples())
     assert "apply_with_params" not in vars(flip)
     assert flip.random_generator.bit_generator.state == before
 
@@ -438,7 +438,7 @@ def test_a_foreign_batch_gets_what_each_of_its_samples_would(layout, tail) -> No
     images = torch.stack([torch.from_numpy(item["image"]) for item in items])
     masks = torch.stack([torch.from_numpy(item["mask"]) for item in items])
     batch = {"image": images if layout == "nhwc" else images.permute(0, 3, 1, 2), "mask": masks}
-    transform = ComposeTransform(compose, Fields(), OPS)
+    transform = BatchTransform(compose, Fields(), OPS)
     key = SampleKey(3, 1, 40)
     result = transform.apply_unprepared(batch, key)
     oracle, _ = both_ways(transform, items, key)
@@ -508,7 +508,7 @@ def test_a_field_that_does_not_exist_is_an_error_that_names_it() -> None:
 
 
 def test_a_batch_that_lost_samples_on_the_way_is_an_error() -> None:
-    transform = ComposeTransform(A.Compose([A.HorizontalFlip(p=1)]), Fields(), OPS)
+    transform = BatchTransform(A.Compose([A.HorizontalFlip(p=1)]), Fields(), OPS)
     worker = transform.in_worker(on_device=True)
     tapes = [worker(item, SampleKey(0, 0, 0))[1] for item in samples(3)]
     with pytest.raises(BatchError, match="tensor of 3 samples"):
@@ -528,7 +528,7 @@ def test_a_callable_gets_the_batch_or_the_named_field() -> None:
 
 def test_tensors_made_during_validation_can_be_trained_on() -> None:
     layer = torch.nn.Conv2d(3, 4, 1)
-    transform = ComposeTransform(A.Compose(PIPELINE), Fields(), OPS)
+    transform = BatchTransform(A.Compose(PIPELINE), Fields(), OPS)
     with torch.inference_mode():
         _, batch = both_ways(transform, samples(3))
     layer(batch["image"]).sum().backward()
@@ -544,13 +544,13 @@ def test_what_cannot_transform_a_batch_is_an_error(wrong) -> None:
 @pytest.mark.parametrize("make", [lambda: A.Compose(PIPELINE), A.HorizontalFlip, torch.nn.Identity])
 def test_every_kind_of_transform_keeps_the_contract(make) -> None:
     transform = as_batch_transform(make())
-    assert isinstance(transform, BatchTransform)
+    assert isinstance(transform, StageTransform)
     assert as_batch_transform(transform) is transform
     assert transform.name
 
 
 def test_explain_is_an_aligned_table_of_where_and_why() -> None:
-    lines = ComposeTransform(A.Compose(PIPELINE), Fields(), OPS).explain().splitlines()
+    lines = BatchTransform(A.Compose(PIPELINE), Fields(), OPS).explain().splitlines()
     assert len(lines) == 1 + 7
     column = lines[0].index("where")
     assert [line[column:].split()[0] for line in lines[1:]] == [

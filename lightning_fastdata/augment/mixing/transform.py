@@ -20,12 +20,12 @@ from lightning_fastdata.augment.mixing.repeat import (
     stack_samples,
 )
 from lightning_fastdata.augment.program import Draws, compile_tapes
-from lightning_fastdata.augment.transform import ComposeTransform, as_batch_transform
+from lightning_fastdata.augment.transform import BatchTransform, as_batch_transform
 from lightning_fastdata.errors import OptionsError, TransformError
 
 if TYPE_CHECKING:
     from lightning_fastdata.augment.tape import Tape
-    from lightning_fastdata.augment.transform import ComposeWorker
+    from lightning_fastdata.augment.worker import ComposeWorker
     from lightning_fastdata.types import Batch, SampleKey
 
 _NUMBERS, _ORDER = "mixing numbers", "mixing order"
@@ -76,7 +76,7 @@ def mixed(
     pipeline = None
     if rest and not _is_step(rest[0]):
         first = as_batch_transform(rest.pop(0), image=image, mask=mask, same_pixels=same_pixels)
-        if not isinstance(first, ComposeTransform):
+        if not isinstance(first, BatchTransform):
             raise TransformError(
                 f"{first.name} comes before what mixes, and only an albumentations Compose can. "
                 "Register a callable by itself, behind the mixing."
@@ -109,7 +109,7 @@ class MixedTransform:
 
     starts_in_worker = True
 
-    def __init__(self, pipeline: ComposeTransform | None, mixer: Mixer, repeats: int = 1) -> None:
+    def __init__(self, pipeline: BatchTransform | None, mixer: Mixer, repeats: int = 1) -> None:
         self.name = ", ".join([*([pipeline.name] if pipeline else []), *map(_name, mixer.steps)])
         self._pipeline = pipeline
         self._mixer = mixer
