@@ -99,6 +99,10 @@ class Draws:
         """Return the same draws in page-locked memory."""
         return Draws(self.samples, self.programs, self.blob.pin_memory(), self.beside)
 
+    def tensors(self) -> list[torch.Tensor]:
+        """Return the tensors that are moved."""
+        return [self.blob]
+
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Draws:
         """Return the same draws on a device; one copy."""
         blob = self.blob.to(device, non_blocking=non_blocking)

@@ -93,10 +93,19 @@ def target_roles(compose: Any) -> dict[str, Role]:
 
 
 class Recorder:
-    """One pipeline, copied and prepared to be recorded. Not for two threads at once."""
+    """One pipeline, copied and prepared to be recorded. Not for two threads at once.
 
-    def __init__(self, compose: Any, plan: Plan, ops: Mapping[str, DeviceOp]) -> None:
-        self.compose = copy.deepcopy(compose)
+    Args:
+        compose: the pipeline.
+        plan: where each of its operations runs.
+        ops: device forms by class name.
+        copied: prepare a copy, so that the pipeline itself stays as it is.
+    """
+
+    def __init__(
+        self, compose: Any, plan: Plan, ops: Mapping[str, DeviceOp], *, copied: bool = True
+    ) -> None:
+        self.compose = copy.deepcopy(compose) if copied else compose
         self._plan = plan
         self._roles = target_roles(compose)
         self._targets: dict[str, _Target] = {}
@@ -220,8 +229,8 @@ class Recorder:
                 apply, given = functools.partial(replay_one, op, encoded, is_image), {}
             note = TapeOp(index, op.name, encoded)
             target.pending.append(_Pending(apply, given, note, changes))
-            if op.name == "ToTensorV2" and self._roles[key] == "image":
-                target.shown = _phantom_tensor(shape)
+            if op.name == "ToTensorV2":
+                target.shown = _phantom_tensor(shape, str(dtype))
             elif changes:
                 target.shown = _phantom(shape, dtype.str)
             result[key] = target.shown
@@ -253,7 +262,7 @@ class Recorder:
                 if not noted:
                     return None
                 encoded = next(iter(noted.values()))[0]
-                noted[key] = (encoded, op.out_shape(transform, params, shape), value.dtype)
+                noted[key] = (encoded, _mask_shape(op, transform, params, shape), value.dtype)
         return noted
 
     def _refuse_late_pixels(self, name: str, data: Mapping[str, Any]) -> None:
@@ -283,8 +292,13 @@ def _phantom(shape: Shape, dtype: str) -> np.ndarray:
 
 
 @functools.lru_cache(maxsize=64)
-def _phantom_tensor(shape: Shape) -> torch.Tensor:
-    return torch.empty(shape, device="meta")
+def _phantom_tensor(shape: Shape, dtype: str) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.from_numpy(np.empty(0, dtype)).dtype, device="meta")
+
+
+def _mask_shape(op: DeviceOp, transform: Any, params: Mapping[str, Any], shape: Shape) -> Shape:
+    turned = op.name != "ToTensorV2" or (transform.transpose_mask and len(shape) == 3)
+    return op.out_shape(transform, params, shape) if turned else shape
 
 
 def phantom(shape: Shape, dtype: np.dtype[Any]) -> np.ndarray:

@@ -10,11 +10,13 @@ import torch
 from torch.utils.data import default_collate
 from torch.utils.data._utils.collate import collate, collate_tensor_fn, default_collate_fn_map
 
+from lightning_fastdata.augment.deferred import DeferredTensor, stack_deferred
 from lightning_fastdata.errors import BatchError, OptionsError
 from lightning_fastdata.loading.staged import StagedBatch
 
 if TYPE_CHECKING:
     from lightning_fastdata.augment.contract import WorkerTransform
+    from lightning_fastdata.augment.dataset_pipelines import DatasetRecording
     from lightning_fastdata.types import Batch, Stage
 
 
@@ -116,6 +118,27 @@ class StagingCollate:
             return StagedBatch(self.collate_fn(samples), None, self.stage)
         batch = self.collate_fn([sample for sample, _tape in samples])
         draws = self.transform.collate([tape for _sample, tape in samples])
+        return StagedBatch(batch, draws, self.stage)
+
+
+class RecordedCollate:
+    """Collates samples, and what their dataset's own pipelines have left to the device."""
+
+    def __init__(
+        self,
+        collate_fn: Callable[[list[Any]], Batch],
+        recording: DatasetRecording,
+        stage: Stage,
+    ) -> None:
+        self.collate_fn = collate_fn
+        self.recording = recording
+        self.stage = stage
+
+    def __call__(self, samples: list[Any]) -> StagedBatch:
+        """Return the staged batch of samples."""
+        # Also where the user's collation calls torch's: in each process that collates.
+        default_collate_fn_map.setdefault(DeferredTensor, stack_deferred)
+        batch, draws = self.recording.take(self.collate_fn(samples), collate_samples)
         return StagedBatch(batch, draws, self.stage)
 
 

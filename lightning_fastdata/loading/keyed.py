@@ -8,6 +8,7 @@ the draws independent of the number of workers, the batch size and the resume po
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import Dataset, IterableDataset, StackDataset, Subset, get_worker_info
@@ -19,6 +20,7 @@ from lightning_fastdata.types import SampleKey
 
 if TYPE_CHECKING:
     from lightning_fastdata.augment.contract import WorkerTransform
+    from lightning_fastdata.augment.dataset_pipelines import DatasetRecording
 
 
 class _Keying:
@@ -30,11 +32,13 @@ class _Keying:
         seed: int,
         epoch: EpochCell,
         transform: Callable[[Any, SampleKey], Any] | None,
+        recording: DatasetRecording | None,
     ) -> None:
         self.dataset = dataset
         self.seed = seed
         self.epoch = epoch
         self.transform = transform
+        self.recording = recording
         self._composes: Sequence[Any] | None = None
 
     def key(self, index: int) -> SampleKey:
@@ -46,6 +50,9 @@ class _Keying:
             self._composes = find_composes(self.dataset)
         if self._composes:
             reseed(self._composes, key)
+
+    def reading(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.recording is None else self.recording.reading(self.dataset)
 
     def finish(self, sample: Any, key: SampleKey) -> Any:
         return sample if self.transform is None else self.transform(sample, key)
@@ -72,7 +79,9 @@ class KeyedDataset(Dataset[Any]):
         keying = self._keying
         key = keying.key(_as_int(index))
         keying.seed_for(key)
-        return keying.finish(keying.dataset[index], key)
+        with keying.reading():
+            sample = keying.dataset[index]
+        return keying.finish(sample, key)
 
     @property
     def __getitems__(self) -> Callable[[Sequence[int]], list[Any]] | None:
@@ -84,7 +93,8 @@ class KeyedDataset(Dataset[Any]):
         keys = [keying.key(_as_int(index)) for index in indices]
         # One call draws for all its samples, so its first key has to speak for them.
         keying.seed_for(keys[0])
-        samples = keying.dataset.__getitems__(indices)  # type: ignore[attr-defined]
+        with keying.reading():
+            samples = keying.dataset.__getitems__(indices)  # type: ignore[attr-defined]
         if keying.transform is None:
             return samples  # type: ignore[no-any-return]
         if not isinstance(samples, Sequence) or len(samples) != len(keys):
@@ -132,11 +142,16 @@ def keyed(
     seed: int,
     epoch: EpochCell,
     transform: WorkerTransform | None,
+    recording: DatasetRecording | None = None,
 ) -> Dataset[Any]:
-    """Return the dataset with keyed randomness, or the dataset itself if it has none to key."""
+    """Return the dataset with keyed randomness, or the dataset itself if it has none to key.
+
+    With a ``recording``, the own pipelines of a map-style dataset leave to the device what they
+    can.
+    """
     if transform is None and not find_composes(dataset):
         return dataset
-    keying = _Keying(dataset, seed, epoch, transform)
+    keying = _Keying(dataset, seed, epoch, transform, recording)
     if isinstance(dataset, IterableDataset):
         return KeyedIterableDataset(keying)
     return KeyedDataset(keying)

@@ -71,6 +71,9 @@ class FastDataLoader(DataLoader[Any]):
             goes first where both want a CPU. None: 0, or 5 if ``executor`` is ``"auto"``.
         staged: Deliver :class:`StagedBatch` of this stage, for the hook that runs the stage's
             transforms on the device.
+        record_pipelines: With ``staged``, leave to the device what the Albumentations pipelines
+            that the dataset calls itself can leave to it. Not with a ``transform`` that starts in
+            the workers.
         executor: Who fetches: ``"torch"``'s own iterator, ``"inline"``, ``"gather"``,
             ``"workers"`` or ``"sidecar"``; ``"auto"`` reads some samples now, takes what suits them
             and says why in ``plan.explain()``. An iterable dataset has no index to gather or to
@@ -120,6 +123,7 @@ class FastDataLoader(DataLoader[Any]):
         on_device: bool = False,
         worker_nice: int | None = None,
         staged: Stage | None = None,
+        record_pipelines: bool = False,
         executor: ExecutorName | Literal["torch", "auto"] = "torch",
         ahead: Callable[[Iterator[Batch]], Iterator[Batch]] | None = None,
         page_lock: PageLockName = "copy",
@@ -184,6 +188,7 @@ class FastDataLoader(DataLoader[Any]):
         self.on_device = on_device
         self.worker_nice = worker_nice or 0
         self.staged = staged
+        self.record_pipelines = record_pipelines
         self.ahead = ahead
         self.page_lock = page_lock
         self.device_resident = device_resident
@@ -290,6 +295,7 @@ class FastDataLoader(DataLoader[Any]):
             self.on_device,
             self.worker_nice,
             self.staged,
+            self.record_pipelines,
             self.multiprocessing_context,
             self.executor,
             takes_stamps(self),

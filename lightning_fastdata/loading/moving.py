@@ -73,7 +73,7 @@ def leaves(batch: Batch) -> Iterator[Any]:
     if isinstance(batch, StagedBatch):
         yield from leaves(batch.batch)
         if batch.draws is not None:
-            yield batch.draws.blob
+            yield from batch.draws.tensors()
     elif _is_tensor(batch):
         yield batch
     elif is_dataclass(batch) and not isinstance(batch, type):

@@ -16,8 +16,14 @@ from torch.utils.data import (
     default_collate,
 )
 
+from lightning_fastdata.augment.dataset_pipelines import DatasetRecording
 from lightning_fastdata.host.memory import read_host_memory
-from lightning_fastdata.loading.collate import FirstOfPairs, StagingCollate, collate_samples
+from lightning_fastdata.loading.collate import (
+    FirstOfPairs,
+    RecordedCollate,
+    StagingCollate,
+    collate_samples,
+)
 from lightning_fastdata.loading.engine import Engine
 from lightning_fastdata.loading.executors.fetch import FetchPlan
 from lightning_fastdata.loading.keyed import fetches_in_batches, keyed
@@ -29,6 +35,7 @@ from lightning_fastdata.loading.worker_count import look_ahead_batches
 from lightning_fastdata.loading.worker_start import WorkerStart
 
 if TYPE_CHECKING:
+    from lightning_fastdata.augment.contract import WorkerTransform
     from lightning_fastdata.epochs import EpochCell
     from lightning_fastdata.loading.loader import FastDataLoader
 
@@ -69,21 +76,16 @@ def open_source(
         prefetch_factor: As the user gave it, before torch put in its default.
         told: Holds under ``"batches"`` the length that was told of a stream.
     """
-    worker_part = None
-    if loader.transform is not None:
-        worker_part = loader.transform.in_worker(on_device=loader.on_device)
-    collate_fn = loader.collate_fn
-    if collate_fn is default_collate:
-        collate_fn = collate_samples
+    worker_part, recording = _parts_in_workers(loader)
+    collate_fn = _collation(loader, worker_part, recording)
     streamed = isinstance(loader.dataset, IterableDataset)
-    staged = loader.staged
-    if not reads_with_torch(loader) and worker_part is None:
-        staged = None  # the engine stages what has no draws, and may so collate in place
-    if staged is not None:
-        collate_fn = StagingCollate(collate_fn, worker_part, staged)
-    elif worker_part is not None:
-        collate_fn = FirstOfPairs(collate_fn, worker_part, single=not makes_batches(loader))
-    dataset = keyed(loader.dataset, seed=loader.seed, epoch=epochs, transform=worker_part)
+    dataset = keyed(
+        loader.dataset,
+        seed=loader.seed,
+        epoch=epochs,
+        transform=worker_part,
+        recording=recording,
+    )
     if loader.device_resident is not False:
         return ResidentBatches(
             dataset,
@@ -121,6 +123,35 @@ def open_source(
         pin_memory_device=loader.pin_memory_device,
         in_order=loader.in_order,
     )
+
+
+def _parts_in_workers(
+    loader: FastDataLoader,
+) -> tuple[WorkerTransform | None, DatasetRecording | None]:
+    """Return what runs on each sample, or what surrounds its reading: one of them at most."""
+    worker_part = None
+    if loader.transform is not None:
+        worker_part = loader.transform.in_worker(on_device=loader.on_device)
+    records = loader.record_pipelines and worker_part is None and loader.staged is not None
+    return worker_part, DatasetRecording() if records else None
+
+
+def _collation(
+    loader: FastDataLoader,
+    worker_part: WorkerTransform | None,
+    recording: DatasetRecording | None,
+) -> Any:
+    collate_fn = loader.collate_fn
+    if collate_fn is default_collate:
+        collate_fn = collate_samples
+    if recording is not None and loader.staged is not None:
+        return RecordedCollate(collate_fn, recording, loader.staged)
+    # An engine stages what has no draws itself, and may so collate in place.
+    if loader.staged is not None and (worker_part is not None or reads_with_torch(loader)):
+        return StagingCollate(collate_fn, worker_part, loader.staged)
+    if worker_part is not None:
+        return FirstOfPairs(collate_fn, worker_part, single=not makes_batches(loader))
+    return collate_fn
 
 
 def _open_engine(
@@ -171,7 +202,7 @@ def _open_engine(
         order=partial(epoch_order, loader.batch_sampler) if makes_batches(loader) else None,
         workers=loader.num_workers,
         persistent=loader.persistent_workers,
-        staged=None if isinstance(collate_fn, StagingCollate) else loader.staged,
+        staged=None if isinstance(collate_fn, StagingCollate | RecordedCollate) else loader.staged,
         pin_memory=loader.pin_memory,
         page_lock=loader.page_lock,
         generator=loader.generator,

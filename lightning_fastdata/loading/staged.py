@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 from lightning_fastdata.errors import BatchError
 
 if TYPE_CHECKING:
+    from lightning_fastdata.augment.dataset_pipelines import DatasetDraws
     from lightning_fastdata.augment.program import Draws
     from lightning_fastdata.types import Batch, Stage
 
@@ -41,7 +42,11 @@ class StagedBatch:
     __slots__ = ("batch", "crossing", "draws", "stage")
 
     def __init__(
-        self, batch: Batch, draws: Draws | None, stage: Stage, crossing: Landing | None = None
+        self,
+        batch: Batch,
+        draws: Draws | DatasetDraws | None,
+        stage: Stage,
+        crossing: Landing | None = None,
     ) -> None:
         self.batch = batch
         self.draws = draws

@@ -22,6 +22,7 @@ from lightning_fastdata.plugin.datasets import Constant, in_form_of, is_missing,
 from lightning_fastdata.plugin.guard_callback import attach_guard, first_rows, guard_rows
 from lightning_fastdata.plugin.hooks import HOOKS, overridden_hook, silence_shared_hook_warning
 from lightning_fastdata.plugin.loaders import build_loader, checked_sample, plan_for
+from lightning_fastdata.plugin.own_pipelines import OwnPipelines
 from lightning_fastdata.plugin.prefetching import Prefetching, PrefetchName
 from lightning_fastdata.plugin.sharing import settle_sharing, sharing_ranks, silence_padding_warning
 from lightning_fastdata.plugin.stage_transforms import StageTransforms
@@ -59,10 +60,10 @@ class DataModuleHooks:
         augment: What runs on the batches: an ``albumentations.Compose``, or any callable or
             ``nn.Module`` that takes a batch and returns it. For training only, or a dict with
             stages (``train``, ``val``, ``test``, ``predict``) as keys.
-        augment_on: Where the pixels of an Albumentations pipeline are computed. ``"gpu"``: on the
-            trainer's device, in ``on_after_batch_transfer``; ``"cpu"``: in the workers, by
-            Albumentations itself; ``"auto"``: on the device if that is a CUDA GPU. The random draws
-            are the same.
+        augment_on: Where the pixels of an Albumentations pipeline are computed, of ``augment`` or
+            of one that the dataset calls itself. ``"gpu"``: on the trainer's device, in
+            ``on_after_batch_transfer``; ``"cpu"``: in the workers, by Albumentations itself;
+            ``"auto"``: on the device if that is a CUDA GPU. The random draws are the same.
         image: Where the image is in a sample: a key of a dict or a position of a tuple. Default:
             ``"image"`` in a dict, else the first element that is an image.
         mask: Where the mask is, if there is one. Default: ``"mask"`` in a dict, else none.
@@ -113,6 +114,7 @@ class DataModuleHooks:
         self.drop_last = drop_last
         self.seed = seed
         self._transforms = StageTransforms(augment, image=image, mask=mask)
+        self._own_pipelines = OwnPipelines()
         self._prefetching = Prefetching(prefetch)
         self._plans: dict[str, LoaderPlan] = {}
         self.notes: list[str] = []
@@ -244,11 +246,16 @@ class DataModuleHooks:
         name = name if name is not None else self._name_of(stage)
         attached = self._trainer is not None
         sample = checked_sample(dataset, name, self._transforms[stage], read=attached)
-        plan = self._plan(dataset, stage=stage, sample=sample)
+        worker_part = self._transforms.worker_part(stage)
+        own = (
+            worker_part is None
+            and self._augments_on_device()
+            and self._record(dataset, stage, name)
+        )
+        plan = self._plan(dataset, stage=stage, sample=sample, recorded=own)
         for limit in plan.limits:
             warnings.warn(f"{name}: {limit}", FastDataWarning, stacklevel=2)
         self._plans[name] = plan
-        worker_part = self._transforms.worker_part(stage)
         self._prefetching.decide(self, self._trainer, self._written_hooks())
         settings = {
             "batch_size": self.batch_size,
@@ -259,7 +266,8 @@ class DataModuleHooks:
             "transform": worker_part,
             "on_device": worker_part is not None and self._augments_on_device(),
             # Without a trainer there is no hook to finish the batches, so they come finished.
-            "staged": stage if attached and self.augments_on_device(stage) else None,
+            "staged": stage if attached and (own or self.augments_on_device(stage)) else None,
+            "record_pipelines": own,
             "ahead": self._prefetching.look_ahead(self._trainer, stage, self._transforms),
         }
         loader = build_loader(
@@ -296,7 +304,7 @@ class DataModuleHooks:
             on_cpu = self.augment_on == "cpu"
             in_workers = 'augment_on="cpu"' if on_cpu else "there is no CUDA GPU to run on"
         parts = [f"{name}\n{plan.explain()}" for name, plan in self._plans.items()]
-        parts += self._transforms.explain(in_workers)
+        parts += self._transforms.explain(in_workers) + self._own_pipelines.explain()
         return "\n\n".join([*parts, self._prefetching.explain()])
 
     def _loaders(self, stage: Stage) -> Any:
@@ -320,7 +328,14 @@ class DataModuleHooks:
     def _name_of(self, stage: Stage) -> str:
         return f"{type(self).__name__}.{_DATASET_METHOD[stage]}()"
 
-    def _plan(self, dataset: Dataset[Any], *, stage: Stage, sample: Any) -> LoaderPlan:
+    def _record(self, dataset: Dataset[Any], stage: Stage, name: str) -> bool:
+        return self._own_pipelines.record(
+            dataset, stage=stage, name=name, seed=self._seed(), collate_fn=self.collate_fn
+        )
+
+    def _plan(
+        self, dataset: Dataset[Any], *, stage: Stage, sample: Any, recorded: bool = False
+    ) -> LoaderPlan:
         return plan_for(
             dataset,
             options=self.options,
@@ -330,11 +345,13 @@ class DataModuleHooks:
             accelerator=device_type(self._trainer),
             local_ranks=1 if self._trainer is None else self._trainer.num_devices,
             collate_fn=self.collate_fn,
-            transformed=self._transforms.worker_part(stage) is not None,
+            transformed=recorded or self._transforms.worker_part(stage) is not None,
         )
 
     def augments_on_device(self, stage: Stage) -> bool:
         """Return whether :meth:`on_after_batch_transfer` transforms the batches of a stage."""
+        if self._own_pipelines.on_device(stage):
+            return True
         return self._transforms.run_on_device(stage, pipeline=self._augments_on_device())
 
     def _augments_on_device(self) -> bool:

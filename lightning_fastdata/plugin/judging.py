@@ -69,7 +69,7 @@ class RunJudge:
         workers = getattr(loader, "num_workers", None)
         transform = getattr(loader, "transform", None)
         augment_on = None
-        if "train" in self._recording.augments:
+        if self._recording.augments("train"):
             augment_on = "device"
         elif transform is not None:
             augment_on = "cpu"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
+from lightning_fastdata.augment.dataset_pipelines import DatasetDraws
 from lightning_fastdata.errors import FastDataWarning
 from lightning_fastdata.loading.lookahead import Crossing, OneAhead, SideLane
 from lightning_fastdata.loading.moving import move
@@ -200,6 +201,8 @@ def drawn_carried_out(batch: Batch, transforms: StageTransforms) -> Batch:
     draw from generators that it draws from, so they run where they would without prefetching.
     """
     if isinstance(batch, StagedBatch):
+        if isinstance(batch.draws, DatasetDraws):
+            return StagedBatch(batch.draws.apply(batch.batch), None, batch.stage)
         first = transforms.worker_part(batch.stage)
         if batch.draws is None or first is None:
             return batch

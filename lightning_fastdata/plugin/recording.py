@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -84,7 +84,7 @@ class Recording:
         trainer: The trainer that is measured.
 
     Attributes:
-        augments: Stages in which something runs in ``on_after_batch_transfer``; elsewhere no
+        augments: Whether something runs in ``on_after_batch_transfer`` in a stage; if not, no
             augmentation is measured, so that none is reported as 0.
         in_transfer: Whether the trainer is moving a batch of one of its loaders.
         optimizer_stepped: Whether the open batch has ended in an optimizer step.
@@ -94,7 +94,7 @@ class Recording:
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        self.augments: frozenset[Stage] = frozenset()
+        self.augments: Callable[[Stage], bool] = lambda _stage: False
         self.in_transfer = False
         self._fetching: StageMeter | None = None
         self._moving: StageMeter | None = None
@@ -139,15 +139,13 @@ class Recording:
 
     def listeners(self) -> Mapping[str, Listener]:
         """Return what to call when Lightning announces an action, by the action's last word."""
-        listeners = {
+        return {
             "train_dataloader_next": (self._train_wait_began, self._train_wait_ended),
             "run_training_batch": (_nothing, self._work_ended),
             "val_next": (self._val_wait_began, self._val_wait_ended),
             "batch_to_device": (self._transfer_began, self._transfer_ended),
+            "on_after_batch_transfer": (self._augment_began, self._augment_ended),
         }
-        if self.augments:
-            listeners["on_after_batch_transfer"] = (self._augment_began, self._augment_ended)
-        return listeners
 
     def _train_wait_began(self) -> None:
         self._fetching = self.train
@@ -186,11 +184,11 @@ class Recording:
             self._moving = None
 
     def _augment_began(self) -> None:
-        if self._moving is not None and self._moving.stage in self.augments:
+        if self._moving is not None and self.augments(self._moving.stage):
             self._moving.timeline.augment_began()
 
     def _augment_ended(self) -> None:
-        if self._moving is not None and self._moving.stage in self.augments:
+        if self._moving is not None and self.augments(self._moving.stage):
             self._moving.timeline.augment_ended()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from lightning_fastdata.augment.dataset_pipelines import DatasetDraws
 from lightning_fastdata.loading.staged import StagedBatch
 
 if TYPE_CHECKING:
@@ -73,11 +74,13 @@ def finish(batch: Batch, transforms: StageTransforms) -> tuple[Batch, bool]:
         transforms: The transforms of each stage; a batch knows its own stage.
     """
     if isinstance(batch, StagedBatch):
-        plain = batch.batch
+        plain, draws = batch.batch, batch.draws
+        if isinstance(draws, DatasetDraws):
+            plain, draws = draws.apply(plain), None
         for transform in transforms[batch.stage]:
-            if transform.starts_in_worker and batch.draws is None:
+            if transform.starts_in_worker and draws is None:
                 continue  # ran in the workers
-            plain = transform.apply(plain, batch.draws)
+            plain = transform.apply(plain, draws)
         return plain, True
     if type(batch) is dict and _any_staged(batch.values()):
         return {key: finish(value, transforms)[0] for key, value in batch.items()}, True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -48,16 +49,18 @@ def first_epoch() -> int:
     return 0
 
 
-def augmenting_stages(trainer: Any, pl_module: Any) -> frozenset[Stage]:
-    """Return the stages in which something runs in ``on_after_batch_transfer``."""
+def augmenting_stages(trainer: Any, pl_module: Any) -> Callable[[Stage], bool]:
+    """Return what says whether something runs in ``on_after_batch_transfer`` in a stage.
+
+    A data module knows it once it has made the stage's loaders.
+    """
     hook = "on_after_batch_transfer"
     augments = getattr(trainer.datamodule, "augments_on_device", None)
     written = overridden_hook(pl_module, hook) is not None
-    if augments is None:
-        written = written or overridden_hook(trainer.datamodule, hook) is not None
-        return frozenset(("train", "val")) if written else frozenset()
-    stages: tuple[Stage, ...] = ("train", "val")
-    return frozenset(stage for stage in stages if written or augments(stage))
+    if augments is not None and not written:
+        return augments  # type: ignore[no-any-return]
+    written = written or overridden_hook(trainer.datamodule, hook) is not None
+    return lambda _stage: written
 
 
 def steps_logged_by(trainer: Any, counted: int) -> int:

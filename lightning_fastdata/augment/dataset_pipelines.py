@@ -1,0 +1,272 @@
+"""The pipelines that a dataset calls itself, with their pixels left to the device.
+
+The dataset stays as it is. While it reads a sample, its pipelines are hooked into: they draw, do
+what cannot be left to the device, and return a :class:`DeferredTensor` where their ``ToTensorV2``
+would return a tensor. Pipelines that end otherwise return NumPy arrays, which nobody can hand out
+without values; they run as always.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+
+from lightning_fastdata.augment.callables import plain_tensors, table
+from lightning_fastdata.augment.deferred import (
+    DeferredTensor,
+    Path,
+    Waiting,
+    replace_leaves,
+    spelled,
+)
+from lightning_fastdata.augment.fields import describe
+from lightning_fastdata.augment.plan import Plan, analyse, device_form
+from lightning_fastdata.augment.program import Draws, compile_tapes
+from lightning_fastdata.augment.replay_torch import replay
+from lightning_fastdata.augment.seeds import find_composes
+from lightning_fastdata.augment.tape import Recorder, Track, refusal
+from lightning_fastdata.augment.tree import is_container, list_leaves
+from lightning_fastdata.augment.worker import device_ops
+from lightning_fastdata.errors import BatchError
+
+if TYPE_CHECKING:
+    from lightning_fastdata.types import Batch
+
+_PIXELS = "pixels"
+_HOOKED = ("apply_with_params", "get_params_dependent_on_data")
+
+
+class PipelinePlace(NamedTuple):
+    """One pipeline of a dataset, and where it runs."""
+
+    compose: Any
+    """The pipeline."""
+    plan: Plan
+    """Where its operations run."""
+    why_not: str | None
+    """Why none of it is left to the device; None if some of it is."""
+
+
+def place_pipelines(dataset: object) -> tuple[PipelinePlace, ...]:
+    """Return the pipelines that a dataset holds, and which of them can be left to the device."""
+    return tuple(_place(compose) for compose in find_composes(dataset))
+
+
+def _place(compose: Any) -> PipelinePlace:
+    plan = analyse(compose, device_ops(), refusal=refusal())
+    return PipelinePlace(compose, plan, _why_not(compose, plan))
+
+
+def _why_not(compose: Any, plan: Plan) -> str | None:
+    if not is_container(compose):
+        return "a single transform, not a Compose"
+    if refusal() is not None:
+        return refusal()
+    last = list_leaves(compose)[-1:]
+    if not last or type(last[0].transform).__name__ != "ToTensorV2":
+        return "it does not end in ToTensorV2, so the dataset gets NumPy arrays from it"
+    if plan.placements[-1].where == "worker":
+        return f"its ToTensorV2 has to run in the worker: {plan.placements[-1].why}"
+    return None
+
+
+def draws_pixels(place: PipelinePlace) -> bool:
+    """Return whether the device would draw numbers of its own for pixels of a pipeline."""
+    ops = device_ops()
+    for leaf, placement in zip(list_leaves(place.compose), place.plan.placements, strict=True):
+        op = device_form(leaf.transform, ops)
+        if placement.where != "worker" and op is not None and op.draws_pixels(leaf.transform):
+            return True
+    return False
+
+
+class DatasetDraws:
+    """What a batch still has to go through on the device; pinned and moved with the batch."""
+
+    __slots__ = ("parts",)
+
+    def __init__(self, parts: Sequence[tuple[Path, tuple[int, ...], Draws]]) -> None:
+        self.parts = tuple(parts)
+        """For each field: where it is, the lengths of its dimensions in front of the image's, and
+        what was drawn for the images in order."""
+
+    def pin_memory(self, device: str | None = None) -> DatasetDraws:
+        """Return the same draws in page-locked memory."""
+        return DatasetDraws([(p, s, draws.pin_memory(device)) for p, s, draws in self.parts])
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> DatasetDraws:
+        """Return the same draws on a device."""
+        return DatasetDraws([(p, s, d.to(device, non_blocking)) for p, s, d in self.parts])
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return the tensors that were moved."""
+        return [draws.blob for _, _, draws in self.parts]
+
+    def apply(self, batch: Batch) -> Batch:
+        """Return the batch, which is on the device, as the dataset's pipelines would have made it.
+
+        Raises:
+            BatchError: A hook has changed a field that waits, or its place.
+        """
+        waiting = {path: (stacked, draws) for path, stacked, draws in self.parts}
+
+        def finished(path: Path, leaf: Any) -> Any:
+            if path not in waiting:
+                return leaf
+            stacked, draws = waiting.pop(path)
+            if not isinstance(leaf, torch.Tensor) or len(leaf) != draws.samples:
+                raise BatchError(
+                    f"The field {spelled(path)} should be a tensor of {draws.samples} images that "
+                    f"wait for the dataset's pipeline on the device, but is {describe(leaf)}. "
+                    "Change batches in on_after_batch_transfer, or set augment_on='cpu'."
+                )
+            value = _carry_out(leaf, draws)
+            return value if len(stacked) == 1 else value.view(*stacked, *value.shape[1:])
+
+        with plain_tensors():
+            done = replace_leaves(batch, finished)
+        if waiting:
+            raise BatchError(
+                f"The batch has no field {spelled(next(iter(waiting)))} any more, which waits for "
+                "the dataset's pipeline on the device. Change batches in on_after_batch_transfer, "
+                "or set augment_on='cpu'."
+            )
+        return done
+
+
+def _carry_out(pixels: torch.Tensor, draws: Draws) -> torch.Tensor:
+    program = draws.programs[_PIXELS]
+    if program.role == "image" and pixels.ndim == 3:
+        pixels = pixels.unsqueeze(-1)
+    return replay(program, draws.blob, pixels, device_ops())
+
+
+class DatasetRecording:
+    """What surrounds the reading of a dataset in the process that reads it; picklable."""
+
+    def __init__(self) -> None:
+        self._recorders: list[_PipelineRecorder] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_recorders": None}
+
+    @contextmanager
+    def reading(self, dataset: object) -> Iterator[None]:
+        """Have the dataset's pipelines leave to the device what they can, while in the block."""
+        if self._recorders is None:
+            self._recorders = [
+                _PipelineRecorder(place.compose, place.plan)
+                for place in place_pipelines(dataset)
+                if place.why_not is None
+            ]
+        for recorder in self._recorders:
+            recorder.hook()
+        try:
+            yield
+        finally:
+            for recorder in self._recorders:
+                recorder.unhook()
+
+    def take(
+        self, batch: Batch, collate: Callable[[list[Any]], Any]
+    ) -> tuple[Batch, DatasetDraws | None]:
+        """Take what waits out of a collated batch.
+
+        Args:
+            batch: The batch.
+            collate: Makes one tensor of the arrays of a field.
+
+        Returns:
+            The batch with the pixels that its fields start from, uint8 ``[n, H, W, C]`` mostly,
+            and what was drawn for them; None if nothing waits.
+        """
+        parts: list[tuple[Path, tuple[int, ...], Draws]] = []
+
+        def taken(path: Path, leaf: Any) -> Any:
+            if not isinstance(leaf, DeferredTensor):
+                return leaf
+            if leaf.is_computed or not leaf.stacked:
+                return leaf.computed()
+            tapes = [{_PIXELS: waiting.track} for waiting in leaf.waiting]
+            parts.append((path, leaf.stacked, compile_tapes(tapes, device_ops())))
+            return collate([_own(waiting.pixels) for waiting in leaf.waiting])
+
+        batch = replace_leaves(batch, taken)
+        return batch, DatasetDraws(parts) if parts else None
+
+
+def _own(pixels: Any) -> torch.Tensor:
+    # A pipeline may hand back the dataset's own read-only array (a memory map).
+    return torch.from_numpy(pixels if pixels.flags.writeable else pixels.copy())
+
+
+class _PipelineRecorder(Recorder):
+    """Records one pipeline where the dataset calls it."""
+
+    def __init__(self, compose: Any, plan: Plan) -> None:
+        leaves = [leaf.transform for leaf in list_leaves(compose)]
+        before = [{name: vars(leaf).get(name) for name in _HOOKED} for leaf in leaves]
+        super().__init__(compose, plan, device_ops(), copied=False)
+        hooks: list[tuple[Any, str, Any, Any]] = []
+        for leaf, old in zip(leaves, before, strict=True):
+            hooks += [
+                (leaf, name, vars(leaf)[name], old[name])
+                for name in _HOOKED
+                if vars(leaf).get(name) is not old[name]
+            ]
+        for name, hook in (("preprocess", self._begin), ("postprocess", self._end)):
+            old_one = vars(compose).get(name)
+            hooks.append((compose, name, functools.partial(hook, getattr(compose, name)), old_one))
+        self._hooks = hooks
+        self._given: dict[str, Any] = {}
+        self.unhook()
+
+    def hook(self) -> None:
+        # Instance attributes shadow the methods, here as in the recorder of a copy.
+        for owner, name, hook, _ in self._hooks:
+            setattr(owner, name, hook)
+
+    def unhook(self) -> None:
+        for owner, name, _, old in self._hooks:
+            if old is None:
+                vars(owner).pop(name, None)
+            else:
+                setattr(owner, name, old)
+
+    def _begin(self, original: Callable[[Any], Any], data: dict[str, Any]) -> Any:
+        self._targets = {}
+        self._given = dict(data)
+        return original(data)
+
+    def _end(self, original: Callable[[Any], Any], data: dict[str, Any]) -> Any:
+        result = original(data)
+        for key, role in self._roles.items():
+            target = self._targets.get(key)
+            if target is None or result.get(key) is not target.shown:
+                continue
+            if isinstance(target.shown, torch.Tensor) and target.pending:
+                if np.may_share_memory(target.real, self._given[key]):
+                    target.real = target.real.copy()  # a dataset may read into one buffer
+                track = Track(role, tuple(pending.op for pending in target.pending))
+                waiting = Waiting(track, target.flush, target.real)
+                result[key] = DeferredTensor.of(target.shown, (waiting,))
+            else:
+                result[key] = target.flush()
+        self._targets, self._given = {}, {}
+        return result
+
+
+def explain_pipelines(places: Sequence[PipelinePlace]) -> str:
+    """Return where each operation of a dataset's pipelines runs, and why, as text."""
+    parts = []
+    for place in places:
+        if place.why_not is not None:
+            parts.append(f"all of it in the workers, by Albumentations itself: {place.why_not}")
+        else:
+            parts.append(table([(p.name, p.where, p.why) for p in place.plan.placements]))
+    return "\n\n".join(parts)

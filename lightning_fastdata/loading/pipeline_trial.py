@@ -1,0 +1,157 @@
+"""A trial of leaving a dataset's own pipelines to the device: does it pay, and is all the same?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import torch
+from torch.utils.data import Dataset, IterableDataset
+
+from lightning_fastdata.augment.dataset_pipelines import (
+    DatasetDraws,
+    DatasetRecording,
+    PipelinePlace,
+    draws_pixels,
+    explain_pipelines,
+    place_pipelines,
+)
+from lightning_fastdata.augment.deferred import Path, replace_leaves, spelled
+from lightning_fastdata.epochs import EpochCell
+from lightning_fastdata.loading.collate import RecordedCollate, collate_samples
+from lightning_fastdata.loading.draws import DrawWatch
+from lightning_fastdata.loading.keyed import fetches_in_batches, keyed
+from lightning_fastdata.loading.order import dataset_length
+from lightning_fastdata.loading.probe import shallow_copy, spread_indices
+
+if TYPE_CHECKING:
+    from lightning_fastdata.types import Batch
+
+_SAMPLES: Final = 3
+_CLOSE: Final = 0.01
+"""Part of the range of values that the mean difference may be. Operations that are a level off make
+a hundredth of it; a mirror or another draw twenty times as much."""
+
+
+class Trial(NamedTuple):
+    """What came of it."""
+
+    places: tuple[PipelinePlace, ...]
+    """The dataset's pipelines."""
+    fields: tuple[str, ...]
+    """Fields of a batch that the device would compute; none: the workers do it all."""
+    why: str
+    """The reason."""
+
+    @property
+    def defers(self) -> bool:
+        """Whether the device is to compute something."""
+        return bool(self.fields)
+
+    def explain(self) -> str:
+        """Return what was found, and where each operation runs."""
+        if not self.defers:
+            return f"all of it in the workers, by Albumentations itself: {self.why}"
+        return f"{self.why}\n{explain_pipelines(self.places)}"
+
+
+def try_recording(
+    dataset: Dataset[Any], *, seed: int, collate_fn: Callable[[list[Any]], Any] | None
+) -> Trial | None:
+    """Read samples as always and once more with their pixels left over, and compare.
+
+    The dataset and the global random state stay as they were. What is left over is computed here.
+
+    Args:
+        dataset: A dataset.
+        seed: Of the draws.
+        collate_fn: The user's; None: the default collation.
+
+    Returns:
+        The trial; None if the dataset holds no pipeline.
+    """
+    places = place_pipelines(dataset)
+    if not places:
+        return None
+    reasons = [place.why_not for place in places if place.why_not is not None]
+    if len(reasons) == len(places):
+        return Trial(places, (), reasons[0])
+    if isinstance(dataset, IterableDataset):
+        return Trial(places, (), "a stream, of which no sample can be tried without losing it")
+    length = dataset_length(dataset)
+    indices = spread_indices(length or 1, min(length or 1, _SAMPLES))
+    recording = DatasetRecording()
+    collate = collate_fn or collate_samples
+    stage = RecordedCollate(collate, recording, "train")
+    watch = DrawWatch()
+    try:
+        plain = collate(_read(dataset, indices, seed, None))
+        watch.restore()
+        staged = stage(_read(dataset, indices, seed, recording))
+        draws = staged.draws
+        if not isinstance(draws, DatasetDraws):
+            return Trial(places, (), "the dataset, or the collation, works on what it returns")
+        fields = tuple(spelled(path) for path, _, _ in draws.parts)
+        exact = not any(draws_pixels(place) for place in places)
+        difference = _difference(
+            plain, draws.apply(staged.batch), {p for p, *_ in draws.parts}, exact
+        )
+    except Exception as error:  # whatever the code around the pipeline raises
+        why = f"tried out, it ended in {type(error).__name__}: {error}"
+        return Trial(places, (), why)
+    finally:
+        watch.restore()
+    if difference is not None:
+        return Trial(places, (), f"tried out, {difference}")
+    return Trial(
+        places, fields, f"on the device: {', '.join(fields)}; {len(indices)} samples tried"
+    )
+
+
+def _read(
+    dataset: Dataset[Any], indices: Sequence[int], seed: int, recording: DatasetRecording | None
+) -> list[Any]:
+    twin = keyed(
+        shallow_copy(dataset), seed=seed, epoch=EpochCell(), transform=None, recording=recording
+    )
+    if fetches_in_batches(dataset):
+        return list(twin.__getitems__(list(indices)))  # type: ignore[attr-defined]
+    return [twin[index] for index in indices]
+
+
+def _difference(plain: Batch, done: Batch, paths: set[Path], exact: bool) -> str | None:
+    """Return in what a batch differs from the plain one, in words; None if in nothing.
+
+    Args:
+        plain: The batch as always.
+        done: The one that was computed from what was left over.
+        paths: Fields that were left over.
+        exact: Their values have to be close, too.
+    """
+    before, after = _leaves(plain), _leaves(done)
+    if before.keys() != after.keys():
+        return "the batch had another structure"
+    for path, one in before.items():
+        other = after[path]
+        if type(one) is not type(other):
+            return f"{spelled(path)} became a {type(other).__name__}"
+        if not isinstance(one, torch.Tensor):
+            continue
+        if (one.shape, one.dtype) != (other.shape, other.dtype):
+            return f"{spelled(path)} became {other.dtype} {tuple(other.shape)}"
+        if path in paths and exact and not _close(one, other):
+            return f"{spelled(path)} had other values"
+    return None
+
+
+def _leaves(batch: Batch) -> dict[Path, Any]:
+    found: dict[Path, Any] = {}
+    replace_leaves(batch, found.setdefault)
+    return found
+
+
+def _close(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.numel() == 0:
+        return True
+    one, other = one.double(), other.double()
+    return bool((one - other).abs().mean() <= _CLOSE * (one.max() - one.min()).clamp(min=1e-6))
