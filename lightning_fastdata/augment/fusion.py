@@ -137,7 +137,7 @@ class _OpenRun:
             return False
         if step.fused == "normalize" and self.normalize is None:
             arrays = step.arrays[0]
-            if arrays["mean"].shape[1:] != (CHANNELS,):
+            if "mean" not in arrays or arrays["mean"].shape[1:] != (CHANNELS,):
                 return False
             self.normalize = arrays["mean"], arrays["gain"]
             return True

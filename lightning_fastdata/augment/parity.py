@@ -41,10 +41,18 @@ _EXAMPLES: Final[dict[str, tuple[dict[str, Any], ...]]] = {
     "Downscale": ({}, {"interpolation_pair": {"downscale": 3, "upscale": 1}}),
     "ElasticTransform": ({"alpha": 40, "sigma": 6},),
     "Equalize": ({}, {"mode": "pil", "by_channels": False}),
-    "MultiplicativeNoise": ({}, {"per_channel": True}),
+    "MultiplicativeNoise": ({}, {"per_channel": True}, {"elementwise": True}),
+    "Normalize": (
+        {},
+        {"normalization": "image"},
+        {"normalization": "image_per_channel"},
+        {"normalization": "min_max"},
+        {"normalization": "min_max_per_channel"},
+    ),
     "OpticalDistortion": ({}, {"mode": "fisheye"}),
     "Pad": ({"padding": 9},),
     "PadIfNeeded": ({"min_height": 256, "min_width": 256, "border_mode": 4},),
+    "RandomBrightnessContrast": ({}, {"brightness_by_max": False}),
     "RandomCrop": ({"height": 96, "width": 128},),
     "RandomResizedCrop": ({"size": (128, 128)},),
     "RandomSizedCrop": ({"min_max_height": (60, 120), "size": (128, 128)},),
@@ -54,6 +62,7 @@ _EXAMPLES: Final[dict[str, tuple[dict[str, Any], ...]]] = {
         {"height": 120, "width": 100, "interpolation": 0},
     ),
     "Sharpen": ({}, {"method": "gaussian"}),
+    "ToGray": ({}, {"method": "from_lab"}),
     "XYMasking": (
         {
             "num_masks_x": (1, 3),
@@ -231,7 +240,9 @@ def levels_per_unit(compose: Any, dtype: np.dtype[Any]) -> Any:
             unit = 255.0
         elif name == "ToTensorV2":
             first = True
-        elif name == "Normalize" and leaf.transform.std is not None:
+        elif name == "FromFloat":
+            unit = 1.0
+        elif name == "Normalize" and leaf.transform.normalization == "standard":
             unit = 255.0 * np.asarray(leaf.transform.std, np.float64)
     return unit[:, None, None] if first and np.ndim(unit) else unit
 

@@ -20,6 +20,8 @@ SIDE_PX: Final = 160
 _SLOW_SIDE_PX: Final = 48
 _SLOW: Final = frozenset({"PiecewiseAffine"})
 """Albumentations computes their field in a Python loop over the pixels."""
+_OF_GRAY: Final = frozenset({"ToRGB"})
+"""Take images of one channel."""
 
 _ABSTRACT: Final = frozenset({"BasicTransform", "DualTransform", "ImageOnlyTransform"})
 _NAME_COLUMNS: Final = 48
@@ -79,7 +81,10 @@ def measure_all(images: Sequence[np.ndarray], *, draws: int = 2) -> Iterator[Ope
     """
     wide, small = squares(images, SIDE_PX), squares(images[:2], _SLOW_SIDE_PX)
     for name, arguments in examples():
-        yield operation_parity(name, arguments, small if name in _SLOW else wide, draws=draws)
+        shown = small if name in _SLOW else wide
+        if name in _OF_GRAY:
+            shown = [image[..., :1] for image in shown]
+        yield operation_parity(name, arguments, shown, draws=draws)
 
 
 def table_row(found: OperationParity) -> tuple[str, ...]:

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 Where: TypeAlias = Literal["worker", "device", "either"]
 
-_CHANGES_DTYPE_OR_LAYOUT: Final = frozenset({"FromFloat", "Normalize", "ToFloat", "ToTensorV2"})
+_CASTS: Final = frozenset({"FromFloat", "Normalize", "ToFloat"})
+_CHANGES_DTYPE_OR_LAYOUT: Final = _CASTS | {"ToTensorV2"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +113,7 @@ def analyse(
         freedom = f"; {op.freedom}" if op is not None and draws else ""
         if why_worker is None and draws and same_pixels:
             why_worker = "same_pixels: the device would make other pixels of the same distribution"
-        if why_worker is None and op is not None and not _encodes_after(leaves[:index], leaf, op):
+        if why_worker is None and op is not None and not _encodes_after(leaves[:index], leaf, ops):
             why_worker = "no device form for the dtype it is given"
         if why_worker is not None:
             placed.append(OpPlacement(name=name, where="worker", why=why_worker))
@@ -152,6 +153,8 @@ def _why_worker(
         return "its output size differs between samples"
     if not _changes_form(leaf.transform):
         return None
+    if getattr(leaf.transform, "dtype", "uint8") != "uint8":  # of FromFloat
+        return "no device form for this dtype"
     if leaf.conditional:
         return "changes the shape or dtype of some samples only"
     if barrier_after is not None:
@@ -163,7 +166,8 @@ def _changes_form(transform: Any) -> bool:
     name = type(transform).__name__
     if name in _CHANGES_DTYPE_OR_LAYOUT or name in CHANGES_SIZE:
         return True
-    return bool(name in {"ToGray", "ToRGB"} and transform.num_output_channels != 3)
+    # ToRGB is there for images of one channel.
+    return name == "ToRGB" or bool(name == "ToGray" and transform.num_output_channels != 3)
 
 
 def _reads_pixels(transform: Any) -> bool:
@@ -175,23 +179,29 @@ def _reads_pixels(transform: Any) -> bool:
     return name == "Equalize" and callable(transform.mask)
 
 
-def _encodes_after(before: list[Leaf], leaf: Leaf, op: DeviceOp, draws: int = 4) -> bool:
-    """Whether an operation behind Normalize or ToFloat has a device form for float images.
+def _encodes_after(
+    before: list[Leaf], leaf: Leaf, ops: Mapping[str, DeviceOp], draws: int = 4
+) -> bool:
+    """Whether an operation behind Normalize or ToFloat has a device form for what those make.
 
     Before those, parameters without a device form send one sample to the CPU. Behind them that
     would leave float and uint8 images in one batch, so it is tried out here.
     """
-    if _changes_form(leaf.transform) or not any(
-        type(other.transform).__name__ in {"Normalize", "ToFloat"} for other in before
-    ):
+    name = type(leaf.transform).__name__
+    casts = [one.transform for one in before if type(one.transform).__name__ in _CASTS & {*ops}]
+    if not casts or (_changes_form(leaf.transform) and name != "FromFloat"):
         return True
+    dtypes: set[np.dtype[Any]] = {np.dtype(np.uint8), np.dtype(np.float32)}
+    for cast in casts:
+        dtypes = {ops[type(cast).__name__].out_dtype(cast, dtype) for dtype in dtypes}
     transform = copy.deepcopy(leaf.transform)
-    image = np.zeros((64, 64, 3), np.float32)
-    for _ in range(draws):
-        data = {"image": image}
-        params = transform.update_transform_params(transform.get_params(), data)
-        sampler = transform.get_params_dependent_on_data
-        params.update(draw_params(op, transform, sampler, params, data, whole=False))
-        if op.encode(transform, params, image.shape, image.dtype) is None:
-            return False
+    for dtype in dtypes:
+        image: np.ndarray = np.zeros((64, 64, 3), dtype)
+        for _ in range(draws):
+            data = {"image": image}
+            params = transform.update_transform_params(transform.get_params(), data)
+            sampler = transform.get_params_dependent_on_data
+            params.update(draw_params(ops[name], transform, sampler, params, data, whole=False))
+            if ops[name].encode(transform, params, image.shape, image.dtype) is None:
+                return False
     return True

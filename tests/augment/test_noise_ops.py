@@ -28,6 +28,8 @@ ADDED = {
     "laplace, coarse": A.AdditiveNoise(
         "laplace", "per_pixel", {"mean_range": (0, 0), "scale_range": (0.01, 0.03)}, 0.4, p=1
     ),
+    "factors": A.MultiplicativeNoise((0.6, 1.2), elementwise=True, per_channel=True, p=1),
+    "factors, all channels alike": A.MultiplicativeNoise((0.6, 1.2), elementwise=True, p=1),
 }
 LEVEL = {np.uint8: 128, np.float32: 0.5}
 

@@ -181,12 +181,9 @@ def test_tiny_images_are_no_special_case(name, shape):
 @pytest.mark.parametrize(
     "transform",
     [
-        A.Normalize(normalization="image_per_channel", p=1),
         A.Resize(9, 9, interpolation=4, p=1),
         A.RandomResizedCrop((9, 9), area_for_downscale="image", p=1),
         A.CoarseDropout(fill="random", p=1),
-        A.MultiplicativeNoise(elementwise=True, p=1),
-        A.RandomBrightnessContrast(brightness_by_max=False, p=1),
         A.ToGray(method="pca", p=1),
         A.Rotate(crop_border=True, p=1),
     ],

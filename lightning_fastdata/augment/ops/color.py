@@ -18,15 +18,17 @@ from lightning_fastdata.augment.ops.hsv import (
     rgb_bytes,
     shift_hue_floats,
 )
+from lightning_fastdata.augment.ops.lab import lab_bytes
 from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded
-from lightning_fastdata.augment.ops.table import look_up, ramp_table, to_bytes
+from lightning_fastdata.augment.ops.table import look_up, ramp_table, to_bytes, via_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from lightning_fastdata.augment.ops.operation import Shape
 
-_GRAY_METHODS = ("weighted_average", "desaturation", "average", "max")
+_OF_RGB = ("weighted_average", "from_lab")
+_GRAY_METHODS = (*_OF_RGB, "desaturation", "average", "max")
 
 
 def _hue_table(shift: float) -> np.ndarray:
@@ -141,9 +143,7 @@ def _encode_gray(
     count, out = channels(shape), transform.num_output_channels
     if count == 1:
         return Encoded((("method", "same"), ("channels", 1)), {})
-    known = transform.method in _GRAY_METHODS and (
-        count == 3 or transform.method != "weighted_average"
-    )
+    known = transform.method in _GRAY_METHODS and (count == 3 or transform.method not in _OF_RGB)
     # For one channel Albumentations drops the channel axis.
     if out == 1 or not known:
         return None
@@ -158,6 +158,8 @@ def _run_gray(
         return images
     if method == "weighted_average":
         out = gray(images)
+    elif method == "from_lab":
+        out = via_bytes(images, lambda as_bytes: lab_bytes(as_bytes)[0].to(torch.uint8))
     elif method == "max":
         out = images.amax(-1)
     elif method == "average":
@@ -172,6 +174,26 @@ def _run_gray(
 
 def _gray_shape(transform: Any, params: Mapping[str, Any], shape: Shape) -> Shape:
     return shape if channels(shape) == 1 else (*shape[:2], transform.num_output_channels)
+
+
+def _encode_rgb(
+    transform: Any, params: Mapping[str, Any], shape: Shape, dtype: np.dtype[Any]
+) -> Encoded | None:
+    # Albumentations refuses other images, and squeezes those of a single row or column.
+    if channels(shape) != 1 or 1 in shape[:2]:
+        return None
+    return Encoded((("channels", transform.num_output_channels),), {})
+
+
+def _run_rgb(
+    images: torch.Tensor, static: Mapping[str, Any], arrays: Mapping[str, torch.Tensor]
+) -> torch.Tensor:
+    return images.repeat(1, 1, 1, static["channels"])
+
+
+def _rgb_shape(transform: Any, params: Mapping[str, Any], shape: Shape) -> Shape:
+    count = transform.num_output_channels
+    return shape if count == 1 else (*shape[:2], count)
 
 
 def _encode_sepia(
@@ -239,6 +261,7 @@ OPS = (
         out_shape=_gray_shape,
         fused=fusion.gray,
     ),
+    DeviceOp(name="ToRGB", encode=_encode_rgb, image=_run_rgb, out_shape=_rgb_shape),
     DeviceOp(name="ToSepia", encode=_encode_sepia, image=_run_sepia),
     DeviceOp(name="ChannelShuffle", encode=_encode_shuffle, image=_run_shuffle),
     DeviceOp(name="ChannelDropout", encode=_encode_channel_dropout, image=_run_channel_dropout),

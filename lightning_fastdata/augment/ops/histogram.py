@@ -39,7 +39,7 @@ def _histograms(values: torch.Tensor) -> torch.Tensor:
     return counts.index_add_(0, bins, ones).view(n, 256)
 
 
-def _channel_histograms(images: torch.Tensor) -> torch.Tensor:
+def channel_histograms(images: torch.Tensor) -> torch.Tensor:
     """Return the histograms of uint8 ``[n, H, W, C]``: int32 ``[n, C, 256]``."""
     n, _, _, count = images.shape
     planes = images.permute(0, 3, 1, 2).reshape(n * count, -1)
@@ -90,11 +90,11 @@ def _equalize(
 ) -> torch.Tensor:
     def change(as_bytes: torch.Tensor) -> torch.Tensor:
         if not static["luma"]:
-            tables = _equalizing(_channel_histograms(as_bytes), static["mode"])
+            tables = _equalizing(channel_histograms(as_bytes), static["mode"])
             return _per_channel(as_bytes, tables)
         luma, red, blue = ycrcb_bytes(as_bytes)
         luma = luma.to(torch.uint8).unsqueeze(-1)
-        tables = _equalizing(_channel_histograms(luma), static["mode"])
+        tables = _equalizing(channel_histograms(luma), static["mode"])
         return rgb_from_ycrcb(_per_channel(luma, tables).squeeze(-1).int(), red, blue)
 
     return via_bytes(images, change)
@@ -156,7 +156,7 @@ def _contrast(
     images: torch.Tensor, static: Mapping[str, Any], arrays: Mapping[str, torch.Tensor]
 ) -> torch.Tensor:
     def change(as_bytes: torch.Tensor) -> torch.Tensor:
-        counts = _channel_histograms(as_bytes)
+        counts = channel_histograms(as_bytes)
         # Albumentations counts from 0 to 255 without 255.
         counts[..., 255] = 0
         if static["ignore"] is not None:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch.nn.functional import interpolate
 
+from lightning_fastdata.augment import fusion
 from lightning_fastdata.augment.ops.border import as_channels_last, channels
 from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded
 from lightning_fastdata.augment.ops.splitmix import (
@@ -20,7 +21,7 @@ from lightning_fastdata.augment.ops.splitmix import (
     uniform,
     words,
 )
-from lightning_fastdata.augment.ops.table import look_up, ramp_table
+from lightning_fastdata.augment.ops.table import change_value, encode_value, look_up, ramp_table
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -149,6 +150,43 @@ def _add(
     return (images.float() + noise).clamp(0, _limit(images.dtype)).to(images.dtype)
 
 
+def _draw_factors(
+    transform: Any, params: Mapping[str, Any], data: Mapping[str, Any]
+) -> dict[str, Any] | None:
+    image = data["image"]
+    if not transform.elementwise or image.dtype not in _DTYPES:
+        return None
+    generator = transform.random_generator
+    seed = peek_seed(generator)
+    layers = channels(image.shape) if transform.per_channel else 1
+    skip_doubles(generator, image.shape[0] * image.shape[1] * layers)
+    return {"factors_seed": seed}
+
+
+def _encode_factors(
+    transform: Any, params: Mapping[str, Any], shape: Shape, dtype: np.dtype[Any]
+) -> Encoded | None:
+    if not transform.elementwise:
+        return encode_value(transform, params, shape, dtype)
+    if "factors_seed" not in params or dtype not in _DTYPES:
+        return None
+    limits = np.array(transform.multiplier, np.float32)
+    static = (("form", "each"), ("layers", channels(shape) if transform.per_channel else 1))
+    return Encoded(static, {"seed": params["factors_seed"], "limits": limits})
+
+
+def _multiply(
+    images: torch.Tensor, static: Mapping[str, Any], arrays: Mapping[str, torch.Tensor]
+) -> torch.Tensor:
+    if static["form"] != "each":
+        return change_value(images, static, arrays)
+    n, height, width, _ = images.shape
+    drawn = uniform(arrays["seed"], height * width * static["layers"])
+    low, high = arrays["limits"][:, :, None].unbind(1)
+    factors = (low + (high - low) * drawn).view(n, height, width, static["layers"])
+    return (images.float() * factors).clamp(0, _limit(images.dtype)).to(images.dtype)
+
+
 def _draw_specks(
     transform: Any, params: Mapping[str, Any], data: Mapping[str, Any]
 ) -> dict[str, Any] | None:
@@ -264,6 +302,14 @@ OPS = (
         draws_pixels=lambda transform: transform.spatial_mode != "constant",
     ),
     DeviceOp(
+        name="MultiplicativeNoise",
+        encode=_encode_factors,
+        image=_multiply,
+        draw=_draw_factors,
+        draws_pixels=lambda transform: transform.elementwise,
+        fused=fusion.table,
+    ),
+    DeviceOp(
         name="SaltAndPepper",
         encode=_encode_specks,
         image=_specks,
@@ -280,4 +326,5 @@ OPS = (
     ),
 )
 """The distribution of Albumentations' noise, with its drawn strength, amount and values. Exact for
-AdditiveNoise that is constant in space, and for PixelDropout where there are boxes."""
+AdditiveNoise that is constant in space, for MultiplicativeNoise that is not elementwise, and for
+PixelDropout where there are boxes."""

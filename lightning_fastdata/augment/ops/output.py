@@ -7,14 +7,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from lightning_fastdata.augment.ops.border import channels
 from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded
+from lightning_fastdata.augment.ops.own_range import dtype_of, encode_own, normalize_own
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    import torch
 
     from lightning_fastdata.augment.ops.operation import Shape
 
@@ -22,8 +22,10 @@ if TYPE_CHECKING:
 def _encode_normalize(
     transform: Any, params: Mapping[str, Any], shape: Shape, dtype: np.dtype[Any]
 ) -> Encoded | None:
-    if transform.normalization != "standard" or dtype not in (np.uint8, np.float32):
+    if dtype not in (np.uint8, np.float32):
         return None
+    if transform.normalization != "standard":
+        return encode_own(transform, shape, dtype)
     count = channels(shape)
     rows = {}
     for name, values in (("mean", transform.mean_np), ("gain", transform.denominator)):
@@ -37,8 +39,15 @@ def _encode_normalize(
 def _normalize(
     images: torch.Tensor, static: Mapping[str, Any], arrays: Mapping[str, torch.Tensor]
 ) -> torch.Tensor:
+    if static:
+        return normalize_own(images, static)
     mean, gain = (arrays[name][:, None, None, :] for name in ("mean", "gain"))
     return (images.float() - mean) * gain
+
+
+def _normalized_dtype(transform: Any, dtype: np.dtype[Any]) -> np.dtype[Any]:
+    standard = transform.normalization == "standard"
+    return np.dtype(np.float32) if standard else dtype_of(transform, dtype)
 
 
 def _encode_to_float(
@@ -57,6 +66,21 @@ def _to_float(
 ) -> torch.Tensor:
     # A tensor, not a number: CUDA would multiply by the reciprocal of a number.
     return images.float() / arrays["limit"][:, None, None, :] if "limit" in arrays else images
+
+
+def _encode_from_float(
+    transform: Any, params: Mapping[str, Any], shape: Shape, dtype: np.dtype[Any]
+) -> Encoded | None:
+    if transform.dtype != "uint8" or dtype != np.float32:
+        return None
+    return Encoded((), {"limit": np.array([transform.max_value], np.float32)})
+
+
+def _from_float(
+    images: torch.Tensor, static: Mapping[str, Any], arrays: Mapping[str, torch.Tensor]
+) -> torch.Tensor:
+    levels = (images * arrays["limit"][:, None, None, :]).round()
+    return levels.clamp(0, 255).to(torch.uint8)
 
 
 def _encode_to_tensor(
@@ -87,10 +111,16 @@ OPS = (
         name="Normalize",
         encode=_encode_normalize,
         image=_normalize,
-        out_dtype=_float_dtype,
+        out_dtype=_normalized_dtype,
         fused="normalize",
     ),
     DeviceOp(name="ToFloat", encode=_encode_to_float, image=_to_float, out_dtype=_float_dtype),
+    DeviceOp(
+        name="FromFloat",
+        encode=_encode_from_float,
+        image=_from_float,
+        out_dtype=lambda transform, _dtype: np.dtype(transform.dtype),
+    ),
     DeviceOp(
         name="ToTensorV2",
         encode=_encode_to_tensor,

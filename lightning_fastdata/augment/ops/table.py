@@ -62,11 +62,11 @@ def _row(value: Any, count: int) -> np.ndarray | None:
 def _pointwise(transform: Any, params: Mapping[str, Any], count: int) -> dict[str, Any] | None:
     """Return params that act on each value alone, or None."""
     name = type(transform).__name__
-    if name == "RandomBrightnessContrast" and not transform.brightness_by_max:
-        return None  # needs the mean of the real image
+    if name == "Posterize" and np.size(params["num_bits"]) not in (1, count):
+        return None  # Albumentations leaves the other channels as the memory was
     for key in ("multiplier", "noise_map"):
         if key in params:
-            if getattr(transform, "elementwise", False) or _row(params[key], count) is None:
+            if _row(params[key], count) is None:
                 return None
             return {**params, key: np.asarray(params[key]).ravel()}
     return dict(params)
@@ -100,9 +100,10 @@ def _float_form(
     return kind, {"gain": gains, "offset": offsets}
 
 
-def _encode(
+def encode_value(
     transform: Any, params: Mapping[str, Any], shape: Shape, dtype: np.dtype[Any]
 ) -> Encoded | None:
+    """Return the table, or the numbers of the formula, of one operation on one sample."""
     count, name = channels(shape), type(transform).__name__
     plain = _pointwise(transform, params, count)
     if plain is None or (name == "PlanckianJitter" and count != 3):
@@ -116,9 +117,10 @@ def _encode(
     return Encoded((("form", form[0]),), form[1])
 
 
-def _run(
+def change_value(
     images: torch.Tensor, static: Mapping[str, Any], arrays: Mapping[str, torch.Tensor]
 ) -> torch.Tensor:
+    """Carry out what `encode_value` encoded."""
     form = static["form"]
     if form == "table":
         if images.dtype == torch.uint8:
@@ -134,10 +136,9 @@ def _run(
 
 
 OPS = tuple(
-    DeviceOp(name=name, encode=_encode, image=_run, fused=fusion.table)
+    DeviceOp(name=name, encode=encode_value, image=change_value, fused=fusion.table)
     for name in (
         "InvertImg",
-        "MultiplicativeNoise",
         "PlanckianJitter",
         "Posterize",
         "RGBShift",
