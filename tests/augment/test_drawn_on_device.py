@@ -29,6 +29,8 @@ with warnings.catch_warnings():
         "constant": A.AdditiveNoise(p=1),
     }
 SAME_LAW = {
+    "factors": A.MultiplicativeNoise(elementwise=True, per_channel=True, p=1),
+    "factors, all channels alike": A.MultiplicativeNoise(elementwise=True, p=1),
     "gauss": A.GaussNoise(p=1),
     "gauss, coarse": A.GaussNoise(noise_scale_factor=0.4, p=1),
     "uniform": A.AdditiveNoise("uniform", "per_pixel", p=1),
