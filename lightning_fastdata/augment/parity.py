@@ -17,7 +17,8 @@ from lightning_fastdata.augment.plan import analyse
 from lightning_fastdata.augment.program import compile_tapes
 from lightning_fastdata.augment.replay_torch import replay
 from lightning_fastdata.augment.seeds import reseed
-from lightning_fastdata.augment.tape import Recorder, refusal
+from lightning_fastdata.augment.self_check import refusal
+from lightning_fastdata.augment.tape import Recorder
 from lightning_fastdata.augment.tree import list_leaves
 from lightning_fastdata.errors import TransformError
 from lightning_fastdata.types import SampleKey

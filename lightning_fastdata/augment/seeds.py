@@ -52,6 +52,10 @@ def reseed(composes: Sequence[Any], key: SampleKey) -> None:
     for position, compose in enumerate(composes):
         text = b"%d,%d,%d,%d" % (*key, position)
         digest = hashlib.blake2b(text, digest_size=32).digest()
+        if not hasattr(compose, "set_random_state"):
+            # Another version: its transforms draw in lockstep, but by sample all the same.
+            compose.set_random_seed(int.from_bytes(digest[:4], "little"))
+            continue
         generator = getattr(compose, "random_generator", None)
         if generator is None or type(generator.bit_generator) is not np.random.Philox:
             generator = np.random.Generator(np.random.Philox(key=0))

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import importlib.metadata
-import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
@@ -304,61 +302,3 @@ def _mask_shape(op: DeviceOp, transform: Any, params: Mapping[str, Any], shape: 
 def phantom(shape: Shape, dtype: np.dtype[Any]) -> np.ndarray:
     """Return a read-only array of this shape and dtype whose pixels mean nothing."""
     return _phantom(tuple(shape), np.dtype(dtype).str)
-
-
-@functools.cache
-def refusal() -> str | None:
-    """Return why no pipeline may be recorded in this environment, or None."""
-    os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
-    providers = importlib.metadata.packages_distributions().get("albumentations", [])
-    if any(name.lower().replace("-", "") == "albumentationsx" for name in providers):
-        return "albumentations is provided by AlbumentationsX; only 2.0 can be recorded"
-    return _recording_fault()
-
-
-def _recording_fault() -> str | None:
-    """Return why pipelines cannot be recorded with the installed Albumentations, or None.
-
-    Three tiny pipelines are run for real and recorded, and the recordings carried out. The
-    recorder hooks into attributes that Albumentations does not promise to keep.
-    """
-    import albumentations
-
-    from lightning_fastdata.augment.plan import analyse
-    from lightning_fastdata.augment.seeds import reseed
-    from lightning_fastdata.types import SampleKey
-
-    noted: list[str] = []
-
-    def encode(transform: Any, *_: object) -> Encoded:
-        noted.append(type(transform).__name__)
-        return Encoded((), {})
-
-    names = ("HorizontalFlip", "RandomBrightnessContrast")
-    ops = {name: DeviceOp(name=name, encode=encode, image=lambda x, *_: x) for name in names}
-    compose = albumentations.Compose(
-        [
-            albumentations.OneOf(
-                [albumentations.HorizontalFlip(), albumentations.VerticalFlip()], p=0.8
-            ),
-            albumentations.RandomBrightnessContrast(p=1),
-            albumentations.InvertImg(p=1),
-        ],
-        bbox_params=albumentations.BboxParams("pascal_voc", label_fields=["labels"]),
-    )
-    image = np.arange(8 * 6 * 3, dtype=np.uint8).reshape(8, 6, 3)
-    data = {"image": image, "bboxes": [[1, 2, 4, 7]], "labels": [3]}
-    try:
-        recorder = Recorder(compose, analyse(compose, ops), ops)
-        for index in range(3):
-            key = SampleKey(0, 0, index)
-            reseed((compose,), key)
-            reseed((recorder.compose,), key)
-            real = compose(**data)
-            copied, _ = recorder(data)
-            same = np.array_equal(real["image"], copied["image"])
-            if not (same and np.array_equal(real["bboxes"], copied["bboxes"])):
-                return "a recorded pipeline differs from the real one with this Albumentations"
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        return f"this Albumentations cannot be recorded ({type(error).__name__}: {error})"
-    return None if "RandomBrightnessContrast" in noted else "Albumentations ignores the recorder"

@@ -22,7 +22,7 @@ from lightning_fastdata.augment.fields import (
 from lightning_fastdata.augment.foreign import ForeignBatches
 from lightning_fastdata.augment.plan import analyse
 from lightning_fastdata.augment.replay_torch import replay
-from lightning_fastdata.augment.tape import refusal
+from lightning_fastdata.augment.self_check import refusal, what_it_means
 from lightning_fastdata.augment.worker import ComposeWorker, device_ops
 from lightning_fastdata.errors import BatchError, TransformError
 
@@ -165,7 +165,9 @@ class BatchTransform:
 
     def explain(self) -> str:
         """Return a table: operation, where it runs, why."""
-        return table([(place.name, place.where, place.why) for place in self.plan.placements])
+        told = table([(place.name, place.where, place.why) for place in self.plan.placements])
+        reason = refusal()
+        return told if reason is None else f"{told}\n{what_it_means(reason)}"
 
 
 def _is_albumentations(transform: Any) -> bool:

@@ -20,7 +20,6 @@ from lightning_fastdata.augment.contract import StageTransform
 from lightning_fastdata.augment.fields import Fields
 from lightning_fastdata.augment.foreign import ForeignBatches, replay_all, run_each
 from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded
-from lightning_fastdata.augment.tape import refusal
 from lightning_fastdata.augment.transform import (
     BatchTransform,
     as_batch_transform,
@@ -208,10 +207,6 @@ def assert_same(one, other) -> None:
     for name in one:
         assert one[name].dtype == other[name].dtype
         assert torch.equal(one[name], other[name]), name
-
-
-def test_this_albumentations_can_be_recorded() -> None:
-    assert refusal() is None
 
 
 @settings(max_examples=50, deadline=None)
