@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from lightning_fastdata.augment.fields import (
     find_fields,
     get_field,
 )
+from lightning_fastdata.augment.tree import list_leaves
 from lightning_fastdata.errors import BatchError, OptionsError
 
 if TYPE_CHECKING:
@@ -23,18 +24,56 @@ if TYPE_CHECKING:
 _GAP_PX = 2
 
 
-def batch_grid(batch: Batch, *, image: int | str | None = None, most: int = 32) -> np.ndarray:
+class Normalized(NamedTuple):
+    """How images were normalised: ``(image - mean) / std`` of images in [0, 1]."""
+
+    mean: np.ndarray
+    """Per channel, float64 ``[C]`` or ``[1]``."""
+    std: np.ndarray
+    """Per channel, float64 ``[C]`` or ``[1]``."""
+
+    def undone(self, images: np.ndarray) -> np.ndarray:
+        """Return images ``[..., C]`` as they were before, in [0, 1] if they were so."""
+        undone: np.ndarray = images * self.std + self.mean
+        return undone
+
+
+def find_normalized(compose: Any) -> Normalized | None:
+    """Return what a pipeline's ``A.Normalize`` did to all images; None if that is not known.
+
+    It is known of exactly one, by fixed numbers, in every sample.
+
+    Args:
+        compose: an ``A.Compose`` or another container of Albumentations.
+    """
+    found = [leaf for leaf in list_leaves(compose) if type(leaf.transform).__name__ == "Normalize"]
+    if len(found) != 1 or found[0].conditional or found[0].transform.normalization != "standard":
+        return None
+    own = found[0].transform
+    mean, std = (np.atleast_1d(np.asarray(one, np.float64)) for one in (own.mean, own.std))
+    return Normalized(mean, std)
+
+
+def batch_grid(
+    batch: Batch,
+    *,
+    image: int | str | None = None,
+    most: int = 32,
+    normalized: Normalized | None = None,
+) -> np.ndarray:
     """Return the images of a batch side by side, as the model gets them.
 
-    uint8 and floats in [0, 1] are shown as they are. Other floats are taken to be normalised: each
-    channel is stretched, in the whole batch alike, so that all but its outermost hundredths are
-    visible. It waits for the device and copies the images that are shown, nothing else.
+    uint8 is shown as it is, and floats as they were before they were normalised. Where that is not
+    known, floats in [0, 1] are shown as they are, and of others each channel is stretched, in the
+    whole batch alike, so that all but its outermost hundredths are visible. It waits for the device
+    and copies the images that are shown, nothing else.
 
     Args:
         batch: a batch on any device whose images are ``[n, C, H, W]``, ``[n, H, W, C]`` or
             ``[n, H, W]``, uint8 or floating point.
         image: key or index of the images; None finds them.
         most: images to show at most, the first ones.
+        normalized: how floats were normalised; None: not known.
 
     Returns:
         uint8 ``[height, width, 3]``; gray images are shown gray, and of more than three channels
@@ -46,10 +85,10 @@ def batch_grid(batch: Batch, *, image: int | str | None = None, most: int = 32) 
     """
     if most < 1:
         raise OptionsError(f"most is {most}; show at least 1 image.")
-    images = _images(batch, image)[:most].detach().cpu()
+    images = find_images(batch, image)[:most].detach().cpu()
     if not len(images):
         raise BatchError("The batch is empty, so there is nothing to show.")
-    pixels = _as_bytes(images)
+    pixels = _as_bytes(images, normalized)
     count, height, width, _ = pixels.shape
     across = math.ceil(math.sqrt(count * height / width))
     across = min(count, max(1, across))
@@ -66,8 +105,16 @@ def batch_grid(batch: Batch, *, image: int | str | None = None, most: int = 32) 
     return page
 
 
-def _images(batch: Batch, image: int | str | None) -> torch.Tensor:
-    """Return the images of a batch as ``[n, H, W, C]``."""
+def find_images(batch: Batch, image: int | str | None = None) -> torch.Tensor:
+    """Return the images of a batch as ``[n, H, W, C]``, where they are.
+
+    Args:
+        batch: as :func:`batch_grid` takes it.
+        image: key or index of the images; None finds them.
+
+    Raises:
+        BatchError: there are none, or in another form.
+    """
     place: Any = image
     if image is None:
         place = _found(batch)
@@ -88,22 +135,39 @@ def _images(batch: Batch, image: int | str | None) -> torch.Tensor:
 
 def _found(batch: Batch) -> Any:
     # A batch in half precision has images too, which no pipeline takes.
+    if _is_half_images(batch):
+        return None
     if isinstance(batch, list | tuple):
         for index, value in enumerate(batch):
-            half = isinstance(value, torch.Tensor) and value.dtype in {torch.half, torch.bfloat16}
-            if half and value.ndim == 4:
+            if _is_half_images(value):
                 return index
     return find_fields(batch, Fields(), batched=True).image
 
 
-def _as_bytes(images: torch.Tensor) -> np.ndarray:
-    images = images[..., :3] if images.shape[-1] >= 3 else images[..., :1].expand(*[-1] * 3, 3)
+def _is_half_images(value: Any) -> bool:
+    half = isinstance(value, torch.Tensor) and value.dtype in {torch.half, torch.bfloat16}
+    return half and value.ndim == 4
+
+
+def _as_bytes(images: torch.Tensor, normalized: Normalized | None) -> np.ndarray:
     if images.dtype == torch.uint8:
-        return images.numpy()
+        return _three_channels(images.numpy())
     values = np.nan_to_num(images.float().numpy())
+    if normalized is not None and len(normalized.mean) in (1, values.shape[-1]):
+        return to_levels(_three_channels(normalized.undone(values)))
+    values = _three_channels(values)
     low, high = values.min(), values.max()
     if low < 0 or high > 1:
         bounds = np.percentile(values.reshape(-1, 3), (1, 99), axis=0)
         values = (values - bounds[0]) / np.maximum(bounds[1] - bounds[0], 1e-6)
+    return to_levels(values)
+
+
+def _three_channels(values: np.ndarray) -> np.ndarray:
+    return values[..., :3] if values.shape[-1] >= 3 else np.repeat(values[..., :1], 3, -1)
+
+
+def to_levels(values: np.ndarray) -> np.ndarray:
+    """Return values in [0, 1] as uint8, rounded; what is beyond is cut off."""
     out: np.ndarray = (values * 255).round().clip(0, 255).astype(np.uint8)
     return out

@@ -220,6 +220,36 @@ def log_figure(loggers: Iterable[Any], name: str, draw: Callable[[], Figure], st
             logger.experiment.log_figure(logger.run_id, draw(), f"{name}_{step}.png")
 
 
+def log_image(
+    loggers: Iterable[Any], name: str, picture: np.ndarray, caption: str, step: int
+) -> bool:
+    """Show a picture on every logger that has a place for it: TensorBoard, W&B, MLflow.
+
+    Args:
+        loggers: Lightning loggers.
+        name: tag, with ``/`` between group and name.
+        picture: uint8 ``[H, W, 3]``.
+        caption: what it shows, for loggers that write it beside the picture.
+        step: position on the step axis.
+
+    Returns:
+        Whether a logger took it.
+    """
+    taken = False
+    for logger in loggers:
+        key = _key(logger, name)
+        if _takes(logger, "log_image", "key", "images", "step"):
+            logger.log_image(key=key, images=[picture], step=step, caption=[caption])
+        elif _takes(_experiment(logger), "add_image", "tag", "img_tensor", "global_step"):
+            logger.experiment.add_image(key, picture, global_step=step, dataformats="HWC")
+        elif _takes(_experiment(logger), "log_image", "run_id", "image", "artifact_file"):
+            logger.experiment.log_image(logger.run_id, picture, f"{name}_{step}.png")
+        else:
+            continue
+        taken = True
+    return taken
+
+
 def log_layout(loggers: Iterable[Any], layout: Mapping[str, Any]) -> None:
     """Write a layout of custom scalars to TensorBoard loggers. To be called once per run.
 

@@ -23,6 +23,7 @@ from lightning_fastdata.plugin.guard_callback import attach_guard, first_rows, g
 from lightning_fastdata.plugin.hooks import HOOKS, overridden_hook, silence_shared_hook_warning
 from lightning_fastdata.plugin.loaders import build_loader, checked_sample, plan_for
 from lightning_fastdata.plugin.own_pipelines import OwnPipelines
+from lightning_fastdata.plugin.pictures import ImageForm
 from lightning_fastdata.plugin.prefetching import Prefetching, PrefetchName
 from lightning_fastdata.plugin.sharing import settle_sharing, sharing_ranks, silence_padding_warning
 from lightning_fastdata.plugin.stage_transforms import StageTransforms
@@ -353,6 +354,10 @@ class DataModuleHooks:
         if self._own_pipelines.on_device(stage):
             return True
         return self._transforms.run_on_device(stage, pipeline=self._augments_on_device())
+
+    def image_form(self, stage: Stage) -> ImageForm:
+        """Return what is known of the images that the steps of a stage get."""
+        return self._transforms.image_form(stage)
 
     def _augments_on_device(self) -> bool:
         return self._trainer is not None and self._device_takes_pixels()

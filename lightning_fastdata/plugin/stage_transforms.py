@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.errors import TransformError
+from lightning_fastdata.plugin.pictures import ImageForm, image_form
 from lightning_fastdata.types import STAGES, Stage
 
 if TYPE_CHECKING:
@@ -48,6 +49,10 @@ class StageTransforms:
             pipeline: Whether an Albumentations pipeline would run there.
         """
         return any(pipeline or not made.starts_in_worker for made in self._of[stage])
+
+    def image_form(self, stage: Stage) -> ImageForm:
+        """Return what is known of the images of a stage behind its transforms."""
+        return image_form(self._of[stage], self._image)
 
     def register(self, transform: Any, stage: Stage) -> Callable[[], None]:
         """Add a transform to a stage, and return what removes it again.

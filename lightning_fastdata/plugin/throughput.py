@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 from lightning_fastdata.augment.transform import as_batch_transform
-from lightning_fastdata.errors import FastDataWarning, OptionsError
+from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.host.machine import describe_machine, read_versions
 from lightning_fastdata.insight.ranks import rank_metrics
 from lightning_fastdata.insight.report import RunReport
@@ -20,10 +19,12 @@ from lightning_fastdata.plugin.causes import watch_sources
 from lightning_fastdata.plugin.foreign import augment_foreign_batches
 from lightning_fastdata.plugin.headroom import Replay
 from lightning_fastdata.plugin.judging import RunJudge, predicted_step_ms
+from lightning_fastdata.plugin.pictures import BatchPictures, PictureSettings, pictures_of
 from lightning_fastdata.plugin.profiler_tee import attach
 from lightning_fastdata.plugin.progress_bar import close_progress_bar
 from lightning_fastdata.plugin.ranks import meet
 from lightning_fastdata.plugin.recording import Recording
+from lightning_fastdata.plugin.report_files import write_report
 from lightning_fastdata.plugin.trainer_facts import (
     augmenting_stages,
     check_hooks_run,
@@ -50,6 +51,10 @@ class ThroughputHooks:
         mask: Where the mask is, if there is one.
         every_n_steps: Log every that many optimizer steps. Default: the trainer's
             ``log_every_n_steps``.
+        log_images: Show the first training batch of the fit, as the training step gets it, to
+            loggers that take images (TensorBoard, W&B, MLflow): ``True``, or how many images of
+            it. A pipeline's ``Normalize`` is undone in the picture.
+        images_every_n_epochs: Show a batch again every that many epochs. Default: once in a fit.
         figures: Add a figure of the step's phases per epoch to loggers that show figures.
         summary: Print the summary when the fit ends.
         headroom: Where the step without waits is known from: ``"modelled"`` takes the stall away
@@ -64,8 +69,8 @@ class ThroughputHooks:
         report: The report of the last fit as :class:`RunReport`; None before.
 
     Raises:
-        OptionsError: ``every_n_steps`` is not a positive number, or ``headroom`` not one of its
-            values.
+        OptionsError: ``every_n_steps`` or a number of images is not positive, or ``headroom`` not
+            one of its values.
         TransformError: ``augment`` is not a transform; when a fit starts: the training step fetches
             its batches itself, so that no transfer hook would run.
     """
@@ -77,6 +82,8 @@ class ThroughputHooks:
         image: str | int | None = None,
         mask: str | int | None = None,
         every_n_steps: int | None = None,
+        log_images: bool | int = False,
+        images_every_n_epochs: int | None = None,
         figures: bool = True,
         summary: bool = True,
         headroom: Literal["modelled", "measured"] = "modelled",
@@ -89,6 +96,8 @@ class ThroughputHooks:
         if augment is not None:
             self.augment = as_batch_transform(augment, image=image, mask=mask)
         self.every_n_steps = every_n_steps
+        self.image = image
+        self.picture_settings = PictureSettings.checked(log_images, images_every_n_epochs)
         self.figures = figures
         self.summary = summary
         if headroom not in ("modelled", "measured"):
@@ -140,6 +149,7 @@ class ThroughputHooks:
         run.replay = Replay() if self.headroom == "measured" else None
         run.log_dir = trainer.log_dir or trainer.default_root_dir
         run.every_n_steps = self.every_n_steps or trainer.log_every_n_steps or 0
+        run.pictures = pictures_of(trainer, self.picture_settings, self.augment, self.image)
         if run.logs:
             boards.log_layout(trainer.loggers, boards.custom_scalar_layout())
 
@@ -147,6 +157,19 @@ class ThroughputHooks:
         """The first step of an epoch is counted apart."""
         if self._run is not None:
             self._run.recording.train.timeline.epoch_began()
+
+    def on_train_batch_start(
+        self,
+        trainer: Any,
+        pl_module: Any,  # noqa: ARG002
+        batch: Any,
+        batch_idx: int,  # noqa: ARG002
+    ) -> None:
+        """Show the batch, if that was asked for."""
+        run = self._run
+        if run is not None and run.pictures is not None:
+            step = steps_logged_by(trainer, run.recording.batches_stepped)
+            run.pictures.batch_began(trainer.loggers, batch, epoch=trainer.current_epoch, step=step)
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:  # noqa: ARG002
         """Note that this batch ends in an optimizer step."""
@@ -271,7 +294,7 @@ class ThroughputHooks:
         self.report = report
         if not run.trainer.is_global_zero:
             return
-        page = self._write(report, run.log_dir)
+        page = write_report(report, self.report_path, run.log_dir)
         if self.summary:
             from rich.console import Console
 
@@ -280,21 +303,6 @@ class ThroughputHooks:
             console.print(report)
             if page is not None:
                 console.print(f" page  {page}", soft_wrap=True, highlight=False, markup=False)
-
-    def _write(self, report: RunReport, log_dir: str) -> Path | None:
-        """Write the report as asked for, and return the page; None where none was written."""
-        path = self.report_path
-        if path is False:
-            return None
-        file = Path(log_dir) / "report.json" if path is True else Path(path)
-        try:
-            report.write_json(file.with_suffix(".json") if file.suffix == ".html" else file)
-            return report.write_html(file.with_suffix(".html"))
-        except OSError as error:
-            # The training is done; a full disk must not look like its failure.
-            message = f"The report was not written: {error}."
-            warnings.warn(message, FastDataWarning, stacklevel=2)
-            return None
 
 
 class _Run:
@@ -310,6 +318,7 @@ class _Run:
         self.verdict_code: str | None = None
         self.judge = RunJudge(trainer, recording)
         self.replay: Replay | None = None
+        self.pictures: BatchPictures | None = None
 
     @property
     def logs(self) -> bool:

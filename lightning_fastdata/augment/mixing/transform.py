@@ -115,6 +115,11 @@ class MixedTransform:
         self._mixer = mixer
         self._repeats = repeats
 
+    @property
+    def compose(self) -> Any:
+        """The ``A.Compose`` that runs before the mixing, or None."""
+        return None if self._pipeline is None else self._pipeline.compose
+
     def check_sample(self, sample: Any) -> None:
         """Raise BatchError if a sample of the dataset holds no image that can be read."""
         if self._pipeline is not None:
