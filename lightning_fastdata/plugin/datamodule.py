@@ -355,6 +355,10 @@ class DataModuleHooks:
             return True
         return self._transforms.run_on_device(stage, pipeline=self._augments_on_device())
 
+    def repeats_of(self, stage: Stage) -> int:
+        """Return how often each sample is in a batch that the steps of a stage get."""
+        return self._transforms.repeats(stage)
+
     def image_form(self, stage: Stage) -> ImageForm:
         """Return what is known of the images that the steps of a stage get."""
         return self._transforms.image_form(stage)

@@ -83,6 +83,7 @@ class GuardHooks:
                 reader=reader,
                 dataset_rows=rows,
             )
+            self.decision = _with_repeats(self.decision, datamodule.repeats_of("train"))
         datamodule.notes[:] = [apply_decision(self.decision, trainer, datamodule)]
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ARG002
@@ -106,6 +107,14 @@ def _sizes_as_now(trainer: Any, datamodule: Any) -> Callable[[], None]:
         datamodule.batch_size, trainer.accumulate_grad_batches = batch_size, accumulate
 
     return restore
+
+
+def _with_repeats(decision: GuardDecision, repeats: int) -> GuardDecision:
+    """Return a decision that says what its rows are, where the model gets several of each."""
+    if repeats == 1 or decision.action == "skipped":
+        return decision
+    note = f"These are rows of the loader; the model gets {repeats} of each (repeats={repeats})."
+    return replace(decision, reason=f"{decision.reason} {note}")
 
 
 def _as_before(sizes: dict[str, int], trainer: Any, datamodule: Any) -> GuardDecision:

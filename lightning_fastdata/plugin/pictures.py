@@ -158,7 +158,7 @@ def describe_picture(
 ) -> str:
     """Return what a picture shows, in a sentence."""
     count = len(images)
-    how_many = f"{most} of {count}" if count > most else f"all {count}"
+    how_many = f"{min(most, count)} of {count}"
     how = ""
     if images.is_floating_point():
         how = ", Normalize undone" if form.normalized else ", contrast stretched if not in [0, 1]"

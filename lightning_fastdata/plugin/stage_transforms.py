@@ -50,6 +50,10 @@ class StageTransforms:
         """
         return any(pipeline or not made.starts_in_worker for made in self._of[stage])
 
+    def repeats(self, stage: Stage) -> int:
+        """Return how often each sample of the loader is in a batch behind the transforms."""
+        return int(getattr(self.worker_part(stage), "repeats", 1))
+
     def image_form(self, stage: Stage) -> ImageForm:
         """Return what is known of the images of a stage behind its transforms."""
         return image_form(self._of[stage], self._image)

@@ -113,7 +113,7 @@ class MixedTransform:
         self.name = ", ".join([*([pipeline.name] if pipeline else []), *map(_name, mixer.steps)])
         self._pipeline = pipeline
         self._mixer = mixer
-        self._repeats = repeats
+        self.repeats = repeats
 
     @property
     def compose(self) -> Any:
@@ -131,7 +131,7 @@ class MixedTransform:
         """Return the part that runs on each sample in the side process."""
         pipeline = self._pipeline
         inner = None if pipeline is None else pipeline.in_worker(on_device=on_device)
-        return MixedWorker(inner, self._mixer, self._repeats)
+        return MixedWorker(inner, self._mixer, self.repeats)
 
     def apply(self, batch: Batch, draws: Draws | None) -> Batch:
         """Carry out what was drawn: first the pipeline, then what mixes.
@@ -141,18 +141,18 @@ class MixedTransform:
         """
         if draws is None:
             return batch
-        batch = _flat(self._mixer, batch, self._repeats)
+        batch = _flat(self._mixer, batch, self.repeats)
         if self._pipeline is not None:
             batch = self._pipeline.apply(batch, draws)
         return _mix(self._mixer, batch, draws)
 
     def apply_unprepared(self, batch: Batch, key: SampleKey) -> Batch:
         """Draw here and carry out, for a batch of another loader."""
-        if self._repeats > 1:
+        if self.repeats > 1:
             found = find_fields(batch, self._mixer.places.fields, batched=True)
             samples = len(get_field(batch, found.image))
-            batch = repeat_batch(batch, samples, self._repeats)
-            key = repeated_key(key, self._repeats, 0)
+            batch = repeat_batch(batch, samples, self.repeats)
+            key = repeated_key(key, self.repeats, 0)
         if self._pipeline is not None:
             batch = self._pipeline.apply_unprepared(batch, key)
         found = find_fields(batch, self._mixer.places.fields, batched=True)
@@ -167,8 +167,8 @@ class MixedTransform:
         """Return where each operation runs and why, as text."""
         rows = [] if self._pipeline is None else list(self._pipeline.plan.placements)
         steps = [(_name(step), "batch", "mixes its samples") for step in self._mixer.steps]
-        if self._repeats > 1:
-            steps.insert(0, ("repeats", "worker", f"{self._repeats} augmentations of each sample"))
+        if self.repeats > 1:
+            steps.insert(0, ("repeats", "worker", f"{self.repeats} augmentations of each sample"))
         return table([(row.name, row.where, row.why) for row in rows] + steps)
 
 
