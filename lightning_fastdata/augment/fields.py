@@ -19,6 +19,7 @@ Layout: TypeAlias = Literal["pil", "hwc", "hw", "chw"]
 
 _ARRAY_DTYPES: Final = frozenset({np.dtype(np.uint8), np.dtype(np.float32)})
 _TENSOR_DTYPES: Final = frozenset({torch.uint8, torch.float32})
+_HALF_DTYPES: Final = frozenset({torch.float16, torch.bfloat16})
 _PIL_MODES: Final = {"L": "L", "RGB": "RGB", "RGBA": "RGBA", "1": "L"}
 
 
@@ -119,6 +120,9 @@ def looks_like_image(value: Any, *, batched: bool = False) -> bool:
         return not batched
     if not isinstance(value, np.ndarray | torch.Tensor):
         return False
+    # Behind a pipeline, images may be in half precision.
+    if batched and isinstance(value, torch.Tensor) and value.dtype in _HALF_DTYPES:
+        return value.ndim == 4
     dtypes = _ARRAY_DTYPES if isinstance(value, np.ndarray) else _TENSOR_DTYPES
     return value.dtype in dtypes and value.ndim - batched in {2, 3}
 

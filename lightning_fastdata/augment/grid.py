@@ -117,7 +117,7 @@ def find_images(batch: Batch, image: int | str | None = None) -> torch.Tensor:
     """
     place: Any = image
     if image is None:
-        place = _found(batch)
+        place = find_fields(batch, Fields(), batched=True).image
     found = get_field(batch, place)
     if (
         not isinstance(found, torch.Tensor)
@@ -131,22 +131,6 @@ def find_images(batch: Batch, image: int | str | None = None) -> torch.Tensor:
     if found.ndim == 3:
         return found.unsqueeze(-1)
     return found.permute(0, 2, 3, 1) if channels_first(tuple(found.shape[1:])) else found
-
-
-def _found(batch: Batch) -> Any:
-    # A batch in half precision has images too, which no pipeline takes.
-    if _is_half_images(batch):
-        return None
-    if isinstance(batch, list | tuple):
-        for index, value in enumerate(batch):
-            if _is_half_images(value):
-                return index
-    return find_fields(batch, Fields(), batched=True).image
-
-
-def _is_half_images(value: Any) -> bool:
-    half = isinstance(value, torch.Tensor) and value.dtype in {torch.half, torch.bfloat16}
-    return half and value.ndim == 4
 
 
 def _as_bytes(images: torch.Tensor, normalized: Normalized | None) -> np.ndarray:

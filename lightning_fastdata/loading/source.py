@@ -28,6 +28,7 @@ from lightning_fastdata.loading.engine import Engine
 from lightning_fastdata.loading.executors.fetch import FetchPlan
 from lightning_fastdata.loading.keyed import fetches_in_batches, keyed
 from lightning_fastdata.loading.order import epoch_order
+from lightning_fastdata.loading.repeats import spreading
 from lightning_fastdata.loading.resident import ResidentBatches, device_of
 from lightning_fastdata.loading.sampled import index_batches
 from lightning_fastdata.loading.stamped import ShowDataset, stampable, stamped
@@ -144,6 +145,7 @@ def _collation(
     collate_fn = loader.collate_fn
     if collate_fn is default_collate:
         collate_fn = collate_samples
+    collate_fn = spreading(collate_fn, worker_part)
     if recording is not None and loader.staged is not None:
         return RecordedCollate(collate_fn, recording, loader.staged)
     # An engine stages what has no draws itself, and may so collate in place.

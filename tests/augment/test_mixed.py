@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import pickle
-
 import albumentations as A
 import lightning as L
 import numpy as np
 import pytest
 import torch
 from augment.batches import in_worker, keys
-from augment.parity import photographs
-from torch.utils.data import Dataset, default_collate
+from augment.mixed_samples import CLASSES, IMAGES, PIPELINE, Photos, carried_out
 
 from lightning_fastdata import FastDataModule
 from lightning_fastdata.augment.contract import StageTransform
@@ -22,38 +19,6 @@ from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.types import SampleKey
 
 torch.set_num_threads(1)
-
-CLASSES = 4
-PIPELINE = A.Compose(
-    [A.RandomResizedCrop((32, 40)), A.HorizontalFlip(), A.Normalize(), A.ToTensorV2()]
-)
-IMAGES = [*photographs(60, 70), *photographs(52, 66)]
-
-
-class Photos(Dataset):
-    def __init__(self, *, form="tuple"):
-        self.form = form
-
-    def __len__(self):
-        return 12
-
-    def __getitem__(self, index):
-        image, label = IMAGES[index % len(IMAGES)], index % CLASSES
-        if self.form == "tuple":
-            return image, label
-        return {"image": image, "label": label, "index": index}
-
-
-def carried_out(transform, samples, order=None, *, on_device=True, epoch=0):
-    """Return the batch of samples, after worker and device."""
-    order = list(range(len(samples))) if order is None else order
-    part = pickle.loads(pickle.dumps(transform.in_worker(on_device=on_device)))
-    pairs = [part(samples[index], SampleKey(0, epoch, index)) for index in order]
-    batch = default_collate([sample for sample, _ in pairs])
-    drawn = [one for _, one in pairs]
-    if on_device:
-        return transform.apply(batch, part.collate(drawn))
-    return part.finish(batch, drawn)
 
 
 def test_a_mixed_transform_is_a_batch_transform():
@@ -259,72 +224,6 @@ def test_boxes_and_their_classes_travel_with_a_mosaic():
     # The field behind the image is no label where it holds the boxes.
     pair = mixed(Mosaic(), boxes=1).apply_unprepared((batch["image"], boxes), SampleKey(0, 0, 0))
     assert all(torch.equal(a, b) for a, b in zip(pair[1], out["boxes"], strict=True))
-
-
-@pytest.mark.parametrize("on_device", [True, False])
-@pytest.mark.parametrize("form", ["tuple", "dict"])
-def test_repeats_are_augmentations_of_the_same_sample_side_by_side(form, on_device):
-    transform = mixed(PIPELINE, repeats=3)
-    samples = [Photos(form=form)[index] for index in range(4)]
-    batch = carried_out(transform, samples, on_device=on_device)
-    image, labels = (batch["image"], batch["label"]) if form == "dict" else batch
-    assert image.shape == (12, 3, 32, 40)
-    assert labels.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
-    assert form == "tuple" or batch["index"].tolist() == labels.tolist()
-    # Each is what the pipeline makes of the sample for a key of its own.
-    alone = as_batch_transform(PIPELINE).in_worker(on_device=False)
-    for row in range(12):
-        want = alone({"image": IMAGES[row // 3]}, SampleKey(0, 0, row))[0]["image"]
-        assert (image[row] - want).abs().max() < 1e-5
-    assert len({one.numpy().tobytes() for one in image}) == 12
-
-
-def test_repeats_are_mixed_each_by_itself_and_masks_go_along():
-    samples = [{"image": image, "mask": image[..., 0]} for image in IMAGES[:3]]
-    compose = A.Compose([A.RandomCrop(32, 40)])
-    batch = carried_out(mixed(compose, CutMix(), repeats=2), samples)
-    assert batch["image"].shape == (6, 32, 40, 3)
-    assert torch.equal(batch["mask"], batch["image"][..., 0])
-
-
-def test_repeats_read_a_sample_once():
-    class Counting(Photos):
-        read = 0
-
-        def __getitem__(self, index):
-            Counting.read += 1
-            return super().__getitem__(index)
-
-    loader = FastDataLoader(Counting(), 4, num_workers=0, transform=mixed(PIPELINE, repeats=3))
-    Counting.read = 0
-    assert [len(image) for image, _ in loader] == [12, 12, 12]
-    assert Counting.read == 12
-
-
-def test_repeats_of_batches_of_other_loaders_stand_side_by_side():
-    image = torch.rand(2, 3, 20, 24)
-    transform = mixed(RandomErasing(p=1, value=2.0), repeats=2)
-    out = transform.apply_unprepared({"image": image, "name": ["a", "b"]}, SampleKey(0, 0, 0))
-    assert out["name"] == ["a", "a", "b", "b"]
-    kept = out["image"] < 2
-    assert torch.equal(out["image"][kept], image.repeat_interleave(2, 0)[kept])
-    assert not torch.equal(kept[0], kept[1])
-
-
-@pytest.mark.parametrize(
-    ("make", "error"),
-    [
-        (lambda: mixed(PIPELINE, repeats=0), OptionsError),
-        (lambda: mixed(Mosaic(), boxes="boxes", repeats=2), TransformError),
-        (
-            lambda: mixed(A.Compose([A.NoOp()], keypoint_params=A.KeypointParams("xy")), repeats=2),
-            TransformError,
-        ),
-    ],
-)
-def test_what_cannot_be_repeated_is_refused(make, error):
-    with pytest.raises(error):
-        make()
 
 
 @pytest.mark.parametrize(

@@ -329,7 +329,7 @@ def test_impossible_values_are_refused_where_they_are_written(make):
 
 @pytest.mark.parametrize(
     ("step", "field"),
-    [(MixUp(), "mask"), (MixUp(), "boxes"), (CutMix(), "boxes"), (OneOfMixes(CutMix()), "boxes")],
+    [(MixUp(), "mask"), (CutMix(), "boxes"), (OneOfMixes(Mosaic(), CutMix()), "boxes")],
 )
 def test_what_cannot_be_mixed_is_not_mixed_silently(step, field):
     value = torch.zeros(6, HEIGHT, WIDTH) if field == "mask" else (torch.zeros(0, 4),) * 6

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, ClassVar, Final, Literal
 
 import torch
 
@@ -42,6 +42,9 @@ class RandomErasing:
     ratio: tuple[float, float] = (0.3, 3.3)
     value: float | tuple[float, ...] | Literal["random"] = 0.0
 
+    sees_others: ClassVar[bool] = False
+    """Every image is changed by itself."""
+
     def __post_init__(self) -> None:
         check_share("p", self.p)
         if not 0 <= self.scale[0] <= self.scale[1] <= 1:
@@ -50,11 +53,6 @@ class RandomErasing:
             raise OptionsError(f"ratio is {self.ratio}; give two numbers, 0 < low <= high.")
         if isinstance(self.value, str) and self.value != "random":
             raise OptionsError(f'value is {self.value!r}; give numbers, or "random".')
-
-    @property
-    def sees_others(self) -> bool:
-        """False: every image is changed by itself."""
-        return False
 
     def count(self) -> int:
         """Return whether, area and ratio of each attempt, the corner, and a seed of two words."""

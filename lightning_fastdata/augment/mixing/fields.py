@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 
 from lightning_fastdata.augment.callables import plain_tensors
@@ -32,8 +33,8 @@ class Places(NamedTuple):
 
     fields: Fields
     """Image and mask."""
-    label: int | str | None
-    """Labels of whole images."""
+    labels: tuple[int | str, ...]
+    """Labels of whole images; none: to be found."""
     boxes: int | str | None
     """Boxes."""
     classes: int | str | None
@@ -43,10 +44,39 @@ class Places(NamedTuple):
 class Mixer:
     """Runs steps on whole batches, wherever their fields are."""
 
-    def __init__(self, steps: tuple[MixStep, ...], places: Places, num_classes: int | None) -> None:
+    def __init__(
+        self, steps: tuple[MixStep, ...], places: Places, num_classes: tuple[int | None, ...]
+    ) -> None:
         self.steps = steps
         self.places = places
         self._num_classes = num_classes
+
+    @property
+    def _sees_others(self) -> bool:
+        return any(step.sees_others for step in self.steps)
+
+    def check_classes(self, sample: Any) -> None:
+        """Refuse a sample whose class is none; it would train as if it had no label.
+
+        Here, because on a device nobody could look at it without waiting.
+
+        Raises:
+            BatchError: a class is not below ``num_classes``.
+        """
+        if not self._sees_others or not any(self._num_classes):
+            return
+        image = find_fields(sample, self.places.fields, batched=False).image
+        for place, classes in zip(
+            self._label_places(sample, image), self._num_classes, strict=False
+        ):
+            value = get_field(sample, place) if has_field(sample, place) else None
+            if classes is None or not isinstance(value, int | np.integer):
+                continue
+            if value >= classes:
+                raise BatchError(
+                    f"The label {place!r} of a sample is class {value}, but num_classes={classes} "
+                    f"means classes 0 to {classes - 1}."
+                )
 
     def mix(self, batch: Batch, numbers: torch.Tensor, order: torch.Tensor) -> Batch:
         """Return a batch with its samples mixed.
@@ -61,6 +91,7 @@ class Mixer:
         """
         with plain_tensors():
             found = self._find(batch)
+            labels = self._find_labels(batch, found["image"])
             image = get_field(batch, found["image"])
             if not isinstance(image, torch.Tensor) or image.ndim not in {3, 4}:
                 raise BatchError(
@@ -73,7 +104,11 @@ class Mixer:
                     "samples. A collate_fn must keep the samples of a batch, in order."
                 )
             form = _Form(image)
-            parts = self._parts(batch, found, form)
+            shares = [
+                self._shares(get_field(batch, place), classes, form.image.device)
+                for place, classes in zip(labels, self._num_classes, strict=False)
+            ]
+            parts = self._parts(batch, found, form, shares)
             start = 0
             for number, step in enumerate(self.steps):
                 own = numbers[:, start : start + step.count()]
@@ -81,48 +116,66 @@ class Mixer:
                 start += step.count()
             values = {
                 "image": form.restored(parts.image),
-                "label": parts.labels,
                 "mask": None
                 if parts.mask is None
                 else _mask_restored(parts.mask, get_field(batch, found["mask"])),
                 "boxes": None if parts.boxes is None else list(parts.boxes),
                 "classes": None if parts.classes is None else list(parts.classes),
             }
-            return put_fields(batch, {found[name]: values[name] for name in found})
+            changed: dict[Location, Any] = {found[name]: values[name] for name in found}
+            if parts.labels is not None:
+                widths = [one.shape[1] for one in shares]
+                changed.update(zip(labels, torch.split(parts.labels, widths, 1), strict=True))
+            return put_fields(batch, changed)
 
     def _find(self, batch: Batch) -> dict[str, Location]:
         image, mask = find_fields(batch, self.places.fields, batched=True)
         found = {"image": image}
-        if not any(step.sees_others for step in self.steps):
+        if not self._sees_others:
             return found
-        given = {"mask": mask, **self.places._asdict()}
-        for name in ("mask", "label", "boxes", "classes"):
-            place = given[name]
-            if place is None and name == "label" and self.places.boxes is None:
-                place = _label_place(batch, image)
-            elif place is not None and not has_field(batch, place):
-                raise BatchError(
-                    f"There is no field {place!r} (given as {name}=) in {describe(batch)}."
-                )
+        given = {"mask": mask, "boxes": self.places.boxes, "classes": self.places.classes}
+        for name, place in given.items():
             if place is not None:
-                found[name] = place
+                found[name] = _existing(batch, place, name)
         return found
 
-    def _parts(self, batch: Batch, found: Mapping[str, Location], form: _Form) -> Parts:
+    def _find_labels(self, batch: Batch, image: Location) -> Sequence[int | str]:
+        if not self._sees_others:
+            return []
+        given = self.places.labels
+        places = self._label_places(batch, image)
+        return [_existing(batch, place, "label") for place in places] if given else places
+
+    def _label_places(self, item: Any, image: Location) -> Sequence[int | str]:
+        if self.places.labels or self.places.boxes is not None:
+            return list(self.places.labels)
+        if isinstance(item, Mapping):
+            return [key for key in _LABEL_KEYS if key in item][:1]
+        if isinstance(item, Sequence) and isinstance(image, int) and len(item) > image + 1:
+            return [image + 1]
+        return []
+
+    def _parts(
+        self,
+        batch: Batch,
+        found: Mapping[str, Location],
+        form: _Form,
+        shares: Sequence[torch.Tensor],
+    ) -> Parts:
         def field(name: str) -> Any:
             return get_field(batch, found[name]) if name in found else None
 
         mask = field("mask")
-        labels = None if "label" not in found else self._shares(field("label"), form.image.device)
         return Parts(
             image=form.image,
-            labels=labels,
+            labels=torch.cat(list(shares), 1) if shares else None,
             mask=None if mask is None else _mask_parts(mask, form.image),
             boxes=_ragged(field("boxes"), len(form.image), "boxes"),
             classes=_ragged(field("classes"), len(form.image), "classes"),
         )
 
-    def _shares(self, labels: Any, device: torch.device) -> torch.Tensor:
+    @staticmethod
+    def _shares(labels: Any, num_classes: int | None, device: torch.device) -> torch.Tensor:
         if not isinstance(labels, torch.Tensor) or labels.ndim not in {1, 2}:
             raise BatchError(
                 f"The labels are {describe(labels)}. Mixing needs classes [n] or one-hot rows "
@@ -130,21 +183,19 @@ class Mixer:
             )
         if labels.ndim == 2:
             return labels.float()
-        if self._num_classes is None or labels.is_floating_point():
+        if num_classes is None or labels.is_floating_point():
             raise BatchError(
                 f"The labels are {describe(labels)}. To mix classes their number is needed: "
                 "mixed(..., num_classes=10)."
             )
         # By comparison: one_hot would ask the device for the largest class.
-        return (labels[:, None] == torch.arange(self._num_classes, device=device)).float()
+        return (labels[:, None] == torch.arange(num_classes, device=device)).float()
 
 
-def _label_place(batch: Batch, image: Location) -> Location:
-    if isinstance(batch, Mapping):
-        return next((key for key in _LABEL_KEYS if key in batch), None)
-    if isinstance(batch, Sequence) and isinstance(image, int) and len(batch) > image + 1:
-        return image + 1
-    return None
+def _existing(batch: Batch, place: int | str, name: str) -> int | str:
+    if not has_field(batch, place):
+        raise BatchError(f"There is no field {place!r} (given as {name}=) in {describe(batch)}.")
+    return place
 
 
 class _Form:
@@ -154,12 +205,21 @@ class _Form:
         self._gray = image.ndim == 3
         self._last = image.ndim == 4 and not channels_first(tuple(image.shape[1:]))
         image = image[:, None] if self._gray else image
+        self._format = _memory_format(image)
         self.image = image.permute(0, 3, 1, 2) if self._last else image
 
     def restored(self, image: torch.Tensor) -> torch.Tensor:
         if self._gray:
             return image[:, 0]
-        return image.permute(0, 2, 3, 1).contiguous() if self._last else image
+        if self._last:
+            return image.permute(0, 2, 3, 1).contiguous()
+        # Nothing is copied where a step has kept it.
+        return image.contiguous(memory_format=self._format)
+
+
+def _memory_format(image: torch.Tensor) -> torch.memory_format:
+    last = image.is_contiguous(memory_format=torch.channels_last)
+    return torch.channels_last if last and not image.is_contiguous() else torch.contiguous_format
 
 
 def _mask_parts(mask: Any, image: torch.Tensor) -> torch.Tensor:

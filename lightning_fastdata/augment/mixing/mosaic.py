@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
@@ -42,17 +42,15 @@ class Mosaic:
     middle: tuple[float, float] = (0.25, 0.75)
     min_visibility: float = 0.1
 
+    sees_others: ClassVar[bool] = True
+    """Samples see each other."""
+
     def __post_init__(self) -> None:
         check_share("p", self.p)
         check_share("min_visibility", self.min_visibility)
         low, high = self.middle
         if not 0 <= low <= high <= 1:
             raise OptionsError(f"middle is {self.middle}; give two numbers, 0 <= low <= high <= 1.")
-
-    @property
-    def sees_others(self) -> bool:
-        """True."""
-        return True
 
     def count(self) -> int:
         """Return 3: whether, and where the point is."""

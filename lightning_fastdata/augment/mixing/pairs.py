@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
@@ -25,12 +25,20 @@ if TYPE_CHECKING:
     import numpy as np
 
 
+def _check_alpha_and_p(alpha: float, p: float) -> None:
+    check_positive("alpha", alpha)
+    check_share("p", p)
+
+
 @dataclass(frozen=True)
 class MixUp:
     """Blend each sample with a partner: ``share * own + (1 - share) * partner``.
 
     After Zhang, Cisse, Dauphin and Lopez-Paz, "mixup: beyond empirical risk minimization" (ICLR
-    2018). uint8 images are rounded; float images behind ``Normalize`` are not.
+    2018). uint8 images are rounded; float images behind ``Normalize`` are not. A blended sample has
+    the boxes of both, after Zhang, He et al., "Bag of freebies for training object detection neural
+    networks" (2019), who use ``alpha=1.5``: with a small one, most boxes of one of the two are
+    around something that is hardly visible.
 
     Args:
         alpha: the share is drawn from Beta(alpha, alpha) for each sample.
@@ -43,14 +51,11 @@ class MixUp:
     alpha: float = 0.2
     p: float = 1.0
 
-    def __post_init__(self) -> None:
-        check_positive("alpha", self.alpha)
-        check_share("p", self.p)
+    sees_others: ClassVar[bool] = True
+    """Samples see each other."""
 
-    @property
-    def sees_others(self) -> bool:
-        """True."""
-        return True
+    def __post_init__(self) -> None:
+        _check_alpha_and_p(self.alpha, self.p)
 
     def count(self) -> int:
         """Return 2: whether, and the share."""
@@ -64,23 +69,40 @@ class MixUp:
         """Return the blended batch; see :class:`MixStep`.
 
         Raises:
-            BatchError: the batch has masks or boxes, which cannot be blended.
+            BatchError: the batch has masks, which cannot be blended.
         """
-        if parts.mask is not None or parts.boxes is not None:
+        if parts.mask is not None:
             raise BatchError(
-                "MixUp blends images and the labels of whole images; this batch has masks or "
-                "boxes. Use CutMix for masks, and Mosaic for masks and boxes."
+                "MixUp blends images, and this batch has masks of pixels, which cannot be blended. "
+                "Use CutMix or Mosaic for masks."
             )
         other = partners(order)
-        share = torch.where(numbers[:, 0] < self.p, numbers[:, 1], 1.0)
-        whole = not parts.image.is_floating_point()
-        image = parts.image.float() if whole else parts.image
-        own = per_sample(share, image).to(image.dtype)
-        rest = per_sample(1 - share, image).to(image.dtype)
+        blends = numbers[:, 0] < self.p
+        share = torch.where(blends, numbers[:, 1], 1.0)
+        given = parts.image.dtype
+        # Half precision would round the shares, so that they no longer add up to 1.
+        wide = torch.float64 if given == torch.float64 else torch.float32
+        image = parts.image.to(wide)
+        own, rest = (per_sample(one, image).to(wide) for one in (share, 1 - share))
         image = image[other] * rest + image * own
-        image = image.round().to(parts.image.dtype) if whole else image
+        image = (image if given.is_floating_point else image.round()).to(given)
         labels = mixed_labels(parts, torch.stack([share, 1 - share], 1), (other,))
-        return replace(parts, image=image, labels=labels)
+        mixed = replace(parts, image=image, labels=labels)
+        return mixed if parts.boxes is None else _with_boxes_of_both(mixed, blends, other)
+
+
+def _with_boxes_of_both(parts: Parts, blends: torch.Tensor, other: torch.Tensor) -> Parts:
+    """Return a batch in which blended samples have the boxes of their partners, too."""
+    # One look at the device for all: it decides how many boxes there are. Who is alone in its
+    # batch is its own partner, and has its boxes already.
+    pairs = enumerate(zip(blends.tolist(), other.tolist(), strict=True))
+    sources = [(row, met) if blended and met != row else (row,) for row, (blended, met) in pairs]
+
+    def joined(field: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        return tuple(torch.cat([field[source] for source in own]) for own in sources)
+
+    classes = None if parts.classes is None else joined(parts.classes)
+    return replace(parts, boxes=joined(parts.boxes or ()), classes=classes)
 
 
 @dataclass(frozen=True)
@@ -102,14 +124,11 @@ class CutMix:
     alpha: float = 1.0
     p: float = 1.0
 
-    def __post_init__(self) -> None:
-        check_positive("alpha", self.alpha)
-        check_share("p", self.p)
+    sees_others: ClassVar[bool] = True
+    """Samples see each other."""
 
-    @property
-    def sees_others(self) -> bool:
-        """True."""
-        return True
+    def __post_init__(self) -> None:
+        _check_alpha_and_p(self.alpha, self.p)
 
     def count(self) -> int:
         """Return 4: whether, the share, and the middle."""
@@ -127,7 +146,7 @@ class CutMix:
             BatchError: the batch has boxes.
         """
         if parts.boxes is not None:
-            raise BatchError("CutMix cannot cut boxes. Use Mosaic for batches with boxes.")
+            raise BatchError("CutMix cannot cut boxes. Use Mosaic or MixUp for batches with boxes.")
         height, width = parts.size
         left, top, right, bottom = cut_boxes(numbers, height, width, p=self.p)
         y = torch.arange(height, device=numbers.device)
@@ -188,13 +207,11 @@ class OneOfMixes:
         self.steps, self.p = steps, p
         self._bounds = [p * sum(given[: end + 1]) / sum(given) for end in range(len(given))]
 
+    sees_others: ClassVar[bool] = True
+    """Samples see each other."""
+
     def __repr__(self) -> str:
         return f"OneOfMixes({', '.join(map(repr, self.steps))}, p={self.p})"
-
-    @property
-    def sees_others(self) -> bool:
-        """True."""
-        return True
 
     def count(self) -> int:
         """Return the numbers of all ways, and one to choose between them."""
@@ -211,10 +228,8 @@ class OneOfMixes:
         """Return the batch with each sample mixed in its way; see :class:`MixStep`.
 
         Raises:
-            BatchError: the batch has boxes, or masks and MixUp is among the ways.
+            BatchError: the batch has boxes or masks, and a way does not take them.
         """
-        if parts.boxes is not None:
-            raise BatchError("OneOfMixes cannot choose for boxes. Use Mosaic by itself.")
         out, start, low = parts, 1, 0.0
         for step, high in zip(self.steps, self._bounds, strict=True):
             own = numbers[:, start : start + step.count()]
@@ -231,7 +246,20 @@ def _where(chosen: torch.Tensor, new: Parts, old: Parts) -> Parts:
             return None
         return torch.where(per_sample(chosen, one), one, other)
 
-    image = torch.where(per_sample(chosen, new.image), new.image, old.image)
+    def pick_each(
+        one: tuple[torch.Tensor, ...] | None, other: tuple[torch.Tensor, ...] | None
+    ) -> tuple[torch.Tensor, ...] | None:
+        if one is None or other is None:
+            return None
+        return tuple(a if yes else b for yes, a, b in zip(rows, one, other, strict=True))
+
+    # Boxes differ in number, so the host has to know whose they are.
+    rows = [] if old.boxes is None else chosen.tolist()
     return replace(
-        old, image=image, labels=pick(new.labels, old.labels), mask=pick(new.mask, old.mask)
+        old,
+        image=torch.where(per_sample(chosen, new.image), new.image, old.image),
+        labels=pick(new.labels, old.labels),
+        mask=pick(new.mask, old.mask),
+        boxes=pick_each(new.boxes, old.boxes),
+        classes=pick_each(new.classes, old.classes),
     )

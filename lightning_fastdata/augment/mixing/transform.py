@@ -13,11 +13,8 @@ from lightning_fastdata.augment.fields import Fields, find_fields, get_field
 from lightning_fastdata.augment.mixing.fields import Mixer, Places
 from lightning_fastdata.augment.mixing.parts import MixStep
 from lightning_fastdata.augment.mixing.repeat import (
-    find_stacked,
-    flatten_batch,
     repeat_batch,
     repeated_key,
-    stack_samples,
 )
 from lightning_fastdata.augment.program import Draws, compile_tapes
 from lightning_fastdata.augment.transform import BatchTransform, as_batch_transform
@@ -35,10 +32,10 @@ def mixed(
     *steps: Any,
     image: int | str | None = None,
     mask: int | str | None = None,
-    label: int | str | None = None,
+    label: int | str | Sequence[int | str] | None = None,
     boxes: int | str | None = None,
     classes: int | str | None = None,
-    num_classes: int | None = None,
+    num_classes: int | Sequence[int | None] | None = None,
     repeats: int = 1,
     same_pixels: bool = False,
 ) -> MixedTransform:
@@ -56,19 +53,20 @@ def mixed(
         label: key or index of the labels: classes ``[n]`` or one-hot ``[n, classes]``; they become
             shares ``[n, classes]``, float32, in every batch. None takes the key ``"label"``,
             ``"labels"``, ``"target"`` or ``"targets"``, or the field behind the image in a tuple;
-            with ``boxes`` there are none.
+            with ``boxes`` there are none. Several, for a model with several heads, are a list.
         boxes: key or index of the boxes: a list of ``[k, 4]`` tensors of left, top, right, bottom
             in pixels. None: there are none.
         classes: key or index of what belongs to each box: a list of ``[k, ...]`` tensors.
-        num_classes: number of classes; needed where labels are not one-hot.
+        num_classes: number of classes; needed where labels are not one-hot. For several labels a
+            list, one entry for each.
         repeats: augmentations of each sample in a batch, which then has so many times as many
-            samples as the loader's ``batch_size``. A sample is read once for all of them.
+            samples as the loader's ``batch_size``. A sample is read once for all of them, and a
+            ``collate_fn`` gets them all.
         same_pixels: as :func:`as_batch_transform` takes it.
 
     Raises:
-        TransformError: nothing to mix with was given, or a pipeline that is not the first; or
-            the pipeline transforms boxes or keypoints, which cannot be repeated.
-        OptionsError: ``repeats`` is below 1.
+        TransformError: nothing to mix with was given, or a pipeline that is not the first.
+        OptionsError: ``repeats`` is below 1, or there are not as many ``num_classes`` as labels.
     """
     if repeats < 1:
         raise OptionsError(f"repeats is {repeats}; give the augmentations per sample, at least 1.")
@@ -89,15 +87,22 @@ def mixed(
             f"{what}. Give mixed() an albumentations Compose first, if you have one, and then "
             "MixUp, CutMix, Mosaic, RandomErasing or OneOfMixes."
         )
-    places = Places(
-        fields=Fields(image=image, mask=mask), label=label, boxes=boxes, classes=classes
-    )
-    if repeats > 1 and (boxes is not None or (pipeline and pipeline.compose.processors)):
-        raise TransformError(
-            "Boxes and keypoints differ in number between augmentations of a sample, so they "
-            "cannot be collated. Leave repeats at 1 for them."
+    labels = _listed(label)
+    counts = _listed(num_classes) or (None,) * max(1, len(labels))
+    if len(counts) != max(1, len(labels)):
+        raise OptionsError(
+            f"num_classes={num_classes!r} for label={label!r}: give one number for each label, in "
+            "the same order; None for one that is one-hot."
         )
-    return MixedTransform(pipeline, Mixer(tuple(rest), places, num_classes), repeats)
+    fields = Fields(image=image, mask=mask)
+    places = Places(fields=fields, labels=labels, boxes=boxes, classes=classes)
+    return MixedTransform(pipeline, Mixer(tuple(rest), places, counts), repeats)
+
+
+def _listed(value: Any) -> tuple[Any, ...]:
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, int | str) else tuple(value)
 
 
 def _is_step(value: Any) -> bool:
@@ -113,7 +118,12 @@ class MixedTransform:
         self.name = ", ".join([*([pipeline.name] if pipeline else []), *map(_name, mixer.steps)])
         self._pipeline = pipeline
         self._mixer = mixer
-        self.repeats = repeats
+        self._repeats = repeats
+
+    @property
+    def repeats(self) -> int:
+        """How often each sample of the loader is in a batch."""
+        return self._repeats
 
     @property
     def compose(self) -> Any:
@@ -131,7 +141,7 @@ class MixedTransform:
         """Return the part that runs on each sample in the side process."""
         pipeline = self._pipeline
         inner = None if pipeline is None else pipeline.in_worker(on_device=on_device)
-        return MixedWorker(inner, self._mixer, self.repeats)
+        return MixedWorker(inner, self._mixer, self._repeats)
 
     def apply(self, batch: Batch, draws: Draws | None) -> Batch:
         """Carry out what was drawn: first the pipeline, then what mixes.
@@ -141,18 +151,17 @@ class MixedTransform:
         """
         if draws is None:
             return batch
-        batch = _flat(self._mixer, batch, self.repeats)
         if self._pipeline is not None:
             batch = self._pipeline.apply(batch, draws)
         return _mix(self._mixer, batch, draws)
 
     def apply_unprepared(self, batch: Batch, key: SampleKey) -> Batch:
         """Draw here and carry out, for a batch of another loader."""
-        if self.repeats > 1:
+        if self._repeats > 1:
             found = find_fields(batch, self._mixer.places.fields, batched=True)
             samples = len(get_field(batch, found.image))
-            batch = repeat_batch(batch, samples, self.repeats)
-            key = repeated_key(key, self.repeats, 0)
+            batch = repeat_batch(batch, samples, self._repeats)
+            key = repeated_key(key, self._repeats, 0)
         if self._pipeline is not None:
             batch = self._pipeline.apply_unprepared(batch, key)
         found = find_fields(batch, self._mixer.places.fields, batched=True)
@@ -167,8 +176,8 @@ class MixedTransform:
         """Return where each operation runs and why, as text."""
         rows = [] if self._pipeline is None else list(self._pipeline.plan.placements)
         steps = [(_name(step), "batch", "mixes its samples") for step in self._mixer.steps]
-        if self.repeats > 1:
-            steps.insert(0, ("repeats", "worker", f"{self.repeats} augmentations of each sample"))
+        if self._repeats > 1:
+            steps.insert(0, ("repeats", "worker", f"{self._repeats} augmentations of each sample"))
         return table([(row.name, row.where, row.why) for row in rows] + steps)
 
 
@@ -180,29 +189,28 @@ class MixedWorker:
     def __init__(self, inner: ComposeWorker | None, mixer: Mixer, repeats: int = 1) -> None:
         self._inner = inner
         self._mixer = mixer
-        self._repeats = repeats
+        self.repeats = repeats
 
     def __call__(self, sample: Any, key: SampleKey) -> tuple[Any, Any]:
         """Return the sample as the worker leaves it, and what was drawn for it.
 
-        With repeats, images and masks of the sample are stacked, and there is a list of draws.
+        With repeats, these are a list of samples and a list of draws.
         """
-        if self._repeats == 1:
+        if self.repeats == 1:
             return self._once(sample, key)
-        keys = [repeated_key(key, self._repeats, number) for number in range(self._repeats)]
+        keys = [repeated_key(key, self.repeats, number) for number in range(self.repeats)]
         each = [self._once(sample, own) for own in keys]
-        found = find_fields(sample, self._mixer.places.fields, batched=False)
-        places = [found.image, *([] if found.mask is None else [found.mask])]
-        return stack_samples([one for one, _ in each], places), [drawn for _, drawn in each]
+        return [one for one, _ in each], [drawn for _, drawn in each]
 
     def _once(self, sample: Any, key: SampleKey) -> tuple[Any, Any]:
+        self._mixer.check_classes(sample)
         tape: Tape | None = None
         if self._inner is not None:
             sample, tape = self._inner(sample, key)
         return sample, (tape, draw_numbers(self._mixer.steps, key))
 
     def _each(self, drawn: Sequence[Any]) -> list[Any]:
-        return list(drawn) if self._repeats == 1 else [one for each in drawn for one in each]
+        return list(drawn) if self.repeats == 1 else [one for each in drawn for one in each]
 
     def collate(self, drawn: Sequence[Any]) -> Draws:
         """Return what was drawn for a batch, packed in the order of its samples."""
@@ -214,14 +222,7 @@ class MixedWorker:
 
     def finish(self, batch: Batch, drawn: Sequence[Any]) -> Batch:
         """Return a batch that was collated here, where nothing is left to the device, mixed."""
-        batch = _flat(self._mixer, batch, self._repeats)
         return _mix(self._mixer, batch, _pack([numbers for _, numbers in self._each(drawn)]))
-
-
-def _flat(mixer: Mixer, batch: Batch, repeats: int) -> Batch:
-    if repeats == 1:
-        return batch
-    return flatten_batch(batch, find_stacked(batch, mixer.places.fields), repeats)
 
 
 def _mix(mixer: Mixer, batch: Batch, draws: Draws) -> Batch:

@@ -1,0 +1,216 @@
+"""What mixing does to boxes, labels, masks, and to images of any dtype and memory format."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from augment.parity import photographs
+
+from lightning_fastdata.augment.mixing import (
+    CutMix,
+    MixUp,
+    Mosaic,
+    OneOfMixes,
+    RandomErasing,
+    mixed,
+)
+from lightning_fastdata.errors import BatchError, OptionsError
+from lightning_fastdata.types import SampleKey
+
+torch.set_num_threads(1)
+
+COUNT, HEIGHT, WIDTH = 8, 40, 48
+KEY = SampleKey(3, 1, 0)
+
+
+def painted(seed=0):
+    """Return a batch in which the box of sample ``i`` is filled in channel ``i`` alone."""
+    rng = np.random.default_rng(seed)
+    image = torch.zeros(COUNT, COUNT, HEIGHT, WIDTH)
+    boxes = []
+    for row in range(COUNT):
+        x1, y1 = int(rng.integers(0, WIDTH - 12)), int(rng.integers(0, HEIGHT - 12))
+        x2, y2 = int(rng.integers(x1 + 4, WIDTH + 1)), int(rng.integers(y1 + 4, HEIGHT + 1))
+        image[row, row, y1:y2, x1:x2] = 1
+        boxes.append(torch.tensor([[x1, y1, x2, y2]], dtype=torch.float32))
+    return {"image": image, "boxes": boxes, "kinds": [torch.tensor([i]) for i in range(COUNT)]}
+
+
+def seen(image):
+    """Return the box around what is painted in each channel."""
+    found = {}
+    for channel, pixels in enumerate(image):
+        ys, xs = (one.numpy() for one in torch.nonzero(pixels, as_tuple=True))
+        if len(ys):
+            found[channel] = [xs.min(), ys.min(), xs.max() + 1, ys.max() + 1]
+    return found
+
+
+WAYS = {
+    "mosaic": Mosaic(min_visibility=0),
+    "mosaic of some": Mosaic(p=0.5, min_visibility=0),
+    "mixup": MixUp(1.5),
+    "mixup of some": MixUp(1.5, p=0.5),
+    "one of": OneOfMixes(Mosaic(min_visibility=0), MixUp(1.5), p=0.8),
+    "one of two": OneOfMixes(
+        Mosaic(min_visibility=0, middle=(0.5, 0.5)), Mosaic(min_visibility=0, middle=(0.1, 0.2))
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_boxes_are_around_what_is_painted_however_it_was_mixed(name, seed):
+    batch = painted(seed)
+    transform = mixed(WAYS[name], boxes="boxes", classes="kinds")
+    out = transform.apply_unprepared(batch, KEY._replace(seed=seed))
+    for row in range(COUNT):
+        told = dict(zip(out["kinds"][row].tolist(), out["boxes"][row].tolist(), strict=True))
+        assert len(told) == len(out["boxes"][row])
+        assert told == seen(out["image"][row])
+    changed = sum(len(one) != 1 for one in out["boxes"])
+    assert changed
+    assert changed < COUNT or "some" not in name
+
+
+def test_two_ways_to_mix_boxes_one_after_the_other():
+    transform = mixed(Mosaic(min_visibility=0), MixUp(1.5), boxes="boxes", classes="kinds")
+    out = transform.apply_unprepared(painted(), KEY)
+    for row in range(COUNT):
+        kinds = out["kinds"][row]
+        # A sample that came in twice has a box for each time, and one is painted over the other.
+        assert set(kinds.tolist()) == set(seen(out["image"][row]))
+
+
+def test_who_is_alone_has_its_boxes_once():
+    image = torch.rand(1, 3, 8, 8)
+    boxes = [torch.tensor([[1.0, 2, 5, 6]])]
+    out = mixed(MixUp(1.5), boxes="boxes").apply_unprepared({"image": image, "boxes": boxes}, KEY)
+    assert torch.equal(out["boxes"][0], boxes[0])
+    assert torch.allclose(out["image"], image)
+
+
+INDICES = torch.tensor([0, 2, 1, 2, 0, 1, 1, 0])
+LABELS = {
+    "classes": INDICES,
+    "classes of 32 bits": INDICES.int(),
+    "one-hot": torch.eye(3)[INDICES],
+    "one-hot of whole numbers": torch.eye(3, dtype=torch.long)[INDICES],
+    "one-hot of booleans": torch.eye(3, dtype=torch.bool)[INDICES],
+    "one-hot in half precision": torch.eye(3, dtype=torch.bfloat16)[INDICES],
+}
+STEPS = [MixUp(0.8), CutMix(), Mosaic(), OneOfMixes(MixUp(0.8), CutMix(), Mosaic())]
+
+
+def images(dtype=torch.float32):
+    photos = torch.from_numpy(np.stack(photographs(HEIGHT, WIDTH) * 3)[:COUNT]).permute(0, 3, 1, 2)
+    photos = photos.contiguous()
+    return photos if dtype == torch.uint8 else (photos / 255).to(dtype)
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: type(step).__name__)
+@pytest.mark.parametrize("form", LABELS)
+def test_labels_of_any_form_become_the_same_shares(step, form):
+    transform = mixed(step, num_classes=3)
+    _, shares = transform.apply_unprepared((images(), LABELS[form]), KEY)
+    _, wanted = transform.apply_unprepared((images(), LABELS["classes"]), KEY)
+    assert shares.dtype == torch.float32
+    assert torch.equal(shares, wanted)
+    assert torch.allclose(shares.sum(1), torch.ones(COUNT))
+    assert not torch.equal(shares, torch.eye(3)[INDICES])
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: type(step).__name__)
+def test_several_labels_are_mixed_as_each_alone(step):
+    batch = {"image": images(), "kind": INDICES, "colour": torch.eye(5)[INDICES + 2]}
+    both = mixed(step, label=["kind", "colour"], num_classes=[3, None])
+    out = both.apply_unprepared(batch, KEY)
+    for name, classes in (("kind", 3), ("colour", None)):
+        alone = mixed(step, label=name, num_classes=classes).apply_unprepared(batch, KEY)
+        assert torch.equal(out[name], alone[name])
+        assert torch.equal(out["image"], alone["image"])
+
+
+@pytest.mark.parametrize("counts", [[3], 3, [3, 5, 2]])
+def test_as_many_numbers_of_classes_as_labels(counts):
+    with pytest.raises(OptionsError, match="one number for each label"):
+        mixed(CutMix(), label=["kind", "colour"], num_classes=counts)
+
+
+def test_a_label_beyond_the_classes_is_told_where_it_is_read():
+    part = mixed(CutMix(), num_classes=3).in_worker(on_device=True)
+    image = np.zeros((8, 8, 3), np.uint8)
+    part((image, 2), KEY)
+    # Without a label, as losses leave it out.
+    part((image, -100), KEY)
+    for wrong in (3, np.int64(9)):
+        with pytest.raises(BatchError, match="means classes 0 to 2"):
+            part((image, wrong), KEY)
+        with pytest.raises(BatchError, match="label 'y'"):
+            mixed(CutMix(), label="y", num_classes=3).in_worker(on_device=True)(
+                {"image": image, "y": wrong}, KEY
+            )
+
+
+@pytest.mark.parametrize("step", [CutMix(), Mosaic(), OneOfMixes(CutMix(), Mosaic())], ids=str)
+@pytest.mark.parametrize("form", ["hw", "hwc", "chw", "float"])
+def test_masks_go_where_their_pixels_go_in_any_layout(step, form):
+    image = images(torch.uint8)
+    mask = image[:, :2]
+    given = {
+        "hw": mask[:, 0].long(),
+        "hwc": mask.permute(0, 2, 3, 1).contiguous(),
+        "chw": mask,
+        "float": mask[:, 0] / 255,
+    }[form]
+    batch = {"image": image, "mask": given}
+    out = mixed(step).apply_unprepared(batch, KEY)
+    found = out["image"][:, :2]
+    wanted = {
+        "hw": found[:, 0].long(),
+        "hwc": found.permute(0, 2, 3, 1),
+        "chw": found,
+        "float": found[:, 0] / 255,
+    }[form]
+    assert out["mask"].dtype == given.dtype
+    assert torch.equal(out["mask"], wanted)
+    assert not torch.equal(out["image"], image)
+
+
+ALL = [*STEPS, RandomErasing(p=1), RandomErasing(p=1, value="random")]
+
+
+@pytest.mark.parametrize("step", ALL, ids=str)
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("form", ["tuple", "dict", "alone"])
+def test_images_keep_their_dtype_and_memory_format(step, dtype, form):
+    given = images(dtype)
+    usual = one_image(step, given, form)
+    other = one_image(step, given.contiguous(memory_format=torch.channels_last), form)
+    assert usual.dtype == other.dtype == dtype
+    assert usual.is_contiguous()
+    assert other.is_contiguous(memory_format=torch.channels_last)
+    assert not other.is_contiguous()
+    assert torch.equal(usual, other)
+    assert not torch.equal(usual, given)
+
+
+def one_image(step, image, form):
+    if form == "alone" and step.sees_others:
+        form = "tuple"
+    batch = {"tuple": (image, INDICES), "dict": {"image": image, "label": INDICES}, "alone": image}
+    out = mixed(step, num_classes=3).apply_unprepared(batch[form], KEY)
+    return {"tuple": lambda: out[0], "dict": lambda: out["image"], "alone": lambda: out}[form]()
+
+
+@pytest.mark.parametrize("step", ALL, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_mixed_as_full_precision_and_rounded_once(step, dtype):
+    given = images(dtype)
+    half, full = (
+        mixed(step, num_classes=3).apply_unprepared((image, INDICES), KEY)
+        for image in (given, given.float())
+    )
+    assert torch.equal(half[0], full[0].to(dtype))
+    assert torch.equal(half[1], full[1])
