@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from lightning_fastdata.augment.program import Draws
     from lightning_fastdata.types import Batch, SampleKey
@@ -53,3 +53,14 @@ class StageTransform(Protocol):
 
     def explain(self) -> str:
         """Return where each operation runs and why, as text."""
+
+
+@runtime_checkable
+class SuitsSamples(Protocol):
+    """A stage transform that may do less in the workers where it knows what samples look like."""
+
+    def for_samples(self, samples: Iterable[Any]) -> StageTransform:
+        """Return the transform for a dataset, of which these are samples from all over it.
+
+        It has to be right for any other sample, too.
+        """

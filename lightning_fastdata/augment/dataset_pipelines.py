@@ -29,7 +29,8 @@ from lightning_fastdata.augment.plan import Plan, analyse, device_form
 from lightning_fastdata.augment.program import Draws, compile_tapes
 from lightning_fastdata.augment.replay_torch import replay
 from lightning_fastdata.augment.seeds import find_composes
-from lightning_fastdata.augment.tape import Recorder, Track, refusal
+from lightning_fastdata.augment.self_check import refusal
+from lightning_fastdata.augment.tape import Recorder, Track
 from lightning_fastdata.augment.tree import is_container, list_leaves
 from lightning_fastdata.augment.worker import device_ops
 from lightning_fastdata.errors import BatchError

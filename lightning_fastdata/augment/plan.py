@@ -5,7 +5,8 @@ The rules, in order:
 1. Everything up to and including the operation that makes the image size the same for all samples
    (``Resize``, ``RandomResizedCrop``, ...) runs in the worker: dataset images may vary in size.
    A pipeline without such an operation can only be collated when the dataset's images already have
-   one size, so nothing is held back for it.
+   one size, so nothing is held back for it. Where they are known to,
+   :mod:`~lightning_fastdata.augment.crop` leaves that operation to the device as well.
 2. An operation without a device form runs in the worker on real pixels, and so do the ones before
    it, but only in samples that drew it.
 3. An operation that changes the shape or dtype of an image runs on the device only when every
@@ -32,7 +33,8 @@ if TYPE_CHECKING:
 Where: TypeAlias = Literal["worker", "device", "either"]
 
 _CASTS: Final = frozenset({"FromFloat", "Normalize", "ToFloat"})
-_CHANGES_DTYPE_OR_LAYOUT: Final = _CASTS | {"ToTensorV2"}
+CHANGES_DTYPE_OR_LAYOUT: Final = _CASTS | {"ToTensorV2"}
+"""Transforms behind which images are no longer bytes, or no longer ``[H, W, C]``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +63,9 @@ class Plan:
     opaque_until: int
     """Number of the last leaf that must run unobserved, because something calls its transforms in
     its own way; -1 for none."""
+    crop: int = -1
+    """Number of the leaf that makes all images one size, where it runs on the device, although a
+    sample may still come from the worker cropped; -1 for none."""
 
     @property
     def defers(self) -> bool:
@@ -164,7 +169,7 @@ def _why_worker(
 
 def _changes_form(transform: Any) -> bool:
     name = type(transform).__name__
-    if name in _CHANGES_DTYPE_OR_LAYOUT or name in CHANGES_SIZE:
+    if name in CHANGES_DTYPE_OR_LAYOUT or name in CHANGES_SIZE:
         return True
     # ToRGB is there for images of one channel.
     return name == "ToRGB" or bool(name == "ToGray" and transform.num_output_channels != 3)

@@ -59,7 +59,8 @@ class _Pending(NamedTuple):
     apply: Callable[..., Any]
     params: Mapping[str, Any]
     op: TapeOp
-    changes_form: bool
+    bars_pixels: bool
+    """Whether it changes the form of the image, so that no later operation may have its pixels."""
 
 
 class _Target:
@@ -220,13 +221,14 @@ class Recorder:
         for key, (encoded, shape, dtype) in noted.items():
             target = self._target(key, data[key])
             changes = shape != tuple(target.shown.shape) or dtype != target.shown.dtype
+            bars = changes and index != self._plan.crop
             apply, given = transform._key2func[key], params
             if op.draw is not None:
                 # The few numbers that were drawn are not enough for Albumentations.
                 is_image = self._roles[key] == "image"
                 apply, given = functools.partial(replay_one, op, encoded, is_image), {}
             note = TapeOp(index, op.name, encoded)
-            target.pending.append(_Pending(apply, given, note, changes))
+            target.pending.append(_Pending(apply, given, note, bars))
             if op.name == "ToTensorV2":
                 target.shown = _phantom_tensor(shape, str(dtype))
             elif changes:
@@ -267,7 +269,7 @@ class Recorder:
         for key, value in data.items():
             if self._is_pixels(key, value):
                 for pending in self._target(key, value).pending:
-                    if pending.changes_form:
+                    if pending.bars_pixels:
                         raise TransformError(
                             f"{name} drew parameters without a form for the device after "
                             f"{pending.op.name} had changed the shape or dtype of the images. "

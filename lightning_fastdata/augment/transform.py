@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lightning_fastdata.augment.callables import CallableTransform, plain_tensors, table
 from lightning_fastdata.augment.contract import StageTransform
+from lightning_fastdata.augment.crop import CropOnDevice, crop_on_device
 from lightning_fastdata.augment.fields import (
     Fields,
     Found,
@@ -88,6 +90,8 @@ class BatchTransform:
         self.compose = compose
         self._ops = ops
         self.plan = analyse(compose, device_ops(ops), refusal=refusal(), same_pixels=same_pixels)
+        self._any_size = self.plan
+        self._crop: CropOnDevice | None = None
         self._same_pixels = same_pixels
         self._fields = fields
         self._foreign: ForeignBatches | None = None
@@ -103,8 +107,36 @@ class BatchTransform:
         Args:
             on_device: leave to the device what can run there; else all of it runs in the worker.
         """
-        plan = self.plan if on_device and self.plan.defers else None
-        return ComposeWorker(self.compose, self._fields, plan, self._ops)
+        if not (on_device and self.plan.defers):
+            return ComposeWorker(self.compose, self._fields, None, self._ops)
+        return ComposeWorker(self.compose, self._fields, self._any_size, self._ops, self._crop)
+
+    def for_samples(self, samples: Iterable[Any]) -> BatchTransform:
+        """Return the transform for a dataset, of which these are samples from all over it.
+
+        If they all have one size that is not much larger than what the pipeline makes of it, the
+        device crops, too. Samples of another size are still right, but cost more than without.
+
+        Args:
+            samples: Is read no further than until two sizes differ, or the first is too large.
+        """
+        worker = ComposeWorker(self.compose, self._fields, None, self._ops)
+        sizes = map(worker.size_of, samples)
+        size = next(sizes, None)
+        crop = None
+        if size is not None:
+            crop = crop_on_device(
+                self.compose,
+                device_ops(self._ops),
+                size,
+                refusal=refusal(),
+                same_pixels=self._same_pixels,
+            )
+        if crop is not None and any(other != size for other in sizes):
+            crop = None
+        fitted = copy.copy(self)
+        fitted._crop, fitted.plan = crop, self._any_size if crop is None else crop.plan
+        return fitted
 
     def apply(self, batch: Batch, draws: Draws | None) -> Batch:
         """Carry out what was drawn.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from lightning_fastdata.augment.seeds import reseed
 from lightning_fastdata.augment.tape import Recorder, Tape, target_roles
 
 if TYPE_CHECKING:
+    from lightning_fastdata.augment.crop import CropOnDevice
     from lightning_fastdata.augment.ops.operation import DeviceOp
     from lightning_fastdata.augment.plan import Plan
     from lightning_fastdata.types import Batch, SampleKey
@@ -44,12 +45,15 @@ class ComposeWorker:
         fields: Fields,
         plan: Plan | None,
         ops: Mapping[str, DeviceOp] | None = None,
+        crop: CropOnDevice | None = None,
     ) -> None:
         self._compose = compose
         self._ops = ops
         self._fields = fields
         self._plan = plan
+        self._crop = crop
         self._roles = target_roles(compose)
+        self._names = _argument_names(compose)
         self._local = threading.local()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -74,13 +78,20 @@ class ComposeWorker:
             reseed((compose,), key)
             result, tape = compose(**data), None
         else:
-            recorder = self._own("recorder", self._new_recorder)
+            recorder = self._recorder(self._plan, data)
             reseed((recorder.compose,), key)
             result, tape = recorder(data)
-            for target in places.keys() & self._roles.keys():
-                if isinstance(result[target], np.ndarray):
+            if self._crop is not None:
+                result, tape = self._crop.fit(result, tape)
+            for target in self._roles:
+                if target in places and isinstance(result[target], np.ndarray):
                     result[target] = _own_tensor(result[target])
         return put_fields(sample, {places[name]: result[name] for name in places}), tape
+
+    def size_of(self, sample: Any) -> tuple[int, int] | None:
+        """Return height and width of the images and masks of a sample, or None if they differ."""
+        found = find_fields(sample, self._fields, batched=False)
+        return self._size(self._arguments(sample, found)[0])
 
     def collate(
         self, tapes: Sequence[Tape | None], beside: Mapping[str, np.ndarray] | None = None
@@ -95,12 +106,25 @@ class ComposeWorker:
         return batch
 
     def _own(self, name: str, make: Callable[[], Any]) -> Any:
-        if not hasattr(self._local, name):
-            setattr(self._local, name, make())
-        return getattr(self._local, name)
+        own = vars(self._local)
+        if name not in own:
+            own[name] = make()
+        return own[name]
 
-    def _new_recorder(self) -> Recorder:
-        return Recorder(self._compose, cast("Plan", self._plan), device_ops(self._ops))
+    def _recorder(self, plan: Plan, data: Mapping[str, Any]) -> Recorder:
+        name = "any size"
+        if self._crop is not None and self._size(data) == self._crop.size:
+            name, plan = "one size", self._crop.plan
+        recorder: Recorder = self._own(name, lambda: self._new_recorder(plan))
+        return recorder
+
+    def _new_recorder(self, plan: Plan) -> Recorder:
+        return Recorder(self._compose, plan, device_ops(self._ops))
+
+    def _size(self, data: Mapping[str, Any]) -> tuple[int, int] | None:
+        pixels = [data[name] for name in self._roles if data.get(name) is not None]
+        sizes = {value.shape[:2] for value in pixels}
+        return sizes.pop() if len(sizes) == 1 else None
 
     def _arguments(self, sample: Any, found: Found) -> tuple[dict[str, Any], dict[str, Location]]:
         """Return the arguments of the pipeline, and where each of them sits in the sample."""
@@ -108,15 +132,14 @@ class ComposeWorker:
         if found.mask is not None:
             places["mask"] = found.mask
         if isinstance(sample, Mapping):
-            names = {*self._compose.additional_targets, "masks"}
-            for processor in self._compose.processors.values():
-                names |= {processor.default_data_name, *(processor.params.label_fields or ())}
-            places.update({name: name for name in names - places.keys() if name in sample})
+            for name in self._names:
+                if name in sample:
+                    places.setdefault(name, name)
         data = {name: get_field(sample, place) for name, place in places.items()}
-        for name in data.keys() & self._roles.keys():
-            is_image = self._roles[name] == "image"
-            if data[name] is not None:
-                data[name] = to_hwc(data[name])[0] if is_image else mask_to_numpy(data[name])
+        for name, role in self._roles.items():
+            if data.get(name) is not None:
+                convert = _image_to_numpy if role == "image" else mask_to_numpy
+                data[name] = convert(data[name])
         return data, places
 
 
@@ -128,6 +151,18 @@ def device_ops(ops: Mapping[str, DeviceOp] | None = None) -> Mapping[str, Device
     from lightning_fastdata.augment.ops import DEVICE_OPS
 
     return DEVICE_OPS
+
+
+def _argument_names(compose: Any) -> frozenset[str]:
+    """Return what a pipeline takes beside image and mask, by the names that samples use."""
+    names = {*compose.additional_targets, "masks"}
+    for processor in compose.processors.values():
+        names |= {processor.default_data_name, *(processor.params.label_fields or ())}
+    return frozenset(names)
+
+
+def _image_to_numpy(value: Any) -> np.ndarray:
+    return to_hwc(value)[0]
 
 
 def _own_tensor(array: np.ndarray) -> torch.Tensor:

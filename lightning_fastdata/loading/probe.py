@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from statistics import median
@@ -127,6 +127,36 @@ def spread_indices(length: int, count: int) -> list[int]:
     """Return up to ``count`` different indices at even distances, none of them the first."""
     count = min(count, length)
     return [(2 * number + 1) * length // (2 * count) for number in range(count)]
+
+
+def further_samples(
+    dataset: Dataset[Any],
+    count: int,
+    *,
+    budget_s: float = _BUDGET_S,
+    clock_s: Callable[[], float] = time.perf_counter,
+) -> Iterator[Any]:
+    """Read samples from all over a map-style dataset, each when it is asked for.
+
+    Dataset and random state stay as they were. It ends early at a sample that cannot be read, which
+    is told when training reads it.
+
+    Args:
+        dataset: A map-style dataset.
+        count: Samples at most.
+        budget_s: Seconds after which no further sample is begun.
+        clock_s: Seconds from any start.
+    """
+    twin, began = shallow_copy(dataset), clock_s()
+    for index in spread_indices(dataset_length(dataset) or 0, count):
+        if clock_s() - began >= budget_s:
+            return
+        with kept_random_state():
+            try:
+                sample = twin[index]
+            except Exception:
+                return
+        yield sample
 
 
 def measure_samples(

@@ -21,7 +21,7 @@ from lightning_fastdata.plugin.arguments import check_choice, checked_batch_size
 from lightning_fastdata.plugin.datasets import Constant, in_form_of, is_missing, named
 from lightning_fastdata.plugin.guard_callback import attach_guard, first_rows, guard_rows
 from lightning_fastdata.plugin.hooks import HOOKS, overridden_hook, silence_shared_hook_warning
-from lightning_fastdata.plugin.loaders import build_loader, checked_sample, plan_for
+from lightning_fastdata.plugin.loaders import build_loader, checked_sample, plan_for, some_samples
 from lightning_fastdata.plugin.own_pipelines import OwnPipelines
 from lightning_fastdata.plugin.pictures import ImageForm
 from lightning_fastdata.plugin.prefetching import Prefetching, PrefetchName
@@ -247,12 +247,10 @@ class DataModuleHooks:
         name = name if name is not None else self._name_of(stage)
         attached = self._trainer is not None
         sample = checked_sample(dataset, name, self._transforms[stage], read=attached)
-        worker_part = self._transforms.worker_part(stage)
-        own = (
-            worker_part is None
-            and self._augments_on_device()
-            and self._record(dataset, stage, name)
-        )
+        on_device = self._augments_on_device()
+        samples = some_samples(dataset, sample) if on_device else ()
+        worker_part = self._transforms.worker_part_for(stage, samples)
+        own = worker_part is None and on_device and self._record(dataset, stage, name)
         plan = self._plan(dataset, stage=stage, sample=sample, recorded=own)
         for limit in plan.limits:
             warnings.warn(f"{name}: {limit}", FastDataWarning, stacklevel=2)
@@ -265,7 +263,7 @@ class DataModuleHooks:
             "seed": self._seed(),
             "epoch": self._train_epoch if stage == "train" else first_epoch,
             "transform": worker_part,
-            "on_device": worker_part is not None and self._augments_on_device(),
+            "on_device": worker_part is not None and on_device,
             # Without a trainer there is no hook to finish the batches, so they come finished.
             "staged": stage if attached and (own or self.augments_on_device(stage)) else None,
             "record_pipelines": own,

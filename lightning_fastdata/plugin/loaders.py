@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -21,7 +21,7 @@ from lightning_fastdata.loading.order import (
     ShuffleSampler,
     dataset_length,
 )
-from lightning_fastdata.loading.probe import probe_sample, sample_bytes
+from lightning_fastdata.loading.probe import further_samples, probe_sample, sample_bytes
 
 if TYPE_CHECKING:
     from lightning_fastdata.augment.contract import StageTransform
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 _NEEDS_WORKERS = ("prefetch_factor", "persistent_workers", "multiprocessing_context")
 _REPLACED_BY_BATCH_SAMPLER = ("batch_size", "sampler", "drop_last")
+_FURTHER_SAMPLES = 7
+"""Read beside the first one to see whether all images have one size."""
 _ORDERS = ("shuffle", "sampler", "batch_sampler")
 
 
@@ -56,6 +58,18 @@ def checked_sample(
         for transform in transforms:
             transform.check_sample(sample)
     return sample
+
+
+def some_samples(dataset: Dataset[Any], sample: Any) -> Iterator[Any]:
+    """Return the sample that was read and some from all over the dataset, each read when asked for.
+
+    Args:
+        dataset: The dataset of one loader.
+        sample: What :func:`checked_sample` returned; without one there are none.
+    """
+    if sample is not None:
+        yield sample
+        yield from further_samples(dataset, _FURTHER_SAMPLES)
 
 
 def plan_for(

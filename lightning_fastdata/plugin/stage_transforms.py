@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
+from lightning_fastdata.augment.contract import SuitsSamples
 from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.errors import TransformError
 from lightning_fastdata.plugin.pictures import ImageForm, image_form
@@ -29,6 +30,8 @@ class StageTransforms:
     def __init__(self, augment: Any, *, image: str | int | None, mask: str | int | None) -> None:
         self._image, self._mask = image, mask
         self._of: dict[Stage, list[StageTransform]] = {stage: [] for stage in STAGES}
+        self._explained: dict[Stage, tuple[StageTransform, StageTransform]] = {}
+        """Of each stage, what was registered, and what it was last made to suit a dataset."""
         for stage, transform in _by_stage(augment).items():
             self.register(transform, stage)
 
@@ -40,6 +43,20 @@ class StageTransforms:
         """Return the transform of a stage that starts in the workers, if there is one."""
         registered = self._of[stage]
         return registered[0] if registered and registered[0].starts_in_worker else None
+
+    def worker_part_for(self, stage: Stage, samples: Iterable[Any]) -> StageTransform | None:
+        """Return what starts in the workers, as it suits a dataset; it is explained so from now on.
+
+        Args:
+            stage: The stage.
+            samples: Of the dataset, read as far as is needed; none: as it suits any.
+        """
+        part = self.worker_part(stage)
+        if part is None or not isinstance(part, SuitsSamples):
+            return part
+        suited = part.for_samples(samples)
+        self._explained[stage] = part, suited
+        return suited
 
     def run_on_device(self, stage: Stage, *, pipeline: bool) -> bool:
         """Return whether anything of a stage runs on the device.
@@ -94,10 +111,14 @@ class StageTransforms:
                 does not.
         """
         return [
-            f"augment, {stage}\n{_explain(made, in_workers)}"
+            f"augment, {stage}\n{_explain(self._as_used(stage, made), in_workers)}"
             for stage, registered in self._of.items()
             for made in registered
         ]
+
+    def _as_used(self, stage: Stage, registered: StageTransform) -> StageTransform:
+        known, used = self._explained.get(stage, (None, registered))
+        return used if known is registered else registered
 
 
 def _explain(transform: StageTransform, in_workers: str | None) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -136,6 +136,11 @@ class MixedTransform:
             self._pipeline.check_sample(sample)
         else:
             find_fields(sample, self._mixer.places.fields, batched=False)
+
+    def for_samples(self, samples: Iterable[Any]) -> MixedTransform:
+        """Return the transform for a dataset, of which these are samples from all over it."""
+        pipeline = None if self._pipeline is None else self._pipeline.for_samples(samples)
+        return MixedTransform(pipeline, self._mixer, self._repeats)
 
     def in_worker(self, *, on_device: bool) -> MixedWorker:
         """Return the part that runs on each sample in the side process."""
