@@ -155,8 +155,11 @@ def device_ops(ops: Mapping[str, DeviceOp] | None = None) -> Mapping[str, Device
 
 def _argument_names(compose: Any) -> frozenset[str]:
     """Return what a pipeline takes beside image and mask, by the names that samples use."""
-    names = {*compose.additional_targets, "masks"}
-    for processor in compose.processors.values():
+    names = {*getattr(compose, "additional_targets", ()), "masks"}
+    processors = getattr(compose, "processors", None)
+    if processors is None:  # another Albumentations, which runs on the CPU as it is
+        return frozenset(names | set(getattr(compose, "available_keys", ())))
+    for processor in processors.values():
         names |= {processor.default_data_name, *(processor.params.label_fields or ())}
     return frozenset(names)
 

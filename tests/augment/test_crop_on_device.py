@@ -17,6 +17,7 @@ from torch.utils.data import Dataset, default_collate
 
 from lightning_fastdata import FastDataModule, LoaderOptions
 from lightning_fastdata.augment.mixing import RandomErasing, mixed
+from lightning_fastdata.loading.repeats import spreading
 
 USUAL = (30, 28)
 """Size of the images of a dataset, apart from a few."""
@@ -79,7 +80,7 @@ def batch_of(transform, samples, seed):
     part = pickle.loads(pickle.dumps(transform.in_worker(on_device=True)))
     drawn = [part(one, key) for one, key in zip(samples, keys(len(samples), seed), strict=True)]
     draws = part.collate([tape for _, tape in drawn])
-    return default_collate([one for one, _ in drawn]), draws
+    return spreading(default_collate, part)([one for one, _ in drawn]), draws
 
 
 def by_albumentations(transform, samples, seed):
