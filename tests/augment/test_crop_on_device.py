@@ -211,7 +211,7 @@ def test_mixing_and_repeats_come_behind_a_crop_on_the_device():
     results = []
     for transform in (plain, plain.for_samples(samples[:1])):
         batch, draws = batch_of(transform, samples, 0)
-        results.append((batch["image"].shape[2:4], transform.apply(batch, draws)["image"]))
+        results.append((batch["image"].shape[1:3], transform.apply(batch, draws)["image"]))
     (cropped, want), (whole, got) = results
     assert (cropped, whole) == ((26, 24), USUAL)
     assert torch.equal(got, want)
