@@ -18,7 +18,7 @@ import numpy as np
 
 from lightning_fastdata.augment.plan import CHANGES_DTYPE_OR_LAYOUT, analyse, device_form
 from lightning_fastdata.augment.sizes import Size, follow_sizes, size_after
-from lightning_fastdata.augment.tape import Tape, TapeOp, Track
+from lightning_fastdata.augment.tape import Tape, TapeOp
 from lightning_fastdata.augment.tree import list_leaves
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class CropOnDevice:
                 whole = np.zeros((*self.size, *cropped.shape[2:]), cropped.dtype)
                 whole[: cropped.shape[0], : cropped.shape[1]] = cropped
                 fitted[name] = whole
-                notes[name] = Track(track.role, (self.corner, *track.ops))
+                notes[name] = track._replace(ops=(self.corner, *track.ops), size=self.size)
         return fitted, notes
 
 

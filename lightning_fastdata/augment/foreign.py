@@ -16,6 +16,7 @@ from lightning_fastdata.augment.fields import (
     get_field,
     put_fields,
 )
+from lightning_fastdata.augment.geometry import join_tapes
 from lightning_fastdata.augment.plan import analyse
 from lightning_fastdata.augment.program import compile_tapes
 from lightning_fastdata.augment.replay_torch import replay
@@ -26,7 +27,9 @@ from lightning_fastdata.errors import BatchError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from lightning_fastdata.augment.geometry import GeometryMode
     from lightning_fastdata.augment.ops.operation import DeviceOp
+    from lightning_fastdata.augment.tape import Tape
     from lightning_fastdata.types import Batch, SampleKey
 
 
@@ -40,11 +43,13 @@ class ForeignBatches:
         refusal: str | None,
         *,
         same_pixels: bool = False,
+        geometry: GeometryMode = "exact",
     ) -> None:
         self._compose = copy.deepcopy(compose)
         self._ops = ops
         self._refusal = refusal
         self._same_pixels = same_pixels
+        self._geometry = geometry
         self._recorders: dict[tuple[int, int], Recorder | None] = {}
 
     def run(self, batch: Batch, found: Found, key: SampleKey) -> Batch:
@@ -72,7 +77,7 @@ class ForeignBatches:
         if recorder is None:
             results, is_chw = run_each(tensors, key, self._compose)
         else:
-            results, is_chw = replay_all(tensors, key, recorder, self._ops)
+            results, is_chw = replay_all(tensors, key, recorder, self._ops, geometry=self._geometry)
         values: dict[Location, Any] = {
             found.image: _restored(results["image"], first and not is_chw)
         }
@@ -122,6 +127,8 @@ def replay_all(
     key: SampleKey,
     recorder: Recorder,
     ops: Mapping[str, DeviceOp],
+    *,
+    geometry: GeometryMode = "exact",
 ) -> tuple[dict[str, torch.Tensor], bool]:
     """Draw every sample here and carry the draws out where the batch lies.
 
@@ -132,7 +139,7 @@ def replay_all(
         name: phantom(tuple(tensor.shape[1:]), np.dtype(str(tensor.dtype).removeprefix("torch.")))
         for name, tensor in tensors.items()
     }
-    tapes = []
+    tapes: list[Tape] = []
     is_chw = False
     ran: dict[str, dict[int, torch.Tensor]] = {name: {} for name in tensors}
     for row in range(samples):
@@ -147,6 +154,7 @@ def replay_all(
         for name in tensors:
             if not callable(result[name]):
                 ran[name][row] = torch.as_tensor(np.asarray(result[name]))
+    tapes = join_tapes(tapes) if geometry == "fused" else tapes
     draws = compile_tapes(tapes, ops).to(tensors["image"].device, non_blocking=True)
     results = {}
     for name, tensor in tensors.items():

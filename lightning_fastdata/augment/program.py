@@ -175,8 +175,8 @@ def _schedule(
     steps, known = [], []
     while waiting := [row for row, track in enumerate(tracks) if position[row] < len(track)]:
         coming = {row: tracks[row][position[row]] for row in waiting}
-        leaf = min(op.leaf for op in coming.values())
-        chosen = {row: op for row, op in coming.items() if op.leaf == leaf}
+        leaf, name = min((op.leaf, op.name) for op in coming.values())
+        chosen = {row: op for row, op in coming.items() if (op.leaf, op.name) == (leaf, name)}
         groups: dict[object, list[int]] = {}
         for row, op in chosen.items():
             groups.setdefault(_form(op.encoded), []).append(row)
@@ -192,7 +192,6 @@ def _schedule(
                     arrays=packer.stack(encoded),
                 )
             )
-        name = next(iter(chosen.values())).name
         steps.append(ProgramStep(leaf=leaf, name=name, parts=tuple(parts)))
         known.append(
             Step(

@@ -49,6 +49,8 @@ class Track(NamedTuple):
     """Whether they treat it as an image or as a mask."""
     ops: tuple[TapeOp, ...]
     """The operations."""
+    size: tuple[int, int] | None = None
+    """Height and width of its pixels before any of them."""
 
 
 Tape: TypeAlias = Mapping[str, Track]
@@ -134,7 +136,8 @@ class Recorder:
             target = self._targets.get(key)
             if target is not None and result.get(key) is target.shown:
                 result[key] = target.real
-                tape[key] = Track(role, tuple(pending.op for pending in target.pending))
+                size = (data[key] if callable(target.real) else target.real).shape[:2]
+                tape[key] = Track(role, tuple(pending.op for pending in target.pending), size)
         self._targets = {}
         return result, tape
 
@@ -173,9 +176,7 @@ class Recorder:
             for key, value in data.items()
         }
 
-    def _draw_on_pixels(
-        self, original: Callable[..., Any], params: dict[str, Any], data: dict[str, Any]
-    ) -> Any:
+    def _draw_on_pixels(self, original: Callable[..., Any], params: Any, data: Any) -> Any:
         # `data` itself keeps the phantoms: the call that follows recognises its targets by them.
         return original(params=params, data=self._real(data))
 

@@ -22,6 +22,7 @@ from lightning_fastdata.augment.fields import (
     to_hwc,
 )
 from lightning_fastdata.augment.foreign import ForeignBatches
+from lightning_fastdata.augment.geometry_plan import checked, explain_joins
 from lightning_fastdata.augment.plan import analyse
 from lightning_fastdata.augment.replay_torch import replay
 from lightning_fastdata.augment.self_check import refusal, what_it_means
@@ -29,7 +30,9 @@ from lightning_fastdata.augment.worker import ComposeWorker, device_ops
 from lightning_fastdata.errors import BatchError, TransformError
 
 if TYPE_CHECKING:
+    from lightning_fastdata.augment.geometry import GeometryMode
     from lightning_fastdata.augment.ops.operation import DeviceOp
+    from lightning_fastdata.augment.plan import Plan
     from lightning_fastdata.augment.program import Draws
     from lightning_fastdata.types import Batch, SampleKey
 
@@ -40,6 +43,7 @@ def as_batch_transform(
     image: int | str | None = None,
     mask: int | str | None = None,
     same_pixels: bool = False,
+    geometry: GeometryMode = "exact",
 ) -> StageTransform:
     """Return a transform of batches.
 
@@ -53,6 +57,8 @@ def as_batch_transform(
         same_pixels: for Albumentations, leave noise, elastic fields and other operations that draw
             numbers for every pixel to the worker. On the device they keep the distribution of
             Albumentations' result, not its pixels.
+        geometry: for Albumentations, ``"fused"`` joins geometric operations that follow each other
+            on the device to one resampling: sharper, but not Albumentations' pixels.
 
     Raises:
         TransformError: it is none of these.
@@ -62,7 +68,7 @@ def as_batch_transform(
     fields = Fields(image=image, mask=mask)
     if callable(transform) and not isinstance(transform, type):
         if _is_albumentations(transform):
-            return BatchTransform(transform, fields, same_pixels=same_pixels)
+            return BatchTransform(transform, fields, same_pixels=same_pixels, geometry=geometry)
         return CallableTransform(transform, fields)
     raise TransformError(
         f"{transform!r} cannot transform a batch. Pass an albumentations Compose (an instance), an "
@@ -80,6 +86,7 @@ class BatchTransform:
         ops: Mapping[str, DeviceOp] | None = None,
         *,
         same_pixels: bool = False,
+        geometry: GeometryMode = "exact",
     ) -> None:
         import albumentations
 
@@ -89,7 +96,10 @@ class BatchTransform:
             compose = albumentations.Compose([compose])
         self.compose = compose
         self._ops = ops
-        self.plan = analyse(compose, device_ops(ops), refusal=refusal(), same_pixels=same_pixels)
+        self._geometry = checked(geometry)
+        self.plan = self._explained(
+            analyse(compose, device_ops(ops), refusal=refusal(), same_pixels=same_pixels)
+        )
         self._any_size = self.plan
         self._crop: CropOnDevice | None = None
         self._same_pixels = same_pixels
@@ -109,7 +119,14 @@ class BatchTransform:
         """
         if not (on_device and self.plan.defers):
             return ComposeWorker(self.compose, self._fields, None, self._ops)
-        return ComposeWorker(self.compose, self._fields, self._any_size, self._ops, self._crop)
+        return ComposeWorker(
+            self.compose,
+            self._fields,
+            self._any_size,
+            self._ops,
+            self._crop,
+            geometry=self._geometry,
+        )
 
     def for_samples(self, samples: Iterable[Any]) -> BatchTransform:
         """Return the transform for a dataset, of which these are samples from all over it.
@@ -135,8 +152,12 @@ class BatchTransform:
         if crop is not None and any(other != size for other in sizes):
             crop = None
         fitted = copy.copy(self)
-        fitted._crop, fitted.plan = crop, self._any_size if crop is None else crop.plan
+        fitted._crop = crop
+        fitted.plan = self._any_size if crop is None else self._explained(crop.plan)
         return fitted
+
+    def _explained(self, plan: Plan) -> Plan:
+        return explain_joins(plan, self.compose) if self._geometry == "fused" else plan
 
     def apply(self, batch: Batch, draws: Draws | None) -> Batch:
         """Carry out what was drawn.
@@ -190,7 +211,11 @@ class BatchTransform:
         if self._foreign is None:
             ops = device_ops(self._ops)
             self._foreign = ForeignBatches(
-                self.compose, ops, refusal(), same_pixels=self._same_pixels
+                self.compose,
+                ops,
+                refusal(),
+                same_pixels=self._same_pixels,
+                geometry=self._geometry,
             )
         with plain_tensors():
             return self._foreign.run(batch, found, key)

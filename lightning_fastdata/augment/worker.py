@@ -20,12 +20,14 @@ from lightning_fastdata.augment.fields import (
     put_fields,
     to_hwc,
 )
+from lightning_fastdata.augment.geometry import join_tapes
 from lightning_fastdata.augment.program import Draws, compile_tapes
 from lightning_fastdata.augment.seeds import reseed
 from lightning_fastdata.augment.tape import Recorder, Tape, target_roles
 
 if TYPE_CHECKING:
     from lightning_fastdata.augment.crop import CropOnDevice
+    from lightning_fastdata.augment.geometry import GeometryMode
     from lightning_fastdata.augment.ops.operation import DeviceOp
     from lightning_fastdata.augment.plan import Plan
     from lightning_fastdata.types import Batch, SampleKey
@@ -46,9 +48,12 @@ class ComposeWorker:
         plan: Plan | None,
         ops: Mapping[str, DeviceOp] | None = None,
         crop: CropOnDevice | None = None,
+        *,
+        geometry: GeometryMode = "exact",
     ) -> None:
         self._compose = compose
         self._ops = ops
+        self._geometry = geometry
         self._fields = fields
         self._plan = plan
         self._crop = crop
@@ -97,9 +102,9 @@ class ComposeWorker:
         self, tapes: Sequence[Tape | None], beside: Mapping[str, np.ndarray] | None = None
     ) -> Draws:
         """Return the tapes of a batch, packed in the order of its samples, and what goes beside."""
-        return compile_tapes(
-            [tape if tape is not None else {} for tape in tapes], device_ops(self._ops), beside
-        )
+        known: list[Tape] = [tape if tape is not None else {} for tape in tapes]
+        joined = join_tapes(known) if self._geometry == "fused" else known
+        return compile_tapes(joined, device_ops(self._ops), beside)
 
     def finish(self, batch: Batch, drawn: Sequence[Any]) -> Batch:  # noqa: ARG002
         """Return the batch: the pipeline has run whole on each sample."""
@@ -144,13 +149,16 @@ class ComposeWorker:
 
 
 def device_ops(ops: Mapping[str, DeviceOp] | None = None) -> Mapping[str, DeviceOp]:
-    """Return the device forms of Albumentations' transforms by class name; ours by default."""
+    """Return the device forms of Albumentations' transforms by class name; ours by default.
+
+    Ours hold what programs make of several transforms, too.
+    """
     if ops is not None:
         return ops
     # Looked up where it is used: a registry does not travel with a pickled transform.
-    from lightning_fastdata.augment.ops import DEVICE_OPS
+    from lightning_fastdata.augment.ops import REPLAYED_OPS
 
-    return DEVICE_OPS
+    return REPLAYED_OPS
 
 
 def _argument_names(compose: Any) -> frozenset[str]:
