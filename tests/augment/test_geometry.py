@@ -1,0 +1,543 @@
+"""Joined geometric operations: one resampling, the same geometry."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import default_collate
+
+os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
+import albumentations as A
+import cv2
+
+from lightning_fastdata.augment.foreign import ForeignBatches, replay_all
+from lightning_fastdata.augment.geometry import join_tapes
+from lightning_fastdata.augment.geometry_moves import kind_of
+from lightning_fastdata.augment.ops import DEVICE_OPS, REPLAYED_OPS
+from lightning_fastdata.augment.ops.border import fold
+from lightning_fastdata.augment.ops.joint_warp import fold_between
+from lightning_fastdata.augment.program import compile_tapes
+from lightning_fastdata.augment.replay_torch import replay
+from lightning_fastdata.augment.seeds import reseed
+from lightning_fastdata.augment.transform import as_batch_transform
+from lightning_fastdata.errors import OptionsError
+from lightning_fastdata.types import SampleKey
+
+torch.set_num_threads(1)
+
+SIZE = 48
+FORMS = [(np.uint8, 3), (np.uint8, 1), (np.uint8, 4), (np.float32, 3), (np.float32, 1)]
+
+
+def wave(x, y, channels):
+    """A smooth function of the position, in levels."""
+    each = np.arange(channels)
+    x, y = x[..., None], y[..., None]
+    return 127 + 50 * np.sin(0.11 * x + each) + 45 * np.cos(0.13 * y - 0.04 * x * each)
+
+
+def in_form(levels, dtype):
+    return levels.round().astype(dtype) if dtype == np.uint8 else (levels / 255).astype(dtype)
+
+
+def in_levels(images):
+    return images.astype(np.float64) * (1 if images.dtype == np.uint8 else 255)
+
+
+def smooth(dtype=np.uint8, channels=3, size=(SIZE, SIZE)):
+    y, x = np.mgrid[: size[0], : size[1]].astype(np.float64)
+    return in_form(wave(x, y, channels), dtype)
+
+
+def noise(dtype=np.uint8, channels=3, size=(SIZE, SIZE)):
+    return in_form(np.random.default_rng(3).uniform(0, 255, (*size, channels)), dtype)
+
+
+def record(transforms, image, mask=None, count=6, seed=0):
+    """Return what is left to the device when the size of the images is known."""
+    compose = A.Compose(transforms)
+    recorder = ForeignBatches(compose, DEVICE_OPS, None).recorder(image.shape[:2])
+    data = {"image": image} | ({} if mask is None else {"mask": mask})
+    tapes = []
+    for index in range(count):
+        reseed((recorder.compose,), SampleKey(seed, 0, index))
+        tapes.append(recorder(data)[1])
+    return tapes
+
+
+def carry_out(tapes, value, field="image"):
+    draws = pickle.loads(pickle.dumps(compile_tapes(tapes, DEVICE_OPS)))
+    batch = torch.from_numpy(np.stack([value] * len(tapes)))
+    return replay(draws.programs[field], draws.blob, batch, REPLAYED_OPS).numpy()
+
+
+def both(transforms, image, **options):
+    """Return what exact and fused geometry make of an image."""
+    tapes = record(transforms, image, **options)
+    return carry_out(tapes, image), carry_out(join_tapes(tapes), image)
+
+
+def names(tape, field="image"):
+    return [op.name for op in tape[field].ops] if field in tape else []
+
+
+def launches(tapes):
+    return sum(len(step.parts) for step in compile_tapes(tapes).programs["image"].steps)
+
+
+def affine(**options):
+    options = {"scale": (0.8, 1.3), "rotate": (-40, 40), "shear": (-8, 8), "p": 1} | options
+    return A.Affine(**options)
+
+
+WARPS = [
+    affine(),
+    A.Rotate((-60, 60), p=1),
+    A.SafeRotate((-60, 60), p=1),
+    A.ShiftScaleRotate(p=1),
+    A.Perspective((0.05, 0.12), p=1),
+]
+WHOLE_PIXELS = [
+    A.HorizontalFlip(p=1),
+    A.VerticalFlip(p=1),
+    A.Transpose(p=1),
+    A.D4(p=1),
+    A.RandomRotate90(p=1),
+    A.RandomCrop(32, 40, p=1),
+    A.CenterCrop(32, 40, p=1),
+    A.Pad(5, p=1),
+    A.PadIfNeeded(60, 64, border_mode=cv2.BORDER_REFLECT, p=1),
+]
+RESIZES = [A.Resize(37, 41, p=1), A.Resize(70, 64, p=1), A.RandomResizedCrop((40, 40), p=1)]
+PAIRS = {
+    "two affine maps": [affine(), affine()],
+    "rotated and seen from the side": [A.Rotate(60, p=1), A.Perspective((0.05, 0.12), p=1)],
+    "three with a flip": [affine(), A.HorizontalFlip(p=1), A.SafeRotate(p=1), A.Perspective(p=1)],
+    "cropped between": [affine(), A.RandomCrop(34, 34, p=1), A.D4(p=1), affine()],
+    "enlarged between": [affine(), A.Resize(70, 60, p=1), A.Rotate(p=1)],
+    "a box of it, rotated": [A.RandomResizedCrop((40, 44), p=1), A.Rotate(p=1)],
+    "cropped, turned, reflected": [
+        A.RandomCrop(40, 40, p=1),
+        A.D4(p=1),
+        affine(border_mode=cv2.BORDER_REFLECT_101),
+        A.Rotate(border_mode=cv2.BORDER_REFLECT_101, p=1),
+    ],
+}
+
+
+# ---- one operation alone
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_an_operation_alone_keeps_its_pixels(form) -> None:
+    for transform in (*WARPS, *WHOLE_PIXELS, *RESIZES):
+        exact, fused = both([transform], noise(*form), count=3)
+        assert np.array_equal(exact, fused), transform
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_warp_that_shares_a_launch_with_joined_ones_keeps_its_pixels(form) -> None:
+    transforms = [
+        affine(p=0.5),
+        A.Perspective(p=0.5),
+        A.Rotate(border_mode=cv2.BORDER_REFLECT_101, p=0.4),
+    ]
+    image, shared = noise(*form), 0
+    tapes = record(transforms, image, count=16)
+    joined = join_tapes(tapes)
+    exact, fused = carry_out(tapes, image), carry_out(joined, image)
+    for row, (before, after) in enumerate(zip(tapes, joined, strict=True)):
+        if len(names(before)) == 1:
+            assert np.array_equal(exact[row], fused[row])
+            shared += names(after) == ["JointWarp"]
+    assert shared
+
+
+def test_symmetries_crops_and_one_resize_are_left_alone() -> None:
+    for transforms in (
+        [A.D4(p=1), A.RandomCrop(40, 40, p=1), A.HorizontalFlip(), A.Pad(3, p=1)],
+        [A.HorizontalFlip(), A.Resize(40, 40, p=1), A.Transpose()],
+    ):
+        tapes = record(transforms, noise())
+        assert join_tapes(tapes) == tapes
+        exact, fused = both(transforms, noise())
+        assert np.array_equal(exact, fused)
+
+
+# ---- the map of several
+
+
+def composed(transforms, count):
+    """Return the positions that Albumentations leads to, and which pixels are inside.
+
+    They are found by resampling an image of coordinates, which interpolation leaves as they are.
+    """
+    compose = A.Compose(transforms)
+    y, x = np.mgrid[:SIZE, :SIZE].astype(np.float32) / SIZE
+    ramps = np.stack([x, y, np.ones_like(x)], -1)
+    outs, known = [], []
+    for index in range(count):
+        reseed((compose,), SampleKey(0, 0, index))
+        outs.append(compose(image=ramps)["image"].astype(np.float64))
+        # A resize holds the coordinates of its edge for half a pixel, enlarged: no straight lines.
+        whole = np.pad(outs[-1][..., 2] > 0.9999, 1).astype(np.uint8)
+        known.append(cv2.erode(whole, np.ones((7, 7)))[1:-1, 1:-1].astype(bool))
+    x, y, _ = np.moveaxis(np.stack(outs) * SIZE, -1, 0)
+    return x, y, np.stack(known)
+
+
+def between(image, x, y):
+    """Return the values between pixels, linearly, in float64."""
+    low_x, low_y = np.floor(x).astype(int), np.floor(y).astype(int)
+    total = 0.0
+    for dy, dx in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        weight = np.abs(1 - dx - (x - low_x)) * np.abs(1 - dy - (y - low_y))
+        rows, columns = (low_y + dy).clip(0, SIZE - 1), (low_x + dx).clip(0, SIZE - 1)
+        total = total + weight[..., None] * in_levels(image)[rows, columns]
+    return total
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("case", [case for case in PAIRS if "reflected" not in case])
+def test_a_joined_run_is_the_image_at_the_composed_positions(case, form) -> None:
+    transforms, image, count = PAIRS[case], smooth(*form), 6
+    x, y, known = composed(transforms, count)
+    assert known.mean() > 0.25
+    joined = join_tapes(record(transforms, image, count=count))
+    assert all(names(tape) == ["JointWarp"] for tape in joined)
+    exact, fused = (in_levels(one) for one in both(transforms, image, count=count))
+    rounding = 0.5 if form[0] == np.uint8 else 0.0
+    assert np.abs(fused - between(image, x, y))[known].max() <= rounding + 0.1
+    errors = [np.abs(one - wave(x, y, form[1]))[known].mean() for one in (exact, fused)]
+    assert errors[1] < errors[0]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("angle", [7, 33, 45])
+def test_a_rotation_there_and_back_gives_the_image_back(angle, form) -> None:
+    there, back = (A.Affine(rotate=(turn, turn), p=1) for turn in (angle, -angle))
+    image = noise(*form)
+    exact, fused = (
+        np.abs(in_levels(one) - in_levels(image))[:, 14:-14, 14:-14]
+        for one in both([there, back], image, count=1)
+    )
+    assert fused.max() <= 1
+    assert exact.mean() > 10
+
+
+def test_an_enlarged_image_that_is_reduced_again_is_the_image() -> None:
+    image = noise()
+    transforms = [A.Resize(2 * SIZE, 3 * SIZE, p=1), A.Resize(SIZE, SIZE, p=1)]
+    _, fused = both(transforms, image, count=1)
+    assert np.abs(in_levels(fused[0]) - in_levels(image)).max() <= 1
+
+
+# ---- borders
+
+
+@pytest.mark.parametrize("mode", [0, 1, 2, 4])
+def test_what_a_crop_has_cut_off_is_not_seen_again(mode) -> None:
+    image = np.full((80, 80, 3), 255, np.uint8)
+    image[20:60, 20:60] = 0
+    rotate = A.Rotate((30, 60), border_mode=mode, p=1)
+    tilt = A.Perspective((0.1, 0.1), border_mode=mode, p=1)
+    for transforms in (
+        [A.CenterCrop(40, 40, p=1), A.HorizontalFlip(), rotate, tilt],
+        [A.Affine(rotate=(-3, 3), border_mode=mode, p=1), A.CenterCrop(34, 34, p=1), rotate, tilt],
+        [A.Crop(20, 20, 60, 60, p=1), A.Resize(90, 90, p=1), rotate],
+    ):
+        tapes = join_tapes(record(transforms, image))
+        assert all(names(tape) == ["JointWarp"] for tape in tapes)
+        assert carry_out(tapes, image).max() == 0
+
+
+def assert_alike(tapes, joined):
+    """Check that two ways fill the same parts, and show the same elsewhere."""
+    covers, images = (
+        [carry_out(each, value).astype(np.float64) for each in (tapes, joined)]
+        for value in (np.full((SIZE, SIZE, 3), 255, np.uint8), smooth())
+    )
+    assert images[0].shape == images[1].shape
+    # A colour that begins within two pixels may begin in another part of a pixel.
+    calm = [np.stack([_span(one) <= 2 for one in each[..., 0]]) for each in covers]
+    both_calm = calm[0] & calm[1]
+    assert both_calm.sum() >= 0.8 * calm[0].sum()
+    assert np.abs(covers[0] - covers[1])[both_calm].max(initial=0) <= 2
+    gap = np.abs(images[0] - images[1])[both_calm]
+    if gap.size:
+        assert np.quantile(gap, 0.95) <= 3
+        assert gap.max() <= 16
+
+
+def _span(image):
+    """Return the largest difference of two pixels within two pixels of each."""
+    return cv2.morphologyEx(image, cv2.MORPH_GRADIENT, np.ones((5, 5)))
+
+
+@pytest.mark.parametrize("mode", [0, 1, 2, 4])
+@pytest.mark.parametrize("case", list(PAIRS))
+def test_borders_are_those_of_the_separate_operations(case, mode) -> None:
+    transforms = [copy.deepcopy(one) for one in PAIRS[case]]
+    for one in transforms:
+        if kind_of(type(one).__name__) == "warp":
+            one.border_mode, one.fill = mode, (40.0,) * 3
+    tapes = record(transforms, smooth())
+    joined = join_tapes(tapes)
+    assert all(names(tape) == ["JointWarp"] for tape in joined)
+    assert_alike(tapes, joined)
+
+
+def test_other_borders_fills_or_interpolations_are_not_joined() -> None:
+    big = {"rotate": (30, 60), "p": 1}
+    for first, second in (
+        (A.Affine(**big), A.Affine(**big, border_mode=cv2.BORDER_REFLECT)),
+        (A.Affine(**big, fill=3), A.Affine(**big, fill=4)),
+        (A.Affine(**big), A.Affine(**big, interpolation=cv2.INTER_NEAREST)),
+        (
+            A.Affine(**big, border_mode=cv2.BORDER_WRAP),
+            A.Affine(**big, border_mode=cv2.BORDER_WRAP),
+        ),
+    ):
+        tapes = record([first, second], noise())
+        assert join_tapes(tapes) == tapes
+
+
+def test_a_warp_that_stays_inside_fits_any_border() -> None:
+    inside = A.Affine(scale=(1.6, 2), rotate=(-5, 5), border_mode=cv2.BORDER_WRAP, p=1)
+    tapes = join_tapes(record([A.Rotate((30, 60), p=1), inside], noise()))
+    assert all(names(tape) == ["JointWarp"] for tape in tapes)
+
+
+def test_operations_on_pixels_end_a_run() -> None:
+    transforms = [affine(), A.InvertImg(p=0.5), A.Rotate(p=1)]
+    for before, after in zip(
+        *[tapes := record(transforms, noise(), count=12), join_tapes(tapes)], strict=True
+    ):
+        inverted = "InvertImg" in names(before)
+        assert len(names(after)) == (3 if inverted else 1)
+
+
+@pytest.mark.parametrize("mode", [0, 1, 2, 3, 4])
+@pytest.mark.parametrize("length", [1, 2, 5])
+def test_borders_of_a_rectangle_are_those_of_an_image_of_its_size(mode, length) -> None:
+    at = torch.arange(-20, 20)
+    first = torch.tensor(3)
+    got = fold_between(at + first, first, first + length - 1, mode)
+    assert torch.equal(got - first, fold(at, length, mode))
+    floats = fold_between((at + first).float(), first.float(), (first + length - 1).float(), mode)
+    assert torch.equal(floats.long(), got)
+
+
+# ---- masks, boxes and keypoints
+
+
+@pytest.mark.parametrize("case", list(PAIRS))
+def test_masks_move_with_their_images(case) -> None:
+    y, x = np.mgrid[:SIZE, :SIZE]
+    disc = (np.hypot(x - 20, y - 26) < 15).astype(np.uint8)
+    disc[2:9, 30:44] = 1
+    tapes = join_tapes(record(PAIRS[case], disc[..., None] * 255, disc, count=8))
+    image = carry_out(tapes, disc[..., None] * 255)[..., 0]
+    mask = carry_out(tapes, disc.astype(np.int32), "mask")
+    pure = (image == 0) | (image == 255)
+    assert pure.mean() > 0.7
+    assert mask.dtype == np.int32
+    assert np.array_equal(mask[pure], image[pure] // 255)
+
+
+def through_worker(transforms, sample, count=6, **options):
+    """Return the batch of images, and what the worker made of the rest of each sample."""
+    transform = as_batch_transform(A.Compose(transforms, **options), geometry="fused")
+    part = pickle.loads(pickle.dumps(transform.in_worker(on_device=True)))
+    drawn = [part(sample, SampleKey(5, 0, index)) for index in range(count)]
+    assert any("JointWarp" in names(tape) for tape in join_tapes([tape for _, tape in drawn]))
+    images = default_collate([{"image": one["image"]} for one, _ in drawn])
+    draws = part.collate([tape for _, tape in drawn])
+    return transform.apply(images, draws)["image"].numpy(), [one for one, _ in drawn]
+
+
+def test_boxes_are_where_their_painted_pixels_go() -> None:
+    image = np.zeros((64, 64, 3), np.uint8)
+    image[20:41, 14:33] = 255
+    sample = {"image": image, "bboxes": [[14, 20, 33, 41]], "classes": [1]}
+    move = {"scale": (0.7, 1.2), "translate_px": (-7, 7), "p": 1}
+    images, rest = through_worker(
+        [A.Affine(**move), A.HorizontalFlip(), A.VerticalFlip(), A.Affine(**move)],
+        sample,
+        12,
+        bbox_params=A.BboxParams("pascal_voc", label_fields=["classes"]),
+    )
+    for out, one in zip(images, rest, strict=True):
+        rows, columns = np.nonzero(out[..., 0] > 127)
+        painted = [columns.min(), rows.min(), columns.max() + 1, rows.max() + 1]
+        assert np.abs(np.asarray(one["bboxes"][0]) - painted).max() <= 1
+
+
+def test_keypoints_are_where_their_pixels_go() -> None:
+    y, x = np.mgrid[:64, :64].astype(np.float32)
+    image = np.stack([x, y, x * 0], -1) / 64
+    points = [(20.0, 30.0), (40.0, 22.0), (31.0, 44.0)]
+    images, rest = through_worker(
+        [A.HorizontalFlip(), affine(), A.Rotate(p=1), A.Perspective(p=1)],
+        {"image": image, "keypoints": points},
+        keypoint_params=A.KeypointParams("xy", remove_invisible=False),
+    )
+    for out, one in zip(images, rest, strict=True):
+        for point, moved in zip(points, one["keypoints"], strict=True):
+            column, row = (round(float(where)) for where in moved)
+            found = out[row, column, :2] * 64
+            # Half a pixel of rounding and half of conventions, in an image scaled by 0.7 at least.
+            assert np.hypot(*(found - point)) <= 1.5
+
+
+# ---- batches
+
+
+OPERATIONS = [
+    lambda p: affine(p=p),
+    lambda p: affine(p=p, border_mode=cv2.BORDER_REFLECT_101),
+    lambda p: A.Rotate(p=p),
+    lambda p: A.SafeRotate(p=p, border_mode=cv2.BORDER_REFLECT_101),
+    lambda p: A.Perspective(p=p),
+    lambda p: A.ShiftScaleRotate(p=p, fill=90),
+    lambda p: A.HorizontalFlip(p=p),
+    lambda p: A.D4(p=p),
+    lambda p: A.RandomBrightnessContrast(p=p / 3),
+    lambda p: A.OneOf([affine(), A.Perspective(), A.Transpose()], p=p),
+    lambda p: A.RandomCrop(40, 40, p=1),
+    lambda p: A.CenterCrop(36, 36, pad_if_needed=True, p=1),
+    lambda p: A.Resize(56, 56, p=1),
+    lambda p: A.RandomResizedCrop((44, 44), scale=(0.5, 1), p=1),
+    lambda p: A.Pad(4, p=1),
+]
+pipelines = st.lists(
+    st.builds(
+        lambda make, p: make(p), st.sampled_from(OPERATIONS), st.sampled_from([0.5, 0.8, 1.0])
+    ),
+    min_size=2,
+    max_size=5,
+)
+
+
+def fits(transforms):
+    """Whether no crop asks for more than there is."""
+    size = SIZE
+    for one in transforms:
+        size += 8 * isinstance(one, A.Pad)
+        if type(one) is A.RandomCrop and size < 40:
+            return False
+        size = getattr(one, "height", None) or getattr(one, "size", (size,))[0]
+    return True
+
+
+@settings(max_examples=25, deadline=None)
+@given(pipelines.filter(fits), st.integers(0, 2**30))
+def test_fused_and_exact_differ_by_interpolation_alone(transforms, seed) -> None:
+    tapes = [tape for tape in record(transforms, smooth(), count=5, seed=seed) if tape]
+    if not tapes:
+        return
+    joined = join_tapes(tapes)
+    for before, after in zip(tapes, joined, strict=True):
+        assert len(names(after)) <= len(names(before))
+    assert_alike(tapes, joined)
+
+
+@settings(max_examples=15, deadline=None)
+@given(pipelines.filter(fits), st.integers(0, 2**30))
+def test_a_sample_does_not_depend_on_the_batch_it_is_in(transforms, seed) -> None:
+    tapes = [tape for tape in record(transforms, noise(), count=5, seed=seed) if tape]
+    if not tapes:
+        return
+    together = carry_out(join_tapes(tapes), noise())
+    for row, tape in enumerate(tapes):
+        alone = join_tapes([tape])
+        assert np.array_equal(carry_out(alone, noise())[0], together[row])
+
+
+def test_images_that_change_their_size_in_a_run_do_it_together_with_all_others() -> None:
+    transforms = [
+        affine(p=0.5),
+        A.RandomCrop(40, 40, p=1),
+        A.GaussianBlur(p=0.4),
+        A.Resize(60, 60, p=1),
+        A.Rotate(p=0.4),
+    ]
+    tapes = record(transforms, noise(), count=24)
+    joined = join_tapes(tapes)
+    assert len({tuple(names(tape)) for tape in tapes}) >= 6
+    exact, fused = carry_out(tapes, noise()), carry_out(joined, noise())
+    assert fused.shape == (24, 60, 60, 3)
+    alone = [row for row, tape in enumerate(tapes) if not {"Affine", "Rotate"} & {*names(tape)}]
+    assert alone
+    assert np.array_equal(exact[alone], fused[alone])
+
+
+def test_joined_runs_are_fewer_launches_and_most_of_a_batch_is_in_one() -> None:
+    always = record([A.D4(p=1), affine(), A.Perspective(p=1)], noise(), count=32)
+    assert launches(always) >= 3
+    assert launches(join_tapes(always)) == 1
+    some = record(
+        [affine(p=0.6), A.Perspective(p=0.6), A.Rotate(p=0.6), A.ShiftScaleRotate(p=0.6)],
+        noise(),
+        count=32,
+    )
+    assert launches(some) == 4
+    assert launches(join_tapes(some)) == 1
+
+
+# ---- how it is asked for
+
+
+def test_the_same_pixels_come_from_a_batch_of_another_loader() -> None:
+    transforms = [affine(), A.HorizontalFlip(), A.Rotate(p=1)]
+    recorder = ForeignBatches(A.Compose(transforms), DEVICE_OPS, None).recorder((SIZE, SIZE))
+    batch = {"image": torch.from_numpy(np.stack([noise()] * 6))}
+    for geometry, wanted in zip(("exact", "fused"), both(transforms, noise()), strict=True):
+        got, _ = replay_all(batch, SampleKey(0, 0, 0), recorder, REPLAYED_OPS, geometry=geometry)
+        assert np.array_equal(got["image"].numpy(), wanted)
+
+
+def test_geometry_is_exact_unless_asked_for() -> None:
+    compose = A.Compose([affine(), A.Rotate(p=1)])
+    part = as_batch_transform(compose).in_worker(on_device=True)
+    _, tape = part({"image": noise()}, SampleKey(0, 0, 0))
+    steps = part.collate([tape]).programs["image"].steps
+    assert [step.name for step in steps] == ["Affine", "Rotate"]
+    with pytest.raises(OptionsError, match="geometry='sharp'"):
+        as_batch_transform(compose, geometry="sharp")
+
+
+def test_explain_says_what_is_joined() -> None:
+    compose = A.Compose(
+        [
+            A.Resize(64, 64),
+            A.HorizontalFlip(),
+            A.OneOf([affine(), A.Perspective()], p=1),
+            A.GaussianBlur(p=0.2),
+            A.Rotate(),
+            A.InvertImg(p=1),
+            A.VerticalFlip(),
+            A.Normalize(),
+        ]
+    )
+    assert "joined" not in as_batch_transform(compose).explain()
+    why = [one.why for one in as_batch_transform(compose, geometry="fused").plan.placements]
+    unless = ", unless GaussianBlur is drawn between"
+    assert why[1].endswith(f"joined with Affine, Perspective, Rotate{unless}")
+    assert why[2].endswith(f"joined with HorizontalFlip, Rotate{unless}")
+    assert why[3].endswith(f"joined with HorizontalFlip, Rotate{unless}")
+    assert why[5].endswith(f"joined with HorizontalFlip, Affine, Perspective{unless}")
+    assert not any("joined" in one for one in (why[0], why[4], *why[6:]))
+
+
+def test_every_geometric_operation_has_a_device_form() -> None:
+    known = {name for name in DEVICE_OPS if kind_of(name)}
+    assert {type(one).__name__ for one in (*WARPS, *WHOLE_PIXELS, *RESIZES)} <= known
+    assert kind_of("GaussianBlur") is None
