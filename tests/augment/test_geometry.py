@@ -33,6 +33,7 @@ from lightning_fastdata.types import SampleKey
 torch.set_num_threads(1)
 
 SIZE = 48
+OBLONG = (44, 56)
 FORMS = [(np.uint8, 3), (np.uint8, 1), (np.uint8, 4), (np.float32, 3), (np.float32, 1)]
 
 
@@ -174,14 +175,14 @@ def test_symmetries_crops_and_one_resize_are_left_alone() -> None:
 # ---- the map of several
 
 
-def composed(transforms, count):
+def composed(transforms, size, count):
     """Return the positions that Albumentations leads to, and which pixels are inside.
 
     They are found by resampling an image of coordinates, which interpolation leaves as they are.
     """
     compose = A.Compose(transforms)
-    y, x = np.mgrid[:SIZE, :SIZE].astype(np.float32) / SIZE
-    ramps = np.stack([x, y, np.ones_like(x)], -1)
+    y, x = np.mgrid[: size[0], : size[1]].astype(np.float32)
+    ramps = np.stack([x / 100, y / 100, np.ones_like(x)], -1)
     outs, known = [], []
     for index in range(count):
         reseed((compose,), SampleKey(0, 0, index))
@@ -189,7 +190,7 @@ def composed(transforms, count):
         # A resize holds the coordinates of its edge for half a pixel, enlarged: no straight lines.
         whole = np.pad(outs[-1][..., 2] > 0.9999, 1).astype(np.uint8)
         known.append(cv2.erode(whole, np.ones((7, 7)))[1:-1, 1:-1].astype(bool))
-    x, y, _ = np.moveaxis(np.stack(outs) * SIZE, -1, 0)
+    x, y, _ = np.moveaxis(np.stack(outs) * 100, -1, 0)
     return x, y, np.stack(known)
 
 
@@ -199,7 +200,8 @@ def between(image, x, y):
     total = 0.0
     for dy, dx in ((0, 0), (0, 1), (1, 0), (1, 1)):
         weight = np.abs(1 - dx - (x - low_x)) * np.abs(1 - dy - (y - low_y))
-        rows, columns = (low_y + dy).clip(0, SIZE - 1), (low_x + dx).clip(0, SIZE - 1)
+        rows = (low_y + dy).clip(0, image.shape[0] - 1)
+        columns = (low_x + dx).clip(0, image.shape[1] - 1)
         total = total + weight[..., None] * in_levels(image)[rows, columns]
     return total
 
@@ -207,8 +209,8 @@ def between(image, x, y):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("case", [case for case in PAIRS if "reflected" not in case])
 def test_a_joined_run_is_the_image_at_the_composed_positions(case, form) -> None:
-    transforms, image, count = PAIRS[case], smooth(*form), 6
-    x, y, known = composed(transforms, count)
+    transforms, image, count = PAIRS[case], smooth(*form, OBLONG), 6
+    x, y, known = composed(transforms, OBLONG, count)
     assert known.mean() > 0.25
     joined = join_tapes(record(transforms, image, count=count))
     assert all(names(tape) == ["JointWarp"] for tape in joined)
@@ -258,11 +260,11 @@ def test_what_a_crop_has_cut_off_is_not_seen_again(mode) -> None:
         assert carry_out(tapes, image).max() == 0
 
 
-def assert_alike(tapes, joined):
+def assert_alike(tapes, joined, size):
     """Check that two ways fill the same parts, and show the same elsewhere."""
     covers, images = (
         [carry_out(each, value).astype(np.float64) for each in (tapes, joined)]
-        for value in (np.full((SIZE, SIZE, 3), 255, np.uint8), smooth())
+        for value in (np.full((*size, 3), 255, np.uint8), smooth(size=size))
     )
     assert images[0].shape == images[1].shape
     # A colour that begins within two pixels may begin in another part of a pixel.
@@ -288,10 +290,10 @@ def test_borders_are_those_of_the_separate_operations(case, mode) -> None:
     for one in transforms:
         if kind_of(type(one).__name__) == "warp":
             one.border_mode, one.fill = mode, (40.0,) * 3
-    tapes = record(transforms, smooth())
+    tapes = record(transforms, smooth(size=OBLONG))
     joined = join_tapes(tapes)
     assert all(names(tape) == ["JointWarp"] for tape in joined)
-    assert_alike(tapes, joined)
+    assert_alike(tapes, joined, OBLONG)
 
 
 def test_other_borders_fills_or_interpolations_are_not_joined() -> None:
@@ -340,7 +342,7 @@ def test_borders_of_a_rectangle_are_those_of_an_image_of_its_size(mode, length) 
 
 @pytest.mark.parametrize("case", list(PAIRS))
 def test_masks_move_with_their_images(case) -> None:
-    y, x = np.mgrid[:SIZE, :SIZE]
+    y, x = np.mgrid[: OBLONG[0], : OBLONG[1]]
     disc = (np.hypot(x - 20, y - 26) < 15).astype(np.uint8)
     disc[2:9, 30:44] = 1
     tapes = join_tapes(record(PAIRS[case], disc[..., None] * 255, disc, count=8))
@@ -446,7 +448,7 @@ def test_fused_and_exact_differ_by_interpolation_alone(transforms, seed) -> None
     joined = join_tapes(tapes)
     for before, after in zip(tapes, joined, strict=True):
         assert len(names(after)) <= len(names(before))
-    assert_alike(tapes, joined)
+    assert_alike(tapes, joined, (SIZE, SIZE))
 
 
 @settings(max_examples=15, deadline=None)
