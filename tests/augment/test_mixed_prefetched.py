@@ -1,0 +1,139 @@
+"""Mixed batches are the same ones when they are moved and mixed one batch ahead."""
+
+from __future__ import annotations
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+from augment.mixed_samples import CLASSES, PIPELINE, Photos
+from loading.virtual_device import HostStreams
+from torch.utils.data import DataLoader
+
+from lightning_fastdata import FastDataModule, LoaderOptions, prefetch
+from lightning_fastdata.augment.mixing import CutMix, MixUp, Mosaic, RandomErasing, mixed
+from lightning_fastdata.loading.loader import FastDataLoader
+from lightning_fastdata.types import SampleKey
+
+torch.set_num_threads(1)
+
+CPU = torch.device("cpu")
+
+
+def recipe(repeats=1):
+    return mixed(PIPELINE, CutMix(), RandomErasing(p=0.5), num_classes=CLASSES, repeats=repeats)
+
+
+def ahead(loader, transform=None, **more):
+    return prefetch(loader, CPU, transform, streams=lambda _: HostStreams(), **more)
+
+
+def equal(one, other):
+    return len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+@pytest.mark.parametrize("repeats", [1, 3])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_the_workers_drew_is_mixed_one_batch_ahead(repeats, workers):
+    def loader(*, staged, on_device):
+        return FastDataLoader(
+            Photos(),
+            4,
+            transform=recipe(repeats),
+            on_device=on_device,
+            staged=staged,
+            seed=2,
+            num_workers=workers,
+        )
+
+    expected = list(loader(staged=None, on_device=False))
+    found = list(ahead(loader(staged="train", on_device=True)))
+    assert len(found) == 3
+    for (image, label), (want, wanted_label) in zip(found, expected, strict=True):
+        assert image.shape == (4 * repeats, 3, 32, 40)
+        assert (image - want).abs().max() < 1e-5
+        assert torch.equal(label, wanted_label)
+
+
+@pytest.mark.parametrize("repeats", [1, 2])
+def test_batches_of_any_loader_draw_by_epoch_and_place(repeats):
+    transform = mixed(MixUp(1.0), RandomErasing(p=1), num_classes=CLASSES, repeats=repeats)
+
+    def collate(samples):
+        image = torch.from_numpy(np.stack([np.resize(one, (32, 40, 3)) for one, _ in samples]))
+        return image, torch.tensor([label for _, label in samples])
+
+    loader = DataLoader(Photos(), batch_size=5, collate_fn=collate)
+    batches = ahead(loader, transform, seed=7)
+    for epoch in range(2):
+        firsts = (0, 5, 10)
+        for first, raw, batch in zip(firsts, loader, batches, strict=True):
+            want = transform.apply_unprepared(raw, SampleKey(7, epoch, first))
+            assert len(batch[0]) == repeats * len(raw[0])
+            assert equal(batch, want)
+
+
+def test_boxes_are_mixed_one_batch_ahead():
+    rows = [
+        {
+            "image": torch.rand(4, 3, 20, 24),
+            "boxes": [torch.tensor([[2.0, 3, 18, 15]])[: i % 2] for i in range(4)],
+        }
+        for _ in range(3)
+    ]
+    transform = mixed(Mosaic(), boxes="boxes")
+    for number, batch in enumerate(ahead(rows, transform)):
+        want = transform.apply_unprepared(rows[number], SampleKey(0, 0, 4 * number))
+        assert torch.equal(batch["image"], want["image"])
+        assert equal(batch["boxes"], want["boxes"])
+
+
+class Keeps(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(()))
+        self.seen = []
+
+    def training_step(self, batch, batch_idx):
+        self.seen.append(batch)
+        return self.scale * batch[0].mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.0)
+
+
+class OnStreams(FastDataModule):
+    def train_dataset(self):
+        return Photos()
+
+    def device_streams(self, device):
+        return HostStreams()
+
+
+@pytest.mark.parametrize("how", ["stream", "lookahead"])
+def test_training_gets_the_same_mixed_batches_however_they_are_moved(how, tmp_path):
+    def trained(prefetching):
+        module = Keeps()
+        data = OnStreams(
+            4,
+            augment=recipe(2),
+            augment_on="gpu",
+            prefetch=prefetching,
+            options=LoaderOptions(num_workers=0),
+            seed=1,
+        )
+        L.Trainer(
+            max_epochs=2,
+            accelerator="cpu",
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=tmp_path,
+        ).fit(module, datamodule=data)
+        assert data._prefetching.choice.how == prefetching
+        return module.seen
+
+    found, expected = trained(how), trained("off")
+    assert len(found) == 6
+    assert all(equal(one, other) for one, other in zip(found, expected, strict=True))
