@@ -60,6 +60,7 @@ def parity(folder: str, count: int = 64, size: int = 224, seed: int = 0) -> None
 def show_augment(
     compose: str,
     image: str | None = None,
+    mask: str | None = None,
     out: str = "augmented.png",
     seed: int = 0,
     draws: int = 4,
@@ -69,28 +70,31 @@ def show_augment(
     Args:
         compose: Where the pipeline is: module:name, or path/to/file.py:name.
         image: Image file to transform; a photograph of a cat if there is none.
+        mask: Image file of the image's mask; its values are classes. None if there is none.
         out: PNG file to write.
         seed: Of the draws.
         draws: Rows of the picture, one draw each.
     """
     from lightning_fastdata.augment.show import (
-        draw_grid,
         load_pipeline,
         own_ways,
+        read_mask,
         read_picture,
         show_draws,
     )
+    from lightning_fastdata.augment.show_page import draw_grid
     from lightning_fastdata.augment.transform import as_batch_transform
     from lightning_fastdata.photos import photograph_path
 
     pipeline = load_pipeline(compose)
     original = read_picture(photograph_path("cat") if image is None else image)
-    shown = show_draws(pipeline, original, seed=seed, draws=draws)
+    drawn_on = None if mask is None else read_mask(mask, original.shape[:2])
+    shown = show_draws(pipeline, original, mask=drawn_on, seed=seed, draws=draws)
     explained = as_batch_transform(pipeline).explain()
     own = ", ".join(own_ways(pipeline))
     note = f"The same distribution, not the same pixels: {own}." if own else ""
     try:
-        draw_grid(original, shown, note=note).save(out, "PNG")
+        draw_grid(original, shown, mask=drawn_on, note=note).save(out, "PNG")
     except OSError as error:
         raise OptionsError(f"The picture cannot be written to {out}: {error}.") from error
     rows = [(f"draw {number}: {one.caption()}", "") for number, one in enumerate(shown)]

@@ -21,17 +21,10 @@ from lightning_fastdata.errors import DatasetError, OptionsError, TransformError
 from lightning_fastdata.types import SampleKey
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from types import ModuleType
-
-    from PIL.Image import Image
 
 DIFFERENCE_GAIN: Final = 100
 """Brightness of one level in the picture of the differences."""
-_CELL_PX: Final = 240
-_GAP_PX: Final = 8
-_TEXT_PX: Final = 20
-_HEADS: Final = ("original", "Albumentations", "ours", f"difference, times {DIFFERENCE_GAIN}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,11 +43,29 @@ class ShownDraw:
     """Share of equal values, 0..1."""
     on_device: tuple[str, ...]
     """Operations that were left to the device, in order."""
+    own_numbers: tuple[str, ...] = ()
+    """Those of them that draw numbers of their own for every pixel there."""
+    masks: tuple[np.ndarray, np.ndarray] | None = None
+    """The mask both ways, Albumentations' own first, ``[H, W]``; None: there is none."""
 
     def caption(self) -> str:
         """Return what is to be said of it in one line."""
-        ours = ", ".join(self.on_device) or "nothing"
-        return f"at most {self.largest:.3g} levels off, {self.equal:.4%} equal; on device: {ours}"
+        device = ", ".join(self.on_device) or "nothing"
+        mask = "" if self.masks is None else f"; mask {_share_equal(*self.masks)}"
+        return f"{self._compared()}{mask}; on device: {device}"
+
+    def _compared(self) -> str:
+        if self.largest == 0:
+            return "equal"
+        if self.own_numbers:
+            return f"other pixels: {', '.join(self.own_numbers)} drew its own numbers"
+        levels = "1 level" if self.largest == 1 else f"{self.largest:.3g} levels"
+        return f"at most {levels} off, {self.equal:.4%} equal"
+
+
+def _share_equal(theirs: np.ndarray, ours: np.ndarray) -> str:
+    share = float((theirs == ours).mean())
+    return "equal" if share == 1 else f"{share:.4%} equal"
 
 
 def load_pipeline(spec: str) -> Any:
@@ -140,20 +151,54 @@ def read_picture(path: str | Path) -> np.ndarray:
         raise DatasetError(f"The image {path} cannot be read: {error}.") from error
 
 
+def read_mask(path: str | Path, size: tuple[int, int]) -> np.ndarray:
+    """Return an image file as a mask: its gray values or numbers of colours, ``[H, W]``.
+
+    Args:
+        path: the file.
+        size: height and width of the image that it belongs to.
+
+    Raises:
+        DatasetError: there is no such file, it is no image, or it has another size.
+    """
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        with Image.open(path) as image:
+            kept = image if image.mode in {"L", "P", "I", "I;16"} else image.convert("L")
+            mask = np.array(kept)
+    except UnidentifiedImageError as error:
+        raise DatasetError(f"{path} is not an image that Pillow can read.") from error
+    except OSError as error:
+        raise DatasetError(f"The mask {path} cannot be read: {error}.") from error
+    if mask.shape != size:
+        raise DatasetError(
+            f"The mask {path} has {mask.shape[0]} x {mask.shape[1]} pixels, and the image "
+            f"{size[0]} x {size[1]}. Give the image that it belongs to with --image."
+        )
+    return mask
+
+
 def show_draws(
-    compose: Any, image: np.ndarray, *, seed: int = 0, draws: int = 4
+    compose: Any,
+    image: np.ndarray,
+    *,
+    mask: np.ndarray | None = None,
+    seed: int = 0,
+    draws: int = 4,
 ) -> tuple[ShownDraw, ...]:
     """Draw a pipeline several times for one image, and carry each draw out both ways.
 
     Args:
         compose: an ``A.Compose``, or a single transform.
         image: uint8 or float32 ``[H, W, C]``.
+        mask: its mask, ``[H, W]`` of any integer dtype; None: no mask.
         seed: of all draws. Draw ``i`` is what a run of this seed makes of sample 0 in epoch ``i``.
         draws: how many.
 
     Raises:
         OptionsError: ``draws`` is below 1.
-        TransformError: the pipeline needs more than an image (a mask, metadata), or raised.
+        TransformError: the pipeline needs more than that (a mask, metadata), or raised.
     """
     if draws < 1:
         raise OptionsError(f"draws is {draws}; ask for at least 1.")
@@ -161,9 +206,12 @@ def show_draws(
     if not isinstance(transform, BatchTransform):
         raise TransformError(f"{compose!r} is not an albumentations Compose.")
     unit = levels_per_unit(transform.compose, image.dtype)
+    own = own_ways(compose)
+    given = {"image": image} if mask is None else {"image": image, "mask": mask}
     shown = []
     for draw in range(draws):
-        theirs, ours, names = _both_ways(transform, image, SampleKey(seed, draw, 0))
+        both, names = _both_ways(transform, given, SampleKey(seed, draw, 0))
+        theirs, ours = (one["image"] for one in both)
         gap = np.abs(theirs.astype(np.float64) - ours) * unit
         gap[gap < 1e-3] = 0
         pictures = [as_picture(values, transform.compose) for values in (theirs, ours)]
@@ -176,6 +224,8 @@ def show_draws(
                 largest=float(gap.max(initial=0)),
                 equal=float((gap == 0).mean()),
                 on_device=names,
+                own_numbers=tuple(dict.fromkeys(name for name in names if name in own)),
+                masks=None if mask is None else (both[0]["mask"], both[1]["mask"]),
             )
         )
     return tuple(shown)
@@ -196,25 +246,33 @@ def own_ways(compose: Any) -> tuple[str, ...]:
 
 
 def _both_ways(
-    transform: BatchTransform, image: np.ndarray, key: SampleKey
-) -> tuple[np.ndarray, np.ndarray, tuple[str, ...]]:
+    transform: BatchTransform, given: dict[str, np.ndarray], key: SampleKey
+) -> tuple[tuple[dict[str, np.ndarray], dict[str, np.ndarray]], tuple[str, ...]]:
+    """Return what Albumentations makes of an image and its mask, what we do, and on the device."""
     whole, part = (transform.in_worker(on_device=on_device) for on_device in (False, True))
     nothing: dict[str, Any] = {}
     for processor in transform.compose.processors.values():
         names = (processor.default_data_name, *(processor.params.label_fields or ()))
         nothing.update({name: [] for name in names})
     try:
-        theirs = np.asarray(whole({"image": image.copy(), **nothing}, key)[0]["image"])
-        sample, tape = part({"image": image.copy(), **nothing}, key)
-    except (ValueError, TypeError, KeyError, RuntimeError) as error:
+        theirs, _ = whole({**_copied(given), **nothing}, key)
+        sample, tape = part({**_copied(given), **nothing}, key)
+    except Exception as error:
+        # Whatever a transform of the user's raises is about the image that it was shown.
+        needs = "" if "mask" in given else " If it needs a mask, give one with --mask."
         raise TransformError(
-            f"The pipeline raised {type(error).__name__} on this image: {error}. Show a pipeline "
-            "that can do with an image."
+            f"The pipeline raised {type(error).__name__} on this image: {error}.{needs} Else show "
+            "a pipeline that can do with an image, or a larger image with --image."
         ) from error
-    batch = {"image": torch.as_tensor(np.asarray(sample["image"])).unsqueeze(0)}
-    done = transform.apply(batch, part.collate([tape]))["image"][0]
+    batch = {name: torch.as_tensor(np.asarray(sample[name])).unsqueeze(0) for name in given}
+    done = transform.apply(batch, part.collate([tape]))
     ops = tape["image"].ops if tape is not None and "image" in tape else ()
-    return theirs, done.cpu().numpy(), tuple(op.name for op in ops)
+    ours = {name: done[name][0].cpu().numpy() for name in given}
+    return ({name: np.asarray(theirs[name]) for name in given}, ours), tuple(op.name for op in ops)
+
+
+def _copied(given: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {name: array.copy() for name, array in given.items()}
 
 
 def as_picture(values: np.ndarray, compose: Any) -> np.ndarray:
@@ -238,41 +296,3 @@ def as_picture(values: np.ndarray, compose: Any) -> np.ndarray:
         picture = picture.round().clip(0, 255).astype(np.uint8)
     count = picture.shape[2]
     return picture[..., :3] if count >= 3 else np.repeat(picture[..., :1], 3, 2)
-
-
-def draw_grid(original: np.ndarray, shown: Sequence[ShownDraw], *, note: str = "") -> Image:
-    """Return a picture with one row per draw: original, Albumentations', ours, and difference.
-
-    Args:
-        original: uint8 or float32 in [0, 1] ``[H, W, C]``.
-        shown: the draws.
-        note: a line below all rows.
-    """
-    from PIL import Image, ImageDraw, ImageFont
-
-    if original.dtype != np.uint8:
-        original = (original * 255).round().clip(0, 255).astype(np.uint8)
-    original = original[..., :3] if original.shape[2] >= 3 else original[..., :1].repeat(3, 2)
-    rows = [(original, one.theirs, one.ours, one.difference) for one in shown]
-    cell_heights = [max(_scaled(one)[1] for one in row) for row in rows]
-    width = len(_HEADS) * (_CELL_PX + _GAP_PX) + _GAP_PX
-    height = sum(cell_heights) + len(rows) * (_TEXT_PX + _GAP_PX) + 2 * _TEXT_PX + 2 * _GAP_PX
-    page = Image.new("RGB", (width, height), "white")
-    pen, font = ImageDraw.Draw(page), ImageFont.load_default(13)
-    for column, head in enumerate(_HEADS):
-        pen.text((_GAP_PX + column * (_CELL_PX + _GAP_PX), 4), head, fill="black", font=font)
-    top = _TEXT_PX + _GAP_PX
-    for number, (row, one, tall) in enumerate(zip(rows, shown, cell_heights, strict=True)):
-        for column, picture in enumerate(row):
-            cell = Image.fromarray(picture).resize(_scaled(picture))
-            page.paste(cell, (_GAP_PX + column * (_CELL_PX + _GAP_PX), top))
-        pen.text((_GAP_PX, top + tall + 2), f"{number}: {one.caption()}", fill="black", font=font)
-        top += tall + _TEXT_PX + _GAP_PX
-    pen.text((_GAP_PX, top), note, fill="black", font=font)
-    return page
-
-
-def _scaled(picture: np.ndarray) -> tuple[int, int]:
-    """Return width and height of a picture in its cell."""
-    scale = _CELL_PX / max(picture.shape[:2])
-    return max(1, round(picture.shape[1] * scale)), max(1, round(picture.shape[0] * scale))
