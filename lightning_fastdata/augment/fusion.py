@@ -1,14 +1,15 @@
-"""Runs of steps that one kernel can carry out, as a small program for each sample.
+"""What an operation is within a run of steps that one kernel carries out.
 
-A run is a resize or a crop, or neither, and then operations that make each pixel from itself alone.
-Each sample has its own instructions, in its own order; what it skips costs nothing. Instructions
-are rows of five int32: what to do, and where in the blob the numbers for it lie.
+A run reads each pixel of its result from the images, changes it by operations that make a pixel
+from itself alone, and writes it. How it reads is the run's geometry. Each sample has its own
+instructions, in its own order; what it skips costs nothing. Instructions are rows of five int32:
+what to do, and where in the blob the numbers for it lie.
 
 ====================  ==========================================================================
 code                  numbers
 ====================  ==========================================================================
 ``NOP``               none
-``MIRROR``            1: left and right, 2: top and bottom, 3: both
+``MIRROR``            sum of 4: rows become columns, then 1: left and right, 2: top and bottom
 ``TABLE``             offset of uint8 ``[256, count]``; count, 1 or 3
 ``HSV``               offset of uint8 ``[256, 3]``; OpenCV's lanes
 ``SCALE``             offset of a float64 factor
@@ -17,6 +18,18 @@ code                  numbers
 ``HUE``               offset of uint8 ``[256]``; OpenCV's lanes
 ``GRAY``              none
 ``HOLES``             offset of int32 ``[count, 4]``; count; offset of float32 ``[values]``; values
+``SHUFFLE``           channel that becomes red; green; blue
+``DROP``              sum of 1: red, 2: green, 4: blue; the value that they get
+====================  ==========================================================================
+
+A sample may begin with one way of reading of its own:
+
+====================  ==========================================================================
+``WARP``              offset of float32 ``[3, 3]``; border mode, plus 8 for the nearest pixel, plus
+                      16 if projective; offset of float32 ``[3]``, the fill
+``BOTH_AXES``         offset of float32 ``[size]``; size; number of the image among such images
+``PLANE``             offset of float32 ``[rows, columns]``; rows; columns; numbers between rows
+``MEDIAN``            size
 ====================  ==========================================================================
 """
 
@@ -24,17 +37,16 @@ code                  numbers
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 import numpy as np
 
 if TYPE_CHECKING:
     from lightning_fastdata.augment.ops.operation import Encoded
-    from lightning_fastdata.augment.program import Slot
 
-NOP, MIRROR, TABLE, HSV, SCALE, CONTRAST, SATURATION, HUE, GRAY, HOLES = range(10)
+NOP, MIRROR, TABLE, HSV, SCALE, CONTRAST, SATURATION, HUE, GRAY, HOLES, SHUFFLE, DROP = range(12)
+WARP, BOTH_AXES, PLANE, MEDIAN = range(12, 16)
 WIDTH: Final = 5
 """Numbers of an instruction."""
 CHANNELS: Final = 3
@@ -42,176 +54,41 @@ CHANNELS: Final = 3
 
 Instruction: TypeAlias = tuple[int, ...]
 Instructions: TypeAlias = "Callable[[Encoded, Mapping[str, int]], list[Instruction] | None]"
-Geometry: TypeAlias = Literal["none", "window", "resize"]
 Fused: TypeAlias = "Instructions | Literal['window', 'resize', 'normalize', 'channels first']"
-"""What an operation is within a run: its first step, one for each pixel, or its end."""
+"""What an operation is within a run: a way of reading, a change of each pixel, or its end."""
 
-_LINEAR: Final = 1
-_MIRRORS: Final = {(False, 0): 0, (True, 3): 1, (True, 1): 2, (False, 2): 3}
-"""Of the symmetries, as a transposition and quarter turns, those that keep rows rows."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FusedRun:
-    """Steps ``first`` to ``last`` of a program, for one kernel."""
-
-    first: int
-    """Number of the first step."""
-    last: int
-    """Number of the last step; it belongs to the run."""
-    code: Slot
-    """int32 ``[samples, instructions, 5]``."""
-    contrasts: bool
-    """Some sample needs the mean luminance of its image half-way, which takes a launch more."""
-    geometry: Geometry
-    """How the pixels are read."""
-    size: tuple[int, int] | None
-    """Height and width of the result; None: those of the batch."""
-    where: Slot | None
-    """``window``: top and left, int32 ``[samples, 2]``; ``resize``: the box, int32
-    ``[samples, 4]``; else None."""
-    normalize: tuple[Slot, Slot] | None
-    """Mean and gain, float32 ``[samples, 3]``; None: the result is uint8."""
-    channels_first: bool
-    """The result is ``[n, C, H, W]``, else ``[n, H, W, C]``."""
+_TRANSPOSED: Final = 4
+_MIRRORS: Final = {
+    (False, 0): 0,
+    (True, 3): 1,
+    (True, 1): 2,
+    (False, 2): 3,
+    (True, 0): _TRANSPOSED,
+    (False, 3): _TRANSPOSED + 1,
+    (False, 1): _TRANSPOSED + 2,
+    (True, 2): _TRANSPOSED + 3,
+}
+"""The symmetries of a square, named by a transposition and the quarter turns after it."""
+_NEAREST: Final = 0
+_WARPED_NEAREST: Final = 8
+_PROJECTIVE: Final = 16
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """One step as the schedule knows it, before it is packed away."""
-
-    fused: Fused | None
-    """What it is within a run; None: no run takes it."""
-    rows: tuple[tuple[int, ...], ...]
-    """Samples of each part."""
-    encoded: tuple[tuple[Encoded, ...], ...]
-    """What each sample of each part drew."""
-    arrays: tuple[Mapping[str, Slot], ...]
-    """Where the numbers of each part lie."""
+def is_reading(instruction: Instruction) -> bool:
+    """Return whether an instruction says how a sample is read."""
+    return instruction[0] >= WARP
 
 
-def fuse(
-    steps: Sequence[Step], samples: int, add: Callable[[np.ndarray], Slot]
-) -> tuple[FusedRun, ...]:
-    """Return the runs of a program of an image, first to last; runs of one step are no use.
-
-    Args:
-        steps: All steps of the program.
-        samples: Samples in the batch.
-        add: Packs an array into the blob.
-    """
-    runs, open_run = [], _OpenRun(0, samples)
-    for number, step in enumerate(steps):
-        if not open_run.takes(step, samples):
-            runs.append(open_run.close(number - 1, add))
-            open_run = _OpenRun(number, samples)
-            if not open_run.takes(step, samples):
-                open_run = _OpenRun(number + 1, samples)
-    runs.append(open_run.close(len(steps) - 1, add))
-    return tuple(run for run in runs if run is not None)
+def is_transposing(instruction: Instruction) -> bool:
+    """Return whether an instruction makes columns of rows, which takes square images."""
+    return instruction[0] == MIRROR and instruction[1] >= _TRANSPOSED
 
 
-class _OpenRun:
-    def __init__(self, first: int, samples: int) -> None:
-        self.first = first
-        self.code: list[list[Instruction]] = [[] for _ in range(samples)]
-        self.taken = 0
-        self.geometry: Geometry = "none"
-        self.size: tuple[int, int] | None = None
-        self.where: Slot | None = None
-        self.normalize: tuple[Slot, Slot] | None = None
-        self.channels_first = False
-
-    def takes(self, step: Step, samples: int) -> bool:
-        """Take a step and return True, or leave the run as it is and return False."""
-        taken = self._take_end(step, samples) or self._take_geometry(step, samples)
-        if not taken and (self.normalize is not None or self.channels_first):
-            return False
-        taken = taken or self._take_pixels(step)
-        self.taken += taken
-        return taken
-
-    def _take_end(self, step: Step, samples: int) -> bool:
-        whole = len(step.rows) == 1 and len(step.rows[0]) == samples
-        if not whole or self.channels_first:
-            return False
-        if step.fused == "normalize" and self.normalize is None:
-            arrays = step.arrays[0]
-            if "mean" not in arrays or arrays["mean"].shape[1:] != (CHANNELS,):
-                return False
-            self.normalize = arrays["mean"], arrays["gain"]
-            return True
-        self.channels_first = step.fused == "channels first"
-        return self.channels_first
-
-    def _take_geometry(self, step: Step, samples: int) -> bool:
-        whole = len(step.rows) == 1 and len(step.rows[0]) == samples
-        if self.taken or not whole:
-            return False
-        static, arrays = dict(step.encoded[0][0].static), step.arrays[0]
-        if step.fused == "resize" and static["interpolation"] == _LINEAR:
-            self.geometry, self.where = "resize", arrays["box"]
-        elif step.fused == "window" and "fill" not in arrays:
-            self.geometry, self.where = "window", arrays["corner"]
-        else:
-            return False
-        self.size = static["size"]
-        return True
-
-    def _take_pixels(self, step: Step) -> bool:
-        instructions = step.fused
-        if instructions is None or isinstance(instructions, str):
-            return False
-        found: list[tuple[int, list[Instruction]]] = []
-        for rows, encoded, arrays in zip(step.rows, step.encoded, step.arrays, strict=True):
-            for place, (row, one) in enumerate(zip(rows, encoded, strict=True)):
-                offsets = {name: _row_offset(slot, place) for name, slot in arrays.items()}
-                made = instructions(one, offsets)
-                if made is None:
-                    return False
-                found.append((row, made))
-        if any(_contrasts(self.code[row]) and _contrasts(made) for row, made in found):
-            return False
-        for row, made in found:
-            self.code[row] += made
-        return True
-
-    def close(self, last: int, add: Callable[[np.ndarray], Slot]) -> FusedRun | None:
-        if self.taken < 2:
-            return None
-        length = max(1, *map(len, self.code))
-        code = np.zeros((len(self.code), length, WIDTH), np.int32)
-        for row, listed in enumerate(self.code):
-            for number, instruction in enumerate(listed):
-                code[row, number, : len(instruction)] = instruction
-        return FusedRun(
-            first=self.first,
-            last=last,
-            code=add(code),
-            contrasts=any(map(_contrasts, self.code)),
-            geometry=self.geometry,
-            size=self.size,
-            where=self.where,
-            normalize=self.normalize,
-            channels_first=self.channels_first,
-        )
-
-
-def _contrasts(code: Sequence[Instruction]) -> bool:
-    return any(instruction[0] == CONTRAST for instruction in code)
-
-
-def _row_offset(slot: Slot, row: int) -> int:
-    return slot.offset + row * slot.dtype.itemsize * int(np.prod(slot.shape[1:], dtype=np.int64))
-
-
-def mirror(encoded: Encoded, offsets: Mapping[str, int]) -> list[Instruction] | None:
-    """Return the instruction of a symmetry that keeps rows rows, or None."""
+def mirror(encoded: Encoded, offsets: Mapping[str, int]) -> list[Instruction]:
+    """Return the instruction of a symmetry of the square."""
     static = dict(encoded.static)
-    axes = _MIRRORS.get((static["transposed"], static["turns"]))
-    if axes is None:
-        return None
-    return [(MIRROR, axes)] if axes else []
+    moves = _MIRRORS[static["transposed"], static["turns"]]
+    return [(MIRROR, moves)] if moves else []
 
 
 def table(encoded: Encoded, offsets: Mapping[str, int]) -> list[Instruction] | None:
@@ -256,3 +133,58 @@ def holes(encoded: Encoded, offsets: Mapping[str, int]) -> list[Instruction]:
     """Return the instruction of rectangles of a constant."""
     holes, fill = encoded.arrays["holes"], encoded.arrays["fill"]
     return [(HOLES, offsets["holes"], len(holes), offsets["fill"], len(fill))]
+
+
+def shuffle(encoded: Encoded, offsets: Mapping[str, int]) -> list[Instruction] | None:
+    """Return the instruction of channels in another order, or None."""
+    order = encoded.arrays["order"].tolist()
+    return [(SHUFFLE, *order)] if len(order) == CHANNELS else None
+
+
+def drop(encoded: Encoded, offsets: Mapping[str, int]) -> list[Instruction] | None:
+    """Return the instruction of channels that become a constant, or None."""
+    dropped, fill = encoded.arrays["dropped"], dict(encoded.static)["fill"]
+    if len(dropped) != CHANNELS or not isinstance(fill, int):
+        return None
+    return [(DROP, sum(1 << channel for channel in range(CHANNELS) if dropped[channel]), fill)]
+
+
+def warp(encoded: Encoded, offsets: Mapping[str, int]) -> list[Instruction] | None:
+    """Return the reading of an affine or projective warp, or None."""
+    static = dict(encoded.static)
+    if len(encoded.arrays["fill"]) != CHANNELS:
+        return None
+    how = static["border"] + _PROJECTIVE * static["projective"]
+    how += _WARPED_NEAREST * (static["interpolation"] == _NEAREST)
+    return [(WARP, offsets["inverse"], how, offsets["fill"])]
+
+
+def correlation(encoded: Encoded, offsets: Mapping[str, int]) -> list[Instruction] | None:
+    """Return the reading of a blur or another correlation, or None.
+
+    Zeros around the kernel, which let samples share steps, are left out: they add nothing.
+    """
+    static, kernel = dict(encoded.static), encoded.arrays["kernel"]
+    if static.get("method", "kernel") != "kernel" or any(size % 2 == 0 for size in kernel.shape):
+        return None
+    margins = [_margin(kernel, axis) for axis in range(kernel.ndim)]
+    sizes = [size - 2 * margin for size, margin in zip(kernel.shape, margins, strict=True)]
+    between = kernel.shape[-1]
+    if kernel.ndim == 1:
+        return [(BOTH_AXES, offsets["kernel"] + 4 * margins[0], sizes[0])]
+    first = offsets["kernel"] + 4 * (margins[0] * between + margins[1])
+    return [(PLANE, first, *sizes, between)]
+
+
+def median(encoded: Encoded, offsets: Mapping[str, int]) -> list[Instruction]:
+    """Return the reading of medians."""
+    return [(MEDIAN, dict(encoded.static)["size"])]
+
+
+def _margin(kernel: np.ndarray, axis: int) -> int:
+    """Return how many rows (0) or columns (1) of zeros lie on both sides of a kernel."""
+    others = tuple(other for other in range(kernel.ndim) if other != axis)
+    used = np.flatnonzero(kernel.any(axis=others))
+    if not len(used):
+        return kernel.shape[axis] // 2
+    return min(int(used[0]), kernel.shape[axis] - 1 - int(used[-1]))

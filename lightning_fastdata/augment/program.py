@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import torch
 
-from lightning_fastdata.augment.fusion import FusedRun, Step, fuse
+from lightning_fastdata.augment.runs import FusedRun, Step, fuse
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 import torch
 
-from lightning_fastdata.augment.replay_triton import has_kernels, is_fusible, run_fused
+from lightning_fastdata.augment.replay_triton import has_kernels, run_fused, takes
 from lightning_fastdata.errors import TransformError
 
 if TYPE_CHECKING:
@@ -24,6 +24,8 @@ def replay(
     ops: Mapping[str, DeviceOp],
     *,
     kernels: bool | None = None,
+    out_dtype: torch.dtype | None = None,
+    channels_last: bool = False,
 ) -> torch.Tensor:
     """Return a batch of images or masks after all steps of its program.
 
@@ -35,6 +37,9 @@ def replay(
         kernels: carry out fused runs by one kernel each, where they know the form of the batch;
             None: on CUDA. On the CPU they need Triton's interpreter (``TRITON_INTERPRET=1`` before
             Triton is imported).
+        out_dtype: dtype of the result, ``.to(out_dtype)``; None: what the last step makes.
+        channels_last: lay a result of four dimensions out as ``torch.channels_last``. The kernel
+            of a run that is the last writes this form itself.
 
     Raises:
         TransformError: a step would give some samples another shape or dtype than the others.
@@ -45,13 +50,24 @@ def replay(
     number = 0
     while number < len(program.steps):
         run = runs.get(number)
-        if run is not None and is_fusible(current):
-            current, owned = run_fused(run, blob, current), True
+        if run is not None and takes(run, current):
+            ends = run.last + 1 == len(program.steps)
+            current = run_fused(
+                run,
+                blob,
+                current,
+                out_dtype=out_dtype if ends else None,
+                channels_last=ends and channels_last,
+            )
+            owned = True
             number = run.last + 1
             continue
         step = program.steps[number]
         current, owned = _run_step(step, program, blob, current, ops, owned=owned)
         number += 1
+    current = current if out_dtype is None else current.to(out_dtype)
+    if channels_last and current.ndim == 4:
+        current = current.contiguous(memory_format=torch.channels_last)
     return current
 
 

@@ -1,26 +1,42 @@
-"""Carry out fused runs of a program with one kernel each, on CUDA.
+"""Carry out fused runs of a program with kernels, on CUDA.
 
 Triton comes with torch where torch has CUDA. Without it, and for what has no kernel, torch carries
-out one step after the other (:mod:`~lightning_fastdata.augment.replay_torch`), with the same bytes
-as a result.
+out one step after the other (:mod:`~lightning_fastdata.augment.replay_torch`).
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
 
 from lightning_fastdata.augment.fusion import CHANNELS
 
 if TYPE_CHECKING:
-    from lightning_fastdata.augment.fusion import FusedRun
+    from collections.abc import Mapping
 
-_BLOCK: Final = 1024
-"""Pixels that one program of the kernel computes."""
-_GEOMETRIES: Final = {"none": 0, "window": 1, "resize": 2}
+    from lightning_fastdata.augment.runs import FusedRun
+
+_BLOCK: Final = 512
+"""Pixels that one program of a kernel computes: four for each thread, which fit its registers."""
+_GEOMETRIES: Final = {"none": 0, "window": 1, "resize": 2, "warp": 3, "filter": 4}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """One launch of a kernel."""
+
+    kernel: Literal["fused", "across"]
+    """Which one."""
+    grid: tuple[int, int]
+    """Programs: samples, and blocks of pixels of each."""
+    arguments: tuple[torch.Tensor | int, ...]
+    """What it is called with, in order."""
+    constants: Mapping[str, Any]
+    """What it is compiled for, by name."""
 
 
 @cache
@@ -44,54 +60,114 @@ def is_fusible(batch: torch.Tensor) -> bool:
     )
 
 
-def run_fused(run: FusedRun, blob: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
-    """Return a batch after a run: one launch, or two if contrast needs means of images.
+def takes(run: FusedRun, batch: torch.Tensor) -> bool:
+    """Return whether a run knows a batch of this form and size.
+
+    A run that reads some samples as they are keeps the size of the batch, and one that turns some
+    samples on their side has square images. Otherwise torch carries out its steps, or says why it
+    cannot.
+    """
+    if not is_fusible(batch):
+        return False
+    before = batch.shape[1], batch.shape[2]
+    height, width = after = run.size or before
+    return (not run.keeps_size or after == before) and (not run.square or height == width)
+
+
+def run_fused(
+    run: FusedRun,
+    blob: torch.Tensor,
+    batch: torch.Tensor,
+    *,
+    out_dtype: torch.dtype | None = None,
+    channels_last: bool = False,
+) -> torch.Tensor:
+    """Return a batch after a run.
 
     Args:
         run: What to do.
         blob: The arrays of the program, on the device of ``batch``.
-        batch: uint8 ``[n, H, W, 3]``, for which :func:`is_fusible`; never written to.
+        batch: uint8 ``[n, H, W, 3]``, which the run :func:`takes`; never written to.
+        out_dtype: A floating dtype for the result, rounded to the nearest, halves to even; None:
+            float32 if the run ends in Normalize, else uint8.
+        channels_last: The result of a run that ends in ToTensorV2 lies in memory with the channels
+            of a pixel side by side (``torch.channels_last``).
 
     Returns:
-        uint8, or float32 if it was normalized; ``[n, H, W, 3]`` or ``[n, 3, H, W]``.
+        ``[n, h, w, 3]`` or ``[n, 3, h, w]``.
     """
-    from lightning_fastdata.augment.kernels import fused_kernel
+    from lightning_fastdata.augment import kernels
 
+    known = {"fused": kernels.fused_kernel, "across": kernels.across_kernel}
+    out, launches = prepare(run, blob, batch, out_dtype=out_dtype, channels_last=channels_last)
+    for launch in launches:
+        known[launch.kernel][launch.grid](
+            *launch.arguments, **launch.constants, enable_fp_fusion=False
+        )
+    return out
+
+
+def prepare(
+    run: FusedRun,
+    blob: torch.Tensor,
+    batch: torch.Tensor,
+    *,
+    out_dtype: torch.dtype | None = None,
+    channels_last: bool = False,
+) -> tuple[torch.Tensor, list[Launch]]:
+    """Return the memory for the result of :func:`run_fused`, and the launches that fill it.
+
+    It asks the device for no value: everything it decides by lies on the host.
+    """
     batch = batch.contiguous()
     samples, height, width, _ = batch.shape
     out_height, out_width = run.size or (height, width)
-    shape = (CHANNELS, out_height, out_width) if run.channels_first else (out_height, out_width, 3)
-    dtype = torch.uint8 if run.normalize is None else torch.float32
+    planes = run.channels_first and not channels_last
+    shape = (CHANNELS, out_height, out_width) if planes else (out_height, out_width, CHANNELS)
+    dtype = out_dtype or (torch.uint8 if run.normalize is None else torch.float32)
     out = batch.new_empty((samples, *shape), dtype=dtype)
-    sums = batch.new_zeros(samples if run.contrasts else 1, dtype=torch.int64)
-    mean, gain = run.normalize or (run.code, run.code)
-    where = run.where or run.code
-    grid = (samples, -(-out_height * out_width // _BLOCK))
-    passes = (True, False) if run.contrasts else (False,)
-    for adds_up in passes:
-        fused_kernel[grid](
-            batch,
-            out,
-            blob,
-            blob.view(torch.int32),
-            blob.view(torch.float32),
-            blob.view(torch.float64),
-            sums,
-            run.code.offset // 4,
-            where.offset // 4,
-            mean.offset // 4,
-            gain.offset // 4,
-            height,
-            width,
-            out_height,
-            out_width,
-            run.code.shape[1],
-            GEOMETRY=_GEOMETRIES[run.geometry],
-            SUMS=adds_up,
-            NORMALIZE=run.normalize is not None,
-            CHANNELS_FIRST=run.channels_first,
-            WHERE=where.shape[-1],
-            BLOCK=_BLOCK,
-            enable_fp_fusion=False,
+    sums = batch.new_zeros(samples, dtype=torch.int64) if run.contrasts else blob.view(torch.int64)
+    ints, floats = blob.view(torch.int32), blob.view(torch.float32)
+    launches, middle = [], floats
+    if run.both_axes is not None:
+        (some,) = run.both_axes.shape
+        middle = floats.new_empty((some, height, width, CHANNELS))
+        rows_at, code_at = run.both_axes.offset // 4, run.code.offset // 4
+        launches.append(
+            Launch(
+                kernel="across",
+                grid=(some, _blocks(height * width)),
+                arguments=(
+                    *(batch, middle, ints, floats, rows_at, code_at),
+                    *(height, width, run.code.shape[1]),
+                ),
+                constants={"BLOCK": _BLOCK},
+            )
         )
-    return out
+    mean, gain = run.normalize or (run.code, run.code)
+    offsets = [slot.offset // 4 for slot in (run.code, run.where or run.code)]
+    others = [slot.offset // 4 for slot in (run.fill or run.code, mean, gain)]
+    for adds_up in (True, False) if run.contrasts else (False,):
+        launches.append(
+            Launch(
+                kernel="fused",
+                grid=(samples, _blocks(out_height * out_width)),
+                arguments=(
+                    *(batch, out, blob, ints, floats, blob.view(torch.float64), sums, middle),
+                    *(*offsets, run.border, *others),
+                    *(height, width, out_height, out_width, run.code.shape[1]),
+                ),
+                constants={
+                    "GEOMETRY": _GEOMETRIES[run.geometry],
+                    "SUMS": adds_up,
+                    "NORMALIZE": run.normalize is not None,
+                    "PLANES": planes,
+                    "BLOCK": _BLOCK,
+                },
+            )
+        )
+    return (out.permute(0, 3, 1, 2) if run.channels_first and not planes else out), launches
+
+
+def _blocks(pixels: int) -> int:
+    return -(-pixels // _BLOCK)

@@ -2,46 +2,77 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from lightning_fastdata.augment.kernels import fused_kernel
+from lightning_fastdata.augment.kernels import across_kernel, fused_kernel
 
-POINTERS = {"source": "u8", "bytes_": "u8", "ints": "i32", "floats": "fp32", "doubles": "fp64"}
+POINTERS = {
+    "source": "u8",
+    "bytes_": "u8",
+    "ints": "i32",
+    "floats": "fp32",
+    "doubles": "fp64",
+    "sums": "i64",
+    "middle": "fp32",
+}
+WARPS, BLOCK = 4, 512
+PER_THREAD = BLOCK // (32 * WARPS)
+LERPS, TERMS = 3 * 3 * PER_THREAD, 3 * PER_THREAD
+"""Explicit multiply-adds: three lerps a channel; in a filter, one a channel for each term."""
 
 
-def assembly(capability, geometry, sums, normalize, channels_first):
-    constants = {
-        "GEOMETRY": geometry, "SUMS": sums, "NORMALIZE": normalize,
-        "CHANNELS_FIRST": channels_first, "WHERE": 4, "BLOCK": 1024,
-    }  # fmt: skip
-    pointers = {**POINTERS, "sums": "i64", "target": "fp32" if normalize else "u8"}
-    names = fused_kernel.arg_names
-    kinds = {name: f"*{kind}" for name, kind in pointers.items()} | dict.fromkeys(
-        constants, "constexpr"
-    )
-    signature = {name: kinds.get(name, "i32") for name in names}
+def assembly(kernel, capability, target, constants):
+    names = kernel.arg_names
+    kinds = {name: f"*{kind}" for name, kind in (POINTERS | {"target": target}).items()}
+    kinds |= dict.fromkeys(constants, "constexpr")
     source = ASTSource(
-        fn=fused_kernel,
-        signature=signature,
+        fn=kernel,
+        signature={name: kinds.get(name, "i32") for name in names},
         constexprs={(names.index(name),): value for name, value in constants.items()},
     )
     compiled = triton.compile(
-        source, target=GPUTarget("cuda", capability, 32), options={"enable_fp_fusion": False}
+        source,
+        target=GPUTarget("cuda", capability, 32),
+        options={"enable_fp_fusion": False, "num_warps": WARPS},
     )
     if not compiled.asm["cubin"]:
         sys.exit("nothing was compiled")
     return compiled.asm["ptx"]
 
 
-for geometry, sums in itertools.product(range(3), (False, True)):
-    normalize = not sums and geometry != 2
-    ptx = assembly(80 + 10 * (geometry == 2), geometry, sums, normalize, geometry == 1)
-    if "fma.rn.f32" in ptx:
-        sys.exit("a multiply-add was fused")
+def check(ptx, fused, what):
+    if "fma.rn.f64" in ptx:
+        sys.exit(f"{what}: a multiply-add of float64 was fused")
+    if not fused(ptx.count("fma.rn.f32")):
+        sys.exit(f"{what}: {ptx.count('fma.rn.f32')} multiply-adds of float32")
     if "div.full" in ptx or "div.approx" in ptx:
-        sys.exit("a division is not rounded once")
+        sys.exit(f"{what}: a division is not rounded once")
+
+
+CASES = [
+    # capability, geometry, sums, normalize, planes, target
+    (80, 0, False, True, True, "fp32"),
+    (80, 1, True, False, False, "u8"),
+    (90, 2, False, True, False, "bf16"),
+    (90, 3, False, True, True, "fp16"),
+    (80, 4, False, False, False, "u8"),
+    (90, 4, True, False, False, "u8"),
+]
+for capability, geometry, sums, normalize, planes, target in CASES:
+    constants = {
+        "GEOMETRY": geometry, "SUMS": sums, "NORMALIZE": normalize, "PLANES": planes,
+        "BLOCK": BLOCK,
+    }  # fmt: skip
+    ptx = assembly(fused_kernel, capability, target, constants)
+    wanted = {
+        3: lambda count: count == LERPS,
+        4: lambda count: count > 0 and count % TERMS == 0,
+    }.get(geometry, lambda count: count == 0)
+    check(ptx, wanted, f"geometry {geometry}")
+for capability in (80, 90):
+    ptx = assembly(across_kernel, capability, "fp32", {"BLOCK": BLOCK})
+    check(ptx, lambda count: count > 0 and count % TERMS == 0, "across")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from lightning_fastdata.augment import fusion
 from lightning_fastdata.augment.ops.border import REFLECT_101, fold
 from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded
 
@@ -90,7 +91,7 @@ def run_kernel(
 
 
 OPS = tuple(
-    DeviceOp(name=name, encode=_encode, image=run_kernel)
+    DeviceOp(name=name, encode=_encode, image=run_kernel, fused=fusion.correlation)
     for name in ("AdvancedBlur", "Blur", "GaussianBlur", "MotionBlur", "RingingOvershoot")
 )
 """At most one level off on uint8, mostly where the sum lies between two levels; 1e-5 on float32."""

@@ -263,8 +263,15 @@ OPS = (
     ),
     DeviceOp(name="ToRGB", encode=_encode_rgb, image=_run_rgb, out_shape=_rgb_shape),
     DeviceOp(name="ToSepia", encode=_encode_sepia, image=_run_sepia),
-    DeviceOp(name="ChannelShuffle", encode=_encode_shuffle, image=_run_shuffle),
-    DeviceOp(name="ChannelDropout", encode=_encode_channel_dropout, image=_run_channel_dropout),
+    DeviceOp(
+        name="ChannelShuffle", encode=_encode_shuffle, image=_run_shuffle, fused=fusion.shuffle
+    ),
+    DeviceOp(
+        name="ChannelDropout",
+        encode=_encode_channel_dropout,
+        image=_run_channel_dropout,
+        fused=fusion.drop,
+    ),
 )
 """On uint8, gray and channel moves are exact and HueSaturationValue is at most one level off, above
 all in the last columns, which do not fill a vector of OpenCV's and which it rounds differently; in

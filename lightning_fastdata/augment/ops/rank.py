@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
+from lightning_fastdata.augment import fusion
 from lightning_fastdata.augment.ops.border import REPLICATE, as_channels_last, fold
 from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded
 from lightning_fastdata.augment.ops.table import via_bytes
@@ -204,7 +205,7 @@ def _morphology(
 
 
 OPS = (
-    DeviceOp(name="MedianBlur", encode=_encode_median, image=_median_blur),
+    DeviceOp(name="MedianBlur", encode=_encode_median, image=_median_blur, fused=fusion.median),
     DeviceOp(name="Morphological", encode=_encode_morphology, image=_morphology, mask=_morphology),
 )
 """Exact. MedianBlur on float32 goes through uint8, as in Albumentations."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from lightning_fastdata.augment import fusion
 from lightning_fastdata.augment.ops.blur import (
     correlate,
     correlate_along,
@@ -159,10 +160,12 @@ def _unsharp(
 
 
 OPS = (
-    DeviceOp(name="Sharpen", encode=_encode_sharpen, image=_sharpen),
+    DeviceOp(name="Sharpen", encode=_encode_sharpen, image=_sharpen, fused=fusion.correlation),
     DeviceOp(name="UnsharpMask", encode=_encode_unsharp, image=_unsharp),
-    DeviceOp(name="Emboss", encode=_encode_convolution, image=run_kernel),
-    DeviceOp(name="Defocus", encode=_encode_convolution, image=run_kernel),
+    DeviceOp(name="Emboss", encode=_encode_convolution, image=run_kernel, fused=fusion.correlation),
+    DeviceOp(
+        name="Defocus", encode=_encode_convolution, image=run_kernel, fused=fusion.correlation
+    ),
 )
 """On uint8, Sharpen by a Gaussian is exact, and the convolutions are at most one level off. In
 UnsharpMask, rounding can decide whether a difference is above the threshold: a few pixels are off

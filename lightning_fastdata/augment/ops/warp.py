@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import torch
 
+from lightning_fastdata.augment import fusion
 from lightning_fastdata.augment.ops.border import (
     MODES,
     as_channels_last,
@@ -159,6 +160,7 @@ OPS = tuple(
             *_out_size(transform, params, shape),
             *shape[2:],
         ),
+        fused=fusion.warp,
     )
     for name in ("Affine", "Rotate", "ShiftScaleRotate", "SafeRotate", "Perspective")
 )

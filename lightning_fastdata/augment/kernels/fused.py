@@ -1,0 +1,202 @@
+"""The kernel of a run: reads, changes and writes each pixel once."""
+
+# ruff: noqa: N803, PLR0912, PLR0915 - Triton writes constants in capitals, and one kernel is one
+# function.
+# mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from lightning_fastdata.augment.kernels.colors import (
+    chosen,
+    contrasted,
+    looked_up,
+    luminance,
+    saturated,
+    scaled,
+    shifted_hsv,
+    shifted_hue,
+)
+from lightning_fastdata.augment.kernels.filters import read_down, read_median, read_plane
+from lightning_fastdata.augment.kernels.numbers import read, read_anywhere
+from lightning_fastdata.augment.kernels.resize import read_resized
+from lightning_fastdata.augment.kernels.warp import read_warped
+
+
+@triton.jit
+def _came_from(code, length, y, x, height, width):
+    """Return where symmetries took each pixel from, and their instructions' effect undone."""
+    for back in range(length):
+        step = code + (length - 1 - back) * 5
+        if tl.load(step) == 1:
+            moves = tl.load(step + 1)
+            x = tl.where((moves & 1) != 0, width - 1 - x, x)
+            y = tl.where((moves & 2) != 0, height - 1 - y, y)
+            y, x = tl.where((moves & 4) != 0, x, y), tl.where((moves & 4) != 0, y, x)
+    return y, x
+
+
+@triton.jit
+def _went_to(moves, y, x, height, width):
+    """Return where a symmetry takes each pixel to."""
+    y, x = tl.where((moves & 4) != 0, x, y), tl.where((moves & 4) != 0, y, x)
+    x = tl.where((moves & 1) != 0, width - 1 - x, x)
+    y = tl.where((moves & 2) != 0, height - 1 - y, y)
+    return y, x
+
+
+@triton.jit
+def _covered(holes, count, y, x, mask):
+    """Return which pixels lie in one of the rectangles, int32 ``[count, 4]``."""
+    covered = mask & False
+    for hole in range(count):
+        corner = holes + hole * 4
+        inside = (x >= tl.load(corner)) & (y >= tl.load(corner + 1))
+        inside = inside & (x < tl.load(corner + 2)) & (y < tl.load(corner + 3))
+        covered = covered | inside
+    return covered
+
+
+@triton.jit
+def _filtered(image, code, floats, middle, y, x, height, width, mask, BLOCK: tl.constexpr):
+    """Return red, green and blue through the filter of a sample, or as they are."""
+    kind = tl.load(code)
+    one = tl.load(code + 1)
+    two = tl.load(code + 2)
+    three = tl.load(code + 3)
+    if kind == 13:
+        plane = middle + three.to(tl.int64) * height * width * 3
+        red, green, blue = read_down(
+            plane, floats + one // 4, two, y, x, height, width, mask, BLOCK
+        )
+    elif kind == 14:
+        red, green, blue = read_plane(
+            image, floats + one // 4, two, three, tl.load(code + 4), y, x, height, width, mask,
+            BLOCK,
+        )  # fmt: skip
+    elif kind == 15:
+        red, green, blue = read_median(image, one, y, x, height, width, mask, BLOCK)
+    else:
+        red, green, blue = read(image, y, x, width, mask)
+    return red, green, blue
+
+
+@triton.jit
+def fused_kernel(
+    source, target, bytes_, ints, floats, doubles, sums, middle,
+    code_at, where_at, border, fill_at, mean_at, gain_at,
+    height, width, out_height, out_width, length,
+    GEOMETRY: tl.constexpr, SUMS: tl.constexpr, NORMALIZE: tl.constexpr,
+    PLANES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Carry out a run on one block of output pixels of one sample.
+
+    ``GEOMETRY`` says how the image is read: 0 as it is, 1 a window, 2 resized, 3 warped in those
+    samples whose first instruction says so, 4 filtered in those samples.
+
+    With ``SUMS``, add up the luminance of the pixels as a sample's CONTRAST finds them, and write
+    no pixels.
+    """
+    sample = tl.program_id(0)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < out_height * out_width
+    code = ints + code_at + sample * length * 5
+    y, x = _came_from(code, length, at // out_width, at % out_width, out_height, out_width)
+    image = source + sample.to(tl.int64) * height * width * 3
+    if GEOMETRY == 0:
+        red, green, blue = read(image, y, x, width, mask)
+    elif GEOMETRY == 1:
+        corner = ints + where_at + sample * 2
+        red, green, blue = read_anywhere(
+            image, y + tl.load(corner), x + tl.load(corner + 1), height, width, border,
+            floats + fill_at + sample * 3, mask,
+        )  # fmt: skip
+    elif GEOMETRY == 2:
+        box = ints + where_at + sample * 4
+        red, green, blue = read_resized(image, box, y, x, width, out_height, out_width, mask)
+    elif GEOMETRY == 3:
+        if tl.load(code) == 12:
+            inverse = floats + tl.load(code + 1) // 4
+            fill = floats + tl.load(code + 3) // 4
+            red, green, blue = read_warped(
+                image, inverse, tl.load(code + 2), fill, y, x, height, width, mask
+            )
+        else:
+            red, green, blue = read(image, y, x, width, mask)
+    else:
+        red, green, blue = _filtered(image, code, floats, middle, y, x, height, width, mask, BLOCK)
+    running = True
+    for number in range(length):
+        step = code + number * 5
+        kind = tl.load(step)
+        one = tl.load(step + 1)
+        two = tl.load(step + 2)
+        three = tl.load(step + 3)
+        if running:
+            if kind == 1:
+                y, x = _went_to(one, y, x, out_height, out_width)
+            elif kind == 2:
+                red, green, blue = looked_up(red, green, blue, bytes_ + one, two)
+            elif kind == 3:
+                red, green, blue = shifted_hsv(red, green, blue, bytes_ + one, x, out_width, two)
+            elif kind == 4:
+                factor = tl.load(doubles + one // 8).to(tl.float32)
+                red, green, blue = scaled(red, green, blue, factor, 0.0)
+            elif kind == 5:
+                if SUMS:
+                    light = tl.where(mask, luminance(red, green, blue), 0)
+                    tl.atomic_add(sums + sample, tl.sum(light, 0).to(tl.int64))
+                    running = False
+                else:
+                    red, green, blue = contrasted(
+                        red, green, blue, tl.load(doubles + one // 8), tl.load(sums + sample),
+                        out_height * out_width,
+                    )  # fmt: skip
+            elif kind == 6:
+                factor = tl.load(doubles + one // 8).to(tl.float32)
+                red, green, blue = saturated(red, green, blue, factor)
+            elif kind == 7:
+                red, green, blue = shifted_hue(red, green, blue, bytes_ + one, x, out_width, two)
+            elif kind == 8:
+                red = luminance(red, green, blue)
+                green = red
+                blue = red
+            elif kind == 9:
+                covered = _covered(ints + one // 4, two, y, x, mask)
+                fill = floats + three // 4
+                many = tl.load(step + 4) > 1
+                red = tl.where(covered, tl.load(fill).to(tl.uint8).to(tl.int32), red)
+                second = tl.load(fill + tl.where(many, 1, 0)).to(tl.uint8).to(tl.int32)
+                third = tl.load(fill + tl.where(many, 2, 0)).to(tl.uint8).to(tl.int32)
+                green = tl.where(covered, second, green)
+                blue = tl.where(covered, third, blue)
+            elif kind == 10:
+                red, green, blue = (
+                    chosen(red, green, blue, one),
+                    chosen(red, green, blue, two),
+                    chosen(red, green, blue, three),
+                )
+            elif kind == 11:
+                red = tl.where((one & 1) != 0, two, red)
+                green = tl.where((one & 2) != 0, two, green)
+                blue = tl.where((one & 4) != 0, two, blue)
+    if not SUMS:
+        out = target + sample.to(tl.int64) * out_height * out_width * 3
+        if PLANES:
+            first = out + at
+            between = out_height * out_width
+        else:
+            first = out + at * 3
+            between = out_height * 0 + 1
+        if NORMALIZE:
+            mean = floats + mean_at + sample * 3
+            gain = floats + gain_at + sample * 3
+            red = (red.to(tl.float32) - tl.load(mean)) * tl.load(gain)
+            green = (green.to(tl.float32) - tl.load(mean + 1)) * tl.load(gain + 1)
+            blue = (blue.to(tl.float32) - tl.load(mean + 2)) * tl.load(gain + 2)
+        kind_out = target.dtype.element_ty
+        tl.store(first, red.to(kind_out), mask)
+        tl.store(first + between, green.to(kind_out), mask)
+        tl.store(first + 2 * between, blue.to(kind_out), mask)

@@ -1,0 +1,247 @@
+"""Runs of steps that one kernel carries out, made when a batch is packed.
+
+:mod:`~lightning_fastdata.augment.fusion` says what an operation is within a run. A run takes steps
+as long as it can: a sample is read first, as all samples are (a window, a resize) or in its own way
+(a warp, or a filter), then changed pixel by pixel, and written. What comes too late for that begins
+the next run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+
+import numpy as np
+
+from lightning_fastdata.augment.fusion import (
+    BOTH_AXES,
+    CHANNELS,
+    CONTRAST,
+    WARP,
+    WIDTH,
+    Fused,
+    Instruction,
+    is_reading,
+    is_transposing,
+)
+
+if TYPE_CHECKING:
+    from lightning_fastdata.augment.ops.operation import Encoded
+    from lightning_fastdata.augment.program import Program, Slot
+
+Geometry: TypeAlias = Literal["none", "window", "resize", "warp", "filter"]
+_LINEAR: Final = 1
+_REPLICATE: Final = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FusedRun:
+    """Steps ``first`` to ``last`` of a program, for one kernel."""
+
+    first: int
+    """Number of the first step."""
+    last: int
+    """Number of the last step; it belongs to the run."""
+    code: Slot
+    """int32 ``[samples, instructions, 5]``."""
+    contrasts: bool
+    """Some sample needs the mean luminance of its image half-way, which takes a launch more."""
+    geometry: Geometry
+    """How the pixels are read: by all samples alike, or by some samples as their first instruction
+    says (``warp``, ``filter``) and by the others as they are."""
+    size: tuple[int, int] | None
+    """Height and width of the result; None: those of the batch."""
+    where: Slot | None
+    """``window``: top and left, int32 ``[samples, 2]``; ``resize``: the box, int32
+    ``[samples, 4]``; else None."""
+    border: int
+    """``window``: the border mode."""
+    fill: Slot | None
+    """``window`` that reaches outside: float32 ``[samples, 3]``; else None."""
+    both_axes: Slot | None
+    """Samples that are filtered along their rows and then along their columns, int32 ``[count]``:
+    the rows take a launch of their own. None: there are none."""
+    keeps_size: bool
+    """Some sample is read as it is, so ``size`` has to be that of the batch."""
+    square: bool
+    """Some sample is turned on its side, so the result has to be square."""
+    normalize: tuple[Slot, Slot] | None
+    """Mean and gain, float32 ``[samples, 3]``; None: the result is uint8."""
+    channels_first: bool
+    """The result is ``[n, C, H, W]``, else ``[n, H, W, C]``."""
+
+    @property
+    def launches(self) -> int:
+        """Kernels to launch."""
+        return 1 + self.contrasts + (self.both_axes is not None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One step as the schedule knows it, before it is packed away."""
+
+    fused: Fused | None
+    """What it is within a run; None: no run takes it."""
+    rows: tuple[tuple[int, ...], ...]
+    """Samples of each part."""
+    encoded: tuple[tuple[Encoded, ...], ...]
+    """What each sample of each part drew."""
+    arrays: tuple[Mapping[str, Slot], ...]
+    """Where the numbers of each part lie."""
+
+
+def launches(program: Program) -> int:
+    """Return how many times a batch is handed to the device, if kernels carry out the runs.
+
+    A run counts its kernels. A step that no run takes counts one for each of its parts, which are
+    samples with the same settings; torch launches several kernels for each of them.
+    """
+    fused = {number for run in program.runs for number in range(run.first, run.last + 1)}
+    rest = (len(step.parts) for number, step in enumerate(program.steps) if number not in fused)
+    return sum(run.launches for run in program.runs) + sum(rest)
+
+
+def fuse(
+    steps: Sequence[Step], samples: int, add: Callable[[np.ndarray], Slot]
+) -> tuple[FusedRun, ...]:
+    """Return the runs of a program of an image, first to last.
+
+    Args:
+        steps: All steps of the program.
+        samples: Samples in the batch.
+        add: Packs an array into the blob.
+    """
+    runs, open_run = [], _OpenRun(0, samples)
+    for number, step in enumerate(steps):
+        if not open_run.takes(step, samples):
+            runs.append(open_run.close(number - 1, add))
+            open_run = _OpenRun(number, samples)
+            if not open_run.takes(step, samples):
+                open_run = _OpenRun(number + 1, samples)
+    runs.append(open_run.close(len(steps) - 1, add))
+    return tuple(run for run in runs if run is not None)
+
+
+class _OpenRun:
+    def __init__(self, first: int, samples: int) -> None:
+        self.first = first
+        self.code: list[list[Instruction]] = [[] for _ in range(samples)]
+        self.taken = 0
+        self.geometry: Geometry = "none"
+        self.size: tuple[int, int] | None = None
+        self.where: Slot | None = None
+        self.border = _REPLICATE
+        self.fill: Slot | None = None
+        self.normalize: tuple[Slot, Slot] | None = None
+        self.channels_first = False
+
+    def takes(self, step: Step, samples: int) -> bool:
+        """Take a step and return True, or leave the run as it is and return False."""
+        taken = self._take_end(step, samples) or self._take_geometry(step, samples)
+        if not taken and (self.normalize is not None or self.channels_first):
+            return False
+        taken = taken or self._take_pixels(step)
+        self.taken += taken
+        return taken
+
+    def _take_end(self, step: Step, samples: int) -> bool:
+        whole = len(step.rows) == 1 and len(step.rows[0]) == samples
+        if not whole or self.channels_first:
+            return False
+        if step.fused == "normalize" and self.normalize is None:
+            arrays = step.arrays[0]
+            if "mean" not in arrays or not _is_of_colours(arrays["mean"]):
+                return False
+            self.normalize = arrays["mean"], arrays["gain"]
+            return True
+        self.channels_first = step.fused == "channels first"
+        return self.channels_first
+
+    def _take_geometry(self, step: Step, samples: int) -> bool:
+        whole = len(step.rows) == 1 and len(step.rows[0]) == samples
+        if self.taken or not whole:
+            return False
+        static, arrays = dict(step.encoded[0][0].static), step.arrays[0]
+        if step.fused == "resize" and static["interpolation"] == _LINEAR:
+            self.geometry, self.where = "resize", arrays["box"]
+        elif step.fused == "window" and _is_of_colours(arrays.get("fill")):
+            self.geometry, self.where = "window", arrays["corner"]
+            self.border, self.fill = static["border"], arrays.get("fill")
+        else:
+            return False
+        self.size = static["size"]
+        return True
+
+    def _take_pixels(self, step: Step) -> bool:
+        instructions = step.fused
+        if instructions is None or isinstance(instructions, str):
+            return False
+        found: list[tuple[int, list[Instruction]]] = []
+        sizes = {self.size} - {None}
+        for rows, encoded, arrays in zip(step.rows, step.encoded, step.arrays, strict=True):
+            for place, (row, one) in enumerate(zip(rows, encoded, strict=True)):
+                offsets = {name: _row_offset(slot, place) for name, slot in arrays.items()}
+                made = instructions(one, offsets)
+                if made is None or not self._fits(row, made):
+                    return False
+                if made and made[0][0] == WARP:
+                    sizes.add(dict(one.static)["size"])
+                found.append((row, made))
+        readings = [made[0] for _, made in found if made and is_reading(made[0])]
+        ways: set[Geometry] = {"warp" if one[0] == WARP else "filter" for one in readings}
+        if len(sizes) > 1 or len({self.geometry} | ways) > 1 + (self.geometry == "none"):
+            return False
+        for row, made in found:
+            self.code[row] += made
+        if ways:
+            (self.geometry,) = ways
+            self.size = next(iter(sizes), None)
+        return True
+
+    def _fits(self, row: int, made: list[Instruction]) -> bool:
+        """Return whether instructions may follow those that a sample has."""
+        code = self.code[row]
+        if _contrasts(code) and _contrasts(made):
+            return False
+        return not (code and made and is_reading(made[0]))
+
+    def close(self, last: int, add: Callable[[np.ndarray], Slot]) -> FusedRun | None:
+        if not self.taken:
+            return None
+        length = max(1, *map(len, self.code))
+        code = np.zeros((len(self.code), length, WIDTH), np.int32)
+        for row, listed in enumerate(self.code):
+            for number, instruction in enumerate(listed):
+                code[row, number, : len(instruction)] = instruction
+        both_axes = np.flatnonzero(code[:, 0, 0] == BOTH_AXES)
+        code[both_axes, 0, 3] = np.arange(len(both_axes))
+        return FusedRun(
+            first=self.first,
+            last=last,
+            code=add(code),
+            contrasts=any(map(_contrasts, self.code)),
+            geometry=self.geometry,
+            size=self.size,
+            where=self.where,
+            border=self.border,
+            fill=self.fill,
+            both_axes=add(both_axes.astype(np.int32)) if len(both_axes) else None,
+            keeps_size=self.geometry == "warp" and bool((code[:, 0, 0] != WARP).any()),
+            square=any(is_transposing(one) for listed in self.code for one in listed),
+            normalize=self.normalize,
+            channels_first=self.channels_first,
+        )
+
+
+def _is_of_colours(slot: Slot | None) -> bool:
+    """Return whether an array has a number for each channel of RGB, if there is one."""
+    return slot is None or slot.shape[1:] == (CHANNELS,)
+
+
+def _contrasts(code: Sequence[Instruction]) -> bool:
+    return any(instruction[0] == CONTRAST for instruction in code)
+
+
+def _row_offset(slot: Slot, row: int) -> int:
+    return slot.offset + row * slot.dtype.itemsize * int(np.prod(slot.shape[1:], dtype=np.int64))
