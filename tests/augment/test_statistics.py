@@ -1,0 +1,210 @@
+"""The numbers behind augmentation: whether draws are as likely and independent as they should be.
+
+All keys are fixed, so each p-value is a fixed number; none may fall below 1 in 10 000.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from torch.utils.data import DataLoader, Dataset
+
+os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
+import albumentations as A
+
+from lightning_fastdata.augment.seeds import find_composes, reseed
+from lightning_fastdata.loading.loader import FastDataLoader
+from lightning_fastdata.types import SampleKey
+
+torch.set_num_threads(1)
+
+ALPHA = 1e-4
+DRAWS = 1500
+IMAGE = np.zeros((4, 4, 3), np.uint8)
+CHANCES = (0.1, 0.3, 0.5, 0.5, 0.8)
+
+
+class Probe(A.ImageOnlyTransform):
+    """Draws one number from each of the two generators, and keeps them."""
+
+    def get_params(self):
+        return {"python": self.py_random.random(), "numpy": float(self.random_generator.random())}
+
+    def apply(self, img, **params):
+        return img
+
+
+def probes():
+    return A.Compose([Probe(p=p) for p in CHANCES])
+
+
+def drawn(compose, keys):
+    """Return which transforms were applied ``[keys, transforms]``, and their two numbers."""
+    applied, numbers = [], []
+    for key in keys:
+        if key is not None:
+            reseed((compose,), key)
+        compose(image=IMAGE)
+        params = [transform.params for transform in compose.transforms]
+        applied.append([bool(one) for one in params])
+        numbers.append([[one.get(name, np.nan) for name in ("python", "numpy")] for one in params])
+    return np.array(applied), np.array(numbers)
+
+
+SERIES = {
+    "neighbouring samples": [SampleKey(0, 0, index) for index in range(DRAWS)],
+    "every fourth sample": [SampleKey(0, 0, 4 * index) for index in range(DRAWS)],
+    "epochs of one sample": [SampleKey(0, epoch, 17) for epoch in range(DRAWS)],
+    "seeds of one sample": [SampleKey(seed, 0, 17) for seed in range(DRAWS)],
+    "everything at once": [SampleKey(at, at, at) for at in range(DRAWS)],
+}
+
+
+@pytest.fixture(scope="module", params=SERIES)
+def series(request):
+    return drawn(probes(), SERIES[request.param])
+
+
+def independent(one, other) -> float:
+    table = np.array([[np.sum((one == a) & (other == b)) for b in (0, 1)] for a in (0, 1)])
+    return stats.chi2_contingency(table, correction=False).pvalue
+
+
+def test_transforms_are_applied_as_often_as_they_should_be(series):
+    applied, _ = series
+    for column, chance in zip(applied.T, CHANCES, strict=True):
+        assert stats.binomtest(int(column.sum()), len(column), chance).pvalue > ALPHA
+
+
+def test_whether_one_transform_is_applied_says_nothing_about_another(series):
+    applied, _ = series
+    for one, other in itertools.combinations(range(len(CHANCES)), 2):
+        assert independent(applied[:, one], applied[:, other]) > ALPHA
+
+
+def test_whether_a_transform_is_applied_says_nothing_about_the_next_sample(series):
+    applied, _ = series
+    for column, gap in itertools.product(applied.T, (1, 2, 8)):
+        assert independent(column[:-gap], column[gap:]) > ALPHA
+
+
+def test_drawn_numbers_are_uniform_and_none_is_drawn_twice(series):
+    _, numbers = series
+    columns = numbers.reshape(len(numbers), -1).T
+    for column in (column[~np.isnan(column)] for column in columns):
+        assert stats.kstest(column, "uniform").pvalue > ALPHA
+        assert len(np.unique(column)) == len(column)
+
+
+def test_drawn_numbers_say_nothing_about_other_transforms_generators_or_samples(series):
+    _, numbers = series
+    columns = numbers.reshape(len(numbers), -1).T
+    pairs = [*itertools.combinations(columns, 2), *((one[:-1], one[1:]) for one in columns)]
+    for one, other in pairs:
+        both = ~(np.isnan(one) | np.isnan(other))
+        assert stats.spearmanr(one[both], other[both]).pvalue > ALPHA
+
+
+def test_choices_are_as_likely_as_their_weights_and_orders_as_each_other():
+    chosen = A.Compose([A.OneOf([Probe(p=weight) for weight in (0.1, 0.3, 0.6)], p=1)])
+    order = A.Compose([A.RandomOrder([Probe(p=1) for _ in range(3)], n=1)])
+    for compose, weights in ((chosen, (0.1, 0.3, 0.6)), (order, (1 / 3,) * 3)):
+        counts = np.zeros(3)
+        for key in SERIES["neighbouring samples"]:
+            for transform in compose.transforms[0].transforms:
+                transform.params = {}
+            reseed((compose,), key)
+            compose(image=IMAGE)
+            counts += [bool(one.params) for one in compose.transforms[0].transforms]
+        assert stats.chisquare(counts, np.array(weights) * DRAWS).pvalue > ALPHA
+
+
+@pytest.mark.parametrize(
+    ("transform", "parameter", "law"),
+    [
+        (A.Rotate((-90, 90), p=1), lambda p: np.degrees(np.arcsin(p["matrix"][1, 0])), (-90, 180)),
+        (A.RandomGamma((50, 150), p=1), lambda p: p["gamma"], (0.5, 1)),
+        (A.RandomBrightnessContrast(0.2, 0.4, p=1), lambda p: p["alpha"], (0.6, 0.8)),
+        (A.CoarseDropout((1, 1), (0.5, 0.5), (0.5, 0.5), p=1), lambda p: p["holes"][0, 0], None),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, A.BasicTransform) else "",
+)
+def test_parameters_of_real_transforms_have_their_law(transform, parameter, law):
+    values = []
+    image = np.zeros((64, 64, 3), np.uint8)
+    compose = A.Compose([A.HorizontalFlip(), transform])
+    for index in range(DRAWS):
+        reseed((compose,), SampleKey(5, 0, index))
+        compose(image=image)
+        values.append(float(parameter(compose.transforms[1].params)))
+    if law is None:
+        counts = np.bincount(np.array(values, int), minlength=33)
+        assert stats.chisquare(counts).pvalue > ALPHA
+    else:
+        assert stats.kstest(values, "uniform", law).pvalue > ALPHA
+
+
+class Numbers(Dataset):
+    """Returns the numbers that its pipeline draws for each sample."""
+
+    def __init__(self, length=96) -> None:
+        self.compose = A.Compose([Probe(p=1), Probe(p=1)])
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index):
+        self.compose(image=IMAGE)
+        numbers = [list(one.params.values())[:2] for one in self.compose.transforms]
+        return torch.tensor([index, *np.ravel(numbers)], dtype=torch.float64)
+
+
+def rows_of(loader) -> np.ndarray:
+    rows = torch.cat([batch.clone() for batch in loader]).numpy()
+    return rows[rows[:, 0].argsort()]
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+@pytest.mark.parametrize(("workers", "context"), [(2, "fork"), (2, "spawn"), (4, "fork")])
+def test_no_two_workers_draw_the_same_numbers(workers, context):
+    loader = FastDataLoader(
+        Numbers(), batch_size=8, num_workers=workers, multiprocessing_context=context, seed=3
+    )
+    rows = rows_of(loader)
+    assert len(np.unique(rows[:, 1:])) == rows[:, 1:].size
+    # And they are those of one process.
+    dataset = Numbers()
+    for row in rows[::16]:
+        reseed(find_composes(dataset), SampleKey(3, 0, int(row[0])))
+        assert dataset[int(row[0])].tolist() == row.tolist()
+
+
+def test_bare_albumentations_gives_every_forked_worker_the_same_numbers():
+    # The defect that keys cure. Where a version has cured it itself, this test has to go.
+    loader = DataLoader(Numbers(), batch_size=8, num_workers=2, multiprocessing_context="fork")
+    rows = torch.cat(list(loader)).numpy()
+    batches = rows.reshape(-1, 8, 5)
+    assert np.array_equal(batches[0::2, :, 1:], batches[1::2, :, 1:])
+    assert len(np.unique(rows[:, 1:])) == rows[:, 1:].size // 2
+
+
+def test_bare_albumentations_repeats_its_numbers_every_epoch_in_new_workers():
+    loader = DataLoader(Numbers(16), batch_size=8, num_workers=1, multiprocessing_context="fork")
+    first, second = (torch.cat(list(loader)) for _ in range(2))
+    assert torch.equal(first, second)
+
+
+def test_a_bare_seeded_pipeline_applies_its_transforms_in_lockstep():
+    seeded = A.Compose([Probe(p=p) for p in CHANCES], seed=3)
+    applied, _ = drawn(seeded, [None] * 200)
+    assert np.array_equal(applied[:, 2], applied[:, 3])
+    assert independent(applied[:, 2], applied[:, 3]) < ALPHA
+    # With keys, the same pipeline does not.
+    applied, _ = drawn(seeded, SERIES["neighbouring samples"])
+    assert independent(applied[:, 2], applied[:, 3]) > ALPHA
