@@ -1,4 +1,4 @@
-"""The crop on the device too, for datasets whose images all have one size.
+"""The resized crop on the device too, for datasets whose images all have one size.
 
 What makes all images one size runs in the worker, since images of a dataset may differ in size. If
 they do not, it can be left to the device like any other operation; that is worth it while the
@@ -16,20 +16,20 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from lightning_fastdata.augment.plan import CHANGES_DTYPE_OR_LAYOUT, analyse, device_form
-from lightning_fastdata.augment.sizes import Size, follow_sizes, size_after
+from lightning_fastdata.augment.plan import analyse, changes_form, device_form
+from lightning_fastdata.augment.sizes import CHANGES_SIZE, Size, follow_sizes, size_after
 from lightning_fastdata.augment.tape import Tape, TapeOp
 from lightning_fastdata.augment.tree import list_leaves
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded
     from lightning_fastdata.augment.plan import Plan
+    from lightning_fastdata.augment.tree import Leaf
 
-_CROPS: Final = frozenset(
-    {"CenterCrop", "RandomCrop", "RandomResizedCrop", "RandomSizedCrop", "Resize"}
-)
+_RESAMPLES: Final = frozenset({"RandomResizedCrop", "RandomSizedCrop", "Resize"})
+"""What costs the worker something. To cut out a window costs it less than a larger batch."""
 MOST_BYTES_PER_BYTE: Final = 1.5
 """An image that crosses to the device is at most so many times what the crop leaves of it: more
 would cost the bus and the memory more than the worker gains."""
@@ -85,7 +85,7 @@ def crop_on_device(
     """
     leaf = follow_sizes(compose, Size()).boundary
     leaves = list_leaves(compose)
-    if leaf < 0 or type(leaves[leaf].transform).__name__ not in _CROPS:
+    if leaf < 0 or type(leaves[leaf].transform).__name__ not in _RESAMPLES:
         return None
     transform = leaves[leaf].transform
     op = device_form(transform, ops)
@@ -96,13 +96,10 @@ def crop_on_device(
     if corner is None or _corner(op, transform, size, size) is None:
         return None  # Its interpolation has no device form, or none that makes images smaller.
     plan = analyse(compose, ops, size=size, refusal=refusal, same_pixels=same_pixels)
-    before = follow_sizes(compose, Size(size, size)).before[: leaf + 1]
-    changers = {type(one.transform).__name__ for one in leaves[:leaf]} & CHANGES_DTYPE_OR_LAYOUT
-    if (
-        plan.placements[leaf].where != "device"
-        or changers
-        or {one.exact for one in before} != {size}
-    ):
+    kept = {one.exact for one in follow_sizes(compose, Size(size, size)).before[: leaf + 1]} == {
+        size
+    }
+    if plan.placements[leaf].where != "device" or not kept or _changes_numbers(leaves[:leaf]):
         return None
     have, makes = (f"{height} x {width}" for height, width in (size, made))
     why = f"on the batch: images have {have} pixels already, and it makes {makes} of them"
@@ -110,6 +107,15 @@ def crop_on_device(
     placements[leaf] = dataclasses.replace(placements[leaf], why=why)
     plan = dataclasses.replace(plan, placements=tuple(placements), crop=leaf)
     return CropOnDevice(plan=plan, size=size, corner=TapeOp(leaf, op.name, corner))
+
+
+def _changes_numbers(before: Sequence[Leaf]) -> bool:
+    """Return whether images, when they are cropped, may have other channels or another dtype.
+
+    Samples that come cropped have them already, and would not go into a batch with the others.
+    """
+    names = {type(one.transform).__name__ for one in before if changes_form(one.transform)}
+    return bool(names - CHANGES_SIZE)
 
 
 def _is_worth_it(size: tuple[int, int], made: tuple[int, int]) -> bool:

@@ -186,5 +186,5 @@ def _margin(kernel: np.ndarray, axis: int) -> int:
     others = tuple(other for other in range(kernel.ndim) if other != axis)
     used = np.flatnonzero(kernel.any(axis=others))
     if not len(used):
-        return kernel.shape[axis] // 2
-    return min(int(used[0]), kernel.shape[axis] - 1 - int(used[-1]))
+        return int(kernel.shape[axis]) // 2
+    return min(int(used[0]), int(kernel.shape[axis]) - 1 - int(used[-1]))

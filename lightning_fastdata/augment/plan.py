@@ -33,8 +33,7 @@ if TYPE_CHECKING:
 Where: TypeAlias = Literal["worker", "device", "either"]
 
 _CASTS: Final = frozenset({"FromFloat", "Normalize", "ToFloat"})
-CHANGES_DTYPE_OR_LAYOUT: Final = _CASTS | {"ToTensorV2"}
-"""Transforms behind which images are no longer bytes, or no longer ``[H, W, C]``."""
+_CHANGES_DTYPE_OR_LAYOUT: Final = _CASTS | {"ToTensorV2"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +155,7 @@ def _why_worker(
     one_size = before.exact or (64, 48)
     if size_after(leaf.transform, Size(one_size, one_size)).exact is None:
         return "its output size differs between samples"
-    if not _changes_form(leaf.transform):
+    if not changes_form(leaf.transform):
         return None
     if getattr(leaf.transform, "dtype", "uint8") != "uint8":  # of FromFloat
         return "no device form for this dtype"
@@ -167,9 +166,10 @@ def _why_worker(
     return None
 
 
-def _changes_form(transform: Any) -> bool:
+def changes_form(transform: Any) -> bool:
+    """Return whether a transform may change the shape or dtype of images."""
     name = type(transform).__name__
-    if name in CHANGES_DTYPE_OR_LAYOUT or name in CHANGES_SIZE:
+    if name in _CHANGES_DTYPE_OR_LAYOUT or name in CHANGES_SIZE:
         return True
     # ToRGB is there for images of one channel.
     return name == "ToRGB" or bool(name == "ToGray" and transform.num_output_channels != 3)
@@ -194,7 +194,7 @@ def _encodes_after(
     """
     name = type(leaf.transform).__name__
     casts = [one.transform for one in before if type(one.transform).__name__ in _CASTS & {*ops}]
-    if not casts or (_changes_form(leaf.transform) and name != "FromFloat"):
+    if not casts or (changes_form(leaf.transform) and name != "FromFloat"):
         return True
     dtypes: set[np.dtype[Any]] = {np.dtype(np.uint8), np.dtype(np.float32)}
     for cast in casts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -30,11 +31,14 @@ class Slot:
     shape: tuple[int, ...]
     """Its shape."""
 
+    @property
+    def row_bytes(self) -> int:
+        """Bytes from one sample's part of the array to the next one's."""
+        return math.prod(self.shape[1:]) * self.dtype.itemsize
+
     def view(self, blob: torch.Tensor) -> torch.Tensor:
         """Return the array as a view of the blob, wherever that is."""
-        count = self.dtype.itemsize
-        for length in self.shape:
-            count *= length
+        count = math.prod(self.shape) * self.dtype.itemsize
         return blob[self.offset : self.offset + count].view(self.dtype).view(self.shape)
 
 
@@ -129,7 +133,7 @@ class _Packer:
         key = tuple(map(id, encoded))
         if key not in self._known:
             self._known[key] = {
-                name: self.add(np.stack([np.asarray(one.arrays[name]) for one in encoded]))
+                name: self.add(np.array([one.arrays[name] for one in encoded]))
                 for name in encoded[0].arrays
             }
         return self._known[key]
@@ -207,6 +211,7 @@ def _schedule(
 
 
 def _form(encoded: Encoded) -> object:
-    arrays = encoded.arrays
-    shapes = tuple((name, np.shape(arrays[name]), arrays[name].dtype.str) for name in arrays)
-    return encoded.static, shapes
+    if not encoded.arrays:
+        return encoded.static
+    shapes = [(name, one.shape, one.dtype.char) for name, one in encoded.arrays.items()]
+    return encoded.static, tuple(shapes)

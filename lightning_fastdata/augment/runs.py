@@ -180,8 +180,9 @@ class _OpenRun:
         found: list[tuple[int, list[Instruction]]] = []
         sizes = {self.size} - {None}
         for rows, encoded, arrays in zip(step.rows, step.encoded, step.arrays, strict=True):
+            strides = [(name, slot.offset, slot.row_bytes) for name, slot in arrays.items()]
             for place, (row, one) in enumerate(zip(rows, encoded, strict=True)):
-                offsets = {name: _row_offset(slot, place) for name, slot in arrays.items()}
+                offsets = {name: first + place * stride for name, first, stride in strides}
                 made = instructions(one, offsets)
                 if made is None or not self._fits(row, made):
                     return False
@@ -241,7 +242,3 @@ def _is_of_colours(slot: Slot | None) -> bool:
 
 def _contrasts(code: Sequence[Instruction]) -> bool:
     return any(instruction[0] == CONTRAST for instruction in code)
-
-
-def _row_offset(slot: Slot, row: int) -> int:
-    return slot.offset + row * slot.dtype.itemsize * int(np.prod(slot.shape[1:], dtype=np.int64))

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -38,6 +39,7 @@ _SYMMETRIES = {
 """Albumentations' names of the eight symmetries, as a transposition before quarter turns."""
 
 
+@cache
 def _moves(transposed: bool, turns: int) -> Encoded:
     return Encoded((("transposed", transposed), ("turns", turns)), {})
 

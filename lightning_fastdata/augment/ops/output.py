@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,10 +27,18 @@ def _encode_normalize(
         return None
     if transform.normalization != "standard":
         return encode_own(transform, shape, dtype)
-    count = channels(shape)
+    mean, gain = (
+        np.asarray(values, np.float32).tobytes()
+        for values in (transform.mean_np, transform.denominator)
+    )
+    return _rows(mean, gain, channels(shape))
+
+
+@lru_cache(maxsize=64)
+def _rows(mean: bytes, gain: bytes, count: int) -> Encoded:
     rows = {}
-    for name, values in (("mean", transform.mean_np), ("gain", transform.denominator)):
-        given = np.asarray(values, np.float32).ravel()
+    for name, values in (("mean", mean), ("gain", gain)):
+        given = np.frombuffer(values, np.float32)
         # As in albucore: too few numbers mean that the first stands for all.
         row = given[:count] if given.size >= count else given[:1]
         rows[name] = np.broadcast_to(row, (count,)).copy()
@@ -86,7 +95,12 @@ def _from_float(
 def _encode_to_tensor(
     transform: Any, params: Mapping[str, Any], shape: Shape, dtype: np.dtype[Any]
 ) -> Encoded:
-    return Encoded((("transpose_mask", bool(transform.transpose_mask)),), {})
+    return _to_tensor(bool(transform.transpose_mask))
+
+
+@cache
+def _to_tensor(transpose_mask: bool) -> Encoded:
+    return Encoded((("transpose_mask", transpose_mask),), {})
 
 
 def _channels_first(
