@@ -20,8 +20,11 @@ class WorkerTransform(Protocol):
     def __call__(self, sample: Any, key: SampleKey) -> tuple[Any, Any]:
         """Return the sample as the worker leaves it, and what it drew for the device."""
 
-    def collate(self, drawn: Sequence[Any], /) -> Draws:
-        """Return what was drawn for the samples of a batch, in their order."""
+    def collate(self, drawn: Sequence[Any], /) -> Draws | None:
+        """Return what was drawn for the samples of a batch, in their order.
+
+        None: nothing is left to the device, and :meth:`finish` makes the batch complete.
+        """
 
     def finish(self, batch: Batch, drawn: Sequence[Any], /) -> Batch:
         """Return a collated batch after what was left to do, where no device takes part."""

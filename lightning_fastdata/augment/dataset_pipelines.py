@@ -25,7 +25,7 @@ from lightning_fastdata.augment.deferred import (
     spelled,
 )
 from lightning_fastdata.augment.fields import describe
-from lightning_fastdata.augment.plan import Plan, analyse, device_form
+from lightning_fastdata.augment.plan import Plan, analyse, redrawn
 from lightning_fastdata.augment.program import Draws, compile_tapes
 from lightning_fastdata.augment.replay_torch import replay
 from lightning_fastdata.augment.seeds import find_composes
@@ -36,6 +36,7 @@ from lightning_fastdata.augment.worker import device_ops
 from lightning_fastdata.errors import BatchError
 
 if TYPE_CHECKING:
+    from lightning_fastdata.augment.switching import PlaceSwitch
     from lightning_fastdata.types import Batch
 
 _PIXELS = "pixels"
@@ -76,14 +77,11 @@ def _why_not(compose: Any, plan: Plan) -> str | None:
     return None
 
 
-def draws_pixels(place: PipelinePlace) -> bool:
-    """Return whether the device would draw numbers of its own for pixels of a pipeline."""
-    ops = device_ops()
-    for leaf, placement in zip(list_leaves(place.compose), place.plan.placements, strict=True):
-        op = device_form(leaf.transform, ops)
-        if placement.where != "worker" and op is not None and op.draws_pixels(leaf.transform):
-            return True
-    return False
+def redrawn_of(places: Sequence[PipelinePlace]) -> tuple[str, ...]:
+    """Return the operations of which a device makes other pixels of the same distribution."""
+    left = [place for place in places if place.why_not is None]
+    names = [name for p in left for name in redrawn(p.compose, p.plan, device_ops())]
+    return tuple(dict.fromkeys(names))
 
 
 class DatasetDraws:
@@ -148,17 +146,25 @@ def _carry_out(pixels: torch.Tensor, draws: Draws) -> torch.Tensor:
 
 
 class DatasetRecording:
-    """What surrounds the reading of a dataset in the process that reads it; picklable."""
+    """What surrounds the reading of a dataset in the process that reads it; picklable.
 
-    def __init__(self) -> None:
+    Args:
+        switch: Says for each epoch whether anything is left to the device. None: always.
+    """
+
+    def __init__(self, switch: PlaceSwitch | None = None) -> None:
+        self.switch = switch
         self._recorders: list[_PipelineRecorder] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_recorders": None}
+        return {"switch": self.switch, "_recorders": None}
 
     @contextmanager
-    def reading(self, dataset: object) -> Iterator[None]:
+    def reading(self, dataset: object, epoch: int = 0) -> Iterator[None]:
         """Have the dataset's pipelines leave to the device what they can, while in the block."""
+        if self.switch is not None and self.switch.place(epoch) == "workers":
+            yield
+            return
         if self._recorders is None:
             self._recorders = [
                 _PipelineRecorder(place.compose, place.plan)

@@ -61,8 +61,8 @@ class SampleCosts:
     deferred_ms: float
     """Milliseconds if the device does what it can: reading, drawing, the pixels that stay, and its
     share of the collation."""
-    read_ms: float
-    """Of both, the milliseconds of reading."""
+    read_ms: float | None
+    """Of both, the milliseconds of reading; None: not told apart."""
     waits_ms: float = 0.0
     """Of those, the milliseconds without computing: for a disk or a network."""
     samples: int = 1
@@ -229,7 +229,7 @@ def _after_steps(
     if not moves and gain >= _GAIN:
         why += f", but this was changed {changes} times already"
     elif not moves:
-        why += f", which is not {_GAIN:.0%} less"
+        why += f", which is not {100 * _GAIN:.0f} % less"
     place = other if moves else now
     ms = {now: step.step_ms, other: other_ms}
     return Choice(
@@ -278,9 +278,10 @@ def _makers(costs: PlaceCosts) -> str:
 def _each(sample: SampleCosts | None) -> str:
     if sample is None:
         return ""
+    reading = "" if sample.read_ms is None else f", {sample.read_ms:.3g} of them reading"
     return (
-        f" (a sample: {sample.whole_ms:.3g} or {sample.deferred_ms:.3g} ms, {sample.read_ms:.3g} "
-        f"of them reading; {sample.samples} measured)"
+        f" (a sample: {sample.whole_ms:.3g} or {sample.deferred_ms:.3g} ms{reading}; "
+        f"{sample.samples} measured)"
     )
 
 

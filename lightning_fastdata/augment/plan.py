@@ -141,6 +141,16 @@ def analyse(
     )
 
 
+def redrawn(compose: Any, plan: Plan, ops: Mapping[str, DeviceOp]) -> tuple[str, ...]:
+    """Return the operations of which a device makes other pixels of the same distribution."""
+    names = []
+    for leaf, placement in zip(list_leaves(compose), plan.placements, strict=True):
+        op = device_form(leaf.transform, ops)
+        if placement.where != "worker" and op is not None and op.draws_pixels(leaf.transform):
+            names.append(placement.name)
+    return tuple(dict.fromkeys(names))
+
+
 def device_form(transform: Any, ops: Mapping[str, DeviceOp]) -> DeviceOp | None:
     """Return the device form of a transform; a user's subclass never inherits one."""
     return ops.get(type(transform).__name__) if is_albumentations(transform) else None

@@ -117,7 +117,10 @@ class StagingCollate:
         if self.transform is None:
             return StagedBatch(self.collate_fn(samples), None, self.stage)
         batch = self.collate_fn([sample for sample, _tape in samples])
-        draws = self.transform.collate([tape for _sample, tape in samples])
+        drawn = [tape for _sample, tape in samples]
+        draws = self.transform.collate(drawn)
+        if draws is None:
+            batch = self.transform.finish(batch, drawn)
         return StagedBatch(batch, draws, self.stage)
 
 

@@ -51,8 +51,10 @@ class _Keying:
         if self._composes:
             reseed(self._composes, key)
 
-    def reading(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.recording is None else self.recording.reading(self.dataset)
+    def reading(self, key: SampleKey) -> AbstractContextManager[None]:
+        if self.recording is None:
+            return nullcontext()
+        return self.recording.reading(self.dataset, key.epoch)
 
     def finish(self, sample: Any, key: SampleKey) -> Any:
         return sample if self.transform is None else self.transform(sample, key)
@@ -79,7 +81,7 @@ class KeyedDataset(Dataset[Any]):
         keying = self._keying
         key = keying.key(_as_int(index))
         keying.seed_for(key)
-        with keying.reading():
+        with keying.reading(key):
             sample = keying.dataset[index]
         return keying.finish(sample, key)
 
@@ -93,7 +95,7 @@ class KeyedDataset(Dataset[Any]):
         keys = [keying.key(_as_int(index)) for index in indices]
         # One call draws for all its samples, so its first key has to speak for them.
         keying.seed_for(keys[0])
-        with keying.reading():
+        with keying.reading(keys[0]):
             samples = keying.dataset.__getitems__(indices)  # type: ignore[attr-defined]
         if keying.transform is None:
             return samples  # type: ignore[no-any-return]

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from torch import Generator
 
     from lightning_fastdata.augment.contract import StageTransform
+    from lightning_fastdata.augment.dataset_pipelines import DatasetRecording
     from lightning_fastdata.loading.executors import ExecutorName
     from lightning_fastdata.loading.options import LoaderPlan
     from lightning_fastdata.loading.page_lock import PageLockName
@@ -71,9 +72,8 @@ class FastDataLoader(DataLoader[Any]):
             goes first where both want a CPU. None: 0, or 5 if ``executor`` is ``"auto"``.
         staged: Deliver :class:`StagedBatch` of this stage, for the hook that runs the stage's
             transforms on the device.
-        record_pipelines: With ``staged``, leave to the device what the Albumentations pipelines
-            that the dataset calls itself can leave to it. Not with a ``transform`` that starts in
-            the workers.
+        recording: With ``staged``, has the Albumentations pipelines that the dataset calls itself
+            leave to the device what they can. Not with a ``transform`` that starts in the workers.
         executor: Who fetches: ``"torch"``'s own iterator, ``"inline"``, ``"gather"``,
             ``"workers"`` or ``"sidecar"``; ``"auto"`` reads some samples now, takes what suits them
             and says why in ``plan.explain()``. An iterable dataset has no index to gather or to
@@ -123,7 +123,7 @@ class FastDataLoader(DataLoader[Any]):
         on_device: bool = False,
         worker_nice: int | None = None,
         staged: Stage | None = None,
-        record_pipelines: bool = False,
+        recording: DatasetRecording | None = None,
         executor: ExecutorName | Literal["torch", "auto"] = "torch",
         ahead: Callable[[Iterator[Batch]], Iterator[Batch]] | None = None,
         page_lock: PageLockName = "copy",
@@ -188,7 +188,7 @@ class FastDataLoader(DataLoader[Any]):
         self.on_device = on_device
         self.worker_nice = worker_nice or 0
         self.staged = staged
-        self.record_pipelines = record_pipelines
+        self.recording = recording
         self.ahead = ahead
         self.page_lock = page_lock
         self.device_resident = device_resident
@@ -295,7 +295,7 @@ class FastDataLoader(DataLoader[Any]):
             self.on_device,
             self.worker_nice,
             self.staged,
-            self.record_pipelines,
+            self.recording,
             self.multiprocessing_context,
             self.executor,
             takes_stamps(self),

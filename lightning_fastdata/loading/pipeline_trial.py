@@ -12,9 +12,9 @@ from lightning_fastdata.augment.dataset_pipelines import (
     DatasetDraws,
     DatasetRecording,
     PipelinePlace,
-    draws_pixels,
     explain_pipelines,
     place_pipelines,
+    redrawn_of,
 )
 from lightning_fastdata.augment.deferred import Path, replace_leaves, spelled
 from lightning_fastdata.epochs import EpochCell
@@ -27,6 +27,7 @@ from lightning_fastdata.loading.probe import shallow_copy, spread_indices
 if TYPE_CHECKING:
     from lightning_fastdata.types import Batch
 
+IN_WORKERS: Final = "all of it in the workers, by Albumentations itself"
 _SAMPLES: Final = 3
 _CLOSE: Final = 0.01
 """Part of the range of values that the mean difference may be. Operations that are a level off make
@@ -51,7 +52,7 @@ class Trial(NamedTuple):
     def explain(self) -> str:
         """Return what was found, and where each operation runs."""
         if not self.defers:
-            return f"all of it in the workers, by Albumentations itself: {self.why}"
+            return f"{IN_WORKERS}: {self.why}"
         return f"{self.why}\n{explain_pipelines(self.places)}"
 
 
@@ -92,7 +93,7 @@ def try_recording(
         if not isinstance(draws, DatasetDraws):
             return Trial(places, (), "the dataset, or the collation, works on what it returns")
         fields = tuple(spelled(path) for path, _, _ in draws.parts)
-        exact = not any(draws_pixels(place) for place in places)
+        exact = not redrawn_of(places)
         difference = _difference(
             plain, draws.apply(staged.batch), {p for p, *_ in draws.parts}, exact
         )

@@ -16,7 +16,6 @@ from torch.utils.data import (
     default_collate,
 )
 
-from lightning_fastdata.augment.dataset_pipelines import DatasetRecording
 from lightning_fastdata.host.memory import read_host_memory
 from lightning_fastdata.loading.collate import (
     FirstOfPairs,
@@ -37,6 +36,7 @@ from lightning_fastdata.loading.worker_start import WorkerStart
 
 if TYPE_CHECKING:
     from lightning_fastdata.augment.contract import WorkerTransform
+    from lightning_fastdata.augment.dataset_pipelines import DatasetRecording
     from lightning_fastdata.epochs import EpochCell
     from lightning_fastdata.loading.loader import FastDataLoader
 
@@ -133,8 +133,8 @@ def _parts_in_workers(
     worker_part = None
     if loader.transform is not None:
         worker_part = loader.transform.in_worker(on_device=loader.on_device)
-    records = loader.record_pipelines and worker_part is None and loader.staged is not None
-    return worker_part, DatasetRecording() if records else None
+    records = worker_part is None and loader.staged is not None
+    return worker_part, loader.recording if records else None
 
 
 def _collation(

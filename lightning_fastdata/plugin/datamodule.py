@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from lightning_fastdata.batch_size import GuardPolicy
 from lightning_fastdata.errors import DatasetError, FastDataWarning, OptionsError
@@ -24,10 +24,11 @@ from lightning_fastdata.plugin.hooks import HOOKS, overridden_hook, silence_shar
 from lightning_fastdata.plugin.loaders import build_loader, checked_sample, plan_for, some_samples
 from lightning_fastdata.plugin.own_pipelines import OwnPipelines
 from lightning_fastdata.plugin.pictures import ImageForm
+from lightning_fastdata.plugin.placing import AugmentOn, Placing
 from lightning_fastdata.plugin.prefetching import Prefetching, PrefetchName
 from lightning_fastdata.plugin.sharing import settle_sharing, sharing_ranks, silence_padding_warning
 from lightning_fastdata.plugin.stage_transforms import StageTransforms
-from lightning_fastdata.plugin.staging import finish, inside
+from lightning_fastdata.plugin.staging import inside
 from lightning_fastdata.plugin.trainer_facts import (
     device_type,
     first_epoch,
@@ -40,9 +41,10 @@ if TYPE_CHECKING:
     import torch
     from torch.utils.data import Dataset
 
+    from lightning_fastdata.augment.contract import StageTransform
+    from lightning_fastdata.loading.pipeline_trial import Trial
     from lightning_fastdata.types import Batch
 
-AugmentOn = Literal["auto", "gpu", "cpu"]
 _DATASET_METHOD = {stage: f"{stage}_dataset" for stage in STAGES}
 
 
@@ -64,7 +66,8 @@ class DataModuleHooks:
         augment_on: Where the pixels of an Albumentations pipeline are computed, of ``augment`` or
             of one that the dataset calls itself. ``"gpu"``: on the trainer's device, in
             ``on_after_batch_transfer``; ``"cpu"``: in the workers, by Albumentations itself;
-            ``"auto"``: on the device if that is a CUDA GPU. The random draws are the same.
+            ``"auto"``: where it is measured to be faster; training is measured again as it goes on.
+            The random draws are the same.
         image: Where the image is in a sample: a key of a dict or a position of a tuple. Default:
             ``"image"`` in a dict, else the first element that is an image.
         mask: Where the mask is, if there is one. Default: ``"mask"`` in a dict, else none.
@@ -109,7 +112,7 @@ class DataModuleHooks:
             )
         self.batch_size = checked_batch_size(batch_size)
         self.options = options if options is not None else LoaderOptions()
-        self.augment_on: AugmentOn = augment_on
+        self.placing = Placing(augment_on)
         self.guard: GuardPolicy = guard
         self.collate_fn = collate_fn
         self.drop_last = drop_last
@@ -123,6 +126,15 @@ class DataModuleHooks:
     _guard_callback: type | None = None
 
     @property
+    def augment_on(self) -> AugmentOn:
+        """Where the pixels of an Albumentations pipeline are computed, as it was asked for."""
+        return self.placing.asked
+
+    @augment_on.setter
+    def augment_on(self, asked: AugmentOn) -> None:
+        self.placing.asked = asked
+
+    @property
     def trainer(self) -> Any:
         """The trainer that uses this data module; None before the first fit."""
         return self._trainer
@@ -132,6 +144,7 @@ class DataModuleHooks:
         self._trainer = trainer
         if trainer is None:
             return
+        self.placing.attached()
         # Attaching is the one moment that no subclass overrides.
         if self.guard != "off" and self._guard_callback is not None:
             attach_guard(trainer, self._guard_callback)
@@ -245,30 +258,34 @@ class DataModuleHooks:
             BatchError: A transform for images was registered and the samples hold none.
         """
         name = name if name is not None else self._name_of(stage)
-        attached = self._trainer is not None
-        sample = checked_sample(dataset, name, self._transforms[stage], read=attached)
-        on_device = self._augments_on_device()
-        samples = some_samples(dataset, sample) if on_device else ()
-        worker_part = self._transforms.worker_part_for(stage, samples)
-        own = worker_part is None and on_device and self._record(dataset, stage, name)
-        plan = self._plan(dataset, stage=stage, sample=sample, recorded=own)
+        sample = checked_sample(
+            dataset, name, self._transforms[stage], read=self._trainer is not None
+        )
+        part, own = self._pipelines(dataset, stage, name, sample)
+        plan = self._plan(dataset, stage=stage, sample=sample, recorded=own is not None)
         for limit in plan.limits:
             warnings.warn(f"{name}: {limit}", FastDataWarning, stacklevel=2)
         self._plans[name] = plan
         self._prefetching.decide(self, self._trainer, self._written_hooks())
-        settings = {
+        settings: dict[str, Any] = {
             "batch_size": self.batch_size,
             "collate_fn": self.collate_fn,
             "drop_last": self.drop_last and stage == "train",
             "seed": self._seed(),
             "epoch": self._train_epoch if stage == "train" else first_epoch,
-            "transform": worker_part,
-            "on_device": worker_part is not None and on_device,
-            # Without a trainer there is no hook to finish the batches, so they come finished.
-            "staged": stage if attached and (own or self.augments_on_device(stage)) else None,
-            "record_pipelines": own,
             "ahead": self._prefetching.look_ahead(self._trainer, stage, self._transforms),
         }
+        settings |= self.placing.settings(
+            self._transforms,
+            part,
+            own,
+            stage=stage,
+            dataset=dataset,
+            settings=settings,
+            workers=plan.num_workers,
+            name=name,
+            trainer=self._trainer,
+        )
         loader = build_loader(
             dataset,
             stage=stage,
@@ -277,6 +294,7 @@ class DataModuleHooks:
             overrides=overrides,
             ranks=sharing_ranks(self._trainer),
         )
+        self.placing.opened(stage, loader)
         settle_sharing(loader, name, stage, self._trainer)
         return loader
 
@@ -298,12 +316,9 @@ class DataModuleHooks:
             for name, dataset in self._named_datasets(stage)[1]:
                 if name not in self._plans:
                     self._plans[name] = self._plan(dataset, stage=stage, sample=None)
-        in_workers = None
-        if not self._device_takes_pixels():
-            on_cpu = self.augment_on == "cpu"
-            in_workers = 'augment_on="cpu"' if on_cpu else "there is no CUDA GPU to run on"
         parts = [f"{name}\n{plan.explain()}" for name, plan in self._plans.items()]
-        parts += self._transforms.explain(in_workers) + self._own_pipelines.explain()
+        parts += self._transforms.explain(lambda s: self.placing.where(s, self._trainer))
+        parts += self._own_pipelines.explain(lambda s: self.placing.where(s, self._trainer))
         return "\n\n".join([*parts, self._prefetching.explain()])
 
     def _loaders(self, stage: Stage) -> Any:
@@ -327,8 +342,16 @@ class DataModuleHooks:
     def _name_of(self, stage: Stage) -> str:
         return f"{type(self).__name__}.{_DATASET_METHOD[stage]}()"
 
-    def _record(self, dataset: Dataset[Any], stage: Stage, name: str) -> bool:
-        return self._own_pipelines.record(
+    def _pipelines(
+        self, dataset: Dataset[Any], stage: Stage, name: str, sample: Any
+    ) -> tuple[StageTransform | None, Trial | None]:
+        """Return what starts in the workers, or a trial of the dataset's own pipelines."""
+        if not self.placing.may_use_device(stage, self._trainer):
+            return self._transforms.worker_part(stage), None
+        part = self._transforms.worker_part_for(stage, some_samples(dataset, sample))
+        if part is not None:
+            return part, None
+        return None, self._own_pipelines.tried(
             dataset, stage=stage, name=name, seed=self._seed(), collate_fn=self.collate_fn
         )
 
@@ -349,9 +372,10 @@ class DataModuleHooks:
 
     def augments_on_device(self, stage: Stage) -> bool:
         """Return whether :meth:`on_after_batch_transfer` transforms the batches of a stage."""
-        if self._own_pipelines.on_device(stage):
+        may = self.placing.may_use_device(stage, self._trainer)
+        if may and self._own_pipelines.on_device(stage):
             return True
-        return self._transforms.run_on_device(stage, pipeline=self._augments_on_device())
+        return self._transforms.run_on_device(stage, pipeline=may)
 
     def repeats_of(self, stage: Stage) -> int:
         """Return how often each sample is in a batch that the steps of a stage get."""
@@ -360,14 +384,6 @@ class DataModuleHooks:
     def image_form(self, stage: Stage) -> ImageForm:
         """Return what is known of the images that the steps of a stage get."""
         return self._transforms.image_form(stage)
-
-    def _augments_on_device(self) -> bool:
-        return self._trainer is not None and self._device_takes_pixels()
-
-    def _device_takes_pixels(self) -> bool:
-        if self.augment_on == "auto":
-            return device_type(self._trainer) == "cuda"
-        return self.augment_on == "gpu"
 
     def _seed(self) -> int:
         return self.seed if self.seed is not None else int(os.environ.get("PL_GLOBAL_SEED", "0"))
@@ -394,7 +410,7 @@ class DataModuleHooks:
 
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         """Run the stage's transforms, then the LightningModule's hook of this name."""
-        batch, transformed = finish(batch, self._transforms)
+        batch, transformed = self.placing.finish(batch, self._transforms)
         hook = overridden_hook(self._module(), "on_after_batch_transfer")
         if hook is not None:
             batch = hook(batch, dataloader_idx)

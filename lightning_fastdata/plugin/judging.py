@@ -69,9 +69,13 @@ class RunJudge:
         workers = getattr(loader, "num_workers", None)
         transform = getattr(loader, "transform", None)
         augment_on = None
-        if self._recording.augments("train"):
+        recording = getattr(loader, "recording", None)
+        switch = getattr(recording, "switch", None)
+        # Of a pipeline that may change it; of one that the dataset calls itself.
+        place = getattr(transform, "place", "device") if switch is None else switch.newest
+        if self._recording.augments("train") and place == "device":
             augment_on = "device"
-        elif transform is not None:
+        elif transform is not None or recording is not None:
             augment_on = "cpu"
         return LoaderFacts(
             num_workers=workers,

@@ -6,11 +6,12 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from lightning_fastdata.loading.pipeline_trial import Trial, try_recording
+from lightning_fastdata.loading.pipeline_trial import IN_WORKERS, Trial, try_recording
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
+    from lightning_fastdata.augment.placement import Place
     from lightning_fastdata.types import Stage
 
 _LOG = logging.getLogger(__name__)
@@ -22,7 +23,7 @@ class OwnPipelines:
     def __init__(self) -> None:
         self._trials: dict[tuple[Stage, str], Trial] = {}
 
-    def record(
+    def tried(
         self,
         dataset: Dataset[Any],
         *,
@@ -30,8 +31,8 @@ class OwnPipelines:
         name: str,
         seed: int,
         collate_fn: Callable[[list[Any]], Any] | None,
-    ) -> bool:
-        """Try out a dataset, and return whether its loader is to record its pipelines.
+    ) -> Trial | None:
+        """Try out a dataset; None if it has no pipelines, or none that leave something over.
 
         Args:
             dataset: The dataset.
@@ -42,18 +43,27 @@ class OwnPipelines:
         """
         trial = try_recording(dataset, seed=seed, collate_fn=collate_fn)
         if trial is None:
-            return False
+            return None
         if (stage, name) not in self._trials:
             _LOG.info("%s: its own pipeline: %s", name, trial.explain().splitlines()[0])
         self._trials[stage, name] = trial
-        return trial.defers
+        return trial if trial.defers else None
 
     def on_device(self, stage: Stage) -> bool:
         """Return whether a loader of a stage leaves something to the device, as far as known."""
         return any(trial.defers for (of, _), trial in self._trials.items() if of == stage)
 
-    def explain(self) -> list[str]:
-        """Return, for each dataset with pipelines, where each of their operations runs and why."""
-        return [
-            f"pipeline of {name}\n{trial.explain()}" for (_, name), trial in self._trials.items()
-        ]
+    def explain(self, where: Callable[[Stage], tuple[Place, str]]) -> list[str]:
+        """Return, for each dataset with pipelines, where each of their operations runs and why.
+
+        Args:
+            where: Returns for a stage where pixels are computed, and why.
+        """
+        parts = []
+        for (stage, name), trial in self._trials.items():
+            place, why = where(stage)
+            told = trial.explain()
+            if trial.defers:
+                told = f"{why}\n{told}" if place == "device" else f"{IN_WORKERS}: {why}"
+            parts.append(f"pipeline of {name}\n{told}")
+        return parts

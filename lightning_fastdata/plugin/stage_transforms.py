@@ -13,6 +13,7 @@ from lightning_fastdata.types import STAGES, Stage
 
 if TYPE_CHECKING:
     from lightning_fastdata.augment.contract import StageTransform
+    from lightning_fastdata.augment.placement import Place
 
 
 class StageTransforms:
@@ -103,15 +104,14 @@ class StageTransforms:
 
         return remove
 
-    def explain(self, in_workers: str | None) -> list[str]:
+    def explain(self, where: Callable[[Stage], tuple[Place, str]]) -> list[str]:
         """Return, for each transform, where each of its operations runs and why.
 
         Args:
-            in_workers: Why all of an Albumentations pipeline runs in the workers; None if it
-                does not.
+            where: Returns for a stage where the pixels of its pipeline are computed, and why.
         """
         return [
-            f"augment, {stage}\n{_explain(self._as_used(stage, made), in_workers)}"
+            f"augment, {stage}\n{_explain(self._as_used(stage, made), *where(stage))}"
             for stage, registered in self._of.items()
             for made in registered
         ]
@@ -121,10 +121,12 @@ class StageTransforms:
         return used if known is registered else registered
 
 
-def _explain(transform: StageTransform, in_workers: str | None) -> str:
-    if transform.starts_in_worker and in_workers is not None:
-        return f"all of it in the workers, by Albumentations itself: {in_workers}"
-    return transform.explain()
+def _explain(transform: StageTransform, place: Place, why: str) -> str:
+    if not transform.starts_in_worker:
+        return transform.explain()
+    if place == "workers":
+        return f"all of it in the workers, by Albumentations itself: {why}"
+    return f"on the device: {why}\n{transform.explain()}"
 
 
 def _by_stage(augment: Any) -> dict[Stage, Any]:

@@ -101,7 +101,7 @@ FORMS = {
 def batches(dataset, *, recorded, **options):
     options = {"batch_size": 4, "seed": 5, **options}
     if recorded:
-        options |= {"staged": "train", "record_pipelines": True}
+        options |= {"staged": "train", "recording": DatasetRecording()}
     loader = FastDataLoader(dataset, **options)
     return list(loader)
 

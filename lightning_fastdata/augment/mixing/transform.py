@@ -130,6 +130,11 @@ class MixedTransform:
         """The ``A.Compose`` that runs before the mixing, or None."""
         return None if self._pipeline is None else self._pipeline.compose
 
+    @property
+    def pipeline(self) -> BatchTransform | None:
+        """What runs on each sample before the mixing; None: nothing."""
+        return self._pipeline
+
     def check_sample(self, sample: Any) -> None:
         """Raise BatchError if a sample of the dataset holds no image that can be read."""
         if self._pipeline is not None:

@@ -1,0 +1,322 @@
+"""What a pipeline costs workers and device, measured on real samples before the training."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
+
+import torch
+from torch.utils.data import IterableDataset
+
+from lightning_fastdata.augment.dataset_pipelines import DatasetRecording, redrawn_of
+from lightning_fastdata.augment.placement import PlaceCosts, SampleCosts
+from lightning_fastdata.augment.switching import leaves_to_device, redrawn_on_device
+from lightning_fastdata.epochs import EpochCell
+from lightning_fastdata.insight.clock import CudaClock, HostClock
+from lightning_fastdata.loading.collate import (
+    FirstOfPairs,
+    RecordedCollate,
+    StagingCollate,
+    collate_samples,
+)
+from lightning_fastdata.loading.draws import kept_random_state
+from lightning_fastdata.loading.keyed import keyed
+from lightning_fastdata.loading.moving import move
+from lightning_fastdata.loading.order import dataset_length
+from lightning_fastdata.loading.probe import queued_s, shallow_copy, spread_indices
+from lightning_fastdata.loading.repeats import spreading
+from lightning_fastdata.types import SampleKey
+
+if TYPE_CHECKING:
+    from torch.utils.data import Dataset
+
+    from lightning_fastdata.augment.contract import StageTransform
+    from lightning_fastdata.insight.clock import DeviceClock
+    from lightning_fastdata.loading.pipeline_trial import Trial
+    from lightning_fastdata.loading.staged import StagedBatch
+    from lightning_fastdata.types import Stage
+
+_Made = TypeVar("_Made")
+_BUDGET_S: Final = 0.3
+_MOST_SAMPLES: Final = 16
+_WARM_UP: Final = 2
+_ROUNDS: Final = 5
+_MARKS: Final = 16
+_TOO_MUCH: Final = (RuntimeError, TypeError)
+"""What torch raises where a device has no memory, no such operation, or no such dtype."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlaceTask:
+    """A loader's work, as far as the place of its pixels rests on it."""
+
+    dataset: Dataset[Any]
+    """What is read."""
+    transform: StageTransform | None
+    """The pipeline; None: those that the dataset calls itself."""
+    own: Trial | None = None
+    """Of the dataset's own pipelines."""
+    stage: Stage
+    """What the loader is for."""
+    device: torch.device
+    """Where the trainer computes."""
+    batch_size: int
+    """Samples in a batch of this rank."""
+    workers: int
+    """Side processes of its loader."""
+    cpus: float
+    """CPUs that this rank may use."""
+    collate_fn: Callable[[list[Any]], Any] | None = None
+    """Of the user; None: the default collation."""
+    seed: int = 0
+    """Of the draws."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessTimes:
+    """Where the times of the calling process are read."""
+
+    clock_s: Callable[[], float] = time.perf_counter
+    """Seconds from any start."""
+    cpu_s: Callable[[], float] = time.process_time
+    """Seconds of CPU time of all threads: workers have one, where OpenCV may use many here."""
+    queue_s: Callable[[], float] = queued_s
+    """Seconds in which the calling thread waited for a CPU."""
+
+    def of(self, work: Callable[[], _Made]) -> tuple[_Made, float, float]:
+        """Return what ``work`` returns, the milliseconds it takes one thread, and those of CPU."""
+        queued, cpu, wall = self.queue_s(), self.cpu_s(), self.clock_s()
+        made = work()
+        wall, cpu = self.clock_s() - wall, self.cpu_s() - cpu
+        return made, 1000 * max(cpu, wall - (self.queue_s() - queued)), 1000 * cpu
+
+
+def read_place_costs(
+    task: PlaceTask,
+    *,
+    accelerator: bool,
+    times: ProcessTimes | None = None,
+    device_ms: Callable[[Callable[[], object], torch.device], float] | None = None,
+    budget_s: float = _BUDGET_S,
+) -> PlaceCosts:
+    """Measure what a pipeline costs the workers, and the device; the random state stays.
+
+    That reads up to 16 samples, or for 0.3 s, and runs the device's part of one batch 7 times.
+    Nothing is measured where nothing can be chosen.
+
+    Args:
+        task: The loader's work.
+        accelerator: Whether the training runs on something else than a CPU.
+        times: Of the process.
+        device_ms: Returns the milliseconds that some work takes a device; default:
+            :func:`time_on_device`.
+        budget_s: Seconds after which no further sample is begun.
+    """
+    defers = task.transform is None or leaves_to_device(task.transform)
+    known: dict[str, Any] = {
+        "accelerator": accelerator,
+        "defers": defers,
+        "batch_size": task.batch_size,
+        "workers": task.workers,
+        "cpus": task.cpus,
+        "redrawn": _redrawn(task),
+    }
+    if not accelerator or not defers or isinstance(task.dataset, IterableDataset):
+        return PlaceCosts(**known)
+    times = ProcessTimes() if times is None else times
+    with kept_random_state():
+        measure = _measure_own if task.transform is None else _measure_samples
+        measured = measure(task, times, budget_s)
+        if measured is None:
+            return PlaceCosts(**known)
+        try:
+            took_ms = _device_ms(task, measured, device_ms or time_on_device)
+        except _TOO_MUCH as error:
+            first = (str(error).splitlines() or [""])[0]
+            why = f"a trial of its part on {task.device} raised {type(error).__name__}: {first}"
+            return PlaceCosts(**known, sample=measured.costs, refusal=why)
+    return PlaceCosts(**known, sample=measured.costs, device_ms=took_ms)
+
+
+class _Measured(NamedTuple):
+    """Samples that were measured, and what is left of them to the device."""
+
+    costs: SampleCosts
+    collate: Callable[[list[Any]], StagedBatch]
+    rows: list[Any]
+    """As the workers leave them to the device."""
+    apply: Callable[[Any, Any], Any]
+    """Carries out draws on a batch on the device."""
+
+
+def _redrawn(task: PlaceTask) -> tuple[str, ...]:
+    if task.transform is not None:
+        return redrawn_on_device(task.transform)
+    return () if task.own is None else redrawn_of(task.own.places)
+
+
+def _measure_samples(task: PlaceTask, times: ProcessTimes, budget_s: float) -> _Measured | None:
+    """Measure both ways on the same samples, so that one read more slowly counts for both."""
+    transform = task.transform
+    if transform is None:
+        return None
+    whole = transform.in_worker(on_device=False)
+    deferred = transform.in_worker(on_device=True)
+    indices = spread_indices(dataset_length(task.dataset) or 0, _MOST_SAMPLES)
+    if whole is None or deferred is None or not indices:
+        return None
+    dataset = shallow_copy(task.dataset)
+    made: dict[str, list[tuple[Any, Any]]] = {"whole": [], "deferred": []}
+    took: dict[str, list[float]] = {"read": [], "waits": [], "whole": [], "deferred": []}
+    began_s = times.clock_s()
+    for index in indices:
+        key = SampleKey(task.seed, 0, index)
+        try:
+            sample, read_ms, cpu_ms = times.of(lambda index=index: dataset[index])  # type: ignore[misc]
+        except Exception:  # whatever a dataset raises; it is told when training reads the sample
+            return None
+        took["read"].append(read_ms)
+        took["waits"].append(max(0.0, read_ms - cpu_ms))
+        for name, part in (("whole", whole), ("deferred", deferred)):
+            pair, ms, _ = times.of(lambda part=part, key=key, sample=sample: part(sample, key))  # type: ignore[misc]
+            made[name].append(pair)
+            took[name].append(ms)
+        if len(made["whole"]) > 1 and times.clock_s() - began_s >= budget_s:
+            break
+    # The first sample opens files and fills caches.
+    skip = 1 if len(took["read"]) > 1 else 0
+    count = len(took["read"]) - skip
+    collate_fn = task.collate_fn or collate_samples
+    staging = StagingCollate(spreading(collate_fn, deferred), deferred, task.stage)
+    finishing = FirstOfPairs(spreading(collate_fn, whole), whole, single=False)
+    ways: dict[str, Callable[[list[Any]], Any]] = {"whole": finishing, "deferred": staging}
+    each = {
+        name: median(took[name][skip:]) + _collation_ms(ways[name], made[name], times)
+        for name in ways
+    }
+    read_ms = median(took["read"][skip:])
+    costs = SampleCosts(
+        whole_ms=read_ms + each["whole"],
+        deferred_ms=read_ms + each["deferred"],
+        read_ms=read_ms,
+        waits_ms=median(took["waits"][skip:]),
+        samples=count,
+    )
+    return _Measured(costs, staging, made["deferred"], transform.apply)
+
+
+def _measure_own(task: PlaceTask, times: ProcessTimes, budget_s: float) -> _Measured | None:
+    """Measure a dataset whose own pipelines run whole, and leave over what they can."""
+    indices = spread_indices(dataset_length(task.dataset) or 0, _MOST_SAMPLES)
+    recording = DatasetRecording()
+    datasets = {
+        name: keyed(
+            shallow_copy(task.dataset),
+            seed=task.seed,
+            epoch=EpochCell(),
+            transform=None,
+            recording=recorder,
+        )
+        for name, recorder in (("whole", None), ("deferred", recording))
+    }
+    made: dict[str, list[Any]] = {"whole": [], "deferred": []}
+    took: dict[str, list[float]] = {"whole": [], "deferred": []}
+    waits: list[float] = []
+    began_s = times.clock_s()
+    for index in indices:
+        for name, dataset in datasets.items():
+            try:
+                sample, ms, cpu_ms = times.of(lambda d=dataset, i=index: d[i])  # type: ignore[misc]
+            except Exception:  # whatever a dataset raises; it is told when training reads it
+                return None
+            made[name].append(sample)
+            took[name].append(ms)
+        waits.append(max(0.0, ms - cpu_ms))
+        if len(waits) > 1 and times.clock_s() - began_s >= budget_s:
+            break
+    if not waits:
+        return None
+    skip = 1 if len(waits) > 1 else 0
+    collate_fn = task.collate_fn or collate_samples
+    staging = RecordedCollate(collate_fn, recording, task.stage)
+    ways: dict[str, Callable[[list[Any]], Any]] = {"whole": collate_fn, "deferred": staging}
+    each = {
+        name: median(took[name][skip:]) + _collation_ms(ways[name], made[name], times)
+        for name in ways
+    }
+    costs = SampleCosts(
+        whole_ms=each["whole"],
+        deferred_ms=each["deferred"],
+        read_ms=None,
+        waits_ms=median(waits[skip:]),
+        samples=len(waits) - skip,
+    )
+    return _Measured(costs, staging, made["deferred"], lambda batch, draws: draws.apply(batch))
+
+
+def _collation_ms(
+    collate: Callable[[list[Any]], Any], pairs: Sequence[Any], times: ProcessTimes
+) -> float:
+    collate(list(pairs))  # the first one imports
+    _, ms, _ = times.of(lambda: collate(list(pairs)))
+    return ms / len(pairs)
+
+
+def _device_ms(
+    task: PlaceTask,
+    measured: _Measured,
+    device_ms: Callable[[Callable[[], object], torch.device], float],
+) -> float:
+    rows = [measured.rows[number % len(measured.rows)] for number in range(task.batch_size)]
+    here = move(measured.collate(rows), task.device)
+    with torch.no_grad():
+        return device_ms(lambda: measured.apply(here.batch, here.draws), task.device)
+
+
+def time_on_device(
+    work: Callable[[], object],
+    device: torch.device,
+    *,
+    clock: DeviceClock | None = None,
+    wait: Callable[[torch.device], None] | None = None,
+) -> float:
+    """Return the milliseconds in which a device does some work: the median of 5, after 2 others.
+
+    Args:
+        work: What is given to the device.
+        device: The device.
+        clock: Marks points of the device's time. Default: CUDA's events, or the host's clock.
+        wait: Returns when a device has done what it was given.
+    """
+    on_cuda = device.type == "cuda"
+    wait = _wait_for if wait is None else wait
+    took_ms = []
+    with torch.cuda.device(device) if on_cuda else nullcontext():
+        if clock is None:
+            clock = CudaClock(_MARKS) if on_cuda else HostClock()
+        for _ in range(_WARM_UP):
+            work()
+        wait(device)
+        for _ in range(_ROUNDS):
+            began = clock.mark()
+            work()
+            if isinstance(clock, HostClock):  # which does not know what the device has done
+                wait(device)
+            ended = clock.mark()
+            wait(device)
+            if began is None or ended is None:
+                continue
+            took_ms.append(clock.elapsed_ms(began, ended))
+            clock.forget_before(ended)
+    return median(took_ms)
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type != "cpu" and torch.accelerator.is_available():
+        torch.accelerator.synchronize()

@@ -1,0 +1,132 @@
+"""How long the steps of a training take, as its data module sees them without a callback."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Final
+
+from lightning_fastdata.augment.placement import StepSeen
+from lightning_fastdata.insight.clock import CudaClock, HostClock
+from lightning_fastdata.insight.timeline import StepTimeline
+
+if TYPE_CHECKING:
+    import torch
+
+    from lightning_fastdata.augment.placement import Place
+    from lightning_fastdata.types import Batch
+
+_STEPS: Final = 256
+"""More steps of one epoch tell nothing new."""
+_MARKS: Final = 512
+"""Events of a device that has not reached them yet: about 80 steps."""
+
+
+class StepWatch:
+    """Measures steps from one request for a batch to the next; on CUDA by events, read late.
+
+    Args:
+        device: Where the trainer computes.
+        clock: Of the host.
+    """
+
+    def __init__(self, device: torch.device, clock: HostClock | None = None) -> None:
+        self._device = device
+        self._clock = HostClock() if clock is None else clock
+        self._left = 0
+        self._epochs = 0
+        self._most = _STEPS
+        self.timeline: StepTimeline
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget what was measured."""
+        device = CudaClock(_MARKS) if self._device.type == "cuda" else None
+        self.timeline = StepTimeline(host=self._clock, device=device, window=_STEPS)
+        self._left = self._epochs = 0
+
+    def stop(self) -> None:
+        """Measure nothing any more."""
+        self._most = self._left = 0
+
+    @property
+    def watching(self) -> bool:
+        """Whether this epoch's steps are still measured."""
+        return self._left > 0
+
+    def batches(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """Return the batches of an epoch, whose requests are marked."""
+        self.timeline.drop_open_step()
+        self.timeline.epoch_began()
+        self._epochs += 1
+        self._left = self._most
+        return WatchedBatches(batches, self)
+
+    def requested(self, *, first: bool) -> None:
+        """A batch is asked for, which ends the step of the one before."""
+        self._left -= 1
+        if not first:
+            self.timeline.compute_ended(1)
+        self.timeline.wait_began()
+
+    def delivered(self) -> None:
+        """It is there, and on its way to the device until the pixels are begun with."""
+        self.timeline.wait_ended()
+        self.timeline.transfer_began()
+
+    def ended(self) -> None:
+        """There is no other batch."""
+        self.timeline.drop_open_step()
+
+    def seen(self, place: Place) -> StepSeen | None:
+        """Return what was measured, all of it with the pixels in ``place``; None if nothing was."""
+        history = self.timeline.history
+        warm = history.steps - history.cold_steps
+        if warm < 1:
+            return None
+        summary = history.summarize("train", duration_s=0.0, device=self._device.type)
+        if summary.step is None or summary.stall is None:
+            return None
+        augment = summary.augment if place == "device" else None
+        return StepSeen(
+            place=place,
+            steps=warm,
+            epochs=self._epochs,
+            step_ms=summary.step.p50_ms,
+            wait_ms=summary.stall.p50_ms,
+            augment_ms=None if augment is None else augment.p50_ms,
+        )
+
+
+class WatchedBatches:
+    """An iterator of batches that tells a watch of its requests."""
+
+    def __init__(self, batches: Iterator[Batch], watch: StepWatch) -> None:
+        self._batches = batches
+        self._watch = watch
+        self._first = True
+
+    def __iter__(self) -> WatchedBatches:
+        return self
+
+    def __next__(self) -> Batch:
+        watch = self._watch
+        if not watch.watching:
+            return next(self._batches)
+        watch.requested(first=self._first)
+        self._first = False
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            watch.ended()
+            raise
+        watch.delivered()
+        return batch
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_batches":
+            raise AttributeError(name)
+        return getattr(self._batches, name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Lightning copies its trainer with the iterators in it; processes cannot be copied.
+        return iter, ((),)

@@ -1,0 +1,554 @@
+"""Where pixels are computed under real trainers, and what is measured to decide it."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import pickle
+
+os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
+
+import albumentations as A
+import numpy as np
+import pytest
+import torch
+from albumentations.pytorch import ToTensorV2
+from conformance.pieces import Images, Pixels, make_trainer
+from torch import nn
+from torch.utils.data import IterableDataset
+
+from lightning_fastdata import DataThroughputCallback, FastDataModule, LoaderOptions
+from lightning_fastdata.augment.mixing import CutMix, mixed
+from lightning_fastdata.augment.placement import PlaceCosts, SampleCosts, StepSeen, choose_place
+from lightning_fastdata.augment.switching import (
+    PlaceSwitch,
+    SwitchedTransform,
+    leaves_to_device,
+    redrawn_on_device,
+)
+from lightning_fastdata.augment.transform import as_batch_transform
+from lightning_fastdata.insight.clock import CudaClock, HostClock
+from lightning_fastdata.loading.staged import StagedBatch
+from lightning_fastdata.plugin.place_costs import (
+    PlaceTask,
+    ProcessTimes,
+    read_place_costs,
+    time_on_device,
+)
+from lightning_fastdata.plugin.placing import Placing
+from lightning_fastdata.plugin.step_watch import StepWatch
+from lightning_fastdata.types import SampleKey
+
+torch.set_num_threads(1)
+CPU = torch.device("cpu")
+EPOCHS = 5
+LOG = "lightning_fastdata.plugin.placing"
+
+
+def pipeline():
+    return A.Compose(
+        [A.RandomCrop(8, 8), A.RandomBrightnessContrast(p=0.8), A.HorizontalFlip(), ToTensorV2()]
+    )
+
+
+class Keeps(Pixels):
+    """Learns on images of any size and remembers them with their labels, by epoch."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+        self.images, self.labels = {}, {}
+
+    def training_step(self, batch, batch_idx):
+        self.images.setdefault(self.current_epoch, []).append(batch[0].clone())
+        self.labels.setdefault(self.current_epoch, []).append(batch[1].clone())
+        return self.layer(batch[0].float().mean().reshape(1, 1)).sum()
+
+
+class Looks(FastDataModule):
+    """Remembers for each batch of an epoch whether anything was left to the device."""
+
+    def on_before_batch_transfer(self, batch, dataloader_idx):
+        if self.trainer.training and isinstance(batch, StagedBatch):
+            left = "workers" if batch.draws is None else "device"
+            vars(self).setdefault("places", {}).setdefault(self.trainer.current_epoch, []).append(
+                left
+            )
+        return super().on_before_batch_transfer(batch, dataloader_idx)
+
+
+class Told(StepWatch):
+    """Measures as it always does, but is told the result."""
+
+    def __init__(self, device, steps):
+        super().__init__(device)
+        self.steps = steps
+
+    def seen(self, place):
+        step = super().seen(place)
+        return None if step is None else self.steps[place]
+
+
+COSTS = PlaceCosts(
+    accelerator=True,
+    batch_size=4,
+    workers=2,
+    cpus=2,
+    sample=SampleCosts(whole_ms=8.0, deferred_ms=1.0, read_ms=0.5, samples=7),
+    device_ms=3.0,
+)
+SLOW_DEVICE = {
+    "device": StepSeen(
+        place="device", steps=60, epochs=1, step_ms=125.0, wait_ms=0.0, augment_ms=23.0
+    ),
+    "workers": StepSeen(place="workers", steps=60, epochs=1, step_ms=102.0, wait_ms=0.0),
+}
+SLOW_WORKERS = {
+    "device": StepSeen(
+        place="device", steps=60, epochs=1, step_ms=31.0, wait_ms=0.0, augment_ms=3.0
+    ),
+    "workers": StepSeen(place="workers", steps=60, epochs=1, step_ms=71.0, wait_ms=43.0),
+}
+
+
+def placed(steps=SLOW_DEVICE, costs=COSTS, watch=Told):
+    return Placing(
+        "auto",
+        accelerator=lambda trainer: "cuda",
+        costs=lambda task, accelerator: costs,
+        watch=lambda device: watch(device, steps),
+    )
+
+
+def train(tmp_path, *, augment=None, place="auto", placing=None, workers=2, trainer=None, **how):
+    """Train on the CPU; ``placing`` stands for the measurements."""
+    model = Keeps()
+    module = Looks.from_datasets(
+        Images(24),
+        batch_size=4,
+        augment=augment or pipeline(),
+        augment_on=place,
+        options=LoaderOptions(num_workers=workers, timeout_s=60 if workers else 0, **how),
+        seed=3,
+    )
+    if placing is not None:
+        module.placing = placing
+    arguments = {"max_epochs": EPOCHS, "num_sanity_val_steps": 0, **(trainer or {})}
+    make_trainer(tmp_path, **arguments).fit(model, datamodule=module)
+    return model, module
+
+
+def all_equal(one, other):
+    assert one.keys() == other.keys()
+    for epoch, batches in one.items():
+        assert len(batches) == len(other[epoch])
+        assert all(map(torch.equal, batches, other[epoch]))
+
+
+# name, workers, persistent, the epoch from which a change decided after epoch 0 holds
+LOADERS = [
+    ("torch", 2, True, 1),
+    ("torch", 2, False, 1),
+    ("torch", 0, False, 1),
+    ("workers", 2, True, 2),
+    ("workers", 2, False, 1),
+    ("inline", 0, False, 1),
+]
+
+
+@pytest.mark.parametrize(("executor", "workers", "persistent", "since"), LOADERS)
+@pytest.mark.parametrize("first", ["device", "workers"])
+def test_a_change_at_the_border_of_epochs_changes_no_batch(
+    tmp_path, caplog, executor, workers, persistent, since, first
+):
+    how = {"executor": executor, "persistent_workers": persistent}
+    expected, _ = train(tmp_path, place="cpu", workers=workers, **how)
+    caplog.set_level(logging.INFO, LOG)
+    steps, costs = SLOW_DEVICE, COSTS
+    if first == "workers":
+        steps, costs = (
+            SLOW_WORKERS,
+            PlaceCosts(
+                accelerator=True,
+                batch_size=4,
+                workers=2,
+                cpus=2,
+                device_ms=15.0,
+                sample=COSTS.sample,
+            ),
+        )
+    model, module = train(tmp_path, placing=placed(steps, costs), workers=workers, **how)
+    second = "workers" if first == "device" else "device"
+    assert module.places == {
+        epoch: 6 * [first if epoch < since else second] for epoch in range(EPOCHS)
+    }
+    all_equal(model.images, expected.images)
+    all_equal(model.labels, expected.labels)
+    for labels in model.labels.values():
+        assert sorted(torch.cat(labels).tolist()) == list(range(24))
+    logged = [record.getMessage() for record in caplog.records if record.name == LOG]
+    assert len(logged) == 2
+    assert "a batch of 4 takes 2 workers 16 ms" in logged[0]
+    assert f"from epoch {since} on" in logged[1]
+
+
+def test_what_was_chosen_is_explained_with_its_numbers(tmp_path):
+    _, module = train(tmp_path, placing=placed(), executor="workers", persistent_workers=True)
+    text = module.explain()
+    for number in ("since epoch 2", "60 steps took 102 ms", "they took 125 ms", "not 3 % less"):
+        assert number in text
+    assert "all of it in the workers" in text
+    module.placing = placed()
+    assert "will be measured when the training starts" in module.explain()
+
+
+def test_mixing_behind_a_pipeline_is_the_same_before_and_after_a_change(tmp_path):
+    def augment():
+        return mixed(pipeline(), CutMix(), num_classes=24)
+
+    expected, _ = train(tmp_path, augment=augment(), place="cpu")
+    model, module = train(tmp_path, augment=augment(), placing=placed())
+    assert {place for places in module.places.values() for place in places} == {"device", "workers"}
+    all_equal(model.images, expected.images)
+    all_equal(model.labels, expected.labels)
+
+
+class WorseAndWorse(Told):
+    """Each place looks bad while it is the one that is measured, and worse each time."""
+
+    def seen(self, place):
+        if StepWatch.seen(self, place) is None:
+            return None
+        step_ms = self.steps.pop(0)
+        return StepSeen(
+            place=place,
+            steps=60,
+            epochs=1,
+            step_ms=step_ms,
+            wait_ms=0.9 * step_ms if place == "workers" else 0.0,
+            augment_ms=0.6 * step_ms if place == "device" else None,
+        )
+
+
+def test_no_third_change_is_made_however_the_steps_turn_out(tmp_path):
+    longer = {"max_epochs": 7}
+    expected, _ = train(tmp_path, place="cpu", workers=0, trainer=longer)
+    placing = placed([100.0, 150.0, 225.0, 340.0, 500.0], watch=WorseAndWorse)
+    model, module = train(tmp_path, placing=placing, workers=0, trainer=longer)
+    line = [set(places) for _, places in sorted(module.places.items())]
+    assert line == [{"device"}, {"workers"}, *(5 * [{"device"}])]
+    all_equal(model.images, expected.images)
+
+
+def test_loaders_made_anew_go_on_in_the_place_that_was_chosen(tmp_path):
+    expected, _ = train(tmp_path, place="cpu")
+    trainer = {"reload_dataloaders_every_n_epochs": 1}
+    model, module = train(tmp_path, placing=placed(), executor="workers", trainer=trainer)
+    line = [set(places) for _, places in sorted(module.places.items())]
+    assert {"device"} in line
+    assert line[-1] == {"workers"}
+    assert all(len(places) == 1 for places in line)
+    all_equal(model.images, expected.images)
+
+
+@pytest.mark.parametrize("place", ["cpu", "gpu"])
+def test_what_was_asked_for_is_never_measured_nor_overruled(tmp_path, caplog, place):
+    def forbidden(*_, **__):
+        raise AssertionError("measured")
+
+    caplog.set_level(logging.INFO, LOG)
+    placing = Placing(place, costs=forbidden, watch=forbidden)
+    _, module = train(tmp_path, placing=placing, workers=0)
+    assert module.augment_on == place
+    logged = [record.getMessage() for record in caplog.records if record.name == LOG]
+    if place == "cpu":
+        assert not hasattr(module, "places")
+        assert not logged
+    else:
+        assert {p for places in module.places.values() for p in places} == {"device"}
+        assert len(logged) == 1
+        assert "no accelerator" in logged[0]
+        assert "no accelerator" in module.explain()
+
+
+def test_without_an_accelerator_everything_is_in_the_workers_and_no_step_is_measured(tmp_path):
+    _, module = train(tmp_path, workers=0, trainer={"max_epochs": 1})
+    assert not hasattr(module, "places")
+    assert module.placing.choice("train").place == "workers"
+    assert "there is no accelerator" in module.explain()
+
+
+def test_the_report_says_where_the_pixels_are(tmp_path):
+    callback = DataThroughputCallback(summary=False, report=False)
+    _, module = train(tmp_path, placing=placed(), trainer={"callbacks": [callback]})
+    assert module.placing.choice("train").place == "workers"
+    assert any("transforms run on the CPU" in line for line in callback.report.verdict.evidence)
+
+
+# -- the switch --------------------------------------------------------------------------------
+
+
+def test_a_switch_says_for_each_epoch_what_holds_in_it():
+    switch = PlaceSwitch("device")
+    assert [switch.place(epoch) for epoch in (0, 1, 99)] == 3 * ["device"]
+    switch.change("workers", from_epoch=3)
+    assert [switch.place(epoch) for epoch in (0, 2, 3, 4)] == 2 * ["device"] + 2 * ["workers"]
+    switch.change("device", from_epoch=7)
+    assert [switch.place(epoch) for epoch in (3, 6, 7, 8)] == 2 * ["workers"] + 2 * ["device"]
+    assert (switch.newest, switch.since_epoch) == ("device", 7)
+
+
+@pytest.mark.parametrize("travel", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+def test_a_copy_of_the_worker_part_does_what_the_original_does(travel):
+    switch = PlaceSwitch("device")
+    switch.change("workers", from_epoch=2)
+    part = SwitchedTransform(as_batch_transform(pipeline()), switch).in_worker(on_device=True)
+    twin = travel(part)
+    for epoch in (1, 2):
+        samples, drawn = zip(
+            *(one(Images()[5], SampleKey(0, epoch, 5)) for one in (part, twin)), strict=True
+        )
+        assert torch.equal(samples[0][0], samples[1][0])
+        draws = [one.collate([each]) for one, each in zip((part, twin), drawn, strict=True)]
+        assert [d is None for d in draws] == 2 * [epoch == 2]
+
+
+def test_what_a_device_cannot_do_or_draws_anew_is_known():
+    assert not leaves_to_device(as_batch_transform(A.Compose([A.ImageCompression(p=1)])))
+    noise = as_batch_transform(A.Compose([A.Resize(8, 8), A.GaussNoise(p=1), ToTensorV2()]))
+    assert leaves_to_device(noise)
+    assert redrawn_on_device(noise) == ("GaussNoise",)
+    assert redrawn_on_device(mixed(A.Compose([A.GaussNoise(p=1)]), CutMix())) == ("GaussNoise",)
+    assert redrawn_on_device(mixed(CutMix())) == ()
+    assert redrawn_on_device(as_batch_transform(pipeline())) == ()
+
+
+# -- what is measured --------------------------------------------------------------------------
+
+
+class Watch:
+    """A clock that moves when it is told to."""
+
+    def __init__(self):
+        self.s = 0.0
+
+    def __call__(self):
+        return self.s
+
+    def ns(self):
+        return round(self.s * 1e9)
+
+
+class Costly(Images):
+    """Images that take 5 ms to read, 4 of them waiting."""
+
+    def __init__(self, wall, cpu):
+        super().__init__(24)
+        self.wall, self.cpu = wall, cpu
+
+    def __getitem__(self, i):
+        self.wall.s += 0.005
+        self.cpu.s += 0.001
+        return super().__getitem__(i)
+
+
+class CostlyPipeline:
+    """An Albumentations pipeline whose two parts take 20 and 3 ms, and 0.5 ms on a device."""
+
+    starts_in_worker = True
+    name = "costly"
+
+    def __init__(self, wall, cpu, device):
+        self.inner = as_batch_transform(pipeline())
+        self.plan = self.inner.plan
+        self.wall, self.cpu, self.device = wall, cpu, device
+
+    def check_sample(self, sample):
+        self.inner.check_sample(sample)
+
+    def in_worker(self, *, on_device):
+        part, took = self.inner.in_worker(on_device=on_device), 0.003 if on_device else 0.02
+
+        class Part:
+            needs_batches = False
+            collate, finish = part.collate, part.finish
+
+            def __call__(_, sample, key):
+                self.wall.s += took
+                self.cpu.s += took
+                return part(sample, key)
+
+        return Part()
+
+    def apply(self, batch, draws):
+        self.device.s += 0.0005
+        return self.inner.apply(batch, draws)
+
+    def apply_unprepared(self, batch, key):
+        return self.inner.apply_unprepared(batch, key)
+
+    def explain(self):
+        return ""
+
+
+def task_of(dataset, transform, **about):
+    known = {"stage": "train", "device": CPU, "batch_size": 6, "workers": 2, "cpus": 2.0}
+    return PlaceTask(dataset=dataset, transform=transform, **{**known, **about})
+
+
+def test_costs_are_those_of_reading_of_the_two_parts_and_of_the_device():
+    wall, cpu, device = Watch(), Watch(), Watch()
+    transform = CostlyPipeline(wall, cpu, device)
+    times = ProcessTimes(clock_s=wall, cpu_s=cpu, queue_s=lambda: 0.0)
+
+    def device_ms(work, where):
+        assert where == CPU
+        return time_on_device(work, where, clock=HostClock(device.ns))
+
+    costs = read_place_costs(
+        task_of(Costly(wall, cpu), transform), accelerator=True, times=times, device_ms=device_ms
+    )
+    assert costs.sample.read_ms == pytest.approx(5)
+    assert costs.sample.waits_ms == pytest.approx(4)
+    assert costs.sample.whole_ms == pytest.approx(25)
+    assert costs.sample.deferred_ms == pytest.approx(8)
+    assert costs.device_ms == pytest.approx(0.5)
+    assert costs.sample.samples == 10  # 28 ms each, until 0.3 s are over, without the first
+    choice = choose_place(costs)
+    assert choice.place == "device"
+    assert choice.saved_ms == pytest.approx(6 * 17 / 2)
+
+
+def test_measuring_leaves_the_random_state_and_the_dataset_alone():
+    class Draws(Images):
+        opened = False
+
+        def __getitem__(self, i):
+            self.opened = True
+            np.random.rand()
+            torch.rand(())
+            return super().__getitem__(i)
+
+    dataset = Draws()
+    torch.manual_seed(1)
+    np.random.seed(1)
+    costs = read_place_costs(
+        task_of(dataset, as_batch_transform(pipeline())), accelerator=True, budget_s=0.01
+    )
+    assert costs.sample.whole_ms > 0
+    assert costs.sample.deferred_ms > costs.sample.read_ms
+    assert costs.device_ms > 0
+    assert not dataset.opened
+    after = torch.rand(()), np.random.rand()
+    torch.manual_seed(1)
+    np.random.seed(1)
+    assert after == (torch.rand(()), np.random.rand())
+
+
+def test_what_cannot_be_measured_is_not_guessed():
+    class Stream(IterableDataset):
+        def __iter__(self):
+            raise AssertionError("read")
+
+    class Broken(Images):
+        def __getitem__(self, i):
+            raise OSError("gone")
+
+    transform = as_batch_transform(pipeline())
+    for dataset in (Stream(), Broken()):
+        costs = read_place_costs(task_of(dataset, transform), accelerator=True)
+        assert costs.sample is None
+        assert choose_place(costs).place == "device"
+    worker_only = as_batch_transform(A.Compose([A.ImageCompression(p=1)]))
+    for costs in (
+        read_place_costs(task_of(Broken(), worker_only), accelerator=True),
+        read_place_costs(task_of(Broken(), transform), accelerator=False),
+    ):
+        assert choose_place(costs).place == "workers"
+
+
+def test_a_device_that_cannot_do_its_part_leaves_it_to_the_workers():
+    def raises(work, device):
+        raise torch.OutOfMemoryError("out of memory. Tried to allocate 2 GiB\nmore")
+
+    transform = as_batch_transform(pipeline())
+    costs = read_place_costs(task_of(Images(), transform), accelerator=True, device_ms=raises)
+    choice = choose_place(costs)
+    assert choice.place == "workers"
+    assert "Tried to allocate 2 GiB" in choice.reason
+    assert "more" not in choice.reason
+
+
+def test_a_device_is_timed_by_its_own_clock_without_its_first_rounds():
+    device = Watch()
+    took = iter([9.0, 9.0, 1.0, 2.0, 3.0, 4.0, 100.0])
+
+    def work():
+        device.s += next(took) / 1000
+
+    class Event:
+        def record(self):
+            self.s = device.s
+
+        def query(self):
+            return True
+
+        def elapsed_time(self, end):
+            return 1000 * (end.s - self.s)
+
+    assert time_on_device(work, CPU, clock=CudaClock(16, Event)) == pytest.approx(3.0)
+    took = iter([9.0, 9.0, 1.0, 2.0, 3.0, 4.0, 100.0])
+    assert time_on_device(work, CPU, clock=HostClock(device.ns)) == pytest.approx(3.0)
+
+
+def test_steps_are_measured_from_request_to_request():
+    clock = Watch()
+    watch = StepWatch(CPU, HostClock(clock.ns))
+
+    def batches(waits):
+        for wait in waits:
+            clock.s += wait / 1000
+            yield wait
+
+    for epoch in range(2):
+        for number, _ in enumerate(watch.batches(batches([50, 2, 2, 2, 7, 2]))):
+            clock.s += 0.001  # to the device
+            watch.timeline.augment_began()
+            clock.s += 0.004
+            watch.timeline.augment_ended()
+            clock.s += 0.5 if number == 2 else 0.013  # a validation in one of them
+        assert watch.timeline.history.steps == 6 * (epoch + 1)
+    seen = watch.seen("device")
+    assert (seen.steps, seen.epochs, seen.place) == (10, 2, "device")
+    assert seen.step_ms == pytest.approx(20)
+    assert seen.wait_ms == pytest.approx(2)
+    assert seen.augment_ms == pytest.approx(4)
+    assert watch.seen("workers").augment_ms is None
+    watch.restart()
+    assert watch.seen("device") is None
+
+
+def test_no_more_steps_of_an_epoch_are_measured_than_tell_something():
+    watch = StepWatch(CPU)
+    assert len(list(watch.batches(iter(range(1000))))) == 1000
+    assert watch.timeline.history.steps <= 256
+    watch.stop()
+    measured = watch.timeline.history.steps
+    assert len(list(watch.batches(iter(range(10))))) == 10
+    assert watch.timeline.history.steps == measured
+
+
+def test_an_iterator_that_is_watched_can_still_be_asked_what_it_could_be_asked():
+    class Ready:
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            raise StopIteration
+
+        def ready(self):
+            return "yes"
+
+    assert StepWatch(CPU).batches(Ready()).ready() == "yes"
+    assert list(copy.deepcopy(StepWatch(CPU).batches(Ready()))) == []
