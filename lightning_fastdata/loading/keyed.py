@@ -126,6 +126,12 @@ class KeyedIterableDataset(IterableDataset[Any]):
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._keying.dataset, name, value)
 
+    def set_epoch(self, epoch: int) -> None:
+        """Draw for this epoch from now on, counted from 0."""
+        keying: _Keying = self._keying
+        keying.epoch.set(epoch)
+        tell_epoch(keying.dataset, epoch)
+
     def __iter__(self) -> Iterator[Any]:
         keying: _Keying = self._keying
         info = get_worker_info()

@@ -291,10 +291,14 @@ class Rotated(IterableDataset):
             yield self.pipeline(image=np.full((4, 4, 3), 90, np.uint8))["image"]
 
 
-def test_pipelines_in_a_stream_draw_by_epoch_and_position_with_every_executor() -> None:
+@pytest.mark.parametrize("persistent", [False, True])
+def test_pipelines_in_a_stream_draw_by_epoch_and_position_with_every_executor(
+    persistent: bool,
+) -> None:
     found = []
     for executor in ("torch", "inline", "workers"):
-        loader = FastDataLoader(Rotated(), batch_size=3, num_workers=1, seed=2, executor=executor)
+        how = {"num_workers": 1, "persistent_workers": persistent, "executor": executor}
+        loader = FastDataLoader(Rotated(), batch_size=3, seed=2, **how)
         found.append([list(loader) for _ in range(2)])
     assert same(found[0], found[1])
     assert same(found[0], found[2])
