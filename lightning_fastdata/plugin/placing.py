@@ -235,7 +235,7 @@ class Placing:
             return held.place, since + held.choice.reason
         if self._accelerator(trainer) == "cpu":
             return "workers", "there is no accelerator to run on"
-        return "device", "or in the workers, as will be measured when the training starts"
+        return "device", "unless a trial before the training finds the workers to be faster"
 
     def _border(self, stage: Stage, epoch: Callable[[], int], trainer: Any) -> int:
         number = epoch()
@@ -269,13 +269,13 @@ class Placing:
         held.changes += 1
         since = epoch + held.delay_epochs
         switch.change(held.place, from_epoch=since)
-        self._tell(stage, held.choice, trainer, f"from epoch {since} on ")
+        self._tell(stage, held.choice, trainer, f" from epoch {since}")
 
     def _tell(self, stage: Stage, choice: Choice, trainer: Any, since: str = "") -> None:
         ranks = getattr(trainer, "world_size", 1)
         rank = f"rank {trainer.global_rank}, " if ranks > 1 else ""
         where = "on the device" if choice.place == "device" else "all in the workers"
-        _LOG.info('augment_on="auto", %s%s: %s%s: %s.', rank, stage, since, where, choice.reason)
+        _LOG.info('augment_on="auto", %s%s: %s%s: %s.', rank, stage, where, since, choice.reason)
 
     def _say_once(self, stage: Stage, trainer: Any) -> None:
         if self.asked != "gpu" or trainer is None or self._said:

@@ -38,6 +38,10 @@ class StepWatch:
         self.timeline: StepTimeline
         self.restart()
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy belongs to no training; events of a device cannot be copied.
+        return {**vars(self), "timeline": StepTimeline(), "_most": 0, "_left": 0}
+
     def restart(self) -> None:
         """Forget what was measured."""
         device = CudaClock(_MARKS) if self._device.type == "cuda" else None
@@ -55,6 +59,8 @@ class StepWatch:
 
     def batches(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Return the batches of an epoch, whose requests are marked."""
+        if not self._most:
+            return batches
         self.timeline.drop_open_step()
         self.timeline.epoch_began()
         self._epochs += 1

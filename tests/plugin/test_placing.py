@@ -29,6 +29,7 @@ from lightning_fastdata.augment.switching import (
 )
 from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.insight.clock import CudaClock, HostClock
+from lightning_fastdata.insight.timeline import StepTimeline
 from lightning_fastdata.loading.staged import StagedBatch
 from lightning_fastdata.plugin.place_costs import (
     PlaceTask,
@@ -42,7 +43,7 @@ from lightning_fastdata.types import SampleKey
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")
-EPOCHS = 5
+EPOCHS = 4
 LOG = "lightning_fastdata.plugin.placing"
 
 
@@ -163,7 +164,7 @@ def test_a_change_at_the_border_of_epochs_changes_no_batch(
     tmp_path, caplog, executor, workers, persistent, since, first
 ):
     how = {"executor": executor, "persistent_workers": persistent}
-    expected, _ = train(tmp_path, place="cpu", workers=workers, **how)
+    expected, _ = train(tmp_path, place="cpu", workers=0)
     caplog.set_level(logging.INFO, LOG)
     steps, costs = SLOW_DEVICE, COSTS
     if first == "workers":
@@ -190,7 +191,8 @@ def test_a_change_at_the_border_of_epochs_changes_no_batch(
     logged = [record.getMessage() for record in caplog.records if record.name == LOG]
     assert len(logged) == 2
     assert "a batch of 4 takes 2 workers 16 ms" in logged[0]
-    assert f"from epoch {since} on" in logged[1]
+    where = "on the device" if second == "device" else "all in the workers"
+    assert f"train: {where} from epoch {since}: 60 steps took" in logged[1]
 
 
 def test_what_was_chosen_is_explained_with_its_numbers(tmp_path):
@@ -200,7 +202,18 @@ def test_what_was_chosen_is_explained_with_its_numbers(tmp_path):
         assert number in text
     assert "all of it in the workers" in text
     module.placing = placed()
-    assert "will be measured when the training starts" in module.explain()
+    assert "unless a trial before the training" in module.explain()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("executor", ["torch", "workers"])
+def test_workers_that_are_not_forked_follow_the_change(tmp_path, executor):
+    expected, _ = train(tmp_path, place="cpu", workers=0, trainer={"max_epochs": 4})
+    how = {"executor": executor, "persistent_workers": True, "multiprocessing_context": "spawn"}
+    model, module = train(tmp_path, placing=placed(), workers=1, trainer={"max_epochs": 4}, **how)
+    assert module.places[0] == 6 * ["device"]
+    assert module.places[3] == 6 * ["workers"]
+    all_equal(model.images, expected.images)
 
 
 def test_mixing_behind_a_pipeline_is_the_same_before_and_after_a_change(tmp_path):
@@ -552,3 +565,15 @@ def test_an_iterator_that_is_watched_can_still_be_asked_what_it_could_be_asked()
 
     assert StepWatch(CPU).batches(Ready()).ready() == "yes"
     assert list(copy.deepcopy(StepWatch(CPU).batches(Ready()))) == []
+
+
+def test_a_copy_of_a_watch_measures_nothing():
+    class Event:
+        def __reduce__(self):
+            raise TypeError("cannot pickle a CUDA event")
+
+    watch = StepWatch(CPU)
+    watch.timeline = StepTimeline(device=CudaClock(16, Event))
+    for twin in (copy.deepcopy(watch), pickle.loads(pickle.dumps(watch))):
+        assert list(twin.batches(iter(range(9)))) == list(range(9))
+        assert twin.seen("device") is None
