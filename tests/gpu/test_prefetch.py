@@ -235,6 +235,7 @@ def test_a_training_is_the_same_whatever_the_prefetching(tmp_path, executor):
             PictureDicts(48, 48, 48),
             batch_size=8,
             augment=recipe(),
+            augment_on="gpu",
             options=LoaderOptions(num_workers=2, executor=executor),
             prefetch=way,
             guard="off",

@@ -70,7 +70,12 @@ def to_tensor():
 
 
 def data(**arguments):
-    given = {"options": LoaderOptions(num_workers=0), "seed": 5, "guard": "off"}
+    given = {
+        "options": LoaderOptions(num_workers=0),
+        "augment_on": "gpu",
+        "seed": 5,
+        "guard": "off",
+    }
     return FastDataModule.from_datasets(
         PicturePairs(48, 48, 48),
         PicturePairs(16, 48, 48),
@@ -133,11 +138,20 @@ def test_training_on_the_device_sees_what_training_on_cpu_augmentation_sees(tmp_
     assert largest_gap(models[0].seen[0], models[0].seen[6]) > 0  # epochs differ
 
 
-def test_the_automatic_place_for_pixels_is_the_device(tmp_path):
-    datamodule = data()
-    train(tmp_path, datamodule)
-    assert datamodule.augments_on_device("train")
-    assert datamodule.augments_on_device("val")
+def test_the_automatic_place_for_pixels_is_measured_on_the_device_and_changes_no_batch(tmp_path):
+    options = LoaderOptions(num_workers=2)
+    datamodule = data(options=options, augment_on="auto")
+    ours = train(tmp_path, datamodule, max_epochs=4)
+    oracle = train(tmp_path, data(options=options, augment_on="cpu"), max_epochs=4)
+    for stage in ("train", "val"):
+        choice = datamodule.placing.choice(stage)
+        assert choice.device_ms > 0
+        assert choice.saved_ms is not None
+        assert choice.reason in datamodule.explain()
+    assert datamodule.placing.choice("train").device_step_ms > 0
+    assert len(ours.seen) == len(oracle.seen) == 24
+    for one, other in zip(ours.seen, oracle.seen, strict=True):
+        assert largest_gap(one, other) == 0
 
 
 def test_deterministic_training_is_possible_and_repeats(tmp_path):
