@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
 
 from lightning_fastdata.augment.placement import StepSeen
 from lightning_fastdata.insight.clock import CudaClock, HostClock
+from lightning_fastdata.insight.metrics import measured, warm_steps
 from lightning_fastdata.insight.timeline import StepTimeline
 
 if TYPE_CHECKING:
     import torch
 
     from lightning_fastdata.augment.placement import Place
+    from lightning_fastdata.insight.clock import DeviceClock
     from lightning_fastdata.types import Batch
 
 _STEPS: Final = 256
@@ -27,10 +32,19 @@ class StepWatch:
     Args:
         device: Where the trainer computes.
         clock: Of the host.
+        device_clock: Makes the clock of the device; None where the host's tells what it does.
+            Default: CUDA's events on a CUDA device.
     """
 
-    def __init__(self, device: torch.device, clock: HostClock | None = None) -> None:
-        self._device = device
+    def __init__(
+        self,
+        device: torch.device,
+        clock: HostClock | None = None,
+        device_clock: Callable[[], DeviceClock] | None = None,
+    ) -> None:
+        if device_clock is None and device.type == "cuda":
+            device_clock = partial(CudaClock, _MARKS)
+        self._device_clock = device_clock
         self._clock = HostClock() if clock is None else clock
         self._left = 0
         self._epochs = 0
@@ -40,11 +54,12 @@ class StepWatch:
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy belongs to no training; events of a device cannot be copied.
-        return {**vars(self), "timeline": StepTimeline(), "_most": 0, "_left": 0}
+        none = {"timeline": StepTimeline(), "_device_clock": None}
+        return {**vars(self), **none, "_most": 0, "_left": 0}
 
     def restart(self) -> None:
         """Forget what was measured."""
-        device = CudaClock(_MARKS) if self._device.type == "cuda" else None
+        device = None if self._device_clock is None else self._device_clock()
         self.timeline = StepTimeline(host=self._clock, device=device, window=_STEPS)
         self._left = self._epochs = 0
 
@@ -85,21 +100,20 @@ class StepWatch:
 
     def seen(self, place: Place) -> StepSeen | None:
         """Return what was measured, all of it with the pixels in ``place``; None if nothing was."""
-        history = self.timeline.history
-        warm = history.steps - history.cold_steps
-        if warm < 1:
+        rows = warm_steps(self.timeline.history.newest())
+        step, stall, augment = (
+            measured(rows[name]) for name in ("step_ms", "stall_ms", "augment_ms")
+        )
+        if not len(step) or not len(stall):
             return None
-        summary = history.summarize("train", duration_s=0.0, device=self._device.type)
-        if summary.step is None or summary.stall is None:
-            return None
-        augment = summary.augment if place == "device" else None
+        left = place == "device" and len(augment) > 0
         return StepSeen(
             place=place,
-            steps=warm,
+            steps=len(step),
             epochs=self._epochs,
-            step_ms=summary.step.p50_ms,
-            wait_ms=summary.stall.p50_ms,
-            augment_ms=None if augment is None else augment.p50_ms,
+            step_ms=float(np.median(step)),
+            wait_ms=float(np.median(stall)),
+            augment_ms=float(np.median(augment)) if left else None,
         )
 
 

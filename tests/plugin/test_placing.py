@@ -195,6 +195,20 @@ def test_a_change_at_the_border_of_epochs_changes_no_batch(
     assert f"train: {where} from epoch {since}: 60 steps took" in logged[1]
 
 
+def test_whatever_is_measured_changes_no_batch(tmp_path):
+    expected, _ = train(tmp_path, place="cpu", workers=0)
+    placing = Placing("auto", accelerator=lambda trainer: "cuda")
+    model, module = train(tmp_path, placing=placing, workers=2, executor="workers")
+    choice = module.placing.choice("train")
+    assert choice.device_ms > 0
+    assert choice.saved_ms is not None
+    assert choice.workers_step_ms > 0
+    assert choice.device_step_ms > 0
+    assert choice.reason in module.explain()
+    assert all(len(set(places)) == 1 for places in module.places.values())
+    all_equal(model.images, expected.images)
+
+
 def test_what_was_chosen_is_explained_with_its_numbers(tmp_path):
     _, module = train(tmp_path, placing=placed(), executor="workers", persistent_workers=True)
     text = module.explain()
@@ -540,6 +554,37 @@ def test_steps_are_measured_from_request_to_request():
     assert watch.seen("workers").augment_ms is None
     watch.restart()
     assert watch.seen("device") is None
+
+
+def test_steps_of_a_device_that_is_behind_its_host_are_measured_by_the_device():
+    host, device = Watch(), Watch()
+
+    def give(ms):
+        device.s = max(device.s, host.s) + ms / 1000
+
+    class Event:
+        def record(self):
+            self.s = max(device.s, host.s)
+
+        def query(self):
+            return host.s >= self.s
+
+        def elapsed_time(self, end):
+            return 1000 * (end.s - self.s)
+
+    watch = StepWatch(CPU, HostClock(host.ns), lambda: CudaClock(512, Event))
+    for _ in watch.batches(iter(range(90))):
+        host.s += 0.001  # all it takes to give the device its work
+        watch.timeline.augment_began()
+        give(2)
+        watch.timeline.augment_ended()
+        give(5)
+    host.s += 1.0
+    seen = watch.seen("device")
+    assert seen.steps == 89  # but for the first
+    assert seen.step_ms == pytest.approx(7)
+    assert seen.wait_ms == pytest.approx(0)
+    assert seen.augment_ms == pytest.approx(2)
 
 
 def test_no_more_steps_of_an_epoch_are_measured_than_tell_something():
