@@ -28,6 +28,7 @@ from lightning_fastdata.augment.switching import PlaceSwitch, SwitchedTransform
 from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.loading.staged import StagedBatch
 from lightning_fastdata.plugin.place_costs import PlaceTask, read_place_costs
+from lightning_fastdata.plugin.prefetching import drawn_carried_out
 from lightning_fastdata.plugin.staging import finish
 from lightning_fastdata.plugin.step_watch import StepWatch
 from lightning_fastdata.plugin.trainer_facts import device_type
@@ -213,10 +214,11 @@ class Placing:
         ours = isinstance(batch, StagedBatch) and batch.stage == "train"
         if watch is None or not (ours and batch.draws is not None and watch.watching):
             return finish(batch, transforms)
+        # Other transforms of the stage run on the device wherever the pipeline's pixels are.
         watch.timeline.augment_began()
-        finished = finish(batch, transforms)
+        batch = drawn_carried_out(batch, transforms)
         watch.timeline.augment_ended()
-        return finished
+        return finish(batch, transforms)
 
     def where(self, stage: Stage, trainer: Any) -> tuple[Place, str]:
         """Return where the pixels of a stage are computed, and why, as far as it is known."""

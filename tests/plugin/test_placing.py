@@ -209,6 +209,29 @@ def test_whatever_is_measured_changes_no_batch(tmp_path):
     all_equal(model.images, expected.images)
 
 
+def test_only_the_pipeline_counts_as_what_could_be_done_in_the_workers(tmp_path):
+    clock = Watch()
+
+    def slow(batch):
+        clock.s += 1.0
+        return batch
+
+    placing = Placing(
+        "auto",
+        accelerator=lambda trainer: "cuda",
+        costs=lambda task, accelerator: COSTS,
+        watch=lambda device: StepWatch(device, HostClock(clock.ns)),
+    )
+    model, module = Keeps(), Looks.from_datasets(Images(24), batch_size=4, augment=pipeline())
+    module.register_transform(slow)
+    module.placing = placing
+    make_trainer(tmp_path, max_epochs=3).fit(model, datamodule=module)
+    choice = module.placing.choice("train")
+    assert choice.place == "device"
+    assert choice.device_ms == 0.0
+    assert choice.device_step_ms == choice.workers_step_ms == 1000.0
+
+
 def test_what_was_chosen_is_explained_with_its_numbers(tmp_path):
     _, module = train(tmp_path, placing=placed(), executor="workers", persistent_workers=True)
     text = module.explain()
