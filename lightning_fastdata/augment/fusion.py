@@ -38,7 +38,7 @@ A sample may begin with one way of reading of its own:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, get_args
 
 import numpy as np
 
@@ -54,8 +54,11 @@ CHANNELS: Final = 3
 
 Instruction: TypeAlias = tuple[int, ...]
 Instructions: TypeAlias = "Callable[[Encoded, Mapping[str, int]], list[Instruction] | None]"
-Fused: TypeAlias = "Instructions | Literal['window', 'resize', 'normalize', 'channels first']"
+End: TypeAlias = Literal["normalize", "to float", "channels first"]
+Fused: TypeAlias = "Instructions | Literal['window', 'resize'] | End"
 """What an operation is within a run: a way of reading, a change of each pixel, or its end."""
+ENDS: Final[frozenset[object]] = frozenset(get_args(End))
+"""What makes something else of bytes ``[n, H, W, C]``, so that no other run follows."""
 
 _TRANSPOSED: Final = 4
 _MIRRORS: Final = {
@@ -184,7 +187,6 @@ def median(encoded: Encoded, offsets: Mapping[str, int]) -> list[Instruction]:
 def _margin(kernel: np.ndarray, axis: int) -> int:
     """Return how many rows (0) or columns (1) of zeros lie on both sides of a kernel."""
     others = tuple(other for other in range(kernel.ndim) if other != axis)
-    used = np.flatnonzero(kernel.any(axis=others))
-    if not len(used):
-        return int(kernel.shape[axis]) // 2
-    return min(int(used[0]), int(kernel.shape[axis]) - 1 - int(used[-1]))
+    used = np.flatnonzero(kernel.any(axis=others)).tolist()
+    length = int(kernel.shape[axis])
+    return min(used[0], length - 1 - used[-1]) if used else length // 2

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 _BLOCK: Final = 512
 """Pixels that one program of a kernel computes: four for each thread, which fit its registers."""
+_ENDS: Final = {"bytes": 0, "normalized": 1, "divided": 2}
 _GEOMETRIES: Final = {"none": 0, "window": 1, "resize": 2, "warp": 3, "filter": 4}
 
 
@@ -89,7 +90,7 @@ def run_fused(
         blob: The arrays of the program, on the device of ``batch``.
         batch: uint8 ``[n, H, W, 3]``, which the run :func:`takes`; never written to.
         out_dtype: A floating dtype for the result, rounded to the nearest, halves to even; None:
-            float32 if the run ends in Normalize, else uint8.
+            float32 if the run ends in Normalize or ToFloat, else uint8.
         channels_last: The result of a run that ends in ToTensorV2 lies in memory with the channels
             of a pixel side by side (``torch.channels_last``).
 
@@ -124,7 +125,8 @@ def prepare(
     out_height, out_width = run.size or (height, width)
     planes = run.channels_first and not channels_last
     shape = (CHANNELS, out_height, out_width) if planes else (out_height, out_width, CHANNELS)
-    dtype = out_dtype or (torch.uint8 if run.normalize is None else torch.float32)
+    ends = "normalized" if run.normalize else "divided" if run.limit else "bytes"
+    dtype = out_dtype or (torch.uint8 if ends == "bytes" else torch.float32)
     out = batch.new_empty((samples, *shape), dtype=dtype)
     sums = batch.new_zeros(samples, dtype=torch.int64) if run.contrasts else blob.view(torch.int64)
     ints, floats = blob.view(torch.int32), blob.view(torch.float32)
@@ -144,7 +146,7 @@ def prepare(
                 constants={"BLOCK": _BLOCK},
             )
         )
-    mean, gain = run.normalize or (run.code, run.code)
+    mean, gain = run.normalize or (run.limit or run.code, run.code)
     offsets = [slot.offset // 4 for slot in (run.code, run.where or run.code)]
     others = [slot.offset // 4 for slot in (run.fill or run.code, mean, gain)]
     for adds_up in (True, False) if run.contrasts else (False,):
@@ -160,7 +162,7 @@ def prepare(
                 constants={
                     "GEOMETRY": _GEOMETRIES[run.geometry],
                     "SUMS": adds_up,
-                    "NORMALIZE": run.normalize is not None,
+                    "ENDS": _ENDS[ends],
                     "PLANES": planes,
                     "BLOCK": _BLOCK,
                 },

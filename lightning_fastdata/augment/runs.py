@@ -18,6 +18,7 @@ from lightning_fastdata.augment.fusion import (
     BOTH_AXES,
     CHANNELS,
     CONTRAST,
+    ENDS,
     WARP,
     WIDTH,
     Fused,
@@ -67,7 +68,10 @@ class FusedRun:
     square: bool
     """Some sample is turned on its side, so the result has to be square."""
     normalize: tuple[Slot, Slot] | None
-    """Mean and gain, float32 ``[samples, 3]``; None: the result is uint8."""
+    """Mean and gain, float32 ``[samples, 3]``; None: it is not normalized."""
+    limit: Slot | None
+    """What the values are divided by, float32 ``[samples, 1]``; None: they are not. If neither this
+    nor ``normalize`` is there, the result is uint8."""
     channels_first: bool
     """The result is ``[n, C, H, W]``, else ``[n, H, W, C]``."""
 
@@ -95,7 +99,8 @@ def launches(program: Program) -> int:
     """Return how many times a batch is handed to the device, if kernels carry out the runs.
 
     A run counts its kernels. A step that no run takes counts one for each of its parts, which are
-    samples with the same settings; torch launches several kernels for each of them.
+    samples with the same settings; torch launches several kernels for each of them. Images of
+    another form than uint8 RGB take no runs, see :func:`~.replay_triton.takes`.
     """
     fused = {number for run in program.runs for number in range(run.first, run.last + 1)}
     rest = (len(step.parts) for number, step in enumerate(program.steps) if number not in fused)
@@ -113,6 +118,7 @@ def fuse(
         add: Packs an array into the blob.
     """
     runs, open_run = [], _OpenRun(0, samples)
+    steps = steps[: _until_the_end(steps)]
     for number, step in enumerate(steps):
         if not open_run.takes(step, samples):
             runs.append(open_run.close(number - 1, add))
@@ -121,6 +127,16 @@ def fuse(
                 open_run = _OpenRun(number + 1, samples)
     runs.append(open_run.close(len(steps) - 1, add))
     return tuple(run for run in runs if run is not None)
+
+
+def _until_the_end(steps: Sequence[Step]) -> int:
+    """Return how many steps there are up to those that make bytes something else, and with them."""
+    ended = False
+    for number, step in enumerate(steps):
+        if ended and step.fused not in ENDS:
+            return number
+        ended = ended or step.fused in ENDS
+    return len(steps)
 
 
 class _OpenRun:
@@ -134,13 +150,12 @@ class _OpenRun:
         self.border = _REPLICATE
         self.fill: Slot | None = None
         self.normalize: tuple[Slot, Slot] | None = None
+        self.limit: Slot | None = None
         self.channels_first = False
 
     def takes(self, step: Step, samples: int) -> bool:
         """Take a step and return True, or leave the run as it is and return False."""
         taken = self._take_end(step, samples) or self._take_geometry(step, samples)
-        if not taken and (self.normalize is not None or self.channels_first):
-            return False
         taken = taken or self._take_pixels(step)
         self.taken += taken
         return taken
@@ -149,11 +164,13 @@ class _OpenRun:
         whole = len(step.rows) == 1 and len(step.rows[0]) == samples
         if not whole or self.channels_first:
             return False
-        if step.fused == "normalize" and self.normalize is None:
-            arrays = step.arrays[0]
-            if "mean" not in arrays or not _is_of_colours(arrays["mean"]):
-                return False
+        arrays, bytes_ = step.arrays[0], self.normalize is None and self.limit is None
+        fixed = "mean" in arrays and _is_of_colours(arrays["mean"])
+        if step.fused == "normalize" and bytes_ and fixed:
             self.normalize = arrays["mean"], arrays["gain"]
+            return True
+        if step.fused == "to float" and bytes_ and "limit" in arrays:
+            self.limit = arrays["limit"]
             return True
         self.channels_first = step.fused == "channels first"
         return self.channels_first
@@ -231,6 +248,7 @@ class _OpenRun:
             keeps_size=self.geometry == "warp" and bool((code[:, 0, 0] != WARP).any()),
             square=any(is_transposing(one) for listed in self.code for one in listed),
             normalize=self.normalize,
+            limit=self.limit,
             channels_first=self.channels_first,
         )
 

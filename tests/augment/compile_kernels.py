@@ -54,17 +54,17 @@ def check(ptx, fused, what):
 
 
 CASES = [
-    # capability, geometry, sums, normalize, planes, target
-    (80, 0, False, True, True, "fp32"),
-    (80, 1, True, False, False, "u8"),
-    (90, 2, False, True, False, "bf16"),
-    (90, 3, False, True, True, "fp16"),
-    (80, 4, False, False, False, "u8"),
-    (90, 4, True, False, False, "u8"),
+    # capability, geometry, sums, ends, planes, target
+    (80, 0, False, 1, True, "fp32"),
+    (80, 1, True, 0, False, "u8"),
+    (90, 2, False, 1, False, "bf16"),
+    (90, 3, False, 2, True, "fp16"),
+    (80, 4, False, 0, False, "u8"),
+    (90, 4, True, 0, False, "u8"),
 ]
-for capability, geometry, sums, normalize, planes, target in CASES:
+for capability, geometry, sums, ends, planes, target in CASES:
     constants = {
-        "GEOMETRY": geometry, "SUMS": sums, "NORMALIZE": normalize, "PLANES": planes,
+        "GEOMETRY": geometry, "SUMS": sums, "ENDS": ends, "PLANES": planes,
         "BLOCK": BLOCK,
     }  # fmt: skip
     ptx = assembly(fused_kernel, capability, target, constants)

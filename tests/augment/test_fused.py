@@ -107,6 +107,8 @@ ENDS = {
     "floats": [A.Normalize()],
     "tensor": [A.Normalize(), A.ToTensorV2()],
     "tensor of bytes": [A.ToTensorV2()],
+    "divided": [A.ToFloat(max_value=254.0), A.ToTensorV2()],
+    "holes at last": [A.Normalize(), A.CoarseDropout(p=0.5), A.ToTensorV2()],
 }
 
 

@@ -20,7 +20,7 @@ from lightning_fastdata.augment.kernels.colors import (
     shifted_hue,
 )
 from lightning_fastdata.augment.kernels.filters import read_down, read_median, read_plane
-from lightning_fastdata.augment.kernels.numbers import read, read_anywhere
+from lightning_fastdata.augment.kernels.numbers import as_kind, read, read_anywhere
 from lightning_fastdata.augment.kernels.resize import read_resized
 from lightning_fastdata.augment.kernels.warp import read_warped
 
@@ -88,13 +88,16 @@ def fused_kernel(
     source, target, bytes_, ints, floats, doubles, sums, middle,
     code_at, where_at, border, fill_at, mean_at, gain_at,
     height, width, out_height, out_width, length,
-    GEOMETRY: tl.constexpr, SUMS: tl.constexpr, NORMALIZE: tl.constexpr,
+    GEOMETRY: tl.constexpr, SUMS: tl.constexpr, ENDS: tl.constexpr,
     PLANES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Carry out a run on one block of output pixels of one sample.
 
     ``GEOMETRY`` says how the image is read: 0 as it is, 1 a window, 2 resized, 3 warped in those
     samples whose first instruction says so, 4 filtered in those samples.
+
+    ``ENDS`` says what is written: 0 bytes, 1 normalized, 2 divided by a limit, which lies where
+    normalized samples have their mean.
 
     With ``SUMS``, add up the luminance of the pixels as a sample's CONTRAST finds them, and write
     no pixels.
@@ -190,13 +193,18 @@ def fused_kernel(
         else:
             first = out + at * 3
             between = out_height * 0 + 1
-        if NORMALIZE:
+        if ENDS == 1:
             mean = floats + mean_at + sample * 3
             gain = floats + gain_at + sample * 3
             red = (red.to(tl.float32) - tl.load(mean)) * tl.load(gain)
             green = (green.to(tl.float32) - tl.load(mean + 1)) * tl.load(gain + 1)
             blue = (blue.to(tl.float32) - tl.load(mean + 2)) * tl.load(gain + 2)
+        elif ENDS == 2:
+            limit = tl.load(floats + mean_at + sample)
+            red = tl.div_rn(red.to(tl.float32), limit)
+            green = tl.div_rn(green.to(tl.float32), limit)
+            blue = tl.div_rn(blue.to(tl.float32), limit)
         kind_out = target.dtype.element_ty
-        tl.store(first, red.to(kind_out), mask)
-        tl.store(first + between, green.to(kind_out), mask)
-        tl.store(first + 2 * between, blue.to(kind_out), mask)
+        tl.store(first, as_kind(red, kind_out), mask)
+        tl.store(first + between, as_kind(green, kind_out), mask)
+        tl.store(first + 2 * between, as_kind(blue, kind_out), mask)

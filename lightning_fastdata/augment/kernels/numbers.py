@@ -1,5 +1,6 @@
-"""Rounding, and positions outside of an image."""
+"""Rounding, dtypes, and positions outside of an image."""
 
+# ruff: noqa: N803 - Triton writes constants in capitals.
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call"
 
 from __future__ import annotations
@@ -64,3 +65,18 @@ def read_anywhere(image, y, x, height, width, mode, fill, mask):
         green = tl.where(inside, green, cut(even(tl.load(fill + 1))).to(tl.int32))
         blue = tl.where(inside, blue, cut(even(tl.load(fill + 2))).to(tl.int32))
     return red, green, blue
+
+
+@triton.jit
+def as_kind(x, KIND: tl.constexpr):
+    """Return int32 or float32 in another dtype: the nearest number, halves to even."""
+    if tl.uint8 == KIND:
+        return x.to(tl.uint8)
+    number = x.to(tl.float32)
+    if tl.bfloat16 == KIND:
+        # Half of bfloat16's last bit, less where that is even: then cutting off rounds. Triton's
+        # interpreter only cuts off.
+        bits = number.to(tl.int32, bitcast=True)
+        bits = (bits + 32767 + ((bits >> 16) & 1)) & -65536
+        number = bits.to(tl.float32, bitcast=True)
+    return number.to(KIND)

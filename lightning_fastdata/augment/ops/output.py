@@ -128,7 +128,13 @@ OPS = (
         out_dtype=_normalized_dtype,
         fused="normalize",
     ),
-    DeviceOp(name="ToFloat", encode=_encode_to_float, image=_to_float, out_dtype=_float_dtype),
+    DeviceOp(
+        name="ToFloat",
+        encode=_encode_to_float,
+        image=_to_float,
+        out_dtype=_float_dtype,
+        fused="to float",
+    ),
     DeviceOp(
         name="FromFloat",
         encode=_encode_from_float,

@@ -1,0 +1,197 @@
+"""A run reads warped, blurred and turned samples as their operations do, beside plain ones.
+
+Without a GPU the kernels run in Triton's interpreter, which `conftest.py` turns on.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import albumentations as A
+import cv2
+import numpy as np
+import pytest
+import torch
+from augment.test_fused import DEVICE, both_ways, check, photographs, prepared, tape_of
+
+from lightning_fastdata.augment.ops import DEVICE_OPS
+from lightning_fastdata.augment.program import compile_tapes
+from lightning_fastdata.augment.replay_torch import replay
+from lightning_fastdata.augment.replay_triton import prepare, takes
+from lightning_fastdata.augment.tape import Track
+
+pytest.importorskip("triton")
+
+SIZES = [(1, 1), (1, 9), (13, 1), (21, 20)]
+BORDERS = {
+    "constant": cv2.BORDER_CONSTANT,
+    "replicate": cv2.BORDER_REPLICATE,
+    "reflect": cv2.BORDER_REFLECT,
+    "wrap": cv2.BORDER_WRAP,
+    "reflect 101": cv2.BORDER_REFLECT_101,
+}
+WILD = {"scale": (0.2, 3), "rotate": (-180, 180), "translate_percent": (-0.6, 0.6)}
+with warnings.catch_warnings():
+    # ShiftScaleRotate warns that it is a special case of Affine, and people use it all the same.
+    warnings.simplefilter("ignore")
+    SSR = A.ShiftScaleRotate(p=0.6)
+WARPS = {
+    **{
+        f"{way}, {border}": A.Affine(
+            **WILD,
+            shear=(-30, 30),
+            interpolation=kind,
+            border_mode=mode,
+            fill=(9, 200.5, 31),
+            p=0.7,
+        )
+        for way, kind in (("linear", cv2.INTER_LINEAR), ("nearest", cv2.INTER_NEAREST))
+        for border, mode in BORDERS.items()
+    },
+    "rotate": A.Rotate(p=0.6),
+    "safe": A.SafeRotate(fill=300, p=0.6),
+    "shift, scale, rotate": SSR,
+    "perspective": A.Perspective((0.1, 0.4), fill=7, p=0.6),
+    "perspective, nearest": A.Perspective((0.1, 0.4), interpolation=0, border_mode=2, p=0.6),
+    "one of two": A.OneOf([A.Affine(**WILD), A.Perspective()], p=0.8),
+}
+FILTERS = {
+    "gaussian": A.GaussianBlur((3, 9), (0.1, 3), p=0.7),
+    "box": A.Blur((3, 9), p=0.7),
+    "motion": A.MotionBlur((3, 9), p=0.7),
+    "advanced": A.AdvancedBlur(p=0.7),
+    "ringing": A.RingingOvershoot(p=0.7),
+    "median": A.MedianBlur((3, 5), p=0.7),
+    "emboss": A.Emboss(p=0.7),
+    "sharpen": A.Sharpen(p=0.7),
+    "defocus": A.Defocus((1, 3), p=0.7),
+    "one of three": A.OneOf([A.MotionBlur(p=1), A.MedianBlur(3, p=1), A.GaussianBlur(p=1)], p=0.8),
+}
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", WARPS)
+def test_a_warp_is_read_as_the_operation_does(name, size):
+    height, width = size
+    program = check([WARPS[name]], height=height, width=width)
+    assert [run.geometry for run in program.runs] == ["warp"]
+
+
+@pytest.mark.parametrize("size", [(1, 9), (15, 13)])
+@pytest.mark.parametrize("name", FILTERS)
+def test_a_filter_is_read_as_the_operation_does(name, size):
+    height, width = size
+    program = check([FILTERS[name]], height=height, width=width, count=3, seed=1)
+    assert [run.geometry for run in program.runs] == ["filter"]
+    assert program.runs[0].launches == 1 + (name in {"gaussian", "box", "one of three"})
+
+
+def test_samples_with_kernels_of_any_size_share_a_launch():
+    kernels = [
+        np.outer(*np.random.default_rng(size).random((2, size))) / size**2 for size in (1, 3, 5, 11)
+    ]
+    motion = A.MotionBlur()
+    tapes = [
+        {"image": Track("image", (tape_of("MotionBlur", motion, {"kernel": kernel}, (12, 13, 3)),))}
+        for kernel in kernels
+    ]
+    draws = compile_tapes(tapes, DEVICE_OPS)
+    program = draws.programs["image"]
+    assert len(program.steps[0].parts) > 1
+    assert [run.launches for run in program.runs] == [1]
+    batch = torch.from_numpy(np.stack(photographs(4, 12, 13)))
+    fused, single = both_ways(program, draws.blob, batch)
+    assert torch.equal(fused, single)
+
+
+@pytest.mark.parametrize("element", ["e", "r90", "r180", "r270", "t", "h", "hvt", "v"])
+def test_symmetries_of_the_square_compose_in_any_order(element):
+    shape = (9, 9, 3)
+    holes = {"holes": [(1, 2, 4, 9)]}
+    others = ["r90", "h", "t", "hvt"]
+    tapes = [
+        {
+            "image": Track(
+                "image",
+                (
+                    tape_of("D4", A.D4(), {"group_element": element}, shape),
+                    tape_of("CoarseDropout", A.CoarseDropout(fill=7), holes, shape, leaf=1),
+                    tape_of("D4", A.D4(), {"group_element": other}, shape, leaf=2),
+                    tape_of("HorizontalFlip", A.HorizontalFlip(), {}, shape, leaf=3),
+                ),
+            )
+        }
+        for other in others
+    ]
+    draws = compile_tapes(tapes, DEVICE_OPS)
+    program = draws.programs["image"]
+    assert [(run.first, run.last) for run in program.runs] == [(0, 3)]
+    batch = torch.from_numpy(np.stack(photographs(len(others), 9, 9)))
+    fused, single = both_ways(program, draws.blob, batch)
+    assert torch.equal(fused, single)
+
+
+def test_what_is_not_square_is_turned_by_torch():
+    tape = tape_of("Transpose", A.Transpose(), {}, (5, 8, 3))
+    draws = compile_tapes([{"image": Track("image", (tape,))}] * 2, DEVICE_OPS)
+    program = draws.programs["image"]
+    batch = torch.from_numpy(np.stack(photographs(2, 5, 8)))
+    assert not takes(program.runs[0], batch)
+    fused, single = both_ways(program, draws.blob, batch)
+    assert torch.equal(fused, single)
+    assert fused.shape == (2, 8, 5, 3)
+
+
+def test_a_warp_of_another_size_takes_all_samples_or_none():
+    grown = A.Affine(scale=(1.5, 1.5), fit_output=True)
+    matrix = np.diag([1.5, 1.5, 1.0])
+    params = {"matrix": matrix, "output_shape": (30, 36)}
+    warped = (tape_of("Affine", grown, params, (20, 24, 3)),)
+    batch = torch.from_numpy(np.stack(photographs(2, 20, 24)))
+    draws = compile_tapes([{"image": Track("image", warped)}] * 2, DEVICE_OPS)
+    assert takes(draws.programs["image"].runs[0], batch)
+    fused, single = both_ways(draws.programs["image"], draws.blob, batch)
+    assert fused.shape == (2, 30, 36, 3)
+    assert torch.equal(fused, single)
+    tapes = [{"image": Track("image", warped)}, {"image": Track("image", ())}]
+    assert not takes(compile_tapes(tapes, DEVICE_OPS).programs["image"].runs[0], batch)
+
+
+def test_a_warp_sees_what_came_before_it():
+    program = check(
+        [A.Posterize(2, p=1), A.Rotate(p=0.5), A.HueSaturationValue(p=0.7), A.Blur(p=1)]
+    )
+    assert [run.geometry for run in program.runs] == ["none", "warp", "filter"]
+
+
+@pytest.mark.parametrize("mode", BORDERS.values())
+def test_padding_is_read_by_the_run(mode):
+    program = check([A.Pad((3, 9), border_mode=mode, fill=(1, 2, 300), p=1), A.ToGray()])
+    assert [run.geometry for run in program.runs] == ["window"]
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("dtype", [None, torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("ends", [[A.Normalize()], [A.ToFloat(max_value=7)], []])
+def test_the_kernel_writes_the_form_that_torch_would_convert_to(ends, dtype, channels_last):
+    batch, draws = prepared([A.HorizontalFlip(), *ends, A.ToTensorV2()], photographs(5, 11, 7))
+    program = draws.programs["image"]
+    plain, out, single = (
+        replay(program, draws.blob.to(DEVICE), batch.to(DEVICE), DEVICE_OPS, **options)
+        for options in (
+            {"kernels": True},
+            {"kernels": True, "out_dtype": dtype, "channels_last": channels_last},
+            {"kernels": False, "out_dtype": dtype, "channels_last": channels_last},
+        )
+    )
+    wanted = plain if dtype is None else plain.to(dtype)
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    for given in (out, single):
+        assert given.dtype == wanted.dtype
+        assert given.is_contiguous(memory_format=layout)
+        assert torch.equal(given, wanted)
+    # The kernel itself wrote it: nothing was converted afterwards.
+    (run,) = program.runs
+    made, _ = prepare(run, draws.blob, batch, out_dtype=dtype, channels_last=channels_last)
+    assert made.dtype == wanted.dtype
+    assert made.is_contiguous(memory_format=layout)
