@@ -1,0 +1,209 @@
+"""How many times a batch is handed to the device, and that nobody waits for it there."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+
+import albumentations as A
+import numpy as np
+import pytest
+import torch
+from augment.batches import keys
+from augment.test_pipelines import ALL, samples
+
+from lightning_fastdata.augment.ops import DEVICE_OPS
+from lightning_fastdata.augment.replay_torch import replay
+from lightning_fastdata.augment.replay_triton import prepare, takes
+from lightning_fastdata.augment.runs import launches
+from lightning_fastdata.augment.transform import as_batch_transform
+
+BATCH = 32
+
+with warnings.catch_warnings():
+    # ShiftScaleRotate warns that it is a special case of Affine, and people use it all the same.
+    warnings.simplefilter("ignore")
+    USUAL = {
+        "light": (
+            [A.Resize(32, 32), A.HorizontalFlip(), A.Normalize(), A.ToTensorV2()],
+            1,
+        ),
+        "imagenet": (
+            [
+                A.Resize(40, 40),
+                A.RandomResizedCrop((32, 32)),
+                A.HorizontalFlip(),
+                A.ColorJitter(p=0.8),
+                A.Normalize(),
+                A.ToTensorV2(),
+            ],
+            2,
+        ),
+        "kaggle": (
+            [
+                A.Resize(40, 40),
+                A.RandomResizedCrop((32, 32)),
+                A.HorizontalFlip(),
+                A.VerticalFlip(),
+                A.ShiftScaleRotate(p=0.5),
+                A.RandomBrightnessContrast(p=0.5),
+                A.HueSaturationValue(p=0.5),
+                A.OneOf([A.MotionBlur(), A.MedianBlur(5), A.GaussianBlur()], p=0.4),
+                A.CoarseDropout(p=0.5),
+                A.Normalize(),
+                A.ToTensorV2(),
+            ],
+            4,
+        ),
+        "kaggle, affine and blur": (
+            [
+                A.Resize(32, 32),
+                A.RandomRotate90(),
+                A.Affine(p=0.5),
+                A.ColorJitter(p=0.5),
+                A.Blur(p=0.2),
+                A.CoarseDropout(p=0.5),
+                A.Normalize(),
+                A.ToTensorV2(),
+            ],
+            5,
+        ),
+    }
+"""Each with its launches. A size that is known lets the operations behind it run on the device; the
+Resize itself is done by the worker, whose images differ in size."""
+
+AT_MOST = {
+    "classification: imagenet": 1,
+    "classification: imagenet with colours": 2,
+    "classification: evaluation": 1,
+    "classification: cifar": 1,
+    "classification: self-supervised": 4,
+    "classification: leaves": 4,
+    "classification: skin lesions": 1,
+    "classification: landmarks": 2,
+    "classification: resized and flipped": 2,
+    "classification: letterbox": 1,
+    "classification: one of many noises": 8,
+    "classification: defocused": 3,
+    "classification: colours of every kind": 4,
+    "classification: randaugment": 6,
+    "classification: with a lambda": 0,
+    "classification: colours as in the training set": 2,
+    "segmentation: camera and street": 6,
+    "segmentation: salt bodies": 1,
+    "segmentation: crops": 5,
+    "segmentation: elastic": 6,
+    "segmentation: grid and optical": 5,
+    "segmentation: tumours": 4,
+    "segmentation: cells": 6,
+    "segmentation: retina vessels": 4,
+    "segmentation: x-rays": 6,
+    "segmentation: small and large scales": 2,
+    "segmentation: medical, heavy": 8,
+    "segmentation: thin plates": 2,
+    "satellite: eight symmetries": 1,
+    "satellite: change detection": 1,
+    "satellite: roads": 1,
+    "satellite: ships": 1,
+    "satellite: fields and clouds": 3,
+    "detection: one stage": 4,
+    "detection: two stages": 1,
+    "detection: rotated first": 1,
+    "detection: wheat heads": 1,
+    "detection: weather": 2,
+    "detection: safe crops": 5,
+    "detection: compressed": 6,
+    "detection: ultralytics": 2,
+    "detection: poses": 3,
+    "detection: faces": 1,
+    "text: lines of text": 3,
+    "text: scans": 8,
+    "text: handwriting": 5,
+    "competitions: everything": 10,
+    "competitions: pathology": 6,
+    "competitions: flip, rotate, jitter": 2,
+    "competitions: spectrograms": 3,
+    "competitions: random order": 10,
+    "competitions: deep fakes": 4,
+    "competitions: night and glass": 3,
+}
+"""What was counted for the pipelines of `pipelines.py`, the most of three batches each. Those with
+more than five have steps of torch: noise, CLAHE, fields of distortions."""
+
+
+def drawn(compose, given, seed=1):
+    """Return the images and the draws of a batch."""
+    part = as_batch_transform(compose).in_worker(on_device=True)
+    with warnings.catch_warnings():
+        # What Albumentations thinks of a draw is not for us to say.
+        warnings.filterwarnings("ignore", category=UserWarning, module="albumentations")
+        both = [part(one, key) for one, key in zip(given, keys(len(given), seed), strict=True)]
+    return [one["image"] for one, _ in both], part.collate([tape for _, tape in both])
+
+
+def many(size=None, count=BATCH):
+    rng = np.random.default_rng(3)
+    sizes = [size or (40 + number, 44) for number in range(count)]
+    return [{"image": rng.integers(0, 256, (*one, 3), dtype=np.uint8)} for one in sizes]
+
+
+@pytest.mark.parametrize("name", USUAL)
+def test_a_usual_pipeline_takes_at_most_five_launches(name):
+    transforms, expected = USUAL[name]
+    images, draws = drawn(A.Compose(transforms), many())
+    program = draws.programs["image"]
+    assert launches(program) == expected <= 5
+    # No step is left to torch.
+    assert sum(run.last + 1 - run.first for run in program.runs) == len(program.steps)
+    assert images[0].shape[-1] == 3
+
+
+@pytest.mark.parametrize("name", AT_MOST)
+def test_a_real_pipeline_takes_no_more_launches_than_it_did(name):
+    recipe = ALL[name]
+    given = list(itertools.islice(itertools.cycle(samples(recipe)), BATCH))
+    program = drawn(recipe.compose, given)[1].programs.get("image")
+    counted = 0 if program is None else launches(program)
+    assert counted <= AT_MOST[name]
+
+
+def test_a_step_of_torch_counts_its_parts():
+    blurs = [A.Equalize(p=1), A.Equalize(mode="pil", p=1)]
+    compose = A.Compose([A.Resize(16, 16), A.OneOf(blurs, p=1), A.HorizontalFlip(p=1)])
+    program = drawn(compose, many(count=16))[1].programs["image"]
+    parts = [len(step.parts) for step in program.steps[:-1]]
+    assert launches(program) == sum(parts) + 1
+
+
+@pytest.mark.parametrize("name", USUAL)
+def test_the_launches_of_a_run_are_known_without_a_value_of_the_device(name):
+    """A meta tensor has no values: whoever wants one gets an error instead of a stalled queue."""
+    images, draws = drawn(A.Compose(USUAL[name][0]), many())
+    program, blob = draws.programs["image"], draws.blob.to("meta")
+    batch = torch.stack(images).to("meta")
+    for run in program.runs:
+        assert takes(run, batch)
+        batch, made = prepare(run, blob, batch)
+        assert len(made) == run.launches
+        assert batch.device.type == "meta"
+    assert batch.shape == (BATCH, 3, 32, 32)
+    assert batch.dtype == torch.float32
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", USUAL)
+def test_a_gpu_is_not_waited_for_and_makes_the_bytes_of_the_cpu(name):
+    images, draws = drawn(A.Compose(USUAL[name][0]), many())
+    program, batch = draws.programs["image"], torch.stack(images)
+    wanted = replay(program, draws.blob, batch, DEVICE_OPS)
+    blob, batch = draws.blob.cuda(), batch.cuda()
+    # Kernels are compiled when they are first launched.
+    replay(program, blob, batch, DEVICE_OPS)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        made = replay(program, blob, batch, DEVICE_OPS)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(made.cpu(), wanted)
