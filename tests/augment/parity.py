@@ -31,12 +31,17 @@ class Parity:
     """Share of equal values, 0..1."""
 
 
-def photographs(height, width, channels=3, dtype=np.uint8):
+@functools.cache
+def _photograph(name):
     from skimage import data
 
+    return getattr(data, name)()
+
+
+def photographs(height, width, channels=3, dtype=np.uint8):
     pictures = []
     for shift, name in enumerate(("astronaut", "coffee", "chelsea")):
-        picture = getattr(data, name)()
+        picture = _photograph(name)
         picture = picture[60 + 9 * shift :, 90:][:height, :width]
         assert picture.shape[:2] == (height, width)
         picture = np.concatenate([picture, 255 - picture[::-1], picture[:, ::-1]], 2)
@@ -69,14 +74,17 @@ def _form(encoded):
     return encoded.static, shapes
 
 
-def draw_both(transform, data):
-    """Run Albumentations, and draw for the device from the same state of its generators."""
+def draw_both(transform, data, compose=None):
+    """Run Albumentations, and draw for the device from the same state of its generators.
+
+    The transform is called, or the pipeline that it belongs to.
+    """
     sampler = transform.get_params_dependent_on_data
     transform.get_params_dependent_on_data = functools.partial(
         draw_params, DEVICE_OPS[type(transform).__name__], transform, sampler, whole=True
     )
     try:
-        return transform(**data)
+        return (compose or transform)(**data)
     finally:
         del transform.get_params_dependent_on_data
 

@@ -5,6 +5,7 @@ import warnings
 import albumentations as A
 import numpy as np
 import pytest
+from augment.opencv_versions import fields, opencv_major
 from augment.parity import both, parity, photographs
 
 from lightning_fastdata.augment.ops import DEVICE_OPS
@@ -44,7 +45,7 @@ def pictures(name, channels=3, dtype=np.uint8):
 @pytest.mark.parametrize("name", WARPS)
 def test_distortions_are_at_most_one_level_off_on_photographs(name, channels):
     found = parity(WARPS[name], pictures(name, channels), seeds=range(2))
-    assert found.largest <= (0 if name.startswith("grid") else 1)
+    assert found.largest <= (0 if name.startswith("grid") else fields().largest)
     assert found.exact >= 0.999
 
 
@@ -52,7 +53,8 @@ def test_distortions_are_at_most_one_level_off_on_photographs(name, channels):
 def test_distortions_of_float_images_agree_to_a_small_part_of_a_level(name):
     found = parity(WARPS[name], pictures(name, dtype=np.float32), seeds=[3])
     # Wherever the fill is far from [0, 1], so is its edge with the image.
-    assert found.largest <= (5e-3 if WARPS[name].fill else 1e-3)
+    near = 5e-3 if WARPS[name].fill else 1e-3
+    assert found.largest <= (near if opencv_major() >= 5 else fields().of_floats / 255)
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.float32])
@@ -86,7 +88,7 @@ def test_any_number_of_nodes_is_one_launch():
 @pytest.mark.parametrize(
     "transform",
     [
-        A.GridDistortion(interpolation=2, p=1),
+        A.GridDistortion(interpolation=4, p=1),
         A.OpticalDistortion(mask_interpolation=4, p=1),
         A.ThinPlateSpline(interpolation=3, p=1),
     ],

@@ -144,8 +144,8 @@ def _encode_gray(
     if count == 1:
         return Encoded((("method", "same"), ("channels", 1)), {})
     known = transform.method in _GRAY_METHODS and (count == 3 or transform.method not in _OF_RGB)
-    # For one channel Albumentations drops the channel axis.
-    if out == 1 or not known:
+    # For one channel Albumentations drops the channel axis; and an edge of one pixel.
+    if out == 1 or not known or 1 in shape[:2]:
         return None
     return Encoded((("method", transform.method), ("channels", out)), {})
 

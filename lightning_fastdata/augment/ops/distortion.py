@@ -19,9 +19,9 @@ from lightning_fastdata.augment.ops.border import (
     encode_fills,
     fill_like,
 )
+from lightning_fastdata.augment.ops.cells import on_cells
 from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded
-from lightning_fastdata.augment.ops.resample import LINEAR, NEAREST
-from lightning_fastdata.augment.ops.warp import FAR, sample
+from lightning_fastdata.augment.ops.warp import FAR, WARPED, sample
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -42,12 +42,13 @@ def settings(transform: Any, shape: Shape) -> tuple[tuple[str, Any], ...] | None
     """Return the settings of a distortion that a launch shares, or None: no device form."""
     kinds = {transform.interpolation, transform.mask_interpolation}
     fills = encode_fills(transform, shape, extends=False)
-    if fills is None or not kinds <= {NEAREST, LINEAR} or transform.border_mode not in MODES:
+    if fills is None or not kinds <= WARPED or transform.border_mode not in MODES:
         return None
     return (
         ("interpolation", int(transform.interpolation)),
         ("mask_interpolation", int(transform.mask_interpolation)),
         ("border", int(transform.border_mode)),
+        ("cells", on_cells()),
     )
 
 
@@ -241,7 +242,8 @@ def remap(field: Field, setting: str, fill_name: str) -> Any:
         where = field(static, arrays, (images.shape[1], images.shape[2]))
         rows, columns = (torch.nan_to_num(at, nan=0.0).clamp(-FAR, FAR) for at in where)
         fill = fill_like(images, arrays, fill_name)
-        out = sample(images, rows, columns, static[setting], static["border"], fill)
+        kind, mode = static[setting], static["border"]
+        out = sample(images, rows, columns, kind, mode, fill, cells=static["cells"])
         return out.reshape(batch.shape)
 
     return run

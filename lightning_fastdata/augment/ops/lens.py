@@ -10,10 +10,10 @@ import numpy as np
 import torch
 
 from lightning_fastdata.augment.ops.border import REPLICATE, channels
+from lightning_fastdata.augment.ops.cells import on_cells
 from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded
-from lightning_fastdata.augment.ops.resample import LINEAR, NEAREST
 from lightning_fastdata.augment.ops.table import via_bytes
-from lightning_fastdata.augment.ops.warp import FAR, sample
+from lightning_fastdata.augment.ops.warp import FAR, WARPED, sample
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def _encode(
     transform: Any, params: Mapping[str, Any], shape: Shape, dtype: np.dtype[Any]
 ) -> Encoded | None:
-    if channels(shape) != 3 or transform.interpolation not in (NEAREST, LINEAR):
+    if channels(shape) != 3 or transform.interpolation not in WARPED:
         return None
     lens = [
         [params[f"{order}_distortion_{color}"] for order in ("primary", "secondary")]
@@ -32,7 +32,8 @@ def _encode(
     ]
     # Albumentations hands them to OpenCV as float32, which computes in float64.
     rounded = np.array(lens, np.float32).astype(np.float64)
-    return Encoded((("interpolation", int(transform.interpolation)),), {"lens": rounded})
+    static = (("interpolation", int(transform.interpolation)), ("cells", on_cells()))
+    return Encoded(static, {"lens": rounded})
 
 
 def _bent(lens: torch.Tensor, height: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -62,7 +63,13 @@ def _run(
         for lens, plane in ((0, 0), (1, 2)):
             rows, columns = _bent(arrays["lens"][:, lens], height, width)
             planes[plane] = sample(
-                planes[plane], rows, columns, static["interpolation"], REPLICATE, nothing
+                planes[plane],
+                rows,
+                columns,
+                static["interpolation"],
+                REPLICATE,
+                nothing,
+                cells=static["cells"],
             )
         return torch.cat(planes, -1)
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 NEAREST: Final = 0
 LINEAR: Final = 1
+CUBIC: Final = 2
 _WEIGHT_BITS: Final = 11
 """OpenCV blends uint8 pixels with integer weights of this many bits."""
 

@@ -17,14 +17,24 @@ from lightning_fastdata.augment.ops.border import (
     fill_like,
     read,
 )
+from lightning_fastdata.augment.ops.cells import (
+    cells_of_field,
+    cells_of_matrix,
+    cubic_weights,
+    invert,
+    on_cells,
+    sample_cells,
+)
 from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded
-from lightning_fastdata.augment.ops.resample import LINEAR, NEAREST
+from lightning_fastdata.augment.ops.resample import CUBIC, LINEAR, NEAREST
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from lightning_fastdata.augment.ops.operation import Shape
 
+WARPED: Final = frozenset({NEAREST, LINEAR, CUBIC})
+"""Interpolations that warps and distortions have a device form for."""
 FAR: Final = 1 << 20
 """No image is this wide: positions are limited to it before they become integers."""
 
@@ -55,7 +65,7 @@ def _encode(
     projective = type(transform).__name__ == "Perspective"
     kinds = {transform.interpolation, transform.mask_interpolation}
     fills = encode_fills(transform, shape, extends=not projective)
-    if fills is None or not kinds <= {NEAREST, LINEAR} or transform.border_mode not in MODES:
+    if fills is None or not kinds <= WARPED or transform.border_mode not in MODES:
         return None
     if getattr(transform, "crop_border", False):
         return None
@@ -69,8 +79,12 @@ def _encode(
         ("mask_interpolation", int(transform.mask_interpolation)),
         ("border", int(transform.border_mode)),
         ("projective", projective),
+        ("cells", on_cells()),
     )
-    return Encoded(static, {"inverse": inverse.astype(np.float32), **fills})
+    arrays = {"inverse": inverse.astype(np.float32), **fills}
+    if on_cells():
+        arrays["exact"] = invert(matrix, projective=projective)
+    return Encoded(static, arrays)
 
 
 def _positions(
@@ -106,6 +120,8 @@ def sample(
     interpolation: int,
     mode: int,
     fill: torch.Tensor,
+    *,
+    cells: bool = False,
 ) -> torch.Tensor:
     """Return the values between the pixels, as OpenCV 5 does: in float32, without a grid.
 
@@ -113,13 +129,18 @@ def sample(
         images: ``[n, H, W, C]``.
         rows: positions ``[n, h, w]`` in pixels, also outside the image; float.
         columns: the same.
-        interpolation: NEAREST or LINEAR.
+        interpolation: NEAREST, LINEAR or CUBIC.
         mode: ``BORDER_*``.
         fill: value outside the image for CONSTANT, ``[n, C]``, in the dtype of ``images``.
+        cells: as OpenCV 4 does: at multiples of 1/32 pixel.
 
     Returns:
         ``[n, h, w, C]`` in the dtype of ``images``.
     """
+    if cells:
+        nearest = interpolation == NEAREST
+        rows, columns = (cells_of_field(at, nearest=nearest) for at in (rows, columns))
+        return sample_cells(images, rows, columns, interpolation, mode, fill)
     if interpolation == NEAREST:
         return read(images, rows.round().long(), columns.round().long(), mode, fill)
     y, x = rows.floor(), columns.floor()
@@ -129,10 +150,29 @@ def sample(
     def tap(dy: int, dx: int) -> torch.Tensor:
         return read(images, y + dy, x + dx, mode, fill).float()
 
+    if interpolation == CUBIC:
+        out = _cubic(tap, down, across)
+        if images.dtype == torch.uint8:
+            out = out.round().clamp(0, 255)
+        return out.to(images.dtype)
     upper = torch.lerp(tap(0, 0), tap(0, 1), across)
     lower = torch.lerp(tap(1, 0), tap(1, 1), across)
     out = torch.lerp(upper, lower, down)
     return (out if images.is_floating_point() else out.round()).to(images.dtype)
+
+
+def _cubic(
+    tap: Callable[[int, int], torch.Tensor], down: torch.Tensor, across: torch.Tensor
+) -> torch.Tensor:
+    """Return the mean of sixteen neighbours with OpenCV's weights, line by line."""
+    beside, along = cubic_weights(across), cubic_weights(down)
+    out = torch.zeros((), device=down.device)
+    for row in range(4):
+        line = torch.zeros((), device=down.device)
+        for column in range(4):
+            line = line + tap(row - 1, column - 1) * beside[column]
+        out = out + line * along[row]
+    return out
 
 
 def _warp(setting: str, fill_name: str) -> Any:
@@ -140,11 +180,16 @@ def _warp(setting: str, fill_name: str) -> Any:
         batch: torch.Tensor, static: Mapping[str, Any], arrays: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
         images = as_channels_last(batch)
-        rows, columns = _positions(
-            arrays["inverse"], static["size"], projective=static["projective"]
-        )
         fill = fill_like(images, arrays, fill_name)
-        out = sample(images, rows, columns, static[setting], static["border"], fill)
+        size, projective, kind = static["size"], static["projective"], static[setting]
+        if static["cells"]:
+            places = cells_of_matrix(
+                arrays["exact"], size, projective=projective, nearest=kind == NEAREST
+            )
+            out = sample_cells(images, *places, kind, static["border"], fill)
+        else:
+            rows, columns = _positions(arrays["inverse"], size, projective=projective)
+            out = sample(images, rows, columns, kind, static["border"], fill)
         return out.view(*out.shape[:3], *batch.shape[3:])
 
     return run
@@ -164,5 +209,5 @@ OPS = tuple(
     )
     for name in ("Affine", "Rotate", "ShiftScaleRotate", "SafeRotate", "Perspective")
 )
-"""With OpenCV 5, linear on uint8 is at most one level off; OpenCV 4 rounds positions to 1/32 pixel
-and differs by up to four levels from both."""
+"""Nearest is exact. Linear and cubic on uint8 are exact with OpenCV 4, and at most one level off
+with OpenCV 5."""

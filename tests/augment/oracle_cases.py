@@ -1,0 +1,219 @@
+"""Every operation with a device form, and the arguments that it is tried with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from augment import opencv_versions as bounds
+from augment.pairwise import pairwise
+
+CHANNELS = (1, 3, 4, 7)
+SIZES = ((53, 74), (48, 31), (1, 9), (7, 1))
+WIDE = SIZES[:2]
+BORDERS = (0, 1, 2, 4, 3)
+RGB, GRAY_OR_RGB, SEVERAL = (3,), (1, 3), (3, 4, 7)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One operation, in one usage."""
+
+    name: str
+    """Class name of the transform."""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """What it is always called with."""
+    bound: bounds.Bound = bounds.EQUAL
+    """What is asked of its images; masks are equal."""
+    nearest: bounds.Bound = bounds.EQUAL
+    """The same, where it reads the nearest pixel."""
+    channels: tuple[int, ...] = CHANNELS
+    """Those that Albumentations takes."""
+    sizes: tuple[tuple[int, int], ...] = SIZES
+    """Heights and widths that it takes."""
+    axes: tuple[str, ...] = ()
+    """Arguments that are varied: interpolation, border_mode, fill, fill_mask."""
+    interpolations: tuple[int, ...] = (0, 1, 2)
+    """Nearest, linear and cubic."""
+    on_the_cpu: Callable[[dict[str, Any]], bool] = lambda _row: False
+    """Which combinations have no device form."""
+    refused: Callable[[dict[str, Any]], bool] = lambda _row: False
+    """Which combinations OpenCV refuses."""
+    pictures: int = 3
+    """Photographs."""
+    masks: float = 1.0
+    """Share of mask values that are equal."""
+
+    def rows(self):
+        """Return the combinations to try."""
+        values = {
+            "dtype": (np.uint8, np.float32),
+            "channels": self.channels,
+            "size": self.sizes,
+            "interpolation": self.interpolations,
+            "border_mode": BORDERS,
+            "fill": ("one number", "a whole number", "one for each channel"),
+            "fill_mask": (0.0, 9.0),
+        }
+        return pairwise({name: values[name] for name in ("dtype", "channels", "size", *self.axes)})
+
+    def make(self, row):
+        """Return the arguments of one combination."""
+        given = {name: row[name] for name in ("interpolation", "border_mode") if name in row}
+        unit = 1 if row["dtype"] == np.uint8 else 255
+        if "fill" in row:
+            given["fill"] = {
+                "one number": 77.0 / unit,
+                "a whole number": 77 if unit == 1 else 1,
+                "one for each channel": tuple(
+                    (20.0 + 30 * c) / unit for c in range(row["channels"])
+                ),
+            }[row["fill"]]
+        if "fill_mask" in row:
+            given["fill_mask"] = row["fill_mask"]
+        return self.arguments | given
+
+
+def fills_each_of_five(row):
+    """Whether the border differs between channels, of which OpenCV's border value has four."""
+    return row["channels"] > 4 and row["fill"] == "one for each channel"
+
+
+def fills_five(row):
+    """Whether the border has more channels than four, and Albumentations does not extend it."""
+    return row["channels"] > 4
+
+
+def thin(row):
+    """Whether Albumentations drops an axis, because an edge is one pixel long."""
+    return 1 in row["size"] and row["channels"] > 1
+
+
+WARP = {
+    "axes": ("interpolation", "border_mode", "fill", "fill_mask"),
+    "bound": bounds.warps(),
+    "refused": fills_each_of_five,
+}
+DISTORTION = WARP | {"on_the_cpu": fills_five, "bound": bounds.fields()}
+PAD = {"axes": ("border_mode", "fill", "fill_mask"), "refused": fills_each_of_five}
+HOLES = {"axes": ("fill", "fill_mask")}
+RESIZE = {"axes": ("interpolation",), "interpolations": (0, 1), "bound": bounds.RESIZE}
+BLUR = {"bound": bounds.SUMS}
+
+
+def case(name, arguments=None, **rest):
+    return Case(name=name, arguments=arguments or {}, **rest)
+
+
+CASES = (
+    *(
+        case(name)
+        for name in (
+            *("HorizontalFlip", "VerticalFlip", "Transpose", "RandomRotate90", "D4", "NoOp"),
+            *("SquareSymmetry", "TimeReverse", "InvertImg", "RandomGamma", "RandomToneCurve"),
+            *("Posterize", "Solarize", "RandomBrightnessContrast", "ToFloat", "ToTensorV2"),
+            *("Morphological", "AutoContrast", "ChannelShuffle", "MultiplicativeNoise"),
+        )
+    ),
+    case("RandomBrightnessContrast", {"brightness_by_max": False}),
+    case("MultiplicativeNoise", {"per_channel": True}),
+    case("RandomToneCurve", {"per_channel": True}),
+    case("FrequencyMasking", {"freq_mask_param": 20}, sizes=WIDE),
+    case("TimeMasking", {"time_mask_param": 20}, sizes=WIDE),
+    case("RandomCrop", {"height": 60, "width": 45, "pad_if_needed": True}, **PAD),
+    case("CenterCrop", {"height": 41, "width": 80, "pad_if_needed": True}, **PAD),
+    case("Crop", {"x_max": 60, "y_max": 60, "pad_if_needed": True}, **PAD),
+    case("Pad", {"padding": (3, 5, 7, 2)}, **PAD),
+    case("PadIfNeeded", {"min_height": 60, "min_width": 61, "position": "random"}, **PAD),
+    case("Resize", {"height": 37, "width": 91}, **RESIZE),
+    case("RandomResizedCrop", {"size": (50, 51)}, **RESIZE),
+    case("RandomSizedCrop", {"min_max_height": (1, 7), "size": (20, 31)}, **RESIZE),
+    case(
+        "Affine",
+        {"scale": (0.6, 1.3), "rotate": (-50, 50), "shear": (-9, 9), "translate_percent": 0.2},
+        **WARP,
+    ),
+    case("Affine", {"rotate": (20, 40), "fit_output": True, "keep_ratio": True}, **WARP),
+    case("Rotate", **WARP),
+    case("SafeRotate", **WARP),
+    case("ShiftScaleRotate", **WARP),
+    case("Perspective", {"scale": (0.05, 0.15)}, **DISTORTION),
+    case("Perspective", {"keep_size": False}, **DISTORTION),
+    case("GridDistortion", sizes=WIDE, **DISTORTION),
+    case("OpticalDistortion", {"distort_limit": (-0.5, 0.5)}, **DISTORTION),
+    case("OpticalDistortion", {"mode": "fisheye"}, **DISTORTION),
+    case("ThinPlateSpline", nearest=bounds.FEW_ELSEWHERE, masks=0.999, **DISTORTION),
+    # Albumentations computes the field in a Python loop over the pixels.
+    case(
+        "PiecewiseAffine",
+        nearest=bounds.FEW_ELSEWHERE,
+        sizes=((23, 34), (20, 15), (1, 9)),
+        pictures=1,
+        masks=0.99,
+        **DISTORTION,
+    ),
+    case("CoarseDropout", {"num_holes_range": (1, 6)}, **HOLES),
+    case("GridDropout", {"random_offset": True}, sizes=WIDE, **HOLES),
+    case("Erasing", **HOLES),
+    case(
+        "XYMasking",
+        {"num_masks_x": 2, "num_masks_y": (1, 3), "mask_x_length": 1, "mask_y_length": 1},
+        **HOLES,
+    ),
+    case("ChannelDropout", channels=SEVERAL),
+    case("Normalize", {"mean": 0.4, "std": 0.3}),
+    *(
+        case("Normalize", {"normalization": kind})
+        for kind in ("image", "image_per_channel", "min_max", "min_max_per_channel")
+    ),
+    case("FromFloat", on_the_cpu=lambda row: row["dtype"] == np.uint8),
+    case("ToRGB", channels=(1,), on_the_cpu=lambda row: 1 in row["size"]),
+    case("ToGray", channels=GRAY_OR_RGB, on_the_cpu=thin),
+    case("ToGray", {"method": "from_lab"}, channels=GRAY_OR_RGB, on_the_cpu=thin),
+    *(
+        case("ToGray", {"method": method}, on_the_cpu=thin)
+        for method in ("average", "max", "desaturation")
+    ),
+    case("ToSepia", channels=GRAY_OR_RGB),
+    case("RGBShift", channels=GRAY_OR_RGB),
+    case("PlanckianJitter", channels=RGB),
+    case("HueSaturationValue", channels=GRAY_OR_RGB, bound=bounds.THROUGH_BYTES),
+    case(
+        "ColorJitter",
+        channels=GRAY_OR_RGB,
+        bound=bounds.JITTER,
+        on_the_cpu=lambda row: row["channels"] == 1,
+    ),
+    case("Blur", {"blur_limit": (3, 9)}, **BLUR),
+    case("GaussianBlur", **BLUR),
+    case("MotionBlur", {"blur_limit": (3, 9)}, **BLUR),
+    case("AdvancedBlur", **BLUR),
+    case("RingingOvershoot", **BLUR),
+    case("Defocus", **BLUR),
+    case("Emboss", **BLUR),
+    case("Sharpen", **BLUR),
+    case("Sharpen", {"method": "gaussian"}, channels=SEVERAL),
+    case("UnsharpMask", bound=bounds.Bound(largest=8, equal=0.99, of_floats=8)),
+    case("MedianBlur"),
+    case("CLAHE", channels=GRAY_OR_RGB, bound=bounds.CLAHE),
+    *(
+        case("Equalize", {"mode": mode, "by_channels": each}, channels=GRAY_OR_RGB)
+        for mode in ("cv", "pil")
+        for each in (True, False)
+    ),
+    case("AutoContrast", {"cutoff": 3, "method": "pil"}),
+    case("Downscale", sizes=WIDE),
+    case(
+        "Downscale",
+        {"interpolation_pair": {"downscale": 3, "upscale": 1}},
+        bound=bounds.RESIZE,
+        channels=(1, 3, 4),
+        sizes=WIDE,
+    ),
+    case("ChromaticAberration", {"interpolation": 2}, channels=RGB, bound=bounds.fields()),
+    case("ChromaticAberration", channels=RGB, bound=bounds.fields()),
+    case("RandomGridShuffle", {"grid": (2, 3)}),
+    case("AdditiveNoise"),
+)

@@ -1,0 +1,129 @@
+"""Every operation against Albumentations, in combinations of all that it takes.
+
+The parameters are drawn by a real ``Compose``; what it makes of an image and its mask is what the
+device form has to make of them.
+"""
+
+from __future__ import annotations
+
+import warnings
+from itertools import permutations
+
+import albumentations as A
+import cv2
+import numpy as np
+import pytest
+import torch
+from augment.opencv_versions import Bound, opencv_major, warps
+from augment.oracle_cases import CASES
+from augment.pairwise import pairwise
+from augment.parity import draw_both, photographs
+
+from lightning_fastdata.augment.ops import DEVICE_OPS
+from lightning_fastdata.augment.ops.cells import on_cells
+from lightning_fastdata.augment.parity import levels_per_unit, make_example
+
+DRAWN_THERE = {
+    *("AdditiveNoise", "ElasticTransform", "FancyPCA", "GaussNoise", "ISONoise", "PixelDropout"),
+    *("SaltAndPepper", "ShotNoise"),
+}
+"""Have laws instead of pixels: see test_noise_ops.py, test_elastic_op.py, test_ops_principal.py."""
+
+
+def both_ways(transform, image, mask, seed):
+    """Return what a Compose makes of an image and its mask, and what the device form does.
+
+    The second is None where the parameters have no device form.
+    """
+    compose = A.Compose([transform])
+    op = DEVICE_OPS[type(transform).__name__]
+    compose.set_random_seed(seed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        given = {"image": image.copy(), "mask": mask.copy()}
+        wanted = draw_both(transform, given, compose)
+    encoded = op.encode(transform, transform.params, image.shape, image.dtype)
+    wanted = {name: np.asarray(value) for name, value in wanted.items()}
+    if encoded is None:
+        return wanted, None
+    static = dict(encoded.static)
+    arrays = {name: torch.from_numpy(array[None]) for name, array in encoded.arrays.items()}
+    out = op.image(torch.from_numpy(image[None]), static, arrays)[0].numpy()
+    assert wanted["image"].shape == tuple(op.out_shape(transform, transform.params, image.shape))
+    got = {"image": out, "mask": mask}
+    if op.mask is not None:
+        got["mask"] = op.mask(torch.from_numpy(mask[None]), static, arrays)[0].numpy()
+    return wanted, got
+
+
+def gaps(transform, wanted, got, dtype):
+    """Return the differences of images, in levels of which 255 span their range."""
+    assert got.shape == wanted.shape
+    assert got.dtype == wanted.dtype
+    unit = levels_per_unit(A.Compose([transform]), dtype)
+    gap = np.abs(wanted.astype(np.float64) - got) * unit
+    assert np.isfinite(wanted).all()
+    if wanted.dtype.kind == "f":
+        gap[gap < 1e-3] = 0  # sums of floats differ in the last bits
+    return gap.ravel()
+
+
+def assert_within(gap, bound: Bound, dtype):
+    assert gap.max(initial=0) <= (bound.largest if dtype == np.uint8 else bound.of_floats) + 1e-9
+    if dtype == np.uint8:
+        # A single pixel of a tiny image is more than the share.
+        assert (gap > 0).sum() <= max(1, (1 - bound.equal) * gap.size)
+        assert gap.mean() <= bound.mean + 1 / gap.size
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda one: f"{one.name} {one.arguments or ''}".strip())
+def test_the_device_form_equals_albumentations_within_the_bound_of_its_class(case):
+    on_device = 0
+    for number, row in enumerate(case.rows()):
+        dtype, bound = row["dtype"], case.nearest if row.get("interpolation") == 0 else case.bound
+        transform = make_example(case.name, case.make(row))
+        images = photographs(*row["size"], row["channels"], dtype)[: case.pictures]
+        found = []
+        for image in images:
+            mask = (255 - image[..., 0] * (1 if dtype == np.uint8 else 255)).astype(np.uint8) // 16
+            if case.refused(row):
+                with pytest.raises(cv2.error):
+                    both_ways(transform, image, mask, 1000 + number)
+                continue
+            wanted, got = both_ways(transform, image, mask, 1000 + number)
+            if got is None:
+                assert case.on_the_cpu(row), row
+                continue
+            assert not case.on_the_cpu(row), row
+            on_device += 1
+            found.append(gaps(transform, wanted["image"], got["image"], dtype))
+            assert got["mask"].dtype == wanted["mask"].dtype
+            assert got["mask"].shape == wanted["mask"].shape
+            assert (got["mask"] != wanted["mask"]).sum() <= (1 - case.masks) * mask.size, row
+        if found:
+            try:
+                assert_within(np.concatenate(found), bound, dtype)
+            except AssertionError as error:
+                raise AssertionError(f"{case.name} {case.arguments} {row}") from error
+    assert on_device
+
+
+def test_every_operation_has_a_case_or_a_law_of_its_own():
+    assert {case.name for case in CASES} | DRAWN_THERE == set(DEVICE_OPS)
+
+
+def test_all_pairs_of_values_meet():
+    factors = {"a": (0, 1), "b": (0, 1, 2, 3), "c": "xyzuv", "d": (True, False)}
+    rows = pairwise(factors)
+    assert rows == pairwise(factors)
+    for one, other in permutations(factors, 2):
+        met = {(row[one], row[other]) for row in rows}
+        assert len(met) == len(factors[one]) * len(factors[other])
+    assert len(rows) < 2 * 20
+
+
+def test_warps_are_equal_or_a_level_off_by_the_version_of_opencv():
+    assert [opencv_major(version) for version in ("4.10.0", "5.0.0-pre")] == [4, 5]
+    assert on_cells() == (opencv_major() < 5)
+    assert warps("4.10.0").largest == 0
+    assert warps("5.0.0").largest == 1
