@@ -23,7 +23,13 @@ import numpy as np
 
 from lightning_fastdata.augment.ops.operation import draw_params
 from lightning_fastdata.augment.sizes import CHANGES_SIZE, Size, follow_sizes, size_after
-from lightning_fastdata.augment.tree import Leaf, is_albumentations, last_opaque, list_leaves
+from lightning_fastdata.augment.tree import (
+    Leaf,
+    is_albumentations,
+    keeps_params,
+    last_opaque,
+    list_leaves,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -95,6 +101,12 @@ def analyse(
     leaves = list_leaves(compose)
     if len({id(leaf.transform) for leaf in leaves}) < len(leaves):
         refusal = refusal or "the same transform object appears twice in the pipeline"
+    if any(getattr(leaf.transform, "replay_mode", False) for leaf in leaves):
+        refusal = refusal or "the pipeline replays what another one has drawn"
+    own_pixels = "same_pixels: the device would make other pixels of the same distribution"
+    if not same_pixels and keeps_params(compose):
+        same_pixels = True
+        own_pixels = "the pipeline returns what it drew, and the device would draw other numbers"
     opaque = last_opaque(compose)
     sizes = follow_sizes(compose, Size(size, size))
     boundary = max(sizes.boundary, opaque)
@@ -116,7 +128,7 @@ def analyse(
         draws = op is not None and op.draws_pixels(leaf.transform)
         freedom = f"; {op.freedom}" if op is not None and draws else ""
         if why_worker is None and draws and same_pixels:
-            why_worker = "same_pixels: the device would make other pixels of the same distribution"
+            why_worker = own_pixels
         if why_worker is None and op is not None and not _encodes_after(leaves[:index], leaf, ops):
             why_worker = "no device form for the dtype it is given"
         if why_worker is not None:

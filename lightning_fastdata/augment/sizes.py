@@ -28,6 +28,7 @@ _SIZE_VARIES: Final = frozenset(
     {
         "BBoxSafeRandomCrop",
         "Crop",
+        "Lambda",
         "Mosaic",
         "Pad",
         "RandomCropFromBorders",

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 import numpy as np
 import torch
 
-from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded, draw_params
+from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded, peek_params
 from lightning_fastdata.augment.plan import Plan, device_form
 from lightning_fastdata.augment.replay_torch import replay_one
-from lightning_fastdata.augment.tree import list_leaves
+from lightning_fastdata.augment.tree import is_albumentations, keeps_params, list_leaves, list_nodes
 from lightning_fastdata.errors import TransformError
 
 if TYPE_CHECKING:
@@ -87,9 +87,11 @@ class _Target:
 def target_roles(compose: Any) -> dict[str, Role]:
     """Return the names that a pipeline takes images and masks under, with what each one is."""
     roles: dict[str, Role] = {role: role for role in _ROLES}
-    for name, kind in getattr(compose, "additional_targets", {}).items():
-        if kind in _ROLES:
-            roles[name] = kind
+    # A pipeline within a pipeline may have targets that only its own transforms know.
+    for node in list_nodes(compose):
+        for name, kind in getattr(node, "additional_targets", {}).items():
+            if kind in _ROLES:
+                roles[name] = kind
     return roles
 
 
@@ -110,6 +112,8 @@ class Recorder:
         self._plan = plan
         self._roles = target_roles(compose)
         self._targets: dict[str, _Target] = {}
+        self._small: dict[int, dict[str, Any]] = {}
+        self._keeps_params = keeps_params(compose)
         for index, leaf in enumerate(list_leaves(self.compose)):
             if index > plan.opaque_until:
                 self._hook(index, leaf.transform, ops)
@@ -130,6 +134,7 @@ class Recorder:
             (the source function itself where nothing needed the pixels), and the tape.
         """
         self._targets = {key: _Target(source, data[key]) for key, source in (sources or {}).items()}
+        self._small = {}
         result = self.compose(**data)
         tape = {}
         for key, role in self._roles.items():
@@ -151,13 +156,17 @@ class Recorder:
             transform.apply_with_params = functools.partial(
                 self._record, original, transform, index, op
             )
+        if not is_albumentations(transform):
+            transform.update_transform_params = functools.partial(
+                self._draw_on_pixels, transform.update_transform_params
+            )
         if self._plan.sees_pixels[index]:
             transform.get_params_dependent_on_data = functools.partial(
                 self._draw_on_pixels, transform.get_params_dependent_on_data
             )
         elif op is not None and op.draw is not None:
             transform.get_params_dependent_on_data = functools.partial(
-                self._draw_small, transform.get_params_dependent_on_data, transform, op
+                self._draw_small, transform.get_params_dependent_on_data, transform, index, op
             )
 
     def _target(self, key: str, value: Any) -> _Target:
@@ -184,20 +193,25 @@ class Recorder:
         self,
         original: Callable[..., Any],
         transform: Any,
+        index: int,
         op: DeviceOp,
         params: dict[str, Any],
         data: dict[str, Any],
-    ) -> dict[str, Any]:
-        # What is computed here (boxes, lists of masks) or may be replayed needs the whole field.
+    ) -> Any:
+        # What is computed here (boxes, lists of masks) or returned needs the whole field.
         given = {key for key in transform._key2func if data.get(key) is not None}
         deferred = {"image", *(key for key, role in self._roles.items() if role == "mask")}
-        whole = "image" not in given or not given <= deferred or transform.deterministic
-        return draw_params(op, transform, original, params, data, whole=whole)
+        whole = not {"image"} <= given <= deferred or self._keeps_params
+        if whole or not _one_size([data[key] for key in given]):
+            self._small[index] = peek_params(op, transform, params, data)
+            return original(params=params, data=data)
+        small = op.draw(transform, params, data) if op.draw is not None else None
+        return original(params=params, data=data) if small is None else small
 
     def _run(self, original: Callable[..., Any], params: dict[str, Any], /, **data: Any) -> Any:
         result = original(params, **self._real(data))
         for key, before in data.items():
-            if self._is_pixels(key, before):
+            if self._is_pixels(key, before) and key in result:
                 value = _contiguous(result[key])
                 result[key] = value
                 self._targets[key] = _Target(value, value)
@@ -213,7 +227,9 @@ class Recorder:
         /,
         **data: Any,
     ) -> Any:
-        noted = self._encode(transform, index, op, params, data)
+        # Apart from the parameters, which a pipeline may return.
+        drawn = params | self._small.pop(index, {})
+        noted = self._encode(transform, index, op, drawn, data)
         if noted is None:
             self._refuse_late_pixels(op.name, data)
             return self._run(original, params, **data)
@@ -244,6 +260,8 @@ class Recorder:
         keys = [
             key for key in self._roles if key in transform._key2func and data.get(key) is not None
         ]
+        if not _one_size([data[key] for key in keys]):
+            return None
         noted = {}
         # Images first: a mask takes the parameters of the image beside it.
         for key in sorted(keys, key=lambda key: self._roles[key] != "image"):
@@ -277,6 +295,11 @@ class Recorder:
                             f"Put {name} before {pending.op.name} in the pipeline, or use "
                             "on_device=False (augment='cpu')."
                         )
+
+
+def _one_size(values: list[Any]) -> bool:
+    """Whether images and masks are of one size, as they are unless a pipeline skips that check."""
+    return len({np.shape(value)[:2] for value in values}) <= 1
 
 
 def _contiguous(value: Any) -> Any:

@@ -55,9 +55,22 @@ def _leaves(node: Any, *, conditional: bool, group_end: int | None, first: int) 
         first += count_leaves(child)
 
 
+def list_nodes(compose: Any) -> list[Any]:
+    """Return a pipeline, every container in it and every transform."""
+    inner = compose.transforms if is_container(compose) else ()
+    return [compose, *(found for node in inner for found in list_nodes(node))]
+
+
 def count_leaves(node: Any) -> int:
     """Return how many transforms a node holds."""
     return sum(map(count_leaves, node.transforms)) if is_container(node) else 1
+
+
+def keeps_params(compose: Any) -> bool:
+    """Whether a pipeline returns the parameters that it drew: ``ReplayCompose`` and the like."""
+    return bool(getattr(compose, "save_applied_params", False)) or any(
+        getattr(leaf.transform, "deterministic", False) for leaf in list_leaves(compose)
+    )
 
 
 def in_sequence(node: Any) -> bool:

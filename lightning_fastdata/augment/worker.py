@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from lightning_fastdata.augment.fields import (
     Location,
     find_fields,
     get_field,
+    is_pil,
     mask_to_numpy,
     put_fields,
     to_hwc,
@@ -24,6 +25,7 @@ from lightning_fastdata.augment.geometry import join_tapes
 from lightning_fastdata.augment.program import Draws, compile_tapes
 from lightning_fastdata.augment.seeds import reseed
 from lightning_fastdata.augment.tape import Recorder, Tape, target_roles
+from lightning_fastdata.augment.tree import list_nodes
 
 if TYPE_CHECKING:
     from lightning_fastdata.augment.crop import CropOnDevice
@@ -31,6 +33,9 @@ if TYPE_CHECKING:
     from lightning_fastdata.augment.ops.operation import DeviceOp
     from lightning_fastdata.augment.plan import Plan
     from lightning_fastdata.types import Batch, SampleKey
+
+_VOLUMES: Final = frozenset({"images", "volume", "volumes", "mask3d", "masks3d"})
+_SEVERAL: Final = _VOLUMES | {"masks"}
 
 
 class ComposeWorker:
@@ -58,7 +63,7 @@ class ComposeWorker:
         self._plan = plan
         self._crop = crop
         self._roles = target_roles(compose)
-        self._names = _argument_names(compose)
+        self._taken = argument_names(compose)
         self._local = threading.local()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -91,7 +96,10 @@ class ComposeWorker:
             for target in self._roles:
                 if target in places and isinstance(result[target], np.ndarray):
                     result[target] = _own_tensor(result[target])
-        return put_fields(sample, {places[name]: result[name] for name in places}), tape
+        given = put_fields(sample, {places[name]: result[name] for name in places})
+        # What a pipeline adds (`replay`, `applied_transforms`) has a place where fields have names.
+        added = result.keys() - data.keys() if isinstance(sample, Mapping) else ()
+        return put_fields(given, {name: result[name] for name in added}) if added else given, tape
 
     def size_of(self, sample: Any) -> tuple[int, int] | None:
         """Return height and width of the images and masks of a sample, or None if they differ."""
@@ -137,14 +145,17 @@ class ComposeWorker:
         if found.mask is not None:
             places["mask"] = found.mask
         if isinstance(sample, Mapping):
-            for name in self._names:
-                if name in sample:
-                    places.setdefault(name, name)
+            for name in sample:
+                if name in self._taken and name not in places and _fits(name, sample[name]):
+                    places[name] = name
         data = {name: get_field(sample, place) for name, place in places.items()}
         for name, role in self._roles.items():
             if data.get(name) is not None:
                 convert = _image_to_numpy if role == "image" else mask_to_numpy
                 data[name] = convert(data[name])
+        for name in _SEVERAL:
+            if name in data:
+                data[name] = _as_arrays(data[name], image=name == "images")
         return data, places
 
 
@@ -161,19 +172,41 @@ def device_ops(ops: Mapping[str, DeviceOp] | None = None) -> Mapping[str, Device
     return REPLAYED_OPS
 
 
-def _argument_names(compose: Any) -> frozenset[str]:
-    """Return what a pipeline takes beside image and mask, by the names that samples use."""
-    names = {*getattr(compose, "additional_targets", ()), "masks"}
-    processors = getattr(compose, "processors", None)
-    if processors is None:  # another Albumentations, which runs on the CPU as it is
-        return frozenset(names | set(getattr(compose, "available_keys", ())))
-    for processor in processors.values():
-        names |= {processor.default_data_name, *(processor.params.label_fields or ())}
-    return frozenset(names)
-
-
 def _image_to_numpy(value: Any) -> np.ndarray:
     return to_hwc(value)[0]
+
+
+def argument_names(compose: Any) -> frozenset[str]:
+    """Return the names of everything that a pipeline takes from a sample beside its image.
+
+    Boxes and keypoints only where it was told their format; without that they mean nothing to it.
+    """
+    names = {"masks", *getattr(compose, "available_keys", ())}
+    kinds = {name: name for name in names}
+    for node in list_nodes(compose):
+        kinds |= getattr(node, "additional_targets", {})
+    told = getattr(compose, "processors", kinds)
+    return frozenset(
+        name for name, kind in kinds.items() if kind not in {"bboxes", "keypoints"} or kind in told
+    )
+
+
+def _fits(name: str, value: Any) -> bool:
+    # Samples may use the names of volumes for something else: a loudness, file names.
+    if value is None or name not in _VOLUMES:
+        return value is not None
+    listed = isinstance(value, list | tuple) and len(value) > 0
+    values = value if listed else [value]
+    return all(isinstance(one, np.ndarray | torch.Tensor) or is_pil(one) for one in values)
+
+
+def _as_arrays(value: Any, *, image: bool) -> Any:
+    """Return images, masks or a volume as Albumentations wants them."""
+    if isinstance(value, list | tuple):
+        return [to_hwc(one)[0] if image else mask_to_numpy(one) for one in value]
+    if not isinstance(value, torch.Tensor):
+        return value
+    return np.stack([to_hwc(one)[0] for one in value]) if image else value.detach().cpu().numpy()
 
 
 def _own_tensor(array: np.ndarray) -> torch.Tensor:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 
@@ -226,6 +227,8 @@ def test_training_goes_on_without_the_recorder(tmp_path) -> None:
         ((1, 2), [1, 2], False),
         ({"a": 1}, {"b": 1}, False),
         ([1], [1, 2], False),
+        (torch.ones(2), torch.ones(2), True),
+        (torch.ones(2), torch.ones(2).double(), False),
         (np.array(["a", None], object), np.array(["a", None], object), True),
     ],
 )

@@ -93,9 +93,19 @@ def draw_params(
     if not whole:
         small = op.draw(transform, params, data)
         return sampler(params=params, data=data) if small is None else small
+    small = peek_params(op, transform, params, data)
+    return {**sampler(params=params, data=data), **small}
+
+
+def peek_params(
+    op: DeviceOp, transform: Any, params: Mapping[str, Any], data: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return what the device form of a transform draws, and leave its generators as they were."""
+    if op.draw is None:
+        return {}
     bits = transform.random_generator.bit_generator
     numpy_state, python_state = bits.state, transform.py_random.getstate()
     small = op.draw(transform, params, data)
     bits.state = numpy_state
     transform.py_random.setstate(python_state)
-    return {**sampler(params=params, data=data), **(small or {})}
+    return small or {}

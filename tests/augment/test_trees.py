@@ -1,0 +1,86 @@
+"""Any tree of containers, over all operations: what it draws is Albumentations' own."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
+
+import albumentations as A
+from augment.test_pipelines import EQUAL
+from augment.trees import TARGETS, compare, some_samples, targets, trees
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_fastdata.augment.ops import DEVICE_OPS
+from lightning_fastdata.augment.parity import examples, make_example
+
+SEEDS = st.integers(0, 2**40)
+# Sizes that suit the small images here.
+ARGUMENTS = {
+    "CenterCrop": {"height": 20, "width": 24},
+    "Crop": {"x_min": 2, "y_min": 1, "x_max": 22, "y_max": 18, "pad_if_needed": True},
+    "PadIfNeeded": {"min_height": 32, "min_width": 30},
+    "RandomCrop": {"height": 20, "width": 24, "pad_if_needed": True},
+    "RandomResizedCrop": {"size": (24, 24)},
+    "RandomSizedCrop": {"min_max_height": (10, 16), "size": (24, 24)},
+    "Resize": {"height": 18, "width": 26},
+}
+ENDS = frozenset({"Normalize", "ToFloat", "ToTensorV2"})
+
+
+def made(name, arguments):
+    def make(p):
+        transform = make_example(name, ARGUMENTS.get(name, arguments))
+        transform.p = p
+        return transform
+
+    return make
+
+
+ALL = [made(name, arguments) for name, arguments in examples() if name not in ENDS]
+EXACTLY = [
+    made(name, arguments)
+    for name, arguments in examples()
+    if name in EQUAL - ENDS and not DEVICE_OPS[name].draws_pixels(make_example(name, arguments))
+]
+HEADS = st.sampled_from(
+    [
+        list,
+        lambda: [A.RandomCrop(40, 40)],
+        lambda: [A.Resize(42, 42), A.HorizontalFlip()],
+        lambda: [A.RandomScale(), A.RandomResizedCrop((40, 44))],
+    ]
+)
+TAILS = st.sampled_from([(), (A.Normalize,), (A.Normalize, A.ToTensorV2), (A.ToTensorV2,)])
+OPTIONS = st.fixed_dictionaries(
+    {
+        "p": st.sampled_from([0.7, 1.0]),
+        "save_applied_params": st.booleans(),
+        "mask_interpolation": st.sampled_from([None, 0]),
+        "seed": st.sampled_from([None, 1]),
+        "strict": st.booleans(),
+        "additional_targets": st.sampled_from(
+            [None, {name: TARGETS[name] for name in ("other", "part")}]
+        ),
+    }
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(HEADS, trees(EXACTLY), TAILS, OPTIONS, SEEDS)
+def test_a_tree_of_exact_operations_gives_albumentations_pixels_and_parameters(
+    head, tree, tail, options, seed
+):
+    samples = some_samples(options=options)
+    compare(A.Compose([*head(), *tree, *(make() for make in tail)], **options), samples, seed=seed)
+
+
+@settings(max_examples=60, deadline=None)
+@given(HEADS, trees(ALL), OPTIONS, targets(), SEEDS)
+def test_any_tree_moves_boxes_keypoints_and_labels_as_albumentations_does(
+    head, tree, options, formats, seed
+):
+    options |= formats
+    samples = some_samples(options=options)
+    compare(A.Compose([*head(), *tree], **options), samples, seed=seed, pixels=False)

@@ -1,0 +1,200 @@
+"""Random trees of Albumentations' containers, and what is compared of them."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import os
+import warnings
+
+os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
+
+import albumentations as A
+import numpy as np
+import torch
+from hypothesis import strategies as st
+from torch.utils.data import default_collate
+
+from lightning_fastdata.augment.seeds import reseed
+from lightning_fastdata.augment.self_check import alike
+from lightning_fastdata.augment.tape import target_roles
+from lightning_fastdata.augment.transform import as_batch_transform
+from lightning_fastdata.augment.tree import list_leaves
+from lightning_fastdata.types import SampleKey
+
+torch.set_num_threads(1)
+
+SIDE = 44
+TARGETS = {"other": "image", "part": "mask", "boxes": "bboxes", "points": "keypoints"}
+CHANCES = st.sampled_from([0.0, 0.3, 0.5, 1.0])
+
+
+def trees(makers, max_leaves=6):
+    """Lists of transforms and containers of every kind, of leaves ``make(p)``."""
+    one = st.builds(lambda make, p: make(p), st.sampled_from(makers), CHANCES)
+
+    def containers(inner):
+        some = st.lists(inner, min_size=1, max_size=3)
+        count, flag = st.integers(1, 3), st.booleans()
+
+        # OneOf weighs its children by their p, and needs one that is not 0.
+        def one_of(children, p):
+            weighed = [child for child in children if child.p > 0]
+            return A.OneOf(weighed or [A.NoOp()], p=p)
+
+        return st.one_of(
+            st.builds(one_of, some, CHANCES),
+            st.builds(lambda t, p: A.Sequential(t, p=p), some, CHANCES),
+            st.builds(lambda t, p: A.Compose(t, p=p), some, CHANCES),
+            st.builds(several, st.just(A.SomeOf), some, count, flag, CHANCES),
+            st.builds(several, st.just(A.RandomOrder), some, count, flag, CHANCES),
+            st.builds(lambda a, b, p: A.OneOrOther(a, b, p=p), inner, inner, CHANCES),
+        )
+
+    return st.lists(st.recursive(one, containers, max_leaves=max_leaves), min_size=1, max_size=4)
+
+
+def several(kind, children, count, replace, p):
+    return kind(children, min(count, len(children)), replace=replace, p=p)
+
+
+BOX_FORMATS = ("coco", "pascal_voc", "albumentations", "yolo")
+POINT_FORMATS = ("xy", "yx", "xya", "xys", "xyas", "xysa", "xyz")
+
+
+@st.composite
+def targets(draw):
+    """Options of a pipeline that takes boxes and keypoints, and their formats."""
+    boxes, points = draw(st.sampled_from(BOX_FORMATS)), draw(st.sampled_from(POINT_FORMATS))
+    return {
+        "bbox_params": A.BboxParams(
+            boxes,
+            label_fields=["classes", "weights"],
+            min_area=draw(st.sampled_from([0.0, 20.0])),
+            min_visibility=draw(st.sampled_from([0.0, 0.4])),
+            min_width=draw(st.sampled_from([0.0, 3.0])),
+            min_height=draw(st.sampled_from([0.0, 3.0])),
+            clip=draw(st.booleans()),
+            filter_invalid_bboxes=draw(st.booleans()),
+            check_each_transform=draw(st.booleans()),
+        ),
+        "keypoint_params": A.KeypointParams(
+            points,
+            label_fields=["joints"],
+            remove_invisible=draw(st.booleans()),
+            angle_in_degrees=draw(st.booleans()),
+            check_each_transform=draw(st.booleans()),
+        ),
+    }
+
+
+def some_samples(count=3, side=SIDE, options=None):
+    """Samples with every kind of target that ``options`` of a pipeline speak of."""
+    options = options or {}
+    rng = np.random.default_rng(side)
+    found = []
+    for _ in range(count):
+        image, other = rng.integers(0, 256, (2, side, side, 3), np.uint8)
+        mask = rng.integers(0, 9, (side, side), np.uint8)
+        sample = {"image": image, "mask": mask, "masks": [mask[::-1].copy(), mask.T.copy()]}
+        if options.get("additional_targets"):
+            sample |= {"other": other, "part": other[..., 1].copy()}
+        if "bbox_params" in options:
+            sample |= {
+                "bboxes": boxes_as(options["bbox_params"].format, side),
+                "classes": ["a", "b", "c"],
+                "weights": [0.5, 1, 2],
+            }
+        if "keypoint_params" in options:
+            letters = options["keypoint_params"].format
+            values = {"x": rng.uniform(1, side - 1, 4), "y": rng.uniform(1, side - 1, 4)}
+            values |= {"a": rng.uniform(0, 3, 4), "s": rng.uniform(1, 4, 4), "z": np.ones(4)}
+            sample |= {
+                "keypoints": np.stack([values[letter] for letter in letters], 1).astype("f4"),
+                "joints": np.arange(4),
+            }
+        found.append(sample)
+    return found
+
+
+def boxes_as(style, side):
+    corners = np.array([[1, 2, 12, 13], [3, 3, side, side], [side - 4, side - 4, side, side]])
+    if style == "coco":
+        return np.concatenate([corners[:, :2], corners[:, 2:] - corners[:, :2]], 1).tolist()
+    if style == "yolo":
+        middle, extent = (corners[:, :2] + corners[:, 2:]) / 2, corners[:, 2:] - corners[:, :2]
+        return (np.concatenate([middle, extent], 1) / side).tolist()
+    return (corners / side if style == "albumentations" else corners).tolist()
+
+
+def logged(compose):
+    """Return a copy of a pipeline, and the list to which it adds the leaf that it applies."""
+    compose, log = copy.deepcopy(compose), []
+
+    def note(original, index, params, /, **data):
+        log.append(index)
+        return original(params, **data)
+
+    for index, leaf in enumerate(list_leaves(compose)):
+        original = leaf.transform.apply_with_params
+        leaf.transform.apply_with_params = functools.partial(note, original, index)
+    return compose, log
+
+
+def compare(compose, samples, *, seed=0, pixels=True, same_pixels=False, **options):
+    """Run samples through Albumentations alone, and through worker and device; both must agree.
+
+    Returns the transform, the batch's samples as Albumentations made them, and as we did.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        transform = as_batch_transform(compose, same_pixels=same_pixels)
+        part = transform.in_worker(on_device=True)
+        real, log = logged(compose)
+        wanted, left, tapes = [], [], []
+        for index, sample in enumerate(samples):
+            key = SampleKey(seed, 0, index)
+            reseed((real,), key)
+            log.clear()
+            wanted.append(real(**copy.deepcopy(sample)))
+            result, tape = part(copy.deepcopy(sample), key)
+            left.append(result)
+            tapes.append(tape)
+            if tape is not None:
+                noted = [op.leaf for op in tape["image"].ops] if "image" in tape else []
+                assert noted == log[len(log) - len(noted) :]
+                if transform.plan.opaque_until < 0 and all(
+                    place.where == "device" for place in transform.plan.placements
+                ):
+                    assert noted == log
+    deferred = {name for name in target_roles(compose) if name in samples[0]}
+    for want, got in zip(wanted, left, strict=True):
+        assert want.keys() == got.keys()
+        for name in want.keys() - deferred:
+            assert alike(want[name], got[name]), name
+    finished = finish(transform, part, left, tapes, deferred)
+    for want, got in zip(wanted, finished, strict=True):
+        for name in deferred:
+            expected, actual = np.asarray(want[name]), np.asarray(got[name])
+            assert expected.shape == actual.shape, name
+            assert expected.dtype == actual.dtype, name
+            if pixels:
+                # Floats only come from Normalize and the like, which are equal up to rounding.
+                within = 2e-6 if expected.dtype.kind == "f" else 0
+                assert np.abs(expected.astype("f8") - actual).max(initial=0) <= within, name
+    return transform, wanted, finished
+
+
+def finish(transform, part, left, tapes, names):
+    """Return the samples with what was left to the device carried out, as one batch if they can."""
+    pixels = [{name: one[name] for name in names} for one in left]
+    forms = {str([(one[name].shape, one[name].dtype) for name in sorted(names)]) for one in pixels}
+    one_size = len(forms) == 1
+    groups = [list(range(len(left)))] if one_size else [[row] for row in range(len(left))]
+    done = []
+    for rows in groups:
+        batch = default_collate([pixels[row] for row in rows])
+        if tapes[0] is not None:
+            batch = transform.apply(batch, part.collate([tapes[row] for row in rows]))
+        done += [{name: batch[name][at] for name in names} for at in range(len(rows))]
+    return done
