@@ -10,11 +10,11 @@ import numpy as np
 from augment import opencv_versions as bounds
 from augment.pairwise import pairwise
 
-CHANNELS = (1, 3, 4, 7)
+CHANNELS = (1, 3, 4, 6, 7)
 SIZES = ((53, 74), (48, 31), (1, 9), (7, 1))
 WIDE = SIZES[:2]
 BORDERS = (0, 1, 2, 4, 3)
-RGB, GRAY_OR_RGB, SEVERAL = (3,), (1, 3), (3, 4, 7)
+RGB, GRAY_OR_RGB, SEVERAL = (3,), (1, 3), (3, 4, 6, 7)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,11 +81,6 @@ def fills_each_of_five(row):
     return row["channels"] > 4 and row["fill"] == "one for each channel"
 
 
-def fills_five(row):
-    """Whether the border has more channels than four, and Albumentations does not extend it."""
-    return row["channels"] > 4
-
-
 def thin(row):
     """Whether Albumentations drops an axis, because an edge is one pixel long."""
     return 1 in row["size"] and row["channels"] > 1
@@ -96,7 +91,7 @@ WARP = {
     "bound": bounds.warps(),
     "refused": fills_each_of_five,
 }
-DISTORTION = WARP | {"on_the_cpu": fills_five, "bound": bounds.fields()}
+DISTORTION = WARP | {"bound": bounds.fields()}
 PAD = {"axes": ("border_mode", "fill", "fill_mask"), "refused": fills_each_of_five}
 HOLES = {"axes": ("fill", "fill_mask")}
 RESIZE = {"axes": ("interpolation",), "interpolations": (0, 1), "bound": bounds.RESIZE}

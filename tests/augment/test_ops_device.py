@@ -24,6 +24,9 @@ ALL = {
         for up in (0, 1)
     },
     "chromatic": A.ChromaticAberration(p=1),
+    "cubic affine": A.Affine(rotate=(-40, 40), interpolation=2, p=1),
+    "own range": A.Normalize(normalization="min_max_per_channel", p=1),
+    "gray by lightness": A.ToGray(method="from_lab", p=1),
 }
 
 

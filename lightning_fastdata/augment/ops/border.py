@@ -107,11 +107,25 @@ def encode_fill(fill: Any, count: int, *, extends: bool = True) -> np.ndarray | 
     if fill is None or (extends and isinstance(fill, float)):
         values[:] = fill or 0.0
         return values
-    given = np.atleast_1d(np.asarray(fill, np.float32))
-    if count > _OPENCV_CHANNELS and given.any():
-        return None
-    values[: given.size] = given[:count]
-    return values
+    given = np.atleast_1d(np.asarray(fill, np.float32))[: max(count, _OPENCV_CHANNELS)]
+    if given.size > _OPENCV_CHANNELS:
+        return None  # OpenCV refuses it.
+    four = np.zeros(_OPENCV_CHANNELS, np.float32)
+    four[: given.size] = given
+    return four[_places(count)]
+
+
+def _places(count: int) -> list[int]:
+    """Return which number of a border value each of so many channels has.
+
+    Albumentations calls OpenCV for four channels at a time, and for each of the last two.
+    """
+    if count <= _OPENCV_CHANNELS:
+        return list(range(count))
+    places = [channel % _OPENCV_CHANNELS for channel in range(count)]
+    if count % _OPENCV_CHANNELS == 2:
+        places[-1] = 0
+    return places
 
 
 def encode_fills(transform: Any, shape: Shape, *, extends: bool = True) -> dict[str, Any] | None:
@@ -129,10 +143,10 @@ def encode_fills(transform: Any, shape: Shape, *, extends: bool = True) -> dict[
 def fill_like(batch: torch.Tensor, arrays: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
     """Return the fill ``[n, C]`` in the dtype of ``batch`` ``[n, H, W, C]``, rounded if needed."""
     fill = arrays[name]
-    missing = batch.shape[-1] - fill.shape[-1]
-    if missing > 0:
-        fill = torch.cat([fill, fill[:, -1:].expand(-1, missing)], 1)
-    fill = fill[:, : batch.shape[-1]]
+    count = batch.shape[-1]
+    if count > fill.shape[-1]:
+        fill = torch.stack([fill[:, place % fill.shape[-1]] for place in _places(count)], 1)
+    fill = fill[:, :count]
     if batch.dtype == torch.uint8:
         fill = fill.round().clamp(0, 255)
     elif not batch.is_floating_point():

@@ -116,16 +116,17 @@ def sample_cells(
     taps, first = (4, -1) if interpolation == CUBIC else (2, 0)
     y, x = rows >> _BITS, columns >> _BITS
     part = (rows & (CELLS - 1)) * CELLS + (columns & (CELLS - 1))
-    whole = not images.is_floating_point()
+    # Of other integers OpenCV takes the mean in float32.
+    whole = images.dtype == torch.uint8
     table = _weights(interpolation == CUBIC, whole, images.device)
     total = torch.zeros((), dtype=table.dtype, device=images.device)
     for tap in range(taps * taps):
         pixels = read(images, y + (first + tap // taps), x + (first + tap % taps), mode, fill)
         weight = table[tap].index_select(0, part.view(-1)).view(part.shape)
         total = total + pixels.to(table.dtype) * weight.unsqueeze(-1)
-    if not whole:
+    if images.is_floating_point():
         return total.to(images.dtype)
-    rounded = (total + (1 << (_WEIGHT_BITS - 1))) >> _WEIGHT_BITS
+    rounded = (total + (1 << (_WEIGHT_BITS - 1))) >> _WEIGHT_BITS if whole else total.round()
     limits = torch.iinfo(images.dtype)
     return rounded.clamp(limits.min, limits.max).to(images.dtype)
 

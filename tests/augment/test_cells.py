@@ -1,0 +1,144 @@
+"""Warps at 1/32 pixels against what OpenCV 4.10 makes, whichever OpenCV is installed."""
+
+from __future__ import annotations
+
+import cv2
+import numpy as np
+import pytest
+import torch
+from augment.opencv_versions import opencv_major
+
+from lightning_fastdata.augment.ops.border import CONSTANT, REFLECT_101
+from lightning_fastdata.augment.ops.cells import (
+    CELLS,
+    cells_of_field,
+    cells_of_matrix,
+    invert,
+    sample_cells,
+)
+from lightning_fastdata.augment.ops.resample import CUBIC, LINEAR, NEAREST
+
+HEIGHT, WIDTH = 7, 9
+AFFINE = np.array([[0.83, -0.31, 1.7], [0.27, 1.12, -2.4], [0, 0, 1]])
+PROJECTIVE = np.vstack([AFFINE[:2], [0.02, 0.01, 1]])
+BY_OPENCV_4 = {
+    (0, False): """
+         19 216  19 152 169 183  15 157  64
+        127  57 127 152 128 227 144 157 211
+         17  17 172 233  13 123 144 135 200
+        207  43 172 145 192  57  51 129  53
+        200  43 209 193 127 252   9  96   9
+        207  47 219  32 127  77 101 199   9
+         43 209 193 251 175 136 171 199  77
+    """,
+    (0, True): """
+         50 216  19 152 183  15 177  64  50
+         50  57  15 103 128 227 135 211  50
+         50  17 172 233  13  51 135  50  50
+        207  43 209 192  57 252 129  50  50
+        200  47 193 251 127 101  96  50  50
+         50  50 219  32 136 171  50  50  50
+         50  50  50  50  50  50  50  50  50
+    """,
+    (1, False): """
+         68 186  38 173 151 124  98 108  91
+         98  79  80 124 115 184 154 150 210
+        100  94  89 177  41 152 100 134 181
+        169  54 185 152 142 110  80  91 101
+        188  77 207 212 165 144  79  85  33
+        144 133 220 130 149  93  95 152  75
+         86 171 199 148 156 144 127 124 100
+    """,
+    (1, True): """
+         50 187  51 166 163  24 117  92  50
+         56  79  74 145 116 174 148 154  50
+        122  80 102 183  72  81 121  67  50
+        178  42 186 187  65 130 102  50  50
+        177 111 209 203 109  83 107  50  50
+         61  99 138  85 141 124  56  50  50
+         50  50  50  50  50  49  50  50  50
+    """,
+    (2, False): """
+         53 205  21 202 156 119  78  99  77
+        113  73  70 122  94 203 171 168 219
+         99  91  67 204  30 166  74 135 192
+        187  34 201 147 135 105  67  98 109
+        198  62 228 224 183 160  73  80   9
+        154 122 254  99 162  74  92 178  60
+         71 172 203 136 172 143 130 129  84
+    """,
+    (2, True): """
+         41 206  26 191 188  14 126  95  50
+         52  84  50 153 111 192 163 174  49
+        143  69  86 208  51  59 130  65  50
+        197  33 208 211  56 151  90  43  50
+        198  98 247 214  93  65 127  50  50
+         59  97 142  59 139 142  55  50  50
+         50  37  43  39  48  45  52  50  50
+    """,
+}
+"""(interpolation, projective) -> the warped picture: affine with BORDER_REFLECT_101, or
+projective with a border of 50."""
+
+
+def picture(dtype=np.uint8):
+    y, x = np.mgrid[:HEIGHT, :WIDTH]
+    return ((37 * x * x + 59 * y * y * y + 11 * x * y) % 256).astype(dtype)
+
+
+def warped(image, matrix, interpolation, *, projective):
+    inverse = torch.from_numpy(invert(matrix, projective=projective))[None]
+    nearest = interpolation == NEAREST
+    places = cells_of_matrix(inverse, image.shape, projective=projective, nearest=nearest)
+    batch = torch.from_numpy(image)[None, :, :, None]
+    fill = torch.full((1, 1), 50).to(batch.dtype)
+    mode = CONSTANT if projective else REFLECT_101
+    return sample_cells(batch, *places, interpolation, mode, fill)[0, :, :, 0].numpy()
+
+
+def expected(interpolation, projective):
+    return np.array(BY_OPENCV_4[interpolation, projective].split(), int).reshape(HEIGHT, WIDTH)
+
+
+@pytest.mark.parametrize("projective", [False, True])
+@pytest.mark.parametrize("interpolation", [NEAREST, LINEAR, CUBIC])
+def test_warps_of_bytes_are_those_of_opencv_4(interpolation, projective):
+    matrix = PROJECTIVE if projective else AFFINE
+    got = warped(picture(), matrix, interpolation, projective=projective)
+    np.testing.assert_array_equal(got, expected(interpolation, projective))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.int16, np.uint16])
+@pytest.mark.parametrize("interpolation", [NEAREST, LINEAR])
+def test_warps_of_other_dtypes_are_the_same_but_for_rounding(interpolation, dtype):
+    got = warped(picture(dtype), AFFINE, interpolation, projective=False)
+    assert got.dtype == dtype
+    assert np.abs(got.astype(float) - expected(interpolation, False)).max() <= 1
+
+
+def test_any_opencv_is_at_most_a_few_levels_from_it():
+    theirs = cv2.warpAffine(
+        picture(), AFFINE[:2], (WIDTH, HEIGHT), flags=LINEAR, borderMode=cv2.BORDER_REFLECT_101
+    )
+    gap = np.abs(theirs.astype(int) - expected(LINEAR, False))
+    assert gap.max() <= (0 if opencv_major() < 5 else 16)  # neighbours differ by up to 255 here
+
+
+@pytest.mark.parametrize("interpolation", [LINEAR, CUBIC])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+def test_an_even_image_stays_even_at_every_part_of_a_pixel(interpolation, dtype):
+    images = torch.full((1, 6, 6, 1), 201).to(dtype)
+    part = torch.arange(CELLS) + 2 * CELLS
+    rows, columns = part[None, :, None].expand(1, -1, CELLS), part[None, None, :]
+    columns = columns.expand(1, CELLS, -1)
+    out = sample_cells(images, rows, columns, interpolation, CONSTANT, images[:, 0, 0])
+    torch.testing.assert_close(out, torch.full_like(out, 201))
+
+
+def test_positions_that_are_no_numbers_or_far_away_are_read_at_the_border():
+    where = torch.tensor([[[float("nan"), float("inf"), -float("inf"), 1e30]]])
+    rows = cells_of_field(where, nearest=False)
+    fill = torch.full((1, 1), 9, dtype=torch.uint8)
+    images = torch.zeros(1, 4, 4, 1, dtype=torch.uint8)
+    out = sample_cells(images, rows, torch.zeros_like(rows), LINEAR, CONSTANT, fill)
+    assert out.flatten().tolist() == [0, 9, 9, 9]

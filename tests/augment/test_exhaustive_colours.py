@@ -1,0 +1,111 @@
+"""All 16.7 million colours through each conversion, against OpenCV and Albumentations."""
+
+from __future__ import annotations
+
+import albumentations as A
+import cv2
+import numpy as np
+import pytest
+import torch
+
+from lightning_fastdata.augment.ops import DEVICE_OPS
+from lightning_fastdata.augment.ops.hsv import gray, hsv_bytes, opencv_lanes, rgb_bytes
+from lightning_fastdata.augment.ops.lab import lab_bytes, rgb_from_lab, rgb_from_ycrcb, ycrcb_bytes
+
+WIDTH, HEIGHT = 4096, 512
+"""Of the images that the colours are cut into; no row has a rest after OpenCV's vectors."""
+
+
+def colours(first_values=256):
+    """Yield all triples whose first value is small enough, as images uint8 ``[H, W, 3]``."""
+    per_image = WIDTH * HEIGHT
+    for start in range(0, first_values << 16, per_image):
+        number = np.arange(start, min(start + per_image, first_values << 16), dtype=np.uint32)
+        planes = [(number >> shift & 255).astype(np.uint8) for shift in (16, 8, 0)]
+        yield np.stack(planes, -1).reshape(-1, WIDTH, 3)
+
+
+def compare(ours, theirs, first_values=256):
+    """Return the largest difference and the share of values that are not equal."""
+    largest, unequal, values = 0, 0, 0
+    for image in colours(first_values):
+        want = theirs(image)
+        got = ours(torch.from_numpy(image)[None])[0].numpy()
+        assert got.shape == want.shape
+        gap = np.maximum(got, want) - np.minimum(got, want)
+        largest = max(largest, int(gap.max()))
+        unequal += int((gap > 0).sum())
+        values += gap.size
+    assert values >= (first_values << 16)
+    return largest, unequal / values
+
+
+def as_bytes(planes):
+    return torch.stack(planes, -1).to(torch.uint8)
+
+
+def convert(code):
+    return lambda image: cv2.cvtColor(image, code)
+
+
+EXACT = {
+    "gray": (lambda rgb: gray(rgb).to(torch.uint8), convert(cv2.COLOR_RGB2GRAY), 256),
+    "to hsv": (lambda rgb: as_bytes(hsv_bytes(rgb)), convert(cv2.COLOR_RGB2HSV), 256),
+    "to lab": (lambda rgb: as_bytes(lab_bytes(rgb)), convert(cv2.COLOR_RGB2LAB), 256),
+    "from lab": (lambda lab: rgb_from_lab(*lab.int().unbind(-1)), convert(cv2.COLOR_LAB2RGB), 256),
+    "to ycrcb": (lambda rgb: as_bytes(ycrcb_bytes(rgb)), convert(cv2.COLOR_RGB2YCrCb), 256),
+    "from ycrcb": (
+        lambda ycrcb: rgb_from_ycrcb(*ycrcb.int().unbind(-1)),
+        convert(cv2.COLOR_YCrCb2RGB),
+        256,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_a_conversion_equals_opencv_for_every_colour(name):
+    assert compare(*EXACT[name]) == (0, 0)
+
+
+def test_hsv_to_rgb_is_at_most_one_level_off_for_any_hue_saturation_and_value():
+    def ours(hsv):
+        return rgb_bytes(*hsv.unbind(-1), opencv_lanes())
+
+    largest, unequal = compare(ours, convert(cv2.COLOR_HSV2RGB), first_values=180)
+    assert largest <= 1
+    assert unequal < 2e-4
+
+
+def drawn(transform):
+    """Return what the device form and Albumentations make of any image with the same draws."""
+    transform.set_random_seed(5)
+    transform(image=next(colours()))
+    op, params = DEVICE_OPS[type(transform).__name__], transform.params
+
+    def ours(batch):
+        encoded = op.encode(transform, params, tuple(batch.shape[1:]), np.dtype(np.uint8))
+        arrays = {name: torch.from_numpy(array[None]) for name, array in encoded.arrays.items()}
+        return op.image(batch, dict(encoded.static), arrays)
+
+    return ours, lambda image: transform.apply(image, **params)
+
+
+OPERATIONS = {
+    "sepia": (A.ToSepia(p=1), 0, 0),
+    "gray by lightness": (A.ToGray(method="from_lab", p=1), 0, 0),
+    "planckian": (A.PlanckianJitter(p=1), 0, 0),
+    "brightness and contrast": (A.RandomBrightnessContrast(p=1), 0, 0),
+    "hue": (A.HueSaturationValue((37, 37), (0, 0), (0, 0), p=1), 1, 2e-4),
+    "saturation": (A.HueSaturationValue((0, 0), (25, 25), (0, 0), p=1), 1, 2e-4),
+    "value": (A.HueSaturationValue((0, 0), (0, 0), (-13, -13), p=1), 1, 2e-4),
+    "jitter of saturation": (A.ColorJitter((1, 1), (1, 1), (1.4, 1.4), (0, 0), p=1), 0, 0),
+}
+"""The transform, the largest difference in levels, and the share that may be off."""
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_an_operation_is_as_close_as_it_is_said_to_be_for_every_colour(name):
+    transform, most, share = OPERATIONS[name]
+    largest, unequal = compare(*drawn(transform))
+    assert largest <= most
+    assert unequal <= share
