@@ -8,9 +8,14 @@ os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 import albumentations as A
 import numpy as np
 
+from lightning_fastdata.augment.ops import DEVICE_OPS
 from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded
+from lightning_fastdata.augment.parity import examples, make_example
 from lightning_fastdata.augment.plan import analyse
+from lightning_fastdata.augment.seeds import reseed
+from lightning_fastdata.augment.self_check import alike
 from lightning_fastdata.augment.sizes import Size, size_after
+from lightning_fastdata.types import SampleKey
 
 NAMES = [
     "Affine",
@@ -160,3 +165,97 @@ def test_the_size_after_padding_is_albumentations_own(padding):
     pad = A.Pad(padding, p=1)
     shape = pad(image=np.zeros((20, 30, 3), np.uint8))["image"].shape
     assert size_after(pad, Size((20, 30), (20, 30))).exact == shape[:2]
+
+
+def drawn_for(transform, data):
+    """Return the parameters that a transform draws for a sample, from a fixed state."""
+    transform.set_random_seed(3)
+    params = transform.update_transform_params(transform.get_params(), data)
+    return params | transform.get_params_dependent_on_data(params, data)
+
+
+@pytest.mark.parametrize(("name", "arguments"), list(examples()), ids=str)
+def test_a_sampler_that_is_given_no_pixels_needs_none(name, arguments):
+    transform = make_example(name, arguments)
+    rng = np.random.default_rng(0)
+    images = [*rng.integers(0, 256, (2, 160, 150, 3), np.uint8), np.zeros((160, 150, 3), np.uint8)]
+    plan = analyse(A.Compose([transform]), DEVICE_OPS, size=(160, 150))
+    params = [drawn_for(transform, {"image": one, "mask": one[..., 0]}) for one in images]
+    assert plan.sees_pixels[0] or all(alike(params[0], one) for one in params)
+
+
+def test_a_sampler_that_needs_pixels_is_known():
+    for transform in (
+        A.RandomBrightnessContrast(brightness_by_max=False),
+        A.Equalize(mask=lambda image, **_: image[..., 0] > 9),
+    ):
+        assert analyse(A.Compose([transform]), DEVICE_OPS, size=(8, 8)).sees_pixels == (True,)
+
+
+ARGUMENTS = {
+    "AtLeastOneBBoxRandomCrop": {"height": 20, "width": 24},
+    "CenterCrop": {"height": 20, "width": 24},
+    "Crop": {"x_max": 30, "y_max": 22},
+    "CropAndPad": {"px": (-3, 5)},
+    "CropNonEmptyMaskIfExists": {"height": 20, "width": 24},
+    "FDA": {"metadata_key": "images_of_another_kind"},
+    "GridElasticDeform": {"num_grid_xy": (3, 3), "magnitude": 4},
+    "HistogramMatching": {"metadata_key": "images_of_another_kind"},
+    "LongestMaxSize": {"max_size": 33},
+    "MixUp": {"metadata_key": "mix"},
+    "Mosaic": {"target_size": (30, 36), "metadata_key": "none"},
+    "OverlayElements": {"metadata_key": "none"},
+    "Pad": {"padding": 3},
+    "PadIfNeeded": {"min_height": 60, "min_width": 58},
+    "PixelDistributionAdaptation": {"metadata_key": "images_of_another_kind"},
+    "RandomCrop": {"height": 20, "width": 24},
+    "RandomCropNearBBox": {"max_part_shift": 0.3},
+    "RandomResizedCrop": {"size": (20, 24)},
+    "RandomSizedBBoxSafeCrop": {"height": 20, "width": 24},
+    "RandomSizedCrop": {"min_max_height": (10, 20), "size": (20, 24)},
+    "Resize": {"height": 20, "width": 24},
+    "SmallestMaxSize": {"max_size": 33},
+    "XYMasking": {
+        "num_masks_x": 1,
+        "num_masks_y": 1,
+        "mask_x_length": 3,
+        "mask_y_length": 3,
+    },
+}
+ON_IMAGES = sorted(
+    name
+    for name, kind in vars(A).items()
+    if isinstance(kind, type)
+    and issubclass(kind, A.ImageOnlyTransform | A.DualTransform)
+    and kind not in {A.ImageOnlyTransform, A.DualTransform}
+    # These need a font, words, or volumes.
+    and name not in {"TextImage", "Lambda", "Transform3D"}
+    and not issubclass(kind, A.Transform3D)
+)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ON_IMAGES)
+@pytest.mark.parametrize("size", [(48, 48), (48, 56)], ids=str)
+def test_what_is_said_of_the_size_after_a_transform_holds(name, size):
+    transform = getattr(A, name)(**ARGUMENTS.get(name, {}), p=1)
+    rng = np.random.default_rng(0)
+    image = rng.integers(0, 256, (*size, 3), np.uint8)
+    more = {
+        "mask": (image[..., 0] > 128).astype(np.uint8),
+        "images_of_another_kind": [image[::-1].copy()],
+        "none": [],
+        "cropping_bbox": [5, 6, 30, 32],
+        "bboxes": [[4, 4, 30, 30]],
+    }
+    pipeline = A.Compose([transform], bbox_params=A.BboxParams("pascal_voc", label_fields=[]))
+    # Without boxes where a transform takes none.
+    if "bboxes" not in transform.available_keys or name in {"OverlayElements", "Mosaic"}:
+        pipeline, more = A.Compose([transform]), {k: v for k, v in more.items() if k != "bboxes"}
+    said = size_after(transform, Size(size, size)).exact
+    found = set()
+    for index in range(4):
+        reseed((pipeline,), SampleKey(0, 0, index))
+        result = np.asarray(pipeline(image=image.copy(), **more)["image"])
+        found.add(result.shape[1:] if name.startswith("ToTensor") else result.shape[:2])
+    assert said is None or found == {said}
