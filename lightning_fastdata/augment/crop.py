@@ -73,6 +73,7 @@ def crop_on_device(
     *,
     refusal: str | None = None,
     same_pixels: bool = False,
+    channels: int | None = 3,
 ) -> CropOnDevice | None:
     """Return how to leave the crop to the device, or None if it has to stay, or had better.
 
@@ -82,6 +83,7 @@ def crop_on_device(
         size: ``(height, width)`` that images are believed to have.
         refusal: a reason to run everything in the worker.
         same_pixels: as :func:`~lightning_fastdata.augment.plan.analyse` takes it.
+        channels: the same.
     """
     leaf = follow_sizes(compose, Size()).boundary
     leaves = list_leaves(compose)
@@ -95,7 +97,9 @@ def crop_on_device(
     corner = _corner(op, transform, size, made)
     if corner is None or _corner(op, transform, size, size) is None:
         return None  # Its interpolation has no device form, or none that makes images smaller.
-    plan = analyse(compose, ops, size=size, refusal=refusal, same_pixels=same_pixels)
+    plan = analyse(
+        compose, ops, size=size, refusal=refusal, same_pixels=same_pixels, channels=channels
+    )
     kept = {one.exact for one in follow_sizes(compose, Size(size, size)).before[: leaf + 1]} == {
         size
     }

@@ -50,7 +50,7 @@ class ForeignBatches:
         self._refusal = refusal
         self._same_pixels = same_pixels
         self._geometry = geometry
-        self._recorders: dict[tuple[int, int], Recorder | None] = {}
+        self._recorders: dict[object, Recorder | None] = {}
 
     def run(self, batch: Batch, found: Found, key: SampleKey) -> Batch:
         """Return the batch with the pipeline carried out on its images and masks.
@@ -73,7 +73,13 @@ class ForeignBatches:
             mask = get_field(batch, found.mask)
             mask_first = mask.ndim == 4 and tuple(mask.shape[1:3]) != (height, width)
             tensors["mask"] = mask.permute(0, 2, 3, 1).contiguous() if mask_first else mask
-        recorder = None if image.device.type == "cpu" else self.recorder((height, width))
+        recorder = (
+            None
+            if image.device.type == "cpu"
+            else self.recorder(
+                (height, width), tensors["image"].shape[3] if tensors["image"].ndim == 4 else None
+            )
+        )
         if recorder is None:
             results, is_chw = run_each(tensors, key, self._compose)
         else:
@@ -86,19 +92,21 @@ class ForeignBatches:
             values[found.mask] = _restored(results["mask"], as_given)
         return put_fields(batch, values)
 
-    def recorder(self, size: tuple[int, int]) -> Recorder | None:
-        """Return the recorder for images of one size, or None if nothing may be deferred."""
-        if size not in self._recorders:
+    def recorder(self, size: tuple[int, int], channels: int | None = 3) -> Recorder | None:
+        """Return the recorder for images of one shape, or None if nothing may be deferred."""
+        form = (size, channels)
+        if form not in self._recorders:
             plan = analyse(
                 self._compose,
                 self._ops,
                 size=size,
                 refusal=self._refusal,
                 same_pixels=self._same_pixels,
+                channels=channels,
             )
             possible = plan.defers and plan.opaque_until < 0
-            self._recorders[size] = Recorder(self._compose, plan, self._ops) if possible else None
-        return self._recorders[size]
+            self._recorders[form] = Recorder(self._compose, plan, self._ops) if possible else None
+        return self._recorders[form]
 
 
 def _restored(tensor: torch.Tensor, to_channels_first: bool) -> torch.Tensor:

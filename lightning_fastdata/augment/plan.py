@@ -85,6 +85,7 @@ def analyse(
     size: tuple[int, int] | None = None,
     refusal: str | None = None,
     same_pixels: bool = False,
+    channels: int | None = 3,
 ) -> Plan:
     """Decide where each operation of a pipeline runs.
 
@@ -94,6 +95,7 @@ def analyse(
         size: ``(height, width)`` when all images are known to have it.
         refusal: a reason to run everything in the worker.
         same_pixels: keep in the worker what would draw numbers for every pixel on the device.
+        channels: of the images; None for images ``[H, W]``.
 
     Returns:
         The plan; the same for every sample.
@@ -129,8 +131,11 @@ def analyse(
         freedom = f"; {op.freedom}" if op is not None and draws else ""
         if why_worker is None and draws and same_pixels:
             why_worker = own_pixels
-        if why_worker is None and op is not None and not _encodes_after(leaves[:index], leaf, ops):
-            why_worker = "no device form for the dtype it is given"
+        if why_worker is None and op is not None:
+            # Those up to the boundary have happened before the recorder starts to count.
+            earlier, size_here = leaves[boundary + 1 : index], sizes.before[index].exact
+            if not _encodes_after(earlier, leaf, ops, size_here or (64, 64), channels):
+                why_worker = "no device form for its settings, or for the images it is given"
         if why_worker is not None:
             placed.append(OpPlacement(name=name, where="worker", why=why_worker))
             sees[index] = True
@@ -207,28 +212,49 @@ def _reads_pixels(transform: Any) -> bool:
 
 
 def _encodes_after(
-    before: list[Leaf], leaf: Leaf, ops: Mapping[str, DeviceOp], draws: int = 4
+    before: list[Leaf],
+    leaf: Leaf,
+    ops: Mapping[str, DeviceOp],
+    size: tuple[int, int],
+    channels: int | None,
+    draws: int = 4,
 ) -> bool:
-    """Whether an operation behind Normalize or ToFloat has a device form for what those make.
+    """Whether an operation behind one that changes shape or dtype has a device form for sure.
 
     Before those, parameters without a device form send one sample to the CPU. Behind them that
-    would leave float and uint8 images in one batch, so it is tried out here.
+    would leave images of two forms in one batch, so it is tried out here.
     """
     name = type(leaf.transform).__name__
-    casts = [one.transform for one in before if type(one.transform).__name__ in _CASTS & {*ops}]
-    if not casts or (changes_form(leaf.transform) and name != "FromFloat"):
+    changes = [other.transform for other in before if changes_form(other.transform)]
+    names = {type(other).__name__ for other in changes}
+    last = name in _CHANGES_DTYPE_OR_LAYOUT and name != "FromFloat"
+    if last or not changes or "ToTensorV2" in names:
         return True
-    dtypes: set[np.dtype[Any]] = {np.dtype(np.uint8), np.dtype(np.float32)}
+    for other in changes:
+        channels = getattr(other, "num_output_channels", channels)
+    casts = [other for other in changes if type(other).__name__ in _CASTS & {*ops}]
+    dtypes: set[np.dtype[Any]] = {np.dtype(np.uint8)}
+    if casts:
+        dtypes.add(np.dtype(np.float32))
     for cast in casts:
         dtypes = {ops[type(cast).__name__].out_dtype(cast, dtype) for dtype in dtypes}
+    shape = size if channels is None else (*size, channels)
     transform = copy.deepcopy(leaf.transform)
-    for dtype in dtypes:
-        image: np.ndarray = np.zeros((64, 64, 3), dtype)
-        for _ in range(draws):
-            data = {"image": image}
-            params = transform.update_transform_params(transform.get_params(), data)
-            sampler = transform.get_params_dependent_on_data
-            params.update(draw_params(ops[name], transform, sampler, params, data, whole=False))
-            if ops[name].encode(transform, params, image.shape, image.dtype) is None:
-                return False
+    try:
+        return all(
+            _encodes(transform, ops[name], np.zeros(shape, dtype), draws) for dtype in dtypes
+        )
+    except (ValueError, RuntimeError):
+        # It refuses images of this size or kind: Albumentations will say so, to a real one.
+        return True
+
+
+def _encodes(transform: Any, op: DeviceOp, image: np.ndarray, draws: int) -> bool:
+    for _ in range(draws):
+        data = {"image": image}
+        params = transform.update_transform_params(transform.get_params(), data)
+        sampler = transform.get_params_dependent_on_data
+        params.update(draw_params(op, transform, sampler, params, data, whole=False))
+        if op.encode(transform, params, image.shape, image.dtype) is None:
+            return False
     return True

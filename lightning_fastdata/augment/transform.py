@@ -97,12 +97,9 @@ class BatchTransform:
         self.compose = compose
         self._ops = ops
         self._geometry = checked(geometry)
-        self.plan = self._explained(
-            analyse(compose, device_ops(ops), refusal=refusal(), same_pixels=same_pixels)
-        )
-        self._any_size = self.plan
-        self._crop: CropOnDevice | None = None
         self._same_pixels = same_pixels
+        self.plan = self._any_size = self._analyse(channels=3)
+        self._crop: CropOnDevice | None = None
         self._fields = fields
         self._foreign: ForeignBatches | None = None
 
@@ -110,6 +107,16 @@ class BatchTransform:
         """Raise BatchError if a sample of the dataset holds no image that can be read."""
         found = find_fields(sample, self._fields, batched=False)
         to_hwc(get_field(sample, found.image))
+
+    def _analyse(self, *, channels: int | None) -> Plan:
+        plan = analyse(
+            self.compose,
+            device_ops(self._ops),
+            refusal=refusal(),
+            same_pixels=self._same_pixels,
+            channels=channels,
+        )
+        return self._explained(plan)
 
     def in_worker(self, *, on_device: bool) -> ComposeWorker:
         """Return the part that runs on each sample in the side process.
@@ -131,15 +138,20 @@ class BatchTransform:
     def for_samples(self, samples: Iterable[Any]) -> BatchTransform:
         """Return the transform for a dataset, of which these are samples from all over it.
 
-        If they all have one size that is not much larger than what the pipeline makes of it, the
-        device crops, too. Samples of another size are still right, but cost more than without.
+        What the device can do depends on the channels of the images, some operations being there
+        for three alone. If all images have one size that is not much larger than what the pipeline
+        makes of it, the device crops, too. Samples of another size are still right, but cost more
+        than without.
 
         Args:
             samples: Is read no further than until two sizes differ, or the first is too large.
         """
         worker = ComposeWorker(self.compose, self._fields, None, self._ops)
-        sizes = map(worker.size_of, samples)
-        size = next(sizes, None)
+        forms = map(worker.form_of, samples)
+        first = next(forms, None)
+        if first is None:
+            return self
+        size, channels = first
         crop = None
         if size is not None:
             crop = crop_on_device(
@@ -148,12 +160,15 @@ class BatchTransform:
                 size,
                 refusal=refusal(),
                 same_pixels=self._same_pixels,
+                channels=channels,
             )
-        if crop is not None and any(other != size for other in sizes):
+        if crop is not None and any(other != size for other, _ in forms):
             crop = None
         fitted = copy.copy(self)
+        fitted._foreign = None
+        fitted._any_size = self._analyse(channels=channels)
         fitted._crop = crop
-        fitted.plan = self._any_size if crop is None else self._explained(crop.plan)
+        fitted.plan = fitted._any_size if crop is None else self._explained(crop.plan)
         return fitted
 
     def _explained(self, plan: Plan) -> Plan:

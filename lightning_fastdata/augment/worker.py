@@ -101,10 +101,15 @@ class ComposeWorker:
         added = result.keys() - data.keys() if isinstance(sample, Mapping) else ()
         return put_fields(given, {name: result[name] for name in added}) if added else given, tape
 
-    def size_of(self, sample: Any) -> tuple[int, int] | None:
-        """Return height and width of the images and masks of a sample, or None if they differ."""
+    def form_of(self, sample: Any) -> tuple[tuple[int, int] | None, int | None]:
+        """Return height and width of the images and masks of a sample, and the image's channels.
+
+        The size is None if they differ; the channels, if the image is ``[H, W]``.
+        """
         found = find_fields(sample, self._fields, batched=False)
-        return self._size(self._arguments(sample, found)[0])
+        data = self._arguments(sample, found)[0]
+        shape = data["image"].shape
+        return self._size(data), shape[2] if len(shape) == 3 else None
 
     def collate(
         self, tapes: Sequence[Tape | None], beside: Mapping[str, np.ndarray] | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import warnings
 from collections import defaultdict
 
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 import albumentations as A
 from augment.test_trees import EXACTLY, HEADS, OPTIONS, SEEDS, TAILS
-from augment.trees import SIDE, compare, logged, some_samples, targets, trees
+from augment.trees import SIDE, compare, finish, logged, some_samples, targets, trees
 
 from lightning_fastdata.augment.ops import DEVICE_OPS
 from lightning_fastdata.augment.plan import analyse
@@ -381,3 +382,47 @@ def test_the_log_of_these_tests_sees_every_operation():
     compose, log = logged(A.Compose([A.HorizontalFlip(p=1), A.OneOf([A.InvertImg(p=1)], p=1)]))
     compose(image=plain(1)[0]["image"])
     assert log == [0, 1]
+
+
+@pytest.mark.parametrize("shape", [(50, 60), (50, 60, 1), (50, 60, 3), (50, 60, 6)], ids=str)
+@pytest.mark.parametrize(
+    "operation",
+    [
+        A.ColorJitter(p=0.5),
+        A.Sharpen(method="gaussian", p=0.5),
+        A.FancyPCA(p=0.5),
+        A.Rotate(interpolation=cv2.INTER_CUBIC, p=0.5),
+        A.Resize(20, 20, interpolation=cv2.INTER_CUBIC),
+    ],
+    ids=lambda operation: type(operation).__name__,
+)
+def test_operations_without_a_form_for_these_images_may_stand_behind_a_crop(operation, shape):
+    rng = np.random.default_rng(0)
+    samples = [{"image": rng.integers(0, 256, shape, np.uint8)} for _ in range(6)]
+    pipeline = A.Compose(
+        [
+            A.Resize(48, 48),
+            A.RandomCrop(32, 32),
+            A.HorizontalFlip(),
+            operation,
+            A.Normalize(0.5, 0.5),
+        ]
+    )
+    transform = as_batch_transform(pipeline).for_samples(samples[:1])
+    part = transform.in_worker(on_device=True)
+    real = copy.deepcopy(pipeline)
+    left, tapes, wanted = [], [], []
+    for index, sample in enumerate(samples):
+        key = SampleKey(0, 0, index)
+        reseed((real,), key)
+        try:
+            wanted.append(real(**copy.deepcopy(sample))["image"])
+        except (TypeError, ValueError) as error:
+            with pytest.raises(type(error), match=re.escape(str(error))):
+                part(sample, key)
+            continue
+        for parts, one in zip((left, tapes), part(sample, key), strict=True):
+            parts.append(one)
+    for want, got in zip(wanted, finish(transform, part, left, tapes, {"image"}), strict=True):
+        assert want.shape == tuple(got["image"].shape)
+        assert np.abs(want - np.asarray(got["image"])).max() <= 4 / 127
