@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any
+import functools
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
 
 from lightning_fastdata.augment.fields import (
-    Found,
+    Fields,
     Location,
     channels_first,
     describe,
+    find_fields,
     get_field,
     put_fields,
 )
@@ -21,20 +24,32 @@ from lightning_fastdata.augment.plan import analyse
 from lightning_fastdata.augment.program import compile_tapes
 from lightning_fastdata.augment.replay_torch import replay
 from lightning_fastdata.augment.seeds import reseed
-from lightning_fastdata.augment.tape import Recorder, phantom
-from lightning_fastdata.errors import BatchError
+from lightning_fastdata.augment.tape import Recorder, phantom, target_roles
+from lightning_fastdata.augment.tree import list_leaves
+from lightning_fastdata.errors import BatchError, TransformError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from lightning_fastdata.augment.geometry import GeometryMode
     from lightning_fastdata.augment.ops.operation import DeviceOp
+    from lightning_fastdata.augment.plan import Plan
     from lightning_fastdata.augment.tape import Tape
     from lightning_fastdata.types import Batch, SampleKey
 
 
+_ANY_SIZE: Final = (1024, 1024)
+"""Images of this size can run on a device wherever images of some size can."""
+
+
 class ForeignBatches:
-    """Runs one pipeline on batches that another loader has collated."""
+    """Runs one pipeline on batches that another loader has collated.
+
+    Args:
+        compose: the pipeline.
+        ops: device forms by name.
+        refusal: why nothing may run on a device, or None.
+        same_pixels: leave to the CPU what draws numbers for every pixel.
+        strict: refuse what would need the CPU for a batch on a device.
+    """
 
     def __init__(
         self,
@@ -44,59 +59,83 @@ class ForeignBatches:
         *,
         same_pixels: bool = False,
         geometry: GeometryMode = "exact",
+        strict: bool = False,
     ) -> None:
         self._compose = copy.deepcopy(compose)
         self._ops = ops
         self._refusal = refusal
         self._same_pixels = same_pixels
         self._geometry = geometry
+        self._strict = strict
+        self._plans: dict[object, Plan] = {}
         self._recorders: dict[object, Recorder | None] = {}
 
-    def run(self, batch: Batch, found: Found, key: SampleKey) -> Batch:
+    def run(self, batch: Batch, fields: Fields, key: SampleKey) -> Batch:
         """Return the batch with the pipeline carried out on its images and masks.
 
         Args:
             batch: a collated batch, on any device.
-            found: where its image ``[n, C, H, W]`` or ``[n, H, W, C]`` and its mask are.
+            fields: where its image ``[n, C, H, W]`` or ``[n, H, W, C]`` and its mask are.
             key: key of the first sample; sample ``i`` draws with ``key.index + i``.
 
         Raises:
             BatchError: the image is no batch of uint8, or of float32 in [0, 1].
+            TransformError: the pipeline needs boxes or keypoints; or some of it needs the CPU, and
+                that is not wanted.
         """
-        image = get_field(batch, found.image)
+        if getattr(self._compose, "processors", None):
+            names = " and ".join(sorted(self._compose.processors))
+            raise TransformError(
+                f"The pipeline transforms {names} too, and those cannot be told apart in a batch "
+                "that another loader has collated. Give the pipeline to "
+                "FastDataModule(augment=...) and let FastDataModule load the data, or give them to "
+                "draw(..., targets=[...])."
+            )
+        places = places_of(batch, fields, self._compose)
+        image = get_field(batch, places["image"])
         _check_image(image)
         first = image.ndim == 4 and channels_first(tuple(image.shape[1:]))
-        tensors = {"image": image.permute(0, 2, 3, 1).contiguous() if first else image}
-        height, width = (int(length) for length in tensors["image"].shape[1:3])
-        mask_first = False
-        if found.mask is not None:
-            mask = get_field(batch, found.mask)
-            mask_first = mask.ndim == 4 and tuple(mask.shape[1:3]) != (height, width)
-            tensors["mask"] = mask.permute(0, 2, 3, 1).contiguous() if mask_first else mask
-        recorder = (
-            None
-            if image.device.type == "cpu"
-            else self.recorder(
-                (height, width), tensors["image"].shape[3] if tensors["image"].ndim == 4 else None
-            )
-        )
+        height, width = image.shape[2:] if first else image.shape[1:3]
+        size = int(height), int(width)
+        given = {name: get_field(batch, place) for name, place in places.items()}
+        tensors, turned = channels_behind(given, size)
+        channels = int(tensors["image"].shape[3]) if image.ndim == 4 else None
+        if self._strict:
+            refuse_cpu(self.plan(size, channels))
+        recorder = None if image.device.type == "cpu" else self.recorder(size, channels)
         if recorder is None:
             results, is_chw = run_each(tensors, key, self._compose)
         else:
-            results, is_chw = replay_all(tensors, key, recorder, self._ops, geometry=self._geometry)
-        values: dict[Location, Any] = {
-            found.image: _restored(results["image"], first and not is_chw)
-        }
-        if found.mask is not None:
-            as_given = mask_first and results["mask"].ndim == 4
-            values[found.mask] = _restored(results["mask"], as_given)
-        return put_fields(batch, values)
+            results, is_chw = replay_all(
+                tensors,
+                key,
+                recorder,
+                self._ops,
+                geometry=self._geometry,
+                strict=self._strict,
+            )
+        results = channels_as_given(results, turned, self._compose, images_are_chw=is_chw)
+        return put_fields(batch, {places[name]: results[name] for name in places})
 
-    def recorder(self, size: tuple[int, int], channels: int | None = 3) -> Recorder | None:
-        """Return the recorder for images of one shape, or None if nothing may be deferred."""
+    def recorder_without_pixels(
+        self, size: tuple[int, int] = _ANY_SIZE, channels: int | None = 3
+    ) -> Recorder:
+        """Return the recorder for images of one shape that nobody has at hand.
+
+        Raises:
+            TransformError: an operation needs the pixels.
+        """
+        refuse_cpu(self.plan(size, channels))
+        recorder = self.recorder(size, channels)
+        if recorder is None:
+            raise TransformError("A container of the pipeline runs its transforms in its own way.")
+        return recorder
+
+    def plan(self, size: tuple[int, int], channels: int | None = 3) -> Plan:
+        """Return where operations run for images of one shape."""
         form = (size, channels)
-        if form not in self._recorders:
-            plan = analyse(
+        if form not in self._plans:
+            self._plans[form] = analyse(
                 self._compose,
                 self._ops,
                 size=size,
@@ -104,13 +143,103 @@ class ForeignBatches:
                 same_pixels=self._same_pixels,
                 channels=channels,
             )
-            possible = plan.defers and plan.opaque_until < 0
+        return self._plans[form]
+
+    def recorder(self, size: tuple[int, int], channels: int | None = 3) -> Recorder | None:
+        """Return the recorder for images of one shape, or None if nothing may be deferred."""
+        form = (size, channels)
+        if form not in self._recorders:
+            plan = self.plan(size, channels)
+            possible = (plan.defers or not plan.placements) and plan.opaque_until < 0
             self._recorders[form] = Recorder(self._compose, plan, self._ops) if possible else None
         return self._recorders[form]
 
 
-def _restored(tensor: torch.Tensor, to_channels_first: bool) -> torch.Tensor:
-    return tensor.permute(0, 3, 1, 2).contiguous() if to_channels_first else tensor
+def places_of(batch: Batch, fields: Fields, compose: Any) -> dict[str, Location]:
+    """Return where the images and masks of a batch are, by the pipeline's names for them."""
+    found = find_fields(batch, fields, batched=True)
+    places: dict[str, Location] = {"image": found.image}
+    if found.mask is not None:
+        places["mask"] = found.mask
+    if isinstance(batch, Mapping):
+        names = [name for name in target_roles(compose) if name not in {"image", "mask"}]
+        places |= {name: name for name in names if isinstance(batch.get(name), torch.Tensor)}
+    return places
+
+
+def channels_behind(
+    tensors: Mapping[str, torch.Tensor], size: tuple[int, int]
+) -> tuple[dict[str, torch.Tensor], frozenset[str]]:
+    """Return images and masks ``[n, H, W, ...]``, and the names of those that were turned.
+
+    Args:
+        tensors: ``[n, H, W]``, ``[n, H, W, C]`` or ``[n, C, H, W]`` by name.
+        size: ``H, W``.
+    """
+    turned = frozenset(
+        name
+        for name, tensor in tensors.items()
+        if tensor.ndim == 4
+        and tuple(tensor.shape[2:]) == size
+        and (tuple(tensor.shape[1:3]) != size or name == "image")
+    )
+    behind = {
+        name: tensor.permute(0, 2, 3, 1).contiguous() if name in turned else tensor
+        for name, tensor in tensors.items()
+    }
+    return behind, turned
+
+
+def channels_as_given(
+    results: Mapping[str, torch.Tensor],
+    turned: frozenset[str],
+    compose: Any,
+    *,
+    images_are_chw: bool,
+) -> dict[str, torch.Tensor]:
+    """Return results in the layout in which they were given, unless the pipeline chose another.
+
+    Args:
+        results: ``[n, H, W, ...]``, or what ``ToTensorV2`` made of that.
+        turned: names of those that were given as ``[n, C, H, W]``.
+        compose: the pipeline.
+        images_are_chw: whether images went through ``ToTensorV2``.
+    """
+    roles = target_roles(compose)
+    masks_are_chw = images_are_chw and any(
+        type(leaf.transform).__name__ == "ToTensorV2" and leaf.transform.transpose_mask
+        for leaf in list_leaves(compose)
+    )
+    done = {"image": images_are_chw, "mask": masks_are_chw}
+    return {
+        name: result.permute(0, 3, 1, 2).contiguous()
+        if name in turned and result.ndim == 4 and not done[roles[name]]
+        else result
+        for name, result in results.items()
+    }
+
+
+def refuse_cpu(plan: Plan) -> None:
+    """Raise TransformError naming what would need the CPU, if anything does."""
+    rows = zip(plan.placements, plan.sees_pixels, strict=True)
+    needs = [
+        f"{place.name} ({place.why})" for place, sees in rows if place.where == "worker" or sees
+    ]
+    if needs:
+        raise TransformError(
+            f"Without the pixels on the CPU this pipeline cannot run: {'; '.join(needs)}. Take "
+            "that out of the pipeline or give it a device form (register), or call the transform "
+            "on the images without strict=True: it then visits the CPU for the samples that need "
+            "it."
+        )
+
+
+def refuse_pixels(reader: str, sample: int) -> TransformError:
+    """Return the error that an operation asks for the pixels of a sample on the CPU."""
+    return TransformError(
+        f"{reader} needs the pixels of sample {sample} on the CPU, for what it drew there. Call "
+        "the transform on the images without strict=True: it visits the CPU for such samples."
+    )
 
 
 def run_each(
@@ -127,6 +256,12 @@ def run_each(
         is_chw = isinstance(result["image"], torch.Tensor)
         for name in tensors:
             outs[name].append(torch.as_tensor(np.asarray(result[name])))
+    for name, rows in outs.items():
+        if len(sizes := {tuple(one.shape) for one in rows}) > 1:
+            raise TransformError(
+                f"The pipeline makes {name}s of different shapes of one batch: {sorted(sizes)}. "
+                "End it with an operation that makes them one size: Resize, RandomCrop, ..."
+            )
     return {name: torch.stack(rows).to(device) for name, rows in outs.items()}, is_chw
 
 
@@ -137,10 +272,12 @@ def replay_all(
     ops: Mapping[str, DeviceOp],
     *,
     geometry: GeometryMode = "exact",
+    strict: bool = False,
 ) -> tuple[dict[str, torch.Tensor], bool]:
     """Draw every sample here and carry the draws out where the batch lies.
 
-    Samples in which an operation needs real pixels are fetched, one by one, and put back.
+    Samples in which an operation needs real pixels are fetched, one by one, and put back, or are
+    an error if it is ``strict``.
     """
     samples = len(tensors["image"])
     shown = {
@@ -153,7 +290,7 @@ def replay_all(
     for row in range(samples):
         reseed((recorder.compose,), key._replace(index=key.index + row))
         sources = {
-            name: lambda tensor=tensor, row=row: tensor[row].cpu().numpy()
+            name: functools.partial(_fetch, tensor, row, recorder if strict else None)
             for name, tensor in tensors.items()
         }
         result, tape = recorder(shown, sources)
@@ -172,6 +309,13 @@ def replay_all(
         if name == "image" and program is not None:
             is_chw = is_chw or any(step.name == "ToTensorV2" for step in program.steps)
     return results, is_chw
+
+
+def _fetch(tensor: torch.Tensor, row: int, refuser: Recorder | None) -> np.ndarray:
+    if refuser is not None:
+        raise refuse_pixels(refuser.reading, row)
+    pixels: np.ndarray = tensor[row].cpu().numpy()
+    return pixels
 
 
 def _with_rows(tensor: torch.Tensor, rows: Mapping[int, torch.Tensor]) -> torch.Tensor:

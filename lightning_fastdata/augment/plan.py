@@ -110,15 +110,17 @@ def analyse(
         same_pixels = True
         own_pixels = "the pipeline returns what it drew, and the device would draw other numbers"
     opaque = last_opaque(compose)
-    sizes = follow_sizes(compose, Size(size, size))
+    forms = [device_form(leaf.transform, ops) for leaf in leaves]
+    keeps = frozenset(op.owner for op in forms if op is not None and op.owner is not None)
+    sizes = follow_sizes(compose, Size(size, size), keeps)
     boundary = max(sizes.boundary, opaque)
     placed: list[OpPlacement] = []
-    sees = [_reads_pixels(leaf.transform) for leaf in leaves]
+    sees = [_reads_pixels(leaf.transform, op) for leaf, op in zip(leaves, forms, strict=True)]
     barrier_after: str | None = None
     for index in range(len(leaves) - 1, -1, -1):
         leaf = leaves[index]
         name = type(leaf.transform).__name__
-        op = device_form(leaf.transform, ops)
+        op = forms[index]
         why_worker = refusal
         if why_worker is None and index <= boundary:
             why_worker = (
@@ -170,7 +172,9 @@ def redrawn(compose: Any, plan: Plan, ops: Mapping[str, DeviceOp]) -> tuple[str,
 
 def device_form(transform: Any, ops: Mapping[str, DeviceOp]) -> DeviceOp | None:
     """Return the device form of a transform; a user's subclass never inherits one."""
-    return ops.get(type(transform).__name__) if is_albumentations(transform) else None
+    kind = type(transform)
+    own = next((op for op in ops.values() if op.owner is kind), None)
+    return ops.get(kind.__name__) if own is None and is_albumentations(transform) else own
 
 
 def _why_worker(
@@ -178,6 +182,8 @@ def _why_worker(
 ) -> str | None:
     if op is None:
         return "no device form"
+    if op.owner is not None:
+        return None
     # Images of an unknown but common size are taken to be any, so not square.
     one_size = before.exact or (64, 48)
     if size_after(leaf.transform, Size(one_size, one_size)).exact is None:
@@ -202,8 +208,10 @@ def changes_form(transform: Any) -> bool:
     return name == "ToRGB" or bool(name == "ToGray" and transform.num_output_channels != 3)
 
 
-def _reads_pixels(transform: Any) -> bool:
+def _reads_pixels(transform: Any, op: DeviceOp | None) -> bool:
     name = type(transform).__name__
+    if op is not None and op.owner is not None:
+        return op.reads_pixels
     if not is_albumentations(transform):
         return True
     if name == "RandomBrightnessContrast":

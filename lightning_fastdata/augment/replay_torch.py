@@ -7,14 +7,23 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 import torch
 
+from lightning_fastdata.augment.fields import (
+    Fields,
+    Location,
+    describe,
+    find_fields,
+    get_field,
+    put_fields,
+)
 from lightning_fastdata.augment.replay_triton import has_kernels, run_fused, takes
-from lightning_fastdata.errors import TransformError
+from lightning_fastdata.errors import BatchError, TransformError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded, Run
-    from lightning_fastdata.augment.program import Program, ProgramStep
+    from lightning_fastdata.augment.program import Draws, Program, ProgramStep
+    from lightning_fastdata.types import Batch
 
 
 def replay(
@@ -69,6 +78,46 @@ def replay(
     if channels_last and current.ndim == 4:
         current = current.contiguous(memory_format=torch.channels_last)
     return current
+
+
+def replay_batch(batch: Batch, draws: Draws, fields: Fields, ops: Mapping[str, DeviceOp]) -> Batch:
+    """Return a batch as the workers left it with the programs of its images and masks carried out.
+
+    Args:
+        batch: its images are ``[n, H, W, C]`` or ``[n, H, W]``.
+        draws: what was drawn for it, on its device.
+        fields: where its image and mask are.
+        ops: device forms by name.
+
+    Raises:
+        BatchError: a field is missing, or has another number of samples than was drawn.
+    """
+    if not draws.programs:
+        return batch
+    found = find_fields(batch, fields, batched=True)
+    values: dict[Location, torch.Tensor] = {}
+    for target, program in draws.programs.items():
+        location = {"image": found.image, "mask": found.mask}.get(target, target)
+        value = get_field(batch, location)
+        if not isinstance(value, torch.Tensor) or len(value) != draws.samples:
+            raise BatchError(
+                f"The field {location!r} should be a tensor of {draws.samples} samples, "
+                f"as many as were drawn for, but is {describe(value)}. A collate_fn must "
+                "stack the images of a batch in order, and keep them at their place."
+            )
+        values[location] = replay_image(program, draws.blob, value, ops)
+    return put_fields(batch, values)
+
+
+def replay_image(
+    program: Program, blob: torch.Tensor, batch: torch.Tensor, ops: Mapping[str, DeviceOp]
+) -> torch.Tensor:
+    """Do as :func:`replay`, and take images ``[n, H, W]`` for images of one channel."""
+    add_channel = program.role == "image" and batch.ndim == 3
+    value = replay(program, blob, batch.unsqueeze(-1) if add_channel else batch, ops)
+    tensor_form = any(step.name == "ToTensorV2" for step in program.steps)
+    drop = add_channel and not tensor_form and value.shape[-1] == 1
+    return value.squeeze(-1) if drop else value
 
 
 def replay_one(op: DeviceOp, encoded: Encoded, is_image: bool, pixels: np.ndarray) -> np.ndarray:

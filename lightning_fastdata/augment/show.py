@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import torch
 
-from lightning_fastdata.augment.ops import DEVICE_OPS
 from lightning_fastdata.augment.parity import levels_per_unit
+from lightning_fastdata.augment.plan import device_form
 from lightning_fastdata.augment.transform import BatchTransform, as_batch_transform
 from lightning_fastdata.augment.tree import list_leaves
 from lightning_fastdata.errors import DatasetError, OptionsError, TransformError
@@ -240,7 +240,9 @@ def own_ways(compose: Any) -> tuple[str, ...]:
     names = [
         place.name
         for place, leaf in zip(transform.plan.placements, leaves, strict=True)
-        if place.where != "worker" and DEVICE_OPS[place.name].draws_pixels(leaf.transform)
+        if place.where != "worker"
+        and (op := device_form(leaf.transform, transform.ops)) is not None
+        and op.draws_pixels(leaf.transform)
     ]
     return tuple(dict.fromkeys(names))
 

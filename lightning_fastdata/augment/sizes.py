@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from lightning_fastdata.augment.tree import (
     GROUPS,
@@ -11,6 +11,9 @@ from lightning_fastdata.augment.tree import (
     is_albumentations,
     is_container,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
 
 _FIXED_BY_HEIGHT_WIDTH: Final = frozenset(
     {
@@ -62,8 +65,14 @@ class Sizes(NamedTuple):
     """Per leaf: what is known of its input."""
 
 
-def follow_sizes(compose: Any, size: Size) -> Sizes:
-    """Follow what is known of the image size through a pipeline that is given ``size``."""
+def follow_sizes(compose: Any, size: Size, keeps: Collection[type] = ()) -> Sizes:
+    """Follow what is known of the image size through a pipeline that is given ``size``.
+
+    Args:
+        compose: the pipeline.
+        size: what is known of its input.
+        keeps: classes that keep the size, whatever else would be thought of them.
+    """
     boundary = -1
     sizes: list[Size] = []
 
@@ -74,7 +83,7 @@ def follow_sizes(compose: Any, size: Size) -> Sizes:
                 before = walk(child, before)
             return before
         sizes.extend([before] * count_leaves(node))
-        after = _node_size(node, before)
+        after = _node_size(node, before, keeps)
         if before.exact is None and after.exact is not None:
             boundary = len(sizes) - 1
         return after
@@ -83,19 +92,19 @@ def follow_sizes(compose: Any, size: Size) -> Sizes:
     return Sizes(boundary, tuple(sizes))
 
 
-def _node_size(node: Any, before: Size) -> Size:
+def _node_size(node: Any, before: Size, keeps: Collection[type]) -> Size:
     if not is_container(node):
-        after = size_after(node, before)
+        after = size_after(node, before, keeps)
     elif in_sequence(node):
         after = before
         for child in node.transforms:
-            after = _node_size(child, after)
+            after = _node_size(child, after, keeps)
     elif is_albumentations(node) and type(node).__name__ in GROUPS:
         pick_one = type(node).__name__ in _ONE_CHILD
         sizes = [
-            size_after(child, before)
+            size_after(child, before, keeps)
             if pick_one and not is_container(child)
-            else _node_size(child, before)
+            else _node_size(child, before, keeps)
             for child in node.transforms
         ]
         if not pick_one:
@@ -116,9 +125,11 @@ def _join(sizes: list[Size]) -> Size:
     return Size(exact, (max(h for h, _ in known), max(w for _, w in known)))
 
 
-def size_after(transform: Any, before: Size) -> Size:
+def size_after(transform: Any, before: Size, keeps: Collection[type] = ()) -> Size:
     """Return what is known of the image size after a transform was applied."""
     name = type(transform).__name__
+    if type(transform) in keeps:
+        return before
     if not is_albumentations(transform):
         import albumentations
 

@@ -114,6 +114,8 @@ class Recorder:
         self._targets: dict[str, _Target] = {}
         self._small: dict[int, dict[str, Any]] = {}
         self._keeps_params = keeps_params(compose)
+        self.reading = ""
+        """Class name of the transform that asked for real pixels last."""
         for index, leaf in enumerate(list_leaves(self.compose)):
             if index > plan.opaque_until:
                 self._hook(index, leaf.transform, ops)
@@ -179,7 +181,8 @@ class Recorder:
     def _is_pixels(self, key: str, value: Any) -> bool:
         return key in self._roles and value is not None
 
-    def _real(self, data: Mapping[str, Any]) -> dict[str, Any]:
+    def _real(self, data: Mapping[str, Any], reader: Callable[..., Any]) -> dict[str, Any]:
+        self.reading = type(getattr(reader, "__self__", reader)).__name__
         return {
             key: self._target(key, value).flush() if self._is_pixels(key, value) else value
             for key, value in data.items()
@@ -187,7 +190,7 @@ class Recorder:
 
     def _draw_on_pixels(self, original: Callable[..., Any], params: Any, data: Any) -> Any:
         # `data` itself keeps the phantoms: the call that follows recognises its targets by them.
-        return original(params=params, data=self._real(data))
+        return original(params=params, data=self._real(data, original))
 
     def _draw_small(
         self,
@@ -209,7 +212,7 @@ class Recorder:
         return original(params=params, data=data) if small is None else small
 
     def _run(self, original: Callable[..., Any], params: dict[str, Any], /, **data: Any) -> Any:
-        result = original(params, **self._real(data))
+        result = original(params, **self._real(data, original))
         for key, before in data.items():
             if self._is_pixels(key, before) and key in result:
                 value = _contiguous(result[key])

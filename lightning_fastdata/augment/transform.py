@@ -6,30 +6,29 @@ import copy
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from lightning_fastdata.augment.callables import CallableTransform, plain_tensors, table
 from lightning_fastdata.augment.contract import StageTransform
 from lightning_fastdata.augment.crop import CropOnDevice, crop_on_device
 from lightning_fastdata.augment.fields import (
     Fields,
-    Found,
-    Location,
-    describe,
     find_fields,
     get_field,
-    put_fields,
     to_hwc,
 )
 from lightning_fastdata.augment.foreign import ForeignBatches
 from lightning_fastdata.augment.geometry_plan import checked, explain_joins
+from lightning_fastdata.augment.ops.output import OutputForm, check_form, output_form
 from lightning_fastdata.augment.plan import analyse
-from lightning_fastdata.augment.replay_torch import replay
+from lightning_fastdata.augment.registry import registered_forms
+from lightning_fastdata.augment.replay_torch import replay_batch
 from lightning_fastdata.augment.self_check import refusal, what_it_means
-from lightning_fastdata.augment.worker import ComposeWorker, device_ops
-from lightning_fastdata.errors import BatchError, TransformError
+from lightning_fastdata.augment.tape import target_roles
+from lightning_fastdata.augment.tree import is_albumentations_pipeline
+from lightning_fastdata.augment.worker import ComposeWorker, convert_images, device_ops
+from lightning_fastdata.errors import TransformError
 
 if TYPE_CHECKING:
+    from lightning_fastdata.augment.explicit import ExplicitTransform
     from lightning_fastdata.augment.geometry import GeometryMode
     from lightning_fastdata.augment.ops.operation import DeviceOp
     from lightning_fastdata.augment.plan import Plan
@@ -44,6 +43,8 @@ def as_batch_transform(
     mask: int | str | None = None,
     same_pixels: bool = False,
     geometry: GeometryMode = "exact",
+    out: str | None = None,
+    channels_last: bool = False,
 ) -> StageTransform:
     """Return a transform of batches.
 
@@ -59,17 +60,32 @@ def as_batch_transform(
             Albumentations' result, not its pixels.
         geometry: for Albumentations, ``"fused"`` joins geometric operations that follow each other
             on the device to one resampling: sharper, but not Albumentations' pixels.
+        out: for Albumentations, the dtype of the images that come out, ``"float32"``,
+            ``"float16"`` or ``"bfloat16"``; None: what the pipeline makes. Numbers are not scaled.
+        channels_last: for Albumentations behind ``ToTensorV2``, have the images that come out lie
+            in memory as ``torch.channels_last``.
 
     Raises:
-        TransformError: it is none of these.
+        TransformError: it is none of these, or cannot yield that form.
+        OptionsError: ``out`` is something else.
     """
+    form = output_form(out, channels_last=channels_last)
+    fields = Fields(image=image, mask=mask)
+    ready = isinstance(transform, StageTransform)
+    if not ready and callable(transform) and not isinstance(transform, type):
+        if is_albumentations_pipeline(transform):
+            return BatchTransform(
+                transform, fields, same_pixels=same_pixels, geometry=geometry, form=form
+            )
+        if not form.converts:
+            return CallableTransform(transform, fields)
+    if form.converts:
+        raise TransformError(
+            f"out= and channels_last= go with an albumentations Compose, not with {transform!r}: "
+            "convert in it, behind what it does."
+        )
     if isinstance(transform, StageTransform):
         return transform
-    fields = Fields(image=image, mask=mask)
-    if callable(transform) and not isinstance(transform, type):
-        if _is_albumentations(transform):
-            return BatchTransform(transform, fields, same_pixels=same_pixels, geometry=geometry)
-        return CallableTransform(transform, fields)
     raise TransformError(
         f"{transform!r} cannot transform a batch. Pass an albumentations Compose (an instance), an "
         "nn.Module, or a callable that takes a batch and returns a batch."
@@ -77,7 +93,10 @@ def as_batch_transform(
 
 
 class BatchTransform:
-    """An Albumentations pipeline: drawn per sample in the worker, carried out on the batch."""
+    """An Albumentations pipeline: drawn per sample in the worker, carried out on the batch.
+
+    Without our loaders, :meth:`from_albumentations` makes one to call.
+    """
 
     def __init__(
         self,
@@ -87,6 +106,8 @@ class BatchTransform:
         *,
         same_pixels: bool = False,
         geometry: GeometryMode = "exact",
+        form: OutputForm | None = None,
+        strict: bool = False,
     ) -> None:
         import albumentations
 
@@ -95,13 +116,67 @@ class BatchTransform:
         if not isinstance(compose, albumentations.Compose):
             compose = albumentations.Compose([compose])
         self.compose = compose
+        self.form = form or OutputForm()
+        check_form(self.form, compose)
         self._ops = ops
+        self._registered = registered_forms(compose)
         self._geometry = checked(geometry)
         self._same_pixels = same_pixels
+        self._strict = strict
         self.plan = self._any_size = self._analyse(channels=3)
         self._crop: CropOnDevice | None = None
         self._fields = fields
+        self._roles = target_roles(compose)
         self._foreign: ForeignBatches | None = None
+
+    @staticmethod
+    def from_albumentations(
+        compose: Any,
+        *,
+        image: int | str | None = None,
+        mask: int | str | None = None,
+        same_pixels: bool = False,
+        geometry: GeometryMode = "exact",
+        out: str | None = None,
+        channels_last: bool = False,
+        strict: bool = False,
+    ) -> ExplicitTransform:
+        """Return a transform of batches to call yourself.
+
+        Args:
+            compose: an ``A.Compose`` or any single Albumentations transform.
+            image: key or index of the image in batches that are no bare tensor; None finds it.
+            mask: key or index of the mask; None takes the key ``"mask"``.
+            same_pixels: as :func:`as_batch_transform` takes it.
+            geometry: the same.
+            out: the same.
+            channels_last: the same.
+            strict: refuse a pipeline of which anything would have to run on the CPU for batches on
+                a device, now where that is known, else when it is drawn.
+
+        Raises:
+            TransformError: it is no pipeline, cannot yield that form, or is refused as ``strict``.
+            OptionsError: ``out`` is something else.
+        """
+        if isinstance(compose, type) or not is_albumentations_pipeline(compose):
+            raise TransformError(
+                f"{compose!r} is no albumentations pipeline. Pass a Compose, an instance of it."
+            )
+        from lightning_fastdata.augment.explicit import ExplicitTransform
+
+        return ExplicitTransform(
+            compose,
+            Fields(image=image, mask=mask),
+            same_pixels=same_pixels,
+            geometry=geometry,
+            form=output_form(out, channels_last=channels_last),
+            strict=strict,
+        )
+
+    @property
+    def ops(self) -> Mapping[str, DeviceOp]:
+        """Device forms by name, with those that were registered for the pipeline's own classes."""
+        return device_ops(self._ops, self._registered)
 
     def check_sample(self, sample: Any) -> None:
         """Raise BatchError if a sample of the dataset holds no image that can be read."""
@@ -111,7 +186,7 @@ class BatchTransform:
     def _analyse(self, *, channels: int | None) -> Plan:
         plan = analyse(
             self.compose,
-            device_ops(self._ops),
+            self.ops,
             refusal=refusal(),
             same_pixels=self._same_pixels,
             channels=channels,
@@ -124,15 +199,16 @@ class BatchTransform:
         Args:
             on_device: leave to the device what can run there; else all of it runs in the worker.
         """
-        if not (on_device and self.plan.defers):
-            return ComposeWorker(self.compose, self._fields, None, self._ops)
+        defers = on_device and self.plan.defers
         return ComposeWorker(
             self.compose,
             self._fields,
-            self._any_size,
+            self._any_size if defers else None,
             self._ops,
-            self._crop,
+            self._crop if defers else None,
             geometry=self._geometry,
+            registered=self._registered,
+            form=None if on_device else self.form,  # On a device it is converted there.
         )
 
     def for_samples(self, samples: Iterable[Any]) -> BatchTransform:
@@ -156,7 +232,7 @@ class BatchTransform:
         if size is not None:
             crop = crop_on_device(
                 self.compose,
-                device_ops(self._ops),
+                self.ops,
                 size,
                 refusal=refusal(),
                 same_pixels=self._same_pixels,
@@ -184,27 +260,10 @@ class BatchTransform:
         Raises:
             BatchError: the image field is missing, or has another number of samples than was drawn.
         """
-        if draws is None or not draws.programs:
-            return batch
-        found = find_fields(batch, self._fields, batched=True)
         with plain_tensors():
-            values: dict[Location, Any] = {}
-            for target, program in draws.programs.items():
-                location = _location(found, target)
-                value = get_field(batch, location)
-                if not isinstance(value, torch.Tensor) or len(value) != draws.samples:
-                    raise BatchError(
-                        f"The field {location!r} should be a tensor of {draws.samples} samples, "
-                        f"as many as were drawn for, but is {describe(value)}. A collate_fn must "
-                        "stack the images of a batch in order, and keep them at their place."
-                    )
-                add_channel = program.role == "image" and value.ndim == 3
-                value = value.unsqueeze(-1) if add_channel else value
-                value = replay(program, draws.blob, value, device_ops(self._ops))
-                tensor_form = any(step.name == "ToTensorV2" for step in program.steps)
-                drop = add_channel and not tensor_form and value.shape[-1] == 1
-                values[location] = value.squeeze(-1) if drop else value
-            return put_fields(batch, values)
+            if draws is not None:
+                batch = replay_batch(batch, draws, self._fields, self.ops)
+            return convert_images(batch, self._fields, self._roles, self.form)
 
     def apply_unprepared(self, batch: Batch, key: SampleKey) -> Batch:
         """Draw here and carry out, for a batch ``[n, C, H, W]`` or ``[n, H, W, C]``.
@@ -215,37 +274,30 @@ class BatchTransform:
             BatchError: there is no image batch of uint8, or float32 in [0, 1].
             TransformError: the pipeline needs boxes or keypoints, which a collated batch has lost.
         """
-        if self.compose.processors:
-            names = " and ".join(sorted(self.compose.processors))
-            raise TransformError(
-                f"The pipeline transforms {names} too, and those cannot be told apart in a batch "
-                "that another loader has collated. Give the pipeline to "
-                "FastDataModule(augment=...) and let FastDataModule load the data."
-            )
-        found = find_fields(batch, self._fields, batched=True)
+        return self._run_unprepared(batch, key, self._fields)
+
+    def _run_unprepared(self, batch: Batch, key: SampleKey, fields: Fields) -> Batch:
+        with plain_tensors():
+            batch = self._on_batches().run(batch, fields, key)
+            return convert_images(batch, fields, self._roles, self.form)
+
+    def _on_batches(self) -> ForeignBatches:
         if self._foreign is None:
-            ops = device_ops(self._ops)
             self._foreign = ForeignBatches(
                 self.compose,
-                ops,
+                self.ops,
                 refusal(),
                 same_pixels=self._same_pixels,
                 geometry=self._geometry,
+                strict=self._strict,
             )
-        with plain_tensors():
-            return self._foreign.run(batch, found, key)
+        return self._foreign
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_foreign": None}
 
     def explain(self) -> str:
         """Return a table: operation, where it runs, why."""
         told = table([(place.name, place.where, place.why) for place in self.plan.placements])
         reason = refusal()
         return told if reason is None else f"{told}\n{what_it_means(reason)}"
-
-
-def _is_albumentations(transform: Any) -> bool:
-    modules = {cls.__module__.split(".")[0] for cls in type(transform).__mro__}
-    return "albumentations" in modules
-
-
-def _location(found: Found, target: str) -> Location:
-    return {"image": found.image, "mask": found.mask}.get(target, target)

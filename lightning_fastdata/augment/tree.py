@@ -37,6 +37,12 @@ def is_albumentations(node: Any) -> bool:
     return type(node).__module__.split(".")[0] == "albumentations"
 
 
+def is_albumentations_pipeline(transform: Any) -> bool:
+    """Whether an object is a transform of Albumentations or derives from one; never imports it."""
+    modules = {cls.__module__.split(".")[0] for cls in type(transform).__mro__}
+    return "albumentations" in modules
+
+
 def list_leaves(compose: Any) -> list[Leaf]:
     """Return the transforms of a pipeline in the order in which they are written."""
     return list(_leaves(compose, conditional=False, group_end=None, first=0))

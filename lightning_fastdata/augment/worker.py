@@ -22,6 +22,7 @@ from lightning_fastdata.augment.fields import (
     to_hwc,
 )
 from lightning_fastdata.augment.geometry import join_tapes
+from lightning_fastdata.augment.ops.output import OutputForm, convert_output
 from lightning_fastdata.augment.program import Draws, compile_tapes
 from lightning_fastdata.augment.seeds import reseed
 from lightning_fastdata.augment.tape import Recorder, Tape, target_roles
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from lightning_fastdata.augment.geometry import GeometryMode
     from lightning_fastdata.augment.ops.operation import DeviceOp
     from lightning_fastdata.augment.plan import Plan
+    from lightning_fastdata.augment.tape import Role
     from lightning_fastdata.types import Batch, SampleKey
 
 _VOLUMES: Final = frozenset({"images", "volume", "volumes", "mask3d", "masks3d"})
@@ -41,10 +43,9 @@ _SEVERAL: Final = _VOLUMES | {"masks"}
 class ComposeWorker:
     """The part of a pipeline that runs on each sample in the side process; picklable.
 
-    Several threads may call it: each has its own copy of the pipeline.
+    Several threads may call it: each has its own copy of the pipeline. It carries the forms that
+    were registered for the pipeline's own classes: a process that was spawned knows no others.
     """
-
-    needs_batches = False
 
     def __init__(
         self,
@@ -55,10 +56,15 @@ class ComposeWorker:
         crop: CropOnDevice | None = None,
         *,
         geometry: GeometryMode = "exact",
+        registered: Mapping[str, DeviceOp] | None = None,
+        form: OutputForm | None = None,
     ) -> None:
         self._compose = compose
         self._ops = ops
         self._geometry = geometry
+        self._registered = registered
+        self._form = form or OutputForm()
+        self.needs_batches = self._form.converts
         self._fields = fields
         self._plan = plan
         self._crop = crop
@@ -117,11 +123,11 @@ class ComposeWorker:
         """Return the tapes of a batch, packed in the order of its samples, and what goes beside."""
         known: list[Tape] = [tape if tape is not None else {} for tape in tapes]
         joined = join_tapes(known) if self._geometry == "fused" else known
-        return compile_tapes(joined, device_ops(self._ops), beside)
+        return compile_tapes(joined, device_ops(self._ops, self._registered), beside)
 
     def finish(self, batch: Batch, drawn: Sequence[Any]) -> Batch:  # noqa: ARG002
-        """Return the batch: the pipeline has run whole on each sample."""
-        return batch
+        """Return the batch, on whose samples the pipeline has run, in its output form."""
+        return convert_images(batch, self._fields, self._roles, self._form)
 
     def _own(self, name: str, make: Callable[[], Any]) -> Any:
         own = vars(self._local)
@@ -137,7 +143,7 @@ class ComposeWorker:
         return recorder
 
     def _new_recorder(self, plan: Plan) -> Recorder:
-        return Recorder(self._compose, plan, device_ops(self._ops))
+        return Recorder(self._compose, plan, device_ops(self._ops, self._registered))
 
     def _size(self, data: Mapping[str, Any]) -> tuple[int, int] | None:
         pixels = [data[name] for name in self._roles if data.get(name) is not None]
@@ -164,17 +170,43 @@ class ComposeWorker:
         return data, places
 
 
-def device_ops(ops: Mapping[str, DeviceOp] | None = None) -> Mapping[str, DeviceOp]:
-    """Return the device forms of Albumentations' transforms by class name; ours by default.
+def device_ops(
+    ops: Mapping[str, DeviceOp] | None = None, registered: Mapping[str, DeviceOp] | None = None
+) -> Mapping[str, DeviceOp]:
+    """Return the device forms of a pipeline's transforms by name.
 
-    Ours hold what programs make of several transforms, too.
+    Args:
+        ops: those of Albumentations' transforms; None: all there are, and what programs make of
+            several transforms.
+        registered: those of other classes.
     """
-    if ops is not None:
-        return ops
-    # Looked up where it is used: a registry does not travel with a pickled transform.
-    from lightning_fastdata.augment.ops import REPLAYED_OPS
+    if ops is None:
+        # Looked up where it is used: all of them need not travel with a pickled transform.
+        from lightning_fastdata.augment.ops import REPLAYED_OPS
 
-    return REPLAYED_OPS
+        ops = REPLAYED_OPS
+    return {**ops, **registered} if registered else ops
+
+
+def convert_images(
+    batch: Batch, fields: Fields, roles: Mapping[str, Role], form: OutputForm
+) -> Batch:
+    """Return a batch with its images in their output form.
+
+    Args:
+        batch: a collated batch, whose images are uint8 or float32.
+        fields: where its image is.
+        roles: names of a pipeline for what it takes; other images are keys of a dict.
+        form: what to convert to.
+    """
+    if not form.converts:
+        return batch
+    places: list[Location] = [find_fields(batch, fields, batched=True).image]
+    if isinstance(batch, Mapping):
+        named = (name for name, role in roles.items() if role == "image" and name != "image")
+        places += [name for name in named if isinstance(batch.get(name), torch.Tensor)]
+    converted = {place: convert_output(get_field(batch, place), form) for place in places}
+    return put_fields(batch, converted)
 
 
 def _image_to_numpy(value: Any) -> np.ndarray:

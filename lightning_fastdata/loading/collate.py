@@ -157,8 +157,9 @@ class FirstOfPairs:
     ) -> None:
         if single and transform.needs_batches:
             raise OptionsError(
-                "The transform mixes the samples of a batch, but batch_size=None makes no batches. "
-                "Set batch_size, or mix where the batches are made."
+                "The transform mixes the samples of a batch or converts whole batches (out=, "
+                "channels_last=), but batch_size=None makes no batches. Set batch_size, or do it "
+                "where the batches are made."
             )
         self.collate_fn = collate_fn
         self.transform = transform

@@ -20,6 +20,7 @@ from lightning_fastdata.augment.fields import (
     put_fields,
 )
 from lightning_fastdata.augment.mixing.parts import MixStep, Parts
+from lightning_fastdata.augment.ops.output import OutputForm
 from lightning_fastdata.errors import BatchError
 
 if TYPE_CHECKING:
@@ -45,10 +46,15 @@ class Mixer:
     """Runs steps on whole batches, wherever their fields are."""
 
     def __init__(
-        self, steps: tuple[MixStep, ...], places: Places, num_classes: tuple[int | None, ...]
+        self,
+        steps: tuple[MixStep, ...],
+        places: Places,
+        num_classes: tuple[int | None, ...],
+        output: OutputForm | None = None,
     ) -> None:
         self.steps = steps
         self.places = places
+        self.output = output or OutputForm()
         self._num_classes = num_classes
 
     @property

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lightning_fastdata.augment.callables import table
+from lightning_fastdata.augment.callables import plain_tensors, table
 from lightning_fastdata.augment.fields import Fields, find_fields, get_field
 from lightning_fastdata.augment.mixing.fields import Mixer, Places
 from lightning_fastdata.augment.mixing.parts import MixStep
@@ -16,8 +17,10 @@ from lightning_fastdata.augment.mixing.repeat import (
     repeat_batch,
     repeated_key,
 )
+from lightning_fastdata.augment.ops.output import OutputForm, check_form, output_form
 from lightning_fastdata.augment.program import Draws, compile_tapes
 from lightning_fastdata.augment.transform import BatchTransform, as_batch_transform
+from lightning_fastdata.augment.worker import convert_images
 from lightning_fastdata.errors import OptionsError, TransformError
 
 if TYPE_CHECKING:
@@ -38,6 +41,8 @@ def mixed(
     num_classes: int | Sequence[int | None] | None = None,
     repeats: int = 1,
     same_pixels: bool = False,
+    out: str | None = None,
+    channels_last: bool = False,
 ) -> MixedTransform:
     """Return a transform that mixes the samples of a batch, behind a pipeline or alone.
 
@@ -63,11 +68,15 @@ def mixed(
             samples as the loader's ``batch_size``. A sample is read once for all of them, and a
             ``collate_fn`` gets them all.
         same_pixels: as :func:`as_batch_transform` takes it.
+        out: the same; images are mixed as the pipeline makes them, and then converted.
+        channels_last: the same.
 
     Raises:
         TransformError: nothing to mix with was given, or a pipeline that is not the first.
-        OptionsError: ``repeats`` is below 1, or there are not as many ``num_classes`` as labels.
+        OptionsError: ``repeats`` is below 1, there are not as many ``num_classes`` as labels, or
+            ``out`` is no dtype.
     """
+    output = output_form(out, channels_last=channels_last)
     if repeats < 1:
         raise OptionsError(f"repeats is {repeats}; give the augmentations per sample, at least 1.")
     rest = list(steps)
@@ -79,7 +88,10 @@ def mixed(
                 f"{first.name} comes before what mixes, and only an albumentations Compose can. "
                 "Register a callable by itself, behind the mixing."
             )
-        pipeline = first
+        output = output if output.converts else first.form
+        check_form(output, first.compose)
+        pipeline = copy.copy(first)
+        pipeline.form = OutputForm()  # What it makes is mixed before it is converted.
     wrong = [step for step in rest if not _is_step(step)]
     if wrong or (not rest and repeats == 1):
         what = f"{wrong[0]!r} does not mix" if wrong else "There is nothing that mixes"
@@ -96,7 +108,7 @@ def mixed(
         )
     fields = Fields(image=image, mask=mask)
     places = Places(fields=fields, labels=labels, boxes=boxes, classes=classes)
-    return MixedTransform(pipeline, Mixer(tuple(rest), places, counts), repeats)
+    return MixedTransform(pipeline, Mixer(tuple(rest), places, counts, output), repeats)
 
 
 def _listed(value: Any) -> tuple[Any, ...]:
@@ -236,9 +248,11 @@ class MixedWorker:
 
 
 def _mix(mixer: Mixer, batch: Batch, draws: Draws) -> Batch:
-    if not mixer.steps:
-        return batch
-    return mixer.mix(batch, *(draws.beside[name].view(draws.blob) for name in (_NUMBERS, _ORDER)))
+    if mixer.steps:
+        numbers, order = (draws.beside[name].view(draws.blob) for name in (_NUMBERS, _ORDER))
+        batch = mixer.mix(batch, numbers, order)
+    with plain_tensors():
+        return convert_images(batch, mixer.places.fields, {}, mixer.output)
 
 
 def draw_numbers(steps: Sequence[MixStep], key: SampleKey) -> tuple[list[float], list[int]]:

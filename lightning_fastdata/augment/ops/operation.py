@@ -32,6 +32,19 @@ Run: TypeAlias = (
 )
 
 
+# Functions with a name: what users register travels to other processes.
+def _same_shape(transform: Any, params: Mapping[str, Any], shape: Shape) -> Shape:  # noqa: ARG001
+    return shape
+
+
+def _same_dtype(transform: Any, dtype: np.dtype[Any]) -> np.dtype[Any]:  # noqa: ARG001
+    return dtype
+
+
+def _never(transform: Any) -> bool:  # noqa: ARG001
+    return False
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceOp:
     """One Albumentations transform, in the form that runs on ``n`` samples at once.
@@ -50,22 +63,27 @@ class DeviceOp:
     """``(images, static, arrays) -> images``; each array is stacked to ``[n, ...]``."""
     mask: Run | None = None
     """The same for masks; None leaves masks as they are."""
-    out_shape: Callable[[Any, Mapping[str, Any], Shape], Shape] = lambda _t, _p, shape: shape
+    out_shape: Callable[[Any, Mapping[str, Any], Shape], Shape] = _same_shape
     """Shape of one image after the operation, given its shape before."""
-    out_dtype: Callable[[Any, np.dtype[Any]], np.dtype[Any]] = lambda _t, dtype: dtype
+    out_dtype: Callable[[Any, np.dtype[Any]], np.dtype[Any]] = _same_dtype
     """Dtype of one image after the operation, given its dtype before."""
     draw: Draw | None = None
     """``(transform, params, data) -> params``: stands in for a sampler that builds a field of the
     size of the image. It draws from the transform's generators what the sampler would draw, in the
     same order, and returns the few numbers that ``encode`` needs; or None, having drawn nothing, if
     only the sampler will do. Without it the sampler runs."""
-    draws_pixels: Callable[[Any], bool] = lambda _t: False
+    draws_pixels: Callable[[Any], bool] = _never
     """Whether the device draws numbers for every pixel, given the transform. The result then has
     the distribution of Albumentations' result, not its pixels."""
     fused: Fused | None = None
     """What it is within a run of operations on images that one kernel carries out."""
     freedom: str = "draws numbers for every pixel there"
     """Where ``draws_pixels`` is true: what the device does in its own way, for people."""
+    owner: type | None = None
+    """The class that it was registered for, and no other; None: Albumentations' class ``name``. It
+    keeps the shape and dtype of images and masks."""
+    reads_pixels: bool = False
+    """With an owner: whether its sampler must be given the real image."""
 
 
 def draw_params(

@@ -1,11 +1,12 @@
-"""Operations that end a pipeline: the numbers and the layout that a model takes."""
+"""What ends a pipeline: the numbers and the layout that a model takes."""
 
 # ruff: noqa: ARG001 - all operations share one signature
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
@@ -13,11 +14,80 @@ import torch
 from lightning_fastdata.augment.ops.border import channels
 from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded
 from lightning_fastdata.augment.ops.own_range import dtype_of, encode_own, normalize_own
+from lightning_fastdata.augment.tree import list_leaves
+from lightning_fastdata.errors import OptionsError, TransformError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from lightning_fastdata.augment.ops.operation import Shape
+
+
+_DTYPES: Final = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputForm:
+    """The form in which a pipeline hands over its images, after its last operation."""
+
+    dtype: torch.dtype | None = None
+    """Type of the numbers, which are not scaled; None: what the pipeline makes."""
+    channels_last: bool = False
+    """Whether ``[n, C, H, W]`` lies in memory as ``torch.channels_last``, else contiguous."""
+
+    @property
+    def converts(self) -> bool:
+        """Whether it asks for anything."""
+        return self.dtype is not None or self.channels_last
+
+
+def output_form(out: str | None, *, channels_last: bool = False) -> OutputForm:
+    """Return the form that these options ask for.
+
+    Args:
+        out: ``"float32"``, ``"float16"`` or ``"bfloat16"``; None leaves the dtype alone.
+        channels_last: lay images out as ``torch.channels_last``.
+
+    Raises:
+        OptionsError: ``out`` is something else.
+    """
+    if out is not None and out not in _DTYPES:
+        raise OptionsError(f"out is {out!r}; choose one of {', '.join(_DTYPES)}, or None.")
+    dtype = None if out is None else _DTYPES[out]
+    return OutputForm(dtype=dtype, channels_last=channels_last)
+
+
+def check_form(form: OutputForm, compose: Any) -> None:
+    """Raise TransformError if a pipeline cannot yield images in a form."""
+    ends = any(
+        type(leaf.transform).__name__ == "ToTensorV2" and not leaf.conditional
+        for leaf in list_leaves(compose)
+    )
+    if form.channels_last and not ends:
+        raise TransformError(
+            "channels_last=True is about images [n, C, H, W], which ToTensorV2 makes: end the "
+            "pipeline with ToTensorV2."
+        )
+
+
+def convert_output(images: torch.Tensor, form: OutputForm) -> torch.Tensor:
+    """Return images in a form; the same tensor if they have it already.
+
+    Args:
+        images: any shape; ``[n, C, H, W]`` where the form is ``channels_last``.
+        form: what to convert to.
+
+    Returns:
+        ``images.to(dtype)``, and of that ``contiguous(memory_format=torch.channels_last)``.
+    """
+    converted = images if form.dtype is None else images.to(form.dtype)
+    if not form.channels_last:
+        return converted
+    return converted.contiguous(memory_format=torch.channels_last)
 
 
 def _encode_normalize(
