@@ -16,6 +16,7 @@ CLI_SMALL = [
     *("--trainer.max_epochs", "1", "--data.crops", "16", "--data.folder", "demo_data/few"),
 ]
 COMMANDS = {
+    "augment_without_lightning.py": ["--small"],
     "quickstart.py": ["--small"],
     "segmentation.py": ["--small"],
     "plain_loaders.py": ["--small"],

@@ -1,0 +1,84 @@
+"""Augment batches on the device in a loop of plain PyTorch, without a loader or module of ours.
+
+A student learns to see a photograph as a teacher does, who gets it without the changes of colour:
+both views are cut alike. The pipeline has an operation of our own, which runs on the device too.
+
+python examples/augment_without_lightning.py [--small]
+"""
+
+import sys
+
+import torch
+from albumentations import (
+    Compose,
+    HorizontalFlip,
+    ImageOnlyTransform,
+    Normalize,
+    RandomCrop,
+    ToTensorV2,
+)
+from torch import nn
+from torch.utils.data import DataLoader
+from torchvision.datasets import ImageFolder
+from torchvision.transforms.v2 import Compose as Steps
+from torchvision.transforms.v2 import PILToTensor, Resize
+
+from lightning_fastdata import BatchTransform, StepTimer
+from lightning_fastdata.augment import register
+from lightning_fastdata.photos import Cut, cut_photographs
+from lightning_fastdata.types import SampleKey
+
+SMALL = "--small" in sys.argv
+
+
+class Faded(ImageOnlyTransform):
+    """Moves every value towards white, by a share that each image draws."""
+
+    def get_params(self):
+        return {"share": self.py_random.uniform(0, 0.6)}
+
+    def apply(self, img, share, **_):
+        return (img + (255 - img) * share).astype(img.dtype)
+
+
+register(Faded, table=True)
+
+if __name__ == "__main__":
+    cut = Cut(train_per_class=16, val_per_class=8) if SMALL else None
+    folder = cut_photographs("demo_data/few" if SMALL else "demo_data/photos", cut) / "train"
+    photos = ImageFolder(folder, transform=Steps([Resize((112, 112)), PILToTensor()]))
+    loader = DataLoader(photos, 16, shuffle=True, drop_last=True)  # uint8 [16, 3, 112, 112]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+
+    form = {"out": "float32", "channels_last": True, "strict": True}
+    cuts = [RandomCrop(96, 96), HorizontalFlip()]
+    finish = [Normalize(), ToTensorV2()]
+    changed = BatchTransform.from_albumentations(Compose([*cuts, Faded(p=0.8), *finish]), **form)
+    plain = BatchTransform.from_albumentations(Compose([*cuts, *finish]), **form)
+    print(changed.explain(size=(112, 112)))
+
+    student = nn.Sequential(nn.Conv2d(3, 16, 5, stride=2), nn.ReLU(), nn.AdaptiveAvgPool2d(4))
+    student = student.to(device, memory_format=torch.channels_last)
+    teacher = nn.Sequential(nn.Conv2d(3, 16, 5, stride=2), nn.ReLU(), nn.AdaptiveAvgPool2d(4))
+    teacher = teacher.to(device, memory_format=torch.channels_last)
+    optimizer, timer = torch.optim.Adam(student.parameters(), 1e-3), StepTimer(device)
+    for epoch in range(1 if SMALL else 3):
+        for step, (pixels, _) in enumerate(timer.batches(loader)):
+            with timer.transfer():
+                images = pixels.to(device)
+            # What comes first in both pipelines draws the same with the same key.
+            key = SampleKey(seed=0, epoch=epoch, index=step * len(images))
+            with torch.no_grad():
+                seen = teacher(plain(images, key=key))
+            optimizer.zero_grad()
+            nn.functional.mse_loss(student(changed(images, key=key)), seen).backward()
+            optimizer.step()
+
+    # Draws of their own: once on images, once on something that is drawn for nothing else.
+    draws = changed.draw(len(images), size=(112, 112))
+    light = images.float().mean(1)  # [16, 112, 112]; could be depth
+    views, lights = changed.replay(draws, images, light)
+    print(f"{tuple(views.shape)} {views.dtype}, and light {tuple(lights.shape)} cut alike")
+    print("the first image drew", [name for name, _ in draws.describe(0)])
+    print(timer.report())
+    timer.report().write_json("report.json")
