@@ -166,3 +166,9 @@ def test_a_form_that_does_not_exist_is_refused() -> None:
         as_batch_transform(torch.nn.Identity(), out="float16")
     with pytest.raises(TransformError, match="go with an albumentations Compose"):
         as_batch_transform(as_batch_transform(COMPOSE), out="float16")
+
+
+def test_a_form_needs_batches_to_convert() -> None:
+    transform = as_batch_transform(COMPOSE, out="float16")
+    with pytest.raises(OptionsError, match="converts whole batches"):
+        list(FastDataLoader(Images("image"), None, transform=transform))
