@@ -232,26 +232,25 @@ def _encodes_after(
     Before those, parameters without a device form send one sample to the CPU. Behind them that
     would leave images of two forms in one batch, so it is tried out here.
     """
-    name = type(leaf.transform).__name__
+    name, op = type(leaf.transform).__name__, device_form(leaf.transform, ops)
     changes = [other.transform for other in before if changes_form(other.transform)]
     names = {type(other).__name__ for other in changes}
     last = name in _CHANGES_DTYPE_OR_LAYOUT and name != "FromFloat"
-    if last or not changes or "ToTensorV2" in names:
+    if op is None or last or not changes or "ToTensorV2" in names:
         return True
     for other in changes:
         channels = getattr(other, "num_output_channels", channels)
-    casts = [other for other in changes if type(other).__name__ in _CASTS & {*ops}]
+    forms = [(other, device_form(other, ops)) for other in changes]
+    casts = [(cast, form) for cast, form in forms if form is not None and form.name in _CASTS]
     dtypes: set[np.dtype[Any]] = {np.dtype(np.uint8)}
     if casts:
         dtypes.add(np.dtype(np.float32))
-    for cast in casts:
-        dtypes = {ops[type(cast).__name__].out_dtype(cast, dtype) for dtype in dtypes}
+    for cast, form in casts:
+        dtypes = {form.out_dtype(cast, dtype) for dtype in dtypes}
     shape = size if channels is None else (*size, channels)
     transform = copy.deepcopy(leaf.transform)
     try:
-        return all(
-            _encodes(transform, ops[name], np.zeros(shape, dtype), draws) for dtype in dtypes
-        )
+        return all(_encodes(transform, op, np.zeros(shape, dtype), draws) for dtype in dtypes)
     except (ValueError, RuntimeError):
         # It refuses images of this size or kind: Albumentations will say so, to a real one.
         return True

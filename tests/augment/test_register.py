@@ -92,6 +92,13 @@ def test_images_of_floats_go_through_the_transform_itself(registered) -> None:
     assert_both_ways_agree(as_batch_transform(A.Compose([Steps(p=1), A.VerticalFlip()])), samples)
 
 
+def test_a_table_behind_what_makes_floats_stays_on_the_cpu(registered) -> None:
+    registered(Steps, table=True)
+    transform = as_batch_transform(A.Compose([A.VerticalFlip(), A.Normalize(), Steps(p=0.6)]))
+    assert places(transform)["Steps"] == "worker"
+    assert_both_ways_agree(transform)
+
+
 @pytest.mark.parametrize("kind", [RollRows, RollByBrightness])
 @pytest.mark.parametrize("head", [(), (A.RandomCrop(16, 16),)])
 def test_registered_functions_make_what_the_transform_makes(registered, kind, head) -> None:
