@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import copy
+import json
 import logging
 import os
 import pickle
+import socket
+import subprocess
+import sys
+from pathlib import Path
 
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 
@@ -334,6 +339,45 @@ def test_the_report_says_where_the_pixels_are(tmp_path):
     _, module = train(tmp_path, placing=placed(), trainer={"callbacks": [callback]})
     assert module.placing.choice("train").place == "workers"
     assert any("transforms run on the CPU" in line for line in callback.report.verdict.evidence)
+
+
+@pytest.mark.slow
+def test_ranks_need_not_agree(tmp_path):
+    program = Path(__file__).with_name("place_on_ranks.py")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(program.parents[1]), *sys.path]),
+        "OMP_NUM_THREADS": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "NODE_RANK": "0",
+    }
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(program), str(tmp_path)],
+            env={**environment, "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        for rank in range(2)
+    ]
+    try:
+        for process in processes:
+            output, _ = process.communicate(timeout=110)
+            assert process.returncode == 0, output.decode()[-3000:]
+    finally:
+        for process in processes:
+            process.kill()
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    assert first["same"]
+    assert second["same"]
+    assert {p for places in first["places"].values() for p in places} == {"device", "workers"}
+    assert second["places"] == {}
+    for epoch, labels in first["labels"].items():
+        assert sorted(labels + second["labels"][epoch]) == list(range(24))
 
 
 # -- the switch --------------------------------------------------------------------------------
