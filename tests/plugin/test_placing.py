@@ -286,6 +286,38 @@ class WorseAndWorse(Told):
         )
 
 
+class Transformed(Images):
+    """Images whose dataset calls the pipeline itself."""
+
+    def __init__(self):
+        super().__init__(24)
+        self.transform = pipeline()
+
+    def __getitem__(self, i):
+        image, label = super().__getitem__(i)
+        return self.transform(image=image)["image"], label
+
+
+@pytest.mark.parametrize(("executor", "workers", "since"), [("workers", 2, 2), ("torch", 0, 1)])
+def test_a_pipeline_in_the_dataset_changes_its_place_and_no_batch(
+    tmp_path, executor, workers, since
+):
+    models = []
+    for placing in (Placing("cpu"), placed()):
+        model = Keeps()
+        options = LoaderOptions(
+            num_workers=workers, executor=executor, persistent_workers=workers > 0
+        )
+        module = Looks.from_datasets(Transformed(), batch_size=4, options=options, seed=3)
+        module.placing = placing
+        make_trainer(tmp_path, max_epochs=EPOCHS).fit(model, datamodule=module)
+        models.append(model)
+    places = [set(each) for _, each in sorted(module.places.items())]
+    assert places == [{"device"} if epoch < since else {"workers"} for epoch in range(EPOCHS)]
+    all_equal(models[1].images, models[0].images)
+    all_equal(models[1].labels, models[0].labels)
+
+
 def test_no_third_change_is_made_however_the_steps_turn_out(tmp_path):
     longer = {"max_epochs": 7}
     expected, _ = train(tmp_path, place="cpu", workers=0, trainer=longer)
@@ -512,6 +544,30 @@ def test_costs_are_those_of_reading_of_the_two_parts_and_of_the_device():
     choice = choose_place(costs)
     assert choice.place == "device"
     assert choice.saved_ms == pytest.approx(6 * 17 / 2)
+
+
+def test_files_that_the_first_reading_brings_to_memory_speak_for_no_place():
+    wall, cpu = Watch(), Watch()
+
+    class OwnPipeline(Images):
+        def __init__(self):
+            super().__init__(24)
+            self.transform, self.in_memory = pipeline(), set()
+
+        def __getitem__(self, i):
+            wall.s += 0.003 if i in self.in_memory else 0.053
+            cpu.s += 0.003
+            self.in_memory.add(i)
+            image, label = super().__getitem__(i)
+            return self.transform(image=image)["image"], label
+
+    costs = read_place_costs(
+        task_of(OwnPipeline(), None),
+        accelerator=True,
+        times=ProcessTimes(clock_s=wall, cpu_s=cpu, queue_s=lambda: 0.0),
+    )
+    assert costs.sample.waits_ms == pytest.approx(50)
+    assert costs.sample.whole_ms == costs.sample.deferred_ms == pytest.approx(53)
 
 
 def test_measuring_leaves_the_random_state_and_the_dataset_alone():
