@@ -43,7 +43,8 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, get_args
 import numpy as np
 
 if TYPE_CHECKING:
-    from lightning_fastdata.augment.ops.operation import Encoded
+    from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded
+    from lightning_fastdata.augment.tape import Role
 
 NOP, MIRROR, TABLE, HSV, SCALE, CONTRAST, SATURATION, HUE, GRAY, HOLES, SHUFFLE, DROP = range(12)
 WARP, BOTH_AXES, PLANE, MEDIAN = range(12, 16)
@@ -55,7 +56,8 @@ CHANNELS: Final = 3
 Instruction: TypeAlias = tuple[int, ...]
 Instructions: TypeAlias = "Callable[[Encoded, Mapping[str, int]], list[Instruction] | None]"
 End: TypeAlias = Literal["normalize", "to float", "channels first"]
-Fused: TypeAlias = "Instructions | Literal['window', 'resize'] | End"
+Geometry: TypeAlias = Literal["window", "resize"]
+Fused: TypeAlias = "Instructions | Geometry | End"
 """What an operation is within a run: a way of reading, a change of each pixel, or its end."""
 ENDS: Final[frozenset[object]] = frozenset(get_args(End))
 """What makes something else of bytes ``[n, H, W, C]``, so that no other run follows."""
@@ -190,3 +192,49 @@ def _margin(kernel: np.ndarray, axis: int) -> int:
     used = np.flatnonzero(kernel.any(axis=others)).tolist()
     length = int(kernel.shape[axis])
     return min(used[0], length - 1 - used[-1]) if used else length // 2
+
+
+def nothing(encoded: Encoded, offsets: Mapping[str, int]) -> list[Instruction]:
+    """Return no instructions: the operation leaves a mask as it is."""
+    return []
+
+
+def warp_mask(encoded: Encoded, offsets: Mapping[str, int]) -> list[Instruction] | None:
+    """Return the reading of a mask through a warp at the nearest pixels, or None."""
+    static = dict(encoded.static)
+    if static["mask_interpolation"] != _NEAREST:
+        return None
+    how = static["border"] + _WARPED_NEAREST + _PROJECTIVE * static["projective"]
+    return [(WARP, offsets["inverse"], how, offsets["fill_mask"])]
+
+
+def mask_holes(encoded: Encoded, offsets: Mapping[str, int]) -> list[Instruction]:
+    """Return the instruction of rectangles of a constant in a mask, if they are painted there."""
+    if "fill_mask" not in encoded.arrays:
+        return []
+    holes, fill = encoded.arrays["holes"], encoded.arrays["fill_mask"]
+    return [(HOLES, offsets["holes"], len(holes), offsets["fill_mask"], len(fill))]
+
+
+def mask_to_tensor(encoded: Encoded, offsets: Mapping[str, int]) -> list[Instruction] | None:
+    """Return no instructions, or None if the channels of masks are to come first."""
+    return None if dict(encoded.static)["transpose_mask"] else []
+
+
+_OF_MASKS: Final[Mapping[Fused, Fused]] = {
+    mirror: mirror,
+    warp: warp_mask,
+    holes: mask_holes,
+    "channels first": mask_to_tensor,
+    "window": "window",
+    "resize": "resize",
+}
+
+
+def fused_form(op: DeviceOp, role: Role) -> Fused | None:
+    """Return what an operation is within a run on images or on masks; None: no run takes it."""
+    if role == "image":
+        return op.fused
+    if op.mask is None:
+        return nothing
+    return None if op.fused is None else _OF_MASKS.get(op.fused)

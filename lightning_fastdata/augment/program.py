@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import torch
 
+from lightning_fastdata.augment.fusion import fused_form
 from lightning_fastdata.augment.runs import FusedRun, Step, fuse
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ class Program:
     steps: tuple[ProgramStep, ...]
     """In order."""
     runs: tuple[FusedRun, ...] = ()
-    """Steps that one kernel can carry out together, in order; only of images."""
+    """Steps that one kernel can carry out together, in order."""
 
 
 class Draws:
@@ -165,15 +166,15 @@ def compile_tapes(
     for key in dict.fromkeys(name for tape in tapes for name in tape):
         role = next(tape[key].role for tape in tapes if key in tape)
         tracks = [tape[key].ops if key in tape else () for tape in tapes]
-        steps, known = _schedule(tracks, packer, ops or {})
-        runs = fuse(known, len(tapes), packer.add) if role == "image" else ()
+        steps, known = _schedule(tracks, packer, ops or {}, role)
+        runs = fuse(known, len(tapes), packer.add, role)
         programs[key] = Program(role=role, steps=steps, runs=runs)
     slots = {name: packer.add(array) for name, array in (beside or {}).items()}
     return Draws(len(tapes), programs, packer.blob(), slots)
 
 
 def _schedule(
-    tracks: Sequence[Sequence[TapeOp]], packer: _Packer, ops: Mapping[str, DeviceOp]
+    tracks: Sequence[Sequence[TapeOp]], packer: _Packer, ops: Mapping[str, DeviceOp], role: Role
 ) -> tuple[tuple[ProgramStep, ...], list[Step]]:
     position = [0] * len(tracks)
     steps, known = [], []
@@ -199,7 +200,7 @@ def _schedule(
         steps.append(ProgramStep(leaf=leaf, name=name, parts=tuple(parts)))
         known.append(
             Step(
-                fused=ops[name].fused if name in ops else None,
+                fused=fused_form(ops[name], role) if name in ops else None,
                 rows=tuple(map(tuple, groups.values())),
                 encoded=tuple(
                     tuple(chosen[row].encoded for row in rows) for rows in groups.values()

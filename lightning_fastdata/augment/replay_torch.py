@@ -59,6 +59,9 @@ def replay(
     number = 0
     while number < len(program.steps):
         run = runs.get(number)
+        if run is not None and run.idle:
+            number = run.last + 1
+            continue
         if run is not None and takes(run, current):
             ends = run.last + 1 == len(program.steps)
             current = run_fused(

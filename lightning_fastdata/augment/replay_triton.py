@@ -18,10 +18,12 @@ from lightning_fastdata.augment.fusion import CHANNELS
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from lightning_fastdata.augment.program import Slot
     from lightning_fastdata.augment.runs import FusedRun
 
 _BLOCK: Final = 512
 """Pixels that one program of a kernel computes: four for each thread, which fit its registers."""
+_INTEGERS: Final = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 _ENDS: Final = {"bytes": 0, "normalized": 1, "divided": 2}
 _GEOMETRIES: Final = {"none": 0, "window": 1, "resize": 2, "warp": 3, "filter": 4}
 
@@ -30,7 +32,7 @@ _GEOMETRIES: Final = {"none": 0, "window": 1, "resize": 2, "warp": 3, "filter": 
 class Launch:
     """One launch of a kernel."""
 
-    kernel: Literal["fused", "across"]
+    kernel: Literal["fused", "across", "mask"]
     """Which one."""
     grid: tuple[int, int]
     """Programs: samples, and blocks of pixels of each."""
@@ -61,6 +63,14 @@ def is_fusible(batch: torch.Tensor) -> bool:
     )
 
 
+def is_movable(masks: torch.Tensor) -> bool:
+    """Return whether the kernels know masks of this form: integers ``[n, H, W]`` or with channels.
+
+    bool is not among them.
+    """
+    return masks.dtype in _INTEGERS and masks.ndim in (3, 4) and 0 < masks[:1].numel() < 1 << 31
+
+
 def takes(run: FusedRun, batch: torch.Tensor) -> bool:
     """Return whether a run knows a batch of this form and size.
 
@@ -68,7 +78,7 @@ def takes(run: FusedRun, batch: torch.Tensor) -> bool:
     samples on their side has square images. Otherwise torch carries out its steps, or says why it
     cannot.
     """
-    if not is_fusible(batch):
+    if not (is_fusible(batch) if run.role == "image" else is_movable(batch)):
         return False
     before = batch.shape[1], batch.shape[2]
     height, width = after = run.size or before
@@ -88,18 +98,23 @@ def run_fused(
     Args:
         run: What to do.
         blob: The arrays of the program, on the device of ``batch``.
-        batch: uint8 ``[n, H, W, 3]``, which the run :func:`takes`; never written to.
+        batch: uint8 images ``[n, H, W, 3]`` or masks of integers ``[n, H, W]`` or ``[n, H, W, C]``,
+            which the run :func:`takes`; never written to.
         out_dtype: A floating dtype for the result, rounded to the nearest, halves to even; None:
             float32 if the run ends in Normalize or ToFloat, else uint8.
         channels_last: The result of a run that ends in ToTensorV2 lies in memory with the channels
             of a pixel side by side (``torch.channels_last``).
 
     Returns:
-        ``[n, h, w, 3]`` or ``[n, 3, h, w]``.
+        images ``[n, h, w, 3]`` or ``[n, 3, h, w]``; masks ``[n, h, w]`` or ``[n, h, w, C]``.
     """
     from lightning_fastdata.augment import kernels
 
-    known = {"fused": kernels.fused_kernel, "across": kernels.across_kernel}
+    known = {
+        "fused": kernels.fused_kernel,
+        "across": kernels.across_kernel,
+        "mask": kernels.mask_kernel,
+    }
     out, launches = prepare(run, blob, batch, out_dtype=out_dtype, channels_last=channels_last)
     for launch in launches:
         known[launch.kernel][launch.grid](
@@ -121,6 +136,8 @@ def prepare(
     It asks the device for no value: everything it decides by lies on the host.
     """
     batch = batch.contiguous()
+    if run.role == "mask":
+        return _prepare_masks(run, blob, batch)
     samples, height, width, _ = batch.shape
     out_height, out_width = run.size or (height, width)
     planes = run.channels_first and not channels_last
@@ -147,8 +164,7 @@ def prepare(
             )
         )
     mean, gain = run.normalize or (run.limit or run.code, run.code)
-    offsets = [slot.offset // 4 for slot in (run.code, run.where or run.code)]
-    others = [slot.offset // 4 for slot in (run.fill or run.code, mean, gain)]
+    code, where, fill = (slot.offset // 4 for slot in _slots(run))
     for adds_up in (True, False) if run.contrasts else (False,):
         launches.append(
             Launch(
@@ -156,7 +172,7 @@ def prepare(
                 grid=(samples, _blocks(out_height * out_width)),
                 arguments=(
                     *(batch, out, blob, ints, floats, blob.view(torch.float64), sums, middle),
-                    *(*offsets, run.border, *others),
+                    *(code, where, run.border, fill, mean.offset // 4, gain.offset // 4),
                     *(height, width, out_height, out_width, run.code.shape[1]),
                 ),
                 constants={
@@ -169,6 +185,32 @@ def prepare(
             )
         )
     return (out.permute(0, 3, 1, 2) if run.channels_first and not planes else out), launches
+
+
+def _prepare_masks(
+    run: FusedRun, blob: torch.Tensor, masks: torch.Tensor
+) -> tuple[torch.Tensor, list[Launch]]:
+    samples, height, width, *rest = masks.shape
+    out_height, out_width = run.size or (height, width)
+    channels = rest[0] if rest else 1
+    out = masks.new_empty((samples, out_height, out_width, *rest))
+    code, where, fill = (slot.offset // 4 for slot in _slots(run))
+    launch = Launch(
+        kernel="mask",
+        grid=(samples, _blocks(out_height * out_width * channels)),
+        arguments=(
+            *(masks, out, blob.view(torch.int32), blob.view(torch.float32)),
+            *(code, where, run.border, fill),
+            *(height, width, out_height, out_width, run.code.shape[1], channels),
+        ),
+        constants={"GEOMETRY": _GEOMETRIES[run.geometry], "BLOCK": _BLOCK},
+    )
+    return out, [launch]
+
+
+def _slots(run: FusedRun) -> tuple[Slot, Slot, Slot]:
+    """Return where the instructions, the geometry and the fill lie; any place if they are not."""
+    return run.code, run.where or run.code, run.fill or run.code
 
 
 def _blocks(pixels: int) -> int:

@@ -30,10 +30,16 @@ from lightning_fastdata.augment.fusion import (
 if TYPE_CHECKING:
     from lightning_fastdata.augment.ops.operation import Encoded
     from lightning_fastdata.augment.program import Program, Slot
+    from lightning_fastdata.augment.tape import Role
 
 Geometry: TypeAlias = Literal["none", "window", "resize", "warp", "filter"]
-_LINEAR: Final = 1
 _REPLICATE: Final = 1
+_READ: Final = {
+    "image": ("interpolation", 1, "fill"),
+    "mask": ("mask_interpolation", 0, "fill_mask"),
+}
+"""The setting of how a resize reads, the value that runs know of it (linear for images, the nearest
+pixel for masks), and the array of what lies outside."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,8 +52,12 @@ class FusedRun:
     """Number of the last step; it belongs to the run."""
     code: Slot
     """int32 ``[samples, instructions, 5]``."""
+    idle: bool
+    """It leaves every sample as it is, so nothing is launched."""
     contrasts: bool
     """Some sample needs the mean luminance of its image half-way, which takes a launch more."""
+    role: Role
+    """Whether it is a run on images or on masks."""
     geometry: Geometry
     """How the pixels are read: by all samples alike, or by some samples as their first instruction
     says (``warp``, ``filter``) and by the others as they are."""
@@ -59,7 +69,8 @@ class FusedRun:
     border: int
     """``window``: the border mode."""
     fill: Slot | None
-    """``window`` that reaches outside: float32 ``[samples, 3]``; else None."""
+    """``window`` that reaches outside: float32 ``[samples, 3]``, of masks ``[samples, 4]``; else
+    None."""
     both_axes: Slot | None
     """Samples that are filtered along their rows and then along their columns, int32 ``[count]``:
     the rows take a launch of their own. None: there are none."""
@@ -78,7 +89,7 @@ class FusedRun:
     @property
     def launches(self) -> int:
         """Kernels to launch."""
-        return 1 + self.contrasts + (self.both_axes is not None)
+        return 0 if self.idle else 1 + self.contrasts + (self.both_axes is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +111,8 @@ def launches(program: Program) -> int:
 
     A run counts its kernels. A step that no run takes counts one for each of its parts, which are
     samples with the same settings; torch launches several kernels for each of them. Images of
-    another form than uint8 RGB take no runs, see :func:`~.replay_triton.takes`.
+    another form than uint8 RGB take no runs, nor do masks that are not integers, see
+    :func:`~.replay_triton.takes`.
     """
     fused = {number for run in program.runs for number in range(run.first, run.last + 1)}
     rest = (len(step.parts) for number, step in enumerate(program.steps) if number not in fused)
@@ -108,23 +120,24 @@ def launches(program: Program) -> int:
 
 
 def fuse(
-    steps: Sequence[Step], samples: int, add: Callable[[np.ndarray], Slot]
+    steps: Sequence[Step], samples: int, add: Callable[[np.ndarray], Slot], role: Role = "image"
 ) -> tuple[FusedRun, ...]:
-    """Return the runs of a program of an image, first to last.
+    """Return the runs of a program of an image or a mask, first to last.
 
     Args:
         steps: All steps of the program.
         samples: Samples in the batch.
         add: Packs an array into the blob.
+        role: What the program is for.
     """
-    runs, open_run = [], _OpenRun(0, samples)
+    runs, open_run = [], _OpenRun(0, samples, role)
     steps = steps[: _until_the_end(steps)]
     for number, step in enumerate(steps):
         if not open_run.takes(step, samples):
             runs.append(open_run.close(number - 1, add))
-            open_run = _OpenRun(number, samples)
+            open_run = _OpenRun(number, samples, role)
             if not open_run.takes(step, samples):
-                open_run = _OpenRun(number + 1, samples)
+                open_run = _OpenRun(number + 1, samples, role)
     runs.append(open_run.close(len(steps) - 1, add))
     return tuple(run for run in runs if run is not None)
 
@@ -140,8 +153,9 @@ def _until_the_end(steps: Sequence[Step]) -> int:
 
 
 class _OpenRun:
-    def __init__(self, first: int, samples: int) -> None:
+    def __init__(self, first: int, samples: int, role: Role) -> None:
         self.first = first
+        self.role = role
         self.code: list[list[Instruction]] = [[] for _ in range(samples)]
         self.taken = 0
         self.geometry: Geometry = "none"
@@ -180,11 +194,12 @@ class _OpenRun:
         if self.taken or not whole:
             return False
         static, arrays = dict(step.encoded[0][0].static), step.arrays[0]
-        if step.fused == "resize" and static["interpolation"] == _LINEAR:
+        interpolation, known, fill = _READ[self.role]
+        if step.fused == "resize" and static[interpolation] == known:
             self.geometry, self.where = "resize", arrays["box"]
-        elif step.fused == "window" and _is_of_colours(arrays.get("fill")):
+        elif step.fused == "window" and (self.role == "mask" or _is_of_colours(arrays.get(fill))):
             self.geometry, self.where = "window", arrays["corner"]
-            self.border, self.fill = static["border"], arrays.get("fill")
+            self.border, self.fill = static["border"], arrays.get(fill)
         else:
             return False
         self.size = static["size"]
@@ -224,6 +239,10 @@ class _OpenRun:
             return False
         return not (code and made and is_reading(made[0]))
 
+    def _changes_nothing(self) -> bool:
+        ends = self.normalize is not None or self.limit is not None or self.channels_first
+        return self.geometry == "none" and not any(self.code) and not ends
+
     def close(self, last: int, add: Callable[[np.ndarray], Slot]) -> FusedRun | None:
         if not self.taken:
             return None
@@ -238,6 +257,8 @@ class _OpenRun:
             first=self.first,
             last=last,
             code=add(code),
+            idle=self._changes_nothing(),
+            role=self.role,
             contrasts=any(map(_contrasts, self.code)),
             geometry=self.geometry,
             size=self.size,

@@ -8,7 +8,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from lightning_fastdata.augment.kernels import across_kernel, fused_kernel
+from lightning_fastdata.augment.kernels import across_kernel, fused_kernel, mask_kernel
 
 POINTERS = {
     "source": "u8",
@@ -25,9 +25,9 @@ LERPS, TERMS = 3 * 3 * PER_THREAD, 3 * PER_THREAD
 """Explicit multiply-adds: three lerps a channel; in a filter, one a channel for each term."""
 
 
-def assembly(kernel, capability, target, constants):
+def assembly(kernel, capability, target, constants, **others):
     names = kernel.arg_names
-    kinds = {name: f"*{kind}" for name, kind in (POINTERS | {"target": target}).items()}
+    kinds = {name: f"*{kind}" for name, kind in (POINTERS | {"target": target} | others).items()}
     kinds |= dict.fromkeys(constants, "constexpr")
     source = ASTSource(
         fn=kernel,
@@ -76,3 +76,7 @@ for capability, geometry, sums, ends, planes, target in CASES:
 for capability in (80, 90):
     ptx = assembly(across_kernel, capability, "fp32", {"BLOCK": BLOCK})
     check(ptx, lambda count: count > 0 and count % TERMS == 0, "across")
+for capability, geometry, kind in [(80, 0, "u8"), (90, 1, "i16"), (80, 2, "i64"), (90, 3, "i32")]:
+    constants = {"GEOMETRY": geometry, "BLOCK": BLOCK}
+    ptx = assembly(mask_kernel, capability, kind, constants, source=kind)
+    check(ptx, lambda count: count == 0, f"masks, geometry {geometry}")

@@ -93,12 +93,12 @@ POOL = {
     "turn": lambda: A.RandomRotate90(p=0.5),
     "transpose": lambda: A.Transpose(p=0.5),
     "affine": lambda: A.Affine(rotate=(-60, 60), scale=(0.4, 2), fill=(9, 200.5, 31), p=0.6),
-    "shift": lambda: A.ShiftScaleRotate(border_mode=cv2.BORDER_REFLECT_101, p=0.6),
+    "safe": lambda: A.SafeRotate(border_mode=cv2.BORDER_REFLECT_101, p=0.6),
     "turned": lambda: A.Rotate(interpolation=cv2.INTER_NEAREST, border_mode=3, p=0.4),
     "perspective": lambda: A.Perspective((0.1, 0.3), border_mode=cv2.BORDER_REPLICATE, p=0.5),
-    "gaussian": lambda: A.GaussianBlur((3, 7), (0.1, 2), p=0.6),
+    "gaussian": lambda: A.GaussianBlur((3, 5), (0.1, 2), p=0.6),
     "one of blurs": lambda: A.OneOf(
-        [A.MotionBlur(p=1), A.MedianBlur(3, p=1), A.GaussianBlur((3, 5), p=1)], p=0.8
+        [A.MotionBlur((3, 3)), A.MedianBlur(3), A.GaussianBlur((3, 3))], p=0.8
     ),
     "in torch": lambda: A.Equalize(p=0.5),
 }
@@ -118,14 +118,16 @@ def test_the_usual_recipe_is_one_run():
     assert [(run.first, run.last) for run in program.runs] == [(0, len(program.steps) - 1)]
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     names=st.lists(st.sampled_from(sorted(POOL)), min_size=1, max_size=4),
     end=st.sampled_from(sorted(ENDS)),
-    size=st.sampled_from([(24, 24), (31, 18), (1, 1), (5, 1)]),
+    size=st.sampled_from([(20, 20), (17, 24)]),
     seed=st.integers(0, 1000),
 )
 def test_any_pipeline_gives_the_same_bytes(names, end, size, seed):
+    # What turns an image on its side needs square ones, or a batch would be of two sizes.
+    size = (20, 20) if {"turn", "transpose"} & set(names) else size
     pipeline = [POOL[name]() for name in names]
     # The size is known from here on, so what turns squares runs on the device.
     pipeline = [A.Resize(*size), *pipeline]

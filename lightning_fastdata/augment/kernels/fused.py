@@ -20,43 +20,10 @@ from lightning_fastdata.augment.kernels.colors import (
     shifted_hue,
 )
 from lightning_fastdata.augment.kernels.filters import read_down, read_median, read_plane
+from lightning_fastdata.augment.kernels.moves import came_from, covered, went_to
 from lightning_fastdata.augment.kernels.numbers import as_kind, read, read_anywhere
 from lightning_fastdata.augment.kernels.resize import read_resized
 from lightning_fastdata.augment.kernels.warp import read_warped
-
-
-@triton.jit
-def _came_from(code, length, y, x, height, width):
-    """Return where symmetries took each pixel from, and their instructions' effect undone."""
-    for back in range(length):
-        step = code + (length - 1 - back) * 5
-        if tl.load(step) == 1:
-            moves = tl.load(step + 1)
-            x = tl.where((moves & 1) != 0, width - 1 - x, x)
-            y = tl.where((moves & 2) != 0, height - 1 - y, y)
-            y, x = tl.where((moves & 4) != 0, x, y), tl.where((moves & 4) != 0, y, x)
-    return y, x
-
-
-@triton.jit
-def _went_to(moves, y, x, height, width):
-    """Return where a symmetry takes each pixel to."""
-    y, x = tl.where((moves & 4) != 0, x, y), tl.where((moves & 4) != 0, y, x)
-    x = tl.where((moves & 1) != 0, width - 1 - x, x)
-    y = tl.where((moves & 2) != 0, height - 1 - y, y)
-    return y, x
-
-
-@triton.jit
-def _covered(holes, count, y, x, mask):
-    """Return which pixels lie in one of the rectangles, int32 ``[count, 4]``."""
-    covered = mask & False
-    for hole in range(count):
-        corner = holes + hole * 4
-        inside = (x >= tl.load(corner)) & (y >= tl.load(corner + 1))
-        inside = inside & (x < tl.load(corner + 2)) & (y < tl.load(corner + 3))
-        covered = covered | inside
-    return covered
 
 
 @triton.jit
@@ -106,7 +73,7 @@ def fused_kernel(
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = at < out_height * out_width
     code = ints + code_at + sample * length * 5
-    y, x = _came_from(code, length, at // out_width, at % out_width, out_height, out_width)
+    y, x = came_from(code, length, at // out_width, at % out_width, out_height, out_width)
     image = source + sample.to(tl.int64) * height * width * 3
     if GEOMETRY == 0:
         red, green, blue = read(image, y, x, width, mask)
@@ -139,7 +106,7 @@ def fused_kernel(
         three = tl.load(step + 3)
         if running:
             if kind == 1:
-                y, x = _went_to(one, y, x, out_height, out_width)
+                y, x = went_to(one, y, x, out_height, out_width)
             elif kind == 2:
                 red, green, blue = looked_up(red, green, blue, bytes_ + one, two)
             elif kind == 3:
@@ -167,14 +134,14 @@ def fused_kernel(
                 green = red
                 blue = red
             elif kind == 9:
-                covered = _covered(ints + one // 4, two, y, x, mask)
+                hidden = covered(ints + one // 4, two, y, x, mask)
                 fill = floats + three // 4
                 many = tl.load(step + 4) > 1
-                red = tl.where(covered, tl.load(fill).to(tl.uint8).to(tl.int32), red)
+                red = tl.where(hidden, tl.load(fill).to(tl.uint8).to(tl.int32), red)
                 second = tl.load(fill + tl.where(many, 1, 0)).to(tl.uint8).to(tl.int32)
                 third = tl.load(fill + tl.where(many, 2, 0)).to(tl.uint8).to(tl.int32)
-                green = tl.where(covered, second, green)
-                blue = tl.where(covered, third, blue)
+                green = tl.where(hidden, second, green)
+                blue = tl.where(hidden, third, blue)
             elif kind == 10:
                 red, green, blue = (
                     chosen(red, green, blue, one),

@@ -65,3 +65,19 @@ def read_resized(image, box, y, x, width, out_height, out_width, mask):
     green = _blend(g00, g01, g10, g11, before, right, above, below)
     blue = _blend(b00, b01, b10, b11, before, right, above, below)
     return red, green, blue
+
+
+@triton.jit
+def _nearest_taps(out, first, last, size):
+    length = last - first
+    step = 1.0 / (size.to(tl.float64) / length.to(tl.float64))
+    index = tl.floor(out.to(tl.float64) * step).to(tl.int32)
+    return first + tl.minimum(index, length - 1)
+
+
+@triton.jit
+def nearest(box, y, x, out_height, out_width):
+    """Return rows and columns of a box of an image, resized to the nearest pixels."""
+    row = _nearest_taps(y, tl.load(box + 1), tl.load(box + 3), out_height)
+    column = _nearest_taps(x, tl.load(box), tl.load(box + 2), out_width)
+    return row, column

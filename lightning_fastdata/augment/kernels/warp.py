@@ -28,6 +28,25 @@ def _limited(position):
 
 
 @triton.jit
+def _positions(inverse, how, y, x):
+    """Return the rows and columns that a warp reads for pixels of its result, float32."""
+    columns = _line(inverse, y, x)
+    rows = _line(inverse + 3, y, x)
+    if how & 16 != 0:
+        depth = _line(inverse + 6, y, x)
+        columns = tl.div_rn(columns, depth)
+        rows = tl.div_rn(rows, depth)
+    return _limited(rows), _limited(columns)
+
+
+@triton.jit
+def nearest_warped(inverse, how, y, x):
+    """Return the nearest rows and columns that a warp reads, also outside the image."""
+    rows, columns = _positions(inverse, how, y, x)
+    return even(rows).to(tl.int32), even(columns).to(tl.int32)
+
+
+@triton.jit
 def _between(one, other, weight):
     """``torch.lerp``: from the nearer end, the last product and sum rounded once."""
     small = weight < 0.5
@@ -58,14 +77,7 @@ def read_warped(image, inverse, how, fill, y, x, height, width, mask):
         mask: which positions count.
     """
     mode = how & 7
-    columns = _line(inverse, y, x)
-    rows = _line(inverse + 3, y, x)
-    if how & 16 != 0:
-        depth = _line(inverse + 6, y, x)
-        columns = tl.div_rn(columns, depth)
-        rows = tl.div_rn(rows, depth)
-    columns = _limited(columns)
-    rows = _limited(rows)
+    rows, columns = _positions(inverse, how, y, x)
     if how & 8 != 0:
         y0 = even(rows).to(tl.int32)
         x0 = even(columns).to(tl.int32)
