@@ -75,6 +75,7 @@ _MIRRORS: Final = {
 }
 """The symmetries of a square, named by a transposition and the quarter turns after it."""
 _NEAREST: Final = 0
+_LINEAR: Final = 1
 _WARPED_NEAREST: Final = 8
 _PROJECTIVE: Final = 16
 
@@ -157,7 +158,9 @@ def drop(encoded: Encoded, offsets: Mapping[str, int]) -> list[Instruction] | No
 def warp(encoded: Encoded, offsets: Mapping[str, int]) -> list[Instruction] | None:
     """Return the reading of an affine or projective warp, or None."""
     static = dict(encoded.static)
-    if len(encoded.arrays["fill"]) != CHANNELS:
+    # The kernel reads between the pixels as OpenCV 5 does: without a grid of positions.
+    known = static["interpolation"] in {_NEAREST, _LINEAR} and not static["cells"]
+    if len(encoded.arrays["fill"]) != CHANNELS or not known:
         return None
     how = static["border"] + _PROJECTIVE * static["projective"]
     how += _WARPED_NEAREST * (static["interpolation"] == _NEAREST)

@@ -32,6 +32,7 @@ from lightning_fastdata.augment.geometry_moves import Move, Rectangle, carried, 
 from lightning_fastdata.augment.ops.border import CONSTANT, REPLICATE, WRAP
 from lightning_fastdata.augment.ops.joint_warp import EVERYWHERE, NAME, in_order
 from lightning_fastdata.augment.ops.operation import Encoded
+from lightning_fastdata.augment.ops.resample import CUBIC
 from lightning_fastdata.augment.tape import TapeOp, Track
 
 if TYPE_CHECKING:
@@ -173,10 +174,10 @@ def split(track: Track) -> list[TapeOp | Run]:
     size, run = track.size, None
     for op in track.ops:
         move = None if size is None else move_of(op, size, track.role)
-        if move is None or size is None:
+        if move is None or size is None or move.interpolation == CUBIC:
             pieces += [run.close()] if run else []
             pieces.append(op)
-            run = None
+            run, size = None, size if move is None else move.size
             continue
         run = run or _OpenRun(size)
         if not run.takes(op, move):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import albumentations as A
 import cv2
 import numpy as np
 import pytest
 import torch
+from augment.batches import in_worker, keys, on_device
 from augment.opencv_versions import opencv_major
+from augment.parity import photographs
 
 from lightning_fastdata.augment.ops.border import CONSTANT, REFLECT_101
 from lightning_fastdata.augment.ops.cells import (
@@ -17,6 +20,7 @@ from lightning_fastdata.augment.ops.cells import (
     sample_cells,
 )
 from lightning_fastdata.augment.ops.resample import CUBIC, LINEAR, NEAREST
+from lightning_fastdata.augment.transform import as_batch_transform
 
 HEIGHT, WIDTH = 7, 9
 AFFINE = np.array([[0.83, -0.31, 1.7], [0.27, 1.12, -2.4], [0, 0, 1]])
@@ -142,3 +146,23 @@ def test_positions_that_are_no_numbers_or_far_away_are_read_at_the_border():
     images = torch.zeros(1, 4, 4, 1, dtype=torch.uint8)
     out = sample_cells(images, rows, torch.zeros_like(rows), LINEAR, CONSTANT, fill)
     assert out.flatten().tolist() == [0, 9, 9, 9]
+
+
+def test_cubic_warps_are_in_no_run_of_a_kernel_and_joined_with_nothing():
+    turns = [A.Affine(rotate=(10, 30), interpolation=kind, p=1) for kind in (CUBIC, CUBIC, LINEAR)]
+    items = [{"image": image} for image in photographs(48, 48)]
+    images = {}
+    for geometry in ("exact", "fused"):
+        transform = as_batch_transform(
+            A.Compose([*turns, A.HorizontalFlip(p=1)]), geometry=geometry
+        )
+        part = transform.in_worker(on_device=True)
+        tapes = [part(one, key)[1] for one, key in zip(items, keys(3), strict=True)]
+        program = part.collate(tapes).programs["image"]
+        assert [step.name for step in program.steps[:2]] == ["Affine", "Affine"]
+        assert all(run.first >= 2 for run in program.runs)
+        images[geometry] = on_device(transform, items)[0]["image"]
+    for index, want in enumerate(in_worker(transform, items)):
+        apart = np.abs(images["exact"][index].numpy().astype(int) - want["image"])
+        assert apart.max() <= 2
+        assert (apart > 0).mean() < 1e-3
