@@ -35,6 +35,7 @@ _EXAMPLES: Final[dict[str, tuple[dict[str, Any], ...]]] = {
         {"scale": (0.7, 1.3), "rotate": (-40, 40), "shear": (-9, 9)},
         {"rotate": (-40, 40), "interpolation": 0},
         {"rotate": (-40, 40), "border_mode": 4},
+        {"rotate": (-40, 40), "interpolation": 2},
     ),
     "CenterCrop": ({"height": 96, "width": 128},),
     "ColorJitter": ({}, {"hue": 0}),
@@ -52,7 +53,13 @@ _EXAMPLES: Final[dict[str, tuple[dict[str, Any], ...]]] = {
     ),
     "OpticalDistortion": ({}, {"mode": "fisheye"}),
     "Pad": ({"padding": 9},),
-    "PadIfNeeded": ({"min_height": 256, "min_width": 256, "border_mode": 4},),
+    "PadIfNeeded": (
+        {"min_height": 256, "min_width": 256, "border_mode": 4},
+        {
+            **{"min_height": None, "min_width": None},
+            **{"pad_height_divisor": 64, "pad_width_divisor": 96},
+        },
+    ),
     "RandomBrightnessContrast": ({}, {"brightness_by_max": False}),
     "RandomCrop": ({"height": 96, "width": 128},),
     "RandomResizedCrop": ({"size": (128, 128)},),

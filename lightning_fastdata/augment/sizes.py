@@ -145,7 +145,7 @@ def size_after(transform: Any, before: Size, keeps: Collection[type] = ()) -> Si
         return _padded(transform, before)
     if name == "Crop" and before.exact is not None:
         inside = transform.y_max <= before.exact[0] and transform.x_max <= before.exact[1]
-        return _exactly(*_cut(transform)) if inside else Size()
+        return _exactly(*_cut(transform)) if inside or transform.pad_if_needed else Size()
     if name == "Pad" and before.exact is not None:
         down, across = _padding(transform.padding)
         return _exactly(before.exact[0] + down, before.exact[1] + across)
@@ -181,12 +181,21 @@ def _padding(padding: Any) -> tuple[int, int]:
     return top + bottom, left + right
 
 
+def _padded_length(length: int, least: int | None, divisor: int | None) -> int:
+    """Return the length of an axis that is padded to a length, or to a multiple of one."""
+    if least is not None:
+        return max(least, length)
+    return length + -length % divisor if divisor else length
+
+
 def _padded(transform: Any, before: Size) -> Size:
     least = (transform.min_height, transform.min_width)
+    divisors = (transform.pad_height_divisor, transform.pad_width_divisor)
+    if before.exact is not None:
+        height, width = map(_padded_length, before.exact, least, divisors)
+        return _exactly(height, width)
     if None in least:
         return Size()
-    if before.exact is not None:
-        return _exactly(max(least[0], before.exact[0]), max(least[1], before.exact[1]))
     if (
         before.at_most is not None
         and before.at_most[0] <= least[0]

@@ -96,6 +96,9 @@ class Unusual(A.HorizontalFlip):
         ("wwwd", [A.Resize(8, 8), A.Affine(fit_output=True), A.Resize(4, 4), H()]),
         ("wdd", [A.Resize(8, 8), A.Pad((1, 2)), H()]),
         ("wdd", [A.Resize(8, 8), A.Crop(1, 1, 7, 5), H()]),
+        ("wdd", [A.Resize(8, 8), A.Crop(1, 1, 9, 12, pad_if_needed=True), H()]),
+        ("wdd", [A.Resize(40, 40), A.PadIfNeeded(None, None, 32, 32), H()]),
+        ("ww", [A.PadIfNeeded(None, None, 32, 32), A.Resize(8, 8)]),
         ("wwwd", [A.Resize(8, 8), A.Crop(1, 1, 9, 5), A.Resize(4, 4), H()]),
         # Quarter turns keep the size of square images only.
         ("wd", [A.Resize(8, 8), A.RandomRotate90()]),
