@@ -98,7 +98,13 @@ def crop_on_device(
     if corner is None or _corner(op, transform, size, size) is None:
         return None  # Its interpolation has no device form, or none that makes images smaller.
     plan = analyse(
-        compose, ops, size=size, refusal=refusal, same_pixels=same_pixels, channels=channels
+        compose,
+        ops,
+        size=size,
+        refusal=refusal,
+        same_pixels=same_pixels,
+        channels=channels,
+        crop=leaf,
     )
     kept = {one.exact for one in follow_sizes(compose, Size(size, size)).before[: leaf + 1]} == {
         size

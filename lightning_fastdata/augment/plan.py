@@ -86,6 +86,7 @@ def analyse(
     refusal: str | None = None,
     same_pixels: bool = False,
     channels: int | None = 3,
+    crop: int = -1,
 ) -> Plan:
     """Decide where each operation of a pipeline runs.
 
@@ -96,6 +97,8 @@ def analyse(
         refusal: a reason to run everything in the worker.
         same_pixels: keep in the worker what would draw numbers for every pixel on the device.
         channels: of the images; None for images ``[H, W]``.
+        crop: number of the leaf that makes all images one size, if samples may come from the worker
+            cropped or not; -1 for none.
 
     Returns:
         The plan; the same for every sample.
@@ -134,8 +137,9 @@ def analyse(
         if why_worker is None and draws and same_pixels:
             why_worker = own_pixels
         if why_worker is None and op is not None:
-            # Those up to the boundary have happened before the recorder starts to count.
-            earlier, size_here = leaves[boundary + 1 : index], sizes.before[index].exact
+            # What the worker has done by then, or may do for some samples, leaves one form.
+            earlier = leaves[max(boundary, crop) + 1 : index]
+            size_here = sizes.before[index].exact
             if not _encodes_after(earlier, leaf, ops, size_here or (64, 64), channels):
                 why_worker = "no device form for its settings, or for the images it is given"
         if why_worker is not None:

@@ -23,7 +23,7 @@ USUAL = (30, 28)
 """Size of the images of a dataset, apart from a few."""
 ODD = ((20, 23), (40, 33), (30, 44), (26, 28), (61, 60))
 H, RBC, NORM = A.HorizontalFlip, A.RandomBrightnessContrast, A.Normalize
-CUBIC = A.Affine(rotate=(-20, 20), interpolation=cv2.INTER_CUBIC, p=0.5)
+LANCZOS = A.Affine(rotate=(-20, 20), interpolation=cv2.INTER_LANCZOS4, p=0.5)
 """Has no form for the device, whatever it draws."""
 
 CROP = A.RandomResizedCrop((26, 24), interpolation=0, mask_interpolation=0)
@@ -34,7 +34,7 @@ EXACT = {
     "smaller": [A.Resize(26, 24), A.CoarseDropout(p=0.8), NORM(), ToTensorV2()],
     "something before": [RBC(p=0.5), H(), A.PadIfNeeded(10, 10), A.Resize(26, 24)],
     "pixels for what comes before": [A.ImageCompression(p=0.5), CROP, H()],
-    "pixels for what comes behind": [A.Resize(26, 24), H(), CUBIC, NORM(), ToTensorV2()],
+    "pixels for what comes behind": [A.Resize(26, 24), H(), LANCZOS, NORM(), ToTensorV2()],
 }
 """Pipelines that make the same pixels in both places."""
 
