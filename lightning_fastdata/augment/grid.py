@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -15,43 +15,13 @@ from lightning_fastdata.augment.fields import (
     find_fields,
     get_field,
 )
-from lightning_fastdata.augment.tree import list_leaves
 from lightning_fastdata.errors import BatchError, OptionsError
 
 if TYPE_CHECKING:
+    from lightning_fastdata.augment.normalized import Normalized
     from lightning_fastdata.types import Batch
 
 _GAP_PX = 2
-
-
-class Normalized(NamedTuple):
-    """How images were normalised: ``(image - mean) / std`` of images in [0, 1]."""
-
-    mean: np.ndarray
-    """Per channel, float64 ``[C]`` or ``[1]``."""
-    std: np.ndarray
-    """Per channel, float64 ``[C]`` or ``[1]``."""
-
-    def undone(self, images: np.ndarray) -> np.ndarray:
-        """Return images ``[..., C]`` as they were before, in [0, 1] if they were so."""
-        undone: np.ndarray = images * self.std + self.mean
-        return undone
-
-
-def find_normalized(compose: Any) -> Normalized | None:
-    """Return what a pipeline's ``A.Normalize`` did to all images; None if that is not known.
-
-    It is known of exactly one, by fixed numbers, in every sample.
-
-    Args:
-        compose: an ``A.Compose`` or another container of Albumentations.
-    """
-    found = [leaf for leaf in list_leaves(compose) if type(leaf.transform).__name__ == "Normalize"]
-    if len(found) != 1 or found[0].conditional or found[0].transform.normalization != "standard":
-        return None
-    own = found[0].transform
-    mean, std = (np.atleast_1d(np.asarray(one, np.float64)) for one in (own.mean, own.std))
-    return Normalized(mean, std)
 
 
 def batch_grid(

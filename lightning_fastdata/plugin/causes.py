@@ -43,7 +43,7 @@ class StageCauses:
 
     def watch(self, loaders: Any) -> None:
         """Have each FastDataLoader among some loaders record its stamps, if none does so yet."""
-        for loader in _flattened(loaders):
+        for loader in flattened(loaders):
             if not isinstance(loader, FastDataLoader):
                 kind = type(loader).__name__
                 self._unwatched[f"a {kind} takes no stamps, as FastDataLoader does"] = None
@@ -207,7 +207,8 @@ def _itself(value: Any) -> Any:
     return value
 
 
-def _flattened(loaders: Any) -> Iterator[Any]:
+def flattened(loaders: Any) -> Iterator[Any]:
+    """Return a trainer's loaders one by one, in whatever form they come."""
     if loaders is None:
         return
     # Lightning's CombinedLoader.
@@ -216,6 +217,6 @@ def _flattened(loaders: Any) -> Iterator[Any]:
         loaders = list(loaders.values())
     if isinstance(loaders, list | tuple):
         for loader in loaders:
-            yield from _flattened(loader)
+            yield from flattened(loader)
     else:
         yield loaders

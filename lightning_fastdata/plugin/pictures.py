@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import textwrap
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,9 +11,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from lightning_fastdata.augment.grid import Normalized, batch_grid, find_images, find_normalized
+from lightning_fastdata.augment.grid import batch_grid, find_images
+from lightning_fastdata.augment.normalized import Normalized, find_normalized
 from lightning_fastdata.errors import BatchError, FastDataWarning, OptionsError
 from lightning_fastdata.plugin.boards import log_image
+from lightning_fastdata.plugin.causes import flattened
 
 if TYPE_CHECKING:
     import torch
@@ -46,9 +49,7 @@ def image_form(transforms: Iterable[Any], image: int | str | None) -> ImageForm:
         transforms: what runs on the batches of a stage, in order.
         image: key or index of the images; None: to be found.
     """
-    composes = [getattr(one, "compose", None) for one in transforms]
-    known = [find_normalized(compose) for compose in composes if compose is not None]
-    return ImageForm(image=image, normalized=next((one for one in known if one), None))
+    return ImageForm(image=image, normalized=find_normalized(list(transforms)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,8 +94,21 @@ def pictures_of(
     """
     if not settings.most or not trainer.is_global_zero:
         return None
+    module = trainer.lightning_module
+    if "dataloader_iter" in inspect.signature(module.training_step).parameters:
+        warnings.warn(
+            f"log_images shows nothing: {type(module).__name__}.training_step(dataloader_iter) "
+            "fetches its batches itself. Use training_step(batch, batch_idx).",
+            FastDataWarning,
+            stacklevel=2,
+        )
+        return None
     known = getattr(trainer.datamodule, "image_form", None)
     form = image_form([augment], image) if known is None else known("train")
+    if form.normalized is None:
+        loaders = flattened(trainer.train_dataloader)
+        datasets = [getattr(loader, "dataset", None) for loader in loaders]
+        form = replace(form, normalized=find_normalized(datasets))
     return BatchPictures(settings, form if image is None else replace(form, image=image))
 
 
@@ -123,7 +137,7 @@ class BatchPictures:
 
         Args:
             loggers: Lightning loggers.
-            batch: as the training step gets it, on any device; None where it gets an iterator.
+            batch: as the training step gets it, on any device; None where a loader gave none.
             epoch: counted from 0.
             step: position on the step axis.
         """

@@ -1,4 +1,4 @@
-"""The files that a training leaves behind: its report as JSON and as a page."""
+"""What a training leaves behind: its report as JSON, as a page, and on the terminal."""
 
 from __future__ import annotations
 
@@ -32,3 +32,13 @@ def write_report(report: RunReport, path: str | Path | bool, log_dir: str) -> Pa
         message = f"The report was not written: {error}."
         warnings.warn(message, FastDataWarning, stacklevel=2)
         return None
+
+
+def print_report(report: RunReport, page: Path | None) -> None:
+    """Print a report, and where its page is."""
+    from rich.console import Console
+
+    console = Console()
+    console.print(report)
+    if page is not None:
+        console.print(f" page  {page}", soft_wrap=True, highlight=False, markup=False)

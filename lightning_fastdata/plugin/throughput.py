@@ -24,7 +24,7 @@ from lightning_fastdata.plugin.profiler_tee import attach
 from lightning_fastdata.plugin.progress_bar import close_progress_bar
 from lightning_fastdata.plugin.ranks import meet
 from lightning_fastdata.plugin.recording import Recording
-from lightning_fastdata.plugin.report_files import write_report
+from lightning_fastdata.plugin.report_files import print_report, write_report
 from lightning_fastdata.plugin.trainer_facts import (
     augmenting_stages,
     check_hooks_run,
@@ -53,7 +53,7 @@ class ThroughputHooks:
             ``log_every_n_steps``.
         log_images: Show the first training batch of the fit, as the training step gets it, to
             loggers that take images (TensorBoard, W&B, MLflow): ``True``, or how many images of
-            it. A pipeline's ``Normalize`` is undone in the picture.
+            it. ``Normalize`` is undone in the picture, where it is known.
         images_every_n_epochs: Show a batch again every that many epochs. Default: once in a fit.
         figures: Add a figure of the step's phases per epoch to loggers that show figures.
         summary: Print the summary when the fit ends.
@@ -298,13 +298,8 @@ class ThroughputHooks:
             return
         page = write_report(report, self.report_path, run.log_dir)
         if self.summary:
-            from rich.console import Console
-
             close_progress_bar(run.trainer)
-            console = Console()
-            console.print(report)
-            if page is not None:
-                console.print(f" page  {page}", soft_wrap=True, highlight=False, markup=False)
+            print_report(report, page)
 
 
 class _Run:

@@ -5,7 +5,11 @@ from __future__ import annotations
 import inspect
 import io
 import os
+import socket
+import subprocess
+import sys
 import warnings
+from pathlib import Path
 
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 
@@ -20,10 +24,13 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
+from torchvision import transforms
+from torchvision.transforms import v2
 
 import lightning_fastdata.pytorch_lightning as twin
 from lightning_fastdata import DataThroughputCallback, FastDataModule, LoaderOptions
 from lightning_fastdata.augment.mixing import CutMix, mixed
+from lightning_fastdata.augment.normalized import Normalized, find_normalized
 from lightning_fastdata.errors import FastDataWarning, OptionsError
 from lightning_fastdata.plugin.pictures import TAG, BatchPictures, ImageForm, PictureSettings
 
@@ -191,6 +198,65 @@ def test_loaders_without_any_transform_are_shown_too(tmp_path):
         np.testing.assert_array_equal(tile, Images(4)[i][0])
 
 
+class InDataset(Images):
+    """Normalises in the dataset, by Albumentations or torchvision, with numbers of its own."""
+
+    def __init__(self, kind):
+        super().__init__(4)
+        mean, std = (0.3, 0.5, 0.7), (0.2, 0.3, 0.4)
+        if kind == "albumentations":
+            self.transform = A.Compose([A.Normalize(mean, std), A.ToTensorV2()])
+        else:
+            library = {"v1": transforms, "v2": v2}[kind]
+            to_floats = v2.ToDtype(torch.float32, scale=True)
+            self.steps = library.Compose([v2.ToImage(), to_floats, library.Normalize(mean, std)])
+
+    def __getitem__(self, i):
+        image, label = super().__getitem__(i)
+        if hasattr(self, "transform"):
+            return self.transform(image=image)["image"], label
+        return torch.as_tensor(self.steps(image)), label
+
+
+@pytest.mark.parametrize("kind", ["albumentations", "v1", "v2"])
+@pytest.mark.parametrize("ours", [True, False])
+def test_what_the_dataset_normalised_is_undone(tmp_path, kind, ours):
+    dataset = InDataset(kind)
+    how = {"loaders": DataLoader(dataset, batch_size=4)}
+    if ours:
+        how = {"data": module(None, dataset=dataset, batch_size=4)}
+    batches, pictures = fit(tmp_path, quiet(log_images=True), **how)
+    found, _ = tiles(pictures[0], 4, 12, 10)
+    for label, tile in zip(batches[0][1].tolist(), found, strict=True):
+        np.testing.assert_array_equal(tile, Images(4)[label][0])
+
+
+def test_two_ways_to_normalise_are_not_guessed_between(tmp_path):
+    first, second = InDataset("albumentations"), InDataset("v2")
+    assert find_normalized([first, second]) == Normalized((0.3, 0.5, 0.7), (0.2, 0.3, 0.4))
+    second.steps.transforms[-1].mean = [0.1, 0.2, 0.3]
+    for unknown in (
+        [first, second],
+        A.Compose([A.Normalize(p=0.5)]),
+        A.Compose([A.OneOf([A.Normalize(), A.HorizontalFlip()])]),
+        A.Compose([A.Normalize(normalization="image")]),
+        A.Compose([A.HorizontalFlip()]),
+    ):
+        assert find_normalized(unknown) is None
+
+
+def test_a_step_that_fetches_its_batches_itself_is_told(tmp_path):
+    class Fetches(Keeps):
+        def training_step(self, dataloader_iter):
+            batch, *_ = next(dataloader_iter)
+            return self._step("fit", batch)
+
+    loaders = DataLoader(Images(4), batch_size=4)
+    with pytest.warns(FastDataWarning, match=r"Fetches.training_step\(dataloader_iter\)"):
+        _, pictures = fit(tmp_path, quiet(log_images=True), model=Fetches(), loaders=loaders)
+    assert pictures == {}
+
+
 def test_of_combined_loaders_the_first_with_images_is_shown(tmp_path):
     class Numbers(Dataset):
         def __len__(self):
@@ -293,6 +359,48 @@ def test_the_twins_callback_shows_pictures_with_the_twins_trainer(tmp_path):
     ).fit(Model(), DataLoader(Images(4), batch_size=4))
     found, _ = tiles(shown(tmp_path / "run" / "version_0")[0], 4, 12, 10)
     np.testing.assert_array_equal(found[3], Images(4)[3][0])
+
+
+@pytest.mark.slow
+def test_of_several_ranks_the_first_shows_its_batches(tmp_path):
+    program = Path(__file__).with_name("show_on_ranks.py")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(program.parents[1]), *sys.path]),
+        "OMP_NUM_THREADS": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "NODE_RANK": "0",
+    }
+    command = [sys.executable, str(program), str(tmp_path), str(tmp_path)]
+    processes = [
+        subprocess.Popen(
+            command,
+            env={**environment, "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        for rank in range(2)
+    ]
+    try:
+        for process in processes:
+            output, _ = process.communicate(timeout=100)
+            assert process.returncode == 0, output.decode()[-3000:]
+    finally:
+        for process in processes:
+            process.kill()
+    pictures = shown(tmp_path / "run" / "version_0")
+    batches = torch.load(tmp_path / "0.pt")
+    assert list(pictures) == [0, 2]
+    for step, picture in pictures.items():
+        found, _ = tiles(picture, 4, 12, 10)
+        for tile, image in zip(found, batches[step], strict=True):
+            wanted = (image.permute(1, 2, 0) * 255).round().numpy()
+            np.testing.assert_array_equal(tile, wanted)
+    assert not torch.equal(batches[0], torch.load(tmp_path / "1.pt")[0])
 
 
 class Wandb:
