@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import albumentations as A
 import numpy as np
 import pytest
 import torch
@@ -15,7 +16,7 @@ from lightning_fastdata.augment.mixing import (
     RandomErasing,
     mixed,
 )
-from lightning_fastdata.errors import BatchError, OptionsError
+from lightning_fastdata.errors import BatchError, OptionsError, TransformError
 from lightning_fastdata.types import SampleKey
 
 torch.set_num_threads(1)
@@ -72,6 +73,35 @@ def test_boxes_are_around_what_is_painted_however_it_was_mixed(name, seed):
     changed = sum(len(one) != 1 for one in out["boxes"])
     assert changed
     assert changed < COUNT or "some" not in name
+
+
+FLIP = [A.HorizontalFlip()]
+BOXES = A.BboxParams("pascal_voc", label_fields=["kinds"])
+
+
+@pytest.mark.parametrize("step", [MixUp(), CutMix(), Mosaic(), OneOfMixes(CutMix())], ids=str)
+@pytest.mark.parametrize(
+    ("pipeline", "said"),
+    [
+        (A.Compose(FLIP, bbox_params=BOXES), "mixed.*boxes="),
+        (A.Compose(FLIP, keypoint_params=A.KeypointParams("xy")), "transforms keypoints"),
+        (A.Compose(FLIP, additional_targets={"second": "image"}), "additional targets second"),
+    ],
+)
+def test_what_a_pipeline_moves_does_not_stay_behind_when_images_are_mixed(step, pipeline, said):
+    with pytest.raises(TransformError, match=said):
+        mixed(pipeline, step)
+    # Nothing is moved here.
+    mixed(pipeline, RandomErasing(), repeats=2)
+
+
+@pytest.mark.parametrize("name", ["boxes", "bboxes"])
+def test_boxes_that_nobody_told_of_do_not_stay_behind(name):
+    batch = {"image": images(), name: painted()["boxes"]}
+    with pytest.raises(BatchError, match=f"boxes='{name}'"):
+        mixed(Mosaic()).apply_unprepared(batch, KEY)
+    out = mixed(RandomErasing(p=1)).apply_unprepared(batch, KEY)
+    assert out[name] is batch[name]
 
 
 def test_two_ways_to_mix_boxes_one_after_the_other():

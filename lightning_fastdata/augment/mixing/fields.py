@@ -26,6 +26,7 @@ from lightning_fastdata.errors import BatchError
 if TYPE_CHECKING:
     from lightning_fastdata.types import Batch
 
+_BOX_KEYS = ("boxes", "bboxes")
 _LABEL_KEYS = ("label", "labels", "target", "targets")
 
 
@@ -139,6 +140,12 @@ class Mixer:
         found = {"image": image}
         if not self._sees_others:
             return found
+        untold = [name for name in _BOX_KEYS if isinstance(batch, Mapping) and name in batch]
+        if untold and self.places.boxes is None:
+            raise BatchError(
+                f"The batch holds {untold[0]!r}, which mixing would leave where they are while the "
+                f"images change. Say that these are boxes: mixed(..., boxes={untold[0]!r})."
+            )
         given = {"mask": mask, "boxes": self.places.boxes, "classes": self.places.classes}
         for name, place in given.items():
             if place is not None:

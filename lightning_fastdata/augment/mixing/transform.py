@@ -72,7 +72,9 @@ def mixed(
         channels_last: the same.
 
     Raises:
-        TransformError: nothing to mix with was given, or a pipeline that is not the first.
+        TransformError: nothing to mix with was given, or a pipeline that is not the first, or one
+            that transforms what the mixing would leave as it is: keypoints, additional targets, or
+            boxes without ``boxes=``.
         OptionsError: ``repeats`` is below 1, there are not as many ``num_classes`` as labels, or
             ``out`` is no dtype.
     """
@@ -99,6 +101,8 @@ def mixed(
             f"{what}. Give mixed() an albumentations Compose first, if you have one, and then "
             "MixUp, CutMix, Mosaic, RandomErasing or OneOfMixes."
         )
+    if pipeline is not None and any(step.sees_others for step in rest):
+        _check_all_is_mixed(pipeline, boxes)
     labels = _listed(label)
     counts = _listed(num_classes) or (None,) * max(1, len(labels))
     if len(counts) != max(1, len(labels)):
@@ -115,6 +119,23 @@ def _listed(value: Any) -> tuple[Any, ...]:
     if value is None:
         return ()
     return (value,) if isinstance(value, int | str) else tuple(value)
+
+
+def _check_all_is_mixed(pipeline: BatchTransform, boxes: int | str | None) -> None:
+    """Refuse to mix images whose keypoints, boxes or further images would stay behind."""
+    processors = pipeline.compose.processors
+    others = sorted(pipeline.compose.additional_targets)
+    if "bboxes" in processors and boxes is None:
+        raise TransformError(
+            "The pipeline transforms boxes, and mixing has to know where they are in a batch: "
+            'mixed(..., boxes="bboxes"). Only RandomErasing and repeats leave them alone.'
+        )
+    if "keypoints" in processors or others:
+        what = f"the additional targets {', '.join(others)}" if others else "keypoints"
+        raise TransformError(
+            f"The pipeline transforms {what}, which cannot be mixed, so that they would no longer "
+            "belong to their images. Only RandomErasing and repeats leave them alone."
+        )
 
 
 def _is_step(value: Any) -> bool:
