@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from augment.parity import photographs
+from torch.profiler import ProfilerActivity, profile
 
 from lightning_fastdata.augment.mixing import (
     CutMix,
@@ -111,6 +112,48 @@ def test_two_ways_to_mix_boxes_one_after_the_other():
         kinds = out["kinds"][row]
         # A sample that came in twice has a box for each time, and one is painted over the other.
         assert set(kinds.tolist()) == set(seen(out["image"][row]))
+
+
+@pytest.mark.parametrize("step", [Mosaic(min_visibility=0), MixUp(1.5)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64, torch.int32])
+def test_boxes_and_classes_keep_their_dtype_and_empty_ones_say_nothing(step, dtype):
+    batch = painted()
+    batch["boxes"] = [boxes.to(dtype) for boxes in batch["boxes"]]
+    batch["boxes"][0] = batch["boxes"][3] = torch.tensor([])
+    batch["kinds"][0] = batch["kinds"][3] = torch.tensor([])
+    out = mixed(step, boxes="boxes", classes="kinds").apply_unprepared(batch, KEY)
+    for row in range(COUNT):
+        kinds, boxes = out["kinds"][row], out["boxes"][row]
+        wanted = {k: v for k, v in seen(out["image"][row]).items() if k not in (0, 3)}
+        assert dict(zip(kinds.tolist(), boxes.tolist(), strict=True)) == wanted
+        if wanted:
+            assert (boxes.dtype, kinds.dtype) == (dtype, torch.int64)
+
+
+def test_a_mosaic_of_boxes_launches_as_much_for_many_samples_as_for_few():
+    def operations(times):
+        batch = painted()
+        batch["image"] = batch["image"].repeat(times, 1, 1, 1)
+        batch["boxes"], batch["kinds"] = batch["boxes"] * times, batch["kinds"] * times
+        transform = mixed(Mosaic(), boxes="boxes", classes="kinds")
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+            transform.apply_unprepared(batch, KEY)
+        names = [event.name for event in profiler.events()]
+        # What an index by a condition asks the device for.
+        assert "aten::nonzero" not in names
+        # The boxes of each sample are a view of all, which launches nothing.
+        views = {"aten::as_strided", "aten::narrow", "aten::slice"}
+        return sum(name.startswith("aten::") and name not in views for name in names)
+
+    assert operations(1) == operations(8)
+
+
+@pytest.mark.parametrize("step", [Mosaic(), MixUp(1.5), OneOfMixes(Mosaic(), MixUp())], ids=str)
+def test_a_batch_without_any_box_stays_so(step):
+    batch = {"image": images(), "boxes": [torch.zeros(0, 4)] * COUNT}
+    out = mixed(step, boxes="boxes").apply_unprepared(batch, KEY)
+    assert [tuple(boxes.shape) for boxes in out["boxes"]] == [(0, 4)] * COUNT
+    assert not torch.equal(out["image"], batch["image"])
 
 
 def test_who_is_alone_has_its_boxes_once():

@@ -234,7 +234,7 @@ def test_a_sample_without_boxes_is_none_of_a_problem():
     assert [tuple(box.shape) for box in out.boxes] == [(0, 4), (0, 4)]
     out = step.mix(Parts(image=pictures(2), boxes=(one, empty)), numbers, order)
     assert all(box.shape[1] == 4 for box in out.boxes)
-    cut, kept = move_boxes(one, 0, (20, 30), (HEIGHT, WIDTH))
+    cut, kept = move_boxes(one, torch.tensor([0]), torch.tensor([[20, 30]]), (HEIGHT, WIDTH))
     assert cut.tolist() == [[0, 0, 30, 20]]
     assert kept.item() == pytest.approx(20 * 30 / (HEIGHT * WIDTH))
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from itertools import accumulate
+from typing import TYPE_CHECKING, ClassVar, Final
 
 import torch
 
 from lightning_fastdata.augment.mixing.parts import (
     Parts,
     check_share,
+    joined,
     mixed_labels,
     partners,
     per_sample,
@@ -18,6 +20,9 @@ from lightning_fastdata.errors import OptionsError
 
 if TYPE_CHECKING:
     import numpy as np
+
+_WHOLE: Final = -1
+"""In the place of a quarter: the sample is no mosaic."""
 
 
 @dataclass(frozen=True)
@@ -103,54 +108,75 @@ class Mosaic:
     def _lay_boxes(
         self, parts: Parts, is_mosaic: torch.Tensor, point: torch.Tensor, sources: torch.Tensor
     ) -> Parts:
-        height, width = parts.size
         given = parts.boxes or ()
-        boxes, classes = [], []
-        # One look at the device for all: how many boxes are left is not known before.
-        plan = zip(is_mosaic.tolist(), point.tolist(), sources.tolist(), strict=True)
-        for row, (changes, (y, x), whose) in enumerate(plan):
-            if not changes:
-                boxes.append(given[row])
-                classes.append(None if parts.classes is None else parts.classes[row])
-                continue
-            laid = [
-                move_boxes(given[source], quarter, (y, x), (height, width))
-                for quarter, source in enumerate(whose)
-            ]
-            seen = [kept >= self.min_visibility for _, kept in laid]
-            seen = [one & (kept > 0) for one, (_, kept) in zip(seen, laid, strict=True)]
-            boxes.append(torch.cat([one[keep] for (one, _), keep in zip(laid, seen, strict=True)]))
-            if parts.classes is not None:
-                own = [parts.classes[source] for source in whose]
-                classes.append(torch.cat([c[keep] for c, keep in zip(own, seen, strict=True)]))
-        told = None if parts.classes is None else tuple(c for c in classes if c is not None)
-        return replace(parts, boxes=tuple(boxes), classes=told)
+        counts = [len(boxes) for boxes in given]
+        starts = [0, *accumulate(counts)]
+        # The host looks at the device twice in all: for who is where, and for what is left of it.
+        plan = torch.cat([is_mosaic.long()[:, None], sources], 1).tolist()
+        pieces = [
+            (row, quarter if changes else _WHOLE, source)
+            for row, (changes, *whose) in enumerate(plan)
+            for quarter, source in enumerate(whose if changes else whose[:1])
+        ]
+        table = [
+            (row, quarter, number)
+            for row, quarter, source in pieces
+            for number in range(starts[source], starts[source + 1])
+        ]
+        every = joined(given).reshape(-1, 4)
+        rows, quarters, taken = (
+            torch.tensor(table, dtype=torch.long).reshape(-1, 3).to(every.device).unbind(1)
+        )
+        boxes = every[taken]
+        moved, kept = move_boxes(boxes, quarters, point.to(every.device)[rows], parts.size)
+        whole = quarters == _WHOLE
+        seen = whole | ((kept >= self.min_visibility) & (kept > 0))
+        left = [number for number, one in enumerate(seen.tolist()) if one]
+        sizes = [0] * len(given)
+        for number in left:
+            sizes[table[number][0]] += 1
+        chosen = torch.tensor(left, dtype=torch.long, device=every.device)
+        laid = torch.where(whole[:, None], boxes, moved)[chosen]
+        classes = parts.classes
+        if classes is not None:
+            told = joined(classes)
+            kept_of = told[taken.to(told.device)][chosen.to(told.device)]
+            classes = torch.split(kept_of, sizes)
+        return replace(parts, boxes=torch.split(laid, sizes), classes=classes)
 
 
 def move_boxes(
-    boxes: torch.Tensor, quarter: int, point: tuple[int, int], size: tuple[int, int]
+    boxes: torch.Tensor, quarter: torch.Tensor, point: torch.Tensor, size: tuple[int, int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return boxes of an image after it was laid in one quarter of a mosaic, cut to the quarter.
+    """Return boxes of images after these were laid in quarters of mosaics, cut to the quarters.
 
     Args:
         boxes: ``[k, 4]`` of left, top, right, bottom in pixels.
-        quarter: 0 upper left, 1 upper right, 2 lower left, 3 lower right.
-        point: row and column of the point in the middle.
+        quarter: of each box, int64 ``[k]``: 0 upper left, 1 upper right, 2 lower left, 3 lower
+            right.
+        point: of each box, int64 ``[k, 2]``: row and column of the point in the middle.
         size: height and width of the images.
 
     Returns:
         Boxes ``[k, 4]``, and the part of each one's area that is left, float ``[k]``.
     """
-    (y, x), (height, width) = point, size
+    (y, x), (height, width) = point.unbind(1), size
     lower, right = quarter >= 2, quarter % 2 == 1
-    shift_y, shift_x = (y if lower else y - height), (x if right else x - width)
-    top, bottom = (y, height) if lower else (0, y)
-    first, last = (x, width) if right else (0, x)
     x0, y0, x1, y1 = boxes.unbind(1)
-    across = [(edge + shift_x).clamp(first, last) for edge in (x0, x1)]
-    down = [(edge + shift_y).clamp(top, bottom) for edge in (y0, y1)]
-    cut = torch.stack([across[0], down[0], across[1], down[1]], 1)
+    across = _moved((x0, x1), right, x, width)
+    down = _moved((y0, y1), lower, y, height)
+    cut = torch.stack([across[0], down[0], across[1], down[1]], 1).to(boxes.dtype)
     before, after = (
         ((one[:, 2] - one[:, 0]) * (one[:, 3] - one[:, 1])).float() for one in (boxes, cut)
     )
     return cut, after / before.clamp(min=1e-9)
+
+
+def _moved(
+    edges: tuple[torch.Tensor, torch.Tensor], behind: torch.Tensor, point: torch.Tensor, length: int
+) -> list[torch.Tensor]:
+    """Return edges along one side, behind the point or before it, and not beyond."""
+    shift = torch.where(behind, point, point - length)
+    first = torch.where(behind, point, 0)
+    last = torch.where(behind, length, point)
+    return [(edge + shift).maximum(first).minimum(last) for edge in edges]

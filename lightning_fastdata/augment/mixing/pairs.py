@@ -12,6 +12,7 @@ from lightning_fastdata.augment.mixing.parts import (
     Parts,
     check_positive,
     check_share,
+    joined,
     mixed_labels,
     partners,
     per_sample,
@@ -98,11 +99,11 @@ def _with_boxes_of_both(parts: Parts, blends: torch.Tensor, other: torch.Tensor)
     pairs = enumerate(zip(blends.tolist(), other.tolist(), strict=True))
     sources = [(row, met) if blended and met != row else (row,) for row, (blended, met) in pairs]
 
-    def joined(field: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        return tuple(torch.cat([field[source] for source in own]) for own in sources)
+    def of_both(field: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        return tuple(joined([field[source] for source in own]) for own in sources)
 
-    classes = None if parts.classes is None else joined(parts.classes)
-    return replace(parts, boxes=joined(parts.boxes or ()), classes=classes)
+    classes = None if parts.classes is None else of_both(parts.classes)
+    return replace(parts, boxes=of_both(parts.boxes or ()), classes=classes)
 
 
 @dataclass(frozen=True)

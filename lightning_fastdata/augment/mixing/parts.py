@@ -10,6 +10,8 @@ import torch
 from lightning_fastdata.errors import OptionsError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy as np
 
 
@@ -91,6 +93,16 @@ def partners(order: torch.Tensor, distance: int = 1) -> torch.Tensor:
 def per_sample(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Return values ``[n]`` in a shape that broadcasts with ``like`` ``[n, ...]``."""
     return values.view(-1, *[1] * (like.ndim - 1))
+
+
+def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return entries ``[k, ...]`` of several samples in one tensor.
+
+    A sample without boxes may have a tensor of another dtype, as ``torch.tensor([])`` has, which
+    says nothing of the others.
+    """
+    filled = [one for one in tensors if len(one)]
+    return torch.cat(filled or list(tensors[:1]))
 
 
 def mixed_labels(
