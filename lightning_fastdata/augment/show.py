@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import torch
 
+from lightning_fastdata.augment.mixing.transform import MixedTransform
 from lightning_fastdata.augment.parity import levels_per_unit
 from lightning_fastdata.augment.plan import device_form
 from lightning_fastdata.augment.transform import BatchTransform, as_batch_transform
@@ -71,6 +72,8 @@ def _share_equal(theirs: np.ndarray, ours: np.ndarray) -> str:
 def load_pipeline(spec: str) -> Any:
     """Return the pipeline that ``package.module:name`` or ``file.py:name`` names.
 
+    Of ``mixed(...)`` it is the pipeline before the mixing, which needs more than one image.
+
     Raises:
         TransformError: there is no such module or name, or it is no ``A.Compose``.
     """
@@ -89,7 +92,10 @@ def load_pipeline(spec: str) -> Any:
         found = getattr(found, part)
     import albumentations
 
-    if not isinstance(found, albumentations.Compose | albumentations.BasicTransform):
+    if isinstance(found, MixedTransform) and found.pipeline is not None:
+        return found.pipeline
+    known = albumentations.Compose | albumentations.BasicTransform | BatchTransform
+    if not isinstance(found, known):
         raise TransformError(
             f"{spec} is {type(found).__name__}, not an albumentations Compose. Name a variable "
             "that holds the pipeline itself; a function that makes it is not called."

@@ -21,10 +21,15 @@ from lightning_fastdata.cli import main
 
 PIPELINES = """
 import albumentations as A
+from lightning_fastdata.augment.mixing import CutMix, mixed
+from lightning_fastdata.augment.transform import as_batch_transform
 
 train = A.Compose([A.Resize(60, 80), A.Rotate(p=1), A.Normalize(), A.ToTensorV2()])
 noisy = A.Compose([A.Resize(60, 80), A.GaussNoise(p=1)])
 single = A.HorizontalFlip(p=1)
+mixing = mixed(train, CutMix(), num_classes=3)
+alone = mixed(CutMix(), num_classes=3)
+made = as_batch_transform(train)
 masked = A.Compose([A.CropNonEmptyMaskIfExists(60, 80), A.HorizontalFlip(p=1), A.Normalize()])
 large = A.Compose([A.RandomCrop(4000, 4000)])
 
@@ -55,7 +60,7 @@ def file(tmp_path):
     return tmp_path / "recipes.py"
 
 
-@pytest.mark.parametrize("name", ["train", "noisy", "single", "Config.boxes"])
+@pytest.mark.parametrize("name", ["train", "noisy", "single", "Config.boxes", "mixing", "made"])
 def test_the_picture_has_a_row_per_draw_and_the_text_says_where_things_run(file, name, capsys):
     photo, out = file.parent / "photo.png", file.parent / "out.png"
     arguments = ["--image", str(photo), "--out", str(out), "--draws", "3", "--seed", "5"]
@@ -124,6 +129,7 @@ def test_only_what_draws_in_its_own_way_on_the_device_is_named():
         ("{}/broken.py:train", "raised ZeroDivisionError: division by zero"),
         ("{}/recipes.py:trian", "It holds: train, noisy, masked, large"),
         ("{}/recipes.py:make", "is function, not an albumentations Compose"),
+        ("{}/recipes.py:alone", "is MixedTransform, not an albumentations Compose"),
         ("{}/recipes.py:Config", "is type, not an albumentations Compose"),
     ],
 )
