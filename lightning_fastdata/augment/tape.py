@@ -111,6 +111,8 @@ class Recorder:
         self.compose = copy.deepcopy(compose) if copied else compose
         self._plan = plan
         self._roles = target_roles(compose)
+        # A mask takes the parameters of the image beside it.
+        self._images_first = sorted(self._roles, key=lambda key: self._roles[key] != "image")
         self._targets: dict[str, _Target] = {}
         self._small: dict[int, dict[str, Any]] = {}
         self._keeps_params = keeps_params(compose)
@@ -250,7 +252,7 @@ class Recorder:
             note = TapeOp(index, op.name, encoded)
             target.pending.append(_Pending(apply, given, note, bars))
             if op.name == "ToTensorV2":
-                target.shown = _phantom_tensor(shape, str(dtype))
+                target.shown = _phantom_tensor(shape, dtype.str)
             elif changes:
                 target.shown = _phantom(shape, dtype.str)
             result[key] = target.shown
@@ -260,14 +262,12 @@ class Recorder:
         self, transform: Any, index: int, op: DeviceOp, params: Mapping[str, Any], data: Any
     ) -> dict[str, tuple[Encoded, Shape, np.dtype[Any]]] | None:
         """Return what to note for each image and mask, or None if this draw needs real pixels."""
-        keys = [
-            key for key in self._roles if key in transform._key2func and data.get(key) is not None
-        ]
+        given = transform._key2func
+        keys = [key for key in self._images_first if key in given and data.get(key) is not None]
         if not _one_size([data[key] for key in keys]):
             return None
         noted = {}
-        # Images first: a mask takes the parameters of the image beside it.
-        for key in sorted(keys, key=lambda key: self._roles[key] != "image"):
+        for key in keys:
             value = data[key]
             if not isinstance(value, np.ndarray):
                 return None

@@ -27,7 +27,12 @@ def padded_kernel(kernel: np.ndarray) -> np.ndarray | None:
     if any(size % 2 == 0 for size in kernel.shape):
         return None
     margins = [-(size // 2) % _GRAIN for size in kernel.shape]
-    return np.pad(kernel, [(margin, margin) for margin in margins]).astype(np.float32)
+    sizes = [size + 2 * margin for size, margin in zip(kernel.shape, margins, strict=True)]
+    padded = np.zeros(sizes, np.float32)
+    padded[tuple(slice(m, m + size) for m, size in zip(margins, kernel.shape, strict=True))] = (
+        kernel
+    )
+    return padded
 
 
 def _encode(

@@ -39,6 +39,9 @@ _STILL_ON_CELLS: Final = (torch.int16, torch.int32, torch.int64)
 """Of these, OpenCV 5 makes warps as OpenCV 4 does."""
 FAR: Final = 1 << 20
 """No image is this wide: positions are limited to it before they become integers."""
+_IDENTITY: Final = np.eye(3)
+_CLOSE: Final = 1e-8 + 1e-5 * _IDENTITY
+"""How far ``np.allclose``, which takes some time to say so, lets a matrix be from the identity."""
 
 
 def _out_size(transform: Any, params: Mapping[str, Any], shape: Shape) -> tuple[int, int]:
@@ -47,14 +50,14 @@ def _out_size(transform: Any, params: Mapping[str, Any], shape: Shape) -> tuple[
             return shape[0], shape[1]
         return int(params["max_height"]), int(params["max_width"])
     height, width = params.get("output_shape", shape[:2])
-    return int(np.round(height)), int(np.round(width))
+    return round(float(height)), round(float(width))
 
 
 def _forward(transform: Any, params: Mapping[str, Any], shape: Shape) -> np.ndarray:
     matrix = np.asarray(params["matrix"], np.float64)
     if type(transform).__name__ != "Perspective":
         # Albumentations returns the image itself if the matrix is close to the identity.
-        return np.eye(3) if np.allclose(matrix, np.eye(3)) else matrix
+        return _IDENTITY if (np.abs(matrix - _IDENTITY) <= _CLOSE).all() else matrix
     if transform.keep_size:
         scale = shape[1] / params["max_width"], shape[0] / params["max_height"]
         matrix = np.diag([*scale, 1.0]) @ matrix
