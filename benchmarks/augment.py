@@ -6,11 +6,12 @@ Three tables, each measured in turn, round by round, after a round that is not c
 
 * worker: time of one thread per image to read, augment and collate, with the whole pipeline in the
   worker ("whole"), and with only the draws there ("tape"). Once over JPEG files of about 480 x 375
-  px, once over decoded images of 256 x 256 px in a memory map. CPU time of the thread.
+  px, once over decoded images of 256 x 256 px in a memory map, which are cropped on the device.
+  CPU time of the thread.
 * peers: images per second of one thread that augments 64 decoded images: Albumentations per sample,
   torchvision v2 per sample and per batch, Kornia eager and compiled, fuse-augmentations. They need
   not draw the same, nor in the same way: torchvision takes one draw for the whole batch.
-  triton-augment has no CPU form and is only named.
+  triton-augment needs a GPU: it is only named, and in gpu.py.
 * loader: images per second of a whole loader with 2 workers, when a device takes the pixels, here
   by nobody: what the workers deliver at most.
 """
@@ -80,9 +81,15 @@ class Photographs(Dataset):
         return {"image": image}
 
 
+def transform_for(data: Photographs, recipe: list[Any]) -> Any:
+    """Return the transform as FastDataModule has it, which looks at eight samples."""
+    transform: Any = as_batch_transform(A.Compose(recipe))
+    return transform.for_samples(data[i] for i in range(8))
+
+
 def worker_ms(data: Photographs, recipe: list[Any], *, on_device: bool) -> Callable[[], float]:
     """Return what measures the milliseconds of one thread per image, batches of 64."""
-    worker = as_batch_transform(A.Compose(recipe)).in_worker(on_device=on_device)
+    worker = transform_for(data, recipe).in_worker(on_device=on_device)
 
     def work() -> float:
         began = time.thread_time()
@@ -113,7 +120,7 @@ def rate_of(work: Callable[[], Any], images: int) -> Callable[[], float]:
 def loader_rate(data: Photographs, recipe: list[Any], *, on_device: bool) -> Callable[[], float]:
     loader = FastDataLoader(
         data, BATCH, shuffle=True, num_workers=2, executor="workers", persistent_workers=True,
-        transform=as_batch_transform(A.Compose(recipe)), on_device=on_device, staged="train",
+        transform=transform_for(data, recipe), on_device=on_device, staged="train",
     )  # fmt: skip
 
     def epoch() -> None:

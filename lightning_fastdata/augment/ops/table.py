@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -44,9 +45,15 @@ def via_bytes(images: torch.Tensor, change: Callable[[torch.Tensor], torch.Tenso
     return change(to_bytes(images)).float() / 255
 
 
+@cache
+def _ramp(count: int) -> np.ndarray:
+    return np.repeat(np.arange(256, dtype=np.uint8).reshape(16, 16, 1), count, 2)
+
+
 def ramp_table(transform: Any, params: Mapping[str, Any], count: int) -> np.ndarray:
     """Return what Albumentations itself makes of every uint8 value: uint8 ``[256, count]``."""
-    ramp = np.repeat(np.arange(256, dtype=np.uint8).reshape(16, 16, 1), count, 2)
+    # A copy: some transforms write to what they are given.
+    ramp = _ramp(count).copy()
     out = transform.apply(ramp, **{**params, "shape": ramp.shape})
     return np.ascontiguousarray(out.reshape(256, count))
 
