@@ -17,97 +17,16 @@ import sys
 import tempfile
 import time
 import warnings
-from importlib.util import find_spec
 from pathlib import Path
 
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 
-import numpy as np
 import torch
+from gpu_augment import measure_augment
 from gpu_prefetch import measure_prefetch
 from gpu_run import Run, Skipped, new_trainer
 from gpu_training import measure_guard, measure_training
 from torch import nn
-
-MIB = 2**20
-
-
-def measure_augment(run):
-    from albumentations import ColorJitter, Compose, HorizontalFlip, Normalize, ToTensorV2
-
-    from lightning_fastdata.augment.transform import as_batch_transform
-    from lightning_fastdata.types import SampleKey
-
-    rows, side = (8, 64) if run.quick else (256, 224)
-    name = f"augment {rows}x3x{side}x{side}"
-    rng = np.random.default_rng(0)
-    images = list(rng.integers(0, 256, (rows, side, side, 3), np.uint8))
-    transform = as_batch_transform(
-        Compose([HorizontalFlip(), ColorJitter(), Normalize(), ToTensorV2()]), image=0
-    )
-    worker = transform.in_worker(on_device=True)
-    at = time.perf_counter()
-    pairs = [worker((image,), SampleKey(0, 0, i)) for i, image in enumerate(images)]
-    draws = worker.collate([tape for _, tape in pairs])
-    run.add(name, "draw and pack, one core", (time.perf_counter() - at) * 1e3, "ms")
-    run.add(name, "draws, size", draws.blob.numel() / 1024, "KiB")
-    draws = draws.to(run.device)
-    batch = (torch.stack([sample[0] for sample, _ in pairs]).to(run.device),)
-
-    apply_ms = run.time_ms(lambda: transform.apply(batch, draws))
-    run.add(name, "apply()", apply_ms, "ms")
-    run.add(name, "apply(), launches", run.launches(lambda: transform.apply(batch, draws)), "")
-    if run.cuda:
-        torch.cuda.reset_peak_memory_stats(run.device)
-        before = torch.cuda.memory_allocated(run.device)
-        transform.apply(batch, draws)
-        peak = torch.cuda.max_memory_allocated(run.device) - before
-        run.add(name, "apply(), extra memory at its peak", peak / MIB, "MiB")
-
-    source = torch.empty((64 if run.quick else 2048) * MIB // 4, device=run.device)
-    target = torch.empty_like(source)
-    copy_ms = run.time_ms(lambda: target.copy_(source))
-    bandwidth = 2 * source.numel() * 4 / (copy_ms / 1e3)
-    values = batch[0].numel()
-    limit_ms = values * (1 + 4) / bandwidth * 1e3
-    run.add(name, "memory bandwidth of a copy", bandwidth / 1e9, "GB/s", "read and written")
-    run.add(name, "limit: read bytes, write float32 once", limit_ms, "ms")
-    run.add(name, "images.float() alone", run.time_ms(batch[0].float), "ms")
-    run.add(name, "apply() over the limit", apply_ms / limit_ms, "x")
-    measure_rivals(run, name, batch[0].permute(0, 3, 1, 2).contiguous())
-
-
-def measure_rivals(run, name, images):
-    mean, std = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-    if find_spec("torchvision") is None:
-        run.add(name, "torchvision v2", None, "ms", "not installed")
-    else:
-        from torchvision.transforms import v2
-
-        theirs = v2.Compose(
-            [
-                v2.RandomHorizontalFlip(),
-                v2.ColorJitter(0.2, 0.2, 0.2, 0.5),
-                v2.ToDtype(torch.float32, scale=True),
-                v2.Normalize(mean, std),
-            ]
-        )
-        took = run.time_ms(lambda: theirs(images))
-        run.add(name, "torchvision v2", took, "ms", "one draw for the whole batch")
-    if find_spec("kornia") is None:
-        run.add(name, "Kornia", None, "ms", "not installed")
-    else:
-        from kornia import augmentation
-
-        theirs = nn.Sequential(
-            augmentation.RandomHorizontalFlip(),
-            augmentation.ColorJiggle(0.2, 0.2, 0.2, 0.5, p=0.5),
-            augmentation.Normalize(torch.tensor(mean), torch.tensor(std)),
-        ).to(run.device)
-        took = run.time_ms(lambda: theirs(images.float() / 255))
-        run.add(name, "Kornia", took, "ms", "a draw per sample")
-        count = run.launches(lambda: theirs(images.float() / 255))
-        run.add(name, "Kornia, launches", count, "")
 
 
 def measure_overhead(run):
@@ -181,7 +100,7 @@ def _trainer_step_us(run, watched, steps):
 
 
 SECTIONS = {
-    "augment": (measure_augment, 60),
+    "augment": (measure_augment, 120),
     "overhead": (measure_overhead, 60),
     "prefetch": (measure_prefetch, 40),
     "training": (measure_training, 150),
@@ -233,6 +152,8 @@ def main(arguments=None):
     run, failed = Run(given.device, quick=given.quick, budget_s=given.budget_s), False
     if run.cuda:
         torch.cuda.set_device(run.device)
+    else:
+        torch.set_num_threads(1)
     for name in given.only:
         measure, needs_s = SECTIONS[name]
         print(f"{name} ...", file=sys.stderr, flush=True)
