@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import pickle
 
 import albumentations as A
@@ -16,15 +17,16 @@ from torch import nn
 from torch.utils.data import Dataset, default_collate
 
 from lightning_fastdata import FastDataModule, LoaderOptions
+from lightning_fastdata.augment.fields import Fields
 from lightning_fastdata.augment.mixing import RandomErasing, mixed
+from lightning_fastdata.augment.ops import DEVICE_OPS
+from lightning_fastdata.augment.transform import BatchTransform
 from lightning_fastdata.loading.repeats import spreading
 
 USUAL = (30, 28)
 """Size of the images of a dataset, apart from a few."""
 ODD = ((20, 23), (40, 33), (30, 44), (26, 28), (61, 60))
 H, RBC, NORM = A.HorizontalFlip, A.RandomBrightnessContrast, A.Normalize
-LANCZOS = A.Affine(rotate=(-20, 20), interpolation=cv2.INTER_LANCZOS4, p=0.5)
-"""Has no form for the device, whatever it draws."""
 
 CROP = A.RandomResizedCrop((26, 24), interpolation=0, mask_interpolation=0)
 """By nearest pixels, which are the same in both places."""
@@ -34,7 +36,6 @@ EXACT = {
     "smaller": [A.Resize(26, 24), A.CoarseDropout(p=0.8), NORM(), ToTensorV2()],
     "something before": [RBC(p=0.5), H(), A.PadIfNeeded(10, 10), A.Resize(26, 24)],
     "pixels for what comes before": [A.ImageCompression(p=0.5), CROP, H()],
-    "pixels for what comes behind": [A.Resize(26, 24), H(), LANCZOS, NORM(), ToTensorV2()],
 }
 """Pipelines that make the same pixels in both places."""
 
@@ -94,6 +95,33 @@ def test_odd_ones_among_images_of_one_size_are_what_albumentations_makes_of_them
     assert got.keys() == want.keys()
     for key in got:
         torch.testing.assert_close(got[key], want[key], rtol=0, atol=1e-5)
+
+
+def test_a_draw_behind_the_crop_that_needs_pixels_gets_them_from_the_worker():
+    trained, asked = [], []
+
+    def encode(transform, params, shape, dtype):
+        if trained and params["alpha"] > 1:
+            asked.append(shape)
+            return None
+        return table.encode(transform, params, shape, dtype)
+
+    table = DEVICE_OPS["RandomBrightnessContrast"]
+    ops = {**DEVICE_OPS, table.name: dataclasses.replace(table, encode=encode)}
+    compose = A.Compose([H(), A.Resize(26, 24), RBC(p=1), A.VerticalFlip(), NORM(), ToTensorV2()])
+    transform = suited(BatchTransform(compose, Fields(), ops))
+    assert transform.plan.crop == 1
+    trained.append(True)
+    samples = dataset([USUAL] * 8 + [ODD[1]])
+    part = transform.in_worker(on_device=True)
+    drawn = [part(one, key) for one, key in zip(samples, keys(len(samples)), strict=True)]
+    batch = default_collate([one for one, _ in drawn])
+    got = transform.apply(batch, part.collate([tape for _, tape in drawn]))
+    want = by_albumentations(transform, samples, 0)
+    assert batch["image"].shape[1:3] == USUAL
+    assert 0 < len(asked) < len(samples)
+    for name in ("image", "mask"):
+        torch.testing.assert_close(got[name], want[name], rtol=0, atol=1e-5)
 
 
 def test_enlarged_crops_are_at_most_a_level_off():
