@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from gpu_run import Skipped
 from torch import nn
 
 MIB = 2**20
@@ -218,6 +219,9 @@ def measure_rivals(run, name, case, images, ours_ms):
             theirs = build(run, case.name, images.shape[-1])
             took_ms = run.time_ms(lambda theirs=theirs: theirs(images).to(torch.bfloat16))
             count = run.launches(lambda theirs=theirs: theirs(images))
+        except Skipped as why:
+            run.add(name, who, None, "ms", str(why))
+            continue
         except Exception as error:  # whatever another package raises is its result
             why = f"cannot: {type(error).__name__}: {error}".replace("\n", " ").replace("|", "/")
             run.add(name, who, None, "ms", why[:160])
@@ -277,9 +281,9 @@ def _kornia(run, recipe, side):
 
 def _kornia_compiled(run, recipe, side):
     if recipe != "imagenet":
-        raise RuntimeError("only the ImageNet recipe is compiled, for time")
+        raise Skipped("only the ImageNet recipe is compiled, for time")
     if run.left_s() < 60 and not run.quick:
-        raise RuntimeError("no time was left to compile it")
+        raise Skipped("no time was left to compile it")
     return torch.compile(_kornia(run, recipe, side))
 
 
@@ -294,7 +298,7 @@ def _fuse_augmentations(run, recipe, side):
 
 def _triton_augment(run, recipe, side):
     if not run.cuda:
-        raise RuntimeError("it needs a CUDA device")
+        raise Skipped("it needs a CUDA device")
     from triton_augment import TritonFusedAugment
 
     geometry = {}
