@@ -19,13 +19,15 @@ import cv2
 
 from lightning_fastdata.augment.foreign import ForeignBatches, replay_all
 from lightning_fastdata.augment.geometry import join_tapes
-from lightning_fastdata.augment.geometry_moves import kind_of
+from lightning_fastdata.augment.geometry_moves import kind_of, move_of
 from lightning_fastdata.augment.ops import DEVICE_OPS, REPLAYED_OPS
 from lightning_fastdata.augment.ops.border import fold
 from lightning_fastdata.augment.ops.joint_warp import fold_between
+from lightning_fastdata.augment.ops.operation import Encoded
 from lightning_fastdata.augment.program import compile_tapes
 from lightning_fastdata.augment.replay_torch import replay
 from lightning_fastdata.augment.seeds import reseed
+from lightning_fastdata.augment.tape import TapeOp
 from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.types import SampleKey
@@ -294,6 +296,35 @@ def test_borders_are_those_of_the_separate_operations(case, mode) -> None:
     joined = join_tapes(tapes)
     assert all(names(tape) == ["JointWarp"] for tape in joined)
     assert_alike(tapes, joined, OBLONG)
+
+
+def test_the_edges_of_an_enlarged_image_are_not_mixed_with_the_fill() -> None:
+    white = np.full((30, 30, 3), 255, np.uint8)
+    half_turn, back = (A.Affine(rotate=(180, 180), p=1) for _ in range(2))
+    for transforms in (
+        [A.Resize(90, 90, p=1), half_turn],
+        [A.Crop(10, 0, 20, 30, p=1), A.Resize(90, 90, p=1), A.HorizontalFlip(p=1), half_turn],
+        [half_turn, A.Resize(90, 90, p=1), back],
+    ):
+        tapes = join_tapes(record(transforms, white, count=1))
+        assert names(tapes[0]) == ["JointWarp"]
+        assert carry_out(tapes, white).min() >= 254
+
+
+def test_masks_have_their_own_fill() -> None:
+    mask = np.full((SIZE, SIZE), 9, np.uint8)
+    twice = [A.Rotate((40, 50), fill=100, fill_mask=7, p=1) for _ in range(2)]
+    tapes = record(twice, noise(), mask)
+    exact, fused = (carry_out(each, mask, "mask") for each in (tapes, join_tapes(tapes)))
+    assert set(np.unique(fused)) == {7, 9}
+    assert (exact != fused).mean() < 0.02
+
+
+def test_a_map_with_a_horizon_leaves_its_image() -> None:
+    inverse = np.array([[1, 0, 0], [0, 0, 0], [0.05, 0, -1]], np.float32)
+    static = (("size", (SIZE, SIZE)), ("interpolation", 1), ("border", 0))
+    op = TapeOp(0, "Perspective", Encoded(static, {"inverse": inverse, "fill": np.zeros(3)}))
+    assert move_of(op, (SIZE, SIZE), "image").leaves
 
 
 def test_other_borders_fills_or_interpolations_are_not_joined() -> None:
