@@ -30,7 +30,7 @@ import numpy as np
 
 from lightning_fastdata.augment.geometry_moves import Move, Rectangle, carried, move_of, whole
 from lightning_fastdata.augment.ops.border import CONSTANT, REPLICATE, WRAP
-from lightning_fastdata.augment.ops.joint_warp import EVERYWHERE, NAME, in_order
+from lightning_fastdata.augment.ops.joint_warp import EVERYWHERE, IDLE, NAME, in_order
 from lightning_fastdata.augment.ops.operation import Encoded
 from lightning_fastdata.augment.ops.resample import CUBIC
 from lightning_fastdata.augment.tape import TapeOp, Track
@@ -72,6 +72,8 @@ class Run:
     """From the output to the image that is read."""
     size: Size
     """Height and width of the result."""
+    source: Size
+    """Height and width of the image that is read."""
     changes_size: bool
     """Whether some operation makes an image of another size."""
     interpolation: int | None
@@ -91,7 +93,7 @@ class Run:
 class _OpenRun:
     def __init__(self, size: Size) -> None:
         self.ops: list[TapeOp] = []
-        self.size = size
+        self.size = self._source = size
         self.interpolation: int | None = None
         self._kinds: list[str] = []
         self._changes_size = False
@@ -157,6 +159,7 @@ class _OpenRun:
             warps=warps,
             stages=tuple(reversed(self._done)),
             size=self.size,
+            source=self._source,
             changes_size=self._changes_size,
             interpolation=self.interpolation,
             border=border,
@@ -279,17 +282,13 @@ def _as_ops(runs: Sequence[tuple[Run, range]]) -> dict[int, TapeOp]:
 def _encode(run: Run, length: int, *, projective: bool) -> Encoded:
     static: tuple[tuple[str, Any], ...] = (
         ("size", run.size),
+        ("source", run.source),
         ("interpolation", run.interpolation),
         ("border", run.border),
         ("projective", projective),
     )
-    # A stage that does nothing comes first, where positions are whole numbers.
-    idle = Stage(matrix=np.eye(3), rectangle=EVERYWHERE, held=EVERYWHERE)
-    stages = [idle] * (length - len(run.stages)) + list(run.stages)
-    arrays = {
-        "matrices": np.stack([stage.matrix for stage in stages]),
-        "rectangles": np.array([stage.rectangle for stage in stages]),
-        "held": np.array([stage.held for stage in stages]),
-        "fill": run.fill,
-    }
-    return Encoded(static, {name: array.astype(np.float32) for name, array in arrays.items()})
+    # Stages that do nothing come first, where positions are whole numbers.
+    chain = np.tile(np.array(IDLE, np.float32), (length, 1))
+    for row, stage in zip(chain[length - len(run.stages) :], run.stages, strict=True):
+        row[:] = (*stage.matrix.flat, *stage.rectangle, *stage.held)
+    return Encoded(static, {"chain": chain, "fill": run.fill.astype(np.float32)})

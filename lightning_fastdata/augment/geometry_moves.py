@@ -106,6 +106,11 @@ def _resize(encoded: Encoded, size: Size, role: Role) -> Move:
     static = dict(encoded.static)
     left, top, right, bottom = map(float, encoded.arrays["box"])
     height, width = static["size"]
+    if (bottom - top, right - left) == (height, width):
+        shift = np.array([[1.0, 0, left], [0, 1, top], [0, 0, 1]])
+        return Move(
+            kind="index", inverse=shift, size=(height, width), reads=whole(size), leaves=False
+        )
     across, down = (right - left) / width, (bottom - top) / height
     # Edges are mapped to edges, and the centre of a pixel lies half a pixel from them.
     inverse = np.array(

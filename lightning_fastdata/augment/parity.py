@@ -56,8 +56,10 @@ _EXAMPLES: Final[dict[str, tuple[dict[str, Any], ...]]] = {
     "PadIfNeeded": (
         {"min_height": 256, "min_width": 256, "border_mode": 4},
         {
-            "min_height": None, "min_width": None,
-            "pad_height_divisor": 64, "pad_width_divisor": 96,
+            "min_height": None,
+            "min_width": None,
+            "pad_height_divisor": 64,
+            "pad_width_divisor": 96,
         },
     ),
     "RandomBrightnessContrast": ({}, {"brightness_by_max": False}),

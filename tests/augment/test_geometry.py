@@ -525,6 +525,44 @@ def test_joined_runs_are_fewer_launches_and_most_of_a_batch_is_in_one() -> None:
     assert launches(join_tapes(some)) == 1
 
 
+TWO_WARPS = [
+    lambda **options: affine(**options, fill=(9, 200.5, 31)),
+    lambda **options: A.Affine(rotate=(-30, 30), **options, fill=(9, 200.5, 31)),
+]
+
+
+@pytest.mark.parametrize("nearest", [False, True])
+@pytest.mark.parametrize("mode", [0, 1, 4])
+@pytest.mark.parametrize("last", ["mirrored", "warped again", "seen from the side"])
+def test_a_kernel_reads_joined_warps_as_torch_does(last, mode, nearest) -> None:
+    pytest.importorskip("triton")
+    options = {"border_mode": mode, "interpolation": int(not nearest)}
+    transforms = [A.HorizontalFlip(), TWO_WARPS[0](p=0.7, **options), A.VerticalFlip()]
+    if last == "warped again":
+        transforms.append(TWO_WARPS[1](p=0.7, **options))
+    elif last == "seen from the side":
+        transforms.append(A.Perspective(p=0.7, fill=(9, 200.5, 31), **options))
+    image = noise()
+    joined = join_tapes(record([*transforms, A.InvertImg()], image, count=8))
+    program, blob = carried(joined)
+    (step,) = (step for step in program.steps if step.name == "JointWarp")
+    assert step.parts[0].arrays["chain"].shape[1] == 1 + (last == "warped again")
+    # Reflected between two warps is left to torch.
+    assert bool(program.runs and program.runs[0].geometry == "warp") == (
+        mode != 4 or last != "warped again"
+    )
+    batch = torch.from_numpy(np.stack([image] * len(joined)))
+    by_kernel, by_torch = (
+        replay(program, blob, batch, REPLAYED_OPS, kernels=kernels) for kernels in (True, False)
+    )
+    assert torch.equal(by_kernel, by_torch)
+
+
+def carried(tapes):
+    draws = compile_tapes(tapes, REPLAYED_OPS)
+    return draws.programs["image"], draws.blob
+
+
 # ---- how it is asked for
 
 

@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from lightning_fastdata.augment import fusion
 from lightning_fastdata.augment.ops.border import (
     CONSTANT,
     REFLECT,
     REFLECT_101,
+    REPLICATE,
     WRAP,
     as_channels_last,
     fill_like,
@@ -27,10 +29,15 @@ from lightning_fastdata.augment.ops.warp import FAR
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from lightning_fastdata.augment.fusion import Instruction
     from lightning_fastdata.augment.ops.operation import Run
 
 NAME: Final = "JointWarp"
 """How programs call it. No transform of Albumentations has this name."""
+EVERYWHERE: Final = (-FAR, -FAR, FAR, FAR)
+"""A rectangle that holds nothing back."""
+IDLE: Final = (*(1, 0, 0), *(0, 1, 0), *(0, 0, 1), *EVERYWHERE, *EVERYWHERE)
+"""A stage that does nothing."""
 
 
 def fold_between(
@@ -80,9 +87,9 @@ def _back(
     return torch.nan_to_num(columns, nan=0.0), torch.nan_to_num(rows, nan=0.0)
 
 
-def _limits(rectangles: torch.Tensor, stage: int) -> tuple[torch.Tensor, ...]:
-    """Return left, top, right and bottom ``[n, 1, 1]`` of one stage."""
-    return rectangles[:, stage, :, None, None].unbind(1)
+def _limits(rectangles: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return left, top, right and bottom, each ``[n, 1, 1]``."""
+    return rectangles[:, :, None, None].unbind(1)
 
 
 def _inside(
@@ -140,25 +147,25 @@ def _joint_warp(
     images = as_channels_last(batch)
     nearest, mode = static["interpolation"] == NEAREST, static["border"]
     height, width = static["size"]
-    matrices, device = arrays["matrices"], batch.device
+    chain, device = arrays["chain"], batch.device
     y: torch.Tensor = torch.arange(height, device=device, dtype=torch.float32)[None, :, None]
     x: torch.Tensor = torch.arange(width, device=device, dtype=torch.float32)[None, None, :]
     seen: torch.Tensor | None = None
-    stages = matrices.shape[1]
-    for stage in range(stages):
-        x, y = _back(matrices[:, stage], x, y, projective=static["projective"])
-        left, top, right, bottom = _limits(arrays["held"], stage)
+    for number, stage in enumerate(chain.unbind(1)):
+        matrix = stage[:, :9].reshape(-1, 3, 3)
+        x, y = _back(matrix, x, y, projective=static["projective"])
+        left, top, right, bottom = _limits(stage[:, 13:])
         x, y = x.maximum(left).minimum(right), y.maximum(top).minimum(bottom)
-        if stage == stages - 1:
+        left, top, right, bottom = _limits(stage[:, 9:13])
+        if number == chain.shape[1] - 1:
             break  # The border of the image itself is met where its pixels are read.
-        left, top, right, bottom = _limits(arrays["rectangles"], stage)
         if mode == CONSTANT:
             across = _inside(x, left, right, nearest=nearest)
             here = across * _inside(y, top, bottom, nearest=nearest)
             seen = here if seen is None else seen * here
         x, y = fold_between(x, left, right, mode), fold_between(y, top, bottom, mode)
     fill = fill_like(images, arrays, "fill")[:, None, None, :]
-    limits = tuple(limit.long() for limit in _limits(arrays["rectangles"], stages - 1))
+    limits = left.long(), top.long(), right.long(), bottom.long()
     out = _sample(images, x, y, limits, fill, mode=mode, nearest=nearest, seen=seen)
     return out.view(*out.shape[:3], *batch.shape[3:])
 
@@ -202,21 +209,36 @@ def _sample(
     return (out if images.is_floating_point() else out.round()).to(images.dtype)
 
 
+def _instructions(encoded: Encoded, offsets: Mapping[str, int]) -> list[Instruction] | None:
+    """Return the reading of a chain that ends at a whole image, or None."""
+    static = dict(encoded.static)
+    if "in order" in static or len(encoded.arrays["fill"]) != fusion.CHANNELS:
+        return None
+    chain = encoded.arrays["chain"].tolist()
+    idle = next(number for number, stage in enumerate(chain) if stage != [*IDLE])
+    between = len(chain) - 1 - idle
+    height, width = static["source"]
+    reads_all = chain[-1][9:] == [0, 0, width - 1, height - 1, *EVERYWHERE]
+    if not reads_all or (between and static["border"] not in {CONSTANT, REPLICATE}):
+        return None
+    stage = offsets["chain"] + 4 * len(IDLE) * idle
+    return [fusion.warp_reading(static, stage, offsets["fill"], between=between)]
+
+
 def _never(*_: object) -> None:
     """Joint warps are made of other operations, never of a transform."""
 
 
-JOINT_WARP: Final = DeviceOp(name=NAME, encode=_never, image=_run(True), mask=_run(False))
+JOINT_WARP: Final = DeviceOp(
+    name=NAME, encode=_never, image=_run(True), mask=_run(False), fused=_instructions
+)
 """Either operations in order (:func:`in_order`), or one resampling.
 
 One stage alone is equal to the warp that it was made of.
 
-Its settings are ``size``, ``interpolation``, ``border`` and ``projective``; its arrays, for a chain
-of ``k`` stages from the output to the image: ``matrices`` float32 ``[k, 3, 3]``, from the centres
-of output pixels ``(x, y, 1)`` to those of input pixels; ``rectangles`` float32 ``[k, 4]``, the
-left, top, right and bottom pixel of the image that a stage leads to; ``held`` float32 ``[k, 4]``,
-the rectangle that positions are held in before the border is met; ``fill`` float32
-``[channels]``."""
-
-EVERYWHERE: Final = (-FAR, -FAR, FAR, FAR)
-"""A rectangle that holds nothing back."""
+Its settings are ``size``, ``source`` (the size of the image that is read), ``interpolation``,
+``border`` and ``projective``; its arrays are ``fill``, float32 ``[channels]``, and ``chain``,
+float32 ``[stages, 17]``, from the output to the image. A stage is a matrix, row by row, from the
+centres of output pixels ``(x, y, 1)`` to those of input pixels; then the left, top, right and
+bottom pixel of the image that it leads to; then those of a rectangle that positions are held in
+before they meet the border."""
