@@ -76,6 +76,22 @@ def test_a_sample_does_not_depend_on_the_batch_it_is_in(batch_tracks) -> None:
         assert torch.equal(alone[0], together[row])
 
 
+@settings(max_examples=20, deadline=None)
+@given(st.integers(1, 5), st.lists(st.integers(-9, 9), min_size=1, max_size=4))
+def test_it_does_not_matter_whether_samples_share_what_they_drew_or_drew_the_same(count, numbers):
+    shared = [affine(0, 2, np.asarray(numbers))] * count
+    equal = [affine(0, 2, np.asarray(numbers)) for _ in range(count)]
+    one, other = (compile_tapes(tapes_of(*([op] for op in ops))) for ops in (shared, equal))
+    assert torch.equal(one.blob, other.blob)
+    assert one.programs == other.programs
+    (part,) = one.programs["image"].steps[0].parts
+    slot = part.arrays["offset"]
+    for row in range(count):
+        start = slot.offset + row * slot.row_bytes
+        found = one.blob[start : start + slot.row_bytes].view(torch.int64)
+        assert found.tolist() == numbers
+
+
 def test_a_step_that_all_samples_take_alike_is_one_launch() -> None:
     draws = compile_tapes(tapes_of([affine(0, 2, 1)], [affine(0, 2, 5)]))
     (step,) = draws.programs["image"].steps

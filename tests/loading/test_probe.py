@@ -21,6 +21,7 @@ from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.loading.options import LoaderOptions, plan_loader
 from lightning_fastdata.loading.probe import (
     SampleCost,
+    further_samples,
     measure_samples,
     queued_s,
     spread_indices,
@@ -145,6 +146,28 @@ def test_what_cannot_be_read_has_no_cost():
 
     assert measure_samples(Planted(fail)) is None
     assert measure_samples(Planted(nothing, length=0)) is None
+
+
+def test_further_samples_are_read_one_by_one_and_leave_no_trace():
+    dataset, watch = Planted(lambda: random.random() + np.random.random()), DrawWatch()
+    samples = further_samples(dataset, 7)
+    assert dataset.read == []
+    assert next(samples)[1] == 2
+    assert dataset.read == [2]
+    assert [index for _, index in samples] == [8, 14, 20, 25, 31, 37]
+    assert not watch.drew()
+
+
+def test_further_samples_end_at_the_budget_or_where_one_cannot_be_read():
+    ticks = iter([0.0, 0.0, 0.1, 0.2])
+    dataset = Planted(lambda: None)
+    assert len(list(further_samples(dataset, 7, budget_s=0.2, clock_s=lambda: next(ticks)))) == 2
+
+    def fail():
+        raise OSError("gone")
+
+    assert list(further_samples(Planted(fail), 7)) == []
+    assert list(further_samples(Planted(fail, length=0), 7)) == []
 
 
 def test_the_size_of_a_sample_is_that_of_its_tensors():
