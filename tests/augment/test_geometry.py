@@ -26,6 +26,7 @@ from lightning_fastdata.augment.ops.joint_warp import fold_between
 from lightning_fastdata.augment.ops.operation import Encoded
 from lightning_fastdata.augment.program import compile_tapes
 from lightning_fastdata.augment.replay_torch import replay
+from lightning_fastdata.augment.runs import launches as kernel_launches
 from lightning_fastdata.augment.seeds import reseed
 from lightning_fastdata.augment.tape import TapeOp
 from lightning_fastdata.augment.transform import as_batch_transform
@@ -523,6 +524,13 @@ def test_joined_runs_are_fewer_launches_and_most_of_a_batch_is_in_one() -> None:
     )
     assert launches(some) == 4
     assert launches(join_tapes(some)) == 1
+
+
+def test_kernels_are_fewer_where_warps_are_joined() -> None:
+    transforms = [affine(p=0.8), A.HorizontalFlip(), A.Rotate(p=0.6), A.Perspective(p=0.5)]
+    tapes = record([*transforms, A.InvertImg(), A.Normalize(), A.ToTensorV2()], noise(), count=32)
+    assert kernel_launches(carried(tapes)[0]) == 3
+    assert kernel_launches(carried(join_tapes(tapes))[0]) == 1
 
 
 TWO_WARPS = [
