@@ -3,138 +3,43 @@
 from __future__ import annotations
 
 import copy
-import os
 import pickle
 
+import albumentations as A
+import cv2
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from augment.joined import (
+    FORMS,
+    OBLONG,
+    PAIRS,
+    RESIZES,
+    SIZE,
+    WARPS,
+    WHOLE_PIXELS,
+    affine,
+    assert_alike,
+    both,
+    carry_out,
+    in_levels,
+    names,
+    noise,
+    record,
+    smooth,
+    wave,
+)
 from torch.utils.data import default_collate
 
-os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
-import albumentations as A
-import cv2
-
-from lightning_fastdata.augment.foreign import ForeignBatches, replay_all
 from lightning_fastdata.augment.geometry import join_tapes
 from lightning_fastdata.augment.geometry_moves import kind_of, move_of
-from lightning_fastdata.augment.ops import DEVICE_OPS, REPLAYED_OPS
 from lightning_fastdata.augment.ops.border import fold
 from lightning_fastdata.augment.ops.joint_warp import fold_between
 from lightning_fastdata.augment.ops.operation import Encoded
-from lightning_fastdata.augment.program import compile_tapes
-from lightning_fastdata.augment.replay_torch import replay
-from lightning_fastdata.augment.runs import launches as kernel_launches
 from lightning_fastdata.augment.seeds import reseed
 from lightning_fastdata.augment.tape import TapeOp
 from lightning_fastdata.augment.transform import as_batch_transform
-from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.types import SampleKey
-
-torch.set_num_threads(1)
-
-SIZE = 48
-OBLONG = (44, 56)
-FORMS = [(np.uint8, 3), (np.uint8, 1), (np.uint8, 4), (np.float32, 3), (np.float32, 1)]
-
-
-def wave(x, y, channels):
-    """A smooth function of the position, in levels."""
-    each = np.arange(channels)
-    x, y = x[..., None], y[..., None]
-    return 127 + 50 * np.sin(0.11 * x + each) + 45 * np.cos(0.13 * y - 0.04 * x * each)
-
-
-def in_form(levels, dtype):
-    return levels.round().astype(dtype) if dtype == np.uint8 else (levels / 255).astype(dtype)
-
-
-def in_levels(images):
-    return images.astype(np.float64) * (1 if images.dtype == np.uint8 else 255)
-
-
-def smooth(dtype=np.uint8, channels=3, size=(SIZE, SIZE)):
-    y, x = np.mgrid[: size[0], : size[1]].astype(np.float64)
-    return in_form(wave(x, y, channels), dtype)
-
-
-def noise(dtype=np.uint8, channels=3, size=(SIZE, SIZE)):
-    return in_form(np.random.default_rng(3).uniform(0, 255, (*size, channels)), dtype)
-
-
-def record(transforms, image, mask=None, count=6, seed=0):
-    """Return what is left to the device when the size of the images is known."""
-    compose = A.Compose(transforms)
-    recorder = ForeignBatches(compose, DEVICE_OPS, None).recorder(image.shape[:2])
-    data = {"image": image} | ({} if mask is None else {"mask": mask})
-    tapes = []
-    for index in range(count):
-        reseed((recorder.compose,), SampleKey(seed, 0, index))
-        tapes.append(recorder(data)[1])
-    return tapes
-
-
-def carry_out(tapes, value, field="image"):
-    draws = pickle.loads(pickle.dumps(compile_tapes(tapes, DEVICE_OPS)))
-    batch = torch.from_numpy(np.stack([value] * len(tapes)))
-    return replay(draws.programs[field], draws.blob, batch, REPLAYED_OPS).numpy()
-
-
-def both(transforms, image, **options):
-    """Return what exact and fused geometry make of an image."""
-    tapes = record(transforms, image, **options)
-    return carry_out(tapes, image), carry_out(join_tapes(tapes), image)
-
-
-def names(tape, field="image"):
-    return [op.name for op in tape[field].ops] if field in tape else []
-
-
-def launches(tapes):
-    return sum(len(step.parts) for step in compile_tapes(tapes).programs["image"].steps)
-
-
-def affine(**options):
-    options = {"scale": (0.8, 1.3), "rotate": (-40, 40), "shear": (-8, 8), "p": 1} | options
-    return A.Affine(**options)
-
-
-WARPS = [
-    affine(),
-    A.Rotate((-60, 60), p=1),
-    A.SafeRotate((-60, 60), p=1),
-    A.ShiftScaleRotate(p=1),
-    A.Perspective((0.05, 0.12), p=1),
-]
-WHOLE_PIXELS = [
-    A.HorizontalFlip(p=1),
-    A.VerticalFlip(p=1),
-    A.Transpose(p=1),
-    A.D4(p=1),
-    A.RandomRotate90(p=1),
-    A.RandomCrop(32, 40, p=1),
-    A.CenterCrop(32, 40, p=1),
-    A.Pad(5, p=1),
-    A.PadIfNeeded(60, 64, border_mode=cv2.BORDER_REFLECT, p=1),
-]
-RESIZES = [A.Resize(37, 41, p=1), A.Resize(70, 64, p=1), A.RandomResizedCrop((40, 40), p=1)]
-PAIRS = {
-    "two affine maps": [affine(), affine()],
-    "rotated and seen from the side": [A.Rotate(60, p=1), A.Perspective((0.05, 0.12), p=1)],
-    "three with a flip": [affine(), A.HorizontalFlip(p=1), A.SafeRotate(p=1), A.Perspective(p=1)],
-    "cropped between": [affine(), A.RandomCrop(34, 34, p=1), A.D4(p=1), affine()],
-    "enlarged between": [affine(), A.Resize(70, 60, p=1), A.Rotate(p=1)],
-    "a box of it, rotated": [A.RandomResizedCrop((40, 44), p=1), A.Rotate(p=1)],
-    "cropped, turned, reflected": [
-        A.RandomCrop(40, 40, p=1),
-        A.D4(p=1),
-        affine(border_mode=cv2.BORDER_REFLECT_101),
-        A.Rotate(border_mode=cv2.BORDER_REFLECT_101, p=1),
-    ],
-}
-
 
 # ---- one operation alone
 
@@ -261,29 +166,6 @@ def test_what_a_crop_has_cut_off_is_not_seen_again(mode) -> None:
         tapes = join_tapes(record(transforms, image))
         assert all(names(tape) == ["JointWarp"] for tape in tapes)
         assert carry_out(tapes, image).max() == 0
-
-
-def assert_alike(tapes, joined, size):
-    """Check that two ways fill the same parts, and show the same elsewhere."""
-    covers, images = (
-        [carry_out(each, value).astype(np.float64) for each in (tapes, joined)]
-        for value in (np.full((*size, 3), 255, np.uint8), smooth(size=size))
-    )
-    assert images[0].shape == images[1].shape
-    # A colour that begins within two pixels may begin in another part of a pixel.
-    calm = [np.stack([_span(one) <= 2 for one in each[..., 0]]) for each in covers]
-    both_calm = calm[0] & calm[1]
-    assert both_calm.sum() >= 0.8 * calm[0].sum()
-    assert np.abs(covers[0] - covers[1])[both_calm].max(initial=0) <= 2
-    gap = np.abs(images[0] - images[1])[both_calm]
-    if gap.size:
-        assert np.quantile(gap, 0.95) <= 3
-        assert gap.max() <= 16
-
-
-def _span(image):
-    """Return the largest difference of two pixels within two pixels of each."""
-    return cv2.morphologyEx(image, cv2.MORPH_GRADIENT, np.ones((5, 5)))
 
 
 @pytest.mark.parametrize("mode", [0, 1, 2, 4])
@@ -429,194 +311,3 @@ def test_keypoints_are_where_their_pixels_go() -> None:
             found = out[row, column, :2] * 64
             # Half a pixel of rounding and half of conventions, in an image scaled by 0.7 at least.
             assert np.hypot(*(found - point)) <= 1.5
-
-
-# ---- batches
-
-
-OPERATIONS = [
-    lambda p: affine(p=p),
-    lambda p: affine(p=p, border_mode=cv2.BORDER_REFLECT_101),
-    lambda p: A.Rotate(p=p),
-    lambda p: A.SafeRotate(p=p, border_mode=cv2.BORDER_REFLECT_101),
-    lambda p: A.Perspective(p=p),
-    lambda p: A.ShiftScaleRotate(p=p, fill=90),
-    lambda p: A.HorizontalFlip(p=p),
-    lambda p: A.D4(p=p),
-    lambda p: A.RandomBrightnessContrast(p=p / 3),
-    lambda p: A.OneOf([affine(), A.Perspective(), A.Transpose()], p=p),
-    lambda p: A.RandomCrop(40, 40, p=1),
-    lambda p: A.CenterCrop(36, 36, pad_if_needed=True, p=1),
-    lambda p: A.Resize(56, 56, p=1),
-    lambda p: A.RandomResizedCrop((44, 44), scale=(0.5, 1), p=1),
-    lambda p: A.Pad(4, p=1),
-]
-pipelines = st.lists(
-    st.builds(
-        lambda make, p: make(p), st.sampled_from(OPERATIONS), st.sampled_from([0.5, 0.8, 1.0])
-    ),
-    min_size=2,
-    max_size=5,
-)
-
-
-def fits(transforms):
-    """Whether no crop asks for more than there is."""
-    size = SIZE
-    for one in transforms:
-        size += 8 * isinstance(one, A.Pad)
-        if type(one) is A.RandomCrop and size < 40:
-            return False
-        size = getattr(one, "height", None) or getattr(one, "size", (size,))[0]
-    return True
-
-
-@settings(max_examples=25, deadline=None)
-@given(pipelines.filter(fits), st.integers(0, 2**30))
-def test_fused_and_exact_differ_by_interpolation_alone(transforms, seed) -> None:
-    tapes = [tape for tape in record(transforms, smooth(), count=5, seed=seed) if tape]
-    if not tapes:
-        return
-    joined = join_tapes(tapes)
-    for before, after in zip(tapes, joined, strict=True):
-        assert len(names(after)) <= len(names(before))
-    assert_alike(tapes, joined, (SIZE, SIZE))
-
-
-@settings(max_examples=15, deadline=None)
-@given(pipelines.filter(fits), st.integers(0, 2**30))
-def test_a_sample_does_not_depend_on_the_batch_it_is_in(transforms, seed) -> None:
-    tapes = [tape for tape in record(transforms, noise(), count=5, seed=seed) if tape]
-    if not tapes:
-        return
-    together = carry_out(join_tapes(tapes), noise())
-    for row, tape in enumerate(tapes):
-        alone = join_tapes([tape])
-        assert np.array_equal(carry_out(alone, noise())[0], together[row])
-
-
-def test_images_that_change_their_size_in_a_run_do_it_together_with_all_others() -> None:
-    transforms = [
-        affine(p=0.5),
-        A.RandomCrop(40, 40, p=1),
-        A.GaussianBlur(p=0.4),
-        A.Resize(60, 60, p=1),
-        A.Rotate(p=0.4),
-    ]
-    tapes = record(transforms, noise(), count=24)
-    joined = join_tapes(tapes)
-    assert len({tuple(names(tape)) for tape in tapes}) >= 6
-    exact, fused = carry_out(tapes, noise()), carry_out(joined, noise())
-    assert fused.shape == (24, 60, 60, 3)
-    alone = [row for row, tape in enumerate(tapes) if not {"Affine", "Rotate"} & {*names(tape)}]
-    assert alone
-    assert np.array_equal(exact[alone], fused[alone])
-
-
-def test_joined_runs_are_fewer_launches_and_most_of_a_batch_is_in_one() -> None:
-    always = record([A.D4(p=1), affine(), A.Perspective(p=1)], noise(), count=32)
-    assert launches(always) >= 3
-    assert launches(join_tapes(always)) == 1
-    some = record(
-        [affine(p=0.6), A.Perspective(p=0.6), A.Rotate(p=0.6), A.ShiftScaleRotate(p=0.6)],
-        noise(),
-        count=32,
-    )
-    assert launches(some) == 4
-    assert launches(join_tapes(some)) == 1
-
-
-def test_kernels_are_fewer_where_warps_are_joined() -> None:
-    transforms = [affine(p=0.8), A.HorizontalFlip(), A.Rotate(p=0.6), A.Perspective(p=0.5)]
-    tapes = record([*transforms, A.InvertImg(), A.Normalize(), A.ToTensorV2()], noise(), count=32)
-    assert kernel_launches(carried(tapes)[0]) == 3
-    assert kernel_launches(carried(join_tapes(tapes))[0]) == 1
-
-
-TWO_WARPS = [
-    lambda **options: affine(**options, fill=(9, 200.5, 31)),
-    lambda **options: A.Affine(rotate=(-30, 30), **options, fill=(9, 200.5, 31)),
-]
-
-
-@pytest.mark.parametrize("nearest", [False, True])
-@pytest.mark.parametrize("mode", [0, 1, 4])
-@pytest.mark.parametrize("last", ["mirrored", "warped again", "seen from the side"])
-def test_a_kernel_reads_joined_warps_as_torch_does(last, mode, nearest) -> None:
-    pytest.importorskip("triton")
-    options = {"border_mode": mode, "interpolation": int(not nearest)}
-    transforms = [A.HorizontalFlip(), TWO_WARPS[0](p=0.7, **options), A.VerticalFlip()]
-    if last == "warped again":
-        transforms.append(TWO_WARPS[1](p=0.7, **options))
-    elif last == "seen from the side":
-        transforms.append(A.Perspective(p=0.7, fill=(9, 200.5, 31), **options))
-    image = noise()
-    joined = join_tapes(record([*transforms, A.InvertImg()], image, count=8))
-    program, blob = carried(joined)
-    (step,) = (step for step in program.steps if step.name == "JointWarp")
-    assert step.parts[0].arrays["chain"].shape[1] == 1 + (last == "warped again")
-    # Reflected between two warps is left to torch.
-    assert bool(program.runs and program.runs[0].geometry == "warp") == (
-        mode != 4 or last != "warped again"
-    )
-    batch = torch.from_numpy(np.stack([image] * len(joined)))
-    by_kernel, by_torch = (
-        replay(program, blob, batch, REPLAYED_OPS, kernels=kernels) for kernels in (True, False)
-    )
-    assert torch.equal(by_kernel, by_torch)
-
-
-def carried(tapes):
-    draws = compile_tapes(tapes, REPLAYED_OPS)
-    return draws.programs["image"], draws.blob
-
-
-# ---- how it is asked for
-
-
-def test_the_same_pixels_come_from_a_batch_of_another_loader() -> None:
-    transforms = [affine(), A.HorizontalFlip(), A.Rotate(p=1)]
-    recorder = ForeignBatches(A.Compose(transforms), DEVICE_OPS, None).recorder((SIZE, SIZE))
-    batch = {"image": torch.from_numpy(np.stack([noise()] * 6))}
-    for geometry, wanted in zip(("exact", "fused"), both(transforms, noise()), strict=True):
-        got, _ = replay_all(batch, SampleKey(0, 0, 0), recorder, REPLAYED_OPS, geometry=geometry)
-        assert np.array_equal(got["image"].numpy(), wanted)
-
-
-def test_geometry_is_exact_unless_asked_for() -> None:
-    compose = A.Compose([affine(), A.Rotate(p=1)])
-    part = as_batch_transform(compose).in_worker(on_device=True)
-    _, tape = part({"image": noise()}, SampleKey(0, 0, 0))
-    steps = part.collate([tape]).programs["image"].steps
-    assert [step.name for step in steps] == ["Affine", "Rotate"]
-    with pytest.raises(OptionsError, match="geometry='sharp'"):
-        as_batch_transform(compose, geometry="sharp")
-
-
-def test_explain_says_what_is_joined() -> None:
-    compose = A.Compose(
-        [
-            A.Resize(64, 64),
-            A.HorizontalFlip(),
-            A.OneOf([affine(), A.Perspective()], p=1),
-            A.GaussianBlur(p=0.2),
-            A.Rotate(),
-            A.InvertImg(p=1),
-            A.VerticalFlip(),
-            A.Normalize(),
-        ]
-    )
-    assert "joined" not in as_batch_transform(compose).explain()
-    why = [one.why for one in as_batch_transform(compose, geometry="fused").plan.placements]
-    unless = ", unless GaussianBlur is drawn between"
-    assert why[1].endswith(f"joined with Affine, Perspective, Rotate{unless}")
-    assert why[2].endswith(f"joined with HorizontalFlip, Rotate{unless}")
-    assert why[3].endswith(f"joined with HorizontalFlip, Rotate{unless}")
-    assert why[5].endswith(f"joined with HorizontalFlip, Affine, Perspective{unless}")
-    assert not any("joined" in one for one in (why[0], why[4], *why[6:]))
-
-
-def test_every_geometric_operation_has_a_device_form() -> None:
-    known = {name for name in DEVICE_OPS if kind_of(name)}
-    assert {type(one).__name__ for one in (*WARPS, *WHOLE_PIXELS, *RESIZES)} <= known
-    assert kind_of("GaussianBlur") is None
