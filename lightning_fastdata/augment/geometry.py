@@ -17,8 +17,8 @@ The rules, for each image or mask of a sample:
 5. A run is joined if it has two operations or more, and a warp or two resizes among them. All other
    runs stay what they are: symmetries and crops move whole pixels, and lose nothing.
 
-A warp alone is carried out along with the joined runs of its batch, where there are any. Its pixels
-are the same either way.
+A warp of an image alone is carried out along with the joined runs of its batch, where there are
+any. Its pixels are the same either way. Cubic warps stay as they are.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from lightning_fastdata.augment.geometry_moves import Size
-    from lightning_fastdata.augment.tape import Tape
+    from lightning_fastdata.augment.tape import Role, Tape
 
 GeometryMode: TypeAlias = Literal["exact", "fused"]
 """``exact``: each geometric operation by itself, with Albumentations' pixels. ``fused``: joined."""
@@ -74,6 +74,8 @@ class Run:
     """Height and width of the result."""
     source: Size
     """Height and width of the image that is read."""
+    is_image: bool
+    """Whether it is an image, not a mask."""
     changes_size: bool
     """Whether some operation makes an image of another size."""
     interpolation: int | None
@@ -91,7 +93,8 @@ class Run:
 
 
 class _OpenRun:
-    def __init__(self, size: Size) -> None:
+    def __init__(self, size: Size, role: Role) -> None:
+        self._role = role
         self.ops: list[TapeOp] = []
         self.size = self._source = size
         self.interpolation: int | None = None
@@ -160,6 +163,7 @@ class _OpenRun:
             stages=tuple(reversed(self._done)),
             size=self.size,
             source=self._source,
+            is_image=self._role == "image",
             changes_size=self._changes_size,
             interpolation=self.interpolation,
             border=border,
@@ -182,10 +186,10 @@ def split(track: Track) -> list[TapeOp | Run]:
             pieces.append(op)
             run, size = None, size if move is None else move.size
             continue
-        run = run or _OpenRun(size)
+        run = run or _OpenRun(size, track.role)
         if not run.takes(op, move):
             pieces.append(run.close())
-            run = _OpenRun(size)
+            run = _OpenRun(size, track.role)
             run.takes(op, move)
         size = move.size
     return pieces + ([run.close()] if run else [])
@@ -218,8 +222,7 @@ def join_tracks(tracks: Sequence[Track]) -> list[Track]:
     found: dict[int, range] = {}
     for run in runs:
         span = next((span for span in spans if run.leaves[0] in span), None)
-        alone = len(run.ops) == 1 and run.warps == 1
-        if span is not None and (run.joins or alone):
+        if span is not None and (run.joins or _is_plain_warp(run)):
             found[id(run)] = span
     made = _as_ops([(run, found[id(run)]) for run in runs if id(run) in found])
     resizing = [
@@ -239,6 +242,16 @@ def join_tracks(tracks: Sequence[Track]) -> list[Track]:
             ops = _in_one_step(ops, span)
         results.append(track._replace(ops=tuple(ops)))
     return results
+
+
+def _is_plain_warp(run: Run) -> bool:
+    """Return whether a run is one warp of an image, which a chain of one stage carries out alike.
+
+    Masks are read on OpenCV's grid of positions, which depends on their dtype, and so are images
+    with OpenCV 4.
+    """
+    settings = dict(run.ops[0].encoded.static)
+    return len(run.ops) == 1 and run.warps == 1 and run.is_image and not settings["cells"]
 
 
 def _in_one_step(ops: list[TapeOp], span: range) -> list[TapeOp]:

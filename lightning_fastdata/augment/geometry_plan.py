@@ -9,6 +9,7 @@ import numpy as np
 
 from lightning_fastdata.augment.geometry import MODES, GeometryMode
 from lightning_fastdata.augment.geometry_moves import kind_of
+from lightning_fastdata.augment.ops.resample import CUBIC
 from lightning_fastdata.augment.tree import (
     count_leaves,
     is_albumentations,
@@ -93,7 +94,7 @@ def _worth(transforms: Sequence[Any], members: Sequence[int]) -> bool:
 
 def _fit(one: Any, other: Any) -> bool:
     kinds = [getattr(each, "interpolation", None) for each in (one, other)]
-    if None not in kinds and kinds[0] != kinds[1]:
+    if CUBIC in kinds or (None not in kinds and kinds[0] != kinds[1]):
         return False
     borders = [_border(each) for each in (one, other)]
     return None in borders or borders[0] == borders[1]

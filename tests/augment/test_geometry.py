@@ -225,6 +225,37 @@ def test_other_borders_fills_or_interpolations_are_not_joined() -> None:
         assert join_tapes(tapes) == tapes
 
 
+def test_cubic_warps_are_not_joined() -> None:
+    warps = [A.Rotate(interpolation=cv2.INTER_CUBIC, p=1), affine(interpolation=cv2.INTER_CUBIC)]
+    tapes = record(warps, noise())
+    assert join_tapes(tapes) == tapes
+    assert "joined" not in as_batch_transform(A.Compose(warps), geometry="fused").explain()
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int32, np.float32])
+def test_a_warp_alone_keeps_the_pixels_of_masks_beside_joined_ones(dtype) -> None:
+    mask = noise()[..., 0].astype(dtype)
+    tapes = record([affine(p=0.6), A.Rotate(p=0.6)], noise(), mask, count=12)
+    exact, fused = (carry_out(each, mask, "mask") for each in (tapes, join_tapes(tapes)))
+    alone = [row for row, tape in enumerate(tapes) if len(names(tape, "mask")) == 1]
+    assert 0 < len(alone) < 12
+    assert np.array_equal(exact[alone], fused[alone])
+
+
+def test_a_warp_alone_keeps_to_the_grid_of_an_opencv_that_has_one() -> None:
+    def on_grid(op):
+        static = tuple((name, value or name == "cells") for name, value in op.encoded.static)
+        return op._replace(encoded=op.encoded._replace(static=static))
+
+    recorded = record([affine(p=0.6), A.Rotate(p=0.6)], noise(), count=12)
+    tracks = [tape["image"] for tape in recorded if tape]
+    tapes = [{"image": one._replace(ops=tuple(map(on_grid, one.ops)))} for one in tracks]
+    joined = join_tapes(tapes)
+    assert {len(names(tape)) for tape in tapes} == {1, 2}
+    for before, after in zip(tapes, joined, strict=True):
+        assert names(after) == (["JointWarp"] if len(names(before)) == 2 else names(before))
+
+
 def test_a_warp_that_stays_inside_fits_any_border() -> None:
     inside = A.Affine(scale=(1.6, 2), rotate=(-5, 5), border_mode=cv2.BORDER_WRAP, p=1)
     tapes = join_tapes(record([A.Rotate((30, 60), p=1), inside], noise()))
