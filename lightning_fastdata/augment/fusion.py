@@ -22,6 +22,12 @@ code                  numbers
 ``DROP``              sum of 1: red, 2: green, 4: blue; the value that they get
 ====================  ==========================================================================
 
+Behind Normalize or ToFloat, a sample may have one more:
+
+====================  ==========================================================================
+``LATE_HOLES``        those of ``HOLES``
+====================  ==========================================================================
+
 A sample may begin with one way of reading of its own:
 
 ====================  ==========================================================================
@@ -50,6 +56,7 @@ if TYPE_CHECKING:
 
 NOP, MIRROR, TABLE, HSV, SCALE, CONTRAST, SATURATION, HUE, GRAY, HOLES, SHUFFLE, DROP = range(12)
 WARP, BOTH_AXES, PLANE, MEDIAN = range(12, 16)
+LATE_HOLES: Final = 16
 WIDTH: Final = 5
 """Numbers of an instruction."""
 CHANNELS: Final = 3
@@ -85,7 +92,7 @@ _BETWEEN: Final = 32
 
 def is_reading(instruction: Instruction) -> bool:
     """Return whether an instruction says how a sample is read."""
-    return instruction[0] >= WARP
+    return WARP <= instruction[0] <= MEDIAN
 
 
 def is_transposing(instruction: Instruction) -> bool:

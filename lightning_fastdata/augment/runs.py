@@ -8,7 +8,7 @@ the next run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
@@ -19,10 +19,13 @@ from lightning_fastdata.augment.fusion import (
     CHANNELS,
     CONTRAST,
     ENDS,
+    LATE_HOLES,
     WARP,
     WIDTH,
     Fused,
     Instruction,
+    Instructions,
+    holes,
     is_reading,
     is_transposing,
 )
@@ -131,25 +134,18 @@ def fuse(
         role: What the program is for.
     """
     runs, open_run = [], _OpenRun(0, samples, role)
-    steps = steps[: _until_the_end(steps)]
     for number, step in enumerate(steps):
-        if not open_run.takes(step, samples):
-            runs.append(open_run.close(number - 1, add))
-            open_run = _OpenRun(number, samples, role)
-            if not open_run.takes(step, samples):
-                open_run = _OpenRun(number + 1, samples, role)
+        if open_run.takes(step, samples):
+            continue
+        runs.append(open_run.close(number - 1, add))
+        ended, open_run = open_run.ends, _OpenRun(number, samples, role)
+        if ended or not open_run.takes(step, samples):
+            open_run = _OpenRun(number + 1, samples, role)
+        if ended or step.fused in ENDS:
+            # What follows are no bytes any more.
+            break
     runs.append(open_run.close(len(steps) - 1, add))
     return tuple(run for run in runs if run is not None)
-
-
-def _until_the_end(steps: Sequence[Step]) -> int:
-    """Return how many steps there are up to those that make bytes something else, and with them."""
-    ended = False
-    for number, step in enumerate(steps):
-        if ended and step.fused not in ENDS:
-            return number
-        ended = ended or step.fused in ENDS
-    return len(steps)
 
 
 class _OpenRun:
@@ -169,10 +165,21 @@ class _OpenRun:
 
     def takes(self, step: Step, samples: int) -> bool:
         """Take a step and return True, or leave the run as it is and return False."""
-        taken = self._take_end(step, samples) or self._take_geometry(step, samples)
-        taken = taken or self._take_pixels(step)
+        if self.ends:
+            taken = self._take_end(step, samples) or self._take_late_holes(step)
+        else:
+            taken = (
+                self._take_end(step, samples)
+                or self._take_geometry(step, samples)
+                or self._take_pixels(step)
+            )
         self.taken += taken
         return taken
+
+    @property
+    def ends(self) -> bool:
+        """Whether the run makes something else of bytes ``[n, H, W, C]``."""
+        return self.normalize is not None or self.limit is not None or self.channels_first
 
     def _take_end(self, step: Step, samples: int) -> bool:
         whole = len(step.rows) == 1 and len(step.rows[0]) == samples
@@ -211,16 +218,12 @@ class _OpenRun:
             return False
         found: list[tuple[int, list[Instruction]]] = []
         sizes = {self.size} - {None}
-        for rows, encoded, arrays in zip(step.rows, step.encoded, step.arrays, strict=True):
-            strides = [(name, slot.offset, slot.row_bytes) for name, slot in arrays.items()]
-            for place, (row, one) in enumerate(zip(rows, encoded, strict=True)):
-                offsets = {name: first + place * stride for name, first, stride in strides}
-                made = instructions(one, offsets)
-                if made is None or not self._fits(row, made):
-                    return False
-                if made and made[0][0] == WARP:
-                    sizes.add(dict(one.static)["size"])
-                found.append((row, made))
+        for row, one, made in _instructions(step, instructions):
+            if made is None or not self._fits(row, made):
+                return False
+            if made and made[0][0] == WARP:
+                sizes.add(dict(one.static)["size"])
+            found.append((row, made))
         readings = [made[0] for _, made in found if made and is_reading(made[0])]
         ways: set[Geometry] = {"warp" if one[0] == WARP else "filter" for one in readings}
         if len(sizes) > 1 or len({self.geometry} | ways) > 1 + (self.geometry == "none"):
@@ -232,6 +235,13 @@ class _OpenRun:
             self.size = next(iter(sizes), None)
         return True
 
+    def _take_late_holes(self, step: Step) -> bool:
+        if self.channels_first or step.fused is not holes:
+            return False
+        for row, _, made in _instructions(step, holes):
+            self.code[row] += [(LATE_HOLES, *one[1:]) for one in made or []]
+        return True
+
     def _fits(self, row: int, made: list[Instruction]) -> bool:
         """Return whether instructions may follow those that a sample has."""
         code = self.code[row]
@@ -240,8 +250,7 @@ class _OpenRun:
         return not (code and made and is_reading(made[0]))
 
     def _changes_nothing(self) -> bool:
-        ends = self.normalize is not None or self.limit is not None or self.channels_first
-        return self.geometry == "none" and not any(self.code) and not ends
+        return self.geometry == "none" and not any(self.code) and not self.ends
 
     def close(self, last: int, add: Callable[[np.ndarray], Slot]) -> FusedRun | None:
         if not self.taken:
@@ -277,6 +286,17 @@ class _OpenRun:
 def _is_of_colours(slot: Slot | None) -> bool:
     """Return whether an array has a number for each channel of RGB, if there is one."""
     return slot is None or slot.shape[1:] == (CHANNELS,)
+
+
+def _instructions(
+    step: Step, instructions: Instructions
+) -> Iterator[tuple[int, Encoded, list[Instruction] | None]]:
+    """Yield each sample of a step, what it drew and what it has to do."""
+    for rows, encoded, arrays in zip(step.rows, step.encoded, step.arrays, strict=True):
+        strides = [(name, slot.offset, slot.row_bytes) for name, slot in arrays.items()]
+        for place, (row, one) in enumerate(zip(rows, encoded, strict=True)):
+            offsets = {name: first + place * stride for name, first, stride in strides}
+            yield row, one, instructions(one, offsets)
 
 
 def _contrasts(code: Sequence[Instruction]) -> bool:

@@ -210,6 +210,17 @@ def test_a_second_contrast_begins_another_run():
     assert all(run.contrasts for run in program.runs)
 
 
+def test_holes_behind_normalize_belong_to_its_run():
+    late = A.CoarseDropout(fill=(0.5, -1.25, 3), p=0.6)
+    program = check([A.HorizontalFlip(), A.Normalize(), late, A.GridDropout(p=0.5), A.ToTensorV2()])
+    assert [(run.first, run.last) for run in program.runs] == [(0, len(program.steps) - 1)]
+
+
+def test_no_run_begins_where_images_are_no_bytes():
+    program = check([A.HorizontalFlip(), A.Normalize(), A.VerticalFlip(p=1), A.ToTensorV2()])
+    assert [(run.first, run.last) for run in program.runs] == [(0, 1)]
+
+
 @pytest.mark.parametrize(
     ("dtype", "channels"), [(torch.float32, 3), (torch.uint8, 1), (torch.uint8, 4)]
 )

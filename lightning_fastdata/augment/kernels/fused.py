@@ -171,6 +171,16 @@ def fused_kernel(
             red = tl.div_rn(red.to(tl.float32), limit)
             green = tl.div_rn(green.to(tl.float32), limit)
             blue = tl.div_rn(blue.to(tl.float32), limit)
+        if ENDS != 0:
+            for number in range(length):
+                step = code + number * 5
+                if tl.load(step) == 16:
+                    hidden = covered(ints + tl.load(step + 1) // 4, tl.load(step + 2), y, x, mask)
+                    fill = floats + tl.load(step + 3) // 4
+                    many = tl.load(step + 4) > 1
+                    red = tl.where(hidden, tl.load(fill), red)
+                    green = tl.where(hidden, tl.load(fill + tl.where(many, 1, 0)), green)
+                    blue = tl.where(hidden, tl.load(fill + tl.where(many, 2, 0)), blue)
         kind_out = target.dtype.element_ty
         tl.store(first, as_kind(red, kind_out), mask)
         tl.store(first + between, as_kind(green, kind_out), mask)
