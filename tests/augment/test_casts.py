@@ -1,0 +1,76 @@
+"""Operations that change the dtype, alone and with others behind them."""
+
+from __future__ import annotations
+
+import albumentations as A
+import numpy as np
+import pytest
+from augment.batches import in_worker, on_device, pipeline
+from augment.parity import extremes, parity, photographs
+
+from lightning_fastdata.augment.ops import DEVICE_OPS
+from lightning_fastdata.augment.plan import analyse
+
+OWN = ("image", "image_per_channel", "min_max", "min_max_per_channel")
+DOUBLES = (np.float32(1) - np.float64(1)).dtype == (np.zeros(1, np.float32) - np.float64(1)).dtype
+"""Whether a NumPy number decides about the dtype of a sum, as in NumPy 2: albucore makes float64 of
+uint8 images then."""
+
+
+def own(kind):
+    return A.Normalize(normalization=kind, p=1)
+
+
+@pytest.mark.parametrize("channels", [1, 3, 5])
+@pytest.mark.parametrize("kind", OWN)
+def test_images_normalized_by_themselves_equal_albumentations(kind, channels):
+    near = 1e-12 if DOUBLES else 1e-5
+    for images in (photographs(61, 74, channels), extremes(9, 7, channels)):
+        assert parity(own(kind), images, seeds=[0]).largest <= near
+
+
+@pytest.mark.parametrize("channels", [1, 3, 5])
+@pytest.mark.parametrize("kind", OWN)
+def test_float_images_normalized_by_themselves_agree(kind, channels):
+    images = photographs(61, 74, channels, np.float32)
+    assert parity(own(kind), images, seeds=[0]).largest <= 1e-4
+
+
+PIPELINES = {
+    "to float and back": (A.ToFloat(), A.RandomGamma(p=1), A.FromFloat(), A.InvertImg(p=1)),
+    "to float and back to fewer levels": (A.ToFloat(), A.FromFloat(max_value=100)),
+    "by range, then a tensor": (A.RandomGamma(p=1), own("min_max"), A.ToTensorV2()),
+    "by mean, then moved": (own("image_per_channel"), A.HorizontalFlip(p=0.5), A.ToTensorV2()),
+    "by range, then blurred": (own("min_max"), A.GaussianBlur(p=1), A.HorizontalFlip(p=1)),
+    "by range, and back": (own("min_max"), A.FromFloat(), A.HorizontalFlip(p=1)),
+    "to another dtype": (A.ToFloat(), A.FromFloat("uint16"), A.HorizontalFlip(p=1)),
+    "gray to rgb": (A.RandomGamma(p=1), A.ToRGB(), A.Normalize(), A.ToTensorV2()),
+}
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_pipelines_that_change_the_dtype_yield_what_albumentations_yields(name):
+    gray = name.startswith("gray")
+    images = photographs(48, 40)
+    items = [{"image": image[..., 0] if gray else image} for image in images]
+    transform = pipeline(*PIPELINES[name])
+    got = on_device(transform, items)[0]["image"].numpy()
+    for one, want in zip(got, in_worker(transform, items), strict=True):
+        expected = np.asarray(want["image"])
+        assert (one.shape, one.dtype) == (expected.shape, expected.dtype)
+        np.testing.assert_allclose(
+            one.astype(np.float64), expected.astype(np.float64), rtol=1e-5, atol=1e-5
+        )
+
+
+def places(*transforms):
+    plan = analyse(A.Compose(list(transforms)), DEVICE_OPS, size=(48, 40))
+    return [placement.where for placement in plan.placements]
+
+
+def test_what_has_no_form_for_the_dtype_it_is_given_stays_in_the_worker_with_all_before_it():
+    assert places(A.ToFloat(), A.FromFloat("uint16")) == ["worker", "worker"]
+    assert places(A.ToFloat(), A.FromFloat(), A.RandomGamma()) == ["device"] * 3
+    blurred = places(own("min_max"), A.GaussianBlur())
+    assert blurred == (["worker", "worker"] if DOUBLES else ["device", "device"])
+    assert places(A.Normalize(), A.GaussianBlur()) == ["device", "device"]
