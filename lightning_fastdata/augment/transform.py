@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ from lightning_fastdata.augment.self_check import refusal, what_it_means
 from lightning_fastdata.augment.tape import target_roles
 from lightning_fastdata.augment.tree import is_albumentations_pipeline
 from lightning_fastdata.augment.worker import ComposeWorker, convert_images, device_ops
-from lightning_fastdata.errors import TransformError
+from lightning_fastdata.errors import FastDataWarning, TransformError
 
 if TYPE_CHECKING:
     from lightning_fastdata.augment.explicit import ExplicitTransform
@@ -182,6 +183,17 @@ class BatchTransform:
         """Raise BatchError if a sample of the dataset holds no image that can be read."""
         found = find_fields(sample, self._fields, batched=False)
         to_hwc(get_field(sample, found.image))
+        for kind, processor in getattr(self.compose, "processors", {}).items():
+            names = processor.data_fields
+            if not isinstance(sample, Mapping) or not any(name in sample for name in names):
+                warnings.warn(
+                    f"The pipeline transforms {kind}, and the first sample has none: it is "
+                    f"{describe(sample)}. Images would move without their {kind}. Let the dataset "
+                    f"return a dict with {' or '.join(map(repr, names))}, or leave the "
+                    f"{kind} out of the Compose.",
+                    FastDataWarning,
+                    stacklevel=2,
+                )
 
     def _analyse(self, *, channels: int | None) -> Plan:
         plan = analyse(

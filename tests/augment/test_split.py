@@ -25,6 +25,7 @@ from lightning_fastdata.augment.seeds import reseed
 from lightning_fastdata.augment.self_check import alike
 from lightning_fastdata.augment.tape import Recorder
 from lightning_fastdata.augment.transform import as_batch_transform
+from lightning_fastdata.errors import FastDataWarning
 from lightning_fastdata.types import SampleKey
 
 
@@ -426,3 +427,19 @@ def test_operations_without_a_form_for_these_images_may_stand_behind_a_crop(oper
     for want, got in zip(wanted, finish(transform, part, left, tapes, {"image"}), strict=True):
         assert want.shape == tuple(got["image"].shape)
         assert np.abs(want - np.asarray(got["image"])).max() <= 4 / 127
+
+
+@pytest.mark.parametrize(
+    "sample",
+    [(np.zeros((8, 8, 3), np.uint8), {"boxes": [[1, 1, 4, 4]]}), {"boxes": [[1, 1, 4, 4]]}],
+    ids=["tuple", "another name"],
+)
+def test_boxes_that_would_stay_where_they_are_are_warned_of(sample):
+    sample = sample if isinstance(sample, tuple) else sample | plain(1)[0]
+    transform = as_batch_transform(
+        A.Compose([A.HorizontalFlip()], bbox_params=A.BboxParams("pascal_voc"))
+    )
+    with pytest.warns(FastDataWarning, match="Images would move without their bboxes.*'bboxes'"):
+        transform.check_sample(sample)
+    with_boxes = plain(1)[0] | {"bboxes": []}
+    transform.check_sample(with_boxes)
