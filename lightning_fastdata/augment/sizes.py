@@ -40,7 +40,9 @@ _SIZE_VARIES: Final = frozenset(
         "SmallestMaxSize",
     }
 )
-CHANGES_SIZE: Final = _FIXED_BY_HEIGHT_WIDTH | _FIXED_BY_SIZE | {"LongestMaxSize", "PadIfNeeded"}
+CHANGES_SIZE: Final = (
+    _FIXED_BY_HEIGHT_WIDTH | _FIXED_BY_SIZE | {"Crop", "LongestMaxSize", "Pad", "PadIfNeeded"}
+)
 """Transforms whose output size usually differs from their input size."""
 _FITS_IN_ITS_INPUT: Final = frozenset({"SafeRotate"})
 """Says ``fit_output``, and means that its output fits in the size of its input."""

@@ -11,7 +11,7 @@ import numpy as np
 from lightning_fastdata.augment.ops import DEVICE_OPS
 from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded
 from lightning_fastdata.augment.parity import examples, make_example
-from lightning_fastdata.augment.plan import analyse
+from lightning_fastdata.augment.plan import analyse, changes_form
 from lightning_fastdata.augment.seeds import reseed
 from lightning_fastdata.augment.self_check import alike
 from lightning_fastdata.augment.sizes import Size, size_after
@@ -95,6 +95,8 @@ class Unusual(A.HorizontalFlip):
         ("wd", [A.Resize(8, 9), A.SafeRotate()]),
         ("wwwd", [A.Resize(8, 8), A.Affine(fit_output=True), A.Resize(4, 4), H()]),
         ("wdd", [A.Resize(8, 8), A.Pad((1, 2)), H()]),
+        ("wwwd", [A.Resize(8, 8), A.Pad((1, 2)), A.CLAHE(), H()]),
+        ("wwwd", [A.Resize(8, 8), A.Crop(1, 1, 7, 5), A.CLAHE(), H()]),
         ("wdd", [A.Resize(8, 8), A.Crop(1, 1, 7, 5), H()]),
         ("wdd", [A.Resize(8, 8), A.Crop(1, 1, 9, 12, pad_if_needed=True), H()]),
         ("wdd", [A.Resize(40, 40), A.PadIfNeeded(None, None, 32, 32), H()]),
@@ -262,3 +264,20 @@ def test_what_is_said_of_the_size_after_a_transform_holds(name, size):
         result = np.asarray(pipeline(image=image.copy(), **more)["image"])
         found.add(result.shape[1:] if name.startswith("ToTensor") else result.shape[:2])
     assert said is None or found == {said}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("name", "arguments"), list(examples()), ids=str)
+def test_an_operation_that_changes_the_form_of_a_square_image_is_known_to(name, arguments):
+    transform = make_example(name, arguments)
+    rng = np.random.default_rng(0)
+    for dtype in (np.uint8, np.float32):
+        image = rng.integers(0, 2, (200, 200, 3)).astype(dtype)
+        pipeline = A.Compose([transform])
+        reseed((pipeline,), SampleKey(0, 0, 1))
+        try:
+            made = np.asarray(pipeline(image=image)["image"])
+        except (TypeError, ValueError):
+            continue  # it does not take this dtype
+        same = made.shape == image.shape and made.dtype == image.dtype
+        assert same or changes_form(transform)

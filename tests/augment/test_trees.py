@@ -8,12 +8,15 @@ os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 
 import albumentations as A
 from augment.test_pipelines import EQUAL
-from augment.trees import TARGETS, compare, some_samples, targets, trees
+from augment.trees import TARGETS, compare, logged, some_samples, targets, trees
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_fastdata.augment.ops import DEVICE_OPS
 from lightning_fastdata.augment.parity import examples, make_example
+from lightning_fastdata.augment.seeds import reseed
+from lightning_fastdata.augment.transform import as_batch_transform
+from lightning_fastdata.types import SampleKey
 
 SEEDS = st.integers(0, 2**40)
 # Sizes that suit the small images here.
@@ -84,3 +87,26 @@ def test_any_tree_moves_boxes_keypoints_and_labels_as_albumentations_does(
     options |= formats
     samples = some_samples(options=options)
     compare(A.Compose([*head(), *tree], **options), samples, seed=seed, pixels=False)
+
+
+def test_everything_that_was_drawn_is_left_to_the_device_where_it_has_a_form_for_all_of_it():
+    tree = [
+        A.HorizontalFlip(),
+        A.OneOf([A.RandomGamma(), A.Sequential([A.InvertImg(), A.VerticalFlip()])], p=0.8),
+        A.SomeOf([A.GridDropout(), A.RandomGridShuffle(), A.Solarize()], 2, replace=True),
+        A.RandomOrder([A.ToSepia(), A.Compose([A.GaussNoise(p=1)], p=0.5)], 2),
+        A.OneOrOther(A.CLAHE(), A.MotionBlur()),
+    ]
+    compose = A.Compose(tree)
+    part = as_batch_transform(compose).in_worker(on_device=True)
+    real, log = logged(compose)
+    lengths = set()
+    for index in range(40):
+        sample = some_samples(1)[0]
+        reseed((real,), SampleKey(0, 0, index))
+        log.clear()
+        real(**sample)
+        _, tape = part(sample, SampleKey(0, 0, index))
+        assert [op.leaf for op in tape["image"].ops] == log
+        lengths.add(len(log))
+    assert len(lengths) > 3
