@@ -177,6 +177,8 @@ def compare(compose, samples, *, seed=0, pixels=True, same_pixels=False, **optio
         assert want.keys() == got.keys()
         for name in want.keys() - deferred:
             assert alike(want[name], got[name]), name
+    if len(forms(wanted, deferred)) == 1:
+        assert len(forms(left, deferred)) == 1, "samples that could be a batch are none"
     finished = finish(transform, part, left, tapes, deferred)
     for want, got in zip(wanted, finished, strict=True):
         for name in deferred:
@@ -190,11 +192,16 @@ def compare(compose, samples, *, seed=0, pixels=True, same_pixels=False, **optio
     return transform, wanted, finished
 
 
+def forms(samples, names):
+    """Return the different shapes and dtypes that images and masks of samples have."""
+    found = [{name: np.asarray(one[name]) for name in sorted(names)} for one in samples]
+    return {str([(one[name].shape, one[name].dtype) for name in one]) for one in found}
+
+
 def finish(transform, part, left, tapes, names):
     """Return the samples with what was left to the device carried out, as one batch if they can."""
     pixels = [{name: one[name] for name in names} for one in left]
-    forms = {str([(one[name].shape, one[name].dtype) for name in sorted(names)]) for one in pixels}
-    one_size = len(forms) <= 1
+    one_size = len(forms(left, names)) <= 1
     groups = [list(range(len(left)))] if one_size else [[row] for row in range(len(left))]
     done = []
     for rows in filter(None, groups):
