@@ -145,8 +145,10 @@ def gray(encoded: Encoded, offsets: Mapping[str, int]) -> list[Instruction] | No
     return [(GRAY,)]
 
 
-def holes(encoded: Encoded, offsets: Mapping[str, int]) -> list[Instruction]:
-    """Return the instruction of rectangles of a constant."""
+def holes(encoded: Encoded, offsets: Mapping[str, int]) -> list[Instruction] | None:
+    """Return the instruction of rectangles of a constant, or None."""
+    if "fill" not in encoded.arrays:
+        return None
     holes, fill = encoded.arrays["holes"], encoded.arrays["fill"]
     return [(HOLES, offsets["holes"], len(holes), offsets["fill"], len(fill))]
 

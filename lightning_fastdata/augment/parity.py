@@ -38,6 +38,7 @@ _EXAMPLES: Final[dict[str, tuple[dict[str, Any], ...]]] = {
         {"rotate": (-40, 40), "interpolation": 2},
     ),
     "CenterCrop": ({"height": 96, "width": 128},),
+    "CoarseDropout": ({}, {"fill": "random_uniform"}, {"fill": "random"}),
     "ColorJitter": ({}, {"hue": 0}),
     "Crop": ({"x_min": 8, "y_min": 16, "x_max": 136, "y_max": 112},),
     "Downscale": ({}, {"interpolation_pair": {"downscale": 3, "upscale": 1}}),

@@ -150,6 +150,10 @@ CASES = (
         **DISTORTION,
     ),
     case("CoarseDropout", {"num_holes_range": (1, 6)}, **HOLES),
+    case(
+        "CoarseDropout", {"num_holes_range": (1, 9), "fill": "random_uniform"}, axes=("fill_mask",)
+    ),
+    case("Erasing", {"fill": "random_uniform"}, axes=("fill_mask",)),
     case("GridDropout", {"random_offset": True}, sizes=WIDE, **HOLES),
     case("Erasing", **HOLES),
     case(

@@ -29,6 +29,7 @@ with warnings.catch_warnings():
         "constant": A.AdditiveNoise(p=1),
     }
 SAME_LAW = {
+    "holes": A.CoarseDropout(hole_height_range=(0.3, 0.5), fill="random", p=1),
     "factors": A.MultiplicativeNoise(elementwise=True, per_channel=True, p=1),
     "factors, all channels alike": A.MultiplicativeNoise(elementwise=True, p=1),
     "gauss": A.GaussNoise(p=1),
@@ -87,7 +88,7 @@ def test_pixels_are_albumentations_own_whether_or_not_a_later_operation_needs_th
 
 @pytest.mark.parametrize("name", ALL)
 def test_a_sample_is_the_same_whether_or_not_a_later_operation_needs_its_pixels(name):
-    if name in {"iso", "shot"}:
+    if name in {"holes", "iso", "shot"}:
         pytest.skip("Albumentations carries these out when their pixels are needed in the worker")
     alone = pipeline(ALL[name])
     flushed = pipeline(ALL[name], A.Lambda(image=unchanged, p=1))

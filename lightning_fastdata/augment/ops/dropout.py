@@ -1,4 +1,4 @@
-"""Rectangles of a constant."""
+"""Rectangles of a constant, of a random colour, or of noise."""
 
 # ruff: noqa: ARG001 - all operations share one signature
 
@@ -12,6 +12,7 @@ import torch
 from lightning_fastdata.augment import fusion
 from lightning_fastdata.augment.ops.border import as_channels_last, channels
 from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded
+from lightning_fastdata.augment.ops.splitmix import uniform
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -20,40 +21,82 @@ if TYPE_CHECKING:
 
 _GRAIN = 4
 """The number of rectangles is rounded up to a multiple of this, so that samples share launches."""
+_MOST_COLOURS = 64
+"""More holes, each with a colour, would take a pass over the images each."""
+_STREAM = 0x401E5
+"""Tells the random numbers of holes from those of noise."""
+
+
+def _padded(rows: np.ndarray) -> np.ndarray:
+    return np.pad(rows, ((0, max(_GRAIN, len(rows) + -len(rows) % _GRAIN) - len(rows)), (0, 0)))
+
+
+def _encode_random(
+    transform: Any, params: Mapping[str, Any], shape: Shape, dtype: np.dtype[Any]
+) -> dict[str, np.ndarray] | None:
+    """Return the colour of each hole, or the seed of the colours of all pixels."""
+    if dtype not in (np.uint8, np.float32):
+        return None
+    if transform.fill == "random":
+        return {"seed": np.array([int(params["seed"]), _STREAM], np.int64)}
+    if transform.fill != "random_uniform" or len(params["holes"]) > _MOST_COLOURS:
+        return None
+    from albumentations.augmentations.dropout.functional import generate_random_fill
+
+    generator, count = np.random.default_rng(params["seed"]), channels(shape)
+    colours = [generate_random_fill(dtype, (1, count), generator) for _ in params["holes"]]
+    rows = np.concatenate([np.zeros((0, count), dtype), *colours]).astype(np.float32)
+    return {"colours": _padded(rows)}
 
 
 def _encode(
     transform: Any, params: Mapping[str, Any], shape: Shape, dtype: np.dtype[Any]
 ) -> Encoded | None:
     fill, fill_mask = transform.fill, transform.fill_mask
-    if isinstance(fill, str) or isinstance(fill_mask, str):
-        return None
-    values = np.atleast_1d(np.array(fill, np.float64)).ravel()
-    if values.size not in (1, channels(shape)):
-        return None
-    holes = np.asarray(params["holes"], np.int32).reshape(-1, 4)
-    padded = np.zeros((max(_GRAIN, len(holes) + -len(holes) % _GRAIN), 4), np.int32)
-    padded[: len(holes)] = holes
-    arrays = {"holes": padded, "fill": values.astype(np.float32)}
+    if isinstance(fill, str):
+        random = _encode_random(transform, params, shape, dtype)
+        if random is None:
+            return None
+        arrays = random
+    else:
+        values = np.atleast_1d(np.array(fill, np.float64)).ravel()
+        if values.size not in (1, channels(shape)):
+            return None
+        arrays = {"fill": values.astype(np.float32)}
+    arrays["holes"] = _padded(np.asarray(params["holes"], np.int32).reshape(-1, 4))
     if fill_mask is not None:
         arrays["fill_mask"] = np.atleast_1d(np.array(fill_mask, np.float32)).ravel()
     return Encoded((), arrays)
+
+
+def _noise(images: torch.Tensor, seed: torch.Tensor) -> torch.Tensor:
+    """Return values over the whole range, as evenly as Albumentations draws them, in float32."""
+    numbers = uniform(seed, images[0].numel()).view(images.shape)
+    return (numbers * 256).floor() if images.dtype == torch.uint8 else numbers
 
 
 def _fill(name: str) -> Any:
     def run(
         batch: torch.Tensor, static: Mapping[str, Any], arrays: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
-        if name not in arrays:
+        random = name == "fill" and name not in arrays
+        if name not in arrays and not random:
             return batch
         images = as_channels_last(batch)
         left, top, right, bottom = arrays["holes"].unsqueeze(-1).unbind(2)
         y = torch.arange(images.shape[1], device=batch.device)
         x = torch.arange(images.shape[2], device=batch.device)
-        rows = ((y >= top) & (y < bottom)).float()
-        columns = ((x >= left) & (x < right)).float()
+        inside = (y >= top) & (y < bottom), (x >= left) & (x < right)
+        if "colours" in arrays and random:
+            # The last of the holes that cover a pixel has its colour.
+            for hole, colour in enumerate(arrays["colours"].to(batch.dtype).unbind(1)):
+                covered = inside[0][:, hole, :, None] & inside[1][:, hole, None, :]
+                images = torch.where(covered.unsqueeze(-1), colour[:, None, None], images)
+            return images.view(batch.shape)
+        rows, columns = inside[0].float(), inside[1].float()
         covered = torch.bmm(rows.mT, columns) > 0
-        fill = arrays[name].to(batch.dtype)[:, None, None, :]
+        fill = _noise(images, arrays["seed"]) if random else arrays[name][:, None, None, :]
+        fill = fill.to(batch.dtype)
         return torch.where(covered.unsqueeze(-1), fill, images).view(batch.shape)
 
     return run
@@ -65,6 +108,7 @@ OPS = tuple(
         encode=_encode,
         image=_fill("fill"),
         mask=_fill("fill_mask"),
+        draws_pixels=lambda transform: transform.fill == "random",
         fused=fusion.holes,
     )
     for name in (
@@ -76,4 +120,4 @@ OPS = tuple(
         "XYMasking",
     )
 )
-"""Exact."""
+"""Exact, but for noise, which the device draws."""
