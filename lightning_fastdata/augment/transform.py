@@ -12,6 +12,7 @@ from lightning_fastdata.augment.contract import StageTransform
 from lightning_fastdata.augment.crop import CropOnDevice, crop_on_device
 from lightning_fastdata.augment.fields import (
     Fields,
+    describe,
     find_fields,
     get_field,
     to_hwc,
