@@ -9,7 +9,7 @@ without values; they run as always.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,7 +27,7 @@ from lightning_fastdata.augment.deferred import (
 from lightning_fastdata.augment.fields import describe
 from lightning_fastdata.augment.plan import Plan, analyse, redrawn
 from lightning_fastdata.augment.program import Draws, compile_tapes
-from lightning_fastdata.augment.replay_torch import replay
+from lightning_fastdata.augment.replay_torch import replay_image
 from lightning_fastdata.augment.seeds import find_composes
 from lightning_fastdata.augment.self_check import refusal
 from lightning_fastdata.augment.tape import Recorder, Track
@@ -36,11 +36,11 @@ from lightning_fastdata.augment.worker import device_ops
 from lightning_fastdata.errors import BatchError
 
 if TYPE_CHECKING:
+    from lightning_fastdata.augment.ops.operation import DeviceOp
     from lightning_fastdata.augment.switching import PlaceSwitch
     from lightning_fastdata.types import Batch
 
 _PIXELS = "pixels"
-_HOOKED = ("apply_with_params", "get_params_dependent_on_data")
 
 
 class PipelinePlace(NamedTuple):
@@ -54,14 +54,20 @@ class PipelinePlace(NamedTuple):
     """Why none of it is left to the device; None if some of it is."""
 
 
-def place_pipelines(dataset: object) -> tuple[PipelinePlace, ...]:
-    """Return the pipelines that a dataset holds, and which of them can be left to the device."""
-    return tuple(_place(compose) for compose in find_composes(dataset))
+def place_pipelines(
+    dataset: object, registered: Mapping[str, DeviceOp] | None = None
+) -> tuple[PipelinePlace, ...]:
+    """Return the pipelines that a dataset holds, and which of them can be left to the device.
 
-
-def _place(compose: Any) -> PipelinePlace:
-    plan = analyse(compose, device_ops(), refusal=refusal())
-    return PipelinePlace(compose, plan, _why_not(compose, plan))
+    Args:
+        dataset: The dataset.
+        registered: Device forms of classes that are not Albumentations' own.
+    """
+    places = []
+    for compose in find_composes(dataset):
+        plan = analyse(compose, device_ops(None, registered), refusal=refusal())
+        places.append(PipelinePlace(compose, plan, _why_not(compose, plan)))
+    return tuple(places)
 
 
 def _why_not(compose: Any, plan: Plan) -> str | None:
@@ -87,20 +93,28 @@ def redrawn_of(places: Sequence[PipelinePlace]) -> tuple[str, ...]:
 class DatasetDraws:
     """What a batch still has to go through on the device; pinned and moved with the batch."""
 
-    __slots__ = ("parts",)
+    __slots__ = ("parts", "registered")
 
-    def __init__(self, parts: Sequence[tuple[Path, tuple[int, ...], Draws]]) -> None:
+    def __init__(
+        self,
+        parts: Sequence[tuple[Path, tuple[int, ...], Draws]],
+        registered: Mapping[str, DeviceOp] | None = None,
+    ) -> None:
         self.parts = tuple(parts)
         """For each field: where it is, the lengths of its dimensions in front of the image's, and
         what was drawn for the images in order."""
+        self.registered = registered
+        """Device forms of classes that are not Albumentations' own."""
 
     def pin_memory(self, device: str | None = None) -> DatasetDraws:
         """Return the same draws in page-locked memory."""
-        return DatasetDraws([(p, s, draws.pin_memory(device)) for p, s, draws in self.parts])
+        parts = [(path, stacked, draws.pin_memory(device)) for path, stacked, draws in self.parts]
+        return DatasetDraws(parts, self.registered)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> DatasetDraws:
         """Return the same draws on a device."""
-        return DatasetDraws([(p, s, d.to(device, non_blocking)) for p, s, d in self.parts])
+        parts = [(path, stacked, d.to(device, non_blocking)) for path, stacked, d in self.parts]
+        return DatasetDraws(parts, self.registered)
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the tensors that were moved."""
@@ -113,6 +127,7 @@ class DatasetDraws:
             BatchError: A hook has changed a field that waits, or its place.
         """
         waiting = {path: (stacked, draws) for path, stacked, draws in self.parts}
+        ops = device_ops(None, self.registered)
 
         def finished(path: Path, leaf: Any) -> Any:
             if path not in waiting:
@@ -124,7 +139,7 @@ class DatasetDraws:
                     f"wait for the dataset's pipeline on the device, but is {describe(leaf)}. "
                     "Change batches in on_after_batch_transfer, or set augment_on='cpu'."
                 )
-            value = _carry_out(leaf, draws)
+            value = replay_image(draws.programs[_PIXELS], draws.blob, leaf, ops)
             return value if len(stacked) == 1 else value.view(*stacked, *value.shape[1:])
 
         with plain_tensors():
@@ -138,26 +153,25 @@ class DatasetDraws:
         return done
 
 
-def _carry_out(pixels: torch.Tensor, draws: Draws) -> torch.Tensor:
-    program = draws.programs[_PIXELS]
-    if program.role == "image" and pixels.ndim == 3:
-        pixels = pixels.unsqueeze(-1)
-    return replay(program, draws.blob, pixels, device_ops())
-
-
 class DatasetRecording:
     """What surrounds the reading of a dataset in the process that reads it; picklable.
 
     Args:
         switch: Says for each epoch whether anything is left to the device. None: always.
+        registered: Device forms of classes that are not Albumentations' own.
     """
 
-    def __init__(self, switch: PlaceSwitch | None = None) -> None:
+    def __init__(
+        self,
+        switch: PlaceSwitch | None = None,
+        registered: Mapping[str, DeviceOp] | None = None,
+    ) -> None:
         self.switch = switch
+        self._registered = registered
         self._recorders: list[_PipelineRecorder] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"switch": self.switch, "_recorders": None}
+        return {**vars(self), "_recorders": None}
 
     @contextmanager
     def reading(self, dataset: object, epoch: int = 0) -> Iterator[None]:
@@ -167,8 +181,8 @@ class DatasetRecording:
             return
         if self._recorders is None:
             self._recorders = [
-                _PipelineRecorder(place.compose, place.plan)
-                for place in place_pipelines(dataset)
+                _PipelineRecorder(place.compose, place.plan, self._ops)
+                for place in place_pipelines(dataset, self._registered)
                 if place.why_not is None
             ]
         for recorder in self._recorders:
@@ -200,11 +214,15 @@ class DatasetRecording:
             if leaf.is_computed or not leaf.stacked:
                 return leaf.computed()
             tapes = [{_PIXELS: waiting.track} for waiting in leaf.waiting]
-            parts.append((path, leaf.stacked, compile_tapes(tapes, device_ops())))
+            parts.append((path, leaf.stacked, compile_tapes(tapes, self._ops)))
             return collate([_own(waiting.pixels) for waiting in leaf.waiting])
 
         batch = replace_leaves(batch, taken)
-        return batch, DatasetDraws(parts) if parts else None
+        return batch, DatasetDraws(parts, self._registered) if parts else None
+
+    @property
+    def _ops(self) -> Mapping[str, DeviceOp]:
+        return device_ops(None, self._registered)
 
 
 def _own(pixels: Any) -> torch.Tensor:
@@ -215,16 +233,16 @@ def _own(pixels: Any) -> torch.Tensor:
 class _PipelineRecorder(Recorder):
     """Records one pipeline where the dataset calls it."""
 
-    def __init__(self, compose: Any, plan: Plan) -> None:
+    def __init__(self, compose: Any, plan: Plan, ops: Mapping[str, DeviceOp]) -> None:
         leaves = [leaf.transform for leaf in list_leaves(compose)]
-        before = [{name: vars(leaf).get(name) for name in _HOOKED} for leaf in leaves]
-        super().__init__(compose, plan, device_ops(), copied=False)
+        before = [dict(vars(leaf)) for leaf in leaves]
+        super().__init__(compose, plan, ops, copied=False)
         hooks: list[tuple[Any, str, Any, Any]] = []
         for leaf, old in zip(leaves, before, strict=True):
             hooks += [
-                (leaf, name, vars(leaf)[name], old[name])
-                for name in _HOOKED
-                if vars(leaf).get(name) is not old[name]
+                (leaf, name, hook, old.get(name))
+                for name, hook in vars(leaf).items()
+                if hook is not old.get(name)
             ]
         for name, hook in (("preprocess", self._begin), ("postprocess", self._end)):
             old_one = vars(compose).get(name)

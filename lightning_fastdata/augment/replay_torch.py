@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded, Run
+    from lightning_fastdata.augment.ops.output import OutputForm
     from lightning_fastdata.augment.program import Draws, Program, ProgramStep
     from lightning_fastdata.types import Batch
 
@@ -83,7 +84,13 @@ def replay(
     return current
 
 
-def replay_batch(batch: Batch, draws: Draws, fields: Fields, ops: Mapping[str, DeviceOp]) -> Batch:
+def replay_batch(
+    batch: Batch,
+    draws: Draws,
+    fields: Fields,
+    ops: Mapping[str, DeviceOp],
+    form: OutputForm | None = None,
+) -> Batch:
     """Return a batch as the workers left it with the programs of its images and masks carried out.
 
     Args:
@@ -91,6 +98,7 @@ def replay_batch(batch: Batch, draws: Draws, fields: Fields, ops: Mapping[str, D
         draws: what was drawn for it, on its device.
         fields: where its image and mask are.
         ops: device forms by name.
+        form: of the images that come out; None: as the pipeline makes them.
 
     Raises:
         BatchError: a field is missing, or has another number of samples than was drawn.
@@ -108,16 +116,31 @@ def replay_batch(batch: Batch, draws: Draws, fields: Fields, ops: Mapping[str, D
                 f"as many as were drawn for, but is {describe(value)}. A collate_fn must "
                 "stack the images of a batch in order, and keep them at their place."
             )
-        values[location] = replay_image(program, draws.blob, value, ops)
+        values[location] = replay_image(program, draws.blob, value, ops, form)
     return put_fields(batch, values)
 
 
 def replay_image(
-    program: Program, blob: torch.Tensor, batch: torch.Tensor, ops: Mapping[str, DeviceOp]
+    program: Program,
+    blob: torch.Tensor,
+    batch: torch.Tensor,
+    ops: Mapping[str, DeviceOp],
+    form: OutputForm | None = None,
 ) -> torch.Tensor:
-    """Do as :func:`replay`, and take images ``[n, H, W]`` for images of one channel."""
+    """Do as :func:`replay`, and take images ``[n, H, W]`` for images of one channel.
+
+    Images come out in ``form``; masks as their pipeline makes them.
+    """
     add_channel = program.role == "image" and batch.ndim == 3
-    value = replay(program, blob, batch.unsqueeze(-1) if add_channel else batch, ops)
+    form = form if program.role == "image" else None
+    value = replay(
+        program,
+        blob,
+        batch.unsqueeze(-1) if add_channel else batch,
+        ops,
+        out_dtype=None if form is None else form.dtype,
+        channels_last=form is not None and form.channels_last,
+    )
     tensor_form = any(step.name == "ToTensorV2" for step in program.steps)
     drop = add_channel and not tensor_form and value.shape[-1] == 1
     return value.squeeze(-1) if drop else value

@@ -275,7 +275,7 @@ class BatchTransform:
         """
         with plain_tensors():
             if draws is not None:
-                batch = replay_batch(batch, draws, self._fields, self.ops)
+                batch = replay_batch(batch, draws, self._fields, self.ops, self.form)
             return convert_images(batch, self._fields, self._roles, self.form)
 
     def apply_unprepared(self, batch: Batch, key: SampleKey) -> Batch:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
@@ -17,6 +17,8 @@ from lightning_fastdata.augment.dataset_pipelines import (
     redrawn_of,
 )
 from lightning_fastdata.augment.deferred import Path, replace_leaves, spelled
+from lightning_fastdata.augment.registry import registered_forms
+from lightning_fastdata.augment.seeds import find_composes
 from lightning_fastdata.epochs import EpochCell
 from lightning_fastdata.loading.collate import RecordedCollate, collate_samples
 from lightning_fastdata.loading.draws import DrawWatch
@@ -25,6 +27,8 @@ from lightning_fastdata.loading.order import dataset_length
 from lightning_fastdata.loading.probe import shallow_copy, spread_indices
 
 if TYPE_CHECKING:
+    from lightning_fastdata.augment.ops.operation import DeviceOp
+    from lightning_fastdata.augment.switching import PlaceSwitch
     from lightning_fastdata.types import Batch
 
 IN_WORKERS: Final = "all of it in the workers, by Albumentations itself"
@@ -39,10 +43,16 @@ class Trial(NamedTuple):
 
     places: tuple[PipelinePlace, ...]
     """The dataset's pipelines."""
+    registered: Mapping[str, DeviceOp]
+    """Device forms of their classes that are not Albumentations' own."""
     fields: tuple[str, ...]
     """Fields of a batch that the device would compute; none: the workers do it all."""
     why: str
     """The reason."""
+
+    def recording(self, switch: PlaceSwitch | None = None) -> DatasetRecording:
+        """Return what has the dataset's pipelines recorded; with a switch, in some epochs."""
+        return DatasetRecording(switch, self.registered)
 
     @property
     def defers(self) -> bool:
@@ -71,17 +81,22 @@ def try_recording(
     Returns:
         The trial; None if the dataset holds no pipeline.
     """
-    places = place_pipelines(dataset)
+    registered = registered_forms(*find_composes(dataset))
+    places = place_pipelines(dataset, registered)
     if not places:
         return None
+
+    def refused(why: str) -> Trial:
+        return Trial(places, registered, (), why)
+
     reasons = [place.why_not for place in places if place.why_not is not None]
     if len(reasons) == len(places):
-        return Trial(places, (), reasons[0])
+        return refused(reasons[0])
     if isinstance(dataset, IterableDataset):
-        return Trial(places, (), "a stream, of which no sample can be tried without losing it")
+        return refused("a stream, of which no sample can be tried without losing it")
     length = dataset_length(dataset)
     indices = spread_indices(length or 1, min(length or 1, _SAMPLES))
-    recording = DatasetRecording()
+    recording = DatasetRecording(registered=registered)
     collate = collate_fn or collate_samples
     stage = RecordedCollate(collate, recording, "train")
     watch = DrawWatch()
@@ -91,22 +106,20 @@ def try_recording(
         staged = stage(_read(dataset, indices, seed, recording))
         draws = staged.draws
         if not isinstance(draws, DatasetDraws):
-            return Trial(places, (), "the dataset, or the collation, works on what it returns")
+            return refused("the dataset, or the collation, works on what it returns")
         fields = tuple(spelled(path) for path, _, _ in draws.parts)
         exact = not redrawn_of(places)
         difference = _difference(
             plain, draws.apply(staged.batch), {p for p, *_ in draws.parts}, exact
         )
     except Exception as error:  # whatever the code around the pipeline raises
-        why = f"tried out, it ended in {type(error).__name__}: {error}"
-        return Trial(places, (), why)
+        return refused(f"tried out, it ended in {type(error).__name__}: {error}")
     finally:
         watch.restore()
     if difference is not None:
-        return Trial(places, (), f"tried out, {difference}")
-    return Trial(
-        places, fields, f"on the device: {', '.join(fields)}; {len(indices)} samples tried"
-    )
+        return refused(f"tried out, {difference}")
+    why = f"on the device: {', '.join(fields)}; {len(indices)} samples tried"
+    return Trial(places, registered, fields, why)
 
 
 def _read(

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
-from lightning_fastdata.augment.dataset_pipelines import DatasetRecording
 from lightning_fastdata.augment.placement import (
     MOST_CHANGES,
     Choice,
@@ -318,9 +317,7 @@ def _taken(
     switch: PlaceSwitch | None = None,
 ) -> dict[str, Any]:
     """Return what a loader takes for pixels on the device; with a switch, in some epochs."""
-    recording = None
-    if own is not None and on_device:
-        recording = DatasetRecording(switch)
+    recording = own.recording(switch) if own is not None and on_device else None
     if transform is not None and switch is not None:
         transform = SwitchedTransform(transform, switch)
     return {

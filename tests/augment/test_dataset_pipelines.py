@@ -13,11 +13,13 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
+from augment.own_transforms import Steps
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, default_collate
 
 from lightning_fastdata import FastDataModule
 from lightning_fastdata.augment.dataset_pipelines import DatasetRecording, place_pipelines
 from lightning_fastdata.augment.deferred import DeferredTensor
+from lightning_fastdata.augment.registry import register
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.loading.pipeline_trial import try_recording
 from lightning_fastdata.plugin.staging import finish
@@ -101,7 +103,7 @@ FORMS = {
 def batches(dataset, *, recorded, **options):
     options = {"batch_size": 4, "seed": 5, **options}
     if recorded:
-        options |= {"staged": "train", "recording": DatasetRecording()}
+        options = {"staged": "train", "recording": DatasetRecording(), **options}
     loader = FastDataLoader(dataset, **options)
     return list(loader)
 
@@ -461,3 +463,23 @@ def test_a_hook_that_loses_a_waiting_field_is_told_so():
         staged.draws.apply({"other": staged.batch["pixel_values"]})
     with pytest.raises(Exception, match="should be a tensor of 4 images"):
         staged.draws.apply({"pixel_values": staged.batch["pixel_values"][:2], "label": 0})
+
+
+def test_forms_of_the_user_s_own_classes_run_on_the_device_too():
+    compose = A.Compose([A.RandomCrop(32, 32), Steps(p=0.5), A.Normalize(), A.ToTensorV2()])
+    unknown = place_pipelines(Photos(compose))[0].plan.placements[1].where
+    remove = register(Steps, table=True)
+    try:
+        trial = try_recording(Photos(compose), seed=0, collate_fn=None)
+        assert (unknown, trial.places[0].plan.placements[1].where) == ("worker", "device")
+        for workers, context in ((0, None), (2, "spawn")):
+            staged = batches(
+                Photos(compose),
+                recorded=True,
+                recording=trial.recording(),
+                num_workers=workers,
+                multiprocessing_context=context,
+            )
+            assert_same(batches(Photos(compose), recorded=False), finished(staged))
+    finally:
+        remove()
