@@ -38,6 +38,7 @@ from torchvision.transforms import v2
 from turns import arguments, in_turn, ratio, spread, write
 
 from lightning_fastdata.augment.transform import as_batch_transform
+from lightning_fastdata.host.allocator import keep_freed_memory
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.photos import PHOTOGRAPHS, Cut, cut_photographs, open_photograph
 from lightning_fastdata.types import SampleKey
@@ -209,6 +210,7 @@ def main() -> None:
     skipped = set(options.skip.split(","))
     torch.set_num_threads(1)
     cv2.setNumThreads(0)
+    keep_freed_memory()  # as in the loader's workers
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -25,6 +25,7 @@ import torch.utils.data._utils.worker as torch_worker
 from torch.utils.data import default_collate
 
 from lightning_fastdata.epochs import keep_own_epochs
+from lightning_fastdata.host.allocator import keep_freed_memory
 from lightning_fastdata.loading.collate import collate_privately, in_own_side_process
 from lightning_fastdata.loading.executors.fetch import write_image_of
 from lightning_fastdata.loading.executors.queue import parse_packet, read_packet
@@ -92,6 +93,7 @@ def side_main(
         id=number, num_workers=processes, seed=seed, dataset=plan.dataset
     )
     in_own_side_process()
+    keep_freed_memory()
     keep_own_epochs()
     if plan.collate_fn is default_collate:
         plan = replace(plan, collate_fn=collate_privately)
