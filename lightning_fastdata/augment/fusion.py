@@ -231,7 +231,7 @@ def nothing(encoded: Encoded, offsets: Mapping[str, int]) -> list[Instruction]:
 def warp_mask(encoded: Encoded, offsets: Mapping[str, int]) -> list[Instruction] | None:
     """Return the reading of a mask through a warp at the nearest pixels, or None."""
     static = dict(encoded.static)
-    if static["mask_interpolation"] != _NEAREST:
+    if static["mask_interpolation"] != _NEAREST or static["cells"]:
         return None
     how = static["border"] + _WARPED_NEAREST + _PROJECTIVE * static["projective"]
     return [(WARP, offsets["inverse"], how, offsets["fill_mask"])]

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import torch
 
 from lightning_fastdata.augment.fusion import CHANNELS
+from lightning_fastdata.augment.ops.warp import STILL_ON_CELLS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -80,6 +81,8 @@ def takes(run: FusedRun, batch: torch.Tensor) -> bool:
     """
     if not (is_fusible(batch) if run.role == "image" else is_movable(batch)):
         return False
+    if run.role == "mask" and run.geometry == "warp" and batch.dtype in STILL_ON_CELLS:
+        return False  # the kernel reads at the nearest pixel as OpenCV 5 does of other dtypes
     before = batch.shape[1], batch.shape[2]
     height, width = after = run.size or before
     return (not run.keeps_size or after == before) and (not run.square or height == width)

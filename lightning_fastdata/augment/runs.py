@@ -238,7 +238,10 @@ class _OpenRun:
     def _take_late_holes(self, step: Step) -> bool:
         if self.channels_first or step.fused is not holes:
             return False
-        for row, _, made in _instructions(step, holes):
+        found = list(_instructions(step, holes))
+        if any(made is None for _, _, made in found):
+            return False
+        for row, _, made in found:
             self.code[row] += [(LATE_HOLES, *one[1:]) for one in made or []]
         return True
 

@@ -20,6 +20,7 @@ from lightning_fastdata.augment.ops.cells import (
     sample_cells,
 )
 from lightning_fastdata.augment.ops.resample import CUBIC, LINEAR, NEAREST
+from lightning_fastdata.augment.replay_triton import takes
 from lightning_fastdata.augment.transform import as_batch_transform
 
 HEIGHT, WIDTH = 7, 9
@@ -166,3 +167,27 @@ def test_cubic_warps_are_in_no_run_of_a_kernel_and_joined_with_nothing():
         apart = np.abs(images["exact"][index].numpy().astype(int) - want["image"])
         assert apart.max() <= 2
         assert (apart > 0).mean() < 1e-3
+
+
+def test_a_kernel_takes_warps_of_masks_only_where_opencv_reads_as_it_does():
+    transform = as_batch_transform(A.Compose([A.Affine(rotate=(10, 30), p=1)]))
+    part = transform.in_worker(on_device=True)
+    items = [{"image": one, "mask": one[..., 0].copy()} for one in photographs(48, 48)]
+    tapes = [part(one, key)[1] for one, key in zip(items, keys(3), strict=True)]
+    runs = part.collate(tapes).programs["mask"].runs
+    assert bool(runs) == (opencv_major() >= 5)
+    for run in runs:
+        assert takes(run, torch.zeros(3, 48, 48, dtype=torch.uint8))
+        assert not takes(run, torch.zeros(3, 48, 48, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("fill", ["random", "random_uniform"])
+def test_holes_of_random_colours_are_in_no_run_of_a_kernel(fill):
+    holes = A.CoarseDropout(fill=fill, p=1)
+    for transforms in ([A.InvertImg(p=1), holes], [A.InvertImg(p=1), A.Normalize(), holes]):
+        part = as_batch_transform(A.Compose(transforms)).in_worker(on_device=True)
+        items = [{"image": one} for one in photographs(48, 48)]
+        tapes = [part(one, key)[1] for one, key in zip(items, keys(3), strict=True)]
+        program = part.collate(tapes).programs["image"]
+        assert program.steps[-1].name == "CoarseDropout"
+        assert all(run.last < len(program.steps) - 1 for run in program.runs)

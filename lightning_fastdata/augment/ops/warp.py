@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 WARPED: Final = frozenset({NEAREST, LINEAR, CUBIC})
 """Interpolations that warps and distortions have a device form for."""
-_STILL_ON_CELLS: Final = (torch.int16, torch.int32, torch.int64)
+STILL_ON_CELLS: Final = (torch.int16, torch.int32, torch.int64)
 """Of these, OpenCV 5 makes warps as OpenCV 4 does."""
 FAR: Final = 1 << 20
 """No image is this wide: positions are limited to it before they become integers."""
@@ -185,7 +185,7 @@ def _warp(setting: str, fill_name: str) -> Any:
         images = as_channels_last(batch)
         fill = fill_like(images, arrays, fill_name)
         size, projective, kind = static["size"], static["projective"], static[setting]
-        if static["cells"] or images.dtype in _STILL_ON_CELLS:
+        if static["cells"] or images.dtype in STILL_ON_CELLS:
             places = cells_of_matrix(
                 arrays["exact"], size, projective=projective, nearest=kind == NEAREST
             )
