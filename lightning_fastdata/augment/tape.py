@@ -160,7 +160,7 @@ class Recorder:
             transform.apply_with_params = functools.partial(
                 self._record, original, transform, index, op
             )
-        if not is_albumentations(transform):
+        if self._plan.sees_pixels[index] and not is_albumentations(transform):
             transform.update_transform_params = functools.partial(
                 self._draw_on_pixels, transform.update_transform_params
             )
