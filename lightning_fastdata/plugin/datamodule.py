@@ -6,46 +6,33 @@ neither, and :mod:`lightning_fastdata.plugin.bindings` joins it to one of them.
 
 from __future__ import annotations
 
-import os
-import warnings
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, get_args
 
 from lightning_fastdata.batch_size import GuardPolicy
-from lightning_fastdata.errors import DatasetError, FastDataWarning, OptionsError
+from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.loading.names import refuses_unknown_names
-from lightning_fastdata.loading.options import LoaderOptions, LoaderPlan
+from lightning_fastdata.loading.options import LoaderOptions
 from lightning_fastdata.loading.streams import DeviceStreams, device_streams
 from lightning_fastdata.plugin.arguments import check_choice, checked_batch_size
-from lightning_fastdata.plugin.datasets import Constant, in_form_of, is_missing, named
+from lightning_fastdata.plugin.datasets import Constant, in_form_of, named
 from lightning_fastdata.plugin.guard_callback import attach_guard, first_rows, guard_rows
 from lightning_fastdata.plugin.hooks import HOOKS, overridden_hook, silence_shared_hook_warning
-from lightning_fastdata.plugin.loaders import build_loader, checked_sample, plan_for, some_samples
-from lightning_fastdata.plugin.own_pipelines import OwnPipelines
+from lightning_fastdata.plugin.module_loaders import DATASET_METHOD, ModuleLoaders
 from lightning_fastdata.plugin.pictures import ImageForm
+from lightning_fastdata.plugin.pipelines import Pipelines
 from lightning_fastdata.plugin.placing import AugmentOn, Placing
 from lightning_fastdata.plugin.prefetching import Prefetching, PrefetchName
-from lightning_fastdata.plugin.sharing import settle_sharing, sharing_ranks, silence_padding_warning
 from lightning_fastdata.plugin.stage_transforms import StageTransforms
 from lightning_fastdata.plugin.staging import inside
-from lightning_fastdata.plugin.trainer_facts import (
-    device_type,
-    first_epoch,
-    running_stage,
-    training_epoch,
-)
 from lightning_fastdata.types import STAGES, Stage
 
 if TYPE_CHECKING:
     import torch
     from torch.utils.data import Dataset
 
-    from lightning_fastdata.augment.contract import StageTransform
-    from lightning_fastdata.loading.pipeline_trial import Trial
     from lightning_fastdata.types import Batch
-
-_DATASET_METHOD = {stage: f"{stage}_dataset" for stage in STAGES}
 
 
 @refuses_unknown_names
@@ -112,18 +99,26 @@ class DataModuleHooks:
             )
         self.batch_size = checked_batch_size(batch_size)
         self.options = options if options is not None else LoaderOptions()
-        self.placing = Placing(augment_on)
         self.guard: GuardPolicy = guard
         self.collate_fn = collate_fn
         self.drop_last = drop_last
         self.seed = seed
         self._transforms = StageTransforms(augment, image=image, mask=mask)
-        self._own_pipelines = OwnPipelines()
         self._prefetching = Prefetching(prefetch)
-        self._plans: dict[str, LoaderPlan] = {}
+        pipelines = Pipelines(self._transforms, augment_on)
+        self._loaders = ModuleLoaders(self._transforms, pipelines, self._prefetching)
         self.notes: list[str] = []
 
     _guard_callback: type | None = None
+
+    @property
+    def placing(self) -> Placing:
+        """Where the pixels of pipelines are computed, and why."""
+        return self._loaders.pipelines.placing
+
+    @placing.setter
+    def placing(self, placing: Placing) -> None:
+        self._loaders.pipelines.placing = placing
 
     @property
     def augment_on(self) -> AugmentOn:
@@ -148,7 +143,7 @@ class DataModuleHooks:
         # Attaching is the one moment that no subclass overrides.
         if self.guard != "off" and self._guard_callback is not None:
             attach_guard(trainer, self._guard_callback)
-        written = self._written_hooks()
+        written = self.written_hooks()
         for name in HOOKS:
             # A subclass's own hook may leave out super(), and then the warning is right.
             if name not in written and overridden_hook(self._module(), name) is not None:
@@ -198,7 +193,7 @@ class DataModuleHooks:
         given = (train_dataset, val_dataset, test_dataset, predict_dataset)
         for stage, dataset in zip(STAGES, given, strict=True):
             if dataset is not None:
-                setattr(module, _DATASET_METHOD[stage], Constant(dataset))
+                setattr(module, DATASET_METHOD[stage], Constant(dataset))
         return module
 
     def register_transform(self, transform: Any, *, stage: Stage = "train") -> Callable[[], None]:
@@ -224,19 +219,19 @@ class DataModuleHooks:
 
     def train_dataloader(self) -> Any:
         """Return the loader of ``train_dataset()``; Lightning calls it."""
-        return self._loaders("train")
+        return self._loaders.of_stage(self, "train")
 
     def val_dataloader(self) -> Any:
         """Return the loader of ``val_dataset()``; Lightning calls it."""
-        return self._loaders("val")
+        return self._loaders.of_stage(self, "val")
 
     def test_dataloader(self) -> Any:
         """Return the loader of ``test_dataset()``; Lightning calls it."""
-        return self._loaders("test")
+        return self._loaders.of_stage(self, "test")
 
     def predict_dataloader(self) -> Any:
         """Return the loader of ``predict_dataset()``; Lightning calls it."""
-        return self._loaders("predict")
+        return self._loaders.of_stage(self, "predict")
 
     def make_loader(
         self, dataset: Dataset[Any], *, stage: Stage, name: str | None = None, **overrides: Any
@@ -257,46 +252,7 @@ class DataModuleHooks:
             DatasetError: The dataset is empty, or its first sample cannot be read.
             BatchError: A transform for images was registered and the samples hold none.
         """
-        name = name if name is not None else self._name_of(stage)
-        sample = checked_sample(
-            dataset, name, self._transforms[stage], read=self._trainer is not None
-        )
-        part, own = self._pipelines(dataset, stage, name, sample)
-        plan = self._plan(dataset, stage=stage, sample=sample, recorded=own is not None)
-        for limit in plan.limits:
-            warnings.warn(f"{name}: {limit}", FastDataWarning, stacklevel=2)
-        self._plans[name] = plan
-        self._prefetching.decide(self, self._trainer, self._written_hooks())
-        settings: dict[str, Any] = {
-            "batch_size": self.batch_size,
-            "collate_fn": self.collate_fn,
-            "drop_last": self.drop_last and stage == "train",
-            "seed": self._seed(),
-            "epoch": self._train_epoch if stage == "train" else first_epoch,
-            "ahead": self._prefetching.look_ahead(self._trainer, stage, self._transforms),
-        }
-        settings |= self.placing.settings(
-            self._transforms,
-            part,
-            own,
-            stage=stage,
-            dataset=dataset,
-            settings=settings,
-            workers=plan.num_workers,
-            name=name,
-            trainer=self._trainer,
-        )
-        loader = build_loader(
-            dataset,
-            stage=stage,
-            plan=plan,
-            settings=settings,
-            overrides=overrides,
-            ranks=sharing_ranks(self._trainer),
-        )
-        self.placing.opened(stage, loader)
-        settle_sharing(loader, name, stage, self._trainer)
-        return loader
+        return self._loaders.make(self, dataset, stage, name, overrides)
 
     def batch_for_guard(self, rows: int) -> Batch:
         """Return a training batch with that many rows, for the batch-size guard."""
@@ -312,70 +268,11 @@ class DataModuleHooks:
 
         Loaders that were not built yet are planned for, which calls the dataset methods.
         """
-        for stage in STAGES:
-            for name, dataset in self._named_datasets(stage)[1]:
-                if name not in self._plans:
-                    self._plans[name] = self._plan(dataset, stage=stage, sample=None)
-        parts = [f"{name}\n{plan.explain()}" for name, plan in self._plans.items()]
-        parts += self._transforms.explain(lambda s: self.placing.where(s, self._trainer))
-        parts += self._own_pipelines.explain(lambda s: self.placing.where(s, self._trainer))
-        return "\n\n".join([*parts, self._prefetching.explain()])
-
-    def _loaders(self, stage: Stage) -> Any:
-        datasets, by_name = self._named_datasets(stage)
-        if is_missing(datasets):
-            if stage == "val" and running_stage(self._trainer) in (None, "train"):
-                return []
-            raise DatasetError(
-                f"{type(self).__name__} has no {stage} dataset: "
-                f"{_DATASET_METHOD[stage]}() returned {datasets!r}. Override it to return a "
-                "dataset."
-            )
-        loaders = [self.make_loader(d, stage=stage, name=name) for name, d in by_name]
-        silence_padding_warning(loaders, stage, self._trainer)
-        return in_form_of(datasets, loaders)
-
-    def _named_datasets(self, stage: Stage) -> tuple[Any, list[tuple[str, Any]]]:
-        datasets = getattr(self, _DATASET_METHOD[stage])()
-        return datasets, named(datasets, self._name_of(stage))
-
-    def _name_of(self, stage: Stage) -> str:
-        return f"{type(self).__name__}.{_DATASET_METHOD[stage]}()"
-
-    def _pipelines(
-        self, dataset: Dataset[Any], stage: Stage, name: str, sample: Any
-    ) -> tuple[StageTransform | None, Trial | None]:
-        """Return what starts in the workers, or a trial of the dataset's own pipelines."""
-        if not self.placing.may_use_device(stage, self._trainer):
-            return self._transforms.worker_part(stage), None
-        part = self._transforms.worker_part_for(stage, some_samples(dataset, sample))
-        if part is not None:
-            return part, None
-        return None, self._own_pipelines.tried(
-            dataset, stage=stage, name=name, seed=self._seed(), collate_fn=self.collate_fn
-        )
-
-    def _plan(
-        self, dataset: Dataset[Any], *, stage: Stage, sample: Any, recorded: bool = False
-    ) -> LoaderPlan:
-        return plan_for(
-            dataset,
-            options=self.options,
-            stage=stage,
-            sample=sample,
-            batch_size=self.batch_size,
-            accelerator=device_type(self._trainer),
-            local_ranks=1 if self._trainer is None else self._trainer.num_devices,
-            collate_fn=self.collate_fn,
-            transformed=recorded or self._transforms.worker_part(stage) is not None,
-        )
+        return self._loaders.explain(self)
 
     def augments_on_device(self, stage: Stage) -> bool:
         """Return whether :meth:`on_after_batch_transfer` transforms the batches of a stage."""
-        may = self.placing.may_use_device(stage, self._trainer)
-        if may and self._own_pipelines.on_device(stage):
-            return True
-        return self._transforms.run_on_device(stage, pipeline=may)
+        return self._loaders.pipelines.run_on_device(stage, self._trainer)
 
     def repeats_of(self, stage: Stage) -> int:
         """Return how often each sample is in a batch that the steps of a stage get."""
@@ -384,12 +281,6 @@ class DataModuleHooks:
     def image_form(self, stage: Stage) -> ImageForm:
         """Return what is known of the images that the steps of a stage get."""
         return self._transforms.image_form(stage)
-
-    def _seed(self) -> int:
-        return self.seed if self.seed is not None else int(os.environ.get("PL_GLOBAL_SEED", "0"))
-
-    def _train_epoch(self) -> int:
-        return training_epoch(self._trainer)
 
     # -- Lightning's transfer hooks: the one place where batches are transformed -------------------
 
@@ -424,7 +315,8 @@ class DataModuleHooks:
         """Return the streams of a device on which ``prefetch`` moves batches; None: it has none."""
         return device_streams(device)
 
-    def _written_hooks(self) -> frozenset[str]:
+    def written_hooks(self) -> frozenset[str]:
+        """Return the transfer hooks that the class itself overrides."""
         cls = type(self)
         return frozenset(n for n in HOOKS if getattr(cls, n) is not getattr(DataModuleHooks, n))
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 import torch
 from torch.utils.data import IterableDataset
 
-from lightning_fastdata.augment.dataset_pipelines import redrawn_of
+from lightning_fastdata.augment.dataset_pipelines import DatasetRecording, redrawn_of
 from lightning_fastdata.augment.placement import PlaceCosts, SampleCosts
 from lightning_fastdata.augment.switching import leaves_to_device, redrawn_on_device
 from lightning_fastdata.epochs import EpochCell
@@ -59,7 +59,7 @@ class PlaceTask:
     transform: StageTransform | None
     """The pipeline; None: those that the dataset calls itself."""
     own: Trial | None = None
-    """Of the dataset's own pipelines."""
+    """Of the dataset's own pipelines, if they were tried."""
     stage: Stage
     """What the loader is for."""
     device: torch.device
@@ -211,10 +211,8 @@ def _measure_samples(task: PlaceTask, times: ProcessTimes, budget_s: float) -> _
 
 def _measure_own(task: PlaceTask, times: ProcessTimes, budget_s: float) -> _Measured | None:
     """Measure a dataset whose own pipelines run whole, and leave over what they can."""
-    if task.own is None:
-        return None
     indices = spread_indices(dataset_length(task.dataset) or 0, _MOST_SAMPLES)
-    recording = task.own.recording()
+    recording = DatasetRecording() if task.own is None else task.own.recording()
     datasets = {
         name: keyed(
             shallow_copy(task.dataset),

@@ -1,0 +1,144 @@
+"""The Albumentations pipelines of a data module: its own, and those that its datasets call."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from lightning_fastdata.loading.pipeline_trial import IN_WORKERS, Trial, try_recording
+from lightning_fastdata.plugin.loaders import some_samples
+from lightning_fastdata.plugin.placing import AugmentOn, Placing
+
+if TYPE_CHECKING:
+    from torch.utils.data import Dataset
+
+    from lightning_fastdata.augment.contract import StageTransform
+    from lightning_fastdata.plugin.stage_transforms import StageTransforms
+    from lightning_fastdata.types import Stage
+
+_LOG = logging.getLogger(__name__)
+
+
+class Found(NamedTuple):
+    """The pipeline that runs on a dataset; at most one of them."""
+
+    transform: StageTransform | None
+    """The data module's."""
+    own: Trial | None
+    """A trial of those that the dataset calls itself, if they leave something over."""
+
+
+class Pipelines:
+    """What runs where, of the pipelines of one data module.
+
+    Args:
+        transforms: What was registered for each stage.
+        augment_on: Where the user wants pixels to be computed.
+    """
+
+    def __init__(self, transforms: StageTransforms, augment_on: AugmentOn) -> None:
+        self.placing = Placing(augment_on)
+        self._transforms = transforms
+        self._trials: dict[tuple[Stage, str], Trial] = {}
+
+    def settings(
+        self,
+        dataset: Dataset[Any],
+        found: Found,
+        *,
+        stage: Stage,
+        settings: Mapping[str, Any],
+        workers: int,
+        name: str,
+        trainer: Any,
+    ) -> dict[str, Any]:
+        """Decide where pixels are computed, and return what a loader takes for it.
+
+        Args:
+            dataset: What the loader reads.
+            found: What :meth:`find` returned for it.
+            stage: What the loader is for.
+            settings: Its other settings.
+            workers: Its side processes.
+            name: How the user knows it.
+            trainer: The trainer; None: everything is left to the workers.
+        """
+        return self.placing.settings(
+            self._transforms,
+            found.transform,
+            found.own,
+            stage=stage,
+            dataset=dataset,
+            settings=settings,
+            workers=workers,
+            name=name,
+            trainer=trainer,
+        )
+
+    def find(
+        self,
+        dataset: Dataset[Any],
+        sample: Any,
+        *,
+        stage: Stage,
+        name: str,
+        seed: int,
+        collate_fn: Callable[[list[Any]], Any] | None,
+        trainer: Any,
+    ) -> Found:
+        """Return the pipeline that runs on a dataset: the data module's, else the dataset's own.
+
+        Args:
+            dataset: The dataset.
+            sample: Of it; None if none could be read.
+            stage: What its loader is for.
+            name: How the user knows it.
+            seed: Of the draws.
+            collate_fn: The user's.
+            trainer: The trainer, or None.
+        """
+        if not self.placing.may_use_device(stage, trainer):
+            return Found(self._transforms.worker_part(stage), None)
+        part = self._transforms.worker_part_for(stage, some_samples(dataset, sample))
+        if part is not None:
+            return Found(part, None)
+        return Found(
+            None, self._tried(dataset, stage=stage, name=name, seed=seed, collate_fn=collate_fn)
+        )
+
+    def _tried(
+        self,
+        dataset: Dataset[Any],
+        *,
+        stage: Stage,
+        name: str,
+        seed: int,
+        collate_fn: Callable[[list[Any]], Any] | None,
+    ) -> Trial | None:
+        """Try out a dataset; None if it has no pipelines, or none that leave something over."""
+        trial = try_recording(dataset, seed=seed, collate_fn=collate_fn)
+        if trial is None:
+            return None
+        if (stage, name) not in self._trials:
+            _LOG.info("%s: its own pipeline: %s", name, trial.explain().splitlines()[0])
+        self._trials[stage, name] = trial
+        return trial if trial.defers else None
+
+    def run_on_device(self, stage: Stage, trainer: Any) -> bool:
+        """Return whether anything of a stage runs on the device, as far as it is known."""
+        may = self.placing.may_use_device(stage, trainer)
+        if may and any(trial.defers for (of, _), trial in self._trials.items() if of == stage):
+            return True
+        return self._transforms.run_on_device(stage, pipeline=may)
+
+    def explain(self, trainer: Any) -> list[str]:
+        """Return where each operation of each pipeline runs, and why, as text."""
+        parts = self._transforms.explain(lambda stage: self.placing.where(stage, trainer))
+        for (stage, name), trial in self._trials.items():
+            place, why = self.placing.where(stage, trainer)
+            told = trial.explain()
+            if trial.defers:
+                told = f"{why}\n{told}" if place == "device" else f"{IN_WORKERS}: {why}"
+            parts.append(f"pipeline of {name}\n{told}")
+        return parts
