@@ -16,7 +16,7 @@ import torch
 from augment.own_transforms import Steps
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, default_collate
 
-from lightning_fastdata import FastDataModule
+from lightning_fastdata import DataThroughputCallback, FastDataModule
 from lightning_fastdata.augment.dataset_pipelines import DatasetRecording, place_pipelines
 from lightning_fastdata.augment.deferred import DeferredTensor
 from lightning_fastdata.augment.registry import register
@@ -383,7 +383,7 @@ class Watching(L.LightningModule):
         return torch.optim.SGD(self.parameters(), 0.0)
 
 
-def seen_by_training(augment_on, tmp_path, **options):
+def seen_by_training(augment_on, tmp_path, callbacks=(), **options):
     data = FastDataModule.from_datasets(
         Photos(form="mask"),
         Photos(A.Compose([A.CenterCrop(32, 32), A.Normalize(), A.ToTensorV2()]), form="mask"),
@@ -401,6 +401,7 @@ def seen_by_training(augment_on, tmp_path, **options):
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=tmp_path,
+        callbacks=list(callbacks),
     ).fit(module, datamodule=data)
     return module.seen, data
 
@@ -415,6 +416,14 @@ def test_a_training_sees_the_same_batches_wherever_the_dataset_s_pipeline_runs(t
     assert data.augments_on_device("train")
     assert data.augments_on_device("val")
     assert not cpu.augments_on_device("train")
+
+
+@pytest.mark.parametrize("augment_on", ["cpu", "gpu"])
+def test_what_the_device_computes_of_a_dataset_s_pipeline_is_measured(augment_on, tmp_path):
+    callback = DataThroughputCallback(summary=False, report=False)
+    seen_by_training(augment_on, tmp_path, [callback])
+    measured = callback.report.stages[0].augment
+    assert (measured is not None) == (augment_on == "gpu")
 
 
 def test_what_is_registered_runs_behind_the_dataset_s_own_pipeline(tmp_path):
