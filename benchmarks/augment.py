@@ -7,13 +7,14 @@ Three tables, each measured in turn, round by round, after a round that is not c
 * worker: time of one thread per image to read, augment and collate, with the whole pipeline in the
   worker ("whole"), and with only the draws there ("tape"). Once over JPEG files of about 480 x 375
   px, once over decoded images of 256 x 256 px in a memory map, which are cropped on the device.
-  CPU time of the thread.
+  CPU time of the thread. Each in a process of its own: "torch, whole" allocates as torch's workers
+  do, the others as ours, which keep what they free.
 * peers: images per second of one thread that augments 64 decoded images: Albumentations per sample,
   torchvision v2 per sample and per batch, Kornia eager and compiled, fuse-augmentations. They need
   not draw the same, nor in the same way: torchvision takes one draw for the whole batch.
   triton-augment needs a GPU: it is only named, and in gpu.py.
-* loader: images per second of a whole loader with 2 workers, when a device takes the pixels, here
-  by nobody: what the workers deliver at most.
+* loader: images per second of a whole loader with 2 workers, torch's or ours; and when a device
+  takes the pixels, here nobody: what the workers deliver at most.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import os
 
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 
+import multiprocessing
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -64,6 +66,11 @@ RECIPES = {
 RECIPES["kaggle, noise"] = [*RECIPES["kaggle"][:-2], A.GaussNoise(p=0.5), *LAST]
 TARGETS = {"light, jpeg": 1.3, "imagenet, jpeg": 1.5, "imagenet, decoded": 5.0}
 """Whole over tape, worker time per image."""
+WAYS = {
+    "torch, whole": {"ours": False, "on_device": False},
+    "whole": {"ours": True, "on_device": False},
+    "tape": {"ours": True, "on_device": True},
+}
 
 
 class Photographs(Dataset):
@@ -88,8 +95,12 @@ def transform_for(data: Photographs, recipe: list[Any]) -> Any:
     return transform.for_samples(data[i] for i in range(8))
 
 
-def worker_ms(data: Photographs, recipe: list[Any], *, on_device: bool) -> Callable[[], float]:
+def worker_ms(
+    data: Photographs, recipe: list[Any], *, ours: bool, on_device: bool
+) -> Callable[[], float]:
     """Return what measures the milliseconds of one thread per image, batches of 64."""
+    if ours:
+        keep_freed_memory()  # as the loader's workers do
     worker = transform_for(data, recipe).in_worker(on_device=on_device)
 
     def work() -> float:
@@ -118,10 +129,37 @@ def rate_of(work: Callable[[], Any], images: int) -> Callable[[], float]:
     return measure
 
 
-def loader_rate(data: Photographs, recipe: list[Any], *, on_device: bool) -> Callable[[], float]:
+class Apart:
+    """Has a measurement made in a process of its own."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        context = multiprocessing.get_context("fork")
+        self._here, there = context.Pipe()
+        self._process = context.Process(target=_serve, args=(there, arguments, options))
+        self._process.start()
+
+    def __call__(self) -> float:
+        self._here.send(True)
+        return float(self._here.recv())
+
+    def close(self) -> None:
+        self._here.send(False)
+        self._process.join()
+
+
+def _serve(pipe: Any, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> None:
+    measure = worker_ms(*arguments, **options)
+    while pipe.recv():
+        pipe.send(measure())
+
+
+def loader_rate(
+    data: Photographs, recipe: list[Any], *, ours: bool, on_device: bool
+) -> Callable[[], float]:
     loader = FastDataLoader(
-        data, BATCH, shuffle=True, num_workers=2, executor="workers", persistent_workers=True,
-        transform=transform_for(data, recipe), on_device=on_device, staged="train",
+        data, BATCH, shuffle=True, num_workers=2, executor="workers" if ours else "torch",
+        persistent_workers=True, transform=transform_for(data, recipe), on_device=on_device,
+        staged="train",
     )  # fmt: skip
 
     def epoch() -> None:
@@ -210,7 +248,6 @@ def main() -> None:
     skipped = set(options.skip.split(","))
     torch.set_num_threads(1)
     cv2.setNumThreads(0)
-    keep_freed_memory()  # as in the loader's workers
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -229,19 +266,19 @@ def main() -> None:
 
 
 def worker_table(sources: Mapping[str, Photographs], rounds: int) -> dict[str, Any]:
-    print("\n| recipe, data | whole, ms an image | tape, ms an image | whole / tape | target |")
-    print("|---|---|---|---:|---:|")
+    print("\n| recipe, data, ms an image | torch, whole | whole | tape | torch | whole | target |")
+    print("|---|---|---|---|---:|---:|---:|")
     return {
-        title: turn(title, worker_ms, data, recipe, rounds, whole_first=True)
+        title: turn(title, Apart, data, recipe, rounds, costs=True)
         for title, data, recipe in cases(sources)
     }
 
 
 def loader_table(sources: Mapping[str, Photographs], rounds: int) -> dict[str, Any]:
-    print("\n| recipe, data | whole, images/s | tape, images/s | tape / whole |")
-    print("|---|---|---|---:|")
+    print("\n| recipe, data, images/s | torch, whole | whole | tape | of torch's | of whole |")
+    print("|---|---|---|---|---:|---:|")
     return {
-        title: turn(title, loader_rate, data, recipe, rounds, whole_first=False)
+        title: turn(title, loader_rate, data, recipe, rounds, costs=False)
         for title, data, recipe in cases(sources)
     }
 
@@ -261,22 +298,22 @@ def turn(
     recipe: list[Any],
     rounds: int,
     *,
-    whole_first: bool,
+    costs: bool,
 ) -> dict[str, Any]:
-    values = in_turn(
-        {
-            "whole": measure(data, recipe, on_device=False),
-            "tape": measure(data, recipe, on_device=True),
-        },
-        rounds=rounds,
-    )
-    order = ("whole", "tape") if whole_first else ("tape", "whole")
-    gain = ratio(values[order[0]], values[order[1]])
-    target = f" {TARGETS.get(title, '')} |" if whole_first else ""
-    print(
-        f"| {title} | {spread(values['whole'])} | {spread(values['tape'])} | {gain:.2f} |{target}"
-    )
-    return {**values, "ratio": gain}
+    """Measure the three ways in turn; the gains are those of the tape over the other two."""
+    contenders = {name: measure(data, recipe, **way) for name, way in WAYS.items()}
+    values = in_turn(contenders, rounds=rounds)
+    for contender in contenders.values():
+        if isinstance(contender, Apart):
+            contender.close()
+    gains = {}
+    for name in ("torch, whole", "whole"):
+        pair = (values[name], values["tape"]) if costs else (values["tape"], values[name])
+        gains[name] = ratio(*pair)
+    cells = [*map(spread, values.values()), *(f"{gain:.2f}" for gain in gains.values())]
+    cells += [str(TARGETS.get(title, ""))] if costs else []
+    print(f"| {title} | {' | '.join(cells)} |", flush=True)
+    return {**values, "gains": gains}
 
 
 def peers_table(decoded: np.ndarray, rounds: int) -> dict[str, Any]:

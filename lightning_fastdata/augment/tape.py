@@ -233,13 +233,13 @@ class Recorder:
         **data: Any,
     ) -> Any:
         # Apart from the parameters, which a pipeline may return.
-        drawn = params | self._small.pop(index, {})
+        drawn = params | self._small.pop(index) if index in self._small else params
         noted = self._encode(transform, index, op, drawn, data)
         if noted is None:
             self._refuse_late_pixels(op.name, data)
             return self._run(original, params, **data)
         others = {key: data[key] for key in data if not self._is_pixels(key, data[key])}
-        result = data | original(params, **others)
+        result = data | original(params, **others) if others else data
         for key, (encoded, shape, dtype) in noted.items():
             target = self._target(key, data[key])
             changes = shape != tuple(target.shown.shape) or dtype != target.shown.dtype
@@ -302,7 +302,7 @@ class Recorder:
 
 def _one_size(values: list[Any]) -> bool:
     """Whether images and masks are of one size, as they are unless a pipeline skips that check."""
-    return len({np.shape(value)[:2] for value in values}) <= 1
+    return len(values) < 2 or len({np.shape(value)[:2] for value in values}) == 1
 
 
 def _contiguous(value: Any) -> Any:
