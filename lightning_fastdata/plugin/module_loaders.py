@@ -91,6 +91,8 @@ class ModuleLoaders:
             collate_fn=module.collate_fn,
             trainer=trainer,
         )
+        if overrides.get("batch_size", module.batch_size) is None:
+            found = found._replace(own=None)  # Only batches wait for a device.
         plan = self._plan(module, dataset, stage, sample, recorded=found.own is not None)
         for limit in plan.limits:
             warnings.warn(f"{name}: {limit}", FastDataWarning, stacklevel=3)

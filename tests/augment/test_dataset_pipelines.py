@@ -466,6 +466,33 @@ def test_a_pipeline_of_the_data_module_has_the_dataset_run_its_own(tmp_path):
     assert_same(seen["cpu"], seen["gpu"])
 
 
+def test_a_loader_without_batches_has_the_dataset_run_its_pipeline(tmp_path):
+    class Single(FastDataModule):
+        def train_dataset(self):
+            return Photos(form="dict")
+
+        def train_dataloader(self):
+            return self.make_loader(self.train_dataset(), stage="train", batch_size=None)
+
+    class Training(Watching):
+        def training_step(self, batch, batch_idx):
+            self.seen.append(batch["pixel_values"])
+            return self.scale * batch["pixel_values"].mean()
+
+    module = Training()
+    trainer = L.Trainer(
+        max_epochs=1,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=tmp_path,
+    )
+    trainer.fit(module, datamodule=Single(augment_on="gpu"))
+    assert [tuple(image.shape) for image in module.seen] == [(3, 32, 32)] * COUNT
+
+
 def test_a_hook_that_loses_a_waiting_field_is_told_so():
     staged = batches(Photos(form="dict"), recorded=True)[0]
     with pytest.raises(Exception, match=r"no field \['pixel_values'\]"):
