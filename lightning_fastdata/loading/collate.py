@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 def collate_samples(samples: Sequence[Any]) -> Batch:
     """Return the samples as one batch: ``default_collate``, extended to dataclasses.
 
+    What an Albumentations pipeline has written down of its draws (``applied_transforms``,
+    ``replay``) differs from sample to sample, and is a list in the batch.
+
     Args:
         samples: At least one sample; all of the same structure.
 
@@ -30,7 +33,7 @@ def collate_samples(samples: Sequence[Any]) -> Batch:
         BatchError: The samples cannot be stacked, for example because their shapes differ.
     """
     try:
-        return _collate(samples)
+        return _collate_but_notes(samples)
     except (TypeError, RuntimeError, ValueError) as error:
         shapes = sorted({str(tuple(s.shape)) for s in _array_leaves(samples)})
         seen = f" Shapes found: {', '.join(shapes[:6])}." if len(shapes) > 1 else ""
@@ -62,6 +65,22 @@ def in_own_side_process() -> None:
 
 
 _default: Callable[[list[Any]], Any] = default_collate
+
+
+def _collate_but_notes(samples: Sequence[Any]) -> Batch:
+    first = samples[0]
+    notes = [key for key in first if _is_note(key, first[key])] if type(first) is dict else []
+    if not notes:
+        return _collate(samples)
+    rest = [{key: value for key, value in s.items() if key not in notes} for s in samples]
+    return {**_collate(rest), **{key: [s[key] for s in samples] for key in notes}}
+
+
+def _is_note(key: Any, value: Any) -> bool:
+    """Whether a field is what ``save_applied_params`` or ReplayCompose adds to a result."""
+    if key == "applied_transforms":
+        return type(value) is list
+    return type(value) is dict and "__class_fullname__" in value
 
 
 def _collate(samples: Sequence[Any]) -> Batch:
