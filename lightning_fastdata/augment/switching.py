@@ -71,11 +71,6 @@ class SwitchedTransform:
         self.inner = inner
         self.switch = switch
 
-    @property
-    def place(self) -> Place:
-        """Where its pixels are computed in the newest epochs."""
-        return self.switch.newest
-
     def check_sample(self, sample: Any) -> None:
         """Raise BatchError if a sample of the dataset has not what the transform needs."""
         self.inner.check_sample(sample)

@@ -10,7 +10,7 @@ FD001 stall below 3 %, transfer and augment small             the model
 FD002 stall from 3 to 10 %                                    nothing urgent
 FD101 stall above 10 %, the training process loads            workers
 FD102 stall above 10 %, fewer workers than free CPUs          more workers
-FD103 as FD104, and the transforms run on the CPU             augment on the device
+FD103 as FD104, the transforms run on the CPU, not weighed    augment on the device
 FD104 stall above 10 %, workers enough                        stamps, which tell why
 FD105 stall above 10 %, how batches are loaded is not known   give the loader's facts
 FD106 epoch starts cost above 5 % of the time                 persistent workers
@@ -71,6 +71,8 @@ class LoaderFacts:
     """CPUs this process may use, after affinity, cgroup quota and other ranks on the host."""
     augment_on: Literal["cpu", "device"] | None = None
     """Where the transforms run."""
+    augment_weighed: bool = False
+    """Whether that place was measured to be the faster one, so that no other is advised."""
     pinned: bool | None = None
     """Whether batches arrive in page-locked memory."""
     persistent_workers: bool | None = None
@@ -150,7 +152,8 @@ def _data_bound_code(summary: StageSummary, facts: LoaderFacts) -> str:
         return "FD101"
     if wanted is not None and facts.num_workers < wanted:
         return "FD102"
-    return "FD103" if facts.augment_on == "cpu" and summary.device != "cpu" else "FD104"
+    might_move = facts.augment_on == "cpu" and not facts.augment_weighed
+    return "FD103" if might_move and summary.device != "cpu" else "FD104"
 
 
 def _remedy(code: str, summary: StageSummary, facts: LoaderFacts) -> str:

@@ -71,8 +71,9 @@ class RunJudge:
         augment_on = None
         recording = getattr(loader, "recording", None)
         switch = getattr(recording, "switch", None)
-        # Of a pipeline that may change it; of one that the dataset calls itself.
-        place = getattr(transform, "place", "device") if switch is None else switch.newest
+        # Of a pipeline that the dataset calls itself, or else of one of the data module.
+        switch = getattr(transform, "switch", None) if switch is None else switch
+        place = "device" if switch is None else switch.newest
         if self._recording.augments("train") and place == "device":
             augment_on = "device"
         elif transform is not None or recording is not None:
@@ -81,6 +82,7 @@ class RunJudge:
             num_workers=workers,
             usable_cpus=self._usable_cpus,
             augment_on=augment_on,  # type: ignore[arg-type]
+            augment_weighed=switch is not None,
             pinned=getattr(loader, "pin_memory", None),
             persistent_workers=getattr(loader, "persistent_workers", None) if workers else None,
         )

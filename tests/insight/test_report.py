@@ -112,6 +112,12 @@ def test_shares_of_the_device_phases_add_up_to_one():
         ({}, {"num_workers": 0, "usable_cpus": 4}, "FD101", "data-bound"),
         ({}, {"num_workers": 2, "usable_cpus": 4}, "FD102", "data-bound"),
         ({}, {"num_workers": 3, "usable_cpus": 4, "augment_on": "cpu"}, "FD103", "data-bound"),
+        (
+            {},
+            {"num_workers": 3, "usable_cpus": 4, "augment_on": "cpu", "augment_weighed": True},
+            "FD104",
+            "data-bound",
+        ),
         ({}, {"num_workers": 3, "usable_cpus": 4, "augment_on": "device"}, "FD104", "data-bound"),
         ({}, {}, "FD105", "data-bound"),
         ({"stall": 0.1, "transfer": 9.0}, {}, "FD201", "balanced"),
