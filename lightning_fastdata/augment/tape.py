@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 import numpy as np
 import torch
 
-from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded, peek_params
+from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded, draw_params, peek_params
 from lightning_fastdata.augment.plan import Plan, device_form
 from lightning_fastdata.augment.replay_torch import replay_one
 from lightning_fastdata.augment.tree import is_albumentations, keeps_params, list_leaves, list_nodes
@@ -210,8 +210,7 @@ class Recorder:
         if whole or not _one_size([data[key] for key in given]):
             self._small[index] = peek_params(op, transform, params, data)
             return original(params=params, data=data)
-        small = op.draw(transform, params, data) if op.draw is not None else None
-        return original(params=params, data=data) if small is None else small
+        return draw_params(op, transform, original, params, data, whole=False)
 
     def _run(self, original: Callable[..., Any], params: dict[str, Any], /, **data: Any) -> Any:
         result = original(params, **self._real(data, original))

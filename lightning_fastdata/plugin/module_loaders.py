@@ -106,10 +106,12 @@ class ModuleLoaders:
             "epoch": partial(_training_epoch, module) if stage == "train" else first_epoch,
             "ahead": self._prefetching.look_ahead(trainer, stage, self._transforms),
         }
-        settings |= self.pipelines.settings(
-            dataset,
-            found,
+        settings |= self.pipelines.placing.settings(
+            self._transforms,
+            found.transform,
+            found.own,
             stage=stage,
+            dataset=dataset,
             settings=settings,
             workers=plan.num_workers,
             name=name,

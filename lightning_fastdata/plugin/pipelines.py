@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightning_fastdata.loading.pipeline_trial import IN_WORKERS, Trial, try_recording
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 
 
-class Found(NamedTuple):
+class DatasetPipeline(NamedTuple):
     """The pipeline that runs on a dataset; at most one of them."""
 
     transform: StageTransform | None
@@ -42,40 +42,6 @@ class Pipelines:
         self._transforms = transforms
         self._trials: dict[tuple[Stage, str], Trial] = {}
 
-    def settings(
-        self,
-        dataset: Dataset[Any],
-        found: Found,
-        *,
-        stage: Stage,
-        settings: Mapping[str, Any],
-        workers: int,
-        name: str,
-        trainer: Any,
-    ) -> dict[str, Any]:
-        """Decide where pixels are computed, and return what a loader takes for it.
-
-        Args:
-            dataset: What the loader reads.
-            found: What :meth:`find` returned for it.
-            stage: What the loader is for.
-            settings: Its other settings.
-            workers: Its side processes.
-            name: How the user knows it.
-            trainer: The trainer; None: everything is left to the workers.
-        """
-        return self.placing.settings(
-            self._transforms,
-            found.transform,
-            found.own,
-            stage=stage,
-            dataset=dataset,
-            settings=settings,
-            workers=workers,
-            name=name,
-            trainer=trainer,
-        )
-
     def find(
         self,
         dataset: Dataset[Any],
@@ -86,7 +52,7 @@ class Pipelines:
         seed: int,
         collate_fn: Callable[[list[Any]], Any] | None,
         trainer: Any,
-    ) -> Found:
+    ) -> DatasetPipeline:
         """Return the pipeline that runs on a dataset: the data module's, else the dataset's own.
 
         Args:
@@ -99,11 +65,11 @@ class Pipelines:
             trainer: The trainer, or None.
         """
         if not self.placing.may_use_device(stage, trainer):
-            return Found(self._transforms.worker_part(stage), None)
+            return DatasetPipeline(self._transforms.worker_part(stage), None)
         part = self._transforms.worker_part_for(stage, some_samples(dataset, sample))
         if part is not None:
-            return Found(part, None)
-        return Found(
+            return DatasetPipeline(part, None)
+        return DatasetPipeline(
             None, self._tried(dataset, stage=stage, name=name, seed=seed, collate_fn=collate_fn)
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from statistics import median
@@ -187,25 +187,11 @@ def _measure_samples(task: PlaceTask, times: ProcessTimes, budget_s: float) -> _
             took[name].append(ms)
         if len(made["whole"]) > 1 and times.clock_s() - began_s >= budget_s:
             break
-    # The first sample opens files and fills caches.
-    skip = 1 if len(took["read"]) > 1 else 0
-    count = len(took["read"]) - skip
     collate_fn = task.collate_fn or collate_samples
     staging = StagingCollate(spreading(collate_fn, deferred), deferred, task.stage)
     finishing = FirstOfPairs(spreading(collate_fn, whole), whole, single=False)
     ways: dict[str, Callable[[list[Any]], Any]] = {"whole": finishing, "deferred": staging}
-    each = {
-        name: median(took[name][skip:]) + _collation_ms(ways[name], made[name], times)
-        for name in ways
-    }
-    read_ms = median(took["read"][skip:])
-    costs = SampleCosts(
-        whole_ms=read_ms + each["whole"],
-        deferred_ms=read_ms + each["deferred"],
-        read_ms=read_ms,
-        waits_ms=median(took["waits"][skip:]),
-        samples=count,
-    )
+    costs = _costs(took, made, ways, times)
     return _Measured(costs, staging, made["deferred"], transform.apply)
 
 
@@ -224,8 +210,7 @@ def _measure_own(task: PlaceTask, times: ProcessTimes, budget_s: float) -> _Meas
         for name, recorder in (("whole", None), ("deferred", recording))
     }
     made: dict[str, list[Any]] = {"whole": [], "deferred": []}
-    took: dict[str, list[float]] = {"whole": [], "deferred": []}
-    waits: list[float] = []
+    took: dict[str, list[float]] = {"waits": [], "whole": [], "deferred": []}
     began_s = times.clock_s()
     for index in indices:
         waited_ms = []
@@ -238,28 +223,44 @@ def _measure_own(task: PlaceTask, times: ProcessTimes, budget_s: float) -> _Meas
             took[name].append(cpu_ms)
             waited_ms.append(max(0.0, ms - cpu_ms))
         # The second reading finds in memory what the first one waited for; it counts for both.
-        waits.append(waited_ms[0])
-        if len(waits) > 1 and times.clock_s() - began_s >= budget_s:
+        took["waits"].append(waited_ms[0])
+        if len(took["waits"]) > 1 and times.clock_s() - began_s >= budget_s:
             break
-    if not waits:
+    if not took["waits"]:
         return None
-    skip = 1 if len(waits) > 1 else 0
     collate_fn = task.collate_fn or collate_samples
     staging = RecordedCollate(collate_fn, recording, task.stage)
-    ways: dict[str, Callable[[list[Any]], Any]] = {"whole": collate_fn, "deferred": staging}
-    each = {
-        name: median(took[name][skip:]) + _collation_ms(ways[name], made[name], times)
-        for name in ways
-    }
-    waits_ms = median(waits[skip:])
-    costs = SampleCosts(
-        whole_ms=each["whole"] + waits_ms,
-        deferred_ms=each["deferred"] + waits_ms,
-        read_ms=None,
-        waits_ms=waits_ms,
-        samples=len(waits) - skip,
-    )
+    costs = _costs(took, made, {"whole": collate_fn, "deferred": staging}, times)
     return _Measured(costs, staging, made["deferred"], lambda batch, draws: draws.apply(batch))
+
+
+def _costs(
+    took_ms: Mapping[str, Sequence[float]],
+    made: Mapping[str, list[Any]],
+    ways: Mapping[str, Callable[[list[Any]], Any]],
+    times: ProcessTimes,
+) -> SampleCosts:
+    """Return the medians of what samples took both ways, with their share of the collation.
+
+    Args:
+        took_ms: Milliseconds of each sample: ``whole`` and ``deferred``, and what counts for both:
+            ``read``, or where that is not told apart ``waits``, which is a part of it.
+        made: What came of the samples, both ways.
+        ways: What collates them.
+        times: Of the process.
+    """
+    # The first sample opens files and fills caches.
+    skip = 1 if len(took_ms["waits"]) > 1 else 0
+    middle = {name: median(values[skip:]) for name, values in took_ms.items()}
+    both_ms = middle.get("read", middle["waits"])
+    each = {name: middle[name] + _collation_ms(ways[name], made[name], times) for name in ways}
+    return SampleCosts(
+        whole_ms=both_ms + each["whole"],
+        deferred_ms=both_ms + each["deferred"],
+        read_ms=middle.get("read"),
+        waits_ms=middle["waits"],
+        samples=len(took_ms["waits"]) - skip,
+    )
 
 
 def _collation_ms(

@@ -139,14 +139,12 @@ class ThroughputHooks:
             in_transfer=lambda: recording.in_transfer,
         )
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
         """Forget what tuners and finders ran before, and tell TensorBoard how to lay out charts."""
         run = self._run
         if run is None:
             return
         run.recording.restart()
-        # The loaders are there, and with them the places of their pipelines' pixels.
-        run.recording.augments = augmenting_stages(trainer, pl_module)
         run.judge.ranks = meet(trainer)
         run.replay = Replay() if self.headroom == "measured" else None
         run.log_dir = trainer.log_dir or trainer.default_root_dir

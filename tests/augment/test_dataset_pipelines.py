@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from augment.own_transforms import Steps
+from augment.trainers import quiet_trainer
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, default_collate
 
 from lightning_fastdata import DataThroughputCallback, FastDataModule
@@ -393,16 +394,7 @@ def seen_by_training(augment_on, tmp_path, callbacks=(), **options):
         **options,
     )
     module = Watching()
-    L.Trainer(
-        max_epochs=2,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=tmp_path,
-        callbacks=list(callbacks),
-    ).fit(module, datamodule=data)
+    quiet_trainer(tmp_path, max_epochs=2, callbacks=list(callbacks)).fit(module, datamodule=data)
     return module.seen, data
 
 
@@ -453,15 +445,7 @@ def test_a_pipeline_of_the_data_module_has_the_dataset_run_its_own(tmp_path):
         module.training_step = lambda batch, _i, m=module: (
             m.seen.append(batch) or m.scale * batch["image"].float().mean()
         )
-        L.Trainer(
-            max_epochs=1,
-            accelerator="cpu",
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            default_root_dir=tmp_path,
-        ).fit(module, datamodule=data)
+        quiet_trainer(tmp_path).fit(module, datamodule=data)
         seen[where] = module.seen
     assert_same(seen["cpu"], seen["gpu"])
 
@@ -480,15 +464,7 @@ def test_a_loader_without_batches_has_the_dataset_run_its_pipeline(tmp_path):
             return self.scale * batch["pixel_values"].mean()
 
     module = Training()
-    trainer = L.Trainer(
-        max_epochs=1,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=tmp_path,
-    )
+    trainer = quiet_trainer(tmp_path)
     trainer.fit(module, datamodule=Single(augment_on="gpu"))
     assert [tuple(image.shape) for image in module.seen] == [(3, 32, 32)] * COUNT
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from augment.batches import in_worker, keys
 from augment.mixed_samples import CLASSES, IMAGES, PIPELINE, Photos, carried_out
+from augment.trainers import quiet_trainer
 
 from lightning_fastdata import FastDataModule
 from lightning_fastdata.augment.contract import StageTransform
@@ -158,15 +159,7 @@ def test_the_training_gets_mixed_batches_and_the_validation_does_not(augment_on,
         augment_on=augment_on,
     )
     module = Watching()
-    L.Trainer(
-        max_epochs=1,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=tmp_path,
-    ).fit(module, datamodule=data)
+    quiet_trainer(tmp_path).fit(module, datamodule=data)
     assert len(module.seen) == 3
     for image, labels in module.seen:
         assert image.shape == (4, 3, 32, 40)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from augment.mixed_samples import CLASSES, PIPELINE, Photos
+from augment.trainers import quiet_trainer
 from loading.virtual_device import HostStreams
 from torch.utils.data import DataLoader
 
@@ -122,15 +123,7 @@ def test_training_gets_the_same_mixed_batches_however_they_are_moved(how, tmp_pa
             options=LoaderOptions(num_workers=0),
             seed=1,
         )
-        L.Trainer(
-            max_epochs=2,
-            accelerator="cpu",
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            default_root_dir=tmp_path,
-        ).fit(module, datamodule=data)
+        quiet_trainer(tmp_path, max_epochs=2).fit(module, datamodule=data)
         assert data._prefetching.choice.how == prefetching
         return module.seen
 

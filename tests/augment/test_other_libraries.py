@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from augment.parity import photographs
+from augment.trainers import quiet_trainer
 from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms import v2
 
@@ -57,16 +58,7 @@ class Keeps(L.LightningModule):
 def trained(tmp_path, *, data=None, loader=None, callbacks=()):
     """Return what the steps of one epoch saw."""
     model = Keeps()
-    L.Trainer(
-        max_epochs=1,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=tmp_path,
-        callbacks=list(callbacks),
-    ).fit(model, loader, datamodule=data)
+    quiet_trainer(tmp_path, callbacks=list(callbacks)).fit(model, loader, datamodule=data)
     return model.seen
 
 
