@@ -22,6 +22,7 @@ from torch.utils.data import Dataset, default_collate
 from lightning_fastdata.errors import WorkerError
 from lightning_fastdata.loading.executors.fetch import FetchPlan
 from lightning_fastdata.loading.executors.pool import PoolExecutor
+from lightning_fastdata.loading.executors.wire import Wire, wire_pair
 
 
 def listed(samples: list[Any]) -> Any:
@@ -210,6 +211,47 @@ def _runs(pid: int) -> bool:
 class Quick(Dataset):
     def __getitem__(self, index: int) -> Any:
         return torch.full((20000,), index)
+
+
+def late(index: int) -> int:
+    time.sleep(0.3)
+    return index
+
+
+class LateIndex:
+    """An index that keeps the process that takes it busy before it can note what it took."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+    def __reduce__(self) -> Any:
+        return late, (self.index,)
+
+
+def test_a_task_that_another_has_noted_meanwhile_is_not_done_again() -> None:
+    executor = pool(Quick(), listed)
+    executor.start_epoch([[LateIndex(index)] for index in range(8)], 0)
+    time.sleep(0.2)
+    killed = executor.sides[1].process
+    killed.kill()
+    killed.join()
+    # What both had taken is in doubt now. The other notes it, says so, and does it and the next,
+    # before anything of that is read.
+    executor.ready()
+    time.sleep(1)
+    assert [int(batch[0][0][0]) for batch in executor] == list(range(8))
+    assert executor.respawned == 1
+    executor.close()
+
+
+def test_what_a_process_said_before_it_died_is_heard() -> None:
+    ours, theirs = map(Wire, wire_pair())
+    theirs.send(("answer", 1))
+    theirs.send(("answer", 2))
+    ours.send(("slot", 3))  # it dies without having read this, which resets the connection
+    theirs.end.close()
+    assert [ours.receive() for _ in range(3)] == [(("answer", 1), []), (("answer", 2), []), None]
+    ours.close()
 
 
 @pytest.mark.parametrize("collate", [default_collate, listed])

@@ -11,7 +11,7 @@ import os
 import select
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -194,7 +194,7 @@ class Crew:
                     side.retired = True
                     continue
                 if message[0] == "pong":
-                    yield from self._heard(side, message[1])
+                    yield from self._heard(side, *message[1:])
                     continue
                 number = message[1]
                 task = side.tasks.pop(number, None) or self._tasks.pop(number)
@@ -270,14 +270,17 @@ class Crew:
     def _claimed(self) -> set[int]:
         return {number for side in self.sides.values() for number in side.claims()}
 
-    def _heard(self, side: SideProcess, doubt_number: int | None = None) -> Iterator[Loss]:
-        """A process has noted what it has, or can no longer do so: clear up the doubt about it."""
+    def _heard(
+        self, side: SideProcess, doubt_number: int | None = None, noted: Set[int] = frozenset()
+    ) -> Iterator[Loss]:
+        """A process says what it has noted, or can no longer do so: clear up the doubt about it."""
         for doubt in list(self._doubts):
             if doubt_number in (None, doubt.number):
                 doubt.asked.discard(side.number)
+                doubt.tasks -= noted
             if not doubt.asked:
                 self._doubts.remove(doubt)
-                numbers = sorted(doubt.tasks & self._tasks.keys() - self._claimed())
+                numbers = sorted(doubt.tasks & self._tasks.keys())
                 if numbers:
                     yield Loss([self._tasks.pop(number) for number in numbers], [], doubt.code)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lightning_fastdata.loading.executors.side import MARK_WORDS, MAX_THREADS, side_main
+from lightning_fastdata.loading.executors.side import MARK_WORDS, MAX_THREADS, side_main, taken_last
 from lightning_fastdata.loading.executors.wire import Wire, wire_pair
 from lightning_fastdata.loading.leaves import unpack
 from lightning_fastdata.loading.slots import create_shared_memory, map_shared_memory
@@ -216,7 +216,7 @@ class SideProcess:
 
     def claims(self) -> set[int]:
         """Return the numbers of the tasks that its threads have taken from the queue last."""
-        return set(self.marks[2:-1:MARK_WORDS].tolist())
+        return taken_last(self.marks)
 
     def stack(self, wait_s: float = 1.0) -> str:
         """Return the Python stacks of its threads, asked for through SIGUSR1."""

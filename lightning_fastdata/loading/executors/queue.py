@@ -48,9 +48,7 @@ class TaskQueue:
         packets = []
         while (packet := read_packet(self.reading)) is not None:
             packets.append(packet)
-        for packet in packets:
-            self.put(packet)
-        return {_NUMBER.unpack_from(packet)[0] for packet in packets}
+        return {_NUMBER.unpack_from(packet)[0] for packet in packets if self.put(packet)}
 
     def close(self) -> None:
         """Close both ends."""

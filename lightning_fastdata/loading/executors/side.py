@@ -110,6 +110,11 @@ def side_main(
     side.run()
 
 
+def taken_last(marks: Any) -> set[int]:
+    """Return the number of the task that each thread has taken from the queue last."""
+    return set(marks[2:-1:MARK_WORDS].tolist())
+
+
 def _die_with(parent: int) -> None:
     if sys.platform.startswith("linux") and os.getppid() == parent:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -230,7 +235,8 @@ class _Side:
             self._start_threads()
             self.turn.notify_all()
         elif kind == "ping":
-            self.wire.send(("pong", message[1]))
+            # Not read from the memory later: an answer may be on its way then, and the next noted.
+            self.wire.send(("pong", message[1], taken_last(self.marks)))
         elif kind == "retire":
             if self.queue is not None:
                 self.poller.unregister(self.queue)

@@ -57,6 +57,9 @@ class Wire:
         try:
             # socket.recv_fds takes flags, and ignores them.
             data, attached, _, _ = self.end.recvmsg(65536, _ANCILLARY_BYTES, flags)
+        except ConnectionResetError:
+            # It died with messages unread. This is said once, and before what it had sent itself.
+            return self.receive(wait=wait)
         except ConnectionError:
             return None
         if not data:
