@@ -192,6 +192,8 @@ class Crew:
                     raise as_error(message[1], side.number, message[2])
                 if message[0] == "retired":
                     side.retired = True
+                    if self._queue is not None:
+                        self._queue.wake_again()
                     continue
                 if message[0] == "pong":
                     yield from self._heard(side, *message[1:])
@@ -201,7 +203,7 @@ class Crew:
                 side.answers += 1
                 self._stillborn = 0
                 yield Answer(side, task, message, files)
-            self._let_go(side)
+            yield from self._let_go(side)
 
     # Life and death
 
@@ -230,11 +232,12 @@ class Crew:
             self._by_end[side.wire.fileno()] = side
             self._poller.register(side.wire.fileno(), select.POLLIN)
 
-    def _let_go(self, side: SideProcess) -> None:
+    def _let_go(self, side: SideProcess) -> Iterator[Loss]:
         busy = side.tasks or self._tasks.keys() & side.claims()
         if side.retired and not busy and self.sides.get(side.number) is side:
             self._remove(side)
             side.stop()
+            yield from self._heard(side)  # it has taken nothing else, and is not to be asked
             self.spawn_missing()  # its number may be wanted again by now
 
     def _remove(self, side: SideProcess) -> None:
@@ -248,10 +251,6 @@ class Crew:
         side.stop(patience_s=5)
         code = side.process.exitcode
         guilty = side.working_on()
-        if not side.answers and not guilty:
-            self._stillborn += 1
-            if self._stillborn >= _STILLBORN:
-                raise stillborn(side.number, code, _STILLBORN)
         claimed = self._tasks.keys() & side.claims()
         lost = {**side.tasks, **{number: self._tasks.pop(number) for number in claimed}}
         yield Loss([lost[number] for number in sorted(lost)], guilty, code)
@@ -266,6 +265,10 @@ class Crew:
         yield from self._heard(side)
         self.respawned += 1
         self.spawn_missing()
+        if not side.answers and not guilty:
+            self._stillborn += 1
+            if self._stillborn >= _STILLBORN:
+                raise stillborn(side.number, code, self._stillborn)
 
     def _claimed(self) -> set[int]:
         return {number for side in self.sides.values() for number in side.claims()}

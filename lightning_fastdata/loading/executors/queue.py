@@ -50,6 +50,10 @@ class TaskQueue:
             packets.append(packet)
         return {_NUMBER.unpack_from(packet)[0] for packet in packets if self.put(packet)}
 
+    def wake_again(self) -> None:
+        """Wake those that wait for a task, if one is left by a process that was woken for it."""
+        self.numbers()
+
     def close(self) -> None:
         """Close both ends."""
         for end in self.descriptors:

@@ -1,0 +1,118 @@
+"""Side processes die, leave and start at the worst moment; the batches do not notice."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import Dataset, default_collate
+
+from lightning_fastdata.errors import WorkerError
+from lightning_fastdata.loading.executors.fetch import FetchPlan
+from lightning_fastdata.loading.executors.pool import PoolExecutor
+from lightning_fastdata.loading.executors.processes import SideProcess
+from lightning_fastdata.loading.executors.queue import read_packet
+
+
+def listed(samples: list[Any]) -> Any:
+    return [sample.clone() for sample in samples], "kept beside"
+
+
+def pool(dataset: Any, collate: Any = listed, processes: int = 2, threads: int = 1, **how: Any):
+    """Return an executor, of which a batch that is lost is an error and no test without end."""
+    plan = FetchPlan(
+        dataset=dataset,
+        collate_fn=collate,
+        default_collation=collate is default_collate,
+        **{"timeout_s": 40, **how},
+    )
+    return PoolExecutor(plan, processes=processes, threads=threads)
+
+
+def until(condition: Callable[[], Any]) -> None:
+    end = time.monotonic() + 40
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def kill(side: SideProcess) -> None:
+    side.process.kill()
+    side.process.join()
+
+
+def halt(side: SideProcess) -> None:
+    os.kill(side.process.pid or 0, signal.SIGSTOP)
+    until(side.is_stopped)
+
+
+def firsts(batches: Iterable[Any]) -> list[int]:
+    return [int(samples[0][0]) for samples, _ in batches]
+
+
+class Quick(Dataset):
+    def __getitem__(self, index: int) -> Any:
+        return torch.full((200,), index)
+
+
+def test_a_process_that_leaves_before_it_is_asked_has_taken_nothing() -> None:
+    executor = pool(Quick())
+    executor.start_epoch([], 0)
+    dies, leaves = executor.sides.values()
+    halt(dies)
+    halt(leaves)
+    executor.start_epoch([[index] for index in range(4)], 0)
+    while read_packet(executor._crew._queue.reading) is not None:
+        pass  # taken by one that dies before it can note it
+    executor.resize(1)
+    os.kill(leaves.process.pid, signal.SIGCONT)
+    heard = select.poll()
+    heard.register(leaves.wire.fileno(), select.POLLIN)
+    assert heard.poll(40_000)  # it has said that it leaves
+    halt(leaves)
+    kill(dies)
+    assert firsts(executor) == list(range(4))
+    executor.close()
+
+
+def test_a_task_that_woke_a_process_about_to_leave_wakes_another() -> None:
+    executor = pool(Quick())
+    executor.start_epoch([[0]], 0)
+    assert firsts(executor) == [0]
+    kill(executor.sides[0])
+    executor.start_epoch([[index] for index in range(50)], 0)
+    assert firsts(executor) == list(range(50))
+    until(lambda: executor.ready() and executor.respawned)
+    time.sleep(0.5)  # they wait for tasks by now, process 1 the longer, which is woken first
+    allowed = os.sched_getaffinity(0)
+    leaves = executor.sides[1].process.pid
+    try:
+        # On the CPU of this thread, and idle, it does not run before this thread waits.
+        os.sched_setaffinity(0, {min(allowed)})
+        os.sched_setaffinity(leaves, {min(allowed)})
+        os.sched_setscheduler(leaves, os.SCHED_IDLE, os.sched_param(0))
+        executor.start_epoch([[1]], 1)
+        executor.resize(1)
+        assert firsts(executor) == [1]
+    finally:
+        os.sched_setaffinity(0, allowed)
+    executor.close()
+
+
+def dies_at_once(number: int) -> None:
+    os._exit(7)
+
+
+def test_workers_that_never_start_are_given_up_each_time() -> None:
+    executor = pool(Quick(), processes=1, worker_init_fn=dies_at_once)
+    executor.start_epoch([[1]], 0)
+    for times in (3, 4):
+        with pytest.raises(WorkerError, match=f"exit code 7 {times} times"):
+            next(executor)
+    executor.close()
