@@ -116,3 +116,23 @@ def test_workers_that_never_start_are_given_up_each_time() -> None:
         with pytest.raises(WorkerError, match=f"exit code 7 {times} times"):
             next(executor)
     executor.close()
+
+
+class Ragged(Dataset):
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(0.01)
+        if index == 33:
+            return torch.zeros(3)
+        if index == 60:
+            raise KeyError("no such picture")
+        return torch.full((200,), index)
+
+
+def test_an_error_beside_a_sample_of_another_shape_is_raised() -> None:
+    executor = pool(Ragged(), default_collate)
+    executor.start_epoch([list(range(at, at + 32)) for at in range(0, 128, 32)], 0)
+    assert next(executor)[:, 0].tolist() == list(range(32))
+    with pytest.raises(KeyError, match="sample 60"):
+        next(executor)
+    assert [int(batch[0][0]) for batch in executor] == [64, 96]
+    executor.close()

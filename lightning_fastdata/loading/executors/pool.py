@@ -323,7 +323,7 @@ class PoolExecutor:
         for batch in self._batches:
             if not self._is_current(batch):
                 break
-            if not batch.open_tasks and not batch.misfit:
+            if not batch.open_tasks:
                 return batch
             if self.plan.in_order:
                 break
