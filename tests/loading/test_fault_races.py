@@ -136,3 +136,43 @@ def test_an_error_beside_a_sample_of_another_shape_is_raised() -> None:
         next(executor)
     assert [int(batch[0][0]) for batch in executor] == [64, 96]
     executor.close()
+
+
+class Growing(Dataset):
+    def __getitem__(self, index: int) -> Any:
+        return torch.full((25_000 if index < 30 else 150_000,), index)
+
+
+def test_a_process_that_starts_is_given_no_memory_that_was_given_up() -> None:
+    executor = pool(Growing(), memory_limit_bytes=2**20, look_ahead=6)
+    executor.start_epoch([[index] for index in range(36)], 0)
+    assert firsts(executor) == list(range(36))
+    assert set(executor._slots.dropped) & set(executor._crew._slots)  # nobody was told of it yet
+    executor.resize(3)
+    epochs = 0
+    while not executor.sides[2].answers:
+        executor.start_epoch([[index] for index in range(20)], epochs := epochs + 1)
+        assert firsts(executor) == list(range(20))
+    assert executor.respawned == 0
+    executor.close()
+
+
+class Patient(Dataset):
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(0.005)
+        return torch.full((200,), index)
+
+
+def test_threads_that_come_back_have_a_place_in_a_process_that_was_replaced() -> None:
+    executor = pool(Patient(), processes=1, threads=3)
+    executor.start_epoch([[0]], 0)
+    assert firsts(executor) == [0]
+    executor.set_threads(1)
+    kill(executor.sides[0])
+    executor.start_epoch([[index] for index in range(10)], 1)
+    assert firsts(executor) == list(range(10))
+    executor.set_threads(4)
+    executor.start_epoch([[index] for index in range(200)], 2)
+    assert firsts(executor) == list(range(200))
+    assert executor.respawned == 1
+    executor.close()

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 from lightning_fastdata.loading.executors.processes import SideProcess, Task, stop_all
 from lightning_fastdata.loading.executors.queue import TaskQueue, make_packet
 from lightning_fastdata.loading.executors.reports import as_error, stillborn
+from lightning_fastdata.loading.executors.side import MAX_THREADS
 
 if TYPE_CHECKING:
     from lightning_fastdata.loading.executors.fetch import FetchPlan
@@ -72,6 +73,8 @@ class Crew:
     def __init__(self, plan: FetchPlan, *, processes: int, threads: int) -> None:
         self.plan = plan
         self.threads = threads
+        # Of a process that replaces one, too, however few threads are wanted by then.
+        self._places = 1 if threads == 1 else MAX_THREADS
         self.wanted = processes
         self.respawned = 0
         self._tasks: dict[int, Task] = {}
@@ -79,7 +82,7 @@ class Crew:
         self._epoch = 0
         self._generation = 0
         self._standing: dict[str, tuple[Any, ...]] = {}
-        self._slots: dict[int, int] = {}
+        self._slots: dict[int, Slot] = {}
         self._doubts: list[_Doubt] = []
         self._doubt_count = 0
         self._stillborn = 0
@@ -129,9 +132,9 @@ class Crew:
     def share(self, slot: Slot) -> None:
         """Let all processes map a slot."""
         if slot.number not in self._slots and slot.descriptor is not None:
-            self._slots[slot.number] = slot.descriptor
+            self._slots[slot.number] = slot
             for side in self.sides.values():
-                side.send(("slot", slot.number), (slot.descriptor,))
+                side.send(("slot", slot.number), slot)
 
     def forget(self, number: int) -> None:
         """Let all processes unmap a slot."""
@@ -220,14 +223,15 @@ class Crew:
                 self.wanted,
                 self.threads,
                 strangers,
+                places=self._places,
                 epoch=self._epoch,
                 queue=None if self._queue is None else self._queue.reading,
             )
             side.marks[-1] = self._generation
             for message in self._standing.values():
                 side.send(message)
-            for slot, descriptor in self._slots.items():
-                side.send(("slot", slot), (descriptor,))
+            for slot in self._slots.values():
+                side.send(("slot", slot.number), slot)
             self.sides[number] = side
             self._by_end[side.wire.fileno()] = side
             self._poller.register(side.wire.fileno(), select.POLLIN)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lightning_fastdata.loading.executors.side import MARK_WORDS, MAX_THREADS, side_main, taken_last
+from lightning_fastdata.loading.executors.side import MARK_WORDS, side_main, taken_last
 from lightning_fastdata.loading.executors.wire import Wire, wire_pair
 from lightning_fastdata.loading.leaves import unpack
 from lightning_fastdata.loading.slots import create_shared_memory, map_shared_memory
@@ -131,6 +131,7 @@ class SideProcess:
         threads: int,
         strangers: tuple[int, ...] = (),
         *,
+        places: int = 1,
         epoch: int = 0,
         queue: int | None = None,
     ) -> None:
@@ -138,7 +139,7 @@ class SideProcess:
         self.number = number
         self.threads = threads
         self.tasks: dict[int, Task] = {}
-        self.outbox: deque[tuple[tuple[Any, ...], tuple[int, ...]]] = deque()
+        self.outbox: deque[tuple[tuple[Any, ...], tuple[int, ...] | Slot]] = deque()
         self.known_slots: set[int] = set()
         self.answers = 0
         self.retiring = False
@@ -162,15 +163,13 @@ class SideProcess:
         finally:
             theirs.close()
         self.wire = Wire(ours)
-        places = 1 if threads == 1 else MAX_THREADS
-        progress = create_shared_memory((places * MARK_WORDS + 1) * 8)
+        self.progress = create_shared_memory((places * MARK_WORDS + 1) * 8)
         self.stacks = create_shared_memory(1)
         os.ftruncate(self.stacks, 0)
-        self.marks = np.frombuffer(map_shared_memory(progress), np.int64)
+        self.marks = np.frombuffer(map_shared_memory(self.progress), np.int64)
         self.marks[:-1] = -1
         queues = () if queue is None else (queue,)
-        self.send(("start",), (progress, self.stacks, *queues))
-        os.close(progress)
+        self.send(("start",), (self.progress, self.stacks, *queues))
 
     @property
     def load(self) -> float:
@@ -181,33 +180,35 @@ class SideProcess:
         )
         return sum(samples) / self.threads
 
-    def send(self, message: tuple[Any, ...], descriptors: tuple[int, ...] = ()) -> None:
-        """Send now, or as soon as the process has read enough of what it has."""
-        if not self.outbox:
-            try:
-                self.wire.send(message, descriptors)
-            except BlockingIOError:
-                pass
-            except OSError:
-                return  # its death is seen, and its tasks are given away, when the wire is read
-            else:
-                return
-        self.outbox.append((message, tuple(os.dup(d) for d in descriptors)))
+    def send(self, message: tuple[Any, ...], files: tuple[int, ...] | Slot = ()) -> None:
+        """Send now, or as soon as the process has read enough of what it has.
+
+        Args:
+            message: What.
+            files: Open files that go with it, and stay open until the process ends; or a slot, of
+                which it is told nothing any more should the slot be given up before.
+        """
+        waits = bool(self.outbox)
+        self.outbox.append((message, files))
+        if not waits:
+            self.flush()
 
     def flush(self) -> None:
         """Send what had to wait."""
         while self.outbox:
-            message, descriptors = self.outbox[0]
+            message, files = self.outbox[0]
+            if not isinstance(files, tuple):
+                files = () if files.descriptor is None else (files.descriptor,)
             try:
-                self.wire.send(message, descriptors)
+                if files or message[0] != "slot":
+                    self.wire.send(message, files)
             except BlockingIOError:
                 return
             except OSError:
-                self._empty_outbox()
+                # Its death is seen, and its tasks are given away, when the wire is read.
+                self.outbox.clear()
                 return
             self.outbox.popleft()
-            for descriptor in descriptors:
-                os.close(descriptor)
 
     def working_on(self) -> list[tuple[int, int]]:
         """Return (batch number, position) of each sample that is being read right now."""
@@ -242,7 +243,7 @@ class SideProcess:
 
     def stop(self, patience_s: float = 1.0) -> None:
         """End the process: it leaves by itself when the wire closes, or is killed."""
-        self._empty_outbox()
+        self.outbox.clear()
         self.wire.close()
         self.process.join(patience_s)
         if self.process.is_alive():
@@ -250,12 +251,8 @@ class SideProcess:
             self.process.join()
         if self.stacks >= 0:
             os.close(self.stacks)
+            os.close(self.progress)
             self.stacks = -1
-
-    def _empty_outbox(self) -> None:
-        while self.outbox:
-            for descriptor in self.outbox.popleft()[1]:
-                os.close(descriptor)
 
     def _state(self) -> str:
         try:

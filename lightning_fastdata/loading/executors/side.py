@@ -134,7 +134,7 @@ class _Side:
         self.plan = plan
         self.number = number
         self.marks = marks
-        self.threads = self.wanted = threads
+        self.wanted = threads
         self.started = 1
         self.turn = threading.Condition()
         self.epoch = epoch
@@ -251,7 +251,8 @@ class _Work:
         self.side = side
         self.number = number
         self.mark_at = number * MARK_WORDS
-        self.fetcher: Any = fetcher_of(side.plan, keyed=side.threads == 1)
+        alone = len(side.marks) == MARK_WORDS + 1
+        self.fetcher: Any = fetcher_of(side.plan, keyed=alone)
         self.stamps = TaskWatch(side.number, number, side.operations)
 
     def do(self, task: tuple[Any, ...]) -> None:

@@ -172,7 +172,7 @@ class StreamExecutor:
         self._slots.dropped.clear()
         if slot is not None and slot.number not in side.known_slots and slot.descriptor is not None:
             side.known_slots.add(slot.number)
-            side.send(("slot", slot.number), (slot.descriptor,))
+            side.send(("slot", slot.number), slot)
         side.tasks[batch.number] = Task("whole", batch, 0, ask)
         place = None if slot is None else slot.number
         what = (batch.generation, batch.number, batch.epoch, 0, ask, 1, place)
