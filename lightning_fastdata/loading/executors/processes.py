@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lightning_fastdata.loading.executors.side import MARK_WORDS, side_main, taken_last
+from lightning_fastdata.loading.executors.side import side_main, taken_last
+from lightning_fastdata.loading.executors.side_work import MARK_WORDS
 from lightning_fastdata.loading.executors.wire import Wire, wire_pair
 from lightning_fastdata.loading.leaves import unpack
 from lightning_fastdata.loading.slots import create_shared_memory, map_shared_memory

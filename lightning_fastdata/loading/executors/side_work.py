@@ -1,0 +1,155 @@
+"""What one thread of a side process does with the tasks it takes."""
+
+from __future__ import annotations
+
+import os
+import time
+import traceback
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+from lightning_fastdata.loading.executors.fetch import write_image_of
+from lightning_fastdata.loading.executors.stream_fetch import END_OF_STREAM, fetcher_of
+from lightning_fastdata.loading.keyed import tell_epoch
+from lightning_fastdata.loading.layout import MisfitError, layout_of
+from lightning_fastdata.loading.leaves import pack, write_leaves
+from lightning_fastdata.loading.slots import create_shared_memory, map_shared_memory
+from lightning_fastdata.loading.stamps import TaskWatch
+
+if TYPE_CHECKING:
+    from lightning_fastdata.loading.executors.side import Side
+
+_Reply: TypeAlias = tuple[tuple[Any, ...], tuple[int, ...]]
+"""A message without its number, and open files that go with it."""
+MARK_WORDS: Final = 3
+"""int64 numbers per thread in the progress memory: the batch and the position it works on, and the
+task it took last."""
+
+
+def report_of(error: BaseException, where: str) -> tuple[type, str]:
+    """Return what the training process is told of an error."""
+    return type(error), f"{where}.\n{''.join(traceback.format_exception(error))}"
+
+
+class Work:
+    """One thread of a side process."""
+
+    def __init__(self, side: Side, number: int) -> None:
+        self.side = side
+        self.number = number
+        self.mark_at = number * MARK_WORDS
+        alone = len(side.marks) == MARK_WORDS + 1
+        self.fetcher: Any = fetcher_of(side.plan, keyed=alone)
+        self.stamps = TaskWatch(side.number, number, side.operations)
+
+    def do(self, task: tuple[Any, ...]) -> None:
+        """Do a task, and say so."""
+        number, kind, generation, batch, epoch, start, indices, rows, slot = task
+        if generation < self.side.marks[-1]:
+            self._answer(("stale", number))
+            return
+        began = time.monotonic_ns()
+        self.fetcher.stamps = self.stamps if self.side.stamped else None
+        if self.side.stamped:
+            self.stamps.begin()
+        work: Callable[[], _Reply]
+        if kind == "rows":
+            work = partial(self._rows, batch, epoch, start, indices, rows, slot)
+        elif kind == "first":
+            work = partial(self._first, batch, epoch, indices)
+        else:
+            work = partial(self._whole, batch, epoch, indices, slot)
+        reply: tuple[Any, ...]
+        files: tuple[int, ...] = ()
+        where = f"in set_epoch({epoch})"
+        try:
+            if epoch != self.side.epoch:
+                tell_epoch(self.fetcher.dataset, epoch)
+                self.side.epoch = epoch
+            where = ""
+            reply, files = self.fetcher.attempt(work)
+        except MisfitError:
+            reply = ("misfit",)
+        except Exception as error:
+            at = max(self.fetcher.position, 0)
+            where = where or self.fetcher.where(indices)
+            reply = ("error", start + at, *report_of(error, where))
+        self._mark(-1, -1)
+        spent = time.monotonic_ns() - began
+        stamps = self.stamps.end() if self.fetcher.stamps is not None else None
+        self._answer((reply[0], number, spent, stamps, *reply[1:]), files)
+        for descriptor in files:
+            os.close(descriptor)
+
+    def _answer(self, message: tuple[Any, ...], files: tuple[int, ...] = ()) -> None:
+        try:
+            self.side.wire.send(message, files)
+        except OSError:  # the training process is gone, and nobody is left to tell
+            os._exit(0)
+
+    def _mark(self, batch: int, position: int) -> None:
+        self.side.marks[self.mark_at + 1] = position
+        self.side.marks[self.mark_at] = batch
+
+    def _first(self, batch: int, epoch: int, indices: Any) -> _Reply:
+        self.fetcher.position = 0
+        self._mark(batch, 0)
+        sample = self.fetcher.sample(indices[0], epoch)
+        self.fetcher.position = -1
+        layout = layout_of(sample, self.side.plan.collate_fn)
+        if layout is not None:
+            self.side.kept[batch, 0] = sample
+        return ("layout", layout), ()
+
+    def _rows(
+        self, batch: int, epoch: int, start: int, indices: Any, rows: int, slot: int
+    ) -> _Reply:
+        layout = self.side.layout
+        if layout is None:
+            raise MisfitError
+        memory = self.side.maps[slot]
+        fetcher, kept, stamps = self.fetcher, self.side.kept, self.fetcher.stamps
+        write_image = write_image_of(fetcher.dataset, layout, memory, rows, epoch)
+        writers = layout.writers(memory, rows, start, start + len(indices))
+        for offset, index in enumerate(indices):
+            fetcher.position = offset
+            self._mark(batch, start + offset)
+            sample = kept.pop((batch, start + offset), kept) if kept else kept
+            began_ns = time.monotonic_ns()
+            if sample is kept and write_image is not None:
+                write_image(index, start + offset)
+                if stamps is not None:
+                    stamps.read(index, began_ns)
+                continue
+            if sample is kept:
+                sample = fetcher.sample(index, epoch)
+                began_ns = time.monotonic_ns()
+            layout.write(sample, writers, offset)
+            if stamps is not None:
+                stamps.collated(began_ns)
+        return ("rows",), ()
+
+    def _whole(self, batch: int, epoch: int, indices: Any, slot: int | None) -> _Reply:
+        self._mark(batch, 0)
+        result = self.fetcher.batch(indices, epoch, lambda at: self._mark(batch, at))
+        if result is END_OF_STREAM:
+            return ("end",), ()
+        began_ns = time.monotonic_ns()
+        reply = self._packed(result, slot)
+        if self.fetcher.stamps is not None:
+            self.fetcher.stamps.collated(began_ns)
+        return reply
+
+    def _packed(self, result: Any, slot: int | None) -> _Reply:
+        packed, leaves = pack(result)
+        if not packed.size_bytes:
+            write_leaves(packed, leaves, bytearray(1))
+            return ("whole", packed, None), ()
+        mapping = self.side.maps.get(slot) if slot is not None else None
+        if mapping is not None and len(mapping) >= packed.size_bytes:
+            write_leaves(packed, leaves, mapping)
+            return ("whole", packed, slot), ()
+        descriptor = create_shared_memory(packed.size_bytes)
+        write_leaves(packed, leaves, map_shared_memory(descriptor))
+        return ("whole", packed, None), (descriptor,)
