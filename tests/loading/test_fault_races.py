@@ -6,6 +6,7 @@ import os
 import select
 import signal
 import time
+from collections import namedtuple
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -175,4 +176,113 @@ def test_threads_that_come_back_have_a_place_in_a_process_that_was_replaced() ->
     executor.start_epoch([[index] for index in range(200)], 2)
     assert firsts(executor) == list(range(200))
     assert executor.respawned == 1
+    executor.close()
+
+
+class Leaves(Dataset):
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(0.01)
+        if index == 20:
+            raise SystemExit(3)
+        return torch.full((200,), index)
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_a_sample_that_ends_its_thread_is_named_and_the_others_come(threads: int) -> None:
+    executor = pool(Leaves(), processes=1, threads=threads)
+    executor.start_epoch([[index] for index in range(30)], 0)
+    assert [firsts([next(executor)]) for _ in range(20)] == [[index] for index in range(20)]
+    with pytest.raises(WorkerError, match=r"Sample 20 .*exit code"):
+        next(executor)
+    assert firsts(executor) == list(range(21, 30))
+    executor.close()
+
+
+class Private(Dataset):
+    """Raises an error, or returns a tuple, of a class that only its process knows."""
+
+    def __init__(self, *, raises: bool) -> None:
+        self.raises = raises
+        self.kind = namedtuple("Kind", "x")
+
+    def __getitem__(self, index: int) -> Any:
+        class MineError(Exception):
+            pass
+
+        if not self.raises:
+            return self.kind(torch.full((200,), index))
+        if index == 3:
+            raise MineError("no licence")
+        return torch.full((200,), index)
+
+
+def test_an_error_that_cannot_be_pickled_is_raised_as_another() -> None:
+    executor = pool(Private(raises=True), processes=1)
+    executor.start_epoch([[index] for index in range(6)], 0)
+    assert [firsts([next(executor)]) for _ in range(3)] == [[0], [1], [2]]
+    with pytest.raises(RuntimeError, match=r"(?s)sample 3 .*MineError: no licence"):
+        next(executor)
+    assert firsts(executor) == [4, 5]
+    assert not executor.respawned
+    executor.close()
+
+
+def test_a_batch_that_cannot_be_pickled_is_an_error() -> None:
+    executor = pool(Private(raises=False), default_collate, 1)
+    executor.start_epoch([[index] for index in range(6)], 0)
+    for _ in range(6):
+        with pytest.raises(RuntimeError, match="pickle"):
+            next(executor)
+    assert not executor.respawned
+    executor.close()
+
+
+def unknown() -> None:
+    raise ImportError("no such index here")
+
+
+class Foreign:
+    """An index that no side process can take in."""
+
+    def __reduce__(self) -> Any:
+        return unknown, ()
+
+
+@pytest.mark.parametrize("length", [1, 3000])
+def test_indices_that_cannot_be_unpickled_are_an_error(length: int) -> None:
+    executor = pool(Quick(), processes=1)
+    executor.start_epoch([[0], [Foreign()] * length, [2]], 0)
+    assert firsts([next(executor)]) == [0]
+    with pytest.raises(ImportError, match="no such index here"):
+        next(executor)
+    assert firsts(executor) == [2]
+    assert not executor.respawned
+    executor.close()
+
+
+class Told(Dataset):
+    """Counts how often it is told of an epoch, which takes it a while."""
+
+    def __init__(self) -> None:
+        self.told = torch.zeros(1, dtype=torch.int64).share_memory_()
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.told += 1
+        time.sleep(0.3)
+        self.epoch = epoch
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(0.002)
+        return torch.tensor([index, self.epoch])
+
+
+def test_the_threads_of_a_process_tell_their_dataset_of_an_epoch_once() -> None:
+    dataset = Told()
+    executor = pool(dataset, processes=1, threads=4)
+    for epoch in range(3):
+        executor.start_epoch([[index] for index in range(40)], epoch)
+        samples = [samples[0].tolist() for samples, _ in executor]
+        assert samples == [[index, epoch] for index in range(40)]
+    assert int(dataset.told) == 2
     executor.close()

@@ -48,7 +48,7 @@ class Loss:
     tasks: list[Task]
     """To be done again, in order."""
     guilty: list[tuple[int, int]]
-    """(batch number, position) of the samples that were being read."""
+    """(batch number, position) of the samples that were being read, or about to be."""
     code: int | None
     """Exit code of the process."""
 
@@ -145,8 +145,8 @@ class Crew:
     def give(self, task: Task, message: tuple[Any, ...], to: SideProcess | None = None) -> bool:
         """Queue a task, or give it to one process; False if the queue is full for now."""
         number = self._count + 1
-        packet = None if to is not None or self._queue is None else make_packet(number, message)
-        if packet is not None and self._queue is not None:
+        packet = make_packet(number, message)
+        if to is None and self._queue is not None and len(packet) <= select.PIPE_BUF:
             if not self._queue.put(packet):
                 return False
             self._tasks[number] = task
@@ -155,7 +155,7 @@ class Crew:
             staying = [side for side in self.sides.values() if not side.retiring]
             to = to or min(staying, key=lambda side: side.load)
             to.tasks[number] = task
-            to.send(("task", number, message))
+            to.send(("task", packet))
         self._count = number
         return True
 
@@ -254,9 +254,10 @@ class Crew:
         self._remove(side)
         side.stop(patience_s=5)
         code = side.process.exitcode
-        guilty = side.working_on()
-        claimed = self._tasks.keys() & side.claims()
+        claims = side.claims()
+        claimed = self._tasks.keys() & claims
         lost = {**side.tasks, **{number: self._tasks.pop(number) for number in claimed}}
+        guilty = side.working_on() or [_start_of(lost[number]) for number in lost.keys() & claims]
         yield Loss([lost[number] for number in sorted(lost)], guilty, code)
         if self._queue is not None:
             doubtful = self._tasks.keys() - self._queue.numbers() - self._claimed()
@@ -289,7 +290,13 @@ class Crew:
                 self._doubts.remove(doubt)
                 numbers = sorted(doubt.tasks & self._tasks.keys())
                 if numbers:
-                    yield Loss([self._tasks.pop(number) for number in numbers], [], doubt.code)
+                    tasks = [self._tasks.pop(number) for number in numbers]
+                    yield Loss(tasks, [*map(_start_of, tasks)], doubt.code)
+
+
+def _start_of(task: Task) -> tuple[int, int]:
+    """Return what stands for a task of which no sample was being read yet."""
+    return task.batch.number, task.start
 
 
 def _close(sides: dict[int, SideProcess], queue: TaskQueue | None, owner: int) -> None:

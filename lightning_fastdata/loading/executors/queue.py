@@ -60,10 +60,9 @@ class TaskQueue:
             os.close(end)
 
 
-def make_packet(number: int, message: tuple[Any, ...]) -> bytes | None:
-    """Return a task as a packet, or None if it is too long for one."""
-    packet = _NUMBER.pack(number) + pickle.dumps(message, 5)
-    return packet if len(packet) <= select.PIPE_BUF else None
+def make_packet(number: int, message: tuple[Any, ...]) -> bytes:
+    """Return a task as a packet; one of more than ``select.PIPE_BUF`` bytes fits in no queue."""
+    return _NUMBER.pack(number) + pickle.dumps(message, 5)
 
 
 def read_packet(reading: int) -> bytes | None:
@@ -74,6 +73,6 @@ def read_packet(reading: int) -> bytes | None:
         return None
 
 
-def parse_packet(packet: bytes) -> tuple[int, tuple[Any, ...]]:
-    """Return the number and the message of a task."""
-    return _NUMBER.unpack_from(packet)[0], pickle.loads(packet[_NUMBER.size :])  # our own
+def split_packet(packet: bytes) -> tuple[int, bytes]:
+    """Return the number of a task and its pickled message."""
+    return _NUMBER.unpack_from(packet)[0], packet[_NUMBER.size :]

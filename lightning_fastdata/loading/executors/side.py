@@ -5,11 +5,13 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import os
+import pickle
 import random
 import select
 import signal
 import sys
 import threading
+import traceback
 from collections import deque
 from dataclasses import replace
 from mmap import mmap
@@ -23,9 +25,10 @@ from torch.utils.data import default_collate
 from lightning_fastdata.epochs import keep_own_epochs
 from lightning_fastdata.host.allocator import keep_freed_memory
 from lightning_fastdata.loading.collate import collate_privately, in_own_side_process
-from lightning_fastdata.loading.executors.queue import parse_packet, read_packet
+from lightning_fastdata.loading.executors.queue import read_packet, split_packet
 from lightning_fastdata.loading.executors.side_work import MARK_WORDS, Work, report_of
 from lightning_fastdata.loading.executors.wire import Wire
+from lightning_fastdata.loading.keyed import tell_epoch
 from lightning_fastdata.loading.layout import SampleLayout
 from lightning_fastdata.loading.operations import OperationWatch
 from lightning_fastdata.loading.slots import map_shared_memory
@@ -122,13 +125,14 @@ class Side:
         self.wanted = threads
         self.started = 1
         self.turn = threading.Condition()
+        self.telling = threading.Lock()
         self.epoch = epoch
         self.stamped = False
         self.operations = OperationWatch(plan.dataset)
         self.layout: SampleLayout | None = None
         self.maps: dict[int, mmap] = {}
         self.kept: dict[tuple[int, int], Any] = {}
-        self.own: deque[tuple[Any, ...]] = deque()
+        self.own: deque[bytes] = deque()
         self.queue: int | None = None
         self.closed = False
         self.poller = select.epoll()
@@ -146,8 +150,16 @@ class Side:
 
     def _start_threads(self) -> None:
         while self.started < self.wanted:
-            threading.Thread(target=self._work, args=(self.started,), daemon=True).start()
+            threading.Thread(target=self._run, args=(self.started,), daemon=True).start()
             self.started += 1
+
+    def _run(self, number: int) -> None:
+        try:
+            self._work(number)
+        except BaseException:
+            traceback.print_exc()
+        # A thread that ends alone would leave its task undone, and nobody would know.
+        os._exit(1)
 
     def _work(self, number: int) -> None:
         work = Work(self, number)
@@ -169,18 +181,49 @@ class Side:
             self._hear()
             if self.closed:
                 return None
-            if self.own:
-                return self.own.popleft()
-            packet = None if self.queue is None else read_packet(self.queue)
-            if packet is not None:
-                number, message = parse_packet(packet)
+            packet = self.own.popleft() if self.own else None
+            if packet is None and self.queue is not None:
+                packet = read_packet(self.queue)
+            if packet is None:
+                self.poller.poll()
+                continue
+            number, pickled = split_packet(packet)
+            try:
+                message = pickle.loads(pickled)  # from our own process
+            except Exception as error:
                 self.marks[thread * MARK_WORDS + 2] = number
-                # What it rests on was sent before it was queued, but may still be on its way.
-                self._hear()
-                while self._lacks(message) and not self.closed:
-                    self._hear(wait=True)
-                return number, *message
-            self.poller.poll()
+                self.say(("error", number, 0, None, 0, *report_of(error, "in unpickling indices")))
+                continue
+            self.marks[thread * MARK_WORDS + 2] = number
+            # What it rests on was sent before it was queued, but may still be on its way.
+            self._hear()
+            while self._lacks(message) and not self.closed:
+                self._hear(wait=True)
+            return number, *message
+
+    def begin_epoch(self, dataset: Any, generation: int, epoch: int) -> bool:
+        """Tell the dataset the epoch of a task; False if the task is one of an epoch that is over.
+
+        Tasks of an older epoch that other threads took before do not turn it back.
+        """
+        with self.telling:
+            if generation < self.marks[-1]:
+                return False
+            if epoch != self.epoch:
+                tell_epoch(dataset, epoch)
+                self.epoch = epoch
+            return True
+
+    def say(self, message: tuple[Any, ...], files: tuple[int, ...] = ()) -> None:
+        """Send a message to the training process, and end if that is gone.
+
+        Raises:
+            Exception: Something in the message cannot be pickled.
+        """
+        try:
+            self.wire.send(message, files)
+        except OSError:
+            os._exit(0)
 
     def _lacks(self, message: tuple[Any, ...]) -> bool:
         kind, slot = message[0], message[-1]
@@ -206,7 +249,7 @@ class Side:
     def _take_in(self, message: tuple[Any, ...], descriptors: list[int]) -> None:
         kind = message[0]
         if kind == "task":
-            self.own.append((message[1], *message[2]))
+            self.own.append(message[1])
         elif kind == "slot":
             self.maps[message[1]] = map_shared_memory(descriptors[0])
             os.close(descriptors[0])
@@ -222,9 +265,9 @@ class Side:
             self.turn.notify_all()
         elif kind == "ping":
             # Not read from the memory later: an answer may be on its way then, and the next noted.
-            self.wire.send(("pong", message[1], taken_last(self.marks)))
+            self.say(("pong", message[1], taken_last(self.marks)))
         elif kind == "retire":
             if self.queue is not None:
                 self.poller.unregister(self.queue)
                 self.queue = None
-            self.wire.send(("retired",))
+            self.say(("retired",))

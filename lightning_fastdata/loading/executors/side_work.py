@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from lightning_fastdata.loading.executors.fetch import write_image_of
 from lightning_fastdata.loading.executors.stream_fetch import END_OF_STREAM, fetcher_of
-from lightning_fastdata.loading.keyed import tell_epoch
 from lightning_fastdata.loading.layout import MisfitError, layout_of
 from lightning_fastdata.loading.leaves import pack, write_leaves
 from lightning_fastdata.loading.slots import create_shared_memory, map_shared_memory
@@ -46,9 +45,6 @@ class Work:
     def do(self, task: tuple[Any, ...]) -> None:
         """Do a task, and say so."""
         number, kind, generation, batch, epoch, start, indices, rows, slot = task
-        if generation < self.side.marks[-1]:
-            self._answer(("stale", number))
-            return
         began = time.monotonic_ns()
         self.fetcher.stamps = self.stamps if self.side.stamped else None
         if self.side.stamped:
@@ -64,11 +60,9 @@ class Work:
         files: tuple[int, ...] = ()
         where = f"in set_epoch({epoch})"
         try:
-            if epoch != self.side.epoch:
-                tell_epoch(self.fetcher.dataset, epoch)
-                self.side.epoch = epoch
+            wanted = self.side.begin_epoch(self.fetcher.dataset, generation, epoch)
             where = ""
-            reply, files = self.fetcher.attempt(work)
+            reply, files = self.fetcher.attempt(work) if wanted else (("stale",), ())
         except MisfitError:
             reply = ("misfit",)
         except Exception as error:
@@ -78,15 +72,15 @@ class Work:
         self._mark(-1, -1)
         spent = time.monotonic_ns() - began
         stamps = self.stamps.end() if self.fetcher.stamps is not None else None
-        self._answer((reply[0], number, spent, stamps, *reply[1:]), files)
+        try:
+            self.side.say((reply[0], number, spent, stamps, *reply[1:]), files)
+        except Exception as error:  # something in it cannot be pickled, and nothing was said
+            at, text = start, report_of(error, self.fetcher.where(indices))[1]
+            if reply[0] == "error":
+                at, _, text = reply[1:]
+            self.side.say(("error", number, spent, stamps, at, RuntimeError, text))
         for descriptor in files:
             os.close(descriptor)
-
-    def _answer(self, message: tuple[Any, ...], files: tuple[int, ...] = ()) -> None:
-        try:
-            self.side.wire.send(message, files)
-        except OSError:  # the training process is gone, and nobody is left to tell
-            os._exit(0)
 
     def _mark(self, batch: int, position: int) -> None:
         self.side.marks[self.mark_at + 1] = position

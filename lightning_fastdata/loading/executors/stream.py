@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from lightning_fastdata.loading.executors.processes import PendingBatch, SideProcess, Task, stop_all
+from lightning_fastdata.loading.executors.queue import make_packet
 from lightning_fastdata.loading.executors.reports import as_error, stream_broken, stream_timed_out
 from lightning_fastdata.loading.executors.stream_fetch import StreamAsk
 from lightning_fastdata.loading.slots import SlotPool
@@ -176,7 +177,7 @@ class StreamExecutor:
         side.tasks[batch.number] = Task("whole", batch, 0, ask)
         place = None if slot is None else slot.number
         what = (batch.generation, batch.number, batch.epoch, 0, ask, 1, place)
-        side.send(("task", batch.number, ("whole", *what)))
+        side.send(("task", make_packet(batch.number, ("whole", *what))))
 
     def _next_lane(self) -> _Lane | None:
         """Return the lane whose turn it is; None when all have ended."""
