@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import select
 import signal
+import threading
 import time
 from collections import namedtuple
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, ClassVar
 
 import pytest
 import torch
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from lightning_fastdata.errors import WorkerError
 from lightning_fastdata.loading.executors.fetch import FetchPlan
 from lightning_fastdata.loading.executors.pool import PoolExecutor
 from lightning_fastdata.loading.executors.processes import SideProcess
 from lightning_fastdata.loading.executors.queue import read_packet
+from lightning_fastdata.loading.executors.stream import StreamExecutor
 
 
 def listed(samples: list[Any]) -> Any:
@@ -188,11 +191,11 @@ class Leaves(Dataset):
 
 
 @pytest.mark.parametrize("threads", [1, 4])
-def test_a_sample_that_ends_its_thread_is_named_and_the_others_come(threads: int) -> None:
+def test_a_sample_that_would_end_its_thread_is_named_and_the_others_come(threads: int) -> None:
     executor = pool(Leaves(), processes=1, threads=threads)
     executor.start_epoch([[index] for index in range(30)], 0)
     assert [firsts([next(executor)]) for _ in range(20)] == [[index] for index in range(20)]
-    with pytest.raises(WorkerError, match=r"Sample 20 .*exit code"):
+    with pytest.raises(RuntimeError, match=r"SystemExit in side process 0 while reading sample 20"):
         next(executor)
     assert firsts(executor) == list(range(21, 30))
     executor.close()
@@ -285,4 +288,88 @@ def test_the_threads_of_a_process_tell_their_dataset_of_an_epoch_once() -> None:
         samples = [samples[0].tolist() for samples, _ in executor]
         assert samples == [[index, epoch] for index in range(40)]
     assert int(dataset.told) == 2
+    executor.close()
+
+
+class ForkProcess(multiprocessing.context.ForkProcess):
+    """Another process is forked while this one starts, and inherits both ends of its wire."""
+
+    bystanders: ClassVar[list[int]] = []
+
+    def start(self) -> None:
+        super().start()
+        bystander = os.fork()
+        if bystander == 0:
+            time.sleep(120)
+            os._exit(0)
+        self.bystanders.append(bystander)
+
+
+class ForkContext(multiprocessing.context.ForkContext):
+    Process = ForkProcess
+
+
+@pytest.fixture
+def crowded() -> Iterator[ForkContext]:
+    yield ForkContext()
+    while ForkProcess.bystanders:
+        bystander = ForkProcess.bystanders.pop()
+        os.kill(bystander, signal.SIGKILL)
+        os.waitpid(bystander, 0)
+
+
+def test_a_death_is_seen_while_others_hold_the_wire(crowded: ForkContext) -> None:
+    executor = pool(Quick(), context=crowded)
+    executor.start_epoch([[index] for index in range(100)], 0)
+    seen = firsts([next(executor)])
+    for side in list(executor.sides.values()):
+        kill(side)
+    seen += firsts(executor)
+    assert seen == list(range(100))
+    assert executor.respawned >= 1
+    executor.close()
+
+
+class Numbers(IterableDataset):
+    def __iter__(self) -> Iterator[Any]:
+        return (torch.full((200,), index) for index in range(50))
+
+
+def test_a_death_of_a_stream_is_seen_while_others_hold_the_wire(crowded: ForkContext) -> None:
+    plan = FetchPlan(dataset=Numbers(), collate_fn=listed, timeout_s=40, context=crowded)
+    executor = StreamExecutor(plan, processes=1)
+    for epoch in range(2):
+        executor.start_epoch([1], epoch)
+        assert firsts(executor) == list(range(50))
+        kill(executor.sides[0])
+    executor.start_epoch([1], 2)
+    kill(executor.sides[0])
+    with pytest.raises(WorkerError, match=r"process 0 was ended by SIGKILL .*before the end"):
+        list(executor)
+    executor.close()
+
+
+def test_processes_outlive_the_thread_that_started_them() -> None:
+    executor = pool(Quick(), processes=5)
+    starter = threading.Thread(target=executor.start_epoch, args=([[0]], 0))
+    starter.start()
+    starter.join()
+    until(lambda: all(side.began for side in executor.sides.values()))
+    assert firsts(executor) == [0]
+    executor.start_epoch([[index] for index in range(50)], 1)
+    assert firsts(executor) == list(range(50))
+    assert not executor.respawned
+    executor.close()
+
+
+def test_idle_processes_that_are_killed_are_replaced() -> None:
+    executor = pool(Quick(), processes=5)
+    executor.start_epoch([[0]], 0)
+    assert firsts(executor) == [0]
+    until(lambda: all(side.began for side in executor.sides.values()))
+    for side in list(executor.sides.values()):
+        kill(side)
+    executor.start_epoch([[index] for index in range(20)], 1)
+    assert firsts(executor) == list(range(20))
+    until(lambda: executor.ready() and executor.respawned == 5)
     executor.close()

@@ -120,8 +120,11 @@ class Crew:
     def close(self) -> None:
         """Stop all processes."""
         self._closer()
+        self.wanted = 0
         self._tasks.clear()
         self._doubts.clear()
+        self._by_end.clear()
+        self._poller = select.poll()
 
     def tell(self, *message: Any) -> None:
         """Tell all processes something, also those that are still to come."""
@@ -166,7 +169,10 @@ class Crew:
             WorkerError: Processes die before they do anything.
             Exception: Whatever ``worker_init_fn`` raised.
         """
-        for end, side in self._by_end.items():
+        if not self.sides:
+            self.spawn_missing()
+        for side in self.sides.values():
+            end = side.wire.fileno()
             if bool(side.outbox) != (end in self._writing):
                 self._writing ^= {end}
                 self._poller.modify(end, select.POLLIN | (select.POLLOUT if side.outbox else 0))
@@ -180,13 +186,9 @@ class Crew:
         for side, event in events:
             if event & select.POLLOUT:
                 side.flush()
-            if not event & ~select.POLLOUT:
+            if not event & ~select.POLLOUT or self.sides.get(side.number) is not side:
                 continue
-            while True:
-                try:
-                    received = side.wire.receive()
-                except BlockingIOError:
-                    break
+            for received in side.messages():
                 if received is None:
                     yield from self._bury(side)
                     break
@@ -233,8 +235,9 @@ class Crew:
             for slot in self._slots.values():
                 side.send(("slot", slot.number), slot)
             self.sides[number] = side
-            self._by_end[side.wire.fileno()] = side
-            self._poller.register(side.wire.fileno(), select.POLLIN)
+            for end in side.ends:
+                self._by_end[end] = side
+                self._poller.register(end, select.POLLIN)
 
     def _let_go(self, side: SideProcess) -> Iterator[Loss]:
         busy = side.tasks or self._tasks.keys() & side.claims()
@@ -245,10 +248,11 @@ class Crew:
             self.spawn_missing()  # its number may be wanted again by now
 
     def _remove(self, side: SideProcess) -> None:
-        end = side.wire.fileno()
-        del self.sides[side.number], self._by_end[end]
-        self._writing.discard(end)
-        self._poller.unregister(end)
+        del self.sides[side.number]
+        self._writing.discard(side.wire.fileno())
+        for end in side.ends:
+            del self._by_end[end]
+            self._poller.unregister(end)
 
     def _bury(self, side: SideProcess) -> Iterator[Loss]:
         self._remove(side)
@@ -270,7 +274,7 @@ class Crew:
         yield from self._heard(side)
         self.respawned += 1
         self.spawn_missing()
-        if not side.answers and not guilty:
+        if not side.began:
             self._stillborn += 1
             if self._stillborn >= _STILLBORN:
                 raise stillborn(side.number, code, self._stillborn)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
+import select
 import signal
+import threading
 import time
 from collections import deque
 from dataclasses import dataclass, field
@@ -14,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lightning_fastdata.loading.executors.side import side_main, taken_last
-from lightning_fastdata.loading.executors.side_work import MARK_WORDS
+from lightning_fastdata.loading.executors.side_work import MARK_WORDS, STARTING, WAITING
 from lightning_fastdata.loading.executors.wire import Wire, wire_pair
 from lightning_fastdata.loading.leaves import unpack
 from lightning_fastdata.loading.slots import create_shared_memory, map_shared_memory
@@ -151,11 +154,14 @@ class SideProcess:
         if not isinstance(context, BaseContext):
             context = multiprocessing.get_context(context)
         forked = context.get_start_method() == "fork"
+        # A child is told of the end of the thread that forked it as of that of its parent.
+        lasting = threading.current_thread() is threading.main_thread()
+        parent = os.getpid() if lasting else 0
         # A forked child holds its siblings' wires too, and they would never see them closed.
         strangers = (ours.fileno(), *strangers) if forked else ()
         self.process = context.Process(
             target=side_main,
-            args=(theirs, plan, number, processes, threads, strangers, os.getpid(), epoch),
+            args=(theirs, plan, number, processes, threads, strangers, parent, epoch),
             daemon=True,
             name=f"fastdata-{number}",
         )
@@ -164,13 +170,25 @@ class SideProcess:
         finally:
             theirs.close()
         self.wire = Wire(ours)
+        self._life = _Life(self.process.pid)
         self.progress = create_shared_memory((places * MARK_WORDS + 1) * 8)
         self.stacks = create_shared_memory(1)
         os.ftruncate(self.stacks, 0)
         self.marks = np.frombuffer(map_shared_memory(self.progress), np.int64)
         self.marks[:-1] = -1
+        self.marks[2] = STARTING
         queues = () if queue is None else (queue,)
         self.send(("start",), (self.progress, self.stacks, *queues))
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """What becomes readable when it says something or dies: the wire first."""
+        return (self.wire.fileno(), *self._life.ends)
+
+    @property
+    def began(self) -> bool:
+        """Whether it has got so far as to wait for tasks."""
+        return bool(self.marks[2] >= WAITING)
 
     @property
     def load(self) -> float:
@@ -211,6 +229,20 @@ class SideProcess:
                 return
             self.outbox.popleft()
 
+    def messages(self) -> Iterator[tuple[tuple[Any, ...], list[int]] | None]:
+        """Yield what it has said, with the files that came along; None at last if it is gone."""
+        gone = self._life.is_over()  # asked first: what it said before is there by now
+        while True:
+            try:
+                received = self.wire.receive()
+            except BlockingIOError:
+                if gone:
+                    yield None
+                return
+            yield received
+            if received is None:
+                return
+
     def working_on(self) -> list[tuple[int, int]]:
         """Return (batch number, position) of each sample that is being read right now."""
         marks = self.marks[:-1].reshape(-1, MARK_WORDS)
@@ -224,6 +256,8 @@ class SideProcess:
         """Return the Python stacks of its threads, asked for through SIGUSR1."""
         if self.is_stopped():
             return f"(no stack: the process is stopped, state {self._state()}; send it SIGCONT)"
+        if self.marks[2] == STARTING:  # it knows nothing of SIGUSR1, and would die of it
+            return f"(no stack: the process is starting, state {self._state()})"
         size = os.fstat(self.stacks).st_size
         try:
             os.kill(self.process.pid or 0, signal.SIGUSR1)
@@ -254,6 +288,7 @@ class SideProcess:
             os.close(self.stacks)
             os.close(self.progress)
             self.stacks = -1
+            self._life.close()
 
     def _state(self) -> str:
         try:
@@ -262,6 +297,28 @@ class SideProcess:
         except OSError:
             return "?"
         return next((line[6:].strip() for line in lines if line.startswith("State:")), "?")
+
+
+class _Life:
+    """Tells that a process has ended.
+
+    Its wire tells so, too, but not while a process that was forked beside it holds a copy.
+    """
+
+    def __init__(self, pid: int | None) -> None:
+        self.ends: tuple[int, ...] = ()
+        self._poller = select.poll()
+        with contextlib.suppress(OSError):  # a kernel or container that has no such descriptors
+            self.ends = (os.pidfd_open(pid or 0),)
+            self._poller.register(self.ends[0], select.POLLIN)
+
+    def is_over(self) -> bool:
+        return bool(self.ends and self._poller.poll(0))
+
+    def close(self) -> None:
+        for end in self.ends:
+            os.close(end)
+        self.ends = ()
 
 
 def stop_all(sides: dict[int, SideProcess], owner: int) -> None:

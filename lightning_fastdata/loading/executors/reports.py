@@ -104,8 +104,8 @@ def _death(code: int | None) -> str:
 def as_error(kind: type[BaseException], number: int, text: str) -> BaseException:
     """Return an error of the same class as one that was raised in a side process."""
     message = f"Caught {kind.__name__} in side process {number} {text}"
-    if issubclass(kind, StopIteration):
-        # Raised from __next__, it would end the epoch early and without a word.
+    if issubclass(kind, StopIteration) or not issubclass(kind, Exception):
+        # Raised from __next__, it would end the epoch, or the program, early and without a word.
         return RuntimeError(message)
     try:
         # A KeyError shows its argument quoted, which no traceback survives.

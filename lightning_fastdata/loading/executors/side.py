@@ -26,7 +26,13 @@ from lightning_fastdata.epochs import keep_own_epochs
 from lightning_fastdata.host.allocator import keep_freed_memory
 from lightning_fastdata.loading.collate import collate_privately, in_own_side_process
 from lightning_fastdata.loading.executors.queue import read_packet, split_packet
-from lightning_fastdata.loading.executors.side_work import MARK_WORDS, Work, report_of
+from lightning_fastdata.loading.executors.side_work import (
+    INITIALISING,
+    MARK_WORDS,
+    WAITING,
+    Work,
+    report_of,
+)
 from lightning_fastdata.loading.executors.wire import Wire
 from lightning_fastdata.loading.keyed import tell_epoch
 from lightning_fastdata.loading.layout import SampleLayout
@@ -88,6 +94,7 @@ def side_main(
     if plan.collate_fn is default_collate:
         plan = replace(plan, collate_fn=collate_privately)
     marks = np.frombuffer(map_shared_memory(progress), np.int64)
+    marks[2] = INITIALISING
     side = Side(wire, plan, number, marks, threads, epoch)
     if queues:
         side.take_from(queues[0])
@@ -145,6 +152,7 @@ class Side:
 
     def run(self) -> None:
         """Work until the training process closes the wire."""
+        self.marks[2] = WAITING
         self._start_threads()
         self._work(0)
 

@@ -23,7 +23,13 @@ _Reply: TypeAlias = tuple[tuple[Any, ...], tuple[int, ...]]
 """A message without its number, and open files that go with it."""
 MARK_WORDS: Final = 3
 """int64 numbers per thread in the progress memory: the batch and the position it works on, and the
-task it took last."""
+task it took last. Tasks are counted from 1; what the first thread has there before it takes one
+says how far the process has got."""
+STARTING: Final = -2
+INITIALISING: Final = -1
+"""It shows its stacks when it is asked."""
+WAITING: Final = 0
+"""It takes tasks."""
 
 
 def report_of(error: BaseException, where: str) -> tuple[type, str]:
@@ -65,7 +71,7 @@ class Work:
             reply, files = self.fetcher.attempt(work) if wanted else (("stale",), ())
         except MisfitError:
             reply = ("misfit",)
-        except Exception as error:
+        except BaseException as error:  # sys.exit(), too, is the fault of one sample
             at = max(self.fetcher.position, 0)
             where = where or self.fetcher.where(indices)
             reply = ("error", start + at, *report_of(error, where))
@@ -75,9 +81,10 @@ class Work:
         try:
             self.side.say((reply[0], number, spent, stamps, *reply[1:]), files)
         except Exception as error:  # something in it cannot be pickled, and nothing was said
-            at, text = start, report_of(error, self.fetcher.where(indices))[1]
+            text = report_of(error, self.fetcher.where(indices))[1]
             if reply[0] == "error":
-                at, _, text = reply[1:]
+                text = reply[-1]
+            at = start + max(self.fetcher.position, 0)
             self.side.say(("error", number, spent, stamps, at, RuntimeError, text))
         for descriptor in files:
             os.close(descriptor)

@@ -205,9 +205,10 @@ class StreamExecutor:
     def _receive(self, until: float | None) -> None:
         poller = select.poll()
         lanes = [lane for lane in self._lanes if lane.side.number in self.sides]
-        by_end = {lane.side.wire.fileno(): lane for lane in lanes}
+        by_end = {end: lane for lane in lanes for end in lane.side.ends}
         for end, lane in by_end.items():
-            poller.register(end, select.POLLIN | (select.POLLOUT if lane.side.outbox else 0))
+            writing = lane.side.outbox and end == lane.side.wire.fileno()
+            poller.register(end, select.POLLIN | (select.POLLOUT if writing else 0))
         left_ms = None if until is None else max(0.0, (until - time.monotonic()) * 1000)
         events = poller.poll(left_ms)
         if not events and until is not None:
@@ -215,15 +216,11 @@ class StreamExecutor:
         for end, event in events:
             if event & select.POLLOUT:
                 by_end[end].side.flush()
-            if event & ~select.POLLOUT:
+            if event & ~select.POLLOUT and by_end[end].side.number in self.sides:
                 self._read(by_end[end])
 
     def _read(self, lane: _Lane) -> None:
-        while True:
-            try:
-                received = lane.side.wire.receive()
-            except BlockingIOError:
-                return
+        for received in lane.side.messages():
             if received is None:
                 self._bury(lane)
                 return
