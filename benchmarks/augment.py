@@ -4,17 +4,16 @@
 
 Three tables, each measured in turn, round by round, after a round that is not counted:
 
-* worker: time of one thread per image to read, augment and collate, with the whole pipeline in the
-  worker ("whole"), and with only the draws there ("tape"). Once over JPEG files of about 480 x 375
-  px, once over decoded images of 256 x 256 px in a memory map, which are cropped on the device.
-  CPU time of the thread. Each in a process of its own: "torch, whole" allocates as torch's workers
-  do, the others as ours, which keep what they free.
+* worker: CPU time of 2 workers per image, to read, augment, collate and hand over, with the whole
+  pipeline in the worker ("whole"), and with only the draws there ("tape"). Once over JPEG files of
+  about 480 x 375 px, once over decoded images of 256 x 256 px in a memory map, which are cropped on
+  the device. "torch, whole" are torch's workers, the others ours.
+* loader: images per second in the same epochs; with the tape a device would take the pixels, here
+  nobody does: what the workers deliver at most.
 * peers: images per second of one thread that augments 64 decoded images: Albumentations per sample,
   torchvision v2 per sample and per batch, Kornia eager and compiled, fuse-augmentations. They need
   not draw the same, nor in the same way: torchvision takes one draw for the whole batch.
   triton-augment needs a GPU: it is only named, and in gpu.py.
-* loader: images per second of a whole loader with 2 workers, torch's or ours; and when a device
-  takes the pixels, here nobody: what the workers deliver at most.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ import os
 
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 
-import multiprocessing
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -33,6 +31,7 @@ from typing import Any
 import albumentations as A
 import cv2
 import numpy as np
+import psutil
 import torch
 from peers import MEAN, STD, or_reason
 from torch.utils.data import Dataset, default_collate
@@ -40,10 +39,8 @@ from torchvision.transforms import v2
 from turns import arguments, in_turn, ratio, spread, write
 
 from lightning_fastdata.augment.transform import as_batch_transform
-from lightning_fastdata.host.allocator import keep_freed_memory
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.photos import PHOTOGRAPHS, Cut, cut_photographs, open_photograph
-from lightning_fastdata.types import SampleKey
 
 BATCH, SIZE = 64, 224
 LAST = [A.Normalize(), A.ToTensorV2()]
@@ -65,7 +62,7 @@ RECIPES = {
 }
 RECIPES["kaggle, noise"] = [*RECIPES["kaggle"][:-2], A.GaussNoise(p=0.5), *LAST]
 TARGETS = {"light, jpeg": 1.3, "imagenet, jpeg": 1.5, "imagenet, decoded": 5.0}
-"""Whole over tape, worker time per image."""
+"""Whole over tape, CPU time of the workers per image."""
 WAYS = {
     "torch, whole": {"ours": False, "on_device": False},
     "whole": {"ours": True, "on_device": False},
@@ -95,29 +92,6 @@ def transform_for(data: Photographs, recipe: list[Any]) -> Any:
     return transform.for_samples(data[i] for i in range(8))
 
 
-def worker_ms(
-    data: Photographs, recipe: list[Any], *, ours: bool, on_device: bool
-) -> Callable[[], float]:
-    """Return what measures the milliseconds of one thread per image, batches of 64."""
-    if ours:
-        keep_freed_memory()  # as the loader's workers do
-    worker = transform_for(data, recipe).in_worker(on_device=on_device)
-
-    def work() -> float:
-        began = time.thread_time()
-        for first in range(0, len(data), BATCH):
-            pairs = [
-                worker(data[i], SampleKey(seed=0, epoch=0, index=i))
-                for i in range(first, min(first + BATCH, len(data)))
-            ]
-            default_collate([sample for sample, _ in pairs])
-            if on_device:
-                worker.collate([tape for _, tape in pairs])
-        return 1e3 * (time.thread_time() - began) / len(data)
-
-    return work
-
-
 def rate_of(work: Callable[[], Any], images: int) -> Callable[[], float]:
     """Return what measures images per second of wall time."""
 
@@ -129,44 +103,40 @@ def rate_of(work: Callable[[], Any], images: int) -> Callable[[], float]:
     return measure
 
 
-class Apart:
-    """Has a measurement made in a process of its own."""
+class Epochs:
+    """Runs epochs of a loader; in between its workers wait."""
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        context = multiprocessing.get_context("fork")
-        self._here, there = context.Pipe()
-        self._process = context.Process(target=_serve, args=(there, arguments, options))
-        self._process.start()
+    def __init__(
+        self, data: Photographs, recipe: list[Any], *, ours: bool, on_device: bool
+    ) -> None:
+        self._loader = FastDataLoader(
+            data, BATCH, shuffle=True, num_workers=2, executor="workers" if ours else "torch",
+            persistent_workers=True, transform=transform_for(data, recipe), on_device=on_device,
+            staged="train",
+        )  # fmt: skip
+        others = set(psutil.Process().children())
+        self._epoch()
+        self._workers = set(psutil.Process().children()) - others
+        self.worker_ms: list[float] = []
 
     def __call__(self) -> float:
-        self._here.send(True)
-        return float(self._here.recv())
+        """Return the images per second, and note the workers' CPU time per image."""
+        images = len(self._loader.dataset)
+        before_ms = self._cpu_ms()
+        rate = rate_of(self._epoch, images)()
+        self.worker_ms.append((self._cpu_ms() - before_ms) / images)
+        return rate
 
-    def close(self) -> None:
-        self._here.send(False)
-        self._process.join()
-
-
-def _serve(pipe: Any, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> None:
-    measure = worker_ms(*arguments, **options)
-    while pipe.recv():
-        pipe.send(measure())
-
-
-def loader_rate(
-    data: Photographs, recipe: list[Any], *, ours: bool, on_device: bool
-) -> Callable[[], float]:
-    loader = FastDataLoader(
-        data, BATCH, shuffle=True, num_workers=2, executor="workers" if ours else "torch",
-        persistent_workers=True, transform=transform_for(data, recipe), on_device=on_device,
-        staged="train",
-    )  # fmt: skip
-
-    def epoch() -> None:
-        for _ in loader:
+    def _epoch(self) -> None:
+        for _ in self._loader:
             pass
 
-    return rate_of(epoch, len(data))
+    def _cpu_ms(self) -> float:
+        # The kernel's own account in ns; that of psutil is in ticks of 10 ms.
+        threads = [
+            t for worker in self._workers for t in Path(f"/proc/{worker.pid}/task").iterdir()
+        ]
+        return sum(int((t / "schedstat").read_text().split()[0]) for t in threads) / 1e6
 
 
 def per_sample(recipe: list[Any], images: np.ndarray) -> Callable[[], None]:
@@ -242,8 +212,8 @@ def decoded_photographs(folder: Path, count: int) -> np.ndarray:
 
 def main() -> None:
     parser = arguments(__doc__.splitlines()[0], rounds=7)
-    parser.add_argument("--images", type=int, default=512, help="images in a round")
-    parser.add_argument("--skip", default="", help="tables to leave out: worker,peers,loader")
+    parser.add_argument("--images", type=int, default=1024, help="images in a round")
+    parser.add_argument("--skip", default="", help="tables to leave out: loader,peers")
     options = parser.parse_args()
     skipped = set(options.skip.split(","))
     torch.set_num_threads(1)
@@ -256,64 +226,46 @@ def main() -> None:
         files = sorted((folder / "photos").rglob("train/**/*.jpg"))[: options.images]
         decoded = decoded_photographs(folder, options.images)
         sources = {"jpeg": Photographs(files=files), "decoded": Photographs(decoded=decoded)}
-        if "worker" not in skipped:
-            found["worker"] = worker_table(sources, options.rounds)
         if "loader" not in skipped:
-            found["loader"] = loader_table(sources, options.rounds)
+            found["loader"] = loader_tables(sources, options.rounds)
         if "peers" not in skipped:
             found["peers"] = peers_table(decoded, options.rounds)
     write(options.json, "augment", found)
 
 
-def worker_table(sources: Mapping[str, Photographs], rounds: int) -> dict[str, Any]:
-    print("\n| recipe, data, ms an image | torch, whole | whole | tape | torch | whole | target |")
-    print("|---|---|---|---|---:|---:|---:|")
-    return {
-        title: turn(title, Apart, data, recipe, rounds, costs=True)
-        for title, data, recipe in cases(sources)
-    }
-
-
-def loader_table(sources: Mapping[str, Photographs], rounds: int) -> dict[str, Any]:
-    print("\n| recipe, data, images/s | torch, whole | whole | tape | of torch's | of whole |")
-    print("|---|---|---|---|---:|---:|")
-    return {
-        title: turn(title, loader_rate, data, recipe, rounds, costs=False)
-        for title, data, recipe in cases(sources)
-    }
-
-
-def cases(sources: Mapping[str, Photographs]) -> list[tuple[str, Photographs, list[Any]]]:
-    return [
-        (f"{name}, {source}", data, recipe)
+def loader_tables(sources: Mapping[str, Photographs], rounds: int) -> dict[str, Any]:
+    found = {
+        f"{name}, {source}": turn(data, recipe, rounds)
         for source, data in sources.items()
         for name, recipe in RECIPES.items()
+    }
+    print("\n| recipe, data, ms an image | torch, whole | whole | tape | torch | whole | target |")
+    print("|---|---|---|---|---:|---:|---:|")
+    for title, turns in found.items():
+        print(row(title, turns["worker_ms"], costs=True), TARGETS.get(title, ""), "|")
+    print("\n| recipe, data, images/s | torch, whole | whole | tape | of torch's | of whole |")
+    print("|---|---|---|---|---:|---:|")
+    for title, turns in found.items():
+        print(row(title, turns["images_per_s"], costs=False))
+    return found
+
+
+def turn(data: Photographs, recipe: list[Any], rounds: int) -> dict[str, dict[str, list[float]]]:
+    """Run epochs of the three ways in turn."""
+    loaders = {name: Epochs(data, recipe, **way) for name, way in WAYS.items()}
+    rates = in_turn(loaders, rounds=rounds)
+    costs = {name: loader.worker_ms[-rounds:] for name, loader in loaders.items()}
+    return {"images_per_s": rates, "worker_ms": costs}
+
+
+def row(title: str, values: Mapping[str, list[float]], *, costs: bool) -> str:
+    """Return a row with the gains of the tape over the other two ways."""
+    gains = [
+        ratio(values[way], values["tape"]) if costs else ratio(values["tape"], values[way])
+        for way in ("torch, whole", "whole")
     ]
-
-
-def turn(
-    title: str,
-    measure: Any,
-    data: Photographs,
-    recipe: list[Any],
-    rounds: int,
-    *,
-    costs: bool,
-) -> dict[str, Any]:
-    """Measure the three ways in turn; the gains are those of the tape over the other two."""
-    contenders = {name: measure(data, recipe, **way) for name, way in WAYS.items()}
-    values = in_turn(contenders, rounds=rounds)
-    for contender in contenders.values():
-        if isinstance(contender, Apart):
-            contender.close()
-    gains = {}
-    for name in ("torch, whole", "whole"):
-        pair = (values[name], values["tape"]) if costs else (values["tape"], values[name])
-        gains[name] = ratio(*pair)
-    cells = [*map(spread, values.values()), *(f"{gain:.2f}" for gain in gains.values())]
-    cells += [str(TARGETS.get(title, ""))] if costs else []
-    print(f"| {title} | {' | '.join(cells)} |", flush=True)
-    return {**values, "gains": gains}
+    cells = [*map(spread, values.values()), *(f"{gain:.2f}" for gain in gains)]
+    return f"| {title} | {' | '.join(cells)} |"
 
 
 def peers_table(decoded: np.ndarray, rounds: int) -> dict[str, Any]:

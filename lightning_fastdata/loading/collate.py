@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import fields, is_dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
+import numpy as np
 import torch
 from torch.utils.data import default_collate
 from torch.utils.data._utils.collate import collate, collate_tensor_fn, default_collate_fn_map
 
 from lightning_fastdata.augment.deferred import DeferredTensor, stack_deferred
 from lightning_fastdata.errors import BatchError, OptionsError
+from lightning_fastdata.loading.leaves import LateStack, is_plain
 from lightning_fastdata.loading.staged import StagedBatch
 
 if TYPE_CHECKING:
     from lightning_fastdata.augment.contract import WorkerTransform
     from lightning_fastdata.augment.dataset_pipelines import DatasetRecording
     from lightning_fastdata.types import Batch, Stage
+
+_Collate: TypeAlias = Callable[[Any], Any]
+_PLAIN: Final = frozenset(
+    {torch.Tensor, DeferredTensor, LateStack, np.ndarray, np.memmap, int, float, bool, str, bytes}
+)
+"""Types whose collation, as part of a sample or of a batch, runs no code of the user's."""
+_IMAGE_DIMENSIONS: Final = 3
 
 
 def collate_samples(samples: Sequence[Any]) -> Batch:
@@ -32,8 +43,12 @@ def collate_samples(samples: Sequence[Any]) -> Batch:
     Raises:
         BatchError: The samples cannot be stacked, for example because their shapes differ.
     """
+    return _collate_samples(samples, _collate)
+
+
+def _collate_samples(samples: Sequence[Any], collate_fields: _Collate) -> Batch:
     try:
-        return _collate_but_notes(samples)
+        return _collate_but_notes(samples, collate_fields)
     except (TypeError, RuntimeError, ValueError) as error:
         shapes = sorted({str(tuple(s.shape)) for s in _array_leaves(samples)})
         seen = f" Shapes found: {', '.join(shapes[:6])}." if len(shapes) > 1 else ""
@@ -64,16 +79,63 @@ def in_own_side_process() -> None:
     _default = collate_privately
 
 
-_default: Callable[[list[Any]], Any] = default_collate
+_default: _Collate = default_collate
 
 
-def _collate_but_notes(samples: Sequence[Any]) -> Batch:
+def for_writing(collate_fn: _Collate) -> _Collate:
+    """Return what collates likewise for :func:`~lightning_fastdata.loading.leaves.pack` alone.
+
+    Where all of a collation is ours, so that nobody looks at the batch before it is packed, stacks
+    are left for then (:class:`~lightning_fastdata.loading.leaves.LateStack`).
+    """
+    if collate_fn is default_collate:
+        return partial(_collate_late, otherwise=collate_privately)
+    if collate_fn is collate_samples:
+        fields_late = partial(_collate_late, otherwise=_collate)
+        return partial(_collate_samples, collate_fields=fields_late)
+    if isinstance(collate_fn, StagingCollate | RecordedCollate | FirstOfPairs):
+        return collate_fn.for_writing()
+    return collate_fn
+
+
+def _collate_late(samples: Sequence[Any], otherwise: _Collate) -> Any:
+    if not _is_plain(samples[0]):
+        return otherwise(samples)
+    return collate(samples, collate_fn_map={**default_collate_fn_map, torch.Tensor: _stack_late})
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a sample becomes part of a batch, or a batch is rebuilt, without the user's code."""
+    kind = type(value)
+    if kind is dict:
+        value = value.values()
+    elif kind is not list and kind is not tuple:
+        return kind in _PLAIN or isinstance(value, np.generic)
+    return all(map(_is_plain, value))
+
+
+def _stack_late(samples: Any, *, collate_fn_map: Any = None) -> Any:
+    first = samples[0]
+    late = all(
+        type(sample) is torch.Tensor
+        and is_plain(sample)
+        and sample.dtype == first.dtype
+        and sample.shape == first.shape
+        # Of more dimensions, torch keeps channels that come last in memory.
+        and (sample.dim() <= _IMAGE_DIMENSIONS or sample.is_contiguous())
+        and not sample.requires_grad
+        for sample in samples
+    )
+    return LateStack(samples) if late else _stack(samples, collate_fn_map=collate_fn_map)
+
+
+def _collate_but_notes(samples: Sequence[Any], collate_fields: _Collate) -> Batch:
     first = samples[0]
     notes = [key for key in first if _is_note(key, first[key])] if type(first) is dict else []
     if not notes:
-        return _collate(samples)
+        return collate_fields(samples)
     rest = [{key: value for key, value in s.items() if key not in notes} for s in samples]
-    return {**_collate(rest), **{key: [s[key] for s in samples] for key in notes}}
+    return {**collate_fields(rest), **{key: [s[key] for s in samples] for key in notes}}
 
 
 def _is_note(key: Any, value: Any) -> bool:
@@ -130,17 +192,26 @@ class StagingCollate:
         self.collate_fn = collate_fn
         self.transform = transform
         self.stage = stage
+        self._collate_handed_on = collate_fn
 
     def __call__(self, samples: list[Any]) -> StagedBatch:
         """Return the staged batch of samples, or of ``(sample, tape)`` pairs."""
         if self.transform is None:
-            return StagedBatch(self.collate_fn(samples), None, self.stage)
-        batch = self.collate_fn([sample for sample, _tape in samples])
+            return StagedBatch(self._collate_handed_on(samples), None, self.stage)
         drawn = [tape for _sample, tape in samples]
+        samples = [sample for sample, _tape in samples]
         draws = self.transform.collate(drawn)
         if draws is None:
-            batch = self.transform.finish(batch, drawn)
+            batch = self.transform.finish(self.collate_fn(samples), drawn)
+        else:
+            batch = self._collate_handed_on(samples)
         return StagedBatch(batch, draws, self.stage)
+
+    def for_writing(self) -> StagingCollate:
+        """Return the same for batches that are packed next; see :func:`for_writing`."""
+        late = copy(self)
+        late._collate_handed_on = for_writing(self.collate_fn)
+        return late
 
 
 class RecordedCollate:
@@ -155,13 +226,24 @@ class RecordedCollate:
         self.collate_fn = collate_fn
         self.recording = recording
         self.stage = stage
+        self._collate_handed_on = collate_fn
+        self._collate_pixels: _Collate = collate_samples
 
     def __call__(self, samples: list[Any]) -> StagedBatch:
         """Return the staged batch of samples."""
         # Also where the user's collation calls torch's: in each process that collates.
         default_collate_fn_map.setdefault(DeferredTensor, stack_deferred)
-        batch, draws = self.recording.take(self.collate_fn(samples), collate_samples)
+        batch = self._collate_handed_on(samples)
+        collate_pixels = self._collate_pixels if _is_plain(batch) else collate_samples
+        batch, draws = self.recording.take(batch, collate_pixels)
         return StagedBatch(batch, draws, self.stage)
+
+    def for_writing(self) -> RecordedCollate:
+        """Return the same for batches that are packed next; see :func:`for_writing`."""
+        late = copy(self)
+        late._collate_handed_on = for_writing(self.collate_fn)
+        late._collate_pixels = for_writing(collate_samples)
+        return late
 
 
 class FirstOfPairs:
@@ -183,12 +265,19 @@ class FirstOfPairs:
         self.collate_fn = collate_fn
         self.transform = transform
         self.single = single
+        self._collate_handed_on = collate_fn
 
     def __call__(self, pairs: Any) -> Any:
         """Return the batch of the samples, or what becomes of the single one."""
         if self.single:
             return self.collate_fn(pairs[0])
-        batch = self.collate_fn([sample for sample, _tape in pairs])
+        samples = [sample for sample, _tape in pairs]
         if not self.transform.needs_batches:
-            return batch
-        return self.transform.finish(batch, [tape for _sample, tape in pairs])
+            return self._collate_handed_on(samples)
+        return self.transform.finish(self.collate_fn(samples), [tape for _sample, tape in pairs])
+
+    def for_writing(self) -> FirstOfPairs:
+        """Return the same for batches that are packed next; see :func:`for_writing`."""
+        late = copy(self)
+        late._collate_handed_on = for_writing(self.collate_fn)
+        return late

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import math
 import pickle
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
@@ -46,12 +48,29 @@ class Packed(NamedTuple):
     """Bytes of slot that the leaves need."""
 
 
+class LateStack:
+    """Tensors that are stacked where their batch is written, so that they are copied once.
+
+    Args:
+        tensors: At least one plain, dense tensor in host memory, without gradient; all of one shape
+            and type, and such that torch would stack them to a contiguous tensor.
+    """
+
+    __slots__ = ("dtype", "shape", "tensors")
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self.tensors = tensors
+        self.dtype = tensors[0].dtype
+        self.shape = (len(tensors), *tensors[0].shape)
+
+
 def pack(batch: Any) -> tuple[Packed, list[Any]]:
     """Take a batch apart; the leaves are still to be written with :func:`write_leaves`.
 
     Every structure that can be pickled will do: tuples, dicts, named tuples, dataclasses, classes
     of the user. One tensor in two places stays one tensor. Tensors of other kinds than plain,
-    dense ones in host memory, and their subclasses, are pickled whole.
+    dense ones in host memory, and their subclasses, are pickled whole. A :class:`LateStack` becomes
+    the tensor that it stands for.
     """
     buffer = io.BytesIO()
     pickler = _Pickler(buffer)
@@ -63,7 +82,9 @@ def pack(batch: Any) -> tuple[Packed, list[Any]]:
 def write_leaves(packed: Packed, leaves: list[Any], memory: Any) -> None:
     """Copy leaves into memory: anything with a writable buffer of ``packed.size_bytes``."""
     for entry, leaf in zip(packed.table, leaves, strict=True):
-        if isinstance(leaf, torch.Tensor):
+        if isinstance(leaf, LateStack):
+            torch.stack(list(leaf.tensors), out=_tensor_view(entry, memory))
+        elif isinstance(leaf, torch.Tensor):
             with torch.no_grad():
                 _tensor_view(entry, memory).copy_(leaf)
         else:
@@ -126,8 +147,11 @@ class _Pickler(pickle.Pickler):
     # Unlike persistent_id this is not called for each number and string of a batch.
     def reducer_override(self, obj: Any) -> Any:
         kind = type(obj)
+        if kind is LateStack:
+            size = math.prod(obj.shape) * obj.dtype.itemsize
+            return self._leaf(obj, obj.dtype, size, "C", requires_grad=False)
         if kind is torch.Tensor:
-            if not _is_plain(obj):
+            if not is_plain(obj):
                 return NotImplemented
             layout = _memory_layout(obj)
             size = obj.numel() * obj.element_size()
@@ -172,7 +196,8 @@ class _Unpickler(pickle.Unpickler):
         return array.copy() if copy else array
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is dense, in host memory, and nothing but its numbers."""
     return (
         tensor.layout is torch.strided
         and tensor.device.type == "cpu"

@@ -20,11 +20,10 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import torch
 import torch.utils.data._utils.worker as torch_worker
-from torch.utils.data import default_collate
 
 from lightning_fastdata.epochs import keep_own_epochs
 from lightning_fastdata.host.allocator import keep_freed_memory
-from lightning_fastdata.loading.collate import collate_privately, in_own_side_process
+from lightning_fastdata.loading.collate import for_writing, in_own_side_process
 from lightning_fastdata.loading.executors.queue import read_packet, split_packet
 from lightning_fastdata.loading.executors.side_work import (
     INITIALISING,
@@ -91,8 +90,7 @@ def side_main(
     in_own_side_process()
     keep_freed_memory()
     keep_own_epochs()
-    if plan.collate_fn is default_collate:
-        plan = replace(plan, collate_fn=collate_privately)
+    plan = replace(plan, collate_fn=for_writing(plan.collate_fn))
     marks = np.frombuffer(map_shared_memory(progress), np.int64)
     marks[2] = INITIALISING
     side = Side(wire, plan, number, marks, threads, epoch)

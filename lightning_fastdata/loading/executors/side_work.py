@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
+from lightning_fastdata.loading.collate import collate_samples
 from lightning_fastdata.loading.executors.fetch import write_image_of
 from lightning_fastdata.loading.executors.stream_fetch import END_OF_STREAM, fetcher_of
 from lightning_fastdata.loading.layout import MisfitError, layout_of
@@ -98,7 +99,7 @@ class Work:
         self._mark(batch, 0)
         sample = self.fetcher.sample(indices[0], epoch)
         self.fetcher.position = -1
-        layout = layout_of(sample, self.side.plan.collate_fn)
+        layout = layout_of(sample, collate_samples)
         if layout is not None:
             self.side.kept[batch, 0] = sample
         return ("layout", layout), ()
