@@ -24,7 +24,7 @@ from lightning_fastdata.augment.fields import (
 from lightning_fastdata.augment.geometry import join_tapes
 from lightning_fastdata.augment.ops.output import OutputForm, convert_output
 from lightning_fastdata.augment.program import Draws, compile_tapes
-from lightning_fastdata.augment.seeds import reseed
+from lightning_fastdata.augment.seeds import reseeder
 from lightning_fastdata.augment.tape import Recorder, Tape, target_roles
 from lightning_fastdata.augment.tree import list_nodes
 
@@ -90,12 +90,12 @@ class ComposeWorker:
         found = find_fields(sample, self._fields, batched=False)
         data, places = self._arguments(sample, found)
         if self._plan is None:
-            compose = self._own("compose", lambda: copy.deepcopy(self._compose))
-            reseed((compose,), key)
+            compose, seed = self._own("whole", self._copied)
+            seed(key)
             result, tape = compose(**data), None
         else:
-            recorder = self._recorder(self._plan, data)
-            reseed((recorder.compose,), key)
+            recorder, seed = self._recorder(self._plan, data)
+            seed(key)
             result, tape = recorder(data)
             if self._crop is not None:
                 result, tape = self._crop.fit(result, tape)
@@ -129,21 +129,30 @@ class ComposeWorker:
         """Return the batch, on whose samples the pipeline has run, in its output form."""
         return convert_images(batch, self._fields, self._roles, self._form)
 
-    def _own(self, name: str, make: Callable[[], Any]) -> Any:
+    def _own(self, name: str, make: Callable[..., Any], *arguments: Any) -> Any:
         own = vars(self._local)
         if name not in own:
-            own[name] = make()
+            own[name] = make(*arguments)
         return own[name]
 
-    def _recorder(self, plan: Plan, data: Mapping[str, Any]) -> Recorder:
+    def _copied(self) -> tuple[Any, Callable[[SampleKey], None]]:
+        compose = copy.deepcopy(self._compose)
+        return compose, reseeder(compose)
+
+    def _recorder(
+        self, plan: Plan, data: Mapping[str, Any]
+    ) -> tuple[Recorder, Callable[[SampleKey], None]]:
         name = "any size"
         if self._crop is not None and self._size(data) == self._crop.size:
             name, plan = "one size", self._crop.plan
-        recorder: Recorder = self._own(name, lambda: self._new_recorder(plan))
-        return recorder
+        own: tuple[Recorder, Callable[[SampleKey], None]] = self._own(
+            name, self._new_recorder, plan
+        )
+        return own
 
-    def _new_recorder(self, plan: Plan) -> Recorder:
-        return Recorder(self._compose, plan, device_ops(self._ops, self._registered))
+    def _new_recorder(self, plan: Plan) -> tuple[Recorder, Callable[[SampleKey], None]]:
+        recorder = Recorder(self._compose, plan, device_ops(self._ops, self._registered))
+        return recorder, reseeder(recorder.compose)
 
     def _size(self, data: Mapping[str, Any]) -> tuple[int, int] | None:
         pixels = [data[name] for name in self._roles if data.get(name) is not None]

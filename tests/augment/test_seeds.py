@@ -12,7 +12,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 import albumentations as A
 
-from lightning_fastdata.augment.seeds import find_composes, reseed
+from lightning_fastdata.augment.seeds import find_composes, reseed, reseeder
 from lightning_fastdata.types import SampleKey
 
 IMAGE = np.zeros((8, 8, 3), np.uint8)
@@ -102,6 +102,19 @@ def test_the_same_key_gives_the_same_draws_whatever_was_drawn_before() -> None:
         pipeline(image=IMAGE)
     reseed((pipeline,), SampleKey(0, 0, 5))
     assert np.array_equal(first, pipeline(image=IMAGE)["image"])
+
+
+def test_a_pipeline_with_generators_of_its_own_draws_what_it_draws_reseeded() -> None:
+    def pipeline():
+        return A.Compose([A.GaussNoise(p=1), A.OneOf([A.Rotate(), A.Affine()], p=0.5)])
+
+    common, own = pipeline(), pipeline()
+    seed = reseeder(own)
+    for key in (SampleKey(0, 0, 5), SampleKey(3, 2, 1), SampleKey(-1, 0, 2**70)):
+        reseed((common,), key)
+        seed(key)
+        for _ in range(3):
+            assert np.array_equal(common(image=IMAGE)["image"], own(image=IMAGE)["image"])
 
 
 def test_two_pipelines_of_one_dataset_draw_different_streams() -> None:
