@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -57,10 +58,27 @@ Tape: TypeAlias = Mapping[str, Track]
 """One track per target name, e.g. ``{"image": ..., "mask": ...}``."""
 
 
-class _Pending(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _Hooked:
+    """A transform whose operations are noted, and what is known of it before any sample."""
+
+    leaf: int
+    """Its number in its pipeline."""
+    transform: Any
+    original: Callable[..., Any]
+    """Its own ``apply_with_params``."""
+    op: DeviceOp
+    targets: tuple[tuple[str, bool], ...]
+    """The images and masks that it takes, images first, and whether each one is an image."""
+    conditional: bool
+    """Whether some samples may go without it, so that it must not change the form of the others."""
+
+
+@dataclass(slots=True)
+class _Pending:
+    op: TapeOp
     apply: Callable[..., Any]
     params: Mapping[str, Any]
-    op: TapeOp
     bars_pixels: bool
     """Whether it changes the form of the image, so that no later operation may have its pixels."""
 
@@ -157,9 +175,10 @@ class Recorder:
         if op is None:
             transform.apply_with_params = functools.partial(self._run, original)
         else:
-            transform.apply_with_params = functools.partial(
-                self._record, original, transform, index, op
-            )
+            keys = [key for key in self._images_first if key in transform._key2func]
+            targets = tuple((key, self._roles[key] == "image") for key in keys)
+            hooked = _Hooked(index, transform, original, op, targets, self._plan.conditional[index])
+            transform.apply_with_params = functools.partial(self._record, hooked)
         if self._plan.sees_pixels[index] and not is_albumentations(transform):
             transform.update_transform_params = functools.partial(
                 self._draw_on_pixels, transform.update_transform_params
@@ -221,70 +240,33 @@ class Recorder:
                 self._targets[key] = _Target(value, value)
         return result
 
-    def _record(
-        self,
-        original: Callable[..., Any],
-        transform: Any,
-        index: int,
-        op: DeviceOp,
-        params: dict[str, Any],
-        /,
-        **data: Any,
-    ) -> Any:
+    def _record(self, hooked: _Hooked, params: dict[str, Any], /, **data: Any) -> Any:
+        leaf, op = hooked.leaf, hooked.op
         # Apart from the parameters, which a pipeline may return.
-        drawn = params | self._small.pop(index) if index in self._small else params
-        noted = self._encode(transform, index, op, drawn, data)
+        drawn = params | self._small.pop(leaf) if leaf in self._small else params
+        noted = _encode(hooked, drawn, data)
         if noted is None:
             self._refuse_late_pixels(op.name, data)
-            return self._run(original, params, **data)
-        others = {key: data[key] for key in data if not self._is_pixels(key, data[key])}
-        result = data | original(params, **others) if others else data
-        for key, (encoded, shape, dtype) in noted.items():
+            return self._run(hooked.original, params, **data)
+        if not data.keys() <= self._roles.keys():
+            others = {key: value for key, value in data.items() if key not in self._roles}
+            data |= hooked.original(params, **others)
+        for key, encoded, shape, dtype in noted:
             target = self._target(key, data[key])
-            changes = shape != tuple(target.shown.shape) or dtype != target.shown.dtype
-            bars = changes and index != self._plan.crop
-            apply, given = transform._key2func[key], params
+            changes = shape != target.shown.shape or dtype != target.shown.dtype
+            bars = changes and leaf != self._plan.crop
+            apply, given = hooked.transform._key2func[key], params
             if op.draw is not None:
                 # The few numbers that were drawn are not enough for Albumentations.
                 is_image = self._roles[key] == "image"
                 apply, given = functools.partial(replay_one, op, encoded, is_image), {}
-            note = TapeOp(index, op.name, encoded)
-            target.pending.append(_Pending(apply, given, note, bars))
+            target.pending.append(_Pending(TapeOp(leaf, op.name, encoded), apply, given, bars))
             if op.name == "ToTensorV2":
-                target.shown = _phantom_tensor(shape, dtype.str)
+                target.shown = _phantom_tensor(shape, dtype)
             elif changes:
-                target.shown = _phantom(shape, dtype.str)
-            result[key] = target.shown
-        return result
-
-    def _encode(
-        self, transform: Any, index: int, op: DeviceOp, params: Mapping[str, Any], data: Any
-    ) -> dict[str, tuple[Encoded, Shape, np.dtype[Any]]] | None:
-        """Return what to note for each image and mask, or None if this draw needs real pixels."""
-        given = transform._key2func
-        keys = [key for key in self._images_first if key in given and data.get(key) is not None]
-        if not _one_size([data[key] for key in keys]):
-            return None
-        noted = {}
-        for key in keys:
-            value = data[key]
-            if not isinstance(value, np.ndarray):
-                return None
-            shape: Shape = tuple(value.shape)
-            if self._roles[key] == "image":
-                encoded = op.encode(transform, params, shape, value.dtype)
-                if encoded is None:
-                    return None
-                form = op.out_shape(transform, params, shape), op.out_dtype(transform, value.dtype)
-                if self._plan.conditional[index] and form != (shape, value.dtype):
-                    return None
-                noted[key] = (encoded, *form)
-            elif op.mask is not None:
-                if not noted:
-                    return None
-                encoded = next(iter(noted.values()))[0]
-                noted[key] = (encoded, _mask_shape(op, transform, params, shape), value.dtype)
-        return noted
+                target.shown = _phantom(shape, dtype)
+            data[key] = target.shown
+        return data
 
     def _refuse_late_pixels(self, name: str, data: Mapping[str, Any]) -> None:
         for key, value in data.items():
@@ -299,6 +281,40 @@ class Recorder:
                         )
 
 
+def _encode(
+    hooked: _Hooked, params: Mapping[str, Any], data: Mapping[str, Any]
+) -> list[tuple[str, Encoded, Shape, np.dtype[Any]]] | None:
+    """Return what to note for each image and mask, or None if this draw needs real pixels."""
+    transform, op = hooked.transform, hooked.op
+    noted: list[tuple[str, Encoded, Shape, np.dtype[Any]]] = []
+    size = None
+    for key, is_image in hooked.targets:
+        value = data.get(key)
+        if value is None:
+            continue
+        if not isinstance(value, np.ndarray):
+            return None
+        shape, dtype = value.shape, value.dtype
+        if size not in (None, shape[:2]):
+            return None
+        size = shape[:2]
+        if is_image:
+            encoded = op.encode(transform, params, shape, dtype)
+            if encoded is None:
+                return None
+            new_shape = op.out_shape(transform, params, shape)
+            new_dtype = op.out_dtype(transform, dtype)
+            if hooked.conditional and (new_shape != shape or new_dtype != dtype):
+                return None
+            noted.append((key, encoded, new_shape, new_dtype))
+        elif op.mask is not None:
+            if not noted:
+                return None
+            encoded = noted[0][1]
+            noted.append((key, encoded, _mask_shape(op, transform, params, shape), dtype))
+    return noted
+
+
 def _one_size(values: list[Any]) -> bool:
     """Whether images and masks are of one size, as they are unless a pipeline skips that check."""
     return len(values) < 2 or len({np.shape(value)[:2] for value in values}) == 1
@@ -309,7 +325,7 @@ def _contiguous(value: Any) -> Any:
 
 
 @functools.lru_cache(maxsize=64)
-def _phantom(shape: Shape, dtype: str) -> np.ndarray:
+def _phantom(shape: Shape, dtype: np.dtype[Any]) -> np.ndarray:
     # Zeroed pages that nobody writes to cost no memory. A zero-stride array would not do:
     # Albumentations copies whatever is not contiguous. Read-only, so that a mistake is an error.
     phantom = np.zeros(shape, dtype)
@@ -318,7 +334,7 @@ def _phantom(shape: Shape, dtype: str) -> np.ndarray:
 
 
 @functools.lru_cache(maxsize=64)
-def _phantom_tensor(shape: Shape, dtype: str) -> torch.Tensor:
+def _phantom_tensor(shape: Shape, dtype: np.dtype[Any]) -> torch.Tensor:
     return torch.empty(shape, dtype=torch.from_numpy(np.empty(0, dtype)).dtype, device="meta")
 
 
@@ -329,4 +345,4 @@ def _mask_shape(op: DeviceOp, transform: Any, params: Mapping[str, Any], shape: 
 
 def phantom(shape: Shape, dtype: np.dtype[Any]) -> np.ndarray:
     """Return a read-only array of this shape and dtype whose pixels mean nothing."""
-    return _phantom(tuple(shape), np.dtype(dtype).str)
+    return _phantom(tuple(shape), np.dtype(dtype))
