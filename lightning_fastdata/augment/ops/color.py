@@ -4,7 +4,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import math
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
@@ -29,11 +31,28 @@ if TYPE_CHECKING:
 
 _OF_RGB = ("weighted_average", "from_lab")
 _GRAY_METHODS = (*_OF_RGB, "desaturation", "average", "max")
+_BYTES: Final = np.arange(256, dtype=np.uint8)
+_HUES: Final = (np.arange(180 + 256) % 180).astype(np.uint8)
+_ALMOST_ONE: Final = 0.999
 
 
 def _hue_table(shift: float) -> np.ndarray:
-    moved: np.ndarray = np.mod(np.arange(256, dtype=np.int16) + shift, 180)
-    return moved.astype(np.uint8)
+    """Return ``mod(hue + shift, 180)``, cut to a byte: uint8 ``[256]``."""
+    whole = math.floor(shift)
+    if shift - whole > _ALMOST_ONE:
+        # Rounding takes some of the sums to the next whole number, which no table says.
+        moved: np.ndarray = np.mod(np.arange(256, dtype=np.int16) + shift, 180)
+        return moved.astype(np.uint8)
+    return _HUES[whole % 180 :][:256]
+
+
+@lru_cache(maxsize=512)
+def _shift_table(levels: int) -> np.ndarray:
+    """Return what Albumentations makes of every byte when it adds a number of levels."""
+    from albucore import add_constant
+
+    table: np.ndarray = add_constant(np.arange(256, dtype=np.uint8).reshape(1, 256), levels)[0]
+    return table
 
 
 def _encode_hsv(
@@ -47,14 +66,12 @@ def _encode_hsv(
     hue, saturation, value = (float(params[f"{name}_shift"]) for name in ("hue", "sat", "val"))
     if hue == saturation == value == 0:
         return Encoded((("form", "same"),), {})
-    from albucore import add_constant
-
-    ramp = np.arange(256, dtype=np.uint8).reshape(1, 256)
     table = np.empty((256, 3), np.uint8)
-    table[:, 0] = _hue_table(hue) if hue else ramp[0]
-    table[:, 1] = add_constant(ramp.copy(), saturation)[0] if saturation else ramp[0]
+    table[:, 0] = _hue_table(hue) if hue else _BYTES
+    # Albumentations adds whole levels.
+    table[:, 1] = _shift_table(int(saturation))
     table[0, 1] = 0  # gray stays gray
-    table[:, 2] = add_constant(ramp.copy(), value)[0] if value else ramp[0]
+    table[:, 2] = _shift_table(int(value))
     return Encoded((("form", "hsv"), ("lanes", opencv_lanes())), {"table": table})
 
 
@@ -76,12 +93,14 @@ def _encode_jitter(
 ) -> Encoded | None:
     if channels(shape) != 3 or dtype not in (np.uint8, np.float32):
         return None
-    names = ("brightness", "contrast", "saturation", "hue")
-    factors = np.array([params[name] for name in names], np.float64)
-    static = (("shifts_hue", bool(factors[3] != 0)), ("lanes", opencv_lanes()))
-    order = np.array(params["order"], np.int32)
-    table = _hue_table(180 * factors[3])[:, None]
-    return Encoded(static, {"factors": factors, "order": order, "hue_table": table})
+    hue = params["hue"]
+    drawn = (params["brightness"], params["contrast"], params["saturation"], hue)
+    arrays = {
+        "factors": np.array(drawn, np.float64),
+        "order": np.array(params["order"], np.int32),
+        "hue_table": _hue_table(180 * hue)[:, None],
+    }
+    return Encoded((("shifts_hue", bool(hue != 0)), ("lanes", opencv_lanes())), arrays)
 
 
 def _scaled(images: torch.Tensor, gain: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -20,40 +21,43 @@ if TYPE_CHECKING:
 NEAREST: Final = 0
 LINEAR: Final = 1
 CUBIC: Final = 2
+_KNOWN: Final = frozenset({NEAREST, LINEAR})
 _WEIGHT_BITS: Final = 11
 """OpenCV blends uint8 pixels with integer weights of this many bits."""
 
 
 def _out_size(transform: Any) -> tuple[int, int]:
-    height, width = (
-        transform.size
-        if hasattr(transform, "size")
-        else (
-            transform.height,
-            transform.width,
-        )
-    )
+    if hasattr(transform, "size"):
+        height, width = transform.size
+    else:
+        height, width = transform.height, transform.width
     return int(height), int(width)
+
+
+@lru_cache(maxsize=64)
+def _static(
+    size: tuple[int, int], interpolation: int, mask_interpolation: int
+) -> tuple[tuple[str, Any], ...]:
+    return (
+        ("size", size),
+        ("interpolation", int(interpolation)),
+        ("mask_interpolation", int(mask_interpolation)),
+    )
 
 
 def _encode(
     transform: Any, params: Mapping[str, Any], shape: Shape, dtype: np.dtype[Any]
 ) -> Encoded | None:
-    box = tuple(map(int, params.get("crop_coords", (0, 0, shape[1], shape[0]))))
+    box = params.get("crop_coords", (0, 0, shape[1], shape[0]))
     left, top, right, bottom = box
     height, width = size = _out_size(transform)
     if not (0 <= left < right <= shape[1] and 0 <= top < bottom <= shape[0]):
         return None
     smaller = height < bottom - top or width < right - left
-    kinds = {transform.interpolation, transform.mask_interpolation}
-    if not kinds <= {NEAREST, LINEAR} or (smaller and transform.area_for_downscale is not None):
+    kinds = transform.interpolation, transform.mask_interpolation
+    if not _KNOWN.issuperset(kinds) or (smaller and transform.area_for_downscale is not None):
         return None
-    static = (
-        ("size", size),
-        ("interpolation", int(transform.interpolation)),
-        ("mask_interpolation", int(transform.mask_interpolation)),
-    )
-    return Encoded(static, {"box": np.array(box, np.int32)})
+    return Encoded(_static(size, *kinds), {"box": np.array(box, np.int32)})
 
 
 def _step(length: torch.Tensor, out: int) -> torch.Tensor:
