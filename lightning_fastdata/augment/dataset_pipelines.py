@@ -24,7 +24,7 @@ from lightning_fastdata.augment.deferred import (
     replace_leaves,
     spelled,
 )
-from lightning_fastdata.augment.fields import describe
+from lightning_fastdata.augment.fields import describe, is_too_wide
 from lightning_fastdata.augment.plan import Plan, analyse, redrawn
 from lightning_fastdata.augment.program import Draws, compile_tapes
 from lightning_fastdata.augment.replay_torch import replay_image
@@ -274,7 +274,9 @@ class _PipelineRecorder(Recorder):
             target = self._targets.get(key)
             if target is None or result.get(key) is not target.shown:
                 continue
-            if isinstance(target.shown, torch.Tensor) and target.pending:
+            # Of such masks Albumentations' own dtype depends on what was drawn.
+            waits = target.pending and not is_too_wide(self._given.get(key))
+            if waits and isinstance(target.shown, torch.Tensor):
                 if np.may_share_memory(target.real, self._given[key]):
                     target.real = target.real.copy()  # a dataset may read into one buffer
                 track = Track(role, tuple(pending.op for pending in target.pending))

@@ -20,6 +20,7 @@ Layout: TypeAlias = Literal["pil", "hwc", "hw", "chw"]
 _ARRAY_DTYPES: Final = frozenset({np.dtype(np.uint8), np.dtype(np.float32)})
 _TENSOR_DTYPES: Final = frozenset({torch.uint8, torch.float32})
 _HALF_DTYPES: Final = frozenset({torch.float16, torch.bfloat16})
+_TOO_WIDE: Final = frozenset({"int64", "uint64"})
 _PIL_MODES: Final = {"L": "L", "RGB": "RGB", "RGBA": "RGBA", "1": "L"}
 
 
@@ -181,6 +182,35 @@ def mask_to_numpy(value: Any) -> np.ndarray:
             "3 dimensions per sample."
         )
     return array
+
+
+def mask_as_given(mask: Any, given: Any) -> Any:
+    """Return a mask, or a list of them, in its 64-bit integers again if OpenCV made int32 of them.
+
+    What moves pixels by OpenCV does that, and what does not leaves the dtype alone: samples of one
+    batch would differ by what they drew.
+
+    Args:
+        mask: as a pipeline returns it.
+        given: as it was given to the pipeline.
+    """
+    if isinstance(mask, list | tuple):
+        return type(mask)(mask_as_given(one, given) for one in mask)
+    while isinstance(given, list | tuple) and given:
+        given = given[0]
+    if not is_too_wide(given) or _dtype_name(mask) != "int32":
+        return mask
+    dtype = _dtype_name(given)
+    return mask.to(getattr(torch, dtype)) if isinstance(mask, torch.Tensor) else mask.astype(dtype)
+
+
+def is_too_wide(value: Any) -> bool:
+    """Whether an array or tensor is of 64-bit integers, which OpenCV does not know."""
+    return _dtype_name(value) in _TOO_WIDE
+
+
+def _dtype_name(value: Any) -> str:
+    return str(getattr(value, "dtype", "")).removeprefix("torch.")
 
 
 def channels_first(shape: tuple[int, ...]) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import numpy as np
 import torch
@@ -17,12 +17,13 @@ from lightning_fastdata.augment.fields import (
     describe,
     find_fields,
     get_field,
+    mask_as_given,
     put_fields,
 )
 from lightning_fastdata.augment.geometry import join_tapes
 from lightning_fastdata.augment.plan import analyse
 from lightning_fastdata.augment.program import compile_tapes
-from lightning_fastdata.augment.replay_torch import replay
+from lightning_fastdata.augment.replay_torch import put_rows, replay
 from lightning_fastdata.augment.seeds import reseed
 from lightning_fastdata.augment.tape import Recorder, phantom, target_roles
 from lightning_fastdata.augment.tree import list_leaves
@@ -255,7 +256,7 @@ def run_each(
         result = compose(**{name: array[row] for name, array in arrays.items()})
         is_chw = isinstance(result["image"], torch.Tensor)
         for name in tensors:
-            outs[name].append(torch.as_tensor(np.asarray(result[name])))
+            outs[name].append(_as_tensor(result[name], tensors[name]))
     for name, rows in outs.items():
         if len(sizes := {tuple(one.shape) for one in rows}) > 1:
             raise TransformError(
@@ -296,9 +297,9 @@ def replay_all(
         result, tape = recorder(shown, sources)
         tapes.append(tape)
         is_chw = is_chw or isinstance(result["image"], torch.Tensor)
-        for name in tensors:
+        for name, tensor in tensors.items():
             if not callable(result[name]):
-                ran[name][row] = torch.as_tensor(np.asarray(result[name]))
+                ran[name][row] = _as_tensor(result[name], tensor)
     tapes = join_tapes(tapes) if geometry == "fused" else tapes
     draws = compile_tapes(tapes, ops).to(tensors["image"].device, non_blocking=True)
     results = {}
@@ -318,13 +319,17 @@ def _fetch(tensor: torch.Tensor, row: int, refuser: Recorder | None) -> np.ndarr
     return pixels
 
 
+def _as_tensor(made: Any, batch: torch.Tensor) -> torch.Tensor:
+    return cast("torch.Tensor", mask_as_given(torch.as_tensor(np.asarray(made)), batch))
+
+
 def _with_rows(tensor: torch.Tensor, rows: Mapping[int, torch.Tensor]) -> torch.Tensor:
     if not rows:
         return tensor
     stacked = torch.stack(list(rows.values())).to(tensor.device)
     if len(rows) == len(tensor):
         return stacked
-    return tensor.clone().index_copy_(0, torch.tensor(list(rows), device=tensor.device), stacked)
+    return put_rows(tensor.clone(), torch.tensor(list(rows), device=tensor.device), stacked)
 
 
 def _check_image(image: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Final, cast
 
 import numpy as np
 import torch
@@ -25,6 +25,13 @@ if TYPE_CHECKING:
     from lightning_fastdata.augment.ops.output import OutputForm
     from lightning_fastdata.augment.program import Draws, Program, ProgramStep
     from lightning_fastdata.types import Batch
+
+
+_SIGNED: Final = {
+    torch.uint16: torch.int16,
+    torch.uint32: torch.int32,
+    torch.uint64: torch.int64,
+}
 
 
 def replay(
@@ -189,8 +196,17 @@ def _run_step(
             "on_device=False (augment='cpu')."
         )
     for rows, out in results:
-        target.index_copy_(0, rows, out)
+        put_rows(target, rows, out)
     return target, True
+
+
+def put_rows(batch: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Write samples to their places ``rows`` in a batch of the same dtype, and return the batch."""
+    # torch writes no rows of unsigned integers wider than a byte; as signed ones they have the same
+    # bits.
+    signed = _SIGNED.get(batch.dtype, batch.dtype)
+    batch.view(signed).index_copy_(0, rows, values.view(signed))
+    return batch
 
 
 def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -17,6 +17,7 @@ from lightning_fastdata.augment.fields import (
     find_fields,
     get_field,
     is_pil,
+    mask_as_given,
     mask_to_numpy,
     put_fields,
     to_hwc,
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
 _VOLUMES: Final = frozenset({"images", "volume", "volumes", "mask3d", "masks3d"})
 _SEVERAL: Final = _VOLUMES | {"masks"}
+_MASKS: Final = frozenset({"masks", "mask3d", "masks3d"})
 
 
 class ComposeWorker:
@@ -69,6 +71,7 @@ class ComposeWorker:
         self._plan = plan
         self._crop = crop
         self._roles = target_roles(compose)
+        self._masks = _MASKS | {name for name, role in self._roles.items() if role == "mask"}
         self._taken = argument_names(compose)
         self._local = threading.local()
 
@@ -102,6 +105,8 @@ class ComposeWorker:
             for target in self._roles:
                 if target in places and isinstance(result[target], np.ndarray):
                     result[target] = _own_tensor(result[target])
+        for name in data.keys() & self._masks:
+            result[name] = mask_as_given(result[name], data[name])
         given = put_fields(sample, {places[name]: result[name] for name in places})
         # What a pipeline adds (`replay`, `applied_transforms`) has a place where fields have names.
         added = result.keys() - data.keys() if isinstance(sample, Mapping) else ()

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import albumentations as A
 import cv2
 import numpy as np
 import pytest
+import torch
+from augment.batches import in_worker, keys, on_device
 from augment.oracle_cases import CASES
 from augment.parity import both, photographs
+from torch.utils.data import Dataset, default_collate
 
+from lightning_fastdata.augment.foreign import ForeignBatches, replay_all, run_each
 from lightning_fastdata.augment.ops import DEVICE_OPS
 from lightning_fastdata.augment.parity import make_example
+from lightning_fastdata.augment.seeds import reseed
+from lightning_fastdata.augment.transform import as_batch_transform
+from lightning_fastdata.loading.loader import FastDataLoader
+from lightning_fastdata.loading.pipeline_trial import try_recording
 
 SIZE = (53, 74)
 IGNORED = 255
@@ -73,3 +82,107 @@ def test_the_border_of_masks_has_the_value_that_it_has_in_albumentations(case, f
     for layout in ((), (3,)):
         want, got = made_by_both(case, np.uint8, layout, fill_mask=fill, border_mode=0)
         assert (got != want).sum() <= (1 - case.masks) * want.size
+
+
+ALL_DTYPES = (*DTYPES, np.int8, np.uint32, np.uint64, np.float16, np.float64)
+SAMPLES = 12
+
+
+def moved_here_and_there(*first):
+    """Return a pipeline of which some samples need the CPU, and some of those a part of it."""
+    sometimes = A.OneOf([A.ImageCompression(), A.GaussianBlur()], p=0.6)
+    turns = [A.HorizontalFlip(), sometimes, A.RandomRotate90(), A.CoarseDropout(fill_mask=1)]
+    return A.Compose([*first, *turns, A.Normalize(), A.ToTensorV2()])
+
+
+def masked(dtype):
+    image = np.random.default_rng(0).integers(0, 256, (40, 40, 3), np.uint8)
+    mask = (np.arange(1600).reshape(40, 40) % 101).astype(dtype)
+    return [{"image": image, "mask": mask} for _ in range(SAMPLES)]
+
+
+def albumentations_masks(compose, samples):
+    made = []
+    for sample, key in zip(samples, keys(len(samples)), strict=True):
+        reseed((compose,), key)
+        made.append(np.asarray(compose(**sample)["mask"]))
+    return made
+
+
+def assert_masks(got, want, dtype):
+    assert len(got) == len(want) == SAMPLES
+    for one, other in zip(got, want, strict=True):
+        assert str(one.dtype).removeprefix("torch.") == np.dtype(dtype).name
+        assert np.array_equal(np.asarray(one), other)
+
+
+@pytest.mark.parametrize("dtype", ALL_DTYPES, ids=lambda dtype: np.dtype(dtype).name)
+@pytest.mark.parametrize("crop", [(), (A.RandomResizedCrop((24, 24)),)], ids=["whole", "cropped"])
+def test_a_mask_keeps_its_dtype_and_albumentations_values_wherever_it_is_computed(dtype, crop):
+    compose, samples = moved_here_and_there(*crop), masked(dtype)
+    want = albumentations_masks(compose, samples)
+    transform = as_batch_transform(compose)
+    assert_masks([one["mask"] for one in in_worker(transform, samples)], want, dtype)
+    assert_masks(on_device(transform.for_samples(samples), samples)[0]["mask"], want, dtype)
+    assert_masks(on_device(transform, samples)[0]["mask"], want, dtype)
+
+
+@pytest.mark.parametrize("dtype", ALL_DTYPES, ids=lambda dtype: np.dtype(dtype).name)
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_a_mask_of_another_loaders_batch_does_so_too(dtype, everywhere):
+    compose, samples = moved_here_and_there(), masked(dtype)
+    if everywhere:
+        compose = A.Compose([A.HorizontalFlip(p=1), A.ImageCompression(p=1), A.VerticalFlip(p=1)])
+    want = albumentations_masks(compose, samples)
+    tensors = default_collate(samples)
+    recorder = ForeignBatches(compose, DEVICE_OPS, None).recorder((40, 40))
+    assert_masks(run_each(tensors, keys(1)[0], compose)[0]["mask"], want, dtype)
+    assert_masks(replay_all(tensors, keys(1)[0], recorder, DEVICE_OPS)[0]["mask"], want, dtype)
+
+
+@pytest.mark.parametrize("place", [in_worker, lambda *args: on_device(*args)[1]])
+def test_lists_and_volumes_of_masks_keep_their_dtype(place):
+    compose, samples = moved_here_and_there(), masked(np.int64)
+    samples = [one | {"masks": [one["mask"], one["mask"] + 1]} for one in samples]
+    want = albumentations_masks(compose, samples)
+    for sample, mask in zip(place(as_batch_transform(compose), samples), want, strict=True):
+        first, second = map(np.asarray, sample["masks"])
+        assert first.dtype == second.dtype == np.int64
+        assert np.array_equal(first, mask)
+
+
+def test_a_mask_that_a_pipeline_gives_another_dtype_on_purpose_has_that():
+    def halves(mask, **_):
+        return mask.astype(np.float32) / 2
+
+    compose = A.Compose([A.HorizontalFlip(p=1), A.Lambda(mask=halves, p=1)])
+    samples = masked(np.int64)
+    want = albumentations_masks(compose, samples)
+    got = [one["mask"] for one in in_worker(as_batch_transform(compose), samples)]
+    assert_masks(got, want, np.float32)
+
+
+class Segmented(Dataset):
+    def __init__(self, dtype):
+        self.transform, self.samples = moved_here_and_there(), masked(dtype)
+
+    def __len__(self):
+        return len(self.samples)
+
+    def __getitem__(self, index):
+        return self.transform(**self.samples[index])
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int32, np.int64])
+def test_a_dataset_gets_the_masks_of_its_own_pipeline_as_it_always_did(dtype):
+    trial = try_recording(Segmented(dtype), seed=0, collate_fn=None)
+    fields = ["['image']"] if dtype == np.int64 else ["['image']", "['mask']"]
+    assert sorted(trial.fields) == fields
+    plain = FastDataLoader(Segmented(dtype), batch_size=4, seed=5)
+    recorded = FastDataLoader(
+        Segmented(dtype), batch_size=4, seed=5, staged="train", recording=trial.recording()
+    )
+    for one, staged in zip(plain, recorded, strict=True):
+        other = staged.draws.apply(staged.batch)
+        assert one["mask"].dtype == other["mask"].dtype
+        assert torch.equal(one["mask"], other["mask"])
