@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any, Final
 from lightning_fastdata.insight.attribution import SlowSample, WaitParts
 from lightning_fastdata.insight.causes import CauseTotals, OperationShare
 from lightning_fastdata.insight.finding import STALL_LOW
+from lightning_fastdata.insight.outside import device_could_augment
 from lightning_fastdata.insight.simulate import BatchCost, LoaderSetup, batch_costs
 
 if TYPE_CHECKING:
     from lightning_fastdata.insight.metrics import StageSummary
+    from lightning_fastdata.insight.outside import LoaderFacts
     from lightning_fastdata.loading.stamps import BatchStamps
 
 _NS_PER_MS: Final = 1e6
@@ -74,6 +76,8 @@ class Evidence:
     """Steps of one epoch."""
     persistent_workers: bool | None = None
     """Workers live through the end of an epoch."""
+    device_could_augment: bool | None = None
+    """Workers transform samples beside a device that could, and that is not known to be slower."""
     transfer_ms: float | None = None
     """To copy the batch to the device."""
     pinned: bool | None = None
@@ -152,6 +156,7 @@ def stage_evidence(
     summary: StageSummary,
     stamps: Sequence[BatchStamps] = (),
     setup: LoaderSetup | None = None,
+    facts: LoaderFacts | None = None,
     **measured: Any,
 ) -> Evidence:
     """Return what is known of a stage that was measured.
@@ -160,6 +165,7 @@ def stage_evidence(
         summary: Where its steps went.
         stamps: The newest ones of the loader that it waited for most; none of a foreign loader.
         setup: That loader; None if the model does not know its kind.
+        facts: What it says about itself.
         measured: Further fields of :class:`Evidence`, or arguments of :func:`evidence_of`.
     """
     causes = summary.causes
@@ -184,6 +190,14 @@ def stage_evidence(
             "overtaken_share": causes.overtaken_share,
             "slow_samples": causes.slow_samples,
             "operations": causes.operations,
+        }
+    if facts is not None:
+        told |= {
+            "pinned": facts.pinned,
+            "persistent_workers": facts.persistent_workers,
+            "device_could_augment": device_could_augment(
+                summary.device, facts, seen=causes is not None and bool(causes.operations)
+            ),
         }
     return evidence_of(
         stamps,

@@ -149,7 +149,8 @@ def _saturated(e: Evidence) -> bool:
 def _transforms(e: Evidence) -> str:
     top = e.operations[0] if e.operations else None
     named = f" ({top.name} takes {top.share:.0%} of reading)" if top is not None else ""
-    return f"cheaper transforms{named}, augmentation on the device, or cached decoded samples"
+    device = ", augmentation on the device," if e.device_could_augment else ""
+    return f"cheaper transforms{named}{device} or cached decoded samples"
 
 
 def _gain_of_transforms(e: Evidence) -> Gain | None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
 
+from lightning_fastdata.augment.switching import leaves_to_device
 from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.host.spent import SpentMeter
 from lightning_fastdata.insight.causes import CauseTotals
@@ -170,9 +171,8 @@ class LoopStage:
             summary,
             stamps,
             setup,
+            facts,
             step_queued=queued,
-            pinned=facts.pinned,
-            persistent_workers=facts.persistent_workers,
             val_stall_share=val_stall_share,
         )
         return judge(summary, facts, evidence)
@@ -222,11 +222,14 @@ def _facts(loader: Any) -> LoaderFacts:
     """Return what a loader says about itself, which may be nothing."""
     workers = getattr(loader, "num_workers", None)
     augment_on: Literal["cpu", "device"] | None = None
+    settled = False
     if isinstance(loader, FastDataLoader) and loader.transform is not None:
         augment_on = "device" if loader.on_device else "cpu"
+        settled = not leaves_to_device(loader.transform)
     return LoaderFacts(
         num_workers=workers,
         augment_on=augment_on,
+        augment_settled=settled,
         pinned=getattr(loader, "pin_memory", None),
         persistent_workers=getattr(loader, "persistent_workers", None) if workers else None,
     )

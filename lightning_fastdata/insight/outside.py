@@ -10,7 +10,7 @@ FD001 stall below 3 %, transfer and augment small             the model
 FD002 stall from 3 to 10 %                                    nothing urgent
 FD101 stall above 10 %, the training process loads            workers
 FD102 stall above 10 %, fewer workers than free CPUs          more workers
-FD103 as FD104, the transforms run on the CPU, not weighed    augment on the device
+FD103 as FD104, the transforms run on the CPU, not settled    augment on the device
 FD104 stall above 10 %, workers enough                        stamps, which tell why
 FD105 stall above 10 %, how batches are loaded is not known   give the loader's facts
 FD106 epoch starts cost above 5 % of the time                 persistent workers
@@ -71,8 +71,9 @@ class LoaderFacts:
     """CPUs this process may use, after affinity, cgroup quota and other ranks on the host."""
     augment_on: Literal["cpu", "device"] | None = None
     """Where the transforms run."""
-    augment_weighed: bool = False
-    """Whether that place was measured to be the faster one, so that no other is advised."""
+    augment_settled: bool = False
+    """Whether no other place is to be advised: that one was measured to be the faster, or nothing
+    of the transforms can be left to a device."""
     pinned: bool | None = None
     """Whether batches arrive in page-locked memory."""
     persistent_workers: bool | None = None
@@ -152,8 +153,20 @@ def _data_bound_code(summary: StageSummary, facts: LoaderFacts) -> str:
         return "FD101"
     if wanted is not None and facts.num_workers < wanted:
         return "FD102"
-    might_move = facts.augment_on == "cpu" and not facts.augment_weighed
-    return "FD103" if might_move and summary.device != "cpu" else "FD104"
+    return "FD103" if device_could_augment(summary.device, facts) else "FD104"
+
+
+def device_could_augment(device: str, facts: LoaderFacts, *, seen: bool = False) -> bool:
+    """Return whether to advise that a device takes over what workers do to samples.
+
+    Args:
+        device: Type of what computes.
+        facts: What its loader says about itself.
+        seen: Whether workers were seen to transform samples. What a dataset does is not known to
+            its loader.
+    """
+    in_workers = facts.augment_on == "cpu" or (facts.augment_on is None and seen)
+    return device != "cpu" and in_workers and not facts.augment_settled
 
 
 def _remedy(code: str, summary: StageSummary, facts: LoaderFacts) -> str:

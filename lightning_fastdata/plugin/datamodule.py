@@ -274,6 +274,10 @@ class DataModuleHooks:
         """Return whether :meth:`on_after_batch_transfer` transforms the batches of a stage."""
         return self._loaders.pipelines.run_on_device(stage, self._trainer)
 
+    def augmentation_settled(self, stage: Stage) -> bool:
+        """Return whether it was found out in this run where pixels of a stage are best computed."""
+        return self._loaders.pipelines.settled(stage)
+
     def repeats_of(self, stage: Stage) -> int:
         """Return how often each sample is in a batch that the steps of a stage get."""
         return self._transforms.repeats(stage)

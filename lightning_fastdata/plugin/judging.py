@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
+from lightning_fastdata.augment.switching import leaves_to_device
 from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.insight.evidence import Evidence, stage_evidence
 from lightning_fastdata.insight.outside import LoaderFacts
@@ -78,18 +79,20 @@ class RunJudge:
             augment_on = "device"
         elif transform is not None or recording is not None:
             augment_on = "cpu"
+        decided = getattr(self._trainer.datamodule, "augmentation_settled", None)
+        settled = decided is not None and decided("train")
+        settled |= transform is not None and not leaves_to_device(transform)
         return LoaderFacts(
             num_workers=workers,
             usable_cpus=self._usable_cpus,
             augment_on=augment_on,  # type: ignore[arg-type]
-            augment_weighed=switch is not None,
+            augment_settled=settled,
             pinned=getattr(loader, "pin_memory", None),
             persistent_workers=getattr(loader, "persistent_workers", None) if workers else None,
         )
 
     def evidence(self, train: StageSummary, val: StageSummary | None = None) -> Evidence:
         """Return everything that is known of the training."""
-        facts = self.facts()
         meter = self._recording.train
         host = self._recording.host
         loader, stamps = meter.causes.slowest_loader()
@@ -98,9 +101,8 @@ class RunJudge:
             train,
             stamps,
             self._setup(loader, stamps, times),
+            self.facts(),
             step_queued=step_queued(**times),
-            pinned=facts.pinned,
-            persistent_workers=facts.persistent_workers,
             val_stall_share=None if val is None else val.stall_share,
             **({} if host is None else host.evidence()),
             **({} if self.ranks is None else rank_evidence(self.ranks.so_far)),

@@ -98,6 +98,15 @@ class Pipelines:
             return True
         return self._transforms.run_on_device(stage, pipeline=may)
 
+    def settled(self, stage: Stage) -> bool:
+        """Return whether it was found out where the pixels of a stage are best computed.
+
+        They were weighed, or those of a dataset's own pipelines cannot be left to the device.
+        """
+        if self.placing.choice(stage) is not None:
+            return True
+        return any(not trial.defers for (of, _), trial in self._trials.items() if of == stage)
+
     def explain(self, trainer: Any) -> list[str]:
         """Return where each operation of each pipeline runs, and why, as text."""
         parts = self._transforms.explain(lambda stage: self.placing.where(stage, trainer))

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_fastdata.insight.attribution import WaitParts
+from lightning_fastdata.insight.causes import OperationShare, WaitCauses
 from lightning_fastdata.insight.drawing import bar, duration_text
+from lightning_fastdata.insight.evidence import stage_evidence
 from lightning_fastdata.insight.finding import Finding
 from lightning_fastdata.insight.metrics import StepHistory, StepTiming
 from lightning_fastdata.insight.outside import LoaderFacts
@@ -18,6 +22,8 @@ from lightning_fastdata.insight.remedies import Gain
 from lightning_fastdata.insight.report import RunReport, comparison_text
 from lightning_fastdata.insight.verdict import Verdict, judge
 from lightning_fastdata.insight.window import MetricWindow, window_means
+
+FLIP = OperationShare(name="Flip", calls=9, mean_ms=2.0, share=0.6)
 
 
 def timing(step, stall=32.1, transfer=1.1, augment=3.2, compute=41.6, cold=False, **kwargs):
@@ -114,7 +120,7 @@ def test_shares_of_the_device_phases_add_up_to_one():
         ({}, {"num_workers": 3, "usable_cpus": 4, "augment_on": "cpu"}, "FD103", "data-bound"),
         (
             {},
-            {"num_workers": 3, "usable_cpus": 4, "augment_on": "cpu", "augment_weighed": True},
+            {"num_workers": 3, "usable_cpus": 4, "augment_on": "cpu", "augment_settled": True},
             "FD104",
             "data-bound",
         ),
@@ -128,6 +134,37 @@ def test_each_measured_situation_has_its_code(measured, facts, code, kind):
     verdict = judge(summary(**measured), LoaderFacts(**facts))
     assert (verdict.code, verdict.kind) == (code, kind)
     assert verdict.findings[0].remedy
+
+
+CPU_FACTS = {"num_workers": 3, "usable_cpus": 4, "augment_on": "cpu"}
+
+
+@pytest.mark.parametrize(
+    ("device", "facts", "transforms", "could"),
+    [
+        ("cuda", CPU_FACTS, (), True),
+        ("cuda", {}, (FLIP,), True),
+        ("cpu", CPU_FACTS, (FLIP,), False),
+        ("cpu", {}, (FLIP,), False),
+        ("cuda", {}, (), False),
+        ("cuda", CPU_FACTS | {"augment_on": "device"}, (FLIP,), False),
+        ("cuda", CPU_FACTS | {"augment_settled": True}, (FLIP,), False),
+        ("cuda", {"augment_settled": True}, (FLIP,), False),
+    ],
+)
+def test_a_device_could_augment_what_workers_do_beside_it_unless_they_were_found_to_be_faster(
+    device, facts, transforms, could
+):
+    measured = summary(device=device)
+    if transforms:
+        causes = WaitCauses(
+            batches=20, wait=WaitParts(), overtaken_share=0.0, operations=transforms
+        )
+        measured = replace(measured, causes=causes)
+    evidence = stage_evidence(measured, facts=LoaderFacts(**facts))
+    assert evidence.device_could_augment is could
+    if not transforms:
+        assert (judge(measured, LoaderFacts(**facts)).code == "FD103") is could
 
 
 def test_costly_epoch_starts_are_named_when_steps_themselves_are_fine():

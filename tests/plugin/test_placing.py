@@ -10,6 +10,7 @@ import pickle
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
@@ -20,6 +21,7 @@ import pytest
 import torch
 from albumentations.pytorch import ToTensorV2
 from conformance.pieces import Images, Pixels, make_trainer
+from lightning.pytorch import Callback
 from torch import nn
 from torch.utils.data import IterableDataset
 
@@ -36,6 +38,7 @@ from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.insight.clock import CudaClock, HostClock
 from lightning_fastdata.insight.timeline import StepTimeline
 from lightning_fastdata.loading.staged import StagedBatch
+from lightning_fastdata.plugin.judging import RunJudge
 from lightning_fastdata.plugin.place_costs import (
     PlaceTask,
     ProcessTimes,
@@ -43,6 +46,7 @@ from lightning_fastdata.plugin.place_costs import (
     time_on_device,
 )
 from lightning_fastdata.plugin.placing import Placing
+from lightning_fastdata.plugin.recording import Recording
 from lightning_fastdata.plugin.step_watch import StepWatch
 from lightning_fastdata.types import SampleKey
 
@@ -371,6 +375,49 @@ def test_the_report_says_where_the_pixels_are(tmp_path):
     _, module = train(tmp_path, placing=placed(), trainer={"callbacks": [callback]})
     assert module.placing.choice("train").place == "workers"
     assert any("transforms run on the CPU" in line for line in callback.report.verdict.evidence)
+
+
+class Facts(Callback):
+    """Asks what is known of the loader while there is one."""
+
+    def on_train_end(self, trainer, pl_module):
+        self.found = RunJudge(trainer, Recording(trainer)).facts()
+
+
+@pytest.mark.parametrize(
+    ("how", "settled"),
+    [
+        ({"placing": placed()}, True),
+        ({"placing": placed(costs=replace(COSTS, sample=None))}, True),
+        ({"place": "cpu"}, False),
+        ({"place": "cpu", "augment": A.Compose([A.ImageCompression(p=1)])}, True),
+    ],
+    ids=["measured", "decided", "asked for", "nothing to leave"],
+)
+def test_another_place_is_only_advised_where_nobody_found_it_to_be_worse(tmp_path, how, settled):
+    facts = Facts()
+    train(tmp_path, workers=0, trainer={"callbacks": [facts], "max_epochs": 2}, **how)
+    assert facts.found.augment_settled is settled
+
+
+class Arrays(Images):
+    """Images whose dataset needs the values of what its pipeline makes."""
+
+    def __init__(self):
+        super().__init__(24)
+        self.transform = A.Compose([A.RandomCrop(8, 8), A.HorizontalFlip()])
+
+    def __getitem__(self, i):
+        image, label = super().__getitem__(i)
+        return self.transform(image=image)["image"] / 255, label
+
+
+def test_nor_is_it_where_a_dataset_s_own_pipeline_cannot_be_left_to_the_device(tmp_path):
+    facts = Facts()
+    module = FastDataModule.from_datasets(Arrays(), batch_size=4)
+    module.placing = placed()
+    make_trainer(tmp_path, max_epochs=1, callbacks=[facts]).fit(Keeps(), datamodule=module)
+    assert facts.found.augment_settled
 
 
 @pytest.mark.slow

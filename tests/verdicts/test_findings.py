@@ -260,6 +260,16 @@ def test_saturated_cpus_are_answered_by_fewer_workers_and_the_operation_that_cos
     assert found.gain.basis == "floor"
 
 
+@pytest.mark.parametrize("code", ["FD305", "FD306", "FD309"])
+def test_a_device_is_advised_to_augment_only_where_it_could(code):
+    evidence = replace(TABLE[code][0], setup=None)
+    for could in (True, False, None):
+        found = findings(replace(evidence, device_could_augment=could))[0]
+        assert found.code == code
+        assert "cheaper transforms" in found.remedy
+        assert ("augmentation on the device" in found.remedy) is (could is True)
+
+
 def test_a_used_up_quota_counts_as_own_work_on_many_cpus():
     evidence = late({"read_cpu_ms": 20.0}, throttled_share=0.4, **CPU)
     assert [found.code for found in findings(evidence)] == ["FD306"]
