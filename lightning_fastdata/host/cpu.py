@@ -57,7 +57,8 @@ class CpuThrottling:
     """Periods in which the quota was used up. A growing share means that the quota, not the
     program, sets the pace."""
     throttled_us: int
-    """Microseconds in which runnable threads were held back (v1: summed over CPUs)."""
+    """Microseconds in which runnable threads were held back, summed over the CPUs that they were
+    queued on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,9 +43,25 @@ def runqueue_share(e: Evidence) -> float:
     return max(part_shares(e).get("read_runqueue", 0.0), e.runqueue_share or 0.0)
 
 
+def throttled(e: Evidence) -> bool:
+    """Return whether a fifth of the wait or more could go if no quota held anything back.
+
+    A thread lost no more than its part of the time in which CPUs were held back, and no more than
+    the periods in which the quota was used up. No wait gets shorter by more than that.
+    """
+    if not e.throttled_share or not e.step_ms or not e.wait_ms:
+        return False
+    lost = e.throttled_share
+    if e.throttled_cpus is not None and e.setup is not None:
+        busy = 1.0 if e.busy_share is None else e.busy_share
+        threads = e.setup.workers * busy + e.setup.step_cpus
+        lost = min(lost, e.throttled_cpus / max(1.0, threads))
+    return lost * e.step_ms >= RUNQUEUE_HIGH * e.wait_ms
+
+
 def overcommitted(e: Evidence) -> bool:
     """Return whether own work wants more CPUs than there are, or a quota stopped it."""
-    if e.throttled_share:
+    if throttled(e):
         return True
     wanted = e.wanted_cpus
     return e.setup is None or wanted is None or wanted > e.setup.cpus

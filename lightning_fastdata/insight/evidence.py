@@ -57,6 +57,8 @@ class Evidence:
     """Part of the workers' busy time in which they were ready to run but had no CPU, 0 to 1."""
     throttled_share: float | None = None
     """Part of the scheduler's periods in which the cgroup's CPU quota was used up, 0 to 1."""
+    throttled_cpus: float | None = None
+    """CPUs, the mean over time, that had threads to run and were held back by the quota."""
     interpreter_share: float | None = None
     """CPUs that the reading threads of one side process use together, the most of any. About 1
     where they hold the interpreter's lock in turn, more where they compute side by side. None where

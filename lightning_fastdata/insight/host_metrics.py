@@ -87,11 +87,12 @@ def host_evidence(
         device_end: The same of the device.
 
     Returns:
-        ``throttled_share``, ``pressure_percent``, ``alloc_retries`` and
+        ``throttled_share``, ``throttled_cpus``, ``pressure_percent``, ``alloc_retries`` and
         ``device_headroom_share``.
     """
     found: dict[str, float | None] = {
         "throttled_share": throttled_share(begin, end),
+        "throttled_cpus": _throttled_cpus(begin, end),
         "pressure_percent": _pressure_percent(
             begin.cpu_pressure_us, end.cpu_pressure_us, end.at_s - begin.at_s
         ),
@@ -109,6 +110,13 @@ def throttled_share(before: HostUsage, after: HostUsage) -> float | None:
     periods = after.throttling.periods - before.throttling.periods
     held = after.throttling.throttled_periods - before.throttling.throttled_periods
     return min(1.0, max(0, held) / periods) if periods > 0 else None
+
+
+def _throttled_cpus(before: HostUsage, after: HostUsage) -> float | None:
+    seconds = after.at_s - before.at_s
+    if before.throttling is None or after.throttling is None or seconds <= 0:
+        return None
+    return max(0, after.throttling.throttled_us - before.throttling.throttled_us) / seconds / 1e6
 
 
 def _pressure_percent(begin_us: int | None, end_us: int | None, seconds: float) -> float | None:

@@ -12,6 +12,7 @@ from lightning_fastdata.insight.contention import (
     overcommitted,
     part_shares,
     runqueue_share,
+    throttled,
 )
 from lightning_fastdata.insight.finding import Finding, severity_of, stalls
 from lightning_fastdata.insight.simulate import scaled
@@ -141,7 +142,7 @@ def bandwidth(e: Evidence) -> Finding | None:
 
 
 def _saturated(e: Evidence) -> bool:
-    loads = runqueue_share(e) >= RUNQUEUE_HIGH or bool(e.throttled_share)
+    loads = runqueue_share(e) >= RUNQUEUE_HIGH or throttled(e)
     reads = _largest(e)[0] == "read_cpu"
     return stalls(e) and loads and reads and overcommitted(e) and not crowded(e)
 
@@ -181,7 +182,7 @@ def few_cpus(e: Evidence) -> Finding | None:
     if not _saturated(e):
         return None
     facts = [f"ready workers wait for a CPU for {runqueue_share(e):.0%} of their time"]
-    if e.throttled_share:
+    if throttled(e):
         facts.append(f"the CPU quota was used up in {e.throttled_share:.0%} of the periods")
     wanted, now = remedies.best_workers(e), e.setup
     remedy, gain = _transforms(e), _gain_of_transforms(e)

@@ -11,10 +11,12 @@ from lightning_fastdata.insight.evidence import Evidence
 from lightning_fastdata.insight.host_metrics import device_scalars, host_evidence, host_scalars
 
 
-def usage(at_s, *, read=None, periods=None, throttled=0, **counters):
+def usage(at_s, *, read=None, periods=None, throttled=0, held_us=0, **counters):
     throttling = None
     if periods is not None:
-        throttling = CpuThrottling(periods=periods, throttled_periods=throttled, throttled_us=0)
+        throttling = CpuThrottling(
+            periods=periods, throttled_periods=throttled, throttled_us=held_us
+        )
     return HostUsage(at_s=at_s, workers=2, read=read or {}, throttling=throttling, **counters)
 
 
@@ -32,7 +34,7 @@ def test_all_that_is_told_has_a_number_in_the_unit_of_its_name():
     before = usage(10, read={1: read(5)}, periods=100, throttled=7, cpu_pressure_us=0)
     after = usage(
         12, read={1: read(15, 4)}, periods=120, throttled=12, cpu_pressure_us=500_000,
-        shm_used_share=0.25,
+        held_us=3_000_000, shm_used_share=0.25,
     )  # fmt: skip
     assert host_scalars(before, after) == {
         "data_workers/active": 2,
@@ -42,7 +44,11 @@ def test_all_that_is_told_has_a_number_in_the_unit_of_its_name():
         "data_host/storage_read_mb_per_s": 2,
         "data_host/shm_used_percent": 25,
     }
-    assert host_evidence(before, after) == {"throttled_share": 0.25, "pressure_percent": 25}
+    assert host_evidence(before, after) == {
+        "throttled_share": 0.25,
+        "throttled_cpus": 1.5,
+        "pressure_percent": 25,
+    }
 
 
 def test_what_nobody_tells_has_no_key():
@@ -53,6 +59,7 @@ def test_what_nobody_tells_has_no_key():
 
 def test_without_a_quota_nothing_is_said_of_throttling():
     assert "throttled_share" not in host_evidence(usage(0, periods=0), usage(1, periods=0))
+    assert "throttled_cpus" not in host_evidence(usage(0), usage(1))
 
 
 def test_a_worker_that_came_has_read_all_of_it_since_and_one_that_went_is_left_out():
@@ -83,5 +90,5 @@ def test_what_the_device_tells_is_since_the_begin():
 def test_evidence_has_a_field_for_each_fact():
     before, after = usage(0, periods=1, cpu_pressure_us=0), usage(1, periods=2, cpu_pressure_us=0)
     found = host_evidence(before, after, device(), device())
-    assert len(found) == 4
+    assert len(found) == 5
     assert Evidence(**found).pressure_percent == pytest.approx(0)

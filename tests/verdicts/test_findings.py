@@ -260,6 +260,31 @@ def test_saturated_cpus_are_answered_by_fewer_workers_and_the_operation_that_cos
     assert found.gain.basis == "floor"
 
 
+@settings(max_examples=25, deadline=None)
+@given(
+    share=st.floats(0, 0.999), cpus=st.floats(0, 0.999), stall=st.floats(0.05, 0.95),
+    workers=st.integers(1, 16),
+)  # fmt: skip
+def test_a_quota_is_to_blame_where_a_fifth_of_the_wait_could_go_without_it(
+    share, cpus, stall, workers
+):
+    """What a thread lost is a bound: its part of what was held back, within such periods."""
+    evidence = late(
+        {"read_cpu_ms": 20.0}, share=stall, costs=costs(cpu=40.0), setup=setup(workers, cpus=32.0)
+    )
+    needed = 0.2 * stall  # of a step
+    threads = workers + 0.1
+    fewer = replace(evidence, throttled_share=share * needed, throttled_cpus=64.0)
+    rarely = replace(evidence, throttled_share=1.0, throttled_cpus=cpus * needed * threads)
+    for little in (fewer, rarely):
+        assert findings(little) == findings(evidence)
+    much = replace(
+        evidence, throttled_share=1.001 * needed, throttled_cpus=1.001 * needed * threads
+    )
+    assert findings(much)[0].code == "FD306"
+    assert "quota was used up" in findings(much)[0].cause
+
+
 @pytest.mark.parametrize("code", ["FD305", "FD306", "FD309"])
 def test_a_device_is_advised_to_augment_only_where_it_could(code):
     evidence = replace(TABLE[code][0], setup=None)
