@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
@@ -19,6 +21,7 @@ from lightning_fastdata.augment.dataset_pipelines import (
 from lightning_fastdata.augment.deferred import Path, replace_leaves, spelled
 from lightning_fastdata.augment.registry import registered_forms
 from lightning_fastdata.augment.seeds import find_composes
+from lightning_fastdata.augment.tree import list_nodes
 from lightning_fastdata.epochs import EpochCell
 from lightning_fastdata.loading.collate import RecordedCollate, collate_samples
 from lightning_fastdata.loading.draws import DrawWatch
@@ -33,6 +36,9 @@ if TYPE_CHECKING:
 
 IN_WORKERS: Final = "all of it in the workers, by Albumentations itself"
 _SAMPLES: Final = 3
+_DRAWN: Final = frozenset({"params", "replay_params", "applied_in_replay", "seed"})
+_NESTED: Final = 3
+"""Levels of lists and dicts in the settings of transforms."""
 _CLOSE: Final = 0.01
 """Part of the range of values that the mean difference may be. Operations that are a level off make
 a hundredth of it; a mirror or another draw twenty times as much."""
@@ -64,6 +70,80 @@ class Trial(NamedTuple):
         if not self.defers:
             return f"{IN_WORKERS}: {self.why}"
         return f"{self.why}\n{explain_pipelines(self.places)}"
+
+
+class TriedDataset:
+    """The outcome of a trial, for as long as it can be told to hold; holds no dataset alive.
+
+    Args:
+        trial: The outcome.
+        dataset: What was tried, with ``seed`` and ``collate_fn``, as :func:`try_recording` takes
+            them.
+    """
+
+    def __init__(
+        self,
+        trial: Trial,
+        dataset: Dataset[Any],
+        *,
+        seed: int,
+        collate_fn: Callable[[list[Any]], Any] | None,
+    ) -> None:
+        self.trial = trial
+        self._dataset: weakref.ref[Dataset[Any]] | None
+        try:
+            self._dataset = weakref.ref(dataset)
+        except TypeError:  # it has slots
+            self._dataset = None
+        self._rests_on = _rests_on(dataset, seed, collate_fn)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # In another process the dataset is another one; the outcome is told there, but not used.
+        return {"trial": self.trial, "_dataset": None, "_rests_on": None}
+
+    def holds_for(
+        self,
+        dataset: Dataset[Any],
+        *,
+        seed: int,
+        collate_fn: Callable[[list[Any]], Any] | None,
+    ) -> bool:
+        """Return whether a trial would find the same: nothing has changed that it rests on.
+
+        Seen are the settings of pipelines, other pipelines, and what a dataset has of numbers,
+        texts and switches. A dataset that counts something is tried again.
+        """
+        if self._dataset is None or self._dataset() is not dataset:
+            return False
+        return self._rests_on == _rests_on(dataset, seed, collate_fn)
+
+
+def _rests_on(
+    dataset: Dataset[Any], seed: int, collate_fn: Callable[[list[Any]], Any] | None
+) -> tuple[Any, ...]:
+    composes = find_composes(dataset)
+    nodes = [
+        (node, _settings(node, _NESTED)) for compose in composes for node in list_nodes(compose)
+    ]
+    return seed, collate_fn, _settings(dataset), nodes, registered_forms(*composes)
+
+
+def _settings(owner: object, depth: int = 0) -> list[str]:
+    """Return the plain attributes of a transform or dataset; what is drawn is no setting."""
+    told = getattr(owner, "__dict__", {}).items()
+    return [
+        f"{name}={value!r}"
+        for name, value in told
+        if _is_plain(value, depth) and name not in _DRAWN and not name.startswith("_")
+    ]
+
+
+def _is_plain(value: object, depth: int) -> bool:
+    if isinstance(value, Mapping):
+        return depth > 0 and all(_is_plain(item, depth - 1) for item in value.values())
+    if isinstance(value, list | tuple):
+        return depth > 0 and all(_is_plain(item, depth - 1) for item in value)
+    return isinstance(value, bool | int | float | str | Enum | None)
 
 
 def try_recording(

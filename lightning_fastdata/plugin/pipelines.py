@@ -6,7 +6,12 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lightning_fastdata.loading.pipeline_trial import IN_WORKERS, Trial, try_recording
+from lightning_fastdata.loading.pipeline_trial import (
+    IN_WORKERS,
+    Trial,
+    TriedDataset,
+    try_recording,
+)
 from lightning_fastdata.plugin.loaders import some_samples
 from lightning_fastdata.plugin.placing import AugmentOn, Placing
 
@@ -40,7 +45,7 @@ class Pipelines:
     def __init__(self, transforms: StageTransforms, augment_on: AugmentOn) -> None:
         self.placing = Placing(augment_on)
         self._transforms = transforms
-        self._trials: dict[tuple[Stage, str], Trial] = {}
+        self._tried: dict[tuple[Stage, str], TriedDataset] = {}
 
     def find(
         self,
@@ -70,10 +75,10 @@ class Pipelines:
         if part is not None:
             return DatasetPipeline(part, None)
         return DatasetPipeline(
-            None, self._tried(dataset, stage=stage, name=name, seed=seed, collate_fn=collate_fn)
+            None, self._trial(dataset, stage=stage, name=name, seed=seed, collate_fn=collate_fn)
         )
 
-    def _tried(
+    def _trial(
         self,
         dataset: Dataset[Any],
         *,
@@ -82,19 +87,26 @@ class Pipelines:
         seed: int,
         collate_fn: Callable[[list[Any]], Any] | None,
     ) -> Trial | None:
-        """Try out a dataset; None if it has no pipelines, or none that leave something over."""
-        trial = try_recording(dataset, seed=seed, collate_fn=collate_fn)
-        if trial is None:
-            return None
-        if (stage, name) not in self._trials:
-            _LOG.info("%s: its own pipeline: %s", name, trial.explain().splitlines()[0])
-        self._trials[stage, name] = trial
-        return trial if trial.defers else None
+        """Try out a dataset; None if it has no pipelines, or none that leave something over.
+
+        Loaders are made again for each epoch or each run; what was found out still holds then.
+        """
+        known = self._tried.get((stage, name))
+        if known is None or not known.holds_for(dataset, seed=seed, collate_fn=collate_fn):
+            trial = try_recording(dataset, seed=seed, collate_fn=collate_fn)
+            if trial is None:
+                self._tried.pop((stage, name), None)
+                return None
+            if known is None or known.trial.why != trial.why:
+                _LOG.info("%s: its own pipeline: %s", name, trial.explain().splitlines()[0])
+            known = TriedDataset(trial, dataset, seed=seed, collate_fn=collate_fn)
+            self._tried[stage, name] = known
+        return known.trial if known.trial.defers else None
 
     def run_on_device(self, stage: Stage, trainer: Any) -> bool:
         """Return whether anything of a stage runs on the device, as far as it is known."""
         may = self.placing.may_use_device(stage, trainer)
-        if may and any(trial.defers for (of, _), trial in self._trials.items() if of == stage):
+        if may and any(trial.defers for trial in self._trials_of(stage)):
             return True
         return self._transforms.run_on_device(stage, pipeline=may)
 
@@ -105,15 +117,18 @@ class Pipelines:
         """
         if self.placing.choice(stage) is not None:
             return True
-        return any(not trial.defers for (of, _), trial in self._trials.items() if of == stage)
+        return any(not trial.defers for trial in self._trials_of(stage))
+
+    def _trials_of(self, stage: Stage) -> list[Trial]:
+        return [tried.trial for (of, _), tried in self._tried.items() if of == stage]
 
     def explain(self, trainer: Any) -> list[str]:
         """Return where each operation of each pipeline runs, and why, as text."""
         parts = self._transforms.explain(lambda stage: self.placing.where(stage, trainer))
-        for (stage, name), trial in self._trials.items():
+        for (stage, name), tried in self._tried.items():
             place, why = self.placing.where(stage, trainer)
-            told = trial.explain()
-            if trial.defers:
+            told = tried.trial.explain()
+            if tried.trial.defers:
                 told = f"{why}\n{told}" if place == "device" else f"{IN_WORKERS}: {why}"
             parts.append(f"pipeline of {name}\n{told}")
         return parts

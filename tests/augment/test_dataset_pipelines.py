@@ -1,8 +1,10 @@
 """Pipelines that a dataset calls itself: what comes out is what would have come out."""
 
 import copy
+import gc
 import os
 import pickle
+import weakref
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -23,6 +25,8 @@ from lightning_fastdata.augment.deferred import DeferredTensor
 from lightning_fastdata.augment.registry import register
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.loading.pipeline_trial import try_recording
+from lightning_fastdata.plugin.pipelines import Pipelines
+from lightning_fastdata.plugin.stage_transforms import StageTransforms
 from lightning_fastdata.plugin.staging import finish
 
 COUNT = 14
@@ -495,3 +499,108 @@ def test_forms_of_the_user_s_own_classes_run_on_the_device_too():
             assert_same(batches(Photos(compose), recorded=False), finished(staged))
     finally:
         remove()
+
+
+class Read(Photos):
+    """Remembers what was read of it."""
+
+    def __init__(self, transform=None):
+        super().__init__(transform)
+        self.read, self.mirrored = [], False
+
+    def __getitem__(self, index):
+        self.read.append(index)
+        return super().__getitem__(index)
+
+
+def default_collation(samples):
+    return default_collate(samples)
+
+
+def pipelines():
+    return Pipelines(StageTransforms(None, image=None, mask=None), "gpu")
+
+
+def find(where, dataset, **other):
+    given = {"stage": "train", "seed": 0, "collate_fn": None, **other}
+    return where.find(dataset, None, name=given["stage"], trainer=object(), **given).own
+
+
+def test_a_dataset_is_tried_once_for_a_stage_however_often_its_loader_is_made():
+    where, dataset = pipelines(), Read()
+    first = find(where, dataset)
+    assert first.defers
+    tried = len(dataset.read)
+    list(FastDataLoader(dataset, batch_size=4, staged="train", recording=first.recording()))
+    dataset.read.clear()
+    assert [find(where, dataset) for _ in range(3)] == [first] * 3
+    assert not dataset.read
+    find(where, dataset, stage="val")
+    assert len(dataset.read) == tried
+
+
+def chance(dataset):
+    dataset.transform.transforms[1].p = 0.1
+
+
+def another(dataset):
+    dataset.transform.transforms[1] = A.VerticalFlip()
+
+
+def nested_range(dataset):
+    dataset.transform.transforms[2].transforms[0].gamma_limit = (90, 110)
+
+
+def replaced(dataset):
+    dataset.transform = exact()
+
+
+def switched(dataset):
+    dataset.mirrored = True
+
+
+@pytest.mark.parametrize("change", [chance, another, nested_range, replaced, switched])
+def test_what_was_changed_is_tried_again(change):
+    where, dataset = pipelines(), Read()
+    find(where, dataset)
+    change(dataset)
+    dataset.read.clear()
+    assert find(where, dataset).defers
+    assert dataset.read
+
+
+@pytest.mark.parametrize("other", [{"seed": 1}, {"collate_fn": default_collation}])
+def test_so_is_what_is_drawn_or_collated_in_another_way_and_another_dataset(other):
+    where, dataset = pipelines(), Read()
+    find(where, dataset)
+    dataset.read.clear()
+    find(where, dataset, **other)
+    assert dataset.read
+    twin = Read(dataset.transform)
+    find(where, twin, **other)
+    assert twin.read
+
+
+def test_a_change_for_the_worse_is_noticed_and_told():
+    where, dataset = pipelines(), Read()
+    assert find(where, dataset).defers
+    dataset.transform.transforms.append(A.ToFloat(p=0))
+    assert find(where, dataset) is None
+    assert where.settled("train")
+    assert any("does not end in ToTensorV2" in text for text in where.explain(None))
+    dataset.transform = None
+    assert find(where, dataset) is None
+    assert not where.explain(None)
+
+
+def test_what_was_tried_is_neither_kept_alive_nor_used_in_another_process():
+    where, dataset = pipelines(), Read()
+    find(where, dataset)
+    reference = weakref.ref(dataset)
+    twin = pickle.loads(pickle.dumps(where))
+    dataset.read.clear()
+    assert find(twin, dataset).defers
+    assert dataset.read
+    del dataset
+    gc.collect()
+    assert reference() is None
