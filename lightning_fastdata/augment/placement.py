@@ -29,6 +29,12 @@ without waiting and without the augmentation. Waits of less than 5 % of the step
 and as part of it. Where steps were measured in the other place before, in the same run, they count
 unless the prediction is worse.
 
+With ``prefetch="stream"`` and ``"lookahead"`` the device augments beside the steps, on a stream of
+its own. How much longer they get by that cannot be seen in them: by nothing where the device had
+time to spare, and by all of it where it had none. All of it is taken, as measured before the
+training, so that the workers are tried where they might be faster. If they are not, the steps that
+were measured on the device count, whatever is predicted.
+
 So steps that do not wait with everything in the workers are never changed, and what the device adds
 to steps that would not wait without it is taken away when it is 3 % of them.
 """
@@ -121,7 +127,12 @@ class StepSeen:
     """Milliseconds in which it waited for its batch, median."""
     augment_ms: float | None = None
     """Milliseconds in which the device carried out what was left to it, median; None: not
-    measured, or nothing was left."""
+    measured, or nothing was left. With pixels on the device: it did so beside the steps."""
+
+    @property
+    def beside(self) -> bool:
+        """Whether the device augments beside these steps, which do not tell how long."""
+        return self.place == "device" and self.augment_ms is None
 
     @property
     def enough(self) -> bool:
@@ -218,7 +229,7 @@ def _after_steps(
     now: Place = step.place
     other: Place = "workers" if now == "device" else "device"
     other_ms, told = predicted_step_ms(costs, step, other), "are predicted to take"
-    if elsewhere is not None and elsewhere.step_ms > other_ms:
+    if elsewhere is not None and (elsewhere.beside or elsewhere.step_ms > other_ms):
         other_ms, told = elsewhere.step_ms, "took"
     gain = (step.step_ms - other_ms) / step.step_ms if step.step_ms > 0 else 0.0
     moves = gain >= _GAIN and changes < MOST_CHANGES
@@ -230,6 +241,11 @@ def _after_steps(
         why += f", but this was changed {changes} times already"
     elif not moves:
         why += f", which is not {100 * _GAIN:.0f} % less"
+    if step.beside:
+        why += (
+            f" (the device did its part beside the steps, so that these do not tell what it took; "
+            f"{costs.device_ms:.4g} ms are taken for it, as measured before the training)"
+        )
     place = other if moves else now
     ms = {now: step.step_ms, other: other_ms}
     return Choice(
@@ -253,8 +269,8 @@ def predicted_step_ms(costs: PlaceCosts, step: StepSeen, place: Place) -> float:
     waits = not costs.workers or step.wait_ms >= _CHANCE * step.step_ms
     augment_ms = costs.device_ms or 0.0
     compute_ms = step.step_ms - (step.wait_ms if waits else 0.0)
-    if step.place == "device" and step.augment_ms is not None:
-        augment_ms = step.augment_ms
+    if step.place == "device":
+        augment_ms = augment_ms if step.augment_ms is None else step.augment_ms
         compute_ms = max(0.0, compute_ms - augment_ms)
     told_ms = max(costs.loader_ms(step.place), 1e-6)
     took_ms = step.step_ms if costs.workers else step.wait_ms

@@ -181,6 +181,50 @@ def test_where_the_model_holds_a_run_ends_in_the_better_place_and_stays_there(
     assert world(place)[0] <= 1.06 * (best if slower >= 1 or not known.workers else world(start)[0])
 
 
+@few
+@given(costs(), ms, st.floats(1, 5), st.floats(0, 1), st.booleans())
+def test_a_part_that_the_device_does_beside_the_steps_is_tried_in_the_workers_and_comes_back(
+    known, compute, slower, share, starts_on_device
+):
+    """With ``prefetch`` a step gets longer by a share of the device's part, and does not tell."""
+
+    def world(place):
+        loader = slower * known.loader_ms(place)
+        busy = compute + (share * known.device_ms if place == "device" else 0.0)
+        step = max(loader, busy) if known.workers else loader + busy
+        return StepSeen(place=place, steps=60, epochs=1, step_ms=step, wait_ms=step - busy)
+
+    start = place = "device" if starts_on_device else "workers"
+    measured, changes = {}, 0
+    for _ in range(6):
+        measured[place] = world(place)
+        elsewhere = measured.get(other[place])
+        choice = choose_place(known, measured[place], elsewhere=elsewhere, changes=changes)
+        assert ("beside the steps" in choice.reason) == (place == "device")
+        changes += choice.place != place
+        place = choice.place
+    assert changes <= MOST_CHANGES
+    ends, began = world(place).step_ms, world(start).step_ms
+    assert ends <= 1.06 * began
+    if starts_on_device:
+        assert ends <= 1.06 * world(other[place]).step_ms
+
+
+def test_a_busy_device_that_augments_beside_its_steps_is_relieved():
+    sample = SampleCosts(whole_ms=4.0, deferred_ms=1.0, read_ms=0.5, samples=8)
+    known = PlaceCosts(
+        accelerator=True, batch_size=64, workers=8, cpus=8, sample=sample, device_ms=23.0
+    )
+    assert choose_place(known).place == "device"
+    busy = StepSeen(place="device", steps=60, epochs=1, step_ms=123.0, wait_ms=0.0)
+    relieved = choose_place(known, busy)
+    assert (relieved.place, relieved.workers_step_ms) == ("workers", 100.0)
+    # The device had time to spare, and these workers have not.
+    slower = StepSeen(place="workers", steps=60, epochs=1, step_ms=130.0, wait_ms=10.0)
+    back = choose_place(known, slower, elsewhere=busy, changes=1)
+    assert (back.place, back.device_step_ms) == ("device", 123.0)
+
+
 def test_before_any_step_the_device_needs_less_time_than_it_saves_or_goes_unseen():
     sample = SampleCosts(whole_ms=5.0, deferred_ms=1.0, read_ms=0.5, samples=8)
     known = PlaceCosts(

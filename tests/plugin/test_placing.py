@@ -22,6 +22,7 @@ import torch
 from albumentations.pytorch import ToTensorV2
 from conformance.pieces import Images, Pixels, make_trainer
 from lightning.pytorch import Callback
+from loading.virtual_device import HostStreams
 from torch import nn
 from torch.utils.data import IterableDataset
 
@@ -341,6 +342,23 @@ def test_loaders_made_anew_go_on_in_the_place_that_was_chosen(tmp_path):
     assert line[-1] == {"workers"}
     assert all(len(places) == 1 for places in line)
     all_equal(model.images, expected.images)
+
+
+class Streamed(FastDataModule):
+    """Moves batches beside the computing, as far as a CPU has such a thing."""
+
+    def device_streams(self, device):
+        return HostStreams()
+
+
+@pytest.mark.parametrize("how", ["off", "stream", "lookahead"])
+def test_steps_tell_what_the_device_does_in_them_and_not_what_it_does_beside_them(tmp_path, how):
+    module = Streamed.from_datasets(Images(24), batch_size=4, augment=pipeline(), prefetch=how)
+    module.placing = Placing(
+        "auto", accelerator=lambda trainer: "cuda", costs=lambda task, accelerator: COSTS
+    )
+    make_trainer(tmp_path, max_epochs=2).fit(Keeps(), datamodule=module)
+    assert ("measured before the training" in module.explain()) == (how != "off")
 
 
 @pytest.mark.parametrize("place", ["cpu", "gpu"])
