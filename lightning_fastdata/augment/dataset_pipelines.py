@@ -8,12 +8,10 @@ without values; they run as always.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 import torch
 
 from lightning_fastdata.augment.callables import plain_tensors, table
@@ -24,13 +22,13 @@ from lightning_fastdata.augment.deferred import (
     replace_leaves,
     spelled,
 )
-from lightning_fastdata.augment.fields import describe, is_too_wide
+from lightning_fastdata.augment.fields import describe
+from lightning_fastdata.augment.pipeline_recorder import PipelineRecorder, Turn
 from lightning_fastdata.augment.plan import Plan, analyse, redrawn
 from lightning_fastdata.augment.program import Draws, compile_tapes
 from lightning_fastdata.augment.replay_torch import replay_image
 from lightning_fastdata.augment.seeds import find_composes
 from lightning_fastdata.augment.self_check import refusal
-from lightning_fastdata.augment.tape import Recorder, Track
 from lightning_fastdata.augment.tree import is_container, list_leaves
 from lightning_fastdata.augment.worker import device_ops
 from lightning_fastdata.errors import BatchError
@@ -159,16 +157,19 @@ class DatasetRecording:
     Args:
         switch: Says for each epoch whether anything is left to the device. None: always.
         registered: Device forms of classes that are not Albumentations' own.
+        made: Gets everything that waits, to see what becomes of it.
     """
 
     def __init__(
         self,
         switch: PlaceSwitch | None = None,
         registered: Mapping[str, DeviceOp] | None = None,
+        made: list[Waiting] | None = None,
     ) -> None:
         self.switch = switch
         self._registered = registered
-        self._recorders: list[_PipelineRecorder] | None = None
+        self._recorders: list[PipelineRecorder] | None = None
+        self._turn = Turn(made)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_recorders": None}
@@ -181,16 +182,18 @@ class DatasetRecording:
             return
         if self._recorders is None:
             self._recorders = [
-                _PipelineRecorder(place.compose, place.plan, self._ops)
+                PipelineRecorder(place.compose, place.plan, self._ops, self._turn)
                 for place in place_pipelines(dataset, self._registered)
                 if place.why_not is None
             ]
+        self._turn.begin()
         for recorder in self._recorders:
             recorder.hook()
         try:
             yield
         finally:
-            for recorder in self._recorders:
+            # Pipelines may share transforms, so that the last hook goes first.
+            for recorder in reversed(self._recorders):
                 recorder.unhook()
 
     def take(
@@ -228,64 +231,6 @@ class DatasetRecording:
 def _own(pixels: Any) -> torch.Tensor:
     # A pipeline may hand back the dataset's own read-only array (a memory map).
     return torch.from_numpy(pixels if pixels.flags.writeable else pixels.copy())
-
-
-class _PipelineRecorder(Recorder):
-    """Records one pipeline where the dataset calls it."""
-
-    def __init__(self, compose: Any, plan: Plan, ops: Mapping[str, DeviceOp]) -> None:
-        leaves = [leaf.transform for leaf in list_leaves(compose)]
-        before = [dict(vars(leaf)) for leaf in leaves]
-        super().__init__(compose, plan, ops, copied=False)
-        hooks: list[tuple[Any, str, Any, Any]] = []
-        for leaf, old in zip(leaves, before, strict=True):
-            hooks += [
-                (leaf, name, hook, old.get(name))
-                for name, hook in vars(leaf).items()
-                if hook is not old.get(name)
-            ]
-        for name, hook in (("preprocess", self._begin), ("postprocess", self._end)):
-            old_one = vars(compose).get(name)
-            hooks.append((compose, name, functools.partial(hook, getattr(compose, name)), old_one))
-        self._hooks = hooks
-        self._given: dict[str, Any] = {}
-        self.unhook()
-
-    def hook(self) -> None:
-        # Instance attributes shadow the methods, here as in the recorder of a copy.
-        for owner, name, hook, _ in self._hooks:
-            setattr(owner, name, hook)
-
-    def unhook(self) -> None:
-        for owner, name, _, old in self._hooks:
-            if old is None:
-                vars(owner).pop(name, None)
-            else:
-                setattr(owner, name, old)
-
-    def _begin(self, original: Callable[[Any], Any], data: dict[str, Any]) -> Any:
-        self._targets = {}
-        self._given = dict(data)
-        return original(data)
-
-    def _end(self, original: Callable[[Any], Any], data: dict[str, Any]) -> Any:
-        result = original(data)
-        for key, role in self._roles.items():
-            target = self._targets.get(key)
-            if target is None or result.get(key) is not target.shown:
-                continue
-            # Of such masks Albumentations' own dtype depends on what was drawn.
-            waits = target.pending and not is_too_wide(self._given.get(key))
-            if waits and isinstance(target.shown, torch.Tensor):
-                if np.may_share_memory(target.real, self._given[key]):
-                    target.real = target.real.copy()  # a dataset may read into one buffer
-                track = Track(role, tuple(pending.op for pending in target.pending))
-                waiting = Waiting(track, target.flush, target.real)
-                result[key] = DeferredTensor.of(target.shown, (waiting,))
-            else:
-                result[key] = target.flush()
-        self._targets, self._given = {}, {}
-        return result
 
 
 def explain_pipelines(places: Sequence[PipelinePlace]) -> str:

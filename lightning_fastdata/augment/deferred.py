@@ -9,7 +9,8 @@ with it computes it on the spot, by Albumentations, so that the result is the on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import copy
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 _TELLS_FORM: Final = frozenset(
     {
         torch.Tensor.__len__,
+        torch.Tensor.device.__get__,
         torch.Tensor.dim,
         torch.Tensor.dtype.__get__,  # type: ignore[attr-defined]
         torch.Tensor.element_size,
@@ -40,6 +42,10 @@ _CHANGES_NOTHING: Final = frozenset(
     {torch.Tensor.contiguous, torch.Tensor.cpu, torch.Tensor.detach}
 )
 """What gives back a dense tensor on the CPU without gradients as it is."""
+_throw_on_pointer: Final[Callable[[torch.Tensor], None]] = getattr(
+    torch._C, "_set_throw_on_mutable_data_ptr", lambda _: None
+)
+"""Has an extension that reaches for memory past torch's dispatcher get an error, not a crash."""
 
 
 class Waiting:
@@ -49,13 +55,23 @@ class Waiting:
         track: The operations.
         compute: Carries them out with Albumentations and returns the tensor.
         pixels: The array ``[H, W]`` or ``[H, W, C]`` that they start from.
+        pipeline: The classes of the transforms of the pipeline, in order.
     """
 
-    __slots__ = ("_compute", "_value", "pixels", "track")
+    __slots__ = ("_compute", "_value", "pipeline", "pixels", "track", "use")
 
-    def __init__(self, track: Track, compute: Callable[[], torch.Tensor], pixels: Any) -> None:
+    def __init__(
+        self,
+        track: Track,
+        compute: Callable[[], torch.Tensor],
+        pixels: Any,
+        pipeline: tuple[type, ...] = (),
+    ) -> None:
         self.track = track
         self.pixels = pixels
+        self.pipeline = pipeline
+        self.use: Callable[..., Any] | None = None
+        """The function of torch that needed the values first; None: none did."""
         self._compute = compute
         self._value: torch.Tensor | None = None
 
@@ -69,6 +85,17 @@ class Waiting:
         if self._value is None:
             self._value = self._compute()
         return self._value
+
+    def joins(self, other: Waiting) -> bool:
+        """Return whether one program can carry out what waits for both.
+
+        Their operations are put in order by their numbers in the pipeline.
+        """
+        return (
+            self.pipeline == other.pipeline
+            and self.pixels.shape == other.pixels.shape
+            and self.pixels.dtype == other.pixels.dtype
+        )
 
 
 class DeferredTensor(torch.Tensor):
@@ -89,12 +116,13 @@ class DeferredTensor(torch.Tensor):
         """Return a deferred tensor.
 
         Args:
-            form: A tensor of one part's shape and dtype, without memory (``device="meta"``).
+            form: A tensor of one part's shape and dtype.
             waiting: The parts.
             stacked: Lengths of the dimensions in front of ``form``'s.
         """
-        whole = form.new_empty((*stacked, *form.shape)) if stacked else form
-        deferred = whole.as_subclass(cls)
+        shape = (*stacked, *form.shape)
+        deferred: DeferredTensor = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=form.dtype)
+        _throw_on_pointer(deferred)
         deferred.waiting = waiting
         deferred.stacked = stacked
         return deferred
@@ -124,8 +152,6 @@ class DeferredTensor(torch.Tensor):
         if func in _TELLS_FORM:
             with torch._C.DisableTorchFunctionSubclass():  # as torch's notes on subclasses have it
                 return func(*args, **kwargs)
-        if func == torch.Tensor.device.__get__:
-            return torch.device("cpu")
         if func in _CHANGES_NOTHING and len(args) == 1 and not kwargs:
             return args[0]
         if func is torch.Tensor.float and len(args) == 1 and args[0].dtype == torch.float32:
@@ -134,7 +160,18 @@ class DeferredTensor(torch.Tensor):
             joined = _stacked(*args, **kwargs)
             if joined is not None:
                 return joined
-        return func(*_computed(args), **_computed(dict(kwargs)))
+        return func(*_computed(args, func), **_computed(dict(kwargs), func))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Compute the values for what asks torch's dispatcher alone, as ``torch.tensor`` does."""
+        return func(*_computed(args, func), **_computed(dict(kwargs or {}), func))
 
 
 def _stacked(
@@ -149,6 +186,8 @@ def _stacked(
             return None
         if tensor.shape != first.shape or tensor.dtype != first.dtype:
             return None
+        if not all(one.joins(first.waiting[0]) for one in tensor.waiting):
+            return None
     with torch._C.DisableTorchFunctionSubclass():
         shape = first.shape[len(first.stacked) :]
         form = torch.empty(shape, dtype=first.dtype, device="meta")
@@ -156,13 +195,15 @@ def _stacked(
     return DeferredTensor.of(form, waiting, (len(tensors), *first.stacked))
 
 
-def _computed(value: Any) -> Any:
+def _computed(value: Any, use: Callable[..., Any]) -> Any:
     if isinstance(value, DeferredTensor):
+        for waiting in value.waiting:
+            waiting.use = waiting.use or use
         return value.computed()
     if type(value) in (list, tuple):
-        return type(value)(map(_computed, value))
+        return type(value)(_computed(item, use) for item in value)
     if type(value) is dict:
-        return {key: _computed(item) for key, item in value.items()}
+        return {key: _computed(item, use) for key, item in value.items()}
     return value
 
 
@@ -200,7 +241,7 @@ def replace_leaves(
         }
         if all(items[key] is batch[key] for key in items):
             return batch
-        return items if type(batch) is dict else type(batch)(items)  # type: ignore[call-arg]
+        return items if type(batch) is dict else _with_items(batch, items)
     if isinstance(batch, list | tuple):
         values = [
             replace_leaves(value, function, (*path, place), depth - 1)
@@ -217,5 +258,22 @@ def replace_leaves(
             for field in fields(batch)
         }
         same = all(value is getattr(batch, name) for name, value in changed.items())
-        return batch if same else type(batch)(**changed)
+        return batch if same else _with_fields(batch, changed)
     return function(path, batch)
+
+
+def _with_items(batch: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[Any, Any]:
+    """Return a mapping of the same class and attributes with other values."""
+    if not isinstance(batch, MutableMapping):
+        return type(batch)(items)  # type: ignore[call-arg]
+    twin = copy.copy(batch)
+    twin.update(items)
+    return twin
+
+
+def _with_fields(batch: Any, changed: Mapping[str, Any]) -> Any:
+    """Return a dataclass with other fields, without what its constructor would do to them."""
+    twin = copy.copy(batch)
+    for name, value in changed.items():
+        object.__setattr__(twin, name, value)  # it may be frozen
+    return twin

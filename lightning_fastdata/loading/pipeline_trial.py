@@ -8,6 +8,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
+import torch.overrides
 from torch.utils.data import Dataset, IterableDataset
 
 from lightning_fastdata.augment.dataset_pipelines import (
@@ -18,7 +19,7 @@ from lightning_fastdata.augment.dataset_pipelines import (
     place_pipelines,
     redrawn_of,
 )
-from lightning_fastdata.augment.deferred import Path, replace_leaves, spelled
+from lightning_fastdata.augment.deferred import Path, Waiting, replace_leaves, spelled
 from lightning_fastdata.augment.registry import registered_forms
 from lightning_fastdata.augment.seeds import find_composes
 from lightning_fastdata.augment.tree import list_nodes
@@ -176,7 +177,8 @@ def try_recording(
         return refused("a stream, of which no sample can be tried without losing it")
     length = dataset_length(dataset)
     indices = spread_indices(length or 1, min(length or 1, _SAMPLES))
-    recording = DatasetRecording(registered=registered)
+    made: list[Waiting] = []
+    recording = DatasetRecording(registered=registered, made=made)
     collate = collate_fn or collate_samples
     stage = RecordedCollate(collate, recording, "train")
     watch = DrawWatch()
@@ -186,11 +188,17 @@ def try_recording(
         staged = stage(_read(dataset, indices, seed, recording))
         draws = staged.draws
         if not isinstance(draws, DatasetDraws):
-            return refused("the dataset, or the collation, works on what it returns")
+            return refused(_fate(made))
         fields = tuple(spelled(path) for path, _, _ in draws.parts)
         exact = not redrawn_of(places)
+        done = draws.apply(staged.batch)
+        watch.restore()
         difference = _difference(
-            plain, draws.apply(staged.batch), {p for p, *_ in draws.parts}, exact
+            plain,
+            done,
+            {path for path, *_ in draws.parts},
+            exact=exact,
+            again=lambda: collate(_read(dataset, indices, seed, None)),
         )
     except Exception as error:  # whatever the code around the pipeline raises
         return refused(f"tried out, it ended in {type(error).__name__}: {error}")
@@ -213,7 +221,31 @@ def _read(
     return [twin[index] for index in indices]
 
 
-def _difference(plain: Batch, done: Batch, paths: set[Path], exact: bool) -> str | None:
+def _fate(made: Sequence[Waiting]) -> str:
+    """Return why no batch waits for the device, by what became of each tensor, in words."""
+    if not made:
+        return (
+            "no sample that was tried had it make a tensor: it was not called, or in another "
+            "thread, or its transforms one by one"
+        )
+    use = next((one.use for one in made if one.use is not None), None)
+    if use is None:
+        return (
+            "the batch has no tensor stacked of what it returns, in dicts, lists, tuples or "
+            "dataclasses"
+        )
+    if use is torch.stack:
+        return (
+            "the batch stacks what it returns with other tensors, with those of another pipeline, "
+            "or not along the first dimension"
+        )
+    name = torch.overrides.resolve_name(use) or getattr(use, "__name__", str(use))
+    return f"the dataset, or the collation, works on what it returns ({name})"
+
+
+def _difference(
+    plain: Batch, done: Batch, paths: set[Path], *, exact: bool, again: Callable[[], Batch]
+) -> str | None:
     """Return in what a batch differs from the plain one, in words; None if in nothing.
 
     Args:
@@ -221,10 +253,12 @@ def _difference(plain: Batch, done: Batch, paths: set[Path], exact: bool) -> str
         done: The one that was computed from what was left over.
         paths: Fields that were left over.
         exact: Their values have to be close, too.
+        again: Reads the plain batch once more, to tell fields that are other ones each time.
     """
     before, after = _leaves(plain), _leaves(done)
     if before.keys() != after.keys():
         return "the batch had another structure"
+    changed = []
     for path, one in before.items():
         other = after[path]
         if type(one) is not type(other):
@@ -233,8 +267,16 @@ def _difference(plain: Batch, done: Batch, paths: set[Path], exact: bool) -> str
             continue
         if (one.shape, one.dtype) != (other.shape, other.dtype):
             return f"{spelled(path)} became {other.dtype} {tuple(other.shape)}"
-        if path in paths and exact and not _close(one, other):
-            return f"{spelled(path)} had other values"
+        if path in paths:
+            if exact and not _close(one, other):
+                return f"{spelled(path)} had other values"
+        elif not torch.equal(one, other):
+            changed.append(path)
+    if changed:
+        twin = _leaves(again())
+        for path in changed:
+            if path in twin and _equal(before[path], twin[path]):
+                return f"{spelled(path)} had other values"
     return None
 
 
@@ -242,6 +284,10 @@ def _leaves(batch: Batch) -> dict[Path, Any]:
     found: dict[Path, Any] = {}
     replace_leaves(batch, found.setdefault)
     return found
+
+
+def _equal(one: torch.Tensor, other: Any) -> bool:
+    return isinstance(other, torch.Tensor) and torch.equal(one, other)
 
 
 def _close(one: torch.Tensor, other: torch.Tensor) -> bool:

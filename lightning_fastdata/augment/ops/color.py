@@ -95,7 +95,7 @@ def _encode_jitter(
         return None
     hue = params["hue"]
     drawn = (params["brightness"], params["contrast"], params["saturation"], hue)
-    arrays = {
+    arrays: dict[str, np.ndarray] = {
         "factors": np.array(drawn, np.float64),
         "order": np.array(params["order"], np.int32),
         "hue_table": _hue_table(180 * hue)[:, None],

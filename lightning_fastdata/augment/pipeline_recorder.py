@@ -1,0 +1,132 @@
+"""Records a dataset's own pipeline where the dataset calls it; other calls are left alone."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from lightning_fastdata.augment.deferred import DeferredTensor, Waiting
+from lightning_fastdata.augment.fields import is_too_wide
+from lightning_fastdata.augment.plan import Plan
+from lightning_fastdata.augment.tape import Recorder, Track
+from lightning_fastdata.augment.tree import list_leaves, list_nodes
+
+if TYPE_CHECKING:
+    from lightning_fastdata.augment.ops.operation import DeviceOp
+
+
+class Turn:
+    """Which of a dataset's pipelines is being recorded: one at a time, in the thread that reads.
+
+    A transform may belong to several pipelines, or be called by itself, and a dataset may call its
+    pipelines in threads of its own. Whatever is not the call that is recorded runs as always.
+    """
+
+    def __init__(self, made: list[Waiting] | None = None) -> None:
+        self.thread = 0
+        """Of the calls that are recorded."""
+        self.owner: PipelineRecorder | None = None
+        """Of the call that is being recorded; None: there is none."""
+        self.made = made
+        """Gets everything that waits; None: nobody asks."""
+
+    def begin(self) -> None:
+        """Have the calls of this thread recorded."""
+        self.thread = threading.get_ident()
+        self.owner = None
+
+    def take(self, recorder: PipelineRecorder) -> bool:
+        """Return whether the call that begins is to be recorded by this recorder."""
+        if threading.get_ident() != self.thread:
+            return False
+        # The one before may have ended in an error that the dataset caught.
+        if self.owner is None or not self.owner.contains(recorder.compose):
+            self.owner = recorder
+        return self.owner is recorder
+
+    def is_of(self, recorder: PipelineRecorder) -> bool:
+        """Return whether this call is a part of the one that is recorded by this recorder."""
+        return self.owner is recorder and threading.get_ident() == self.thread
+
+
+class PipelineRecorder(Recorder):
+    """Records one pipeline where the dataset calls it; hooked in from the beginning."""
+
+    def __init__(self, compose: Any, plan: Plan, ops: Mapping[str, DeviceOp], turn: Turn) -> None:
+        leaves = [leaf.transform for leaf in list_leaves(compose)]
+        before = [dict(vars(leaf)) for leaf in leaves]
+        super().__init__(compose, plan, ops, copied=False)
+        hooks: list[tuple[Any, str, Any, Any]] = []
+        for leaf, old in zip(leaves, before, strict=True):
+            for name, hook in list(vars(leaf).items()):
+                if hook is not old.get(name):
+                    plain = old.get(name) or getattr(type(leaf), name).__get__(leaf)
+                    chosen = functools.partial(self._in_turn, hook, plain)
+                    hooks.append((leaf, name, chosen, old.get(name)))
+        for name, hook in (("preprocess", self._begin), ("postprocess", self._end)):
+            old_one = vars(compose).get(name)
+            hooks.append((compose, name, functools.partial(hook, getattr(compose, name)), old_one))
+        self._hooks = hooks
+        self._turn = turn
+        self._nodes = {id(node) for node in list_nodes(compose)}
+        self._classes = tuple(map(type, leaves))
+        self._given: dict[str, Any] = {}
+        self.hook()
+
+    def contains(self, compose: Any) -> bool:
+        """Return whether a pipeline is a part of this one, and not all of it."""
+        return compose is not self.compose and id(compose) in self._nodes
+
+    def hook(self) -> None:
+        """Have the calls of the pipeline recorded from now on, when it is its turn."""
+        # Instance attributes shadow the methods, here as in the recorder of a copy.
+        for owner, name, hook, _ in self._hooks:
+            setattr(owner, name, hook)
+
+    def unhook(self) -> None:
+        """Leave the pipeline as it was before :meth:`hook`."""
+        for owner, name, _, old in self._hooks:
+            if old is None:
+                vars(owner).pop(name, None)
+            else:
+                setattr(owner, name, old)
+
+    def _in_turn(
+        self, hook: Callable[..., Any], plain: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Any:
+        return (hook if self._turn.is_of(self) else plain)(*args, **kwargs)
+
+    def _begin(self, original: Callable[[Any], Any], data: dict[str, Any]) -> Any:
+        if self._turn.take(self):
+            self._targets = {}
+            self._given = dict(data)
+        return original(data)
+
+    def _end(self, original: Callable[[Any], Any], data: dict[str, Any]) -> Any:
+        result = original(data)
+        if not self._turn.is_of(self):
+            return result
+        for key, role in self._roles.items():
+            target = self._targets.get(key)
+            if target is None or result.get(key) is not target.shown:
+                continue
+            # Of such masks Albumentations' own dtype depends on what was drawn.
+            waits = target.pending and not is_too_wide(self._given.get(key))
+            if waits and isinstance(target.shown, torch.Tensor):
+                if np.may_share_memory(target.real, self._given[key]):
+                    target.real = target.real.copy()  # a dataset may read into one buffer
+                track = Track(role, tuple(pending.op for pending in target.pending))
+                waiting = Waiting(track, target.flush, target.real, self._classes)
+                if self._turn.made is not None:
+                    self._turn.made.append(waiting)
+                result[key] = DeferredTensor.of(target.shown, (waiting,))
+            else:
+                result[key] = target.flush()
+        self._targets, self._given = {}, {}
+        self._turn.owner = None
+        return result
