@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -103,10 +104,16 @@ def encode_fill(fill: Any, count: int, *, extends: bool = True) -> np.ndarray | 
     Returns:
         float32 ``[count]``.
     """
-    values = np.zeros(count, np.float32)
+    if fill is not None and not isinstance(fill, int | float):
+        fill = tuple(np.ravel(fill).tolist())
+    return _border_value(fill, count, extends)
+
+
+# The same for each sample. A number may be a float or not.
+@lru_cache(maxsize=64, typed=True)
+def _border_value(fill: Any, count: int, extends: bool) -> np.ndarray | None:
     if fill is None or (extends and isinstance(fill, float)):
-        values[:] = fill or 0.0
-        return values
+        return np.full(count, fill or 0.0, np.float32)
     given = np.atleast_1d(np.asarray(fill, np.float32))[: max(count, _OPENCV_CHANNELS)]
     if given.size > _OPENCV_CHANNELS:
         return None  # OpenCV refuses it.

@@ -34,14 +34,21 @@ def on_cells() -> bool:
     return bool(abs(cv2.warpAffine(ramp, third, (64, 1))[0, 32] - (32 + 1 / 3)) > 1e-3)
 
 
+def determinant(matrix: np.ndarray) -> float:
+    """Return the determinant of a 3x3 matrix."""
+    (a, b, c), (d, e, f), (g, h, i) = matrix.tolist()
+    return float(a * (e * i - f * h) - b * (d * i - f * g) + c * (d * h - e * g))
+
+
 def invert(matrix: np.ndarray, *, projective: bool) -> np.ndarray:
     """Return the inverse of a 3x3 matrix, float64, in the order of OpenCV's operations."""
     m = np.asarray(matrix, np.float64)
     if not projective:
-        by = 1 / (m[0, 0] * m[1, 1] - m[0, 1] * m[1, 0])
-        linear = np.array([[m[1, 1] * by, m[0, 1] * -by], [m[1, 0] * -by, m[0, 0] * by]])
-        moved = -linear[:, 0] * m[0, 2] - linear[:, 1] * m[1, 2]
-        return np.vstack([np.column_stack([linear, moved]), [0, 0, 1]])
+        # Numbers, not arrays of two: a sample has one of these.
+        (a, b, c), (d, e, f), _ = m.tolist()
+        by = 1 / (a * e - b * d)
+        a, b, d, e = e * by, b * -by, d * -by, a * by
+        return np.array([[a, b, -a * c - b * f], [d, e, -d * c - e * f], [0, 0, 1]])
     cofactors = np.array([np.cross(m[1], m[2]), np.cross(m[2], m[0]), np.cross(m[0], m[1])])
     inverse: np.ndarray = cofactors.T * (1 / (m[0] @ cofactors[0]))
     return inverse

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -21,6 +22,7 @@ from lightning_fastdata.augment.ops.cells import (
     cells_of_field,
     cells_of_matrix,
     cubic_weights,
+    determinant,
     invert,
     on_cells,
     sample_cells,
@@ -40,8 +42,6 @@ STILL_ON_CELLS: Final = (torch.int16, torch.int32, torch.int64)
 FAR: Final = 1 << 20
 """No image is this wide: positions are limited to it before they become integers."""
 _IDENTITY: Final = np.eye(3)
-_CLOSE: Final = 1e-8 + 1e-5 * _IDENTITY
-"""How far ``np.allclose``, which takes some time to say so, lets a matrix be from the identity."""
 
 
 def _out_size(transform: Any, params: Mapping[str, Any], shape: Shape) -> tuple[int, int]:
@@ -57,34 +57,48 @@ def _forward(transform: Any, params: Mapping[str, Any], shape: Shape) -> np.ndar
     matrix = np.asarray(params["matrix"], np.float64)
     if type(transform).__name__ != "Perspective":
         # Albumentations returns the image itself if the matrix is close to the identity.
-        return _IDENTITY if (np.abs(matrix - _IDENTITY) <= _CLOSE).all() else matrix
+        return _IDENTITY if _is_close(matrix) else matrix
     if transform.keep_size:
         scale = shape[1] / params["max_width"], shape[0] / params["max_height"]
         matrix = np.diag([*scale, 1.0]) @ matrix
     return matrix
 
 
+def _is_close(matrix: np.ndarray) -> bool:
+    """Whether a matrix is ``np.allclose`` to the identity, which takes some time to say so."""
+    return all(
+        abs(value - (row == column)) <= 1e-8 + 1e-5 * (row == column)
+        for row, values in enumerate(matrix.tolist())
+        for column, value in enumerate(values)
+    )
+
+
+@lru_cache(maxsize=64)
+def _static(**settings: Any) -> tuple[tuple[str, Any], ...]:
+    return tuple(settings.items())
+
+
 def _encode(
     transform: Any, params: Mapping[str, Any], shape: Shape, dtype: np.dtype[Any]
 ) -> Encoded | None:
     projective = type(transform).__name__ == "Perspective"
-    kinds = {transform.interpolation, transform.mask_interpolation}
     fills = encode_fills(transform, shape, extends=not projective)
-    if fills is None or not kinds <= WARPED or transform.border_mode not in MODES:
+    kinds = transform.interpolation, transform.mask_interpolation
+    if fills is None or not WARPED.issuperset(kinds) or transform.border_mode not in MODES:
         return None
     if getattr(transform, "crop_border", False):
         return None
     matrix = _forward(transform, params, shape)
-    if abs(np.linalg.det(matrix)) < 1e-12:
+    if abs(determinant(matrix)) < 1e-12:
         return None
     inverse = np.linalg.inv(matrix)
-    static = (
-        ("size", _out_size(transform, params, shape)),
-        ("interpolation", int(transform.interpolation)),
-        ("mask_interpolation", int(transform.mask_interpolation)),
-        ("border", int(transform.border_mode)),
-        ("projective", projective),
-        ("cells", on_cells()),
+    static = _static(
+        size=_out_size(transform, params, shape),
+        interpolation=int(kinds[0]),
+        mask_interpolation=int(kinds[1]),
+        border=int(transform.border_mode),
+        projective=projective,
+        cells=on_cells(),
     )
     exact = invert(matrix, projective=projective)
     return Encoded(static, {"inverse": inverse.astype(np.float32), "exact": exact, **fills})
