@@ -28,7 +28,10 @@ _STREAM = 0x401E5
 
 
 def _padded(rows: np.ndarray) -> np.ndarray:
-    return np.pad(rows, ((0, max(_GRAIN, len(rows) + -len(rows) % _GRAIN) - len(rows)), (0, 0)))
+    count = max(_GRAIN, len(rows) + -len(rows) % _GRAIN)
+    padded = np.zeros((count, rows.shape[1]), rows.dtype)
+    padded[: len(rows)] = rows
+    return padded
 
 
 def _encode_random(

@@ -39,25 +39,33 @@ _SYMMETRIES = {
 """Albumentations' names of the eight symmetries, as a transposition before quarter turns."""
 
 
+_ELEMENTS = {
+    "HorizontalFlip": "h",
+    "TimeReverse": "h",
+    "VerticalFlip": "v",
+    "Transpose": "t",
+    "NoOp": "e",
+}
+"""The symmetries that transforms are called by."""
+
+
+def _moves(transform: Any, params: Mapping[str, Any]) -> tuple[bool, int]:
+    """Return whether an image is transposed, and by how many quarter turns it is turned then."""
+    name = type(transform).__name__
+    if name == "RandomRotate90":
+        return False, int(params["factor"]) % 4
+    return _SYMMETRIES[_ELEMENTS.get(name) or str(params["group_element"])]
+
+
 @cache
-def _moves(transposed: bool, turns: int) -> Encoded:
+def _encoded(transposed: bool, turns: int) -> Encoded:
     return Encoded((("transposed", transposed), ("turns", turns)), {})
 
 
 def _encode_symmetry(
     transform: Any, params: Mapping[str, Any], shape: Shape, dtype: np.dtype[Any]
 ) -> Encoded:
-    name = type(transform).__name__
-    if name == "RandomRotate90":
-        return _moves(False, int(params["factor"]) % 4)
-    element = {
-        "HorizontalFlip": "h",
-        "TimeReverse": "h",
-        "VerticalFlip": "v",
-        "Transpose": "t",
-        "NoOp": "e",
-    }.get(name)
-    return _moves(*_SYMMETRIES[element or str(params["group_element"])])
+    return _encoded(*_moves(transform, params))
 
 
 def _symmetry(
@@ -68,9 +76,8 @@ def _symmetry(
 
 
 def _symmetry_shape(transform: Any, params: Mapping[str, Any], shape: Shape) -> Shape:
-    static = dict(_encode_symmetry(transform, params, shape, np.dtype(np.uint8)).static)
-    swapped = static["transposed"] != (static["turns"] % 2 == 1)
-    return (shape[1], shape[0], *shape[2:]) if swapped else shape
+    transposed, turns = _moves(transform, params)
+    return (shape[1], shape[0], *shape[2:]) if transposed != (turns % 2 == 1) else shape
 
 
 def _window(transform: Any, params: Mapping[str, Any], shape: Shape) -> tuple[int, int, int, int]:
