@@ -176,35 +176,33 @@ def compile_tapes(
 def _schedule(
     tracks: Sequence[Sequence[TapeOp]], packer: _Packer, ops: Mapping[str, DeviceOp], role: Role
 ) -> tuple[tuple[ProgramStep, ...], list[Step]]:
-    position = [0] * len(tracks)
+    # What each sample has still to do, last to first.
+    waiting = {row: list(reversed(track)) for row, track in enumerate(tracks) if track}
     steps, known = [], []
-    while waiting := [row for row, track in enumerate(tracks) if position[row] < len(track)]:
-        coming = {row: tracks[row][position[row]] for row in waiting}
-        leaf, name = min((op.leaf, op.name) for op in coming.values())
-        chosen = {row: op for row, op in coming.items() if (op.leaf, op.name) == (leaf, name)}
-        groups: dict[object, list[int]] = {}
-        for row, op in chosen.items():
-            groups.setdefault(_form(op.encoded), []).append(row)
-            position[row] += 1
-        parts = []
-        for rows in groups.values():
-            encoded = [chosen[row].encoded for row in rows]
-            everybody = len(rows) == len(tracks)
-            parts.append(
-                StepPart(
-                    rows=None if everybody else packer.add(np.asarray(rows, np.int64)),
-                    static=encoded[0].static,
-                    arrays=packer.stack(encoded),
-                )
+    while waiting:
+        leaf, name = min((left[-1].leaf, left[-1].name) for left in waiting.values())
+        groups: dict[object, tuple[list[int], list[Encoded]]] = {}
+        for row, left in waiting.items():
+            op = left[-1]
+            if op.leaf == leaf and op.name == name:
+                rows, encoded = groups.setdefault(_form(op.encoded), ([], []))
+                rows.append(row)
+                encoded.append(left.pop().encoded)
+        waiting = {row: left for row, left in waiting.items() if left}
+        parts = tuple(
+            StepPart(
+                rows=None if len(rows) == len(tracks) else packer.add(np.array(rows, np.int64)),
+                static=encoded[0].static,
+                arrays=packer.stack(encoded),
             )
-        steps.append(ProgramStep(leaf=leaf, name=name, parts=tuple(parts)))
+            for rows, encoded in groups.values()
+        )
+        steps.append(ProgramStep(leaf=leaf, name=name, parts=parts))
         known.append(
             Step(
                 fused=fused_form(ops[name], role) if name in ops else None,
-                rows=tuple(map(tuple, groups.values())),
-                encoded=tuple(
-                    tuple(chosen[row].encoded for row in rows) for rows in groups.values()
-                ),
+                rows=tuple(tuple(rows) for rows, _ in groups.values()),
+                encoded=tuple(tuple(encoded) for _, encoded in groups.values()),
                 arrays=tuple(part.arrays for part in parts),
             )
         )
