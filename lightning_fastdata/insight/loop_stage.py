@@ -3,64 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
-import time
-import weakref
-from collections import deque
-from collections.abc import Sized
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from lightning_fastdata.augment.switching import leaves_to_device
 from lightning_fastdata.host.cpu import read_cpu_limit
-from lightning_fastdata.host.spent import SpentMeter
-from lightning_fastdata.insight.causes import CauseTotals
 from lightning_fastdata.insight.clock import CudaClock, HostClock, cuda_event
-from lightning_fastdata.insight.evidence import stage_evidence
 from lightning_fastdata.insight.outside import LoaderFacts
-from lightning_fastdata.insight.sample_files import sample_path
-from lightning_fastdata.insight.setups import setup_of, stage_times, step_cpus, step_queued
-from lightning_fastdata.insight.timeline import StepTimeline
+from lightning_fastdata.insight.stage_meter import StageMeter
+from lightning_fastdata.insight.stage_stamps import StageStamps
 from lightning_fastdata.insight.verdict import judge
-from lightning_fastdata.insight.window import MetricWindow
 from lightning_fastdata.loading.loader import FastDataLoader
-from lightning_fastdata.loading.moving import leaves
 from lightning_fastdata.loading.prefetch import Prefetched
 
 if TYPE_CHECKING:
     from lightning_fastdata.insight.metrics import StageSummary
     from lightning_fastdata.insight.verdict import Verdict
-    from lightning_fastdata.loading.stamps import BatchStamps
-    from lightning_fastdata.types import Batch, Stage
-
-_MOST_UNCUT: Final = 256
-"""Waits are cut when somebody asks, but at the latest when so many have come together."""
-_KEPT_STAMPS: Final = 512
-"""The newest batches of each loader are kept for predictions."""
+    from lightning_fastdata.types import Stage
 
 
-class _Watched:
-    """The stamps of one loader."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.records = StampQueue(maxlen=2 * _MOST_UNCUT)
-        self.newest: deque[BatchStamps] = deque(maxlen=_KEPT_STAMPS)
-
-    @property
-    def waited_ns(self) -> int:
-        return sum(batch.delivered_ns - batch.requested_ns for batch in self.newest)
-
-
-class StampQueue(deque["BatchStamps"]):
-    """Stamps that a loader records for a loop; a later loop takes the loader over.
-
-    It is bounded, as nobody cuts the stamps of batches that are read outside of the loop.
-    """
-
-
-class LoopStage:
-    """The timeline of one stage, the stamps of its loaders, and the time it has covered.
+class LoopStage(StageMeter):
+    """A stage whose loaders are known when they are read, and which may be read outside of it too.
 
     Args:
         stage: What the steps are for.
@@ -69,23 +33,12 @@ class LoopStage:
     """
 
     def __init__(self, stage: Stage, device: torch.device, host: HostClock) -> None:
-        self.stage: Stage = stage
-        self.device = device
-        clock = CudaClock(new_event=_events_on(device)) if device.type == "cuda" else None
-        self.timeline = StepTimeline(host=host, device=clock)
         prefix = "data" if stage == "train" else f"data_{stage}"
-        self._window = MetricWindow(self.timeline.history, prefix)
-        self._totals = CauseTotals(prefix)
-        self._watched: weakref.WeakKeyDictionary[FastDataLoader, _Watched] = (
-            weakref.WeakKeyDictionary()
-        )
-        self._records: StampQueue | None = None
+        clock = CudaClock(new_event=_events_on(device)) if device.type == "cuda" else None
+        stamps = StageStamps(prefix, lendable=True)
+        super().__init__(stage, device.type, stamps, host=host, device=clock)
         self._facts = LoaderFacts()
         self._moved_by: dict[str, None] = {}
-        self._stampless: dict[str, None] = {}
-        self._duration_s = 0.0
-        self._last: float | None = None
-        self._cpu = SpentMeter()
 
     def epoch_began(self, loader: Any) -> None:
         """Note that a loader is about to be iterated."""
@@ -94,59 +47,29 @@ class LoopStage:
         if moves:
             self._moved_by[moves] = None
         self._facts = _facts(loader)
-        if not isinstance(loader, FastDataLoader):
-            kind = type(loader).__name__
-            self._stampless[f"a {kind} takes no stamps, as FastDataLoader does"] = None
-        elif loader.records is None or isinstance(loader.records, StampQueue):
-            watched = self._watched.setdefault(loader, _Watched(len(self._watched)))
-            self._cut(watched)
-            loader.record_stamps(watched.records)
-            self._records = watched.records
-        else:
-            self._stampless["somebody else takes the stamps of its loader"] = None
+        self._drop_foreign()
+        self.stamps.watch([loader])
 
     def wait_began(self) -> None:
         """Note that a batch is asked for."""
-        if self._last is None:
-            self._last = time.monotonic()
-            self._cpu.began()
+        self.began()
         self.timeline.wait_began()
-
-    def step_ended(self, samples: int) -> None:
-        """Close the step."""
-        self.timeline.compute_ended(samples)
-        now = time.monotonic()
-        if self._last is not None:
-            self._duration_s += now - self._last
-        self._last = now
-        if self._records is not None and len(self._records) > _MOST_UNCUT:
-            self._cut_all()
 
     def paused(self) -> None:
         """Do not count the time until the next batch of this stage is asked for."""
-        self._cut_all()
-        self._last = None
-        self._cpu.paused()
+        self._drop_foreign()
+        self.stamps.cut()
+        super().paused()
 
     def metrics(self) -> dict[str, float]:
         """Return the means over the steps since the last call, by their names for loggers."""
-        self.timeline.poll()
-        self._cut_all()
-        return {**self._window.take(), **self._totals.window()}
+        self._drop_foreign()
+        return super().metrics()
 
     def summary(self) -> StageSummary | None:
         """Return where the steps went, or None before the first step ended."""
-        history = self.timeline.history
-        if history.steps == 0:
-            return None
-        self._cut_all()
-        summary = history.summarize(
-            self.stage,
-            duration_s=self._duration_s,
-            device=self.device.type,
-            dropped_steps=self.timeline.dropped_steps,
-        )
-        return dataclasses.replace(summary, causes=self._totals.summary(self._path_of))
+        self._drop_foreign()
+        return super().summary()
 
     def verdict(self, summary: StageSummary, *, val_stall_share: float | None = None) -> Verdict:
         """Return what limits the stage.
@@ -159,63 +82,22 @@ class LoopStage:
         facts = dataclasses.replace(self._facts, usable_cpus=cpus)
         if summary.augment is not None:
             facts = dataclasses.replace(facts, augment_on="device")
-        setup, stamps, queued = None, [], 0.0
-        # The loader that was waited for most.
-        watched = max(self._watched.items(), key=lambda item: item[1].waited_ns, default=None)
-        if watched is not None and watched[1].newest:
-            stamps = list(watched[1].newest)
-            times = stage_times(summary, stamps, self._cpu.used())
-            setup = setup_of(watched[0], cpus=float(cpus), step_cpus=step_cpus(**times))
-            queued = step_queued(**times)
-        evidence = stage_evidence(
-            summary,
-            stamps,
-            setup,
-            facts,
-            step_queued=queued,
-            val_stall_share=val_stall_share,
-        )
+        evidence = self.evidence(summary, facts, cpus=float(cpus), val_stall_share=val_stall_share)
         return judge(summary, facts, evidence)
 
     def not_known(self) -> tuple[str, ...]:
         """Return what is not known, and why; several stages may say the same."""
         transfer = "The wait includes the transfer: {} moves each batch before it delivers it."
         told = [transfer.format(moves) for moves in self._moved_by]
-        if not any(watched.newest for watched in self._watched.values()):
-            executors = {f"executor {each.executor!r} takes no stamps" for each in self._watched}
-            reasons = ", ".join(self._stampless or sorted(executors)) or "no stamps were taken"
-            told.append(f"Why batches were late is not known: {reasons}.")
+        missing = self.stamps.missing()
+        if missing is not None:
+            told.append(f"Why batches were late is not known: {missing}.")
         return tuple(told)
 
-    def _cut_all(self) -> None:
-        for watched in self._watched.values():
-            self._cut(watched)
-
-    def _cut(self, watched: _Watched) -> None:
-        if self._last is None:
-            # Stamps of batches that somebody read outside of the loop.
-            watched.records.clear()
-        while watched.records:
-            batch = watched.records.popleft()
-            self._totals.add(batch, watched.number)
-            watched.newest.append(batch)
-
-    def _path_of(self, number: int, index: Any) -> str | None:
-        for loader, watched in self._watched.items():
-            if watched.number == number:
-                return sample_path(loader.dataset, index)
-        return None
-
-
-def batch_samples(batch: Batch) -> int:
-    """Return the number of samples in a batch: the first dimension of its first tensor.
-
-    Without any tensor it is the length of the batch, or 1 where it has none.
-    """
-    for leaf in leaves(batch):
-        if getattr(leaf, "ndim", 0):
-            return int(leaf.shape[0])
-    return len(batch) if isinstance(batch, Sized) else 1
+    def _drop_foreign(self) -> None:
+        """Forget stamps of batches that somebody read outside of the loop."""
+        if not self.running:
+            self.stamps.drop_uncut()
 
 
 def _facts(loader: Any) -> LoaderFacts:

@@ -11,9 +11,10 @@ import torch
 from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.host.machine import describe_machine, read_versions
 from lightning_fastdata.insight.clock import HostClock
-from lightning_fastdata.insight.loop_stage import LoopStage, batch_samples
+from lightning_fastdata.insight.loop_stage import LoopStage
 from lightning_fastdata.insight.report import RunReport
 from lightning_fastdata.insight.timeline import StepTimeline
+from lightning_fastdata.loading.moving import batch_samples
 from lightning_fastdata.types import STAGES
 
 if TYPE_CHECKING:

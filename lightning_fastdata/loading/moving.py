@@ -1,10 +1,10 @@
-"""Batches of any structure: moved to a device, and searched for what lies on one."""
+"""Batches of any structure: moved to a device, counted, and searched for what lies on one."""
 
 from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -87,6 +87,17 @@ def leaves(batch: Batch) -> Iterator[Any]:
             yield from leaves(value)
     elif not isinstance(batch, type) and callable(getattr(batch, "to", None)):
         yield batch
+
+
+def batch_samples(batch: Batch) -> int:
+    """Return the number of samples in a batch: the first dimension of its first tensor.
+
+    Without any tensor it is the length of the batch, or 1 where it has none.
+    """
+    for leaf in leaves(batch):
+        if getattr(leaf, "ndim", 0):
+            return int(leaf.shape[0])
+    return len(batch) if isinstance(batch, Sized) else 1
 
 
 def shows_its_memory(leaf: Any) -> bool:

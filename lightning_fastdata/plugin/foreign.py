@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from lightning_fastdata.loading.moving import batch_samples
 from lightning_fastdata.plugin.hooks import overridden_hook
-from lightning_fastdata.plugin.recording import batch_rows
 from lightning_fastdata.types import SampleKey
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def augment_foreign_batches(
         if batch is None or not trainer.training or not in_transfer():
             return batch
         key = SampleKey(seed, trainer.current_epoch, progress.samples_before(trainer.current_epoch))
-        progress.samples += batch_rows(batch)
+        progress.samples += batch_samples(batch)
         # Lightning converts to the precision's dtype before the transfer; uint8 images became
         # floating point only now.
         return trainer.precision_plugin.convert_input(transform.apply_unprepared(batch, key))

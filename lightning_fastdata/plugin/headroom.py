@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from lightning_fastdata.insight.headroom import measured_headroom
-from lightning_fastdata.plugin.recording import batch_rows
+from lightning_fastdata.loading.moving import batch_samples
 
 if TYPE_CHECKING:
     from lightning_fastdata.insight.headroom import Headroom
@@ -72,7 +72,7 @@ class Replay:
             first_line = str(error).partition("\n")[0].rstrip(".")
             self._failed = f"{type(error).__name__}: {first_line}"
             return
-        self._samples = sum(batch_rows(batch) for batch in batches)
+        self._samples = sum(batch_samples(batch) for batch in batches)
         self._steps = len(batches)
 
     def headroom(self, stage: StageSummary) -> Headroom | None:

@@ -10,21 +10,17 @@ from typing import TYPE_CHECKING, Any, Final
 
 from lightning_fastdata.augment.switching import leaves_to_device
 from lightning_fastdata.host.cpu import read_cpu_limit
-from lightning_fastdata.insight.evidence import Evidence, stage_evidence
+from lightning_fastdata.insight.evidence import Evidence
 from lightning_fastdata.insight.outside import LoaderFacts
 from lightning_fastdata.insight.ranks import rank_evidence
-from lightning_fastdata.insight.setups import setup_of, stage_times, step_cpus, step_queued
 from lightning_fastdata.insight.simulate import simulate
 from lightning_fastdata.insight.verdict import judge
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
 
     from lightning_fastdata.insight.metrics import StageSummary
-    from lightning_fastdata.insight.simulate import LoaderSetup
     from lightning_fastdata.insight.verdict import Verdict
-    from lightning_fastdata.loading.loader import FastDataLoader
-    from lightning_fastdata.loading.stamps import BatchStamps
     from lightning_fastdata.plugin.ranks import RankRecords
     from lightning_fastdata.plugin.recording import Recording
 
@@ -93,16 +89,11 @@ class RunJudge:
 
     def evidence(self, train: StageSummary, val: StageSummary | None = None) -> Evidence:
         """Return everything that is known of the training."""
-        meter = self._recording.train
         host = self._recording.host
-        loader, stamps = meter.causes.slowest_loader()
-        times = stage_times(train, stamps, meter.cpu.used())
-        return stage_evidence(
+        return self._recording.train.evidence(
             train,
-            stamps,
-            self._setup(loader, stamps, times),
             self.facts(),
-            step_queued=step_queued(**times),
+            cpus=float(self._usable_cpus),
             val_stall_share=None if val is None else val.stall_share,
             **({} if host is None else host.evidence()),
             **({} if self.ranks is None else rank_evidence(self.ranks.so_far)),
@@ -118,16 +109,6 @@ class RunJudge:
             took_s = self._clock() - began_s
             self._spent_s += took_s
             self._dearest_s = max(self._dearest_s, took_s)
-
-    def _setup(
-        self,
-        loader: FastDataLoader | None,
-        stamps: Sequence[BatchStamps],
-        times: Mapping[str, float],
-    ) -> LoaderSetup | None:
-        if loader is None or not stamps:
-            return None
-        return setup_of(loader, cpus=float(self._usable_cpus), step_cpus=step_cpus(**times))
 
     @cached_property
     def _usable_cpus(self) -> int:

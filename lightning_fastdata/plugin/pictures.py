@@ -15,7 +15,7 @@ from lightning_fastdata.augment.grid import batch_grid, find_images
 from lightning_fastdata.augment.normalized import Normalized, find_normalized
 from lightning_fastdata.errors import BatchError, FastDataWarning, OptionsError
 from lightning_fastdata.plugin.boards import log_image
-from lightning_fastdata.plugin.causes import flattened
+from lightning_fastdata.plugin.sources import flattened
 
 if TYPE_CHECKING:
     import torch

@@ -2,79 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
-import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from lightning_fastdata.host.spent import SpentMeter
 from lightning_fastdata.insight.clock import CudaClock
-from lightning_fastdata.insight.timeline import StepTimeline
-from lightning_fastdata.insight.window import MetricWindow
-from lightning_fastdata.plugin.causes import StageCauses, causes_note
+from lightning_fastdata.insight.stage_meter import StageMeter
+from lightning_fastdata.insight.stage_stamps import StageStamps
 from lightning_fastdata.plugin.host_metrics import HostMeter
 from lightning_fastdata.plugin.profiler_tee import Listener
+from lightning_fastdata.plugin.sources import flattened
 
 if TYPE_CHECKING:
-    from lightning_fastdata.insight.metrics import StageSummary
-    from lightning_fastdata.types import Batch, Stage
+    import torch
 
-
-class StageMeter:
-    """The timeline of one stage, its log window and the wall time it has covered."""
-
-    def __init__(self, device: torch.device, causes: StageCauses) -> None:
-        stage, prefix = causes.stage, causes.prefix
-        self.stage: Stage = stage
-        self.device = device
-        self.causes = causes
-        self.updates = 0
-        self.timeline = StepTimeline(device=CudaClock() if device.type == "cuda" else None)
-        self._window = MetricWindow(self.timeline.history, prefix)
-        self._duration_s = 0.0
-        self._last: float | None = None
-        self.cpu = SpentMeter()
-
-    def step_ended(self, batch: Batch) -> None:
-        """Close the step whose batch this was."""
-        self.timeline.compute_ended(batch_rows(batch))
-        now = time.monotonic()
-        if self._last is not None:
-            self._duration_s += now - self._last
-        self._last = now
-        self.causes.step_ended()
-
-    def began(self) -> None:
-        """Note that the stage is under way, if it was not before."""
-        if self._last is None:
-            self._last = time.monotonic()
-            self.cpu.began()
-
-    def paused(self) -> None:
-        """Do not count the time until the stage goes on: training and validation take turns."""
-        self._last = None
-        self.cpu.paused()
-
-    def metrics(self) -> dict[str, float]:
-        """Return the means over the steps since the last call, by their names for loggers."""
-        self.timeline.poll()
-        return {**self._window.take(), **self.causes.metrics()}
-
-    def summary(self) -> StageSummary | None:
-        """Return where the steps went, or None before the first step ended."""
-        history = self.timeline.history
-        if history.steps == 0:
-            return None
-        summary = history.summarize(
-            self.stage,
-            duration_s=self._duration_s,
-            device=self.device.type,
-            dropped_steps=self.timeline.dropped_steps,
-        )
-        updates = self.updates if self.stage == "train" else None
-        return dataclasses.replace(summary, causes=self.causes.summary(), updates=updates)
+    from lightning_fastdata.types import Stage
 
 
 class Recording:
@@ -101,31 +42,31 @@ class Recording:
         self.optimizer_stepped = False
         self.batches_stepped = 0
         device = trainer.strategy.root_device
-        self.train = StageMeter(device, StageCauses("train", "data"))
-        self.val = StageMeter(device, StageCauses("val", "data_val"))
+        self.train = _stage_meter("train", device, StageStamps("data"))
+        self.val = _stage_meter("val", device, StageStamps("data_val"))
         self.host: HostMeter | None = None
 
     def watch(self, stage: Stage, loaders: Any) -> None:
         """Take stamps of what the trainer's loaders of a stage deliver."""
-        (self.train if stage == "train" else self.val).causes.watch(loaders)
+        (self.train if stage == "train" else self.val).stamps.watch(flattened(loaders))
 
     def restart(self) -> None:
         """Forget everything measured so far: what tuners ran before the training began."""
         device = self._trainer.strategy.root_device
         for meter in (self.train, self.val):
-            meter.causes.restart()
-        self.train = StageMeter(device, self.train.causes)
-        self.val = StageMeter(device, self.val.causes)
+            meter.stamps.restart()
+        self.train = _stage_meter("train", device, self.train.stamps)
+        self.val = _stage_meter("val", device, self.val.stamps)
         # Loaders that were made anew behind our back, and those that no source could be asked for.
         self.watch("train", self._trainer.train_dataloader)
         self.watch("val", self._trainer.val_dataloaders)
         self.batches_stepped = 0
-        self.host = HostMeter(device, busy_share=self.train.causes.busy_share)
+        self.host = HostMeter(device, busy_share=self.train.stamps.busy_share)
 
     def stop(self) -> None:
         """Take no more stamps."""
         for meter in (self.train, self.val):
-            meter.causes.stop()
+            meter.stamps.stop()
 
     def metrics(self) -> dict[str, float]:
         """Return what is to be logged of the training since the last call."""
@@ -135,7 +76,11 @@ class Recording:
     def notes(self) -> tuple[str, ...]:
         """Return what has to be said about stamps that could not be taken."""
         meters = [meter for meter in (self.train, self.val) if meter.timeline.history.steps]
-        return causes_note(meter.causes for meter in meters)
+        missing = {m.stage: why for m in meters if (why := m.stamps.missing()) is not None}
+        if not missing:
+            return ()
+        names, reasons = " and ".join(missing), "; ".join(dict.fromkeys(missing.values()))
+        return (f"Why batches were late is not known for {names}: {reasons}.",)
 
     def listeners(self) -> Mapping[str, Listener]:
         """Return what to call when Lightning announces an action, by the action's last word."""
@@ -196,28 +141,7 @@ def _nothing() -> None:
     pass
 
 
-def batch_rows(batch: Batch) -> int:
-    """Return the number of samples in a batch: the first dimension of its first tensor.
-
-    Without any tensor it is the length of the batch, or 1 where it has none.
-    """
-    rows = _rows(batch)
-    if rows is not None:
-        return rows
-    return len(batch) if isinstance(batch, list | tuple | Mapping) else 1
-
-
-def _rows(batch: Batch) -> int | None:
-    if isinstance(batch, torch.Tensor):
-        return batch.shape[0] if batch.ndim else None
-    if isinstance(batch, Mapping):
-        batch = batch.values()
-    elif hasattr(batch, "__dataclass_fields__"):
-        batch = [getattr(batch, name) for name in batch.__dataclass_fields__]
-    elif not isinstance(batch, list | tuple):
-        return None
-    for item in batch:
-        rows = _rows(item)
-        if rows is not None:
-            return rows
-    return None
+def _stage_meter(stage: Stage, device: torch.device, stamps: StageStamps) -> StageMeter:
+    clock = CudaClock() if device.type == "cuda" else None
+    updates = 0 if stage == "train" else None
+    return StageMeter(stage, device.type, stamps, device=clock, updates=updates)

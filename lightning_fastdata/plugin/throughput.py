@@ -13,9 +13,9 @@ from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.host.machine import describe_machine, read_versions
 from lightning_fastdata.insight.ranks import rank_metrics
 from lightning_fastdata.insight.report import RunReport
+from lightning_fastdata.loading.moving import batch_samples
 from lightning_fastdata.loading.names import refuses_unknown_names
 from lightning_fastdata.plugin import boards
-from lightning_fastdata.plugin.causes import watch_sources
 from lightning_fastdata.plugin.foreign import augment_foreign_batches
 from lightning_fastdata.plugin.headroom import Replay
 from lightning_fastdata.plugin.judging import RunJudge, predicted_step_ms
@@ -25,6 +25,7 @@ from lightning_fastdata.plugin.progress_bar import close_progress_bar
 from lightning_fastdata.plugin.ranks import meet
 from lightning_fastdata.plugin.recording import Recording
 from lightning_fastdata.plugin.report_files import print_report, write_report
+from lightning_fastdata.plugin.sources import watch_sources
 from lightning_fastdata.plugin.trainer_facts import (
     augmenting_stages,
     check_hooks_run,
@@ -189,10 +190,11 @@ class ThroughputHooks:
         if run is None:
             return
         recording = run.recording
-        recording.train.step_ended(batch)
+        recording.train.step_ended(batch_samples(batch))
         if run.replay is not None:
             run.replay.keep(batch)
-        recording.train.updates += recording.optimizer_stepped
+        if recording.optimizer_stepped:
+            recording.train.updated()
         if not (recording.optimizer_stepped or not pl_module.automatic_optimization):
             return
         recording.optimizer_stepped = False
@@ -254,7 +256,7 @@ class ThroughputHooks:
     ) -> None:
         """Close a validation step."""
         if self._run is not None and not trainer.sanity_checking:
-            self._run.recording.val.step_ended(batch)
+            self._run.recording.val.step_ended(batch_samples(batch))
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
         """Log the means of this validation."""

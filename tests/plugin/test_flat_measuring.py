@@ -27,16 +27,16 @@ PARTS = (
     + """
 import torch
 from lightning_fastdata import FastDataLoader
+from lightning_fastdata.insight.stage_meter import StageMeter
+from lightning_fastdata.insight.stage_stamps import StageStamps
 from lightning_fastdata.loading.operations import OperationTime
 from lightning_fastdata.loading.stamps import BatchStamps, TaskStamps
-from lightning_fastdata.plugin.causes import StageCauses
-from lightning_fastdata.plugin.recording import StageMeter
 
 steps, traced = int(sys.argv[1]), sys.argv[2] == "traced"
 loader = FastDataLoader(torch.arange(4.0), batch_size=2)
-causes = StageCauses("train", "data")
-causes.watch(loader)
-meter = StageMeter(torch.device("cpu"), causes)
+watched = StageStamps("data")
+watched.watch([loader])
+meter = StageMeter("train", "cpu", watched)
 batch = torch.zeros(2, 4)
 
 def stamps(number):
@@ -61,7 +61,7 @@ def run(first, last):
         timeline.augment_ended()
         timeline.transfer_ended()
         loader.records.append(stamps(number))
-        meter.step_ended(batch)
+        meter.step_ended(len(batch))
         if number < last // 2 and number % 50 == 0:  # without a logger nobody asks
             meter.metrics()
     return meter.summary()

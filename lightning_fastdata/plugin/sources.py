@@ -1,0 +1,80 @@
+"""The loaders of a trainer: seen before they are iterated, and one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning_fastdata.types import Stage
+
+
+def watch_sources(trainer: Any, watch: Callable[[Stage, Any], None]) -> Callable[[], None]:
+    """Show a trainer's loaders before they are iterated, and return what stops that.
+
+    Lightning calls no hook between getting a loader and starting its workers. It asks an object of
+    its own for the loaders, which has no public name; where a version has no such object, the
+    loaders are seen when the training starts, and a test tells.
+
+    Args:
+        trainer: Before it has any loader.
+        watch: Called with ``"train"`` or ``"val"`` and the loaders, in whatever form they come.
+    """
+    fit = trainer.fit_loop
+    loops: list[tuple[Stage, Any]] = [
+        ("train", fit),
+        ("val", getattr(getattr(fit, "epoch_loop", None), "val_loop", None)),
+        ("val", getattr(trainer, "validate_loop", None)),
+    ]
+    shown = []
+    for stage, loop in loops:
+        source = getattr(loop, "_data_source", None)
+        ask = getattr(source, "dataloader", None)
+        if callable(ask) and hasattr(source, "__dict__"):
+            vars(source)["dataloader"] = _ShownLoaders(ask, stage, watch)
+            shown.append(source)
+
+    def stop() -> None:
+        for source in shown:
+            vars(source).pop("dataloader", None)
+
+    return stop
+
+
+class _ShownLoaders:
+    """Asks for loaders and shows them to somebody."""
+
+    def __init__(
+        self, ask: Callable[[], Any], stage: Stage, watch: Callable[[Stage, Any], None]
+    ) -> None:
+        self.ask = ask
+        self.stage = stage
+        self.watch = watch
+
+    def __call__(self) -> Any:
+        loaders = self.ask()
+        self.watch(self.stage, loaders)
+        return loaders
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy of the trainer is not measured.
+        return _itself, (self.ask,)
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+def flattened(loaders: Any) -> Iterator[Any]:
+    """Return a trainer's loaders one by one, in whatever form they come."""
+    if loaders is None:
+        return
+    # Lightning's CombinedLoader.
+    loaders = getattr(loaders, "flattened", loaders)
+    if isinstance(loaders, Mapping):
+        loaders = list(loaders.values())
+    if isinstance(loaders, list | tuple):
+        for loader in loaders:
+            yield from flattened(loader)
+    else:
+        yield loaders

@@ -1,0 +1,83 @@
+"""The stamps of a stage belong to its loaders, and go with them."""
+
+from __future__ import annotations
+
+import gc
+import time
+
+import torch
+from torch.utils.data import Dataset
+
+from lightning_fastdata import FastDataLoader
+from lightning_fastdata.insight.stage_stamps import StageStamps
+
+
+class Files(Dataset):
+    """Samples that have files, of which the last one takes long."""
+
+    def __init__(self, folder, length=24, slow_s=0.03):
+        self.samples = [(f"/{folder}/{number}.jpg", 0) for number in range(length)]
+        self.slow_s = slow_s
+
+    def __len__(self):
+        return len(self.samples)
+
+    def __getitem__(self, i):
+        time.sleep(self.slow_s if i == len(self) - 1 else 0.001)
+        return torch.zeros(2)
+
+
+def read(loader):
+    for _ in loader:
+        pass
+
+
+def test_a_loader_that_is_gone_is_not_the_slowest_any_more_once_another_one_has_come():
+    stamps = StageStamps("data")
+    for folder, slow_s in (("a", 0.2), ("b", 0.01)):
+        loader = FastDataLoader(Files(folder, slow_s=slow_s), batch_size=4)
+        stamps.watch([loader])
+        read(loader)
+        slowest, newest = stamps.slowest_loader()
+        assert slowest is loader
+        assert len(newest) == 6
+        del slowest, newest
+        if folder == "a":
+            del loader
+            gc.collect()
+            assert stamps.slowest_loader()[0] is None
+
+
+def test_slow_samples_have_the_files_of_their_own_loader():
+    stamps = StageStamps("data")
+    loaders = [FastDataLoader(Files(folder), batch_size=4) for folder in "abc"]
+    stamps.watch(loaders[:2])
+    read(loaders[0])
+    del loaders[0]
+    gc.collect()
+    stamps.watch(loaders)
+    for loader in loaders:
+        read(loader)
+    paths = {sample.path for sample in stamps.summary().slow_samples}
+    assert {"/b/23.jpg", "/c/23.jpg"} <= paths
+    assert not any(path is not None and path.startswith("/a") for path in paths)
+
+
+def test_only_those_who_lend_their_loaders_take_over_others():
+    loader = FastDataLoader(Files("a", slow_s=0.001), batch_size=4)
+    first, second = (StageStamps("data", lendable=True) for _ in range(2))
+    keeper = StageStamps("data_val")
+    first.watch([loader])
+    second.watch([loader])
+    keeper.watch([loader])
+    read(loader)
+    assert first.missing() is not None
+    assert "somebody else takes the stamps" in keeper.missing()
+    assert second.missing() is None
+    first.watch([loader])
+    read(loader)
+    assert first.missing() is None
+    second.stop()
+    assert loader.records is not None
+    first.stop()
+    assert loader.records is None
