@@ -13,10 +13,13 @@ import hashlib
 import random
 import struct
 import sys
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
+
+from lightning_fastdata.augment.code_parts import code_parts
 
 if TYPE_CHECKING:
     from lightning_fastdata.types import SampleKey
@@ -33,7 +36,6 @@ _LEAF_TYPES: Final = (
     bool,
     type(None),
     np.ndarray,
-    type,
 )
 _NOTHING_DRAWN: Final = (0, 0, 0, 0)
 
@@ -113,8 +115,9 @@ def find_instances(obj: object, kinds: tuple[type, ...]) -> tuple[Any, ...]:
     """Return what a dataset holds of some classes, in a fixed order, without what that holds.
 
     Looks through attributes, lists, tuples, dicts (first 256 items, 8 levels deep), wrapped
-    datasets (``Subset``, ``ConcatDataset``), bound methods, ``functools.partial`` and the closures
-    of functions.
+    datasets (``Subset``, ``ConcatDataset``), bound methods, ``functools.partial``, the closures
+    and defaults of functions, and what the user's own code of these refers to: globals of its
+    modules and attributes of its classes.
     """
     if not kinds:
         return ()
@@ -129,11 +132,11 @@ def find_instances(obj: object, kinds: tuple[type, ...]) -> tuple[Any, ...]:
         if isinstance(item, kinds):
             found.append(item)
         elif depth < _MAX_DEPTH:
-            waiting.extend((part, depth + 1) for part in _parts(item))
+            waiting.extend((part, depth + 1) for part in _parts(item, kinds))
     return tuple(found)
 
 
-def _parts(item: object) -> Iterator[object]:
+def _parts(item: object, kinds: tuple[type, ...]) -> Iterator[object]:
     if isinstance(item, Mapping):
         yield from list(item.values())[:_MAX_ITEMS]
     elif isinstance(item, list | tuple):
@@ -142,16 +145,12 @@ def _parts(item: object) -> Iterator[object]:
         yield item.func
         yield from item.args
         yield from item.keywords.values()
-    elif closure := getattr(item, "__closure__", None):
-        for cell in closure:
-            try:
-                yield cell.cell_contents
-            except ValueError:  # a name that is not bound yet
-                continue
-    elif (owner := getattr(item, "__self__", None)) is not None:
-        yield owner
-    elif hasattr(item, "__dict__") and not _is_module_or_tensor(item):
-        yield from list(vars(item).values())[:_MAX_ITEMS]
+    elif isinstance(item, types.MethodType):
+        yield item.__self__
+    elif not _is_module_or_tensor(item):
+        if hasattr(item, "__dict__") and not isinstance(item, type):
+            yield from list(vars(item).values())[:_MAX_ITEMS]
+        yield from code_parts(item, kinds)
 
 
 def _is_module_or_tensor(item: object) -> bool:

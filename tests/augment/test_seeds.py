@@ -12,6 +12,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 import albumentations as A
 
+from lightning_fastdata.augment.code_parts import is_users
 from lightning_fastdata.augment.seeds import find_composes, reseed, reseeder
 from lightning_fastdata.types import SampleKey
 
@@ -164,6 +165,88 @@ class Slotless(Dataset):
 def test_a_pipeline_is_found_wherever_a_dataset_keeps_it(hide) -> None:
     pipeline = flips()
     assert find_composes(hide(pipeline)) == (pipeline,)
+
+
+A_GLOBAL = flips()
+GLOBALS = {"train": [A_GLOBAL]}
+OWN_MODULE = sys.modules[__name__]
+
+
+class Settings:
+    augment = A_GLOBAL
+
+
+class OfItsClass(Slotless):
+    augment = A_GLOBAL
+
+
+class ByAGlobal(Slotless):
+    def __getitem__(self, index: int) -> object:
+        return [A_GLOBAL(image=image) for image in (IMAGE,)]
+
+
+class ByATableOfGlobals(Slotless):
+    @staticmethod
+    def augmented(image):
+        return GLOBALS["train"][0](image=image)
+
+
+class BySettings(Slotless):
+    @property
+    def augment(self):
+        return Settings.augment
+
+
+class ByAModule(Slotless):
+    def __getitem__(self, index: int) -> object:
+        return OWN_MODULE.A_GLOBAL(image=IMAGE)
+
+
+class ByAFunction(Slotless):
+    def __getitem__(self, index: int) -> object:
+        return augmented(IMAGE)
+
+
+class Inherited(ByAFunction):
+    pass
+
+
+class InSlots:
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value = A_GLOBAL
+
+
+def augmented(image):
+    return A_GLOBAL(image=image)
+
+
+def within(images):
+    return [augmented(image) for image in images]
+
+
+def by_default(image, augment=A_GLOBAL):
+    return augment(image=image)
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [OfItsClass, ByAGlobal, ByATableOfGlobals, BySettings, ByAModule, ByAFunction, Inherited],
+)
+def test_a_pipeline_that_a_dataset_s_class_refers_to_is_found(transform) -> None:
+    assert find_composes(Subset(transform(None), [0])) == (A_GLOBAL,)
+
+
+@pytest.mark.parametrize("transform", [augmented, by_default, InSlots(), within])
+def test_a_pipeline_that_a_dataset_s_function_refers_to_is_found(transform) -> None:
+    assert find_composes(Slotless(transform)) == (A_GLOBAL,)
+
+
+def test_code_of_installed_packages_is_not_the_user_s() -> None:
+    assert not any(map(is_users, ["torch.utils.data", "json", "lightning_fastdata.types", None]))
+    assert is_users(__name__)
+    assert is_users("__main__")
 
 
 def test_only_top_level_pipelines_are_found_once_each_in_order() -> None:
