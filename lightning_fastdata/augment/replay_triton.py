@@ -6,6 +6,9 @@ out one step after the other (:mod:`~lightning_fastdata.augment.replay_torch`).
 
 from __future__ import annotations
 
+import math
+import warnings
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -15,9 +18,11 @@ import torch
 
 from lightning_fastdata.augment.fusion import CHANNELS
 from lightning_fastdata.augment.ops.warp import STILL_ON_CELLS
+from lightning_fastdata.errors import FastDataWarning
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from contextlib import AbstractContextManager
 
     from lightning_fastdata.augment.program import Slot
     from lightning_fastdata.augment.runs import FusedRun
@@ -26,6 +31,14 @@ _BLOCK: Final = 512
 """Pixels that one program of a kernel computes: four for each thread, which fit its registers."""
 _INTEGERS: Final = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 _ENDS: Final = {"bytes": 0, "normalized": 1, "divided": 2}
+_MOST: Final = 1 << 31
+"""Values of one image: kernels count those with 32 bits."""
+_NO_KERNELS: Final = (
+    "Triton cannot compile kernels for {device} ({error}), so torch carries out one operation of a "
+    "pipeline after the other: the same images, but slower. Triton needs a C compiler and Python's "
+    "headers (apt-get install gcc python3-dev), and a directory that it can write to "
+    "(TRITON_CACHE_DIR)."
+)
 _GEOMETRIES: Final = {"none": 0, "window": 1, "resize": 2, "warp": 3, "filter": 4}
 
 
@@ -35,8 +48,8 @@ class Launch:
 
     kernel: Literal["fused", "across", "mask"]
     """Which one."""
-    grid: tuple[int, int]
-    """Programs: samples, and blocks of pixels of each."""
+    grid: tuple[int]
+    """Programs: one for each block of pixels of each sample."""
     arguments: tuple[torch.Tensor | int, ...]
     """What it is called with, in order."""
     constants: Mapping[str, Any]
@@ -49,9 +62,32 @@ def has_triton() -> bool:
     return find_spec("triton") is not None
 
 
+@cache
 def has_kernels(device: torch.device) -> bool:
-    """Return whether runs are fused on a device: CUDA, if Triton is installed."""
-    return device.type == "cuda" and has_triton()
+    """Return whether runs are fused on a device: CUDA, if Triton is installed and works there.
+
+    The first call for a device tries it out, and warns if Triton fails. (A Triton that does not
+    suit torch, or a machine without a compiler, would otherwise end a training.)
+    """
+    if device.type != "cuda" or torch.version.cuda is None or not has_triton():
+        return False
+    error = kernel_fault(device)
+    if error is not None:
+        warnings.warn(_NO_KERNELS.format(device=device, error=error), FastDataWarning, stacklevel=2)
+    return error is None
+
+
+def kernel_fault(device: torch.device) -> str | None:
+    """Return why no kernel can be compiled and launched on a device, or None."""
+    try:
+        from lightning_fastdata.augment.kernels import trial_kernel
+
+        with _current(device):
+            trial_kernel[(1,)](torch.empty(1, dtype=torch.int32, device=device))
+    except Exception as error:
+        # Compilers, drivers and file systems fail in their own ways, and training goes on without.
+        return f"{type(error).__name__}: {error}".strip().splitlines()[0]
+    return None
 
 
 def is_fusible(batch: torch.Tensor) -> bool:
@@ -60,7 +96,7 @@ def is_fusible(batch: torch.Tensor) -> bool:
         batch.dtype == torch.uint8
         and batch.ndim == 4
         and batch.shape[-1] == CHANNELS
-        and 0 < batch.shape[1] * batch.shape[2] * CHANNELS < 1 << 31
+        and 0 < batch.shape[1] * batch.shape[2] * CHANNELS < _MOST
     )
 
 
@@ -69,7 +105,7 @@ def is_movable(masks: torch.Tensor) -> bool:
 
     bool is not among them.
     """
-    return masks.dtype in _INTEGERS and masks.ndim in (3, 4) and 0 < masks[:1].numel() < 1 << 31
+    return masks.dtype in _INTEGERS and masks.ndim in (3, 4) and 0 < masks[:1].numel() < _MOST
 
 
 def takes(run: FusedRun, batch: torch.Tensor) -> bool:
@@ -85,6 +121,8 @@ def takes(run: FusedRun, batch: torch.Tensor) -> bool:
         return False  # the kernel reads at the nearest pixel as OpenCV 5 does of other dtypes
     before = batch.shape[1], batch.shape[2]
     height, width = after = run.size or before
+    if height * width * math.prod(batch.shape[3:]) >= _MOST:
+        return False
     return (not run.keeps_size or after == before) and (not run.square or height == width)
 
 
@@ -119,11 +157,17 @@ def run_fused(
         "mask": kernels.mask_kernel,
     }
     out, launches = prepare(run, blob, batch, out_dtype=out_dtype, channels_last=channels_last)
-    for launch in launches:
-        known[launch.kernel][launch.grid](
-            *launch.arguments, **launch.constants, enable_fp_fusion=False
-        )
+    with _current(batch.device):
+        for launch in launches:
+            known[launch.kernel][launch.grid](
+                *launch.arguments, **launch.constants, enable_fp_fusion=False
+            )
     return out
+
+
+def _current(device: torch.device) -> AbstractContextManager[object]:
+    """Return a context in which a device is the current one: Triton launches there."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def prepare(
@@ -158,7 +202,7 @@ def prepare(
         launches.append(
             Launch(
                 kernel="across",
-                grid=(some, _blocks(height * width)),
+                grid=(some * _blocks(height * width),),
                 arguments=(
                     *(batch, middle, ints, floats, rows_at, code_at),
                     *(height, width, run.code.shape[1]),
@@ -168,21 +212,24 @@ def prepare(
         )
     mean, gain = run.normalize or (run.limit or run.code, run.code)
     code, where, fill = (slot.offset // 4 for slot in _slots(run))
+    pixels = out_height * out_width
     for adds_up in (True, False) if run.contrasts else (False,):
+        # What adds up writes no pixels: one kernel does for all that could be written.
         launches.append(
             Launch(
                 kernel="fused",
-                grid=(samples, _blocks(out_height * out_width)),
+                grid=(samples * _blocks(pixels),),
                 arguments=(
-                    *(batch, out, blob, ints, floats, blob.view(torch.float64), sums, middle),
+                    *(batch, batch if adds_up else out, blob, ints, floats),
+                    *(blob.view(torch.float64), sums, middle),
                     *(code, where, run.border, fill, mean.offset // 4, gain.offset // 4),
-                    *(height, width, out_height, out_width, run.code.shape[1]),
+                    *(height, width, out_height, out_width, run.code.shape[1], pixels),
                 ),
                 constants={
                     "GEOMETRY": _GEOMETRIES[run.geometry],
                     "SUMS": adds_up,
-                    "ENDS": _ENDS[ends],
-                    "PLANES": planes,
+                    "ENDS": 0 if adds_up else _ENDS[ends],
+                    "PLANES": planes and not adds_up,
                     "BLOCK": _BLOCK,
                 },
             )
@@ -197,14 +244,15 @@ def _prepare_masks(
     out_height, out_width = run.size or (height, width)
     channels = rest[0] if rest else 1
     out = masks.new_empty((samples, out_height, out_width, *rest))
+    values = out_height * out_width * channels
     code, where, fill = (slot.offset // 4 for slot in _slots(run))
     launch = Launch(
         kernel="mask",
-        grid=(samples, _blocks(out_height * out_width * channels)),
+        grid=(samples * _blocks(values),),
         arguments=(
             *(masks, out, blob.view(torch.int32), blob.view(torch.float32)),
             *(code, where, run.border, fill),
-            *(height, width, out_height, out_width, run.code.shape[1], channels),
+            *(height, width, out_height, out_width, run.code.shape[1], channels, values),
         ),
         constants={"GEOMETRY": _GEOMETRIES[run.geometry], "BLOCK": _BLOCK},
     )

@@ -1,4 +1,7 @@
-"""Compile the kernels for CUDA GPUs, which takes none; run by `test_kernels.py` on its own."""
+"""Compile the kernels for CUDA GPUs, which takes none; run by `test_kernels.py` on its own.
+
+They are compiled as a launch has it done: what may be specialized is a multiple of 16, or 1.
+"""
 
 from __future__ import annotations
 
@@ -26,14 +29,23 @@ LERPS, TERMS = 4 * 3 * PER_THREAD, 3 * PER_THREAD
 channel for each term."""
 
 
-def assembly(kernel, capability, target, constants, **others):
+def assembly(kernel, capability, target, constants, *, one_pixel=False, **others):
     names = kernel.arg_names
     kinds = {name: f"*{kind}" for name, kind in (POINTERS | {"target": target} | others).items()}
+    special = [name for name in names if name not in kernel.do_not_specialize]
+    special = [name for name in special if name not in constants]
+    ones = dict.fromkeys([name for name in special if name not in kinds and one_pixel], 1)
+    constants = constants | ones
     kinds |= dict.fromkeys(constants, "constexpr")
     source = ASTSource(
         fn=kernel,
         signature={name: kinds.get(name, "i32") for name in names},
         constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs={
+            (names.index(name),): [["tt.divisibility", 16]]
+            for name in special
+            if name not in constants and name != "channels"
+        },
     )
     compiled = triton.compile(
         source,
@@ -74,6 +86,11 @@ for capability, geometry, sums, ends, planes, target in CASES:
         4: lambda count: count > 0 and count % TERMS == 0,
     }.get(geometry, lambda count: count == 0)
     check(ptx, wanted, f"geometry {geometry}")
+# An image of one pixel, and a mask.
+assembly(fused_kernel, 90, "u8", {
+    "GEOMETRY": 2, "SUMS": False, "ENDS": 0, "PLANES": True, "BLOCK": BLOCK,
+}, one_pixel=True)  # fmt: skip
+assembly(mask_kernel, 90, "u8", {"GEOMETRY": 2, "BLOCK": BLOCK}, one_pixel=True)
 for capability in (80, 90):
     ptx = assembly(across_kernel, capability, "fp32", {"BLOCK": BLOCK})
     check(ptx, lambda count: count > 0 and count % TERMS == 0, "across")

@@ -20,3 +20,26 @@ def test_the_kernels_compile_for_cuda_with_exactly_the_roundings_of_torch(tmp_pa
         [sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+WITHOUT_A_DEVICE = """
+import torch
+from lightning_fastdata.augment.replay_triton import kernel_fault
+print(kernel_fault(torch.device("cpu")))
+"""
+
+
+def test_a_machine_on_which_triton_fails_is_told_why_and_goes_on(tmp_path):
+    """Compiled kernels cannot be launched on a CPU, which stands for all that can go wrong."""
+    environment = {name: v for name, v in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    for interpret in ("0", "1"):
+        done = subprocess.run(
+            [sys.executable, "-c", WITHOUT_A_DEVICE],
+            env=environment | {"TRITON_INTERPRET": interpret},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        told = done.stdout.strip()
+        assert (told == "None") if interpret == "1" else ("Error: " in told)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import warnings
 
@@ -188,6 +189,58 @@ def test_the_launches_of_a_run_are_known_without_a_value_of_the_device(name):
         assert batch.device.type == "meta"
     assert batch.shape == (BATCH, 3, 32, 32)
     assert batch.dtype == torch.float32
+
+
+def compiled_for(launch):
+    """Return what Triton compiles a kernel for, apart from where tensors lie."""
+    from lightning_fastdata.augment import kernels
+
+    kernel = getattr(kernels, KERNELS[launch.kernel])
+    options = getattr(kernel, "kwargs", None) or vars(kernel)  # of the interpreter, or the compiler
+    free = options["do_not_specialize"]
+    given = zip(inspect.signature(kernel.fn).parameters, launch.arguments, strict=False)
+    return (
+        launch.kernel,
+        *launch.constants.items(),
+        *(
+            one.dtype if isinstance(one, torch.Tensor) else (name, one == 1, one % 16 == 0)
+            for name, one in given
+            if name not in free
+        ),
+    )
+
+
+KERNELS = {"fused": "fused_kernel", "across": "across_kernel", "mask": "mask_kernel"}
+
+
+@pytest.mark.parametrize("name", ["imagenet", "kaggle, affine and blur"])
+def test_what_is_drawn_does_not_make_a_training_wait_for_another_kernel(name):
+    pytest.importorskip("triton")
+    seen = {}
+    for seed in range(6):
+        images, draws = drawn(A.Compose(USUAL[name][0]), many(count=8 + seed), seed)
+        batch = torch.stack(images)
+        for run in draws.programs["image"].runs:
+            batch, made = prepare(run, draws.blob, batch)
+            for launch in made:
+                constants = (launch.kernel, *launch.constants.items(), launch.arguments[1].dtype)
+                seen.setdefault(constants, set()).add(compiled_for(launch))
+    assert {len(kinds) for kinds in seen.values()} == {1}
+
+
+def test_large_images_and_many_small_ones_are_within_the_limits_of_a_grid():
+    flip = A.Compose([A.HorizontalFlip(p=1)])
+    for shape in [(1, 20_000, 20_000, 3), (70_000, 4, 4, 3), (3, 16_384, 16_384, 3)]:
+        count = shape[0]
+        _, draws = drawn(flip, many((4, 4), count=min(count, 3)))
+        (run,) = draws.programs["image"].runs
+        batch = torch.empty(shape, dtype=torch.uint8, device="meta")
+        assert takes(run, batch)
+        (launch,) = prepare(run, draws.blob.to("meta"), batch)[1]
+        (programs,) = launch.grid
+        pixels = count * shape[1] * shape[2]
+        assert pixels <= programs * launch.constants["BLOCK"] < 1 << 40
+        assert programs < 1 << 31  # the first dimension of a grid; the others have 65535
 
 
 @pytest.mark.gpu

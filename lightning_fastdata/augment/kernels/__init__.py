@@ -11,5 +11,6 @@ from __future__ import annotations
 from lightning_fastdata.augment.kernels.filters import across_kernel
 from lightning_fastdata.augment.kernels.fused import fused_kernel
 from lightning_fastdata.augment.kernels.masks import mask_kernel
+from lightning_fastdata.augment.kernels.numbers import trial_kernel
 
-__all__ = ["across_kernel", "fused_kernel", "mask_kernel"]
+__all__ = ["across_kernel", "fused_kernel", "mask_kernel", "trial_kernel"]

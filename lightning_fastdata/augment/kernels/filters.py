@@ -9,10 +9,12 @@ product and its sum rounded once, as torch's ``addcmul`` does on a CPU.
 
 from __future__ import annotations
 
+from typing import Final
+
 import triton
 import triton.language as tl
 
-from lightning_fastdata.augment.kernels.numbers import cut, even, fold, read
+from lightning_fastdata.augment.kernels.numbers import cut, even, fold, part, read
 
 _REPLICATE = tl.constexpr(1)
 _REFLECT_101 = tl.constexpr(4)
@@ -23,7 +25,11 @@ def _byte(x):
     return cut(even(x)).to(tl.int32)
 
 
-@triton.jit
+_VARYING: Final = ("rows_at", "code_at", "height", "width", "length")
+"""Kernels are not compiled again for other values of these, nor for 1."""
+
+
+@triton.jit(do_not_specialize=_VARYING)
 def across_kernel(
     source, target, ints, floats, rows_at, code_at, height, width, length, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -31,12 +37,11 @@ def across_kernel(
 
     Writes float32 ``[images, height, width, 3]``, to be correlated along the columns.
     """
-    place = tl.program_id(0)
+    place, at = part(height * width, BLOCK)
     sample = tl.load(ints + rows_at + place)
     code = ints + code_at + sample * length * 5
     taps = floats + tl.load(code + 1) // 4
     size = tl.load(code + 2)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = at < height * width
     y = at // width
     x = at % width

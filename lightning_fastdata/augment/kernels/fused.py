@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import triton
 import triton.language as tl
 
@@ -21,7 +23,7 @@ from lightning_fastdata.augment.kernels.colors import (
 )
 from lightning_fastdata.augment.kernels.filters import read_down, read_median, read_plane
 from lightning_fastdata.augment.kernels.moves import came_from, covered, went_to
-from lightning_fastdata.augment.kernels.numbers import as_kind, read, read_anywhere
+from lightning_fastdata.augment.kernels.numbers import as_kind, part, read, read_anywhere
 from lightning_fastdata.augment.kernels.resize import read_resized
 from lightning_fastdata.augment.kernels.warp import read_warped
 
@@ -50,11 +52,19 @@ def _filtered(image, code, floats, middle, y, x, height, width, mask, BLOCK: tl.
     return red, green, blue
 
 
-@triton.jit
+_VARYING: Final = (
+    *("code_at", "where_at", "border", "fill_at", "mean_at", "gain_at"),
+    *("height", "width", "out_height", "out_width", "length"),
+)
+"""Of other integers Triton compiles a kernel again if they are 1 or become multiples of 16, and
+where the numbers of a batch lie is another place in each batch."""
+
+
+@triton.jit(do_not_specialize=_VARYING)
 def fused_kernel(
     source, target, bytes_, ints, floats, doubles, sums, middle,
     code_at, where_at, border, fill_at, mean_at, gain_at,
-    height, width, out_height, out_width, length,
+    height, width, out_height, out_width, length, pixels,
     GEOMETRY: tl.constexpr, SUMS: tl.constexpr, ENDS: tl.constexpr,
     PLANES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -66,12 +76,14 @@ def fused_kernel(
     ``ENDS`` says what is written: 0 bytes, 1 normalized, 2 divided by a limit, which lies where
     normalized samples have their mean.
 
+    ``pixels`` is the height times the width of the result: where that is a multiple of 16, several
+    values are written at once.
+
     With ``SUMS``, add up the luminance of the pixels as a sample's CONTRAST finds them, and write
     no pixels.
     """
-    sample = tl.program_id(0)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = at < out_height * out_width
+    sample, at = part(pixels, BLOCK)
+    mask = at < pixels
     code = ints + code_at + sample * length * 5
     y, x = came_from(code, length, at // out_width, at % out_width, out_height, out_width)
     image = source + sample.to(tl.int64) * height * width * 3
@@ -153,13 +165,13 @@ def fused_kernel(
                 green = tl.where((one & 2) != 0, two, green)
                 blue = tl.where((one & 4) != 0, two, blue)
     if not SUMS:
-        out = target + sample.to(tl.int64) * out_height * out_width * 3
+        out = target + sample.to(tl.int64) * pixels * 3
         if PLANES:
             first = out + at
-            between = out_height * out_width
+            between = pixels
         else:
             first = out + at * 3
-            between = out_height * 0 + 1
+            between = 1
         if ENDS == 1:
             mean = floats + mean_at + sample * 3
             gain = floats + gain_at + sample * 3

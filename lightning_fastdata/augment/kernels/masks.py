@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import triton
 import triton.language as tl
 
 from lightning_fastdata.augment.kernels.moves import came_from, covered, went_to
-from lightning_fastdata.augment.kernels.numbers import cut, even, fold
+from lightning_fastdata.augment.kernels.numbers import cut, even, fold, part
 from lightning_fastdata.augment.kernels.resize import nearest
 from lightning_fastdata.augment.kernels.warp import nearest_warped
 
@@ -23,19 +25,26 @@ def _whole(fill, KIND: tl.constexpr):
     return rounded.to(KIND)
 
 
-@triton.jit
+_VARYING: Final = (
+    *("code_at", "where_at", "border", "fill_at"),
+    *("height", "width", "out_height", "out_width", "length"),
+)
+"""As those of ``fused_kernel``."""
+
+
+@triton.jit(do_not_specialize=_VARYING)
 def mask_kernel(
     source, target, ints, floats, code_at, where_at, border, fill_at,
-    height, width, out_height, out_width, length, channels,
+    height, width, out_height, out_width, length, channels, values,
     GEOMETRY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Carry out a run on one block of values of one mask.
 
-    ``GEOMETRY`` is that of ``fused_kernel``; a resize takes the nearest pixel.
+    ``GEOMETRY`` is that of ``fused_kernel``; a resize takes the nearest pixel. ``values`` is the
+    number of those of the result: its height, times its width, times ``channels``.
     """
-    sample = tl.program_id(0)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < out_height * out_width * channels
+    sample, at = part(values, BLOCK)
+    inside = at < values
     channel = at % channels
     pixel = at // channels
     kind = target.dtype.element_ty
@@ -79,5 +88,5 @@ def mask_kernel(
             last = tl.load(step + 4) - 1
             fill = tl.load(floats + tl.load(step + 3) // 4 + tl.minimum(channel, last))
             value = tl.where(hidden, fill.to(kind), value)
-    out = target + sample.to(tl.int64) * out_height * out_width * channels
+    out = target + sample.to(tl.int64) * values
     tl.store(out + at, value, inside)

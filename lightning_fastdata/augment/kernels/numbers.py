@@ -12,6 +12,23 @@ _EVEN = tl.constexpr(12582912.0)
 
 
 @triton.jit
+def trial_kernel(target):
+    """Write a number: whether anything can be compiled and launched."""
+    tl.store(target, 1)
+
+
+@triton.jit
+def part(values, BLOCK: tl.constexpr):
+    """Return which sample a program works on, and at which of its ``values`` values.
+
+    A grid of one dimension has room for 2**31 programs; in its second dimension, for 65535.
+    """
+    blocks = tl.cdiv(values, BLOCK)
+    program = tl.program_id(0)
+    return program // blocks, program % blocks * BLOCK + tl.arange(0, BLOCK)
+
+
+@triton.jit
 def even(x):
     """Round float32 below 2**22 to whole numbers, halves to even."""
     return (x + _EVEN) - _EVEN
