@@ -59,7 +59,9 @@ def smoothing(length: int, sigma: float, radius: int, device: torch.device) -> t
     """
     offset = torch.arange(-radius, radius + 1, device=device, dtype=torch.float64)
     weights = (offset * offset * (-0.5 / sigma**2)).exp()
-    below = torch.cat([weights.new_zeros(1), weights.cumsum(0)]) / weights.sum()
+    # No cumsum: of floats torch refuses it on CUDA where algorithms have to be deterministic.
+    ends = torch.arange(2 * radius + 2, device=device)[:, None]
+    below = weights.where(ends > ends[:-1, 0], 0).sum(1) / weights.sum()
     at = torch.arange(length, device=device)
     # An edge pixel has its own weight, and the weights of everything beyond it.
     first = torch.where(at == 0, -radius - length, at) - at[:, None]

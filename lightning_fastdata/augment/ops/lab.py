@@ -93,10 +93,13 @@ def _tables() -> Mapping[str, np.ndarray]:
 
 @cache
 def lab_tables(device: torch.device) -> LabTables:
-    """Return the tables on a device; made once."""
+    """Return the tables on a device; made once.
+
+    The host waits for that one time: any stream may use them from then on.
+    """
     return LabTables(
         **{
-            name: torch.from_numpy(table.astype(np.int32)).to(device, non_blocking=True)
+            name: torch.from_numpy(table.astype(np.int32)).to(device)
             for name, table in _tables().items()
         }
     )
