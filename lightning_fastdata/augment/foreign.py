@@ -70,6 +70,7 @@ class ForeignBatches:
         self._strict = strict
         self._plans: dict[object, Plan] = {}
         self._recorders: dict[object, Recorder | None] = {}
+        self._looked = False
 
     def run(self, batch: Batch, fields: Fields, key: SampleKey) -> Batch:
         """Return the batch with the pipeline carried out on its images and masks.
@@ -94,7 +95,9 @@ class ForeignBatches:
             )
         places = places_of(batch, fields, self._compose)
         image = get_field(batch, places["image"])
-        _check_image(image)
+        _check_image(image, values=not self._looked)
+        # A device is asked once, as the host waits for it.
+        self._looked = image.device.type != "cpu"
         first = image.ndim == 4 and channels_first(tuple(image.shape[1:]))
         height, width = image.shape[2:] if first else image.shape[1:3]
         size = int(height), int(width)
@@ -332,14 +335,14 @@ def _with_rows(tensor: torch.Tensor, rows: Mapping[int, torch.Tensor]) -> torch.
     return put_rows(tensor.clone(), torch.tensor(list(rows), device=tensor.device), stacked)
 
 
-def _check_image(image: Any) -> None:
+def _check_image(image: Any, *, values: bool) -> None:
     ok = isinstance(image, torch.Tensor) and image.ndim in {3, 4}
     if not ok or image.dtype not in {torch.uint8, torch.float32}:
         raise BatchError(
             f"The image field is {describe(image)}. Expected a tensor [n, C, H, W] or "
             "[n, H, W, C], uint8 or float32 in [0, 1]."
         )
-    if image.dtype == torch.float32 and image.numel():
+    if values and image.dtype == torch.float32 and image.numel():
         low, high = (float(value) for value in image.aminmax())
         if low < 0 or high > 1:
             raise BatchError(

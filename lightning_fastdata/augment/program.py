@@ -110,8 +110,19 @@ class Draws:
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Draws:
         """Return the same draws on a device; one copy."""
-        blob = self.blob.to(device, non_blocking=non_blocking)
-        return Draws(self.samples, self.programs, blob, self.beside)
+        return Draws(
+            self.samples, self.programs, _moved(self.blob, device, non_blocking), self.beside
+        )
+
+
+def _moved(blob: torch.Tensor, device: torch.device | str, non_blocking: bool) -> torch.Tensor:
+    kind = torch.device(device).type
+    if non_blocking and kind == "cuda" and blob.is_cpu and not blob.is_pinned():
+        # Out of ordinary memory the host would wait for what the device has still to do. torch uses
+        # this memory again only when the copy is done.
+        blob = blob.pin_memory()
+    # What comes back is read at once.
+    return blob.to(device, non_blocking=non_blocking and kind != "cpu")
 
 
 class _Packer:

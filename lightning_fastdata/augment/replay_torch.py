@@ -61,6 +61,19 @@ def replay(
     Raises:
         TransformError: a step would give some samples another shape or dtype than the others.
     """
+    kind = batch.device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        # Matrix products of half precision would be other pixels.
+        with torch.autocast(kind, enabled=False):
+            return replay(
+                program,
+                blob,
+                batch,
+                ops,
+                kernels=kernels,
+                out_dtype=out_dtype,
+                channels_last=channels_last,
+            )
     current, owned = batch, False
     kernels = has_kernels(batch.device) if kernels is None else kernels
     runs = {run.first: run for run in program.runs} if kernels else {}

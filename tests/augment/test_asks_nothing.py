@@ -9,10 +9,11 @@ from __future__ import annotations
 import itertools
 import warnings
 
+import albumentations as A
 import numpy as np
 import pytest
 import torch
-from augment.batches import keys
+from augment.batches import keys, on_device, pipeline
 from augment.mixed_samples import CLASSES
 from augment.parity import photographs
 from augment.test_launches import drawn as drawn_batch
@@ -154,6 +155,38 @@ def test_mixing_without_boxes_asks_the_device_for_nothing(pretended, name):
     seen = watched(pretended, act)
     assert seen.copies == []
     assert seen.refused == []
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("transform", [A.ElasticTransform(p=1), A.FancyPCA(p=1)])
+def test_autocast_leaves_the_pixels_as_they_are(transform, dtype):
+    samples = [{"image": image} for image in photographs(48, 56)[:2]]
+    wanted = on_device(pipeline(transform), samples)[0]["image"]
+    with torch.autocast("cpu", dtype):
+        assert torch.equal(on_device(pipeline(transform), samples)[0]["image"], wanted)
+
+
+def test_draws_come_back_to_the_host_whole(pretended):
+    """A copy for which nobody waits would be read before it is there."""
+    draws = Draws(1, {}, torch.zeros(64, dtype=torch.uint8))
+    with pretended, Arguments() as seen:
+        on_device = Draws(1, {}, torch.empty(64, dtype=torch.uint8, device="cuda"))
+        assert on_device.to("cpu", non_blocking=True).blob.device.type == "cpu"
+    assert draws.to("cpu", non_blocking=True).blob is draws.blob
+    assert seen.non_blocking == [False]
+
+
+class Arguments(TorchDispatchMode):
+    """Notes whether copies are waited for."""
+
+    def __init__(self):
+        super().__init__()
+        self.non_blocking = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if str(func).startswith("aten._to_copy"):
+            self.non_blocking.append((kwargs or {}).get("non_blocking", False))
+        return func(*args, **(kwargs or {}))
 
 
 def test_the_watch_sees_a_question_a_copy_and_what_is_refused(pretended):

@@ -213,7 +213,7 @@ class MixedTransform:
             draw_numbers(self._mixer.steps, key._replace(index=key.index + row))
             for row in range(len(image))
         ]
-        return _mix(self._mixer, batch, _pack(drawn).to(image.device))
+        return _mix(self._mixer, batch, _pack(drawn).to(image.device, True))
 
     def explain(self) -> str:
         """Return where each operation runs and why, as text."""
