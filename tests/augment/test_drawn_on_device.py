@@ -256,6 +256,7 @@ def test_a_gpu_gives_the_pixels_of_the_cpu(name):
     batch = {"image": torch.stack([one["image"] for one, _ in drawn])}
     here = transform.apply(batch, draws)["image"]
     batch, draws = {"image": batch["image"].cuda()}, draws.to("cuda")
+    transform.apply(batch, draws)  # compiles kernels, and makes constants
     with torch.cuda.device(0):
         torch.cuda.set_sync_debug_mode("error")
         try:
