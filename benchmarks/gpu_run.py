@@ -7,9 +7,18 @@ import time
 
 import torch
 
+_CYCLES_PER_MS = 2_000_000
+"""Of a GPU at 2 GHz; a slower one is busy for longer."""
+
 
 class Skipped(Exception):  # noqa: N818 - it is no error
     """A section, or a part of one, cannot run here; says why."""
+
+
+def failure(error):
+    """Return an error as the note of a row."""
+    told = f"failed: {type(error).__name__}: {error}".replace("\n", " ").replace("|", "/")
+    return told[:300]
 
 
 class Run:
@@ -34,15 +43,33 @@ class Run:
         if self.cuda:
             torch.cuda.synchronize(self.device)
 
+    def host_ms(self, function, *, repeats=20):
+        """Return the median time in which the host has handed one call over, in milliseconds."""
+        function()
+        times = []
+        for _ in range(3 if self.quick else repeats):
+            self.settle()
+            at = time.perf_counter()
+            function()
+            times.append((time.perf_counter() - at) * 1e3)
+        self.settle()
+        return statistics.median(times)
+
     def time_ms(self, function, *, repeats=20, warm=3):
-        """Return the median time of one call on the device, in milliseconds."""
+        """Return the median time of one call on the device, in milliseconds.
+
+        The device is kept busy until the call has been handed over, so a device that would wait
+        for the host in between is not counted: that is :meth:`host_ms`.
+        """
         for _ in range(warm):
             function()
         self.settle()
+        busy_ms = min(100.0, 1.5 * self.host_ms(function, repeats=3) + 0.5) if self.cuda else 0.0
         times = []
         for _ in range(3 if self.quick else repeats):
             if self.cuda:
                 began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                torch.cuda._sleep(round(busy_ms * _CYCLES_PER_MS))
                 began.record()
                 function()
                 ended.record()
