@@ -248,10 +248,12 @@ def _is_plain_warp(run: Run) -> bool:
     """Return whether a run is one warp of an image, which a chain of one stage carries out alike.
 
     Masks are read on OpenCV's grid of positions, which depends on their dtype, and so are images
-    with OpenCV 4.
+    of two channels, and all images with OpenCV 4.
     """
-    settings = dict(run.ops[0].encoded.static)
-    return len(run.ops) == 1 and run.warps == 1 and run.is_image and not settings["cells"]
+    if len(run.ops) > 1 or run.warps != 1 or not run.is_image:
+        return False
+    encoded = run.ops[0].encoded
+    return not dict(encoded.static)["cells"] and len(encoded.arrays["fill"]) != 2
 
 
 def _in_one_step(ops: list[TapeOp], span: range) -> list[TapeOp]:

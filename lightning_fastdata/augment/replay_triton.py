@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import torch
 
 from lightning_fastdata.augment.fusion import CHANNELS
-from lightning_fastdata.augment.ops.warp import STILL_ON_CELLS
+from lightning_fastdata.augment.ops.warp import still_on_cells
 from lightning_fastdata.errors import FastDataWarning
 
 if TYPE_CHECKING:
@@ -117,8 +117,8 @@ def takes(run: FusedRun, batch: torch.Tensor) -> bool:
     """
     if not (is_fusible(batch) if run.role == "image" else is_movable(batch)):
         return False
-    if run.role == "mask" and run.geometry == "warp" and batch.dtype in STILL_ON_CELLS:
-        return False  # the kernel reads at the nearest pixel as OpenCV 5 does of other dtypes
+    if run.role == "mask" and run.geometry == "warp" and still_on_cells(batch):
+        return False  # the kernel reads at the nearest pixel as OpenCV 5 mostly does
     before = batch.shape[1], batch.shape[2]
     height, width = after = run.size or before
     if height * width * math.prod(batch.shape[3:]) >= _MOST:

@@ -10,11 +10,11 @@ import numpy as np
 from augment import opencv_versions as bounds
 from augment.pairwise import pairwise
 
-CHANNELS = (1, 3, 4, 6, 7)
+CHANNELS = (1, 2, 3, 4, 6, 7)
 SIZES = ((53, 74), (48, 31), (1, 9), (7, 1))
 WIDE = SIZES[:2]
 BORDERS = (0, 1, 2, 4, 3)
-RGB, GRAY_OR_RGB, SEVERAL = (3,), (1, 3), (3, 4, 6, 7)
+RGB, GRAY_OR_RGB, SEVERAL = (3,), (1, 3), (2, 3, 4, 6, 7)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,8 @@ class Case:
             "fill": ("one number", "a whole number", "one for each channel"),
             "fill_mask": (0.0, 9.0),
         }
-        return pairwise({name: values[name] for name in ("dtype", "channels", "size", *self.axes)})
+        names = ("dtype", "channels", "size", *self.axes)
+        return [row for row in pairwise({name: values[name] for name in names}) if not hangs(row)]
 
     def make(self, row):
         """Return the arguments of one combination."""
@@ -79,6 +80,11 @@ class Case:
 def fills_each_of_five(row):
     """Whether the border differs between channels, of which OpenCV's border value has four."""
     return row["channels"] > 4 and row["fill"] == "one for each channel"
+
+
+def hangs(row):
+    """Whether OpenCV 5 looks for a neighbour that an edge of one pixel does not have, for ever."""
+    return 1 in row["size"] and row.get("border_mode") == 4 and row.get("interpolation") == 2
 
 
 def thin(row):
@@ -195,7 +201,7 @@ CASES = (
     case("Sharpen", **BLUR),
     case("Sharpen", {"method": "gaussian"}, channels=SEVERAL),
     case("UnsharpMask", bound=bounds.Bound(largest=8, equal=0.99, of_floats=8)),
-    case("MedianBlur"),
+    case("MedianBlur", channels=(1, 3, 4, 6, 7)),
     case("CLAHE", channels=GRAY_OR_RGB, bound=bounds.CLAHE),
     *(
         case("Equalize", {"mode": mode, "by_channels": each}, channels=GRAY_OR_RGB)

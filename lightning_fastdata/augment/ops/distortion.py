@@ -21,7 +21,8 @@ from lightning_fastdata.augment.ops.border import (
 )
 from lightning_fastdata.augment.ops.cells import on_cells
 from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded
-from lightning_fastdata.augment.ops.warp import FAR, WARPED, sample
+from lightning_fastdata.augment.ops.resample import CUBIC
+from lightning_fastdata.augment.ops.warp import FAR, WARPED, sample, still_on_cells
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -243,7 +244,8 @@ def remap(field: Field, setting: str, fill_name: str) -> Any:
         rows, columns = (torch.nan_to_num(at, nan=0.0).clamp(-FAR, FAR) for at in where)
         fill = fill_like(images, arrays, fill_name)
         kind, mode = static[setting], static["border"]
-        out = sample(images, rows, columns, kind, mode, fill, cells=static["cells"])
+        cells = static["cells"] or (kind != CUBIC and still_on_cells(images))
+        out = sample(images, rows, columns, kind, mode, fill, cells=cells)
         return out.reshape(batch.shape)
 
     return run

@@ -37,11 +37,18 @@ if TYPE_CHECKING:
 
 WARPED: Final = frozenset({NEAREST, LINEAR, CUBIC})
 """Interpolations that warps and distortions have a device form for."""
-STILL_ON_CELLS: Final = (torch.int16, torch.int32, torch.int64)
-"""Of these, OpenCV 5 makes warps as OpenCV 4 does."""
+_STILL_ON_CELLS: Final = (torch.int16, torch.int32, torch.int64)
 FAR: Final = 1 << 20
 """No image is this wide: positions are limited to it before they become integers."""
 _IDENTITY: Final = np.eye(3)
+
+
+def still_on_cells(batch: torch.Tensor) -> bool:
+    """Return whether OpenCV 5 warps images or masks as OpenCV 4 does: these dtypes, two channels.
+
+    That is so where it reads linearly or at the nearest pixel, not where it reads cubically.
+    """
+    return batch.dtype in _STILL_ON_CELLS or (batch.ndim == 4 and batch.shape[-1] == 2)
 
 
 def _out_size(transform: Any, params: Mapping[str, Any], shape: Shape) -> tuple[int, int]:
@@ -169,8 +176,9 @@ def sample(
 
     if interpolation == CUBIC:
         out = _cubic(tap, down, across)
-        if images.dtype == torch.uint8:
-            out = out.round().clamp(0, 255)
+        if not images.is_floating_point():
+            limits = torch.iinfo(images.dtype)
+            out = out.round().clamp(limits.min, limits.max)
         return out.to(images.dtype)
     upper = torch.lerp(tap(0, 0), tap(0, 1), across)
     lower = torch.lerp(tap(1, 0), tap(1, 1), across)
@@ -199,7 +207,7 @@ def _warp(setting: str, fill_name: str) -> Any:
         images = as_channels_last(batch)
         fill = fill_like(images, arrays, fill_name)
         size, projective, kind = static["size"], static["projective"], static[setting]
-        if static["cells"] or images.dtype in STILL_ON_CELLS:
+        if static["cells"] or (kind != CUBIC and still_on_cells(images)):
             places = cells_of_matrix(
                 arrays["exact"], size, projective=projective, nearest=kind == NEAREST
             )
