@@ -11,17 +11,14 @@ import gc
 import importlib
 import inspect
 import logging
-import random
 import sys
 import warnings
-from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -37,6 +34,7 @@ from lightning_fastdata.batch_size import (
     skipped,
 )
 from lightning_fastdata.errors import BatchSizeError, FastDataWarning, OptionsError
+from lightning_fastdata.plugin.undo import Undo, remember, remember_random_states
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -45,14 +43,10 @@ if TYPE_CHECKING:
 
     from lightning_fastdata.types import Batch
 
-Undo: TypeAlias = Callable[[], object]
-
 _LOG = logging.getLogger(__name__)
 _STEPS = 2  # the second one has the optimizer's state and the gradients of the first in memory
 _SMALLEST = 3  # at one or two rows there is nothing to extrapolate from
 _PACKAGES = ("lightning.pytorch.", "pytorch_lightning.")
-_FOLLOWED = (torch.Tensor, torch.Generator, nn.Module, torch.optim.Optimizer)
-_CONTAINERS = (dict, list, deque, set, tuple)
 
 
 def run_guard(
@@ -96,7 +90,7 @@ def run_guard(
     if why := _why_not(trainer, pl_module, asked, policy):
         return skipped(asked, accumulate_now, why)
     largest = asked if dataset_rows is None else max(1, min(asked, dataset_rows))
-    restore_random = _remember_random_states()
+    restore_random = remember_random_states()
     try:
         with _unseen(trainer, pl_module):
             restore = remember(
@@ -297,78 +291,3 @@ def _unseen(trainer: Any, pl_module: Any) -> Iterator[None]:
             del attributes[name]
             if shadow is not None:
                 attributes[name] = shadow
-
-
-def remember(*roots: object) -> Undo:
-    """Return a function that puts objects back into their present state, as often as it is called.
-
-    Followed are the attributes of the roots and in them, through tuples, lists, dicts, sets and
-    deques: tensors (values; a gradient is dropped), generators, modules and optimizers. Other
-    objects are put back by reference. Identities stay: tensors and containers are written in place.
-    Values are copied to host memory.
-    """
-    undos: list[Undo] = []
-    seen: dict[int, object] = {}  # keeps what it has seen alive, so that no id comes twice
-    waiting: list[Any] = [getattr(root, "__dict__", None) for root in roots]
-    while waiting:
-        value = waiting.pop()
-        if id(value) in seen or not isinstance(value, (*_FOLLOWED, *_CONTAINERS)):
-            continue
-        seen[id(value)] = value
-        if isinstance(value, torch.Tensor):
-            undos.append(_remember_tensor(value))
-        elif isinstance(value, torch.Generator):
-            undos.append(partial(value.set_state, value.get_state()))
-        elif isinstance(value, _FOLLOWED):
-            waiting.append(vars(value))
-        elif isinstance(value, dict):
-            undos.append(partial(_refill, value, dict(value)))
-            waiting.extend(value.values())
-        else:
-            if not isinstance(value, tuple):
-                undos.append(partial(_refill, value, list(value)))
-            waiting.extend(value)
-    return lambda: [undo() for undo in undos]
-
-
-def _remember_tensor(tensor: torch.Tensor) -> Undo:
-    strides = tensor.stride() if tensor.layout == torch.strided else ()
-    expanded = any(
-        step == 0 and size > 1 for step, size in zip(strides, tensor.shape, strict=False)
-    )
-    if tensor.is_meta or expanded:  # nothing can be written into them
-        return lambda: None
-    values, requires_grad = tensor.detach().to("cpu", copy=True), tensor.requires_grad
-
-    def undo() -> None:
-        with torch.inference_mode(tensor.is_inference()), torch.no_grad():
-            tensor.copy_(values)
-        if tensor.is_leaf and (tensor.grad is not None or tensor.requires_grad != requires_grad):
-            tensor.grad = None
-            tensor.requires_grad_(requires_grad)
-
-    return undo
-
-
-def _refill(live: Any, saved: dict[Any, Any] | list[Any]) -> None:
-    def identities(value: Any) -> list[int]:
-        return [id(part) for part in (*value, *(value.values() if isinstance(value, dict) else ()))]
-
-    if identities(live) != identities(saved):  # else leave it alone, somebody may be reading it
-        live.clear()
-        (live.update if isinstance(live, (dict, set)) else live.extend)(saved)
-
-
-def _remember_random_states() -> Undo:
-    """Return a function that puts back the random states of Python, numpy, torch and CUDA."""
-    python, arrays, host = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    cuda: Any = torch.cuda
-    devices = cuda.get_rng_state_all() if cuda.is_initialized() else []
-
-    def undo() -> None:
-        random.setstate(python)
-        np.random.set_state(arrays)
-        torch.set_rng_state(host)
-        cuda.set_rng_state_all(devices)
-
-    return undo

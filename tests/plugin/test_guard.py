@@ -19,7 +19,8 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_fastdata.batch_size import Probe, reserve_bytes
 from lightning_fastdata.errors import BatchSizeError, FastDataWarning, OptionsError
-from lightning_fastdata.plugin.guard import apply_decision, remember, run_guard
+from lightning_fastdata.plugin.guard import apply_decision, run_guard
+from lightning_fastdata.plugin.undo import remember
 
 GIB = 2**30
 ROWS = 48
