@@ -7,7 +7,7 @@ import cv2
 import numpy as np
 import pytest
 import torch
-from augment.batches import in_worker, keys, on_device
+from augment.batches import in_worker, keys, on_device, pipeline
 from augment.oracle_cases import CASES
 from augment.parity import both, photographs
 from torch.utils.data import Dataset, default_collate
@@ -29,7 +29,7 @@ MOVES = [
     if DEVICE_OPS[case.name].mask is not None and case.name != "PiecewiseAffine"
 ]
 DTYPES = (np.uint8, np.uint16, np.int16, np.int32, np.int64, np.bool_, np.float32)
-LAYOUTS = ((), (1,), (3,), (5,), (6,))
+LAYOUTS = ((), (1,), (2,), (3,), (5,), (6,))
 
 
 def mask_of(dtype, layout):
@@ -186,3 +186,30 @@ def test_a_dataset_gets_the_masks_of_its_own_pipeline_as_it_always_did(dtype):
         other = staged.draws.apply(staged.batch)
         assert one["mask"].dtype == other["mask"].dtype
         assert torch.equal(one["mask"], other["mask"])
+
+
+@pytest.mark.parametrize("interpolation", [1, 2], ids=["linear", "cubic"])
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.int16, np.float32])
+@pytest.mark.parametrize(
+    "case",
+    [case for case in MOVES if case.name in {"Affine", "Perspective", "GridDistortion"}],
+    ids=lambda one: f"{one.name} {one.arguments or ''}".strip(),
+)
+def test_masks_read_between_pixels_are_a_level_off_at_most(case, dtype, interpolation):
+    for layout in LAYOUTS:
+        arguments = {"mask_interpolation": interpolation, "border_mode": 0, "fill_mask": 200.0}
+        want, got = made_by_both(case, dtype, layout, **arguments)
+        gap = np.abs(want.astype(np.float64) - got)
+        assert gap.max() <= (1 if dtype != np.float32 else 0.01)
+        assert (gap > 0.01).mean() <= 0.01
+
+
+def test_masks_of_uint16_that_some_samples_move_are_albumentations_own():
+    transform = pipeline(A.VerticalFlip(p=0.5), A.Rotate(p=0.5), A.CoarseDropout(fill_mask=7))
+    samples = [
+        {"image": image, "mask": mask_of(np.uint16, ()) * 200} for image in photographs(*SIZE) * 3
+    ]
+    batch, _ = on_device(transform, samples)
+    assert batch["mask"].dtype == torch.uint16
+    for got, want in zip(batch["mask"], in_worker(transform, samples), strict=True):
+        np.testing.assert_array_equal(got.numpy(), want["mask"])
