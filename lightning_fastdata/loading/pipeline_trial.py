@@ -183,7 +183,12 @@ def try_recording(
     stage = RecordedCollate(collate, recording, "train")
     watch = DrawWatch()
     try:
-        plain = collate(_read(dataset, indices, seed, None))
+        try:
+            plain = collate(_read(dataset, indices, seed, None))
+        except Exception:  # images of several sizes come in batches of one
+            indices = indices[:1]
+            watch.restore()
+            plain = collate(_read(dataset, indices, seed, None))
         watch.restore()
         staged = stage(_read(dataset, indices, seed, recording))
         draws = staged.draws
@@ -206,7 +211,7 @@ def try_recording(
         watch.restore()
     if difference is not None:
         return refused(f"tried out, {difference}")
-    why = f"on the device: {', '.join(fields)}; {len(indices)} samples tried"
+    why = f"on the device: {', '.join(fields)}; {_many(len(indices))} tried"
     return Trial(places, registered, fields, why)
 
 
@@ -221,12 +226,16 @@ def _read(
     return [twin[index] for index in indices]
 
 
+def _many(samples: int) -> str:
+    return f"{samples} sample{'s' if samples > 1 else ''}"
+
+
 def _fate(made: Sequence[Waiting]) -> str:
     """Return why no batch waits for the device, by what became of each tensor, in words."""
     if not made:
         return (
-            "no sample that was tried had it make a tensor: it was not called, or in another "
-            "thread, or its transforms one by one"
+            "no sample that was tried leaves it an image for the device: it is given stacks "
+            "(images=, volume=), called in another thread or one transform at a time, or not called"
         )
     use = next((one.use for one in made if one.use is not None), None)
     if use is None:

@@ -293,6 +293,15 @@ def test_values_that_are_others_each_time_are_no_difference():
     assert try_recording(Reading(read, transform=pipeline()), seed=0, collate_fn=None).defers
 
 
+def test_images_of_several_sizes_are_left_over_in_batches_of_one():
+    def read(dataset, image, index):
+        return dataset.transform(image=image[: 20 + index])["image"]
+
+    dataset = Reading(read, transform=A.Compose([A.Solarize(p=1), A.Normalize(), A.ToTensorV2()]))
+    assert "1 sample tried" in try_recording(dataset, seed=0, collate_fn=None).why
+    assert_left_over_and_the_same(dataset, batch_size=1)
+
+
 def listed(samples):
     return tuple(zip(*samples, strict=True))
 
@@ -310,7 +319,11 @@ REASONS = {
         lambda d, x, i: torch.stack([one_view(d, x, i), torch.zeros(3, 32, 32)]),
         None,
     ),
-    "its transforms one by one": (by_steps, None),
+    "one transform at a time": (by_steps, None),
+    "given stacks": (
+        lambda d, x, i: (d.transform(images=np.stack([x, x]))["images"], i),
+        None,
+    ),
 }
 
 
