@@ -263,4 +263,6 @@ def _as_arrays(value: Any, *, image: bool) -> Any:
 def _own_tensor(array: np.ndarray) -> torch.Tensor:
     # The pipeline may hand back the dataset's own read-only array (a memory map).
     array = np.ascontiguousarray(array)
-    return torch.from_numpy(array if array.flags.writeable else array.copy())
+    # NumPy takes a turned axis of one pixel for contiguous; torch does not.
+    ready = array.flags.writeable and min(array.strides) >= 0
+    return torch.from_numpy(array if ready else array.copy())

@@ -56,6 +56,8 @@ def _encode(
     transform: Any, params: Mapping[str, Any], shape: Shape, dtype: np.dtype[Any]
 ) -> Encoded | None:
     fill, fill_mask = transform.fill, transform.fill_mask
+    if "seed" not in params:
+        return None  # Erasing found no place; Albumentations raises its own error.
     if isinstance(fill, str):
         random = _encode_random(transform, params, shape, dtype)
         if random is None:
@@ -66,7 +68,11 @@ def _encode(
         if values.size not in (1, channels(shape)):
             return None
         arrays = {"fill": values.astype(np.float32)}
-    arrays["holes"] = _padded(np.asarray(params["holes"], np.int32).reshape(-1, 4))
+    holes = np.asarray(params["holes"], np.int32).reshape(-1, 4)
+    # Cells of a grid with more of them than pixels end before they begin: NumPy counts from the
+    # end of the image then.
+    holes = np.where(holes < 0, holes + (shape[1], shape[0]) * 2, holes).astype(np.int32)
+    arrays["holes"] = _padded(holes)
     if fill_mask is not None:
         arrays["fill_mask"] = np.atleast_1d(np.array(fill_mask, np.float32)).ravel()
     return Encoded((), arrays)

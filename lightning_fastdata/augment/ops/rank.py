@@ -12,7 +12,7 @@ import torch
 from torch.nn.functional import pad
 
 from lightning_fastdata.augment import fusion
-from lightning_fastdata.augment.ops.border import REPLICATE, as_channels_last, fold
+from lightning_fastdata.augment.ops.border import REPLICATE, as_channels_last, channels, fold
 from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded
 from lightning_fastdata.augment.ops.table import via_bytes
 
@@ -154,7 +154,9 @@ def _encode_median(
     transform: Any, params: Mapping[str, Any], shape: Shape, dtype: np.dtype[Any]
 ) -> Encoded | None:
     size = int(params["kernel"])
-    if size % 2 == 0 or size > _LARGEST_MEDIAN:
+    # OpenCV refuses more than 5x5 of two channels.
+    refused = size > 5 and channels(shape) == 2
+    if size % 2 == 0 or size > _LARGEST_MEDIAN or refused:
         return None
     return Encoded((("size", size),), {})
 
