@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import select
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections import namedtuple
@@ -373,3 +376,77 @@ def test_idle_processes_that_are_killed_are_replaced() -> None:
     assert firsts(executor) == list(range(20))
     until(lambda: executor.ready() and executor.respawned == 5)
     executor.close()
+
+
+class Epochs(Dataset):
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(0.002)
+        return torch.tensor([index, self.epoch])
+
+
+def test_a_process_that_starts_late_draws_for_the_epoch_that_is_under_way() -> None:
+    dataset = Epochs()
+    executor = pool(dataset)
+    dataset.set_epoch(5)
+    executor.start_epoch([[index] for index in range(400)], 5)
+    next(executor)
+    dataset.set_epoch(1)  # for another loader of the same dataset
+    kill(executor.sides[0])
+    executor.resize(3)
+    assert [samples[0].tolist() for samples, _ in executor] == [[i, 5] for i in range(1, 400)]
+    executor.close()
+
+
+CROWD = """
+import ctypes, os, resource, socket, time
+import torch
+from lightning_fastdata.loading.executors.fetch import FetchPlan
+from lightning_fastdata.loading.executors.pool import PoolExecutor
+
+class Rows(torch.utils.data.Dataset):
+    def __getitem__(self, index):
+        return torch.full((5000,), index)
+
+def listed(samples):
+    return [sample.clone() for sample in samples]
+
+# Whoever may do as it likes has no such limit: effective, permitted and inheritable capabilities.
+ctypes.CDLL(None).capset((ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)())
+resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))
+plan = FetchPlan(dataset=Rows(), collate_fn=listed, timeout_s=40)
+executor = PoolExecutor(plan, processes=2)
+executor.start_epoch([], 0)
+while not all(side.began for side in executor.sides.values()):
+    time.sleep(0.01)
+ours, theirs = socket.socketpair()
+crowd = 0
+try:
+    while True:
+        socket.send_fds(ours, [b"x"], [0])
+        crowd += 1
+except OSError as error:
+    print(error.errno)
+executor.start_epoch([[index] for index in range(90)], 1)
+executor.resize(4)
+executor.ready()
+time.sleep(0.5)
+for _ in range(crowd):
+    os.close(socket.recv_fds(theirs, 1, 1)[1][0])
+print([int(samples[0][0]) for samples in executor] == list(range(90)), executor.respawned)
+executor.close()
+"""
+
+
+def test_what_cannot_be_sent_for_now_is_sent_later() -> None:
+    program = subprocess.run(
+        [sys.executable, "-c", CROWD], capture_output=True, text=True, check=False, timeout=90
+    )
+    assert program.stdout.splitlines() == [
+        str(errno.ETOOMANYREFS),
+        "True 0",
+    ], program.stderr

@@ -11,7 +11,7 @@ import os
 import select
 import time
 import weakref
-from collections.abc import Iterator, Set
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -79,7 +79,6 @@ class Crew:
         self.respawned = 0
         self._tasks: dict[int, Task] = {}
         self._count = 0
-        self._epoch = 0
         self._generation = 0
         self._standing: dict[str, tuple[Any, ...]] = {}
         self._slots: dict[int, Slot] = {}
@@ -98,10 +97,10 @@ class Crew:
 
     def start_epoch(self, generation: int, epoch: int) -> None:
         """Let tasks of older generations be skipped, and start missing processes."""
-        self._generation, self._epoch = generation, epoch
+        self._generation = generation
         for side in self.sides.values():
             side.marks[-1] = generation
-        self.spawn_missing()
+        self.spawn_missing(epoch)
 
     def resize(self, processes: int) -> None:
         """Have so many processes from now on; those too many finish what they have taken."""
@@ -177,17 +176,19 @@ class Crew:
                 self._writing ^= {end}
                 self._poller.modify(end, select.POLLIN | (select.POLLOUT if side.outbox else 0))
         left_ms = None if until is None else max(0.0, (until - time.monotonic()) * 1000)
-        events = self._poller.poll(left_ms)
-        if not events and until is not None:
-            return None
-        return self._read([(self._by_end[end], event) for end, event in events])
-
-    def _read(self, events: list[tuple[SideProcess, int]]) -> Iterator[Answer | Loss]:
-        for side, event in events:
+        heard: list[SideProcess] = []
+        for end, event in self._poller.poll(left_ms):
+            side = self._by_end[end]
             if event & select.POLLOUT:
                 side.flush()
-            if not event & ~select.POLLOUT or self.sides.get(side.number) is not side:
-                continue
+            if event & ~select.POLLOUT and side not in heard:
+                heard.append(side)
+        if not heard and until is not None and time.monotonic() >= until:
+            return None
+        return self._read(heard)
+
+    def _read(self, sides: Iterable[SideProcess]) -> Iterator[Answer | Loss]:
+        for side in sides:
             for received in side.messages():
                 if received is None:
                     yield from self._bury(side)
@@ -212,8 +213,13 @@ class Crew:
 
     # Life and death
 
-    def spawn_missing(self) -> None:
-        """Start the processes that are wanted and not there."""
+    def spawn_missing(self, epoch: int | None = None) -> None:
+        """Start the processes that are wanted and not there.
+
+        Args:
+            epoch: What the dataset was told here just now. None: it may have been told of another
+                since this one began, and the processes tell their own copies.
+        """
         for number in range(self.wanted):
             if number in self.sides:
                 continue
@@ -226,7 +232,7 @@ class Crew:
                 self.threads,
                 strangers,
                 places=self._places,
-                epoch=self._epoch,
+                epoch=epoch,
                 queue=None if self._queue is None else self._queue.reading,
             )
             side.marks[-1] = self._generation

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 from multiprocessing.context import BaseContext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from lightning_fastdata.loading.order import EpochOrder
     from lightning_fastdata.loading.slots import Slot, SlotPool
     from lightning_fastdata.loading.stamps import TaskStamps
+
+_CROWDED_S: Final = 0.001
+"""Where a wire has room, and yet nothing can be sent, it is other processes that have to read."""
 
 
 @dataclass(slots=True, eq=False)
@@ -136,7 +139,7 @@ class SideProcess:
         strangers: tuple[int, ...] = (),
         *,
         places: int = 1,
-        epoch: int = 0,
+        epoch: int | None = None,
         queue: int | None = None,
     ) -> None:
         self.wire: Wire
@@ -210,10 +213,14 @@ class SideProcess:
         waits = bool(self.outbox)
         self.outbox.append((message, files))
         if not waits:
-            self.flush()
+            self._post()
 
     def flush(self) -> None:
-        """Send what had to wait."""
+        """Send what had to wait, once the wire has room again."""
+        if not self._post():
+            time.sleep(_CROWDED_S)
+
+    def _post(self) -> bool:
         while self.outbox:
             message, files = self.outbox[0]
             if not isinstance(files, tuple):
@@ -222,12 +229,13 @@ class SideProcess:
                 if files or message[0] != "slot":
                     self.wire.send(message, files)
             except BlockingIOError:
-                return
+                return False
             except OSError:
                 # Its death is seen, and its tasks are given away, when the wire is read.
                 self.outbox.clear()
-                return
+                return True
             self.outbox.popleft()
+        return True
 
     def messages(self) -> Iterator[tuple[tuple[Any, ...], list[int]] | None]:
         """Yield what it has said, with the files that came along; None at last if it is gone."""

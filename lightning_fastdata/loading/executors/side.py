@@ -56,7 +56,7 @@ def side_main(
     threads: int,
     strangers: tuple[int, ...],
     parent: int,
-    epoch: int,
+    epoch: int | None,
 ) -> None:
     """Fetch what the training process asks for until it closes the wire."""
     for descriptor in strangers:
@@ -121,7 +121,7 @@ class Side:
     """A side process: what its threads share."""
 
     def __init__(
-        self, wire: Wire, plan: FetchPlan, number: int, marks: Any, threads: int, epoch: int
+        self, wire: Wire, plan: FetchPlan, number: int, marks: Any, threads: int, epoch: int | None
     ) -> None:
         self.wire = wire
         self.plan = plan

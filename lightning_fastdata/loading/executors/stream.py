@@ -210,14 +210,17 @@ class StreamExecutor:
             writing = lane.side.outbox and end == lane.side.wire.fileno()
             poller.register(end, select.POLLIN | (select.POLLOUT if writing else 0))
         left_ms = None if until is None else max(0.0, (until - time.monotonic()) * 1000)
-        events = poller.poll(left_ms)
-        if not events and until is not None:
-            raise stream_timed_out(self.plan.timeout_s, self.sides.values())
-        for end, event in events:
+        heard = []
+        for end, event in poller.poll(left_ms):
+            lane = by_end[end]
             if event & select.POLLOUT:
-                by_end[end].side.flush()
-            if event & ~select.POLLOUT and by_end[end].side.number in self.sides:
-                self._read(by_end[end])
+                lane.side.flush()
+            if event & ~select.POLLOUT and lane not in heard:
+                heard.append(lane)
+        if not heard and until is not None and time.monotonic() >= until:
+            raise stream_timed_out(self.plan.timeout_s, self.sides.values())
+        for lane in heard:
+            self._read(lane)
 
     def _read(self, lane: _Lane) -> None:
         for received in lane.side.messages():
