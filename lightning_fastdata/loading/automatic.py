@@ -12,7 +12,8 @@ from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.host.memory import read_host_memory
 from lightning_fastdata.loading.executors.suited import look_at, suited_executor
 from lightning_fastdata.loading.keyed import fetches_in_batches
-from lightning_fastdata.loading.options import LoaderOptions, LoaderPlan, plan_loader
+from lightning_fastdata.loading.loader_plan import LoaderPlan, plan_loader
+from lightning_fastdata.loading.options import LoaderOptions
 from lightning_fastdata.loading.order import dataset_length
 
 if TYPE_CHECKING:

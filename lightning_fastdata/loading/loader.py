@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from lightning_fastdata.augment.contract import StageTransform
     from lightning_fastdata.augment.dataset_pipelines import DatasetRecording
     from lightning_fastdata.loading.executors import ExecutorName
-    from lightning_fastdata.loading.options import LoaderPlan
+    from lightning_fastdata.loading.loader_plan import LoaderPlan
     from lightning_fastdata.loading.page_lock import PageLockName
     from lightning_fastdata.loading.stamps import BatchStamps
     from lightning_fastdata.types import Batch, Stage

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
     from lightning_fastdata.loading.loader import FastDataLoader
-    from lightning_fastdata.loading.options import LoaderPlan
+    from lightning_fastdata.loading.loader_plan import LoaderPlan
     from lightning_fastdata.plugin.pipelines import Pipelines
     from lightning_fastdata.plugin.prefetching import Prefetching
     from lightning_fastdata.plugin.stage_transforms import StageTransforms

@@ -18,7 +18,8 @@ from lightning_fastdata.host.memory import HostMemory
 from lightning_fastdata.loading.draws import DrawWatch
 from lightning_fastdata.loading.executors.suited import DatasetLook, look_at, suited_executor
 from lightning_fastdata.loading.loader import FastDataLoader
-from lightning_fastdata.loading.options import LoaderOptions, plan_loader
+from lightning_fastdata.loading.loader_plan import plan_loader
+from lightning_fastdata.loading.options import LoaderOptions
 from lightning_fastdata.loading.probe import (
     SampleCost,
     further_samples,
