@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import multiprocessing
 import os
+import resource
 import select
 import signal
 import subprocess
@@ -15,6 +16,7 @@ from collections import namedtuple
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar
 
+import psutil
 import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset, default_collate
@@ -450,3 +452,70 @@ def test_what_cannot_be_sent_for_now_is_sent_later() -> None:
         str(errno.ETOOMANYREFS),
         "True 0",
     ], program.stderr
+
+
+@pytest.mark.parametrize("collate", [listed, default_collate])
+def test_a_batch_without_memory_is_an_error_of_its_own(collate: Any) -> None:
+    executor = pool(Quick(), collate)
+    executor.start_epoch([[index, index] for index in range(4)], 0)
+    assert len(list(executor)) == 4
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))  # memory that is shared is a file
+    try:
+        executor._slots.close()
+        executor.start_epoch([[index, index] for index in range(4)], 1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    for _ in range(4):
+        with pytest.raises(WorkerError, match="No memory for a batch"):
+            next(executor)
+    with pytest.raises(StopIteration):
+        next(executor)
+    executor.start_epoch([[index, index] for index in range(4)], 2)
+    assert len(list(executor)) == 4
+    executor.close()
+
+
+THREADED = """
+import threading, time, torch
+from torch.utils.data import default_collate
+from lightning_fastdata.loading.executors.fetch import FetchPlan
+from lightning_fastdata.loading.executors.pool import PoolExecutor
+
+class Slow(torch.utils.data.Dataset):
+    def __getitem__(self, index):
+        time.sleep(0.01)
+        return torch.full((1000,), index)
+
+plan = FetchPlan(dataset=Slow(), collate_fn=default_collate, default_collation=True)
+running = []
+
+def start():
+    for _ in range(2):
+        running.append(PoolExecutor(plan, processes=2))
+        running[-1].start_epoch([[index] for index in range(10**6)], 0)
+
+thread = threading.Thread(target=start)
+thread.start()
+thread.join()
+next(running[0]), next(running[1])
+print(*[side.process.pid for executor in running for side in executor.sides.values()], flush=True)
+time.sleep(120)
+"""
+
+
+def test_processes_that_a_thread_started_end_with_the_program() -> None:
+    program = subprocess.Popen([sys.executable, "-c", THREADED], stdout=subprocess.PIPE, text=True)
+    assert program.stdout is not None
+    pids = [int(pid) for pid in program.stdout.readline().split()]
+    assert len(pids) == 4
+    program.kill()
+    program.wait(40)
+    until(lambda: not any(map(runs, pids)))
+
+
+def runs(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

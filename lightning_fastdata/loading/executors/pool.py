@@ -13,7 +13,7 @@ from collections import Counter, deque
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Final
 
-from lightning_fastdata.errors import OptionsError
+from lightning_fastdata.errors import OptionsError, WorkerError
 from lightning_fastdata.loading.executors.crew import Answer, Crew, Loss
 from lightning_fastdata.loading.executors.processes import EpochRun, PendingBatch, Task
 from lightning_fastdata.loading.executors.reports import as_error, poisonous, timed_out
@@ -215,6 +215,13 @@ class PoolExecutor:
         return not self._in_place or self._slots.may_grow(size)
 
     def _tasks(self, batch: PendingBatch) -> list[Task]:
+        try:
+            return self._split(batch)
+        except WorkerError as error:  # no memory for it, which is said when it is its turn
+            batch.open_tasks, batch.error = 0, (0, error)
+            return []
+
+    def _split(self, batch: PendingBatch) -> list[Task]:
         indices = batch.indices
         if self._in_place is None and indices and self._batches[0] is batch:
             batch.open_tasks = 1
@@ -292,10 +299,12 @@ class PoolExecutor:
         if self._in_place is None:
             self._in_place, self._layout = layout is not None, layout
             self._crew.tell("layout", layout)
-        tasks = self._tasks(batch)
-        # The process that found the layout has kept the sample it found it with.
-        self._give(tasks[0], side)
-        self._todo.extend(tasks[1:])
+        if not self._is_old(batch):
+            for at, task in enumerate(self._tasks(batch)):
+                if at:
+                    self._todo.append(task)
+                else:  # the process that found the layout has kept the sample it found it with
+                    self._give(task, side)
 
     def _finish(self, batch: PendingBatch) -> None:
         if self._is_old(batch):
