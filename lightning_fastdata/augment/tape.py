@@ -248,9 +248,9 @@ class Recorder:
         if noted is None:
             self._refuse_late_pixels(op.name, data)
             return self._run(hooked.original, params, **data)
-        if not data.keys() <= self._roles.keys():
+        if len(noted) < len(data):
             others = {key: value for key, value in data.items() if key not in self._roles}
-            data |= hooked.original(params, **others)
+            data |= hooked.original(params, **others) if others else {}
         for key, encoded, shape, dtype in noted:
             target = self._target(key, data[key])
             changes = shape != target.shown.shape or dtype != target.shown.dtype

@@ -173,14 +173,12 @@ class ComposeWorker:
             for name in sample:
                 if name in self._taken and name not in places and _fits(name, sample[name]):
                     places[name] = name
-        data = {name: get_field(sample, place) for name, place in places.items()}
-        for name, role in self._roles.items():
-            if data.get(name) is not None:
-                convert = _image_to_numpy if role == "image" else mask_to_numpy
-                data[name] = convert(data[name])
-        for name in _SEVERAL:
-            if name in data:
-                data[name] = _as_arrays(data[name], image=name == "images")
+        data = {}
+        for name, place in places.items():
+            value, role = get_field(sample, place), self._roles.get(name)
+            if role is not None and value is not None:
+                value = to_hwc(value)[0] if role == "image" else mask_to_numpy(value)
+            data[name] = _as_arrays(value, image=name == "images") if name in _SEVERAL else value
         return data, places
 
 
@@ -221,10 +219,6 @@ def convert_images(
         places += [name for name in named if isinstance(batch.get(name), torch.Tensor)]
     converted = {place: convert_output(get_field(batch, place), form) for place in places}
     return put_fields(batch, converted)
-
-
-def _image_to_numpy(value: Any) -> np.ndarray:
-    return to_hwc(value)[0]
 
 
 def argument_names(compose: Any) -> frozenset[str]:
