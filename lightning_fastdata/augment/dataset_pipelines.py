@@ -169,6 +169,7 @@ class DatasetRecording:
         self.switch = switch
         self._registered = registered
         self._recorders: list[PipelineRecorder] | None = None
+        self._found_in_epoch = 0
         self._turn = Turn(made)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -180,7 +181,9 @@ class DatasetRecording:
         if self.switch is not None and self.switch.place(epoch) == "workers":
             yield
             return
-        if self._recorders is None:
+        # A callback may have given the dataset other pipelines, or others transforms to these.
+        if self._recorders is None or epoch != self._found_in_epoch:
+            self._found_in_epoch = epoch
             self._recorders = [
                 PipelineRecorder(place.compose, place.plan, self._ops, self._turn)
                 for place in place_pipelines(dataset, self._registered)

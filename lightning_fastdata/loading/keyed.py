@@ -40,14 +40,17 @@ class _Keying:
         self.transform = transform
         self.recording = recording
         self._composes: Sequence[Any] | None = None
+        self._found_in_epoch = 0
 
     def key(self, index: int) -> SampleKey:
         return SampleKey(self.seed, self.epoch.get(), index)
 
     def seed_for(self, key: SampleKey) -> None:
-        # Found on first use, because a worker process holds its own copies of the pipelines.
-        if self._composes is None:
+        # Found on first use, because a worker process holds its own copies of the pipelines, and
+        # in each epoch, because a callback may have given the dataset others.
+        if self._composes is None or key.epoch != self._found_in_epoch:
             self._composes = find_composes(self.dataset)
+            self._found_in_epoch = key.epoch
         if self._composes:
             reseed(self._composes, key)
 

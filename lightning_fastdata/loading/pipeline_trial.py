@@ -61,6 +61,10 @@ class Trial(NamedTuple):
         """Return what has the dataset's pipelines recorded; with a switch, in some epochs."""
         return DatasetRecording(switch, self.registered)
 
+    def refused(self, why: str) -> Trial:
+        """Return the trial with all of it in the workers, for another reason."""
+        return self._replace(fields=(), why=why)
+
     @property
     def defers(self) -> bool:
         """Whether the device is to compute something."""
@@ -80,6 +84,7 @@ class TriedDataset:
         trial: The outcome.
         dataset: What was tried, with ``seed`` and ``collate_fn``, as :func:`try_recording` takes
             them.
+        against: Why the outcome was refused; None: it was not.
     """
 
     def __init__(
@@ -89,6 +94,7 @@ class TriedDataset:
         *,
         seed: int,
         collate_fn: Callable[[list[Any]], Any] | None,
+        against: str | None = None,
     ) -> None:
         self.trial = trial
         self._dataset: weakref.ref[Dataset[Any]] | None
@@ -96,7 +102,7 @@ class TriedDataset:
             self._dataset = weakref.ref(dataset)
         except TypeError:  # it has slots
             self._dataset = None
-        self._rests_on = _rests_on(dataset, seed, collate_fn)
+        self._rests_on = against, _rests_on(dataset, seed, collate_fn)
 
     def __getstate__(self) -> dict[str, Any]:
         # In another process the dataset is another one; the outcome is told there, but not used.
@@ -108,6 +114,7 @@ class TriedDataset:
         *,
         seed: int,
         collate_fn: Callable[[list[Any]], Any] | None,
+        against: str | None = None,
     ) -> bool:
         """Return whether a trial would find the same: nothing has changed that it rests on.
 
@@ -116,7 +123,7 @@ class TriedDataset:
         """
         if self._dataset is None or self._dataset() is not dataset:
             return False
-        return self._rests_on == _rests_on(dataset, seed, collate_fn)
+        return self._rests_on == (against, _rests_on(dataset, seed, collate_fn))
 
 
 def _rests_on(

@@ -36,6 +36,26 @@ def _written_in_class(cls: type[Any], name: str) -> bool:
     return definer is not None and definer.__name__ != "DataHooks"
 
 
+def hook_against_device(data: Any, module: object) -> str | None:
+    """Return why a user's hook would not get the batches it always got, or None if none is there.
+
+    Args:
+        data: The data module. Of its hooks those are right that call ``super()``.
+        module: The LightningModule, or None. Its ``on_after_batch_transfer`` comes after ours.
+    """
+    for name in HOOKS:
+        code = getattr(getattr(type(data), name), "__code__", None)
+        if name in data.written_hooks() and "super" not in getattr(code, "co_names", ()):
+            return f"{type(data).__name__}.{name} does not call super(), which has them computed"
+    for name in HOOKS[:2]:
+        if overridden_hook(module, name) is not None:
+            return (
+                f"{type(module).__name__}.{name} would get the images before they are augmented; "
+                "on_after_batch_transfer gets them afterwards"
+            )
+    return None
+
+
 def silence_shared_hook_warning(name: str) -> None:
     """Keep Lightning from warning that a LightningModule's transfer hook is not called.
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_fastdata.errors import DatasetError, FastDataWarning
 from lightning_fastdata.plugin.datasets import in_form_of, is_missing, named
+from lightning_fastdata.plugin.hooks import hook_against_device
 from lightning_fastdata.plugin.loaders import build_loader, checked_sample, plan_for
 from lightning_fastdata.plugin.sharing import settle_sharing, sharing_ranks, silence_padding_warning
 from lightning_fastdata.plugin.trainer_facts import (
@@ -89,6 +90,7 @@ class ModuleLoaders:
             name=name,
             seed=seed,
             collate_fn=module.collate_fn,
+            against=hook_against_device(module, getattr(trainer, "lightning_module", None)),
             trainer=trainer,
         )
         if overrides.get("batch_size", module.batch_size) is None:

@@ -56,6 +56,7 @@ class Pipelines:
         name: str,
         seed: int,
         collate_fn: Callable[[list[Any]], Any] | None,
+        against: str | None,
         trainer: Any,
     ) -> DatasetPipeline:
         """Return the pipeline that runs on a dataset: the data module's, else the dataset's own.
@@ -67,6 +68,7 @@ class Pipelines:
             name: How the user knows it.
             seed: Of the draws.
             collate_fn: The user's.
+            against: Why the dataset's own pipeline may leave nothing to the device; None: it may.
             trainer: The trainer, or None.
         """
         if not self.placing.may_use_device(stage, trainer):
@@ -74,9 +76,10 @@ class Pipelines:
         part = self._transforms.worker_part_for(stage, some_samples(dataset, sample))
         if part is not None:
             return DatasetPipeline(part, None)
-        return DatasetPipeline(
-            None, self._trial(dataset, stage=stage, name=name, seed=seed, collate_fn=collate_fn)
+        own = self._trial(
+            dataset, stage=stage, name=name, seed=seed, collate_fn=collate_fn, against=against
         )
+        return DatasetPipeline(None, own)
 
     def _trial(
         self,
@@ -86,20 +89,24 @@ class Pipelines:
         name: str,
         seed: int,
         collate_fn: Callable[[list[Any]], Any] | None,
+        against: str | None,
     ) -> Trial | None:
         """Try out a dataset; None if it has no pipelines, or none that leave something over.
 
         Loaders are made again for each epoch or each run; what was found out still holds then.
         """
+        rests_on: dict[str, Any] = {"seed": seed, "collate_fn": collate_fn, "against": against}
         known = self._tried.get((stage, name))
-        if known is None or not known.holds_for(dataset, seed=seed, collate_fn=collate_fn):
+        if known is None or not known.holds_for(dataset, **rests_on):
             trial = try_recording(dataset, seed=seed, collate_fn=collate_fn)
             if trial is None:
                 self._tried.pop((stage, name), None)
                 return None
+            if trial.defers and against is not None:
+                trial = trial.refused(against)
             if known is None or known.trial.why != trial.why:
                 _LOG.info("%s: its own pipeline: %s", name, trial.explain().splitlines()[0])
-            known = TriedDataset(trial, dataset, seed=seed, collate_fn=collate_fn)
+            known = TriedDataset(trial, dataset, **rests_on)
             self._tried[stage, name] = known
         return known.trial if known.trial.defers else None
 

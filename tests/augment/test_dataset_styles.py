@@ -194,6 +194,32 @@ def test_a_dataset_may_copy_its_pipeline_for_each_sample():
     assert_left_over_and_the_same(Reading(read, transform=pipeline(A.Solarize(p=0.5))))
 
 
+def with_another_transform(dataset):
+    dataset.transform.transforms.insert(1, A.Solarize(p=1))
+
+
+def with_another_pipeline(dataset):
+    dataset.transform = A.Compose([A.RandomCrop(32, 32), A.VerticalFlip(), A.ToTensorV2()])
+
+
+@pytest.mark.parametrize("change", [with_another_transform, with_another_pipeline])
+def test_a_callback_may_change_a_pipeline_between_epochs(change):
+    epochs = []
+    for recorded in (False, False, True):
+        dataset = Reading(one_view, transform=pipeline())
+        options = {"staged": "train", "recording": DatasetRecording()} if recorded else {}
+        loader = FastDataLoader(dataset, batch_size=4, seed=5, **options)
+        made = list(loader)
+        change(dataset)
+        made += list(loader)
+        if recorded:
+            assert all(batch.draws is not None for batch in made)
+            made = [finish(batch, {"train": []})[0] for batch in made]
+        epochs.append(torch.stack([image.float() for image in made]))
+    assert torch.equal(epochs[0], epochs[1])
+    assert torch.equal(epochs[0], epochs[2])
+
+
 @dataclass(frozen=True)
 class Frozen:
     image: torch.Tensor
