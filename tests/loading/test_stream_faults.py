@@ -52,13 +52,13 @@ def pool(dataset: Any, processes: int = 2, **how: Any) -> StreamExecutor:
 
 
 def test_a_timeout_shows_where_the_stream_is_stuck() -> None:
-    loader = FastDataLoader(Stuck(), num_workers=2, timeout=1, executor="workers")
-    with pytest.raises(WorkerError, match=r"(?s)timeout=1 s.*process 0 .*in __iter__"):
+    loader = FastDataLoader(Stuck(), num_workers=2, timeout=4, executor="workers")
+    with pytest.raises(WorkerError, match=r"(?s)timeout=4 s.*process 0 .*in __iter__"):
         list(loader)
 
 
 def test_a_timeout_tells_that_a_process_is_stopped() -> None:
-    executor = pool(Lengths([5000]), 1, timeout_s=1)
+    executor = pool(Lengths([5000]), 1, timeout_s=4)
     executor.start_epoch([2], 0)
     next(executor)
     os.kill(executor.sides[0].process.pid, signal.SIGSTOP)

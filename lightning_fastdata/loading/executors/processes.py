@@ -260,7 +260,7 @@ class SideProcess:
         """Return the numbers of the tasks that its threads have taken from the queue last."""
         return taken_last(self.marks)
 
-    def stack(self, wait_s: float = 1.0) -> str:
+    def stack(self, wait_s: float = 3.0) -> str:
         """Return the Python stacks of its threads, asked for through SIGUSR1."""
         if self.is_stopped():
             return f"(no stack: the process is stopped, state {self._state()}; send it SIGCONT)"
