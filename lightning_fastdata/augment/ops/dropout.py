@@ -69,9 +69,10 @@ def _encode(
             return None
         arrays = {"fill": values.astype(np.float32)}
     holes = np.asarray(params["holes"], np.int32).reshape(-1, 4)
-    # Cells of a grid with more of them than pixels end before they begin: NumPy counts from the
-    # end of the image then.
-    holes = np.where(holes < 0, holes + (shape[1], shape[0]) * 2, holes).astype(np.int32)
+    if (holes < 0).any():
+        # Cells of a grid with more of them than pixels end before they begin: NumPy counts from
+        # the end of the image then.
+        holes = np.where(holes < 0, holes + (shape[1], shape[0]) * 2, holes).astype(np.int32)
     arrays["holes"] = _padded(holes)
     if fill_mask is not None:
         arrays["fill_mask"] = np.atleast_1d(np.array(fill_mask, np.float32)).ravel()
