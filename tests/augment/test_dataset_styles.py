@@ -195,7 +195,7 @@ def test_a_dataset_may_copy_its_pipeline_for_each_sample():
 
 
 def with_another_transform(dataset):
-    dataset.transform.transforms.insert(1, A.Solarize(p=1))
+    dataset.transform.transforms.insert(2, A.Solarize(p=1))
 
 
 def with_another_pipeline(dataset):
