@@ -101,6 +101,9 @@ class PipelineRecorder(Recorder):
     ) -> Any:
         return (hook if self._turn.is_of(self) else plain)(*args, **kwargs)
 
+    def _refuse_late_pixels(self, name: str, data: Mapping[str, Any]) -> None:
+        """Refuse nothing: the dataset gets the tensor computed, and so is the batch it comes in."""
+
     def _begin(self, original: Callable[[Any], Any], data: dict[str, Any]) -> Any:
         if self._turn.take(self):
             self._targets = {}

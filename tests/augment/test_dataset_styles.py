@@ -187,6 +187,17 @@ def test_images_of_several_dtypes_meet_in_a_batch_as_always():
     assert_left_over_and_the_same(Reading(read, transform=transform), left_over=False)
 
 
+def test_a_sample_that_nothing_can_be_left_over_of_is_computed():
+    def read(dataset, image, index):
+        mask = image[::2, ::2, 0] if index == 1 else image[..., 0]
+        return dataset.transform(image=image, mask=mask)["image"]
+
+    steps = [A.HorizontalFlip(), A.Solarize(), A.Normalize(), A.ToTensorV2()]
+    dataset = Reading(read, transform=A.Compose(steps, is_check_shapes=False))
+    assert try_recording(dataset, seed=5, collate_fn=None).defers
+    assert_left_over_and_the_same(dataset)
+
+
 def test_a_dataset_may_copy_its_pipeline_for_each_sample():
     def read(dataset, image, _index):
         return copy.deepcopy(dataset.transform)(image=image)["image"]
