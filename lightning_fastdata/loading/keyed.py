@@ -66,11 +66,28 @@ class _Keying:
         return {**self.__dict__, "_composes": None}
 
 
-class KeyedDataset(Dataset[Any]):
-    """A map-style dataset, each of whose samples is drawn under its own key."""
+class _Stand:
+    """Stands for a dataset: attributes are read from and written to that.
+
+    So a ``worker_init_fn`` that configures ``get_worker_info().dataset`` reaches it.
+    """
 
     def __init__(self, keying: _Keying) -> None:
-        self._keying = keying
+        object.__setattr__(self, "_keying", keying)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_keying":
+            raise AttributeError(name)
+        return getattr(self._keying.dataset, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._keying.dataset, name, value)
+
+
+class KeyedDataset(_Stand, Dataset[Any]):
+    """A map-style dataset, each of whose samples is drawn under its own key."""
+
+    _keying: _Keying
 
     def __len__(self) -> int:
         return len(self._keying.dataset)  # type: ignore[arg-type]
@@ -111,23 +128,10 @@ class KeyedDataset(Dataset[Any]):
         return [keying.finish(sample, key) for sample, key in zip(samples, keys, strict=True)]
 
 
-class KeyedIterableDataset(IterableDataset[Any]):
-    """An iterable dataset whose i-th sample in worker w has the key index ``i * workers + w``.
+class KeyedIterableDataset(_Stand, IterableDataset[Any]):
+    """An iterable dataset whose i-th sample in worker w has the key index ``i * workers + w``."""
 
-    Attributes are read from and written to the wrapped dataset, so that a ``worker_init_fn`` that
-    configures ``get_worker_info().dataset`` reaches it.
-    """
-
-    def __init__(self, keying: _Keying) -> None:
-        object.__setattr__(self, "_keying", keying)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "_keying":
-            raise AttributeError(name)
-        return getattr(self._keying.dataset, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._keying.dataset, name, value)
+    _keying: _Keying
 
     def set_epoch(self, epoch: int) -> None:
         """Draw for this epoch from now on, counted from 0."""

@@ -213,6 +213,35 @@ def test_a_worker_init_fn_reaches_the_users_iterable_dataset():
     assert sorted(int(x) for batch in loader for x in batch) == [0, 1, 2, 3]
 
 
+class Opened(Dataset):
+    def __init__(self):
+        self.transform = A.Compose([A.HorizontalFlip(p=0.5)])
+        self.offset, self.file = 0, None
+
+    def open(self):
+        self.file = 100
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return self.file + self.offset + index
+
+
+def open_file(worker_id):
+    dataset = get_worker_info().dataset
+    dataset.open()
+    dataset.offset = dataset.file + 20
+
+
+@pytest.mark.parametrize("executor", ["torch", "workers"])
+def test_a_worker_init_fn_reaches_the_users_dataset(executor):
+    loader = FastDataLoader(
+        Opened(), batch_size=4, num_workers=1, worker_init_fn=open_file, executor=executor
+    )
+    assert next(iter(loader)).tolist() == [220, 221, 222, 223]
+
+
 def test_the_dataset_attribute_is_the_users_own():
     dataset = Augmented()
     assert FastDataLoader(dataset).dataset is dataset
