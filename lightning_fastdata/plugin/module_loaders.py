@@ -133,12 +133,16 @@ class ModuleLoaders:
 
     def explain(self, module: Any) -> str:
         """Return every choice that was made, its value and its reason, as text."""
-        for stage in STAGES:
-            for name, dataset in _named_datasets(module, stage)[1]:
-                if name not in self._plans:
-                    self._plans[name] = self._plan(module, dataset, stage, None)
+        datasets = {
+            (stage, name): dataset
+            for stage in STAGES
+            for name, dataset in _named_datasets(module, stage)[1]
+        }
+        for (stage, name), dataset in datasets.items():
+            if name not in self._plans:
+                self._plans[name] = self._plan(module, dataset, stage, None)
         parts = [f"{name}\n{plan.explain()}" for name, plan in self._plans.items()]
-        parts += self.pipelines.explain(module.trainer)
+        parts += self.pipelines.explain(module.trainer, datasets)
         return "\n\n".join([*parts, self._prefetching.explain()])
 
     def _plan(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from lightning_fastdata.augment.dataset_pipelines import explain_pipelines, place_pipelines
 from lightning_fastdata.loading.pipeline_trial import (
     IN_WORKERS,
     Trial,
@@ -14,6 +15,7 @@ from lightning_fastdata.loading.pipeline_trial import (
 )
 from lightning_fastdata.plugin.loaders import some_samples
 from lightning_fastdata.plugin.placing import AugmentOn, Placing
+from lightning_fastdata.types import STAGES
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
@@ -23,6 +25,10 @@ if TYPE_CHECKING:
     from lightning_fastdata.types import Stage
 
 _LOG = logging.getLogger(__name__)
+_NOT_FOUND: Final = (
+    "no Albumentations pipeline was found in the dataset. One that is built while a sample is read "
+    "cannot be, and runs in the workers as it does without this package"
+)
 
 
 class DatasetPipeline(NamedTuple):
@@ -101,6 +107,8 @@ class Pipelines:
             trial = try_recording(dataset, seed=seed, collate_fn=collate_fn)
             if trial is None:
                 self._tried.pop((stage, name), None)
+                if self._misses_pipelines():
+                    _LOG.info('augment_on="gpu", %s: %s.', name, _NOT_FOUND)
                 return None
             if trial.defers and against is not None:
                 trial = trial.refused(against)
@@ -129,13 +137,43 @@ class Pipelines:
     def _trials_of(self, stage: Stage) -> list[Trial]:
         return [tried.trial for (of, _), tried in self._tried.items() if of == stage]
 
-    def explain(self, trainer: Any) -> list[str]:
-        """Return where each operation of each pipeline runs, and why, as text."""
+    def explain(
+        self, trainer: Any, datasets: Mapping[tuple[Stage, str], Dataset[Any]]
+    ) -> list[str]:
+        """Return where each operation of each pipeline runs, and why, as text.
+
+        Args:
+            trainer: The trainer, or None.
+            datasets: Of each loader, by its stage and the name under which the user knows it.
+        """
         parts = self._transforms.explain(lambda stage: self.placing.where(stage, trainer))
-        for (stage, name), tried in self._tried.items():
-            place, why = self.placing.where(stage, trainer)
-            told = tried.trial.explain()
-            if tried.trial.defers:
-                told = f"{why}\n{told}" if place == "device" else f"{IN_WORKERS}: {why}"
-            parts.append(f"pipeline of {name}\n{told}")
+        for stage, name in dict.fromkeys([*self._tried, *datasets]):
+            if self._transforms.worker_part(stage) is None:
+                told = self._explain_own(stage, name, datasets.get((stage, name)), trainer)
+                parts += [] if told is None else [f"pipeline of {name}\n{told}"]
         return parts
+
+    def _explain_own(
+        self, stage: Stage, name: str, dataset: Dataset[Any] | None, trainer: Any
+    ) -> str | None:
+        """Return where the pipelines that a dataset calls itself run; None if it has none."""
+        place, why = self.placing.where(stage, trainer)
+        tried = self._tried.get((stage, name))
+        trial = None if tried is None else tried.trial
+        if trial is not None and not trial.defers:
+            return trial.explain()
+        places = place_pipelines(dataset) if trial is None else trial.places
+        if not places:
+            return _NOT_FOUND if self._misses_pipelines() else None
+        if place == "workers":
+            return f"{IN_WORKERS}: {why}"
+        if trial is not None:
+            return f"{why}\n{trial.explain()}"
+        return (
+            f"{why}; the dataset is tried out when its loader is made\n{explain_pipelines(places)}"
+        )
+
+    def _misses_pipelines(self) -> bool:
+        """Whether the user asks for a device, and has pipelines that cannot be seen, if any."""
+        anywhere = any(self._transforms.worker_part(stage) is not None for stage in STAGES)
+        return self.placing.asked == "gpu" and not anywhere
