@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,28 +31,43 @@ class Turn:
     def __init__(self, made: list[Waiting] | None = None) -> None:
         self.thread = 0
         """Of the calls that are recorded."""
-        self.owner: PipelineRecorder | None = None
-        """Of the call that is being recorded; None: there is none."""
         self.made = made
         """Gets everything that waits; None: nobody asks."""
+        self._calls: list[PipelineRecorder] = []
+        """Whose call is being recorded, last, and within which other calls."""
 
     def begin(self) -> None:
         """Have the calls of this thread recorded."""
         self.thread = threading.get_ident()
-        self.owner = None
+        self._calls.clear()
 
     def take(self, recorder: PipelineRecorder) -> bool:
         """Return whether the call that begins is to be recorded by this recorder."""
         if threading.get_ident() != self.thread:
             return False
-        # The one before may have ended in an error that the dataset caught.
-        if self.owner is None or not self.owner.contains(recorder.compose):
-            self.owner = recorder
-        return self.owner is recorder
+        if self._calls and self._calls[-1].contains(recorder.compose):
+            return False
+        self._calls.append(recorder)
+        return True
 
     def is_of(self, recorder: PipelineRecorder) -> bool:
         """Return whether this call is a part of the one that is recorded by this recorder."""
-        return self.owner is recorder and threading.get_ident() == self.thread
+        last = self._calls[-1] if self._calls else None
+        return last is recorder and threading.get_ident() == self.thread
+
+    @contextmanager
+    def ends_with_an_error(self, recorder: PipelineRecorder) -> Iterator[None]:
+        """Have an error within the block end the call, after which the dataset may go on."""
+        try:
+            yield
+        except BaseException:
+            self.end(recorder)
+            raise
+
+    def end(self, recorder: PipelineRecorder) -> None:
+        """Note that the call of a recorder is over, if it is its turn."""
+        if self.is_of(recorder):
+            self._calls.pop()
 
 
 class PipelineRecorder(Recorder):
@@ -99,7 +115,10 @@ class PipelineRecorder(Recorder):
     def _in_turn(
         self, hook: Callable[..., Any], plain: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
-        return (hook if self._turn.is_of(self) else plain)(*args, **kwargs)
+        if not self._turn.is_of(self):
+            return plain(*args, **kwargs)
+        with self._turn.ends_with_an_error(self):
+            return hook(*args, **kwargs)
 
     def _refuse_late_pixels(self, name: str, data: Mapping[str, Any]) -> None:
         """Refuse nothing: the dataset gets the tensor computed, and so is the batch it comes in."""
@@ -108,10 +127,12 @@ class PipelineRecorder(Recorder):
         if self._turn.take(self):
             self._targets = {}
             self._given = dict(data)
-        return original(data)
+        with self._turn.ends_with_an_error(self):
+            return original(data)
 
     def _end(self, original: Callable[[Any], Any], data: dict[str, Any]) -> Any:
-        result = original(data)
+        with self._turn.ends_with_an_error(self):
+            result = original(data)
         if not self._turn.is_of(self):
             return result
         for key, role in self._roles.items():
@@ -131,5 +152,5 @@ class PipelineRecorder(Recorder):
             else:
                 result[key] = target.flush()
         self._targets, self._given = {}, {}
-        self._turn.owner = None
+        self._turn.end(self)
         return result

@@ -137,6 +137,41 @@ def test_a_pipeline_that_fails_in_a_dataset_that_goes_on_hides_no_other():
     assert_left_over_and_the_same(Reading(read, strict=strict, plain=plain))
 
 
+def refusing(image, **_):
+    if image[0, 0, 0] % 2:
+        raise ValueError(image[0, 0, 0])
+    return image
+
+
+def test_the_rest_of_a_pipeline_that_fails_may_be_called_by_itself():
+    ends = A.Compose([A.Solarize(p=1), A.Normalize(), A.ToTensorV2()])
+    picky = A.Lambda(image=refusing, p=1)
+    whole = A.Compose([A.VerticalFlip(p=1), A.CenterCrop(32, 32), picky, ends])
+
+    def read(dataset, image, index):
+        try:
+            return dataset.whole(image=image)["image"], index
+        except ValueError:
+            small = dataset.ends.transforms[0](image=image[:32, :32])["image"]
+            return dataset.ends(image=small)["image"], index
+
+    assert_left_over_and_the_same(Reading(read, whole=whole, ends=ends), batch_size=1)
+
+
+def test_a_transform_may_call_another_pipeline_of_the_dataset():
+    inner = A.Compose([A.VerticalFlip(p=1), A.Solarize(p=1), A.ToTensorV2()])
+
+    def read(dataset, image, _index):
+        return dataset.outer(image=image)["image"], dataset.inner(image=image[:32, :32])["image"]
+
+    def again(image, **_):
+        return inner(image=image)["image"].numpy().transpose(1, 2, 0).copy()
+
+    steps = [A.CenterCrop(32, 32), A.HorizontalFlip(p=1), A.Lambda(image=again, p=1)]
+    outer = A.Compose([*steps, A.Normalize(), A.ToTensorV2()])
+    assert_left_over_and_the_same(Reading(read, outer=outer, inner=inner))
+
+
 def in_threads(dataset, image, index):
     with ThreadPoolExecutor(4) as pool:
         views = pool.map(lambda _: dataset.transform(image=image)["image"], range(4))
