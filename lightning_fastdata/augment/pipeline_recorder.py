@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -55,17 +54,11 @@ class Turn:
         last = self._calls[-1] if self._calls else None
         return last is recorder and threading.get_ident() == self.thread
 
-    @contextmanager
-    def ends_with_an_error(self, recorder: PipelineRecorder) -> Iterator[None]:
-        """Have an error within the block end the call, after which the dataset may go on."""
-        try:
-            yield
-        except BaseException:
-            self.end(recorder)
-            raise
-
     def end(self, recorder: PipelineRecorder) -> None:
-        """Note that the call of a recorder is over, if it is its turn."""
+        """Note that the call of a recorder is over, if it is its turn.
+
+        After an error, too, as the dataset may catch it and go on.
+        """
         if self.is_of(recorder):
             self._calls.pop()
 
@@ -117,8 +110,11 @@ class PipelineRecorder(Recorder):
     ) -> Any:
         if not self._turn.is_of(self):
             return plain(*args, **kwargs)
-        with self._turn.ends_with_an_error(self):
+        try:
             return hook(*args, **kwargs)
+        except BaseException:
+            self._turn.end(self)
+            raise
 
     def _refuse_late_pixels(self, name: str, data: Mapping[str, Any]) -> None:
         """Refuse nothing: the dataset gets the tensor computed, and so is the batch it comes in."""
@@ -127,12 +123,18 @@ class PipelineRecorder(Recorder):
         if self._turn.take(self):
             self._targets = {}
             self._given = dict(data)
-        with self._turn.ends_with_an_error(self):
+        try:
             return original(data)
+        except BaseException:
+            self._turn.end(self)
+            raise
 
     def _end(self, original: Callable[[Any], Any], data: dict[str, Any]) -> Any:
-        with self._turn.ends_with_an_error(self):
+        try:
             result = original(data)
+        except BaseException:
+            self._turn.end(self)
+            raise
         if not self._turn.is_of(self):
             return result
         for key, role in self._roles.items():
