@@ -121,7 +121,9 @@ class DeferredTensor(torch.Tensor):
             stacked: Lengths of the dimensions in front of ``form``'s.
         """
         shape = (*stacked, *form.shape)
-        deferred: DeferredTensor = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=form.dtype)
+        deferred: DeferredTensor = torch.Tensor._make_wrapper_subclass(
+            cls, shape, dtype=form.dtype, device=torch.device("cpu")
+        )
         _throw_on_pointer(deferred)
         deferred.waiting = waiting
         deferred.stacked = stacked

@@ -6,7 +6,13 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from lightning_fastdata.augment.dataset_pipelines import explain_pipelines, place_pipelines
+from lightning_fastdata.augment.dataset_pipelines import (
+    PipelinePlace,
+    explain_pipelines,
+    place_pipelines,
+)
+from lightning_fastdata.augment.registry import registered_forms
+from lightning_fastdata.augment.seeds import find_composes
 from lightning_fastdata.loading.pipeline_trial import (
     IN_WORKERS,
     Trial,
@@ -26,8 +32,8 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 _NOT_FOUND: Final = (
-    "no Albumentations pipeline was found in the dataset. One that is built while a sample is read "
-    "cannot be, and runs in the workers as it does without this package"
+    "no Albumentations pipeline was found in the dataset. One that a collate_fn calls, or that is "
+    "built while a sample is read, runs in the workers as it does without this package"
 )
 
 
@@ -162,7 +168,7 @@ class Pipelines:
         trial = None if tried is None else tried.trial
         if trial is not None and not trial.defers:
             return trial.explain()
-        places = place_pipelines(dataset) if trial is None else trial.places
+        places = _placed(dataset) if trial is None else trial.places
         if not places:
             return _NOT_FOUND if self._misses_pipelines() else None
         if place == "workers":
@@ -177,3 +183,7 @@ class Pipelines:
         """Whether the user asks for a device, and has pipelines that cannot be seen, if any."""
         anywhere = any(self._transforms.worker_part(stage) is not None for stage in STAGES)
         return self.placing.asked == "gpu" and not anywhere
+
+
+def _placed(dataset: Dataset[Any] | None) -> tuple[PipelinePlace, ...]:
+    return place_pipelines(dataset, registered_forms(*find_composes(dataset)))

@@ -32,9 +32,9 @@ class Photos(Dataset):
         return self.transform(image=IMAGES[index])["image"][0, :1].reshape(-1).repeat(8)
 
 
-class BuiltWhileRead(Photos):
-    def __init__(self):
-        self.transform = None
+class BuiltWhileRead(Dataset):
+    def __len__(self):
+        return len(IMAGES)
 
     def __getitem__(self, index):
         return pipeline()(image=IMAGES[index])["image"][0, :1].reshape(-1).repeat(8)
