@@ -9,6 +9,7 @@
       + TransformError        a transform cannot be built, registered or run
       + WorkerError           a side process of a loader died, hung or broke (a RuntimeError)
       + BatchSizeError        the batch does not fit the device and the guard may not change it
+      + VersionError          a package that this one needs is too old (an ImportError)
 
     FastDataWarning           something was limited or degraded; says what and how to lift it
 
@@ -44,6 +45,10 @@ class WorkerError(FastDataError, RuntimeError):
 
 class BatchSizeError(FastDataError):
     """The batch does not fit the device, and the guard was told not to change it."""
+
+
+class VersionError(FastDataError, ImportError):
+    """A package that this one needs is installed in a version that will not do."""
 
 
 class FastDataWarning(UserWarning):
