@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Final, cast
 
 import numpy as np
@@ -25,6 +26,10 @@ if TYPE_CHECKING:
     from lightning_fastdata.augment.ops.output import OutputForm
     from lightning_fastdata.augment.program import Draws, Program, ProgramStep
     from lightning_fastdata.types import Batch
+
+_WITHOUT_FLOAT64: Final = frozenset({"mps"})
+"""Devices on which positions cannot be computed as exactly as OpenCV does: for these the CPU
+computes."""
 
 
 _SIGNED: Final = {
@@ -61,19 +66,29 @@ def replay(
     Raises:
         TransformError: a step would give some samples another shape or dtype than the others.
     """
+    carry_out = partial(
+        _carry_out, program, ops, kernels=kernels, out_dtype=out_dtype, channels_last=channels_last
+    )
     kind = batch.device.type
+    if kind in _WITHOUT_FLOAT64:
+        return carry_out(blob.cpu(), batch.cpu()).to(batch.device)
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         # Matrix products of half precision would be other pixels.
         with torch.autocast(kind, enabled=False):
-            return replay(
-                program,
-                blob,
-                batch,
-                ops,
-                kernels=kernels,
-                out_dtype=out_dtype,
-                channels_last=channels_last,
-            )
+            return carry_out(blob, batch)
+    return carry_out(blob, batch)
+
+
+def _carry_out(
+    program: Program,
+    ops: Mapping[str, DeviceOp],
+    blob: torch.Tensor,
+    batch: torch.Tensor,
+    *,
+    kernels: bool | None,
+    out_dtype: torch.dtype | None,
+    channels_last: bool,
+) -> torch.Tensor:
     current, owned = batch, False
     kernels = has_kernels(batch.device) if kernels is None else kernels
     runs = {run.first: run for run in program.runs} if kernels else {}

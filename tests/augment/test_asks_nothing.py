@@ -166,6 +166,18 @@ def test_autocast_leaves_the_pixels_as_they_are(transform, dtype):
         assert torch.equal(on_device(pipeline(transform), samples)[0]["image"], wanted)
 
 
+def test_a_device_without_float64_leaves_the_computing_to_the_cpu(pretended):
+    recipe = PIPELINES["classification: leaves"]
+    images, draws = drawn_batch(recipe.compose, list(itertools.islice(samples(recipe), 4)))
+    shape = np.stack(images).shape
+    with pretended, Arguments() as seen:
+        blob = torch.empty(draws.blob.shape, dtype=torch.uint8, device="mps")
+        batch = torch.empty(shape, dtype=torch.uint8, device="mps")
+        out = replay(draws.programs["image"], blob, batch, REPLAYED_OPS)
+    assert out.device == batch.device
+    assert "mps" not in seen.float64_on
+
+
 def test_draws_come_back_to_the_host_whole(pretended):
     """A copy for which nobody waits would be read before it is there."""
     draws = Draws(1, {}, torch.zeros(64, dtype=torch.uint8))
@@ -177,16 +189,19 @@ def test_draws_come_back_to_the_host_whole(pretended):
 
 
 class Arguments(TorchDispatchMode):
-    """Notes whether copies are waited for."""
+    """Notes whether copies are waited for, and where float64 is computed with."""
 
     def __init__(self):
         super().__init__()
-        self.non_blocking = []
+        self.non_blocking, self.float64_on = [], set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if str(func).startswith("aten._to_copy"):
             self.non_blocking.append((kwargs or {}).get("non_blocking", False))
-        return func(*args, **(kwargs or {}))
+        out = func(*args, **(kwargs or {}))
+        made = [one for one in torch.utils._pytree.tree_leaves(out) if is_array(one)]
+        self.float64_on |= {one.device.type for one in made if one.dtype == torch.float64}
+        return out
 
 
 def test_the_watch_sees_a_question_a_copy_and_what_is_refused(pretended):
