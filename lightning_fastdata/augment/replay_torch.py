@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import TYPE_CHECKING, Final, cast
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import numpy as np
 import torch
@@ -31,12 +31,18 @@ _WITHOUT_FLOAT64: Final = frozenset({"mps"})
 """Devices on which positions cannot be computed as exactly as OpenCV does: for these the CPU
 computes."""
 
-
 _SIGNED: Final = {
     torch.uint16: torch.int16,
     torch.uint32: torch.int32,
     torch.uint64: torch.int64,
 }
+_BY_WAY_OF: Final = {
+    torch.uint16: torch.float32,
+    torch.uint32: torch.int64,
+    torch.uint64: torch.int64,
+}
+"""Dtypes that torch stores, but that older ones (2.11) hardly compute with: they have no
+``index_select``. And those that are computed with instead."""
 
 
 def replay(
@@ -89,7 +95,9 @@ def _carry_out(
     out_dtype: torch.dtype | None,
     channels_last: bool,
 ) -> torch.Tensor:
-    current, owned = batch, False
+    given = batch.dtype
+    kind = _computed_as(given, batch.device)
+    current, owned = batch.to(kind), kind != given
     kernels = has_kernels(batch.device) if kernels is None else kernels
     runs = {run.first: run for run in program.runs} if kernels else {}
     number = 0
@@ -112,7 +120,9 @@ def _carry_out(
             continue
         step = program.steps[number]
         current, owned = _run_step(step, program, blob, current, ops, owned=owned)
+        current = current if kind == given else _within(current, given)
         number += 1
+    current = current if kind == given else current.to(given)
     current = current if out_dtype is None else current.to(out_dtype)
     if channels_last and current.ndim == 4:
         current = current.contiguous(memory_format=torch.channels_last)
@@ -186,7 +196,39 @@ def replay_one(op: DeviceOp, encoded: Encoded, is_image: bool, pixels: np.ndarra
     run = cast("Run", op.image if is_image else op.mask)
     arrays = {name: torch.from_numpy(array[None]) for name, array in encoded.arrays.items()}
     batch = torch.from_numpy(np.array(pixels)).view(1, *pixels.shape[:2], -1)
-    return run(batch, dict(encoded.static), arrays).reshape(pixels.shape).numpy()
+    return run_whole(run, batch, dict(encoded.static), arrays).reshape(pixels.shape).numpy()
+
+
+def run_whole(
+    run: Run, batch: torch.Tensor, static: Mapping[str, Any], arrays: Mapping[str, torch.Tensor]
+) -> torch.Tensor:
+    """Return a batch of any dtype after one operation."""
+    kind = _computed_as(batch.dtype, batch.device)
+    if kind == batch.dtype:
+        return run(batch, static, arrays)
+    return _within(run(batch.to(kind), static, arrays), batch.dtype).to(batch.dtype)
+
+
+def _within(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return values rounded and cut off to those of an integer dtype."""
+    if not values.is_floating_point():
+        return values
+    limits = torch.iinfo(dtype)
+    return values.round().clamp(limits.min, limits.max)
+
+
+@cache
+def _computed_as(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """Return the dtype that torch is to compute with for another, on a device."""
+    if dtype not in _BY_WAY_OF:
+        return dtype
+    one = torch.zeros(1, dtype=dtype, device=device)
+    first = torch.zeros(1, dtype=torch.int64, device=device)
+    try:
+        torch.where(first > 0, one.flip(0), one.index_select(0, first))
+    except NotImplementedError:
+        return _BY_WAY_OF[dtype]
+    return dtype
 
 
 def _run_step(

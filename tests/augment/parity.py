@@ -15,6 +15,7 @@ import torch
 
 from lightning_fastdata.augment.ops import DEVICE_OPS
 from lightning_fastdata.augment.ops.operation import draw_params
+from lightning_fastdata.augment.replay_torch import run_whole
 
 torch.set_num_threads(1)
 
@@ -123,7 +124,8 @@ def both(transform, images, masks=None, seeds=range(4)):
         mask_outs = [None] * len(members)
         if masks is not None:
             mask_batch = torch.from_numpy(np.stack([one[1]["mask"] for one in members]))
-            mask_outs = (op.mask or (lambda m, *_: m))(mask_batch, dict(static), arrays).numpy()
+            run = op.mask or (lambda m, *_: m)
+            mask_outs = run_whole(run, mask_batch, dict(static), arrays).numpy()
         for (_, _, expected), out, mask_out in zip(members, outs, mask_outs, strict=True):
             want = np.asarray(expected["image"])
             assert out.shape == want.shape

@@ -255,3 +255,18 @@ def test_a_batch_without_operations_travels_through_page_locked_memory():
     run, batch, draws, oracle = staged(A.Compose([A.HorizontalFlip(p=0)]), samples_of(pictures()))
     out = run.apply(on(CUDA, batch), draws.pin_memory().to(CUDA, non_blocking=True))
     assert torch.equal(out["image"].cpu(), oracle["image"])
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.int16, np.int64, np.bool_, np.float32])
+def test_masks_of_any_dtype_are_moved_as_on_the_cpu(dtype):
+    samples = samples_of(pictures(8))
+    for sample in samples:
+        sample["mask"] = (
+            sample["mask"].astype(np.int64) * (4099 if dtype == np.uint16 else 1)
+        ).astype(dtype)
+    steps = [A.HorizontalFlip(), A.RandomRotate90(), A.Affine(rotate=(-9, 9), p=0.5), A.Erasing()]
+    run, batch, draws, _ = staged(A.Compose(steps), samples)
+    host = run.apply(batch, draws)["mask"]
+    device = run.apply(on(CUDA, batch), draws.to(CUDA))["mask"]
+    assert device.dtype == host.dtype
+    assert torch.equal(device.cpu(), host)
