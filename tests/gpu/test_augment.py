@@ -257,7 +257,7 @@ def test_a_batch_without_operations_travels_through_page_locked_memory():
     assert torch.equal(out["image"].cpu(), oracle["image"])
 
 
-@pytest.mark.parametrize("dtype", [np.uint16, np.int16, np.int64, np.bool_, np.float32])
+@pytest.mark.parametrize("dtype", [np.uint16, np.int16, np.int64, np.float32])
 def test_masks_of_any_dtype_are_moved_as_on_the_cpu(dtype):
     samples = samples_of(pictures(8))
     for sample in samples:
