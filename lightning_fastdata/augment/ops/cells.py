@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Final
+from typing import Final, TypeVar
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ _AFFINE: Final = 1024
 _FAR: Final = 1 << 15
 """Positions are limited to this many pixels: OpenCV keeps them in 16 bits."""
 _WEIGHT_BITS: Final = 15
+_Numbers = TypeVar("_Numbers", torch.Tensor, np.ndarray)
 
 
 @cache
@@ -138,7 +139,7 @@ def sample_cells(
     return rounded.clamp(limits.min, limits.max).to(images.dtype)
 
 
-def cubic_weights(part: torch.Tensor) -> list[torch.Tensor]:
+def cubic_weights(part: _Numbers) -> list[_Numbers]:
     """Return OpenCV's weights of four neighbours, for parts of a pixel in float32.
 
     After Keys, "Cubic convolution interpolation for digital image processing" (1981), with -0.75.
@@ -154,8 +155,8 @@ def cubic_weights(part: torch.Tensor) -> list[torch.Tensor]:
 @cache
 def _weights(cubic: bool, whole: bool, device: torch.device) -> torch.Tensor:
     """Return the weight of each tap for each part of a pixel, ``[taps, 1024]``; made once."""
-    part = torch.arange(CELLS, dtype=torch.float32) / CELLS
-    line = torch.stack(cubic_weights(part) if cubic else [1 - part, part], -1).numpy()
+    part = np.arange(CELLS, dtype=np.float32) / np.float32(CELLS)
+    line = np.stack(cubic_weights(part) if cubic else [1 - part, part], -1)
     taps = line.shape[1]
     table = line[:, None, :, None] * line[None, :, None, :]
     if not whole:
