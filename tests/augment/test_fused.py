@@ -118,6 +118,7 @@ def test_the_usual_recipe_is_one_run():
     assert [(run.first, run.last) for run in program.runs] == [(0, len(program.steps) - 1)]
 
 
+@pytest.mark.timeout(600)  # on a GPU each kind of run compiles a kernel
 @settings(max_examples=20, deadline=None)
 @given(
     names=st.lists(st.sampled_from(sorted(POOL)), min_size=1, max_size=4),

@@ -61,6 +61,7 @@ def both_ways(program, blob, masks):
     return results
 
 
+@pytest.mark.timeout(600)  # on a GPU each kind of run compiles a kernel
 @settings(max_examples=25, deadline=None)
 @given(
     names=st.lists(st.sampled_from(sorted(POOL)), min_size=1, max_size=4),
