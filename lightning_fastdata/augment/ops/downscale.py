@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import torch
 
-from lightning_fastdata.augment.ops.border import gather
+from lightning_fastdata.augment.ops.border import channels, gather
 from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded
 from lightning_fastdata.augment.ops.resample import LINEAR, NEAREST, blend_bytes
 from lightning_fastdata.augment.ops.table import via_bytes
@@ -100,12 +100,15 @@ def _encode(
         return None
     # OpenCV copies an image that keeps its size.
     step = 1.0 if sizes == list(shape[:2]) else 1 / params["scale"]
+    if down == _AREA and channels(shape) > 4:
+        return None  # OpenCV refuses it.
     if step == 2 and down == LINEAR:
         down = _AREA  # as in OpenCV
     arrays = {}
     for name, length, small in zip("yx", shape[:2], sizes, strict=True):
         arrays.update(_encode_axis(name, length, small, step, (down, up)))
-    return Encoded((("down", down), ("up", up), ("halves", step == 2)), arrays)
+    halves = step == 2 and channels(shape) in (1, 3, 4)
+    return Encoded((("down", down), ("up", up), ("halves", halves)), arrays)
 
 
 def _between(images: torch.Tensor, arrays: Mapping[str, torch.Tensor], stage: str) -> torch.Tensor:
@@ -135,8 +138,8 @@ def _covered(
     mean = total / each.clamp(min=1)
     rounded = mean.round()
     if halves:
-        # The mean of four is rounded up in the middle; others, and those of two at the edge, to
-        # the even number.
+        # The mean of four is rounded up in the middle; others, those of two at the edge, and those
+        # of other numbers of channels, to the even number.
         rounded = torch.where(each == 4, (mean + 0.5).floor(), rounded)
     return rounded.clamp(0, 255).to(torch.uint8)
 

@@ -58,7 +58,10 @@ def _encode(
     fill, fill_mask = transform.fill, transform.fill_mask
     if "seed" not in params:
         return None  # Erasing found no place; Albumentations raises its own error.
+    holes = np.asarray(params["holes"], np.int32).reshape(-1, 4)
     if isinstance(fill, str):
+        if (holes[:, 2:] < holes[:, :2]).any():
+            return None  # Albumentations raises its own error.
         random = _encode_random(transform, params, shape, dtype)
         if random is None:
             return None
@@ -68,7 +71,6 @@ def _encode(
         if values.size not in (1, channels(shape)):
             return None
         arrays = {"fill": values.astype(np.float32)}
-    holes = np.asarray(params["holes"], np.int32).reshape(-1, 4)
     if (holes < 0).any():
         # Cells of a grid with more of them than pixels end before they begin: NumPy counts from
         # the end of the image then.

@@ -101,12 +101,12 @@ def _encode_window(
     pads = "crop_coords" not in params or params.get("pad_params") is not None
     if height <= 0 or width <= 0 or not (inside or pads):
         return None  # Albumentations raises its own error.
+    fills = encode_fills(transform, shape) if pads else {}
+    if fills is None or (pads and transform.border_mode not in MODES):
+        return None
     if inside:
         # The border is never read, so samples that need none can share one launch.
         return Encoded((("size", (height, width)), ("border", REPLICATE)), {"corner": corner})
-    fills = encode_fills(transform, shape)
-    if fills is None or transform.border_mode not in MODES:
-        return None
     static = (("size", (height, width)), ("border", int(transform.border_mode)))
     return Encoded(static, {"corner": corner, **fills})
 

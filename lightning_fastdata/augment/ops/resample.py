@@ -57,6 +57,8 @@ def _encode(
     kinds = transform.interpolation, transform.mask_interpolation
     if not _KNOWN.issuperset(kinds) or (smaller and transform.area_for_downscale is not None):
         return None
+    if transform.area_for_downscale == "image_mask" and "crop_coords" in params:
+        return None  # Masks of a crop are always means of areas.
     return Encoded(_static(size, *kinds), {"box": np.array(box, np.int32)})
 
 
@@ -130,10 +132,17 @@ def _resample(setting: str) -> Any:
             across, down = across[:, None, :, None], down[:, :, None, None]
             if images.dtype == torch.uint8:
                 out = blend_bytes(corners, across, down)
+                if images.shape[-1] == 2:
+                    # Halved in another way than one, three or four channels are.
+                    halved = (bottom - top == 2 * height) & (right - left == 2 * width)
+                    mean = torch.stack(corners).float().mean(0)
+                    out = torch.where(halved[:, None, None, None], mean.round().byte(), out)
             else:
                 upper = corners[0] * (1 - across) + corners[1] * across
                 lower = corners[2] * (1 - across) + corners[3] * across
-                out = (upper * (1 - down) + lower * down).to(images.dtype)
+                mixed = upper * (1 - down) + lower * down
+                # OpenCV rounds masks of other integers to the even number.
+                out = (mixed if images.is_floating_point() else mixed.round()).to(images.dtype)
         return out.view(*out.shape[:3], *batch.shape[3:])
 
     return run

@@ -40,6 +40,9 @@ WARPED: Final = frozenset({NEAREST, LINEAR, CUBIC})
 _STILL_ON_CELLS: Final = (torch.int16, torch.int32, torch.int64)
 FAR: Final = 1 << 20
 """No image is this wide: positions are limited to it before they become integers."""
+_FOLDED: Final = 16
+"""So many pixels of a border at least, or as many as the image has, are there to be read cubically;
+the last of them is repeated."""
 _IDENTITY: Final = np.eye(3)
 
 
@@ -167,6 +170,10 @@ def sample(
         return sample_cells(images, rows, columns, interpolation, mode, fill)
     if interpolation == NEAREST:
         return read(images, rows.round().long(), columns.round().long(), mode, fill)
+    if interpolation == CUBIC:
+        # OpenCV 5 looks no further than this beyond an edge.
+        height, width = (max(length, _FOLDED) for length in images.shape[1:3])
+        rows, columns = rows.clamp(-height, 2 * height), columns.clamp(-width, 2 * width)
     y, x = rows.floor(), columns.floor()
     down, across = (rows - y).unsqueeze(-1), (columns - x).unsqueeze(-1)
     y, x = y.long(), x.long()
