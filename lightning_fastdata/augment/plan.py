@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 Where: TypeAlias = Literal["worker", "device", "either"]
 
+_SOME_SIZE: Final = (1 << 16, 3 << 14)
+"""Not square, and larger than any crop."""
 _CASTS: Final = frozenset({"FromFloat", "Normalize", "ToFloat"})
 _CHANGES_DTYPE_OR_LAYOUT: Final = _CASTS | {"ToTensorV2"}
 
@@ -116,6 +118,8 @@ def analyse(
     forms = [device_form(leaf.transform, ops) for leaf in leaves]
     keeps = frozenset(op.owner for op in forms if op is not None and op.owner is not None)
     sizes = follow_sizes(compose, Size(size, size), keeps)
+    # With a size that all images share, though it may be unknown.
+    shared = follow_sizes(compose, Size(size or _SOME_SIZE, None), keeps)
     boundary = max(sizes.boundary, opaque)
     placed: list[OpPlacement] = []
     sees = [_reads_pixels(leaf.transform, op) for leaf, op in zip(leaves, forms, strict=True)]
@@ -132,6 +136,11 @@ def analyse(
                 else "up to the operation that makes the image size the same for all samples"
             )
         why_worker = why_worker or _why_worker(leaf, op, sizes.before[index], barrier_after)
+        if sizes.before[index].exact is None and name in CHANGES_SIZE:
+            differ = shared.before[index].exact is None or _some_are_padded(
+                leaves[boundary + 1 : index]
+            )
+            why_worker = why_worker or ("images differ in size before it" if differ else None)
         draws = op is not None and op.draws_pixels(leaf.transform)
         freedom = f"; {op.freedom}" if op is not None and draws else ""
         if why_worker is None and draws and same_pixels:
@@ -190,8 +199,12 @@ def _why_worker(
         return None
     # Images of an unknown but common size are taken to be any, so not square.
     one_size = before.exact or (64, 48)
-    if size_after(leaf.transform, Size(one_size, one_size)).exact is None:
+    made = size_after(leaf.transform, Size(one_size, one_size)).exact
+    if made is None:
         return "its output size differs between samples"
+    crops = hasattr(leaf.transform, "size")
+    if crops and leaf.transform.area_for_downscale is not None and made != one_size:
+        return "makes some samples smaller, by areas, which has no device form"
     if not changes_form(leaf.transform):
         return None
     if getattr(leaf.transform, "dtype", "uint8") != "uint8":  # of FromFloat
@@ -201,6 +214,13 @@ def _why_worker(
     if barrier_after is not None:
         return f"changes the shape or dtype, and {barrier_after} after it may need the pixels"
     return None
+
+
+def _some_are_padded(leaves: list[Leaf]) -> bool:
+    """Return whether images of one size may have two, if it is small."""
+    return any(
+        leaf.conditional and type(leaf.transform).__name__ == "PadIfNeeded" for leaf in leaves
+    )
 
 
 def changes_form(transform: Any) -> bool:
@@ -255,8 +275,9 @@ def _encodes_after(
     transform = copy.deepcopy(leaf.transform)
     try:
         return all(_encodes(transform, op, np.zeros(shape, dtype), draws) for dtype in dtypes)
-    except (ValueError, RuntimeError):
-        # It refuses images of this size or kind: Albumentations will say so, to a real one.
+    except Exception:
+        # It refuses images of this size or kind, in whatever way (a division by the size of a tiny
+        # one, too): Albumentations will say so, to a real one.
         return True
 
 

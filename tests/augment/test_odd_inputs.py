@@ -13,9 +13,13 @@ import pytest
 import torch
 from augment.batches import in_worker, keys, on_device, pipeline
 from augment.joined import carry_out, names, noise, record
-from augment.parity import photographs
+from augment.opencv_versions import warps
+from augment.parity import both, parity, photographs
 
 from lightning_fastdata.augment.geometry import join_tapes
+from lightning_fastdata.augment.ops import DEVICE_OPS
+from lightning_fastdata.augment.parity import pixel_parity
+from lightning_fastdata.augment.plan import analyse
 from lightning_fastdata.augment.transform import BatchTransform, as_batch_transform
 
 
@@ -82,3 +86,79 @@ def test_one_warp_of_two_channels_is_the_same_joined_or_not(dtype):
     assert 0 < len(ones) < 12
     exact, fused = carry_out(tapes, image), carry_out(join_tapes(tapes), image)
     np.testing.assert_array_equal(exact[ones], fused[ones])
+
+
+def test_holes_that_end_before_they_begin_have_no_random_values():
+    dropout = A.GridDropout(0.3, holes_number_xy=(18, 1), fill="random", p=1)
+    samples = [{"image": image} for image in photographs(3, 53)]
+    assert_refused_by_both(pipeline(dropout), samples, ValueError, "negative dimensions")
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        A.Downscale((0.4, 0.4), {"downscale": 3, "upscale": 1}, p=1),
+        A.Crop(13, 22, 25, 40, True, "bottom_right", fill=(1, 2, 3, 4, 5, 6), p=1),
+    ],
+    ids=["means of areas", "a fill that is cropped"],
+)
+def test_what_opencv_takes_for_four_channels_alone_is_refused_for_six(transform):
+    samples = [{"image": image} for image in photographs(24, 30, 6)]
+    part = as_batch_transform(A.Compose([A.Resize(24, 30), transform]))
+    assert_refused_by_both(part, samples, cv2.error, "OpenCV")
+
+
+@pytest.mark.parametrize("border", [0, 1, 2, 3, 4])
+@pytest.mark.parametrize("dtype", [np.uint8, np.float32])
+@pytest.mark.parametrize("size", [(20, 30), (5, 9), (40, 2)])
+def test_cubic_reading_far_outside_of_an_image_sees_the_border_of_opencv(size, dtype, border):
+    far = A.Affine(scale=0.15, rotate=(-90, 90), interpolation=2, border_mode=border, p=1)
+    found = parity(far, photographs(*size, dtype=dtype))
+    assert found.largest <= (warps().largest if dtype == np.uint8 else warps().of_floats / 255)
+
+
+def test_crops_that_are_made_smaller_by_areas_in_some_samples_stay_in_the_worker():
+    images = photographs(60, 50)
+    crop = A.RandomResizedCrop((40, 30), scale=(0.1, 1), area_for_downscale="image", p=1)
+    assert analyse(A.Compose([crop]), DEVICE_OPS, size=(60, 50)).placements[0].where == "worker"
+    assert pixel_parity(crop, images, draws=6).largest == 0
+
+
+def test_masks_of_crops_are_means_of_areas_where_images_are_made_larger():
+    crop = A.RandomResizedCrop((90, 80), area_for_downscale="image_mask", p=1)
+    samples = [
+        {"image": image, "mask": image[..., 0].astype(np.float32)} for image in photographs(40, 50)
+    ]
+    assert_same(pipeline(A.Resize(90, 80, interpolation=0), crop), samples)
+
+
+def test_a_pipeline_whose_sampler_fails_is_planned():
+    fails = A.Posterize(num_bits=[(1, 7), (6, 7)], p=0)
+    compose = A.Compose([A.Resize(20, 20), A.ToFloat(p=1), fails])
+    assert len(analyse(compose, DEVICE_OPS, size=(30, 30)).placements) == 3
+
+
+@pytest.mark.parametrize("channels", [1, 2, 3, 4, 5, 6])
+@pytest.mark.parametrize("dtype", [np.uint8, np.float32])
+def test_halves_are_rounded_as_in_opencv_for_any_number_of_channels(channels, dtype):
+    images = photographs(24, 30, channels, dtype)
+    masks = [(image * (1 if dtype == np.uint8 else 255)).astype(np.int16) for image in images]
+    pair = {"downscale": 1, "upscale": 0}
+    halves = A.Resize(12, 15, mask_interpolation=1, p=1)
+    for transform in (halves, A.Downscale((0.5, 0.5), pair, p=1)):
+        for want, got, want_mask, mask in both(transform, images, masks, seeds=[0]):
+            np.testing.assert_allclose(got, want, rtol=0, atol=0 if dtype == np.uint8 else 1e-6)
+            np.testing.assert_array_equal(mask, want_mask)
+
+
+@pytest.mark.parametrize(
+    "varies",
+    [A.Pad((9, 7), p=0.5), A.RandomScale((0, 0.5), p=1), A.PadIfNeeded(60, 70, p=0.5)],
+    ids=lambda one: type(one).__name__,
+)
+def test_images_of_different_sizes_are_cut_to_one_in_the_worker(varies):
+    compose = A.Compose([varies, A.HorizontalFlip(), A.Crop(3, 4, 30, 32, p=1), A.VerticalFlip()])
+    samples = [{"image": image, "mask": image[..., 0]} for image in photographs(40, 50) * 3]
+    assert_same(as_batch_transform(compose), samples)
+    plan = analyse(compose, DEVICE_OPS, size=(40, 50))
+    assert [place.where for place in plan.placements][2:] == ["worker", "device"]
