@@ -336,11 +336,11 @@ def _with_rows(tensor: torch.Tensor, rows: Mapping[int, torch.Tensor]) -> torch.
 
 
 def _check_image(image: Any, *, values: bool) -> None:
-    ok = isinstance(image, torch.Tensor) and image.ndim in {3, 4}
+    ok = isinstance(image, torch.Tensor) and image.ndim in {3, 4} and len(image) > 0
     if not ok or image.dtype not in {torch.uint8, torch.float32}:
         raise BatchError(
             f"The image field is {describe(image)}. Expected a tensor [n, C, H, W] or "
-            "[n, H, W, C], uint8 or float32 in [0, 1]."
+            "[n, H, W, C] of at least one sample, uint8 or float32 in [0, 1]."
         )
     if values and image.dtype == torch.float32 and image.numel():
         low, high = (float(value) for value in image.aminmax())

@@ -21,6 +21,7 @@ from lightning_fastdata.augment.ops import DEVICE_OPS
 from lightning_fastdata.augment.parity import pixel_parity
 from lightning_fastdata.augment.plan import analyse
 from lightning_fastdata.augment.transform import BatchTransform, as_batch_transform
+from lightning_fastdata.errors import BatchError
 
 
 def assert_same(transform, samples):
@@ -162,3 +163,10 @@ def test_images_of_different_sizes_are_cut_to_one_in_the_worker(varies):
     assert_same(as_batch_transform(compose), samples)
     plan = analyse(compose, DEVICE_OPS, size=(40, 50))
     assert [place.where for place in plan.placements][2:] == ["worker", "device"]
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_batch_without_samples_is_refused_wherever_it_lies(device):
+    explicit = BatchTransform.from_albumentations(A.Compose([A.Resize(8, 8), A.Normalize()]))
+    with pytest.raises(BatchError, match="at least one sample"):
+        explicit(torch.zeros(0, 3, 16, 16, dtype=torch.uint8, device=device))
