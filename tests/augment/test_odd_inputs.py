@@ -170,3 +170,12 @@ def test_a_batch_without_samples_is_refused_wherever_it_lies(device):
     explicit = BatchTransform.from_albumentations(A.Compose([A.Resize(8, 8), A.Normalize()]))
     with pytest.raises(BatchError, match="at least one sample"):
         explicit(torch.zeros(0, 3, 16, 16, dtype=torch.uint8, device=device))
+
+
+@pytest.mark.parametrize("channels", [1, 3, 4])
+@pytest.mark.parametrize("kind", [A.Pad, A.Affine, A.GridDistortion, A.Perspective])
+def test_a_border_of_five_values_is_refused_for_images_of_fewer_channels(kind, channels):
+    samples = [{"image": image} for image in photographs(24, 30, channels)]
+    size = {"padding": 3} if kind is A.Pad else {"rotate": 9} if kind is A.Affine else {}
+    transform = pipeline(kind(**size, fill=(1, 2, 3, 4, 5), p=1))
+    assert_refused_by_both(transform, samples, cv2.error, "OpenCV")

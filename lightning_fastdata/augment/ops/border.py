@@ -114,7 +114,7 @@ def encode_fill(fill: Any, count: int, *, extends: bool = True) -> np.ndarray | 
 def _border_value(fill: Any, count: int, extends: bool) -> np.ndarray | None:
     if fill is None or (extends and isinstance(fill, float)):
         return np.full(count, fill or 0.0, np.float32)
-    given = np.atleast_1d(np.asarray(fill, np.float32))[: max(count, _OPENCV_CHANNELS)]
+    given = np.atleast_1d(np.asarray(fill, np.float32))
     if given.size > _OPENCV_CHANNELS:
         return None  # OpenCV refuses it.
     four = np.zeros(_OPENCV_CHANNELS, np.float32)
