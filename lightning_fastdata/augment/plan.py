@@ -147,7 +147,9 @@ def analyse(
             why_worker = own_pixels
         if why_worker is None and op is not None:
             # What the worker has done by then, or may do for some samples, leaves one form.
-            earlier = leaves[max(boundary, crop) + 1 : index]
+            # After a crop on the device, what the worker resizes again would have a third size.
+            again = 0 <= crop < index and name in CHANGES_SIZE
+            earlier = leaves[crop if again else max(boundary, crop) + 1 : index]
             size_here = sizes.before[index].exact
             if not _encodes_after(earlier, leaf, ops, size_here or (64, 64), channels):
                 why_worker = "no device form for its settings, or for the images it is given"

@@ -179,3 +179,23 @@ def test_a_border_of_five_values_is_refused_for_images_of_fewer_channels(kind, c
     size = {"padding": 3} if kind is A.Pad else {"rotate": 9} if kind is A.Affine else {}
     transform = pipeline(kind(**size, fill=(1, 2, 3, 4, 5), p=1))
     assert_refused_by_both(transform, samples, cv2.error, "OpenCV")
+
+
+@pytest.mark.parametrize(
+    "again",
+    [
+        A.Resize(12, 20, area_for_downscale="image", p=1),
+        A.Resize(48, 30, interpolation=3, p=1),
+        A.Resize(10, 11, p=1),
+        A.RandomResizedCrop((12, 12), area_for_downscale="image", p=1),
+    ],
+    ids=["by areas", "by areas, larger", "linearly", "by areas in some samples"],
+)
+def test_images_that_are_resized_twice_have_the_second_size(again):
+    compose = A.Compose([A.Resize(22, 26, p=1), A.HorizontalFlip(), again, A.ToTensorV2()])
+    samples = [{"image": image, "mask": image[..., 0]} for image in photographs(24, 30) * 2]
+    transform = as_batch_transform(compose).for_samples(samples)
+    wanted = torch.stack([sample["image"] for sample in in_worker(transform, samples)])
+    batch, _ = on_device(transform, samples)
+    assert batch["image"].shape == wanted.shape
+    assert (batch["image"].int() - wanted).abs().max() <= 1
