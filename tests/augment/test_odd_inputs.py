@@ -199,3 +199,19 @@ def test_images_that_are_resized_twice_have_the_second_size(again):
     batch, _ = on_device(transform, samples)
     assert batch["image"].shape == wanted.shape
     assert (batch["image"].int() - wanted).abs().max() <= 1
+
+
+@pytest.mark.parametrize("operation", ["erosion", "dilation"])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint16, torch.int32, torch.int64])
+def test_masks_that_opencv_does_not_take_shrink_and_grow_as_bytes_do(dtype, operation):
+    transform = A.Morphological((4, 5), operation=operation, p=1)
+    image = photographs(12, 15)[0]
+    transform(image=image)
+    op = DEVICE_OPS["Morphological"]
+    encoded = op.encode(transform, transform.params, image.shape, image.dtype)
+    bits = torch.from_numpy(image[None, ..., 0] > 128)
+    as_bytes, made = (
+        op.mask(bits.to(kind), dict(encoded.static), {}) for kind in (torch.uint8, dtype)
+    )
+    assert made.dtype == dtype
+    assert torch.equal(made.to(torch.uint8), as_bytes)

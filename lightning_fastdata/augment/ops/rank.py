@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 import torch
-from torch.nn.functional import pad
 
 from lightning_fastdata.augment import fusion
 from lightning_fastdata.augment.ops.border import REPLICATE, as_channels_last, channels, fold
@@ -186,19 +185,28 @@ def _encode_morphology(
     return Encoded(static, {})
 
 
+def _never_chosen(dtype: torch.dtype, *, grows: bool) -> float:
+    """Return what lies outside of an image: the least value, or the largest."""
+    if dtype == torch.bool:
+        return not grows
+    info = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
+    return info.min if grows else info.max
+
+
 def _morphology(
     batch: torch.Tensor, static: Mapping[str, Any], arrays: Mapping[str, torch.Tensor]
 ) -> torch.Tensor:
     images = as_channels_last(batch)
-    _, height, width, _ = images.shape
+    n, height, width, count = images.shape
     tall, wide = static["size"]
-    info = torch.finfo if images.is_floating_point() else torch.iinfo
+    top, left = tall // 2, wide // 2
     grows = static["operation"] == "dilation"
     choose = torch.maximum if grows else torch.minimum
-    # What lies outside never wins.
-    outside = info(images.dtype).min if grows else info(images.dtype).max
-    margins = (0, 0, wide // 2, wide - 1 - wide // 2, tall // 2, tall - 1 - tall // 2)
-    padded = pad(images, margins, value=outside)
+    # By hand: `pad` takes no number as large as those of int64, and no bool.
+    padded = images.new_full(
+        (n, height + tall - 1, width + wide - 1, count), _never_chosen(images.dtype, grows=grows)
+    )
+    padded[:, top : top + height, left : left + width] = images
     first, *others = (padded[:, y : y + height, x : x + width] for y, x in static["taps"])
     out = first.contiguous()
     for tap in others:
