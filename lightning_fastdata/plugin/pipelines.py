@@ -68,7 +68,7 @@ class Pipelines:
         name: str,
         seed: int,
         collate_fn: Callable[[list[Any]], Any] | None,
-        against: str | None,
+        against: str | None = None,
         trainer: Any,
     ) -> DatasetPipeline:
         """Return the pipeline that runs on a dataset: the data module's, else the dataset's own.
