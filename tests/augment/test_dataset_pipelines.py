@@ -587,10 +587,10 @@ def test_a_change_for_the_worse_is_noticed_and_told():
     dataset.transform.transforms.append(A.ToFloat(p=0))
     assert find(where, dataset) is None
     assert where.settled("train")
-    assert any("does not end in ToTensorV2" in text for text in where.explain(None))
+    assert any("does not end in ToTensorV2" in text for text in where.explain(None, {}))
     dataset.transform = None
     assert find(where, dataset) is None
-    assert not where.explain(None)
+    assert not where.explain(None, {})
 
 
 def test_what_was_tried_is_neither_kept_alive_nor_used_in_another_process():
