@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from lightning_fastdata.augment.geometry import GeometryMode
     from lightning_fastdata.augment.ops.operation import DeviceOp
     from lightning_fastdata.augment.plan import Plan
-    from lightning_fastdata.augment.tape import Role
+    from lightning_fastdata.augment.tape import Role, Track
     from lightning_fastdata.types import Batch, SampleKey
 
 _VOLUMES: Final = frozenset({"images", "volume", "volumes", "mask3d", "masks3d"})
@@ -104,7 +104,8 @@ class ComposeWorker:
                 result, tape = self._crop.fit(result, tape)
             for target in self._roles:
                 if target in places and isinstance(result[target], np.ndarray):
-                    result[target] = _own_tensor(result[target])
+                    pixels = _with_channel(result[target], data[target], tape.get(target))
+                    result[target] = _own_tensor(pixels)
         for name in data.keys() & self._masks:
             result[name] = mask_as_given(result[name], data[name])
         given = put_fields(sample, {places[name]: result[name] for name in places})
@@ -252,6 +253,17 @@ def _as_arrays(value: Any, *, image: bool) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     return np.stack([to_hwc(one)[0] for one in value]) if image else value.detach().cpu().numpy()
+
+
+def _with_channel(pixels: np.ndarray, given: np.ndarray, left: Track | None) -> np.ndarray:
+    """Return an image ``[H, W, 1]`` as such, if an operation made ``[H, W]`` of it.
+
+    OpenCV's inpainting does, in the samples that drew it. It is one again behind ``ToTensorV2``, so
+    that a batch is possible.
+    """
+    lost = left is not None and left.role == "image" and pixels.ndim == 2 < given.ndim
+    ends = lost and left is not None and any(op.name == "ToTensorV2" for op in left.ops)
+    return pixels[..., None] if ends else pixels
 
 
 def _own_tensor(array: np.ndarray) -> torch.Tensor:

@@ -215,3 +215,10 @@ def test_masks_that_opencv_does_not_take_shrink_and_grow_as_bytes_do(dtype, oper
     )
     assert made.dtype == dtype
     assert torch.equal(made.to(torch.uint8), as_bytes)
+
+
+@pytest.mark.parametrize("fill", ["inpaint_telea", "inpaint_ns"])
+def test_gray_images_that_some_samples_inpaint_are_one_batch(fill):
+    samples = [{"image": image} for image in photographs(24, 30, 1) * 4]
+    dropout = A.CoarseDropout(fill=fill, p=0.5)
+    assert_same(pipeline(A.HorizontalFlip(), dropout, A.InvertImg(), A.ToTensorV2()), samples)
