@@ -323,7 +323,7 @@ def _fetch(tensor: torch.Tensor, row: int, refuser: Recorder | None) -> np.ndarr
 
 
 def _as_tensor(made: Any, batch: torch.Tensor) -> torch.Tensor:
-    return cast("torch.Tensor", mask_as_given(torch.from_numpy(np.array(made)), batch))
+    return cast("torch.Tensor", mask_as_given(torch.from_numpy(np.asarray(made).copy()), batch))
 
 
 def _with_rows(tensor: torch.Tensor, rows: Mapping[int, torch.Tensor]) -> torch.Tensor:
