@@ -101,7 +101,9 @@ def pictures(way, executor="torch", workers=0):
 
 def several(way, executor="torch", workers=0):
     data = {"one": Rows(12), "other": Stacked(20)}
-    return Data.from_datasets(data, None, batch_size=4, prefetch=way)
+    # Workers that persist draw one seed from the generator of the dropout, others one each epoch.
+    options = LoaderOptions(num_workers=workers, executor=executor, timeout_s=60)
+    return Data.from_datasets(data, None, batch_size=4, prefetch=way, options=options)
 
 
 def trained(tmp_path, module, model=None, **about):
