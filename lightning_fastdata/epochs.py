@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import torch
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 _alone = False
 
@@ -12,20 +18,28 @@ class EpochCell:
 
     def __init__(self) -> None:
         value = torch.zeros(1, dtype=torch.int64)
-        self._value: torch.Tensor = value.share_memory_()  # type: ignore[no-untyped-call]
+        self._shared: torch.Tensor = value.share_memory_()  # type: ignore[no-untyped-call]
+        self._number: NDArray[np.int64] | None = None
+        self._is_own = False
 
     def set(self, epoch: int) -> None:
         """Write the epoch; call it before the first index of that epoch is handed out."""
-        self._own()[0] = epoch
+        self._here()[0] = epoch
 
     def get(self) -> int:
         """Return the epoch last written."""
-        return int(self._own()[0])
+        return int(self._here()[0])
 
-    def _own(self) -> torch.Tensor:
-        if _alone and self._value.is_shared():  # type: ignore[no-untyped-call]
-            self._value = self._value.clone()
-        return self._value
+    def __getstate__(self) -> dict[str, Any]:
+        # torch hands over the memory itself, NumPy what is in it.
+        return {"_shared": self._shared, "_number": None, "_is_own": False}
+
+    def _here(self) -> NDArray[np.int64]:
+        # Asked for with each sample: a view of NumPy answers in a tenth of a tensor's time.
+        if self._number is None or self._is_own is not _alone:
+            number: NDArray[np.int64] = self._shared.numpy()
+            self._number, self._is_own = number.copy() if _alone else number, _alone
+        return self._number
 
 
 def keep_own_epochs() -> None:
