@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import lightning as L
 import numpy as np
 import pytest
 import torch
 from augment.mixed_samples import CLASSES, PIPELINE, Photos
-from augment.trainers import quiet_trainer
+from augment.trainers import Keeps, quiet_trainer
 from loading.virtual_device import HostStreams
 from torch.utils.data import DataLoader
 
@@ -87,20 +86,6 @@ def test_boxes_are_mixed_one_batch_ahead():
         want = transform.apply_unprepared(rows[number], SampleKey(0, 0, 4 * number))
         assert torch.equal(batch["image"], want["image"])
         assert equal(batch["boxes"], want["boxes"])
-
-
-class Keeps(L.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.scale = torch.nn.Parameter(torch.ones(()))
-        self.seen = []
-
-    def training_step(self, batch, batch_idx):
-        self.seen.append(batch)
-        return self.scale * batch[0].mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.0)
 
 
 class OnStreams(FastDataModule):

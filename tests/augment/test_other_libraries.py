@@ -7,12 +7,11 @@ import os
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 
 import albumentations as A
-import lightning as L
 import numpy as np
 import pytest
 import torch
 from augment.parity import photographs
-from augment.trainers import quiet_trainer
+from augment.trainers import Keeps, quiet_trainer
 from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms import v2
 
@@ -39,20 +38,6 @@ class Photos(Dataset):
         if self.form == "tensor":
             return FLOATS[i], i
         return {"image": FLOATS[i], "mask": FLOATS[i, :1], "label": i}
-
-
-class Keeps(L.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.scale = torch.nn.Parameter(torch.ones(()))
-        self.seen = []
-
-    def training_step(self, batch, batch_idx):
-        self.seen.append(batch)
-        return self.scale * (batch["image"] if isinstance(batch, dict) else batch[0]).mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.0)
 
 
 def trained(tmp_path, *, data=None, loader=None, callbacks=()):

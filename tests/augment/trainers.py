@@ -1,6 +1,23 @@
-"""A trainer as small as can be, which several tests give their batches to."""
+"""A trainer and a model as small as can be, which several tests give their batches to."""
 
 import lightning as L
+import torch
+
+
+class Keeps(L.LightningModule):
+    """Learns on tuples or dicts with an image, and remembers the batches."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(()))
+        self.seen = []
+
+    def training_step(self, batch, batch_idx):
+        self.seen.append(batch)
+        return self.scale * (batch["image"] if isinstance(batch, dict) else batch[0]).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.0)
 
 
 def quiet_trainer(folder, **options):

@@ -5,11 +5,10 @@ import os
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 
 import albumentations as A
-import lightning as L
 import numpy as np
 import pytest
 import torch
-from augment.trainers import quiet_trainer
+from augment.trainers import Keeps, quiet_trainer
 from torch.utils.data import Dataset
 
 from lightning_fastdata import FastDataModule
@@ -26,20 +25,6 @@ class Photos(Dataset):
 
     def __getitem__(self, index):
         return {"image": self.transform(image=IMAGES[index])["image"]}
-
-
-class Keeps(L.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.scale = torch.nn.Parameter(torch.ones(()))
-        self.seen = []
-
-    def training_step(self, batch, batch_idx):
-        self.seen.append(batch["image"])
-        return self.scale * batch["image"].mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.0)
 
 
 def mirrored(batch):
@@ -100,7 +85,7 @@ def test_a_hook_gets_what_it_always_got(hooks, tmp_path):
         model = module()
         photos = data.from_datasets(Photos(), batch_size=4, augment_on=where, seed=1)
         quiet_trainer(tmp_path).fit(model, datamodule=photos)
-        seen[where] = torch.stack(model.seen)
+        seen[where] = torch.stack([batch["image"] for batch in model.seen])
     assert torch.equal(seen["cpu"], seen["gpu"])
     assert photos.augments_on_device("train") == (why is None)
     assert (why or "on the device: ['image']") in photos.explain()
