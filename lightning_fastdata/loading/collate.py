@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from lightning_fastdata.types import Batch, Stage
 
 _Collate: TypeAlias = Callable[[Any], Any]
-_PLAIN: Final = frozenset(
+_KNOWN: Final = frozenset(
     {torch.Tensor, DeferredTensor, LateStack, np.ndarray, np.memmap, int, float, bool, str, bytes}
 )
 """Types whose collation, as part of a sample or of a batch, runs no code of the user's."""
@@ -99,19 +99,19 @@ def for_writing(collate_fn: _Collate) -> _Collate:
 
 
 def _collate_late(samples: Sequence[Any], otherwise: _Collate) -> Any:
-    if not _is_plain(samples[0]):
+    if not _runs_no_user_code(samples[0]):
         return otherwise(samples)
     return collate(samples, collate_fn_map={**default_collate_fn_map, torch.Tensor: _stack_late})
 
 
-def _is_plain(value: Any) -> bool:
+def _runs_no_user_code(value: Any) -> bool:
     """Whether a sample becomes part of a batch, or a batch is rebuilt, without the user's code."""
     kind = type(value)
     if kind is dict:
         value = value.values()
     elif kind is not list and kind is not tuple:
-        return kind in _PLAIN or isinstance(value, np.generic)
-    return all(map(_is_plain, value))
+        return kind in _KNOWN or isinstance(value, np.generic)
+    return all(map(_runs_no_user_code, value))
 
 
 def _stack_late(samples: Any, *, collate_fn_map: Any = None) -> Any:
@@ -234,7 +234,7 @@ class RecordedCollate:
         # Also where the user's collation calls torch's: in each process that collates.
         default_collate_fn_map.setdefault(DeferredTensor, stack_deferred)
         batch = self._collate_handed_on(samples)
-        collate_pixels = self._collate_pixels if _is_plain(batch) else collate_samples
+        collate_pixels = self._collate_pixels if _runs_no_user_code(batch) else collate_samples
         batch, draws = self.recording.take(batch, collate_pixels)
         return StagedBatch(batch, draws, self.stage)
 
