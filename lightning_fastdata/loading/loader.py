@@ -142,6 +142,7 @@ class FastDataLoader(DataLoader[Any]):
                 default_collation=collate_fn is None and size is not None,
                 transformed=transform is not None,
                 batch_size=size,
+                worker_init_fn=worker_init_fn,
             )
             executor = cast("ExecutorName", self.plan.executor)
             num_workers = self.plan.num_workers
@@ -149,6 +150,8 @@ class FastDataLoader(DataLoader[Any]):
             persistent_workers = self.plan.persistent_workers and num_workers > 0
             if not num_workers:
                 prefetch_factor = multiprocessing_context = None
+            elif multiprocessing_context is None:
+                multiprocessing_context = self.plan.multiprocessing_context
         self._prefetch = prefetch_factor
         self.executor = executor
         self._keep(None)

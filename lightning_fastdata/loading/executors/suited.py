@@ -20,7 +20,6 @@ from lightning_fastdata.loading.probe import (
     SampleCost,
     measure_samples,
     queued_s,
-    shallow_copy,
     spread_indices,
     thread_speedup,
 )
@@ -69,6 +68,7 @@ def look_at(
     *,
     default_collation: bool,
     transformed: bool,
+    read: bool = True,
     clock_s: Callable[[], float] = time.perf_counter,
     cpu_s: Callable[[], float] = time.thread_time,
     queue_s: Callable[[], float] = queued_s,
@@ -82,6 +82,7 @@ def look_at(
         dataset: Any dataset; a stream is not read.
         default_collation: Its batches are collated by default.
         transformed: An Albumentations pipeline of the loader runs on each sample.
+        read: Whether samples may be read.
         clock_s: Seconds from any start.
         cpu_s: Seconds of CPU time of the calling thread.
         queue_s: Seconds in which the calling thread waited for a CPU.
@@ -91,12 +92,11 @@ def look_at(
     rows = default_collation and not pipelines and gatherable(dataset)
     images = default_collation and not pipelines and decodes_in_place(dataset)
     cost, speedup, draws = None, None, False
-    if not (stream or rows):
-        twin = shallow_copy(dataset)
+    if read and not (stream or rows):
         watch = DrawWatch()
         try:
             queued = queue_s()
-            cost = measure_samples(twin, clock_s=clock_s, cpu_s=cpu_s, queue_s=queue_s)
+            cost = measure_samples(dataset, clock_s=clock_s, cpu_s=cpu_s, queue_s=queue_s)
             draws = watch.drew()
             queued_ms = (queue_s() - queued) * 1000
             if images and cost is not None:
@@ -104,7 +104,7 @@ def look_at(
                 busy = queued_ms > 0.1 * cost.wall_ms * cost.samples or read_affinity() < 2
                 if count >= 2 and not busy:
                     indices = spread_indices(dataset_length(dataset) or 0, min(count, 32))
-                    speedup = thread_speedup(twin.__getitem__, indices, clock_s=clock_s)
+                    speedup = thread_speedup(dataset.__getitem__, indices, clock_s=clock_s)
         finally:
             watch.restore()
     return DatasetLook(
