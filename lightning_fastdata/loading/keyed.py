@@ -176,8 +176,8 @@ def keyed(
 def tell_epoch(dataset: Dataset[Any], epoch: int) -> None:
     """Call ``set_epoch`` of a dataset that has one, also below datasets that wrap it.
 
-    :class:`FastImageFolder` and Hugging Face's iterable datasets draw by it. Only what wrappers hold
-    themselves is looked at: a property may open what is to be opened in the workers.
+    :class:`FastImageFolder` and Hugging Face's iterable datasets draw by it. Only what wrappers
+    hold themselves is looked at: a property may open what is to be opened in the workers.
     """
     waiting: list[Any] = [dataset]
     told: set[int] = set()

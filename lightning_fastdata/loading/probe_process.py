@@ -224,8 +224,10 @@ def _stack(pid: int, stacks: Connection) -> str:
 class _IdleWatch:
     """Sees that all threads of a process wait for locks, and so perhaps for nobody.
 
-    A thread that waits for a file, a network or a clock waits elsewhere in the kernel. Where that
-    is not told (https://man7.org/linux/man-pages/man5/proc_pid_wchan.5.html), nothing is seen.
+    A thread that waits for a file or a network waits elsewhere in the kernel, and one that waits for
+    a clock as well gives a time. Where that is not told, nothing is seen: see ``wchan`` and
+    ``syscall`` in https://man7.org/linux/man-pages/man5/proc.5.html and
+    https://man7.org/linux/man-pages/man2/futex.2.html.
     """
 
     def __init__(self, pid: int) -> None:
@@ -248,6 +250,9 @@ class _IdleWatch:
         try:
             for thread in self._threads.iterdir():
                 if "futex" not in (thread / "wchan").read_text():
+                    return 0.0, False
+                timeout = (thread / "syscall").read_text().split()[4]
+                if int(timeout, 16) != 0:
                     return 0.0, False
                 fields = (thread / "stat").read_text().rpartition(")")[2].split()
                 ticks += int(fields[11]) + int(fields[12])

@@ -401,7 +401,7 @@ def test_a_file_that_forked_workers_would_share_is_read_here_or_told_of(numbers)
 
 
 class Caching(Dataset):
-    """Keeps what its random pipeline returned the first time, as some do by mistake or on purpose."""
+    """Keeps what its random pipeline returned the first time, as some do by mistake."""
 
     def __init__(self) -> None:
         self.pipeline = A.Compose([A.RandomBrightnessContrast((-0.9, 0.9), p=1), A.ToTensorV2()])
