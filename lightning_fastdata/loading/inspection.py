@@ -115,6 +115,9 @@ def inspect_dataset(
             _answer(dataset, questions, None, values.__setitem__)
         return _facts(dataset, questions, Findings(values=values))
     method = start_method or multiprocessing.get_start_method()
+    if method != "fork" and (reads_here or questions == Questions(sample=True)):
+        # A process takes seconds to start, and the first batch tells as much.
+        return _facts(dataset, questions, Findings(values=values))
     findings = try_apart(_answer, dataset, questions, worker_init_fn, start_method=method)
     facts = _facts(dataset, questions, findings)
     failure = findings.failure

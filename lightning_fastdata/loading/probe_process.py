@@ -224,8 +224,8 @@ def _stack(pid: int, stacks: Connection) -> str:
 class _IdleWatch:
     """Sees that all threads of a process wait for locks, and so perhaps for nobody.
 
-    A thread that waits for a file or a network waits elsewhere in the kernel, and one that waits for
-    a clock as well gives a time. Where that is not told, nothing is seen: see ``wchan`` and
+    A thread that waits for a file or a network waits elsewhere in the kernel, and one that waits
+    for a clock as well gives a time. Where that is not told, nothing is seen: see ``wchan`` and
     ``syscall`` in https://man7.org/linux/man-pages/man5/proc.5.html and
     https://man7.org/linux/man-pages/man2/futex.2.html.
     """
