@@ -1,0 +1,216 @@
+"""Libraries that hold files, databases and threads, opened on first use or at once."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import tempfile
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch.utils.data import Dataset
+
+from lightning_fastdata import FastDataModule
+
+SAMPLES = 40
+
+
+def value_of(index: int) -> float:
+    return float(index * 37 % 251)
+
+
+class Seen(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+        self.got: dict[int, float] = {}
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        self.got.update(zip(y.tolist(), x[:, 0].tolist(), strict=True))
+        return self.layer(x).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 1e-6)
+
+
+def fit(dataset, epochs: int = 2) -> FastDataModule:
+    module, data = Seen(), FastDataModule.from_datasets(dataset, batch_size=8)
+    Trainer(
+        max_epochs=epochs,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=tempfile.gettempdir(),
+    ).fit(module, datamodule=data)
+    assert module.got == {index: value_of(index) for index in range(SAMPLES)}
+    return data
+
+
+class Opening(Dataset):
+    """Opens something and reads numbers from it."""
+
+    def __init__(self, folder: Path, *, at_once: bool) -> None:
+        self.folder = folder
+        self.prepare()
+        self.opened = self.open() if at_once else None
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index):
+        if self.opened is None:
+            self.opened = self.open()
+        return torch.tensor([self.read(index)]), index
+
+
+class Sqlite(Opening):
+    def prepare(self):
+        with sqlite3.connect(self.folder / "a.db") as base:
+            base.execute("create table numbers (id integer primary key, value real)")
+            rows = [(i, value_of(i)) for i in range(SAMPLES)]
+            base.executemany("insert into numbers values (?, ?)", rows)
+        base.close()
+
+    def open(self):
+        return sqlite3.connect(self.folder / "a.db")
+
+    def read(self, index):
+        query = "select value from numbers where id = ?"
+        return self.opened.execute(query, (index,)).fetchone()[0]
+
+
+class Hdf5(Opening):
+    def prepare(self):
+        self.h5py = pytest.importorskip("h5py").__name__
+        with self.library().File(self.folder / "a.h5", "w") as file:
+            file["x"] = np.array([value_of(i) for i in range(SAMPLES)])
+
+    def library(self):
+        return __import__(self.h5py)
+
+    def open(self):
+        return self.library().File(self.folder / "a.h5")
+
+    def read(self, index):
+        return float(self.opened["x"][index])
+
+
+class Lmdb(Opening):
+    def prepare(self):
+        base = pytest.importorskip("lmdb").open(str(self.folder / "a.lmdb"))
+        with base.begin(write=True) as writing:
+            for i in range(SAMPLES):
+                writing.put(str(i).encode(), str(value_of(i)).encode())
+        base.close()
+
+    def open(self):
+        return __import__("lmdb").open(str(self.folder / "a.lmdb"), readonly=True, lock=False)
+
+    def read(self, index):
+        with self.opened.begin() as reading:
+            return float(reading.get(str(index).encode()))
+
+
+class Arrow(Opening):
+    def prepare(self):
+        parquet = pytest.importorskip("pyarrow.parquet")
+        table = __import__("pyarrow").table({"value": [value_of(i) for i in range(SAMPLES)]})
+        parquet.write_table(table, self.folder / "a.parquet", row_group_size=8)
+
+    def open(self):
+        from pyarrow import parquet
+
+        return parquet.ParquetFile(self.folder / "a.parquet")
+
+    def read(self, index):
+        return self.opened.read_row_group(index // 8)["value"][index % 8].as_py()
+
+
+@pytest.mark.parametrize("at_once", [False, True], ids=["on first use", "at once"])
+@pytest.mark.parametrize("dataset", [Sqlite, Hdf5, Lmdb, Arrow])
+def test_every_sample_is_the_one_that_was_asked_for(dataset, at_once, tmp_path):
+    fit(dataset(tmp_path, at_once=at_once))
+
+
+class Runtime:
+    """A client whose threads are gone in a forked process, as those of async runtimes are."""
+
+    def __init__(self) -> None:
+        self.asked = threading.Semaphore(0)
+        self.done = threading.Semaphore(0)
+        self.question = 0
+        self.answer = 0.0
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            self.asked.acquire()
+            self.answer = value_of(self.question)
+            self.done.release()
+
+    def read(self, index: int) -> float:
+        self.question = index
+        self.asked.release()
+        self.done.acquire()
+        return self.answer
+
+    def __reduce__(self):
+        return Runtime, ()
+
+
+class WithRuntime(Opening):
+    def prepare(self):
+        pass
+
+    def open(self):
+        return Runtime()
+
+    def read(self, index):
+        sum(range(20_000))
+        return self.opened.read(index)
+
+
+def test_threads_that_a_fork_loses_hang_nothing_if_they_start_on_first_use(tmp_path):
+    fit(WithRuntime(tmp_path, at_once=False))
+
+
+@pytest.mark.timeout(400)  # several processes that import torch anew
+def test_threads_that_a_fork_loses_are_told_of_and_got_round(tmp_path):
+    with pytest.warns(UserWarning, match=r"(?s)forkserver instead of fork.*in read"):
+        data = fit(WithRuntime(tmp_path, at_once=True), epochs=1)
+    assert "forkserver" in data.explain()
+
+
+class NotForkSafe:
+    """A client that refuses to work in a process forked from the one that made it."""
+
+    def __init__(self) -> None:
+        self.process = os.getpid()
+
+    def read(self, index: int) -> float:
+        if self.process != os.getpid():
+            raise RuntimeError("This class is not fork-safe")
+        return value_of(index)
+
+
+class Refusing(WithRuntime):
+    def open(self):
+        return NotForkSafe()
+
+    def __getstate__(self):
+        raise TypeError("it holds a socket")
+
+
+def test_a_client_that_reaches_no_other_process_is_an_error_that_says_so(tmp_path):
+    from lightning_fastdata.errors import DatasetError
+
+    words = r"not fork-safe.*on first use in __getitem__"
+    with pytest.raises(DatasetError, match=words):
+        fit(Refusing(tmp_path, at_once=True))
