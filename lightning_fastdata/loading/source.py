@@ -186,7 +186,6 @@ def _open_engine(
         drop_last=streamed and loader.drop_last,
         # The state of a stream runs on from sample to sample, and so do its random numbers.
         seed=None if streamed else loader.seed,
-        base_seed=loader.seed,
         worker_init_fn=loader.worker_init_fn,
         timeout_s=loader.timeout,
         in_order=loader.in_order,

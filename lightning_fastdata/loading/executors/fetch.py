@@ -6,7 +6,7 @@ import hashlib
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -62,6 +62,10 @@ class FetchPlan:
     delivered does not rest on it, but samples may."""
     niceness: int = 5
     """How much side processes give way to the training process, 0 to 19."""
+
+    def with_other_draws(self) -> FetchPlan:
+        """Return the plan for a process in another's place, which is not to draw the same again."""
+        return replace(self, base_seed=(self.base_seed + 2**32) % 2**63)
 
 
 class _DrewError(Exception):
