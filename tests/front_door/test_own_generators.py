@@ -16,7 +16,7 @@ from lightning_fastdata import FastDataLoader, FastDataModule, FastDataWarning, 
 SAMPLES, EPOCHS = 12, 2
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning")
 GENERATORS = {
-    "numpy": lambda seed: np.random.default_rng(seed),
+    "numpy": np.random.default_rng,
     "numpy mt19937": lambda seed: np.random.Generator(np.random.MT19937(seed)),
     "random state": np.random.RandomState,
     "python": random.Random,

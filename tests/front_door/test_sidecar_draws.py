@@ -23,6 +23,11 @@ SOURCES = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _global_seed(monkeypatch):
+    monkeypatch.setenv("PL_GLOBAL_SEED", "0")  # to be put back: seed_everything changes it
+
+
 class Drawn(Dataset):
     """Samples of one drawn number."""
 
