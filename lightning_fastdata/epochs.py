@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +12,44 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _alone = False
+
+
+class EpochAskedTwice:
+    """The batches of an epoch whose number is asked for again when the first of them is.
+
+    Lightning makes an iterator before it has read from a checkpoint which epoch comes next, or
+    before it has counted the one that the checkpoint ends.
+
+    Args:
+        begin: Begins an epoch and returns its batches.
+        epoch: Returns the number of the epoch; asked now, and once more later.
+    """
+
+    def __init__(self, begin: Callable[[int], Iterator[Any]], epoch: Callable[[], int]) -> None:
+        self._epoch = epoch()
+        self._batches = begin(self._epoch)
+        self._ask: tuple[Callable[[int], Iterator[Any]], Callable[[], int]] | None = begin, epoch
+
+    def __iter__(self) -> EpochAskedTwice:
+        return self
+
+    def __next__(self) -> Any:
+        if self._ask is not None:
+            (begin, epoch), self._ask = self._ask, None
+            number = epoch()
+            if number != self._epoch:
+                self._batches = iter(())  # its workers end before others begin
+                self._batches = begin(number)
+        return next(self._batches)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_batches":
+            raise AttributeError(name)
+        return getattr(self._batches, name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Lightning copies its trainer with the iterators in it; processes cannot be copied.
+        return iter, ((),)
 
 
 class EpochCell:

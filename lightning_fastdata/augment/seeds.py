@@ -147,7 +147,7 @@ def _parts(item: object, kinds: tuple[type, ...]) -> Iterator[object]:
         yield item.func
         yield from item.args
         yield from item.keywords.values()
-    elif isinstance(item, types.MethodType):
+    elif isinstance(item, types.MethodType | types.BuiltinMethodType):
         yield item.__self__
     elif not _is_module_or_tensor(item):
         if hasattr(item, "__dict__") and not isinstance(item, type):

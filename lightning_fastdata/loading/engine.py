@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import warnings
 import weakref
@@ -52,8 +53,8 @@ class Engine:
         page_lock: ``"register"``: have CUDA lock the memory that batches come in, and copy only
             what lies elsewhere.
         generator: From which torch would draw its base seed at this place; drawn from likewise,
-            so that the draws after it are the same. A plan without a seed, as that of a stream,
-            has its processes seeded from it.
+            so that the draws after it are the same. Side processes are seeded from it: those of a
+            stream as torch does, others from it, the plan's seed and the epoch they start in.
         told_batches: Called at the start of each epoch for the length that the loader of a stream
             has told; None if nobody asked, or there is an index.
     """
@@ -114,9 +115,7 @@ class Engine:
         keep = self.keep and other is None
         executor = self._iterator if keep else None
         if executor is None:
-            plan = self.plan
-            if plan.seed is None:
-                plan = replace(plan, base_seed=self._base_seed)
+            plan = replace(self.plan, base_seed=self._seed_of_processes(self._base_seed))
             executor = open_executor(
                 self.name,
                 plan,
@@ -133,6 +132,14 @@ class Engine:
         running = EpochIterator(executor, self.finish, keep=keep, told_batches=told)
         self._running = weakref.ref(running)
         return running
+
+    def _seed_of_processes(self, base_seed: int) -> int:
+        if self.plan.seed is None:
+            return base_seed
+        # The threads of a sidecar draw from what the process was seeded with, and so may a
+        # worker_init_fn: another epoch, seed or global seed has to give other numbers.
+        text = f"{self.plan.seed},{self.epoch()},{base_seed}".encode()
+        return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
     def _start_epoch(self, executor: Executor) -> None:
         epoch = self.epoch()

@@ -14,7 +14,7 @@ from torch.utils.data import (
 )
 
 from lightning_fastdata.augment.seeds import find_composes
-from lightning_fastdata.epochs import EpochCell
+from lightning_fastdata.epochs import EpochAskedTwice, EpochCell
 from lightning_fastdata.errors import OptionsError, TransformError
 from lightning_fastdata.loading.automatic import plan_alone
 from lightning_fastdata.loading.engine import Engine
@@ -62,8 +62,9 @@ class FastDataLoader(DataLoader[Any]):
         pin_memory_device: As in torch.
         in_order: Return batches in the order of their indices.
         seed: Seed of the per-sample randomness.
-        epoch: Asked at the start of each iteration for the epoch, counted from 0. Default: the
-            number of iterations begun so far.
+        epoch: Asked for the epoch, counted from 0, at the start of each iteration and again at its
+            first batch; an iteration that began as another epoch begins anew. Default: the number
+            of iterations begun so far.
         transform: A transform of this package, of which the part that belongs to the workers runs
             on each sample. With ``on_device`` that is what prepares its run on the device;
             otherwise it is the whole Albumentations pipeline.
@@ -214,8 +215,15 @@ class FastDataLoader(DataLoader[Any]):
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
         """Start an epoch; the order and the randomness are those of ``epoch()``."""
-        epoch = self._iterations if self.epoch is None else self.epoch()
+        batches: Iterator[Batch]
+        if self.epoch is None:
+            batches = self._begin(self._iterations)
+        else:
+            batches = EpochAskedTwice(self._begin, self.epoch)
         self._iterations += 1
+        return batches if self.ahead is None else self.ahead(batches)
+
+    def _begin(self, epoch: int) -> Iterator[Batch]:
         if self.epoch is not None:
             # Lightning sets the epoch only after it has made the iterator of a resumed run.
             for sampler in (self.sampler, getattr(self.batch_sampler, "sampler", None)):
@@ -232,7 +240,7 @@ class FastDataLoader(DataLoader[Any]):
         if isinstance(inner, DataLoader) and takes_stamps(self):
             self._ledger.records = self._records
             batches = OpenedEnvelopes(batches, self._ledger)
-        return batches if self.ahead is None else self.ahead(batches)
+        return batches  # type: ignore[no-any-return]
 
     def _keep(self, inner: Source | None) -> None:
         # Lightning records the attributes that are set on loaders in a data hook, and goes on to do

@@ -27,6 +27,7 @@ from lightning_fastdata.loading.engine import Engine
 from lightning_fastdata.loading.executors.fetch import FetchPlan
 from lightning_fastdata.loading.keyed import fetches_in_batches, keyed
 from lightning_fastdata.loading.order import epoch_order
+from lightning_fastdata.loading.own_generators import own_generators
 from lightning_fastdata.loading.repeats import spreading
 from lightning_fastdata.loading.resident import ResidentBatches, device_of
 from lightning_fastdata.loading.sampled import index_batches
@@ -178,6 +179,7 @@ def _open_engine(
             batch_size=loader.batch_size or 1,
             split=default and makes_batches(loader) and not fetches_in_batches(loader.dataset),
         )
+    several = executor == "sidecar" and loader.num_workers > 1
     plan = FetchPlan(
         dataset=dataset,
         collate_fn=collate_fn,
@@ -186,7 +188,7 @@ def _open_engine(
         drop_last=streamed and loader.drop_last,
         # The state of a stream runs on from sample to sample, and so do its random numbers.
         seed=None if streamed else loader.seed,
-        base_seed=loader.seed,
+        own=None if streamed else own_generators(loader.dataset, shared=several),
         worker_init_fn=loader.worker_init_fn,
         timeout_s=loader.timeout,
         in_order=loader.in_order,

@@ -15,7 +15,12 @@ from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.loading.names import refuses_unknown_names
 from lightning_fastdata.loading.options import LoaderOptions
 from lightning_fastdata.loading.streams import DeviceStreams, device_streams
-from lightning_fastdata.plugin.arguments import check_choice, checked_batch_size
+from lightning_fastdata.plugin.arguments import (
+    check_choice,
+    checked_batch_size,
+    remembers_given,
+    take_over_hyperparameters,
+)
 from lightning_fastdata.plugin.datasets import Constant, in_form_of, named
 from lightning_fastdata.plugin.guard_callback import attach_guard, first_rows, guard_rows
 from lightning_fastdata.plugin.hooks import HOOKS, overridden_hook, silence_shared_hook_warning
@@ -36,12 +41,17 @@ if TYPE_CHECKING:
 
 
 @refuses_unknown_names
+@remembers_given
 class DataModuleHooks:
     """Builds tuned loaders for every stage from the datasets that a subclass returns.
 
     A subclass writes ``train_dataset()``, ``val_dataset()`` and, if wanted, ``test_dataset()`` and
     ``predict_dataset()``. Each returns a dataset; a dict or list of datasets becomes one loader per
     dataset, combined by Lightning.
+
+    A subclass with a constructor of its own passes on what it takes of these arguments. Of
+    ``batch_size``, ``drop_last`` and ``seed`` that it does not pass on, what it saves by
+    ``save_hyperparameters()`` is used; whatever else stops there is warned of.
 
     Args:
         batch_size: Samples per batch and rank, for all stages.
@@ -139,6 +149,7 @@ class DataModuleHooks:
         self._trainer = trainer
         if trainer is None:
             return
+        take_over_hyperparameters(self)
         self.placing.attached()
         # Attaching is the one moment that no subclass overrides.
         if self.guard != "off" and self._guard_callback is not None:

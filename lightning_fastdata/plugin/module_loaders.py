@@ -12,6 +12,10 @@ from typing import TYPE_CHECKING, Any
 from lightning_fastdata.errors import DatasetError, FastDataWarning
 from lightning_fastdata.loading.automatic import needs_look, plan_for
 from lightning_fastdata.loading.inspection import DatasetFacts, Questions, inspect_dataset
+from lightning_fastdata.plugin.arguments import (
+    take_over_hyperparameters,
+    warn_of_lost_batch_size,
+)
 from lightning_fastdata.plugin.datasets import in_form_of, is_missing, named
 from lightning_fastdata.plugin.hooks import hook_against_device
 from lightning_fastdata.plugin.loaders import build_loader
@@ -85,6 +89,8 @@ class ModuleLoaders:
         overrides: Mapping[str, Any],
     ) -> FastDataLoader:
         """Return the loader for a dataset; see ``FastDataModule.make_loader``."""
+        take_over_hyperparameters(module)
+        warn_of_lost_batch_size(module, overrides)
         trainer, seed = module.trainer, _seed(module)
         name = name if name is not None else _name_of(module, stage)
         of = LoaderFacts(
@@ -147,6 +153,7 @@ class ModuleLoaders:
 
     def explain(self, module: Any) -> str:
         """Return every choice that was made, its value and its reason, as text."""
+        take_over_hyperparameters(module)
         datasets = {
             (stage, name): dataset
             for stage in STAGES

@@ -40,8 +40,19 @@ def running_stage(trainer: Any) -> Stage | None:
 
 
 def training_epoch(trainer: Any) -> int:
-    """Return the epoch, counted from 0."""
-    return 0 if trainer is None else int(trainer.current_epoch)
+    """Return the epoch, counted from 0, of the training batches that come next.
+
+    A file of ``ModelCheckpoint`` is written before Lightning counts its epoch as completed, and a
+    fit that resumes from it makes its first iterator before that is made up for. Until its first
+    epoch is over, the count of epochs that were processed is asked for, which has no public name.
+    """
+    if trainer is None:
+        return 0
+    loop = getattr(trainer, "fit_loop", None)
+    if getattr(loop, "_loaded_from_state_dict", False):
+        progress = getattr(getattr(loop, "epoch_progress", None), "current", None)
+        return int(getattr(progress, "processed", trainer.current_epoch))
+    return int(trainer.current_epoch)
 
 
 def first_epoch() -> int:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pickle
 import random
 from collections.abc import Iterator
 
@@ -12,6 +13,7 @@ from lightning_fastdata.loading import draws
 from lightning_fastdata.loading.draws import DrawWatch, PythonGenerator, kept_random_state
 from lightning_fastdata.loading.executors.fetch import seed_global_generators
 from lightning_fastdata.loading.loader import FastDataLoader
+from lightning_fastdata.loading.own_generators import OwnGenerators
 
 DRAWS = {
     "random": random.random,
@@ -164,3 +166,21 @@ def test_inline_leaves_the_generators_of_the_training_alone() -> None:
     next(batches)
     next(batches)
     assert not watch.drew()
+
+
+def test_generators_that_were_sent_to_a_process_are_those_of_the_dataset_there():
+    held = {
+        "numpy": np.random.default_rng(3),
+        "torch": torch.Generator(),
+        "python": random.Random(),
+    }
+    own, there = pickle.loads(pickle.dumps((OwnGenerators(held), held)))
+    before = [str(x) for x in states(there)]
+    own.key(0, 0, 0)
+    assert all(str(x) != y for x, y in zip(states(there), before, strict=True))
+
+
+def states(held):
+    yield held["numpy"].bit_generator.state
+    yield held["torch"].initial_seed()
+    yield held["python"].getstate()

@@ -279,6 +279,7 @@ class Crew:
                     other.send(("ping", self._doubt_count))
         yield from self._heard(side)
         self.respawned += 1
+        self.plan = self.plan.with_other_draws()
         self.spawn_missing()
         if not side.began:
             self._stillborn += 1

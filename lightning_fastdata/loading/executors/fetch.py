@@ -6,7 +6,7 @@ import hashlib
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -19,6 +19,7 @@ from lightning_fastdata.types import SampleKey
 
 if TYPE_CHECKING:
     from lightning_fastdata.loading.layout import SampleLayout
+    from lightning_fastdata.loading.own_generators import OwnGenerators
     from lightning_fastdata.loading.stamps import TaskWatch
 
 _Fetched = TypeVar("_Fetched")
@@ -43,6 +44,8 @@ class FetchPlan:
     seed: int | None = None
     """Seed of the per-sample randomness of ``random``, ``numpy.random`` and torch; None leaves the
     generators alone."""
+    own: OwnGenerators | None = None
+    """The generators that the dataset holds itself, to be keyed likewise; None: left alone."""
     base_seed: int = 0
     """Each side process seeds its generators from this and its number when it starts."""
     worker_init_fn: Callable[[int], None] | None = None
@@ -62,6 +65,10 @@ class FetchPlan:
     delivered does not rest on it, but samples may."""
     niceness: int = 5
     """How much side processes give way to the training process, 0 to 19."""
+
+    def with_other_draws(self) -> FetchPlan:
+        """Return the plan for a process in another's place, which is not to draw the same again."""
+        return replace(self, base_seed=(self.base_seed + 2**32) % 2**63)
 
 
 class _DrewError(Exception):
@@ -93,7 +100,10 @@ class Fetcher:
         self.stamps: TaskWatch | None = None
         """Where the times of samples and collation are noted."""
         self._watch = DrawWatch() if self.keyed else None
+        self._own = plan.own if self.keyed else None
+        self._own_draws = bool(self._own)
         self._looked = False
+        self._epoch: int | None = None
 
     def attempt(self, fetch: Callable[[], _Fetched]) -> _Fetched:
         """Return what ``fetch`` does, whose draws are those of the keys of its samples.
@@ -102,6 +112,12 @@ class Fetcher:
             fetch: Calls :meth:`sample` and :meth:`collate`; called a second time if it is the first
                 one to draw.
         """
+        if self._own is not None and self._own_draws and self.guest:
+            with self._own.kept():
+                return self._attempt(fetch)
+        return self._attempt(fetch)
+
+    def _attempt(self, fetch: Callable[[], _Fetched]) -> _Fetched:
         watch = self._watch
         if watch is None:
             return fetch()
@@ -130,6 +146,9 @@ class Fetcher:
         began_ns = time.monotonic_ns()
         self._key(epoch, index)
         sample = self.dataset[index]
+        if self._own is not None and epoch != self._epoch and self._made_generators(epoch):
+            self._key(epoch, index)
+            sample = self.dataset[index]
         if self.stamps is not None:
             self.stamps.read(index, began_ns)
         if not self._looked:
@@ -139,18 +158,28 @@ class Fetcher:
                 raise _DrewError
         return sample
 
+    def _made_generators(self, epoch: int) -> bool:
+        """Return whether there are new ones, which some datasets make when they first read."""
+        self._epoch = epoch
+        made = self._own is not None and self._own.look_again()
+        self._own_draws |= made
+        return made
+
     def batch(self, indices: Any, epoch: int, mark: Callable[[int], None] | None = None) -> Any:
         """Return the collated batch of the indices."""
         self.position = 0
         if not self.plan.batched:
             return self.plan.collate_fn(self.sample(indices, epoch))
         if fetches_in_batches(self.dataset):
-            if len(indices):
-                self._key(epoch, indices[0])
+            first = indices[0] if len(indices) else None
+            self._key(epoch, first)
             began_ns = time.monotonic_ns()
             samples = self.dataset.__getitems__(indices)
+            if self._own is not None and epoch != self._epoch and self._made_generators(epoch):
+                self._key(epoch, first)
+                samples = self.dataset.__getitems__(indices)
             if self.stamps is not None:
-                self.stamps.read(indices[0] if len(indices) else None, began_ns, len(indices))
+                self.stamps.read(first, began_ns, len(indices))
         else:
             samples = []
             for position, index in enumerate(indices):
@@ -172,7 +201,11 @@ class Fetcher:
         return batch
 
     def _key(self, epoch: int, index: Any) -> None:
-        if self.draws and self.plan.seed is not None:
+        if self.plan.seed is None:
+            return
+        if self._own is not None and self._own_draws:
+            self._own.key(self.plan.seed, epoch, index)
+        if self.draws:
             seed_global_generators(self.plan.seed, epoch, index)
 
     def where(self, indices: Any) -> str:

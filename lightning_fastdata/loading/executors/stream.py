@@ -270,4 +270,5 @@ class StreamExecutor:
             if task.batch in lane.batches:
                 lane.batches.remove(task.batch)
         side.tasks.clear()
+        self.plan = self.plan.with_other_draws()
         lane.dead = not lane.ended

@@ -1,0 +1,160 @@
+"""What a data module is given reaches its loaders, also where a subclass keeps it to itself."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.tuner import Tuner
+from torch.utils.data import TensorDataset
+
+from lightning_fastdata import FastDataModule, FastDataWarning, LoaderOptions
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning")
+
+ROWS = 40
+
+
+class Rows(FastDataModule):
+    def train_dataset(self):
+        return TensorDataset(torch.arange(float(ROWS)))
+
+
+class Saved(Rows):
+    """Lightning's usual data module."""
+
+    def __init__(self, batch_size: int = 8, drop_last: bool = False, seed: int | None = None):
+        super().__init__()
+        self.save_hyperparameters()
+
+
+class Passed(Rows):
+    """Gives its own class another batch size than it was given, on purpose."""
+
+    def __init__(self, batch_size: int = 8):
+        super().__init__(batch_size // 2)
+        self.save_hyperparameters()
+
+
+class SetBefore(Rows):
+    def __init__(self, batch_size: int = 8):
+        self.batch_size = batch_size
+        super().__init__()
+
+
+class SetAfter(Rows):
+    def __init__(self, batch_size: int = 8):
+        super().__init__()
+        self.save_hyperparameters()
+        self.batch_size = batch_size + 1
+
+
+class Lost(Rows):
+    def __init__(self, batch_size: int = 8):
+        super().__init__()
+
+
+class LostOptions(Rows):
+    def __init__(self, batch_size: int = 8, options: LoaderOptions | None = None):
+        super().__init__(batch_size)
+        self.save_hyperparameters()
+
+
+class Model(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+        self.seen = []
+
+    def training_step(self, batch, batch_idx):
+        self.seen.append(batch[0].tolist())
+        return self.layer(batch[0][:, None]).mean() * 1e-6
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 1e-6)
+
+
+def trainer(folder):
+    return Trainer(
+        max_epochs=1,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+        limit_val_batches=0,
+    )
+
+
+def sizes(folder, data):
+    model = Model()
+    trainer(folder).fit(model, datamodule=data)
+    assert len(model.seen[0]) == data.batch_size
+    return [len(batch) for batch in model.seen]
+
+
+@pytest.mark.parametrize(
+    ("data", "size"),
+    [(Saved(16), 16), (Saved(), 8), (Passed(16), 8), (SetBefore(16), 16), (SetAfter(16), 17)],
+)
+def test_the_batch_size_that_was_given_is_the_one_that_is_used(tmp_path, data, size):
+    assert sizes(tmp_path, data)[0] == size
+
+
+def test_a_loader_asked_for_without_a_trainer_has_it_too():
+    assert Saved(16).train_dataloader().batch_size == 16
+
+
+def test_other_saved_arguments_are_used_too(tmp_path):
+    assert sizes(tmp_path, Saved(16, drop_last=True)) == [16, 16]
+    orders = []
+    for data in (Saved(40, seed=3), Rows(40, seed=3), Saved(40)):
+        model = Model()
+        trainer(tmp_path).fit(model, datamodule=data)
+        orders.append(model.seen)
+    assert orders[0] == orders[1] != orders[2]
+
+
+def test_a_batch_size_that_is_neither_saved_nor_passed_on_is_warned_of():
+    with pytest.warns(FastDataWarning, match=r"Lost takes batch_size.*__init__\(batch_size="):
+        assert Lost(16).train_dataloader().batch_size == 32
+
+
+def test_other_arguments_that_go_no_further_are_warned_of(tmp_path):
+    data = LostOptions(16, LoaderOptions(num_workers=1))
+    with pytest.warns(FastDataWarning, match=r"options.*super\(\).__init__\(options=options\)"):
+        sizes(tmp_path, data)
+
+
+def test_a_subclass_that_sets_what_it_was_given_is_not_warned_of(tmp_path):
+    class Sets(Rows):
+        def __init__(self, collate_fn=None, options=None):
+            super().__init__(8)
+            self.save_hyperparameters(ignore=["collate_fn"])
+            self.options = options
+
+    assert sizes(tmp_path, Sets(options=LoaderOptions(num_workers=0)))[0] == 8
+
+
+def test_the_tuner_finds_and_sets_a_batch_size(tmp_path):
+    data, made = Saved(4), trainer(tmp_path)
+    options = {"max_trials": 2, "steps_per_trial": 1, "init_val": 5}
+    found = Tuner(made).scale_batch_size(Model(), datamodule=data, **options)
+    assert found == data.batch_size == data.hparams.batch_size
+    assert sizes(tmp_path, data)[0] == found != 4
+
+
+def test_a_command_line_and_ready_datasets_set_it(tmp_path):
+    cli = LightningCLI(
+        Model,
+        Saved,
+        run=False,
+        save_config_callback=None,
+        seed_everything_default=False,
+        args=["--data.batch_size=16", "--trainer.accelerator=cpu", "--trainer.logger=false"],
+    )
+    assert cli.datamodule.train_dataloader().batch_size == 16
+    data = Saved.from_datasets(TensorDataset(torch.arange(24.0)), batch_size=12)
+    assert sizes(tmp_path, data) == [12, 12]

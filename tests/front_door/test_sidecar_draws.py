@@ -1,0 +1,159 @@
+"""The threads of a sidecar draw other random numbers in each epoch, and with each seed."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+
+import numpy as np
+import pytest
+import torch
+from lightning import seed_everything
+from lightning.pytorch import LightningModule, Trainer
+from torch.utils.data import Dataset, IterableDataset
+
+from lightning_fastdata import FastDataLoader, FastDataModule, LoaderOptions
+
+SAMPLES, EPOCHS = 16, 2
+SOURCES = {
+    "random": lambda: random.getrandbits(31),
+    "numpy": lambda: int(np.random.randint(2**31)),
+    "torch": lambda: int(torch.randint(2**31, ())),
+}
+
+
+@pytest.fixture(autouse=True)
+def _global_seed(monkeypatch):
+    monkeypatch.setenv("PL_GLOBAL_SEED", "0")  # to be put back: seed_everything changes it
+
+
+class Drawn(Dataset):
+    """Samples of one drawn number."""
+
+    def __init__(self, source):
+        self.source = source
+
+    def __len__(self):
+        return SAMPLES
+
+    def __getitem__(self, index):
+        return SOURCES[self.source]()
+
+
+class Fatal(Drawn):
+    """Kills its process once, at the last sample."""
+
+    def __init__(self, marker):
+        super().__init__("numpy")
+        self.marker = marker
+
+    def __getitem__(self, index):
+        if index == SAMPLES - 1 and not self.marker.exists():
+            self.marker.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(index)
+
+
+class DrawnStream(IterableDataset):
+    def __iter__(self):
+        yield from (SOURCES["torch"]() for _ in range(SAMPLES // 2))
+
+
+class Seeded(Dataset):
+    """Shows what its worker was seeded with, by the recipe of torch's documentation."""
+
+    def __len__(self):
+        return SAMPLES
+
+    def __getitem__(self, index):
+        return self.seed
+
+
+def keep_seed(_worker):
+    info = torch.utils.data.get_worker_info()
+    info.dataset.seed = torch.initial_seed()
+
+
+class Model(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+        self.seen = []
+
+    def training_step(self, batch, batch_idx):
+        self.seen += batch.tolist()
+        return self.layer(torch.ones(1)).sum()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def fit(source, executor, seed, *, persistent, own=None):
+    seed_everything(seed)
+    options = LoaderOptions(num_workers=2, executor=executor, persistent_workers=persistent)
+    data = FastDataModule.from_datasets(Drawn(source), batch_size=4, options=options, seed=own)
+    model, quiet = Model(), {"enable_progress_bar": False, "enable_model_summary": False}
+    trainer = Trainer(
+        max_epochs=EPOCHS, accelerator="cpu", logger=False, enable_checkpointing=False, **quiet
+    )
+    trainer.fit(model, datamodule=data)
+    return model.seen
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_no_epoch_of_a_sidecar_draws_what_another_did(source):
+    seen = fit(source, "sidecar", 1, persistent=False)
+    assert len(set(seen)) == len(seen) == SAMPLES * EPOCHS
+
+
+@pytest.mark.parametrize("executor", ["workers", "sidecar"])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_epochs_and_seeds_draw_other_numbers(executor, persistent):
+    runs = [
+        fit("numpy", executor, 1, persistent=persistent),
+        fit("numpy", executor, 2, persistent=persistent),
+        fit("numpy", executor, 2, persistent=persistent, own=7),
+    ]
+    drawn = {number for run in runs for number in run}
+    assert len(drawn) == len(runs) * SAMPLES * EPOCHS
+
+
+@pytest.mark.parametrize(
+    ("executor", "persistent"), [("workers", False), ("workers", True), ("inline", False)]
+)
+def test_a_stream_draws_other_numbers_in_each_epoch(executor, persistent):
+    workers = 0 if executor == "inline" else 2
+    drawn = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        loader = FastDataLoader(
+            DrawnStream(),
+            4,
+            num_workers=workers,
+            executor=executor,
+            persistent_workers=persistent,
+        )
+        drawn += [int(x) for _ in range(EPOCHS) for batch in loader for x in batch]
+        loader.close()
+    assert len(set(drawn)) == len(drawn) == 2 * EPOCHS * SAMPLES // 2 * max(1, workers)
+
+
+def test_a_process_in_the_place_of_a_dead_one_draws_other_numbers(tmp_path):
+    loader = FastDataLoader(Fatal(tmp_path / "died"), 1, num_workers=2, executor="sidecar")
+    drawn = [int(batch) for batch in loader]
+    assert (tmp_path / "died").exists()
+    assert len(set(drawn)) == len(drawn) == SAMPLES
+
+
+@pytest.mark.parametrize("executor", ["workers", "sidecar", "torch"])
+def test_what_a_worker_is_seeded_with_differs_between_epochs_and_seeds(executor):
+    seeds = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        loader = FastDataLoader(
+            Seeded(), 4, num_workers=2, executor=executor, worker_init_fn=keep_seed
+        )
+        seeds += [{int(x) for batch in loader for x in batch} for _ in range(2)]
+        loader.close()
+    assert not any(a & b for n, a in enumerate(seeds) for b in seeds[:n])
