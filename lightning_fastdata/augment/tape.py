@@ -22,6 +22,13 @@ from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded, draw_par
 from lightning_fastdata.augment.plan import Plan, device_form
 from lightning_fastdata.augment.replay_torch import replay_one
 from lightning_fastdata.augment.tree import is_albumentations, keeps_params, list_leaves, list_nodes
+from lightning_fastdata.augment.values import (
+    Values,
+    in_unit_range,
+    takes_any_range,
+    takes_dtype,
+    unit_after,
+)
 from lightning_fastdata.errors import TransformError
 
 if TYPE_CHECKING:
@@ -52,6 +59,8 @@ class Track(NamedTuple):
     """The operations."""
     size: tuple[int, int] | None = None
     """Height and width of its pixels before any of them."""
+    dtype: np.dtype[Any] | None = None
+    """Of its pixels before any of them; None: nobody has looked."""
 
 
 Tape: TypeAlias = Mapping[str, Track]
@@ -72,6 +81,8 @@ class _Hooked:
     """The images and masks that it takes, images first, and whether each one is an image."""
     conditional: bool
     """Whether some samples may go without it, so that it must not change the form of the others."""
+    any_range: bool
+    """Whether it takes floats outside of [0, 1]."""
 
 
 @dataclass(slots=True)
@@ -86,14 +97,34 @@ class _Pending:
 class _Target:
     """An image or mask on its way: real pixels, and what is still to be done to them."""
 
-    __slots__ = ("pending", "real", "shown")
+    __slots__ = ("_unit", "pending", "real", "shown")
 
     def __init__(self, real: Any, shown: Any) -> None:
         self.real = real
         self.shown = shown
         self.pending: list[_Pending] = []
+        self._unit: bool | None = None
+
+    def in_unit_range(self) -> bool:
+        """Return whether the values here are integers, or sure to lie in [0, 1].
+
+        Pixels that have to be fetched first are: somebody has looked, as that takes long.
+        """
+        if self._unit is None:
+            self._unit = callable(self.real) or in_unit_range(self.real)
+        return self._unit
+
+    def note(self, pending: _Pending, transform: Any, dtype: np.dtype[Any]) -> None:
+        """Note an operation, which makes values of a dtype."""
+        self.pending.append(pending)
+        if dtype.kind == "f":
+            before = Values(self.shown.dtype, True)
+            if self.shown.dtype != dtype or not unit_after(transform, before, dtype):
+                self._unit = unit_after(transform, before._replace(unit=False), dtype)
 
     def flush(self) -> Any:
+        if self.pending or callable(self.real):
+            self._unit = None
         if callable(self.real):
             self.real = self.real()
         for pending in self.pending:
@@ -163,8 +194,9 @@ class Recorder:
             target = self._targets.get(key)
             if target is not None and result.get(key) is target.shown:
                 result[key] = target.real
-                size = (data[key] if callable(target.real) else target.real).shape[:2]
-                tape[key] = Track(role, tuple(pending.op for pending in target.pending), size)
+                pixels = data[key] if callable(target.real) else target.real
+                noted = tuple(pending.op for pending in target.pending)
+                tape[key] = Track(role, noted, pixels.shape[:2], pixels.dtype)
         self._targets = {}
         return result, tape
 
@@ -177,7 +209,10 @@ class Recorder:
         else:
             keys = [key for key in self._images_first if key in transform._key2func]
             targets = tuple((key, self._roles[key] == "image") for key in keys)
-            hooked = _Hooked(index, transform, original, op, targets, self._plan.conditional[index])
+            conditional = self._plan.conditional[index]
+            hooked = _Hooked(
+                index, transform, original, op, targets, conditional, takes_any_range(op)
+            )
             transform.apply_with_params = functools.partial(self._record, hooked)
         if self._plan.sees_pixels[index] and not is_albumentations(transform):
             transform.update_transform_params = functools.partial(
@@ -244,7 +279,7 @@ class Recorder:
         leaf, op = hooked.leaf, hooked.op
         # Apart from the parameters, which a pipeline may return.
         drawn = params | self._small.pop(leaf) if leaf in self._small else params
-        noted = _encode(hooked, drawn, data)
+        noted = self._encode(hooked, drawn, data)
         if noted is None:
             self._refuse_late_pixels(op.name, data)
             return self._run(hooked.original, params, **data)
@@ -260,13 +295,50 @@ class Recorder:
                 # The few numbers that were drawn are not enough for Albumentations.
                 is_image = self._roles[key] == "image"
                 apply, given = functools.partial(replay_one, op, encoded, is_image), {}
-            target.pending.append(_Pending(TapeOp(leaf, op.name, encoded), apply, given, bars))
+            pending = _Pending(TapeOp(leaf, op.name, encoded), apply, given, bars)
+            target.note(pending, hooked.transform, dtype)
             if op.name == "ToTensorV2":
                 target.shown = _phantom_tensor(shape, dtype)
             elif changes:
                 target.shown = _phantom(shape, dtype)
             data[key] = target.shown
         return data
+
+    def _encode(
+        self, hooked: _Hooked, params: Mapping[str, Any], data: Mapping[str, Any]
+    ) -> list[tuple[str, Encoded, Shape, np.dtype[Any]]] | None:
+        """Return what to note for each image and mask, or None if this draw needs real pixels."""
+        transform, op = hooked.transform, hooked.op
+        noted: list[tuple[str, Encoded, Shape, np.dtype[Any]]] = []
+        size = None
+        for key, is_image in hooked.targets:
+            value = data.get(key)
+            if value is None:
+                continue
+            if not isinstance(value, np.ndarray):
+                return None
+            shape, dtype = value.shape, value.dtype
+            if size not in (None, shape[:2]):
+                return None
+            size = shape[:2]
+            if is_image:
+                fits = takes_dtype(op, dtype)
+                if not hooked.any_range:
+                    fits = fits and self._target(key, value).in_unit_range()
+                encoded = op.encode(transform, params, shape, dtype) if fits else None
+                if encoded is None:
+                    return None
+                new_shape = op.out_shape(transform, params, shape)
+                new_dtype = op.out_dtype(transform, dtype)
+                if hooked.conditional and (new_shape != shape or new_dtype != dtype):
+                    return None
+                noted.append((key, encoded, new_shape, new_dtype))
+            elif op.mask is not None:
+                if not noted:
+                    return None
+                encoded = noted[0][1]
+                noted.append((key, encoded, _mask_shape(op, transform, params, shape), dtype))
+        return noted
 
     def _refuse_late_pixels(self, name: str, data: Mapping[str, Any]) -> None:
         for key, value in data.items():
@@ -279,40 +351,6 @@ class Recorder:
                             f"Put {name} before {pending.op.name} in the pipeline, or use "
                             "on_device=False (augment='cpu')."
                         )
-
-
-def _encode(
-    hooked: _Hooked, params: Mapping[str, Any], data: Mapping[str, Any]
-) -> list[tuple[str, Encoded, Shape, np.dtype[Any]]] | None:
-    """Return what to note for each image and mask, or None if this draw needs real pixels."""
-    transform, op = hooked.transform, hooked.op
-    noted: list[tuple[str, Encoded, Shape, np.dtype[Any]]] = []
-    size = None
-    for key, is_image in hooked.targets:
-        value = data.get(key)
-        if value is None:
-            continue
-        if not isinstance(value, np.ndarray):
-            return None
-        shape, dtype = value.shape, value.dtype
-        if size not in (None, shape[:2]):
-            return None
-        size = shape[:2]
-        if is_image:
-            encoded = op.encode(transform, params, shape, dtype)
-            if encoded is None:
-                return None
-            new_shape = op.out_shape(transform, params, shape)
-            new_dtype = op.out_dtype(transform, dtype)
-            if hooked.conditional and (new_shape != shape or new_dtype != dtype):
-                return None
-            noted.append((key, encoded, new_shape, new_dtype))
-        elif op.mask is not None:
-            if not noted:
-                return None
-            encoded = noted[0][1]
-            noted.append((key, encoded, _mask_shape(op, transform, params, shape), dtype))
-    return noted
 
 
 def _one_size(values: list[Any]) -> bool:
