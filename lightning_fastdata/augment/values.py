@@ -48,7 +48,7 @@ _OF_UNIT_RANGE: Final = frozenset(
 """Transforms whose device forms are right for floats in [0, 1] alone."""
 _BETWEEN_NEIGHBOURS: Final = frozenset({0, 1, 3, 5, 6})
 """OpenCV's interpolations whose results lie between the values that they read."""
-_TRIES: Final = 4
+_TRIES: Final = 2
 """Draws with which an unknown transform is tried."""
 
 
@@ -137,27 +137,30 @@ def follow_values(
     """
     before: list[States] = []
 
-    def walk(node: Any, states: States, *, forced: bool = False) -> States:
+    def walk(node: Any, states: States, *, some: bool = False, chosen: bool = False) -> States:
         name, own = type(node).__name__, is_albumentations(node)
+        applied = chosen or node.p >= 1 or name == "OneOrOther"
+        some = some or chosen or not applied
         if not is_container(node):
             before.append(states)
-            after = _joined(values_after(node, values, keeps, shape) for values in states)
+            after = _joined(
+                values_after(node, values, keeps, shape, tried=some) for values in states
+            )
         elif in_sequence(node):
             after = states
             for child in node.transforms:
-                after = walk(child, after)
+                after = walk(child, after, some=some)
         elif own and name in {"OneOf", "OneOrOther"}:
-            after = _joined(walk(child, states, forced=True) for child in node.transforms)
+            after = _joined(walk(child, states, chosen=True) for child in node.transforms)
         else:
             after = any_order(node, states)
-        applied = forced or node.p >= 1 or name == "OneOrOther"
         never = node.p <= 0 and not applied
         return states if never or not count_leaves(node) else after if applied else after | states
 
     def any_order(node: Any, states: States) -> States:
         first = len(before)
         while True:
-            reached = states | _joined(walk(child, states) for child in node.transforms)
+            reached = states | _joined(walk(child, states, some=True) for child in node.transforms)
             if reached == states:
                 return states
             states = reached
@@ -176,12 +179,25 @@ def values_after(
     values: Values,
     keeps: Collection[type] = (),
     shape: Shape = (64, 48, 3),
+    *,
+    tried: bool = True,
 ) -> States:
-    """Return what is known of the values of an image after a transform was applied."""
+    """Return what is known of the values of an image after a transform was applied.
+
+    Args:
+        transform: the transform.
+        values: of the image before.
+        keeps: as :func:`follow_values` takes it.
+        shape: the same.
+        tried: try out transforms that people wrote themselves. They may do more than one can see,
+            so it is done only where some samples go without them: where all go through them, a
+            recorder sees in time what they make.
+    """
     name, dtype = type(transform).__name__, values.dtype
     own = is_albumentations(transform) and name != "Lambda"
     known = dtype in _USUAL and name not in CASTS
-    if type(transform) in keeps or (own and (known or name in _OF_ANY_DTYPE)):
+    keeps_dtype = (known or name in _OF_ANY_DTYPE) if own else not tried
+    if type(transform) in keeps or keeps_dtype:
         made = {dtype}
     else:
         made = _tried_dtypes(transform, dtype, shape)
@@ -234,7 +250,7 @@ def _tried_dtypes(transform: Any, dtype: np.dtype[Any], shape: Shape) -> set[np.
     noise = rng.random(shape)
     image = (noise if dtype.kind == "f" else noise * 255).astype(dtype)
     data = {"image": image, "mask": np.zeros(shape[:2], np.uint8)}
-    tries = 1 if is_albumentations(transform) and type(transform).__name__ != "Lambda" else _TRIES
+    tries = 1 if type(transform).__name__ in CASTS else _TRIES
     with _as_before(), warnings.catch_warnings(), np.errstate(all="ignore"):
         warnings.simplefilter("ignore")
         try:

@@ -482,8 +482,8 @@ def test_a_foreign_batch_of_boxes_is_refused() -> None:
     ("sample", "message"),
     [
         ({"x": np.zeros((4, 4)), "y": 1}, r"No image was found in \{'x': array\[float64: 4, 4\]"),
-        ((np.zeros((4, 4, 3), np.int64), 1), r"array\[int64: 4, 4, 3\], int"),
-        ({"image": np.zeros((4, 4, 3), np.int64)}, r"array\[int64: 4, 4, 3\].*uint8, or float32"),
+        ((np.zeros((4, 4, 3), complex), 1), r"array\[complex128: 4, 4, 3\], int"),
+        ({"image": np.zeros((4, 4, 3), complex)}, r"array\[complex128: 4, 4, 3\].*such as uint8"),
         ({"image": np.zeros((1, 1, 4, 4, 3), np.uint8)}, "2 or 3 dimensions"),
         ({"image": np.zeros(4, np.uint8)}, "2 or 3 dimensions"),
         ({"image": "a.jpg"}, "The image is str"),
