@@ -295,7 +295,8 @@ def run_each(
     is_chw = False
     for row in range(len(tensors["image"])):
         reseed((compose,), key._replace(index=key.index + row))
-        result = compose(**{name: array[row] for name, array in arrays.items()})
+        # Copies: Albumentations writes to a gray image that it equalizes.
+        result = compose(**{name: array[row].copy() for name, array in arrays.items()})
         is_chw = isinstance(result["image"], torch.Tensor)
         for name in tensors:
             outs[name].append(_as_tensor(result[name], tensors[name]))

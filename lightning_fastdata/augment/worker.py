@@ -190,7 +190,7 @@ class ComposeWorker:
         for name, place in places.items():
             value, role = get_field(sample, place), self._roles.get(name)
             if role is not None and value is not None:
-                value = to_hwc(value)[0] if role == "image" else mask_to_numpy(value)
+                value = _own_if_gray(value) if role == "image" else mask_to_numpy(value)
             data[name] = _as_arrays(value, image=name == "images") if name in _SEVERAL else value
         return data, places
 
@@ -265,6 +265,16 @@ def _as_arrays(value: Any, *, image: bool) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     return np.stack([to_hwc(one)[0] for one in value]) if image else value.detach().cpu().numpy()
+
+
+def _own_if_gray(value: Any) -> np.ndarray:
+    """Return an image; of one channel a copy, as Albumentations writes to one that it equalizes.
+
+    The dataset may hand out the same array in each epoch.
+    """
+    image, layout = to_hwc(value)
+    is_gray = layout != "pil" and (image.ndim == 2 or image.shape[2] == 1)
+    return image.copy() if is_gray else image
 
 
 def _with_channel(pixels: np.ndarray, given: np.ndarray, left: Track | None) -> np.ndarray:
