@@ -42,7 +42,7 @@ _OF_ANY_DTYPE: Final = frozenset(
 _OF_UNIT_RANGE: Final = frozenset(
     {
         *("AdditiveNoise", "ColorJitter", "FancyPCA", "GaussNoise", "ISONoise"),
-        *("MultiplicativeNoise", "SaltAndPepper", "ShotNoise", "UnsharpMask"),
+        *("MultiplicativeNoise", "RandomGamma", "SaltAndPepper", "ShotNoise", "UnsharpMask"),
     }
 )
 """Transforms whose device forms are right for floats in [0, 1] alone."""

@@ -427,13 +427,14 @@ def test_the_users_pipeline_is_never_changed() -> None:
 
 @pytest.mark.parametrize("layout", ["nchw", "nhwc"])
 @pytest.mark.parametrize("tail", [(), (A.Normalize, A.ToTensorV2)])
-def test_a_foreign_batch_gets_what_each_of_its_samples_would(layout, tail) -> None:
+@pytest.mark.parametrize("on_cpu", ["albumentations", "torch"])
+def test_a_foreign_batch_gets_what_each_of_its_samples_would(layout, tail, on_cpu) -> None:
     compose = assemble((), [A.HorizontalFlip(), A.RandomGamma(), A.CLAHE(p=0.4)], tail)
     items = samples(6)
     images = torch.stack([torch.from_numpy(item["image"]) for item in items])
     masks = torch.stack([torch.from_numpy(item["mask"]) for item in items])
     batch = {"image": images if layout == "nhwc" else images.permute(0, 3, 1, 2), "mask": masks}
-    transform = BatchTransform(compose, Fields(), OPS)
+    transform = BatchTransform(compose, Fields(), OPS, on_cpu=on_cpu)
     key = SampleKey(3, 1, 40)
     result = transform.apply_unprepared(batch, key)
     oracle, _ = both_ways(transform, items, key)
