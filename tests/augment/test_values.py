@@ -105,6 +105,7 @@ def levels(batch):
     """Return how many of 255 levels a difference of 1 in a batch is, roughly."""
     if not batch.is_floating_point():
         return 255 / torch.iinfo(batch.dtype).max
+    batch = torch.nan_to_num(batch)
     return 255 / max(float(batch.amax() - batch.amin()), 1e-3)
 
 
