@@ -209,9 +209,7 @@ class BatchTransform:
                     stacklevel=2,
                 )
 
-    def _analyse(
-        self, *, channels: int | None, values: Collection[States] = OF_BYTES
-    ) -> Plan:
+    def _analyse(self, *, channels: int | None, values: Collection[States] = OF_BYTES) -> Plan:
         plan = analyse(
             self.compose,
             self.ops,

@@ -114,7 +114,9 @@ def assert_alike(
         assert batch.dtype == wanted.dtype
         assert batch.shape == wanted.shape
         batch, wanted = batch.double(), wanted.double()
-        assert float((batch - wanted).abs().max()) <= 4.01 * float(wanted.max() - wanted.min()) / 255
+        assert (
+            float((batch - wanted).abs().max()) <= 4.01 * float(wanted.max() - wanted.min()) / 255
+        )
     return explained
 
 
