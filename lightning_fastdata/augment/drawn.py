@@ -10,12 +10,9 @@ import numpy as np
 import torch
 
 from lightning_fastdata.augment.fields import describe, numpy_dtype
-from lightning_fastdata.augment.foreign import (
-    channels_as_given,
-    channels_behind,
-    refuse_pixels,
-)
+from lightning_fastdata.augment.foreign import refuse_pixels
 from lightning_fastdata.augment.geometry import join_tapes
+from lightning_fastdata.augment.layouts import channels_as_given, channels_behind
 from lightning_fastdata.augment.program import Draws, compile_tapes
 from lightning_fastdata.augment.replay_torch import replay_image
 from lightning_fastdata.augment.seeds import reseed

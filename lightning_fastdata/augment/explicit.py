@@ -15,7 +15,8 @@ from lightning_fastdata.augment.fields import (
     get_field,
     put_fields,
 )
-from lightning_fastdata.augment.foreign import OnCpu, places_of
+from lightning_fastdata.augment.foreign import OnCpu
+from lightning_fastdata.augment.layouts import places_of
 from lightning_fastdata.augment.ops.output import OutputForm, convert_output
 from lightning_fastdata.augment.transform import BatchTransform
 from lightning_fastdata.augment.worker import convert_images

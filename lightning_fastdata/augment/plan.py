@@ -124,10 +124,7 @@ def analyse(
         The plan; the same for every sample.
     """
     leaves = list_leaves(compose)
-    if len({id(leaf.transform) for leaf in leaves}) < len(leaves):
-        refusal = refusal or "the same transform object appears twice in the pipeline"
-    if any(getattr(leaf.transform, "replay_mode", False) for leaf in leaves):
-        refusal = refusal or "the pipeline replays what another one has drawn"
+    refusal = refusal or _refusal(leaves)
     own_pixels = "same_pixels: the device would make other pixels of the same distribution"
     if not same_pixels and keeps_params(compose):
         same_pixels = True
@@ -152,14 +149,11 @@ def analyse(
         if why_worker is None and index <= boundary:
             why_worker = _why_before(index, opaque, sizes.boundary, followed, leaves)
         states = frozenset[Values]().union(*(one.before[index] for one in followed))
-        why_worker = why_worker or _why_worker(leaf, op, sizes.before[index], barrier_after)
-        if why_worker is None and op is not None:
-            why_worker = why_not(op, states)
-        if sizes.before[index].exact is None and name in CHANGES_SIZE:
-            differ = shared.before[index].exact is None or _some_are_padded(
-                leaves[boundary + 1 : index]
-            )
-            why_worker = why_worker or ("images differ in size before it" if differ else None)
+        why_worker = why_worker or _why_worker(leaf, op, sizes.before[index], states, barrier_after)
+        if why_worker is None and sizes.before[index].exact is None and name in CHANGES_SIZE:
+            padded = _some_are_padded(leaves[boundary + 1 : index])
+            if shared.before[index].exact is None or padded:
+                why_worker = "images differ in size before it"
         draws = op is not None and op.draws_pixels(leaf.transform)
         freedom = f"; {op.freedom}" if op is not None and draws else ""
         if why_worker is None and draws and same_pixels:
@@ -169,8 +163,8 @@ def analyse(
             # After a crop on the device, what the worker resizes again would have a third size.
             again = 0 <= crop < index and name in CHANGES_SIZE
             earlier = leaves[crop if again else max(boundary, crop) + 1 : index]
-            size_here = sizes.before[index].exact
-            if not _encodes_after(earlier, leaf, ops, size_here or (64, 64), channels, states):
+            size_here = sizes.before[index].exact or (64, 64)
+            if not _encodes_after(earlier, leaf, ops, size_here, channels, states):
                 why_worker = "no device form for its settings, or for the images it is given"
         if why_worker is not None:
             placed.append(OpPlacement(name=name, where="worker", why=why_worker))
@@ -212,10 +206,12 @@ def device_form(transform: Any, ops: Mapping[str, DeviceOp]) -> DeviceOp | None:
 
 
 def _why_worker(
-    leaf: Leaf, op: DeviceOp | None, before: Size, barrier_after: str | None
+    leaf: Leaf, op: DeviceOp | None, before: Size, states: States, barrier_after: str | None
 ) -> str | None:
     if op is None:
         return "no device form"
+    if (strange := why_not(op, states)) is not None:
+        return strange
     if op.owner is not None:
         return None
     # Images of an unknown but common size are taken to be any, so not square.
@@ -234,6 +230,14 @@ def _why_worker(
         return "changes the shape or dtype of some samples only"
     if barrier_after is not None:
         return f"changes the shape or dtype, and {barrier_after} after it may need the pixels"
+    return None
+
+
+def _refusal(leaves: list[Leaf]) -> str | None:
+    if len({id(leaf.transform) for leaf in leaves}) < len(leaves):
+        return "the same transform object appears twice in the pipeline"
+    if any(getattr(leaf.transform, "replay_mode", False) for leaf in leaves):
+        return "the pipeline replays what another one has drawn"
     return None
 
 

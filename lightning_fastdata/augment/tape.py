@@ -21,14 +21,9 @@ import torch
 from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded, draw_params, peek_params
 from lightning_fastdata.augment.plan import Plan, device_form
 from lightning_fastdata.augment.replay_torch import replay_one
+from lightning_fastdata.augment.targets import Pending, Target, contiguous
 from lightning_fastdata.augment.tree import is_albumentations, keeps_params, list_leaves, list_nodes
-from lightning_fastdata.augment.values import (
-    Values,
-    in_unit_range,
-    takes_any_range,
-    takes_dtype,
-    unit_after,
-)
+from lightning_fastdata.augment.values import takes_any_range, takes_dtype
 from lightning_fastdata.errors import TransformError
 
 if TYPE_CHECKING:
@@ -85,54 +80,6 @@ class _Hooked:
     """Whether it takes floats outside of [0, 1]."""
 
 
-@dataclass(slots=True)
-class _Pending:
-    op: TapeOp
-    apply: Callable[..., Any]
-    params: Mapping[str, Any]
-    bars_pixels: bool
-    """Whether it changes the form of the image, so that no later operation may have its pixels."""
-
-
-class _Target:
-    """An image or mask on its way: real pixels, and what is still to be done to them."""
-
-    __slots__ = ("_unit", "pending", "real", "shown")
-
-    def __init__(self, real: Any, shown: Any) -> None:
-        self.real = real
-        self.shown = shown
-        self.pending: list[_Pending] = []
-        self._unit: bool | None = None
-
-    def in_unit_range(self) -> bool:
-        """Return whether the values here are integers, or sure to lie in [0, 1].
-
-        Pixels that have to be fetched first are: somebody has looked, as that takes long.
-        """
-        if self._unit is None:
-            self._unit = callable(self.real) or in_unit_range(self.real)
-        return self._unit
-
-    def note(self, pending: _Pending, transform: Any, dtype: np.dtype[Any]) -> None:
-        """Note an operation, which makes values of a dtype."""
-        self.pending.append(pending)
-        if dtype.kind == "f":
-            before = Values(self.shown.dtype, True)
-            if self.shown.dtype != dtype or not unit_after(transform, before, dtype):
-                self._unit = unit_after(transform, before._replace(unit=False), dtype)
-
-    def flush(self) -> Any:
-        if self.pending or callable(self.real):
-            self._unit = None
-        if callable(self.real):
-            self.real = self.real()
-        for pending in self.pending:
-            self.real = _contiguous(pending.apply(_contiguous(self.real), **pending.params))
-        self.pending.clear()
-        return self.real
-
-
 def target_roles(compose: Any) -> dict[str, Role]:
     """Return the names that a pipeline takes images and masks under, with what each one is."""
     roles: dict[str, Role] = {role: role for role in _ROLES}
@@ -162,7 +109,7 @@ class Recorder:
         self._roles = target_roles(compose)
         # A mask takes the parameters of the image beside it.
         self._images_first = sorted(self._roles, key=lambda key: self._roles[key] != "image")
-        self._targets: dict[str, _Target] = {}
+        self._targets: dict[str, Target] = {}
         self._small: dict[int, dict[str, Any]] = {}
         self._keeps_params = keeps_params(compose)
         self.reading = ""
@@ -186,7 +133,7 @@ class Recorder:
             The pipeline's result, in which images and masks are as the real operations left them
             (the source function itself where nothing needed the pixels), and the tape.
         """
-        self._targets = {key: _Target(source, data[key]) for key, source in (sources or {}).items()}
+        self._targets = {key: Target(source, data[key]) for key, source in (sources or {}).items()}
         self._small = {}
         result = self.compose(**data)
         tape = {}
@@ -227,11 +174,11 @@ class Recorder:
                 self._draw_small, transform.get_params_dependent_on_data, transform, index, op
             )
 
-    def _target(self, key: str, value: Any) -> _Target:
+    def _target(self, key: str, value: Any) -> Target:
         target = self._targets.get(key)
         if target is None or target.shown is not value:
-            value = _contiguous(value)
-            target = self._targets[key] = _Target(value, value)
+            value = contiguous(value)
+            target = self._targets[key] = Target(value, value)
         return target
 
     def _is_pixels(self, key: str, value: Any) -> bool:
@@ -270,9 +217,9 @@ class Recorder:
         result = original(params, **self._real(data, original))
         for key, before in data.items():
             if self._is_pixels(key, before) and key in result:
-                value = _contiguous(result[key])
+                value = contiguous(result[key])
                 result[key] = value
-                self._targets[key] = _Target(value, value)
+                self._targets[key] = Target(value, value)
         return result
 
     def _record(self, hooked: _Hooked, params: dict[str, Any], /, **data: Any) -> Any:
@@ -295,7 +242,7 @@ class Recorder:
                 # The few numbers that were drawn are not enough for Albumentations.
                 is_image = self._roles[key] == "image"
                 apply, given = functools.partial(replay_one, op, encoded, is_image), {}
-            pending = _Pending(TapeOp(leaf, op.name, encoded), apply, given, bars)
+            pending = Pending(TapeOp(leaf, op.name, encoded), apply, given, bars)
             target.note(pending, hooked.transform, dtype)
             if op.name == "ToTensorV2":
                 target.shown = _phantom_tensor(shape, dtype)
@@ -356,10 +303,6 @@ class Recorder:
 def _one_size(values: list[Any]) -> bool:
     """Whether images and masks are of one size, as they are unless a pipeline skips that check."""
     return len(values) < 2 or len({np.shape(value)[:2] for value in values}) == 1
-
-
-def _contiguous(value: Any) -> Any:
-    return np.ascontiguousarray(value) if isinstance(value, np.ndarray) else value
 
 
 @functools.lru_cache(maxsize=64)
