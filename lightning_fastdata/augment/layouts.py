@@ -106,6 +106,6 @@ def check_images(image: Any, *, values: bool) -> None:
         if low < 0 or high > 1:
             raise BatchError(
                 f"The images are {numpy_dtype(image.dtype)} with values from {low:g} to {high:g}, "
-                "so they look normalised already. Albumentations needs uint8, or floats in [0, 1]: leave "
-                "Normalize out of the dataset and put it at the end of this pipeline."
+                "so they look normalised already. Albumentations needs uint8, or floats in [0, 1]: "
+                "leave Normalize out of the dataset and put it at the end of this pipeline."
             )
