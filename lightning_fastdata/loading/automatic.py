@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +31,7 @@ def plan_alone(
     default_collation: bool,
     transformed: bool,
     batch_size: int | None,
+    collate_fn: Callable[[Any], Any] | None = None,
 ) -> LoaderPlan:
     """Look at the dataset and the machine, and choose executor and workers as a data module would.
 
@@ -42,6 +44,7 @@ def plan_alone(
         default_collation: Batches are collated by default.
         transformed: An Albumentations pipeline of the loader runs on each sample.
         batch_size: Samples in a batch; None: samples are delivered, or batches of unknown size.
+        collate_fn: The user's own collation.
     """
     method = multiprocessing_context
     if method is not None and not isinstance(method, str):
@@ -52,13 +55,20 @@ def plan_alone(
         persistent_workers="auto" if persistent_workers is None else persistent_workers,
         executor="auto",
     )
-    look = look_at(dataset, default_collation=default_collation, transformed=transformed)
+    cpu = read_cpu_limit()
+    look = look_at(
+        dataset,
+        default_collation=default_collation,
+        transformed=transformed,
+        batch_size=batch_size,
+        collate_fn=collate_fn,
+    )
     cost = look.cost
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return plan_loader(
         options,
         stage="train",
-        cpu=read_cpu_limit(),
+        cpu=cpu,
         memory=read_host_memory(),
         accelerator="cpu" if device is None else device.type,
         sample_bytes=None if cost is None else cost.size_bytes,
@@ -68,7 +78,10 @@ def plan_alone(
         batched_fetch=fetches_in_batches(dataset) or isinstance(dataset, TensorDataset),
         in_memory=isinstance(dataset, TensorDataset),
         suited=suited_executor(
-            look, workers="auto" if num_workers is None else num_workers, batch_size=batch_size
+            look,
+            workers="auto" if num_workers is None else num_workers,
+            batch_size=batch_size,
+            cpus=cpu.usable_cpus,
         ),
         cost=cost,
         split=look.split and batch_size is not None,

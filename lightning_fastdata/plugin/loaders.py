@@ -99,11 +99,20 @@ def plan_for(
         transformed: An Albumentations pipeline runs on each sample.
     """
     look = suited = None
+    cpu = read_cpu_limit(local_ranks=local_ranks)
     if options.executor == "auto" or (
         options.executor != "torch" and options.num_workers == "auto"
     ):
-        look = look_at(dataset, default_collation=collate_fn is None, transformed=transformed)
-        suited = suited_executor(look, workers=options.num_workers, batch_size=batch_size)
+        look = look_at(
+            dataset,
+            default_collation=collate_fn is None,
+            transformed=transformed,
+            batch_size=batch_size,
+            collate_fn=collate_fn,
+        )
+        suited = suited_executor(
+            look, workers=options.num_workers, batch_size=batch_size, cpus=cpu.usable_cpus
+        )
     return plan_loader(
         options,
         suited=suited or ("torch", "torch's own iterator"),
@@ -111,7 +120,7 @@ def plan_for(
         split=look is not None and look.split,
         start_method=multiprocessing.get_start_method(),
         stage=stage,
-        cpu=read_cpu_limit(local_ranks=local_ranks),
+        cpu=cpu,
         memory=read_host_memory(),
         accelerator=accelerator,
         sample_bytes=None if sample is None else sample_bytes(sample),
