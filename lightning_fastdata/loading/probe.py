@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any, Final
 
 import numpy as np
@@ -22,6 +24,10 @@ _BUDGET_S: Final = 0.3
 _MOST_SAMPLES: Final = 1024
 _WEIGHED_SAMPLES: Final = 16
 """Of which the bytes are counted."""
+_KNOWN_WORK: Final = (tuple(range(1000, 1128)), "rows", 3, {"slot": 7})
+_KNOWN_TIMES: Final = 8
+_KNOWN_MS: Final = 0.056
+"""CPU time of :func:`known_work` where ``benchmarks/handing_over.py`` measured the rest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +49,9 @@ class SampleCost:
     """How many were measured."""
     collate_ms: float = 0.0
     """Milliseconds of CPU time for its share in collating a batch, besides reading it."""
+    pace: float = 1.0
+    """How many times as long as elsewhere everything took here and then: what side processes cost
+    was measured elsewhere, and CPUs are slower where others are at work on them."""
 
     @property
     def wait_ms(self) -> float:
@@ -216,8 +225,10 @@ def measure_samples(
     at_once = fetches_in_batches(dataset)
     ends_s, size, samples = clock_s() + budget_s, 1, None
     groups: list[_Group] = []
+    paces: list[float] = []
     while left:
         indices = left[:size]
+        paces.append(known_work(cpu_s))
         queued, cpu, wall = queue_s(), cpu_s(), clock_s()
         try:
             samples = _read(dataset, indices, at_once, lambda: clock_s() >= ends_s)
@@ -248,7 +259,16 @@ def measure_samples(
         size_bytes=_each_bytes(samples, groups[-1].count),
         samples=count,
         collate_ms=1000 * sum(group.collate_s for group in largest) / collated,
+        pace=1000 * median(paces) / _KNOWN_MS or 1.0,
     )
+
+
+def known_work(cpu_s: Callable[[], float] = time.thread_time) -> float:
+    """Return the seconds of CPU time of some work like that of handing a task over."""
+    began = cpu_s()
+    for _ in range(_KNOWN_TIMES):
+        pickle.loads(pickle.dumps(_KNOWN_WORK))
+    return cpu_s() - began
 
 
 @dataclass(frozen=True, slots=True)

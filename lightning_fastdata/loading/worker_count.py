@@ -19,15 +19,16 @@ _HANDOVER_MS: Final = 0.1
 _LOOK_AHEAD_BATCHES: Final = 8
 WORTH_IT: Final = 0.9
 """Side processes are started to save a tenth of a batch's time; less is not seen for certain."""
-_GIVE_MS: Final = 0.25
-"""CPU time of the training process to give out a batch and take it in, and
-``_GIVE_ROW_MS`` for each of its rows; ``benchmarks/handing_over.py`` measures these five."""
-_GIVE_ROW_MS: Final = 0.0005
-_TAKE_MS: Final = 0.4
+_GIVE_MS: Final = 0.16
+"""CPU time of the training process to give out a batch and take it in, and ``_GIVE_ROW_MS`` for
+each of its rows. ``benchmarks/handing_over.py`` measures these five, where ``SampleCost.pace`` is
+1."""
+_GIVE_ROW_MS: Final = 0.004
+_TAKE_MS: Final = 0.14
 """CPU time of a side process for a batch besides reading and collating it, and ``_TAKE_ROW_MS``
 for each row."""
-_TAKE_ROW_MS: Final = 0.003
-_KEY_MS: Final = 0.02
+_TAKE_ROW_MS: Final = 0.018
+_KEY_MS: Final = 0.015
 """CPU time for seeding the generators that a sample draws from."""
 _FORKED_BYTES: Final = 48 * 2**20
 _FRESH_BYTES: Final = 400 * 2**20
@@ -51,7 +52,7 @@ def alone_ms(cost: SampleCost, batch_size: int, *, keyed: bool = False) -> float
         batch_size: Samples in a batch.
         keyed: Its samples draw, so that generators are seeded for each.
     """
-    return batch_size * (cost.wall_ms + cost.collate_ms + keyed * _KEY_MS)
+    return batch_size * (cost.wall_ms + cost.collate_ms + cost.pace * keyed * _KEY_MS)
 
 
 def by_workers_ms(cost: SampleCost, batch_size: int, *, cpus: int, keyed: bool = False) -> float:
@@ -66,18 +67,21 @@ def by_workers_ms(cost: SampleCost, batch_size: int, *, cpus: int, keyed: bool =
         cpus: That all processes share.
         keyed: Its samples draw, so that generators are seeded for each.
     """
-    gives = _GIVE_MS + batch_size * _GIVE_ROW_MS
-    each = cost.cpu_ms + cost.collate_ms + keyed * _KEY_MS + _TAKE_ROW_MS
-    makes = _TAKE_MS + batch_size * each
+    gives = _gives_ms(cost, batch_size)
+    each = cost.cpu_ms + cost.collate_ms + cost.pace * (keyed * _KEY_MS + _TAKE_ROW_MS)
+    makes = cost.pace * _TAKE_MS + batch_size * each
     waits_ms = batch_size * cost.wait_ms
     workers = _MOST_WAITING if waits(cost) else cpus
     return max(gives, (gives + makes) / cpus, (makes + waits_ms) / workers)
 
 
-def enough_workers(cost: SampleCost, batch_size: int, *, keyed: bool = False) -> int:
+def enough_workers(cost: SampleCost, batch_size: int) -> int:
     """Return how many workers make batches as fast as the training process can take them."""
-    gives = _GIVE_MS + batch_size * _GIVE_ROW_MS
-    return max(1, math.ceil(alone_ms(cost, batch_size, keyed=keyed) / gives))
+    return max(1, math.ceil(alone_ms(cost, batch_size) / _gives_ms(cost, batch_size)))
+
+
+def _gives_ms(cost: SampleCost, batch_size: int) -> float:
+    return cost.pace * (_GIVE_MS + batch_size * _GIVE_ROW_MS)
 
 
 def workers_for(
