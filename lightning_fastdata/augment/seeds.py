@@ -8,13 +8,14 @@ depend on nothing but ``(seed, epoch, index)``.
 
 from __future__ import annotations
 
+import collections
 import functools
 import hashlib
 import random
 import struct
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -137,7 +138,8 @@ def find_instances(obj: object, kinds: tuple[type, ...]) -> tuple[Any, ...]:
 
 
 def _parts(item: object, kinds: tuple[type, ...]) -> Iterator[object]:
-    if isinstance(item, Mapping):
+    if isinstance(item, dict | collections.UserDict | types.MappingProxyType):
+        # Not any mapping: reading the values of one that stands for a file would open it.
         yield from list(item.values())[:_MAX_ITEMS]
     elif isinstance(item, list | tuple):
         yield from item[:_MAX_ITEMS]

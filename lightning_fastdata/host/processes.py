@@ -1,11 +1,15 @@
-"""What processes take of the machine, as ``/proc`` tells: memory, bytes read; and its pressure."""
+"""What processes take of the machine, as ``/proc`` tells, and how long they last."""
 
 from __future__ import annotations
 
+import ctypes
+import os
 import re
+import signal
+import sys
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 from lightning_fastdata.host.cpu import read_text
 
@@ -14,6 +18,7 @@ if TYPE_CHECKING:
 
 Resource: TypeAlias = Literal["cpu", "io", "memory"]
 """What tasks can wait for."""
+_PR_SET_PDEATHSIG: Final = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,3 +140,11 @@ def read_pressure(resource: Resource, *, root: Path = Path("/")) -> Pressure | N
 
 def _read_of(process: int, name: str, root: Path) -> str:
     return read_text(root, PurePosixPath("/proc") / str(process) / name) or ""
+
+
+def die_with(parent: int) -> None:
+    """Have this process killed when its parent ends, if it is the child of that process (Linux)."""
+    if sys.platform.startswith("linux") and os.getppid() == parent:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(0)

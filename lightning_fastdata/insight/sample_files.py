@@ -7,16 +7,21 @@ from typing import Any
 
 from torch.utils.data import Subset
 
+from lightning_fastdata.attributes import held
+from lightning_fastdata.loading.executors.fetch import decodes_in_place
+
 
 def sample_path(dataset: Any, index: Any) -> str | None:
     """Return the file of a sample of an image folder, torchvision's or ours, or of a subset of one.
 
-    None if the dataset has no list ``samples`` that begins with paths.
+    None if the dataset holds no list ``samples`` that begins with paths.
     """
     try:
         while isinstance(dataset, Subset):
             dataset, index = dataset.dataset, dataset.indices[index]
-        path = dataset.samples[index][0]
+        # Only our own list is a property: one of the user may open a file.
+        samples = dataset.samples if decodes_in_place(dataset) else held(dataset, "samples")
+        path = samples[index][0]
     except (AttributeError, IndexError, KeyError, TypeError):
         return None
     return os.fspath(path) if isinstance(path, str | os.PathLike) else None

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import Dataset, IterableDataset, StackDataset, Subset, get_worker_info
 
+from lightning_fastdata.attributes import held
 from lightning_fastdata.augment.seeds import find_composes, reseed
 from lightning_fastdata.epochs import EpochCell
 from lightning_fastdata.errors import BatchError
@@ -175,16 +176,29 @@ def keyed(
 def tell_epoch(dataset: Dataset[Any], epoch: int) -> None:
     """Call ``set_epoch`` of a dataset that has one, also below datasets that wrap it.
 
-    :class:`FastImageFolder` and Hugging Face's iterable datasets draw by it.
+    :class:`FastImageFolder` and Hugging Face's iterable datasets draw by it. Only what wrappers
+    hold themselves is looked at: a property may open what is to be opened in the workers.
     """
-    set_epoch = getattr(dataset, "set_epoch", None)
-    if callable(set_epoch):
-        set_epoch(epoch)
-        return
-    wrapped = [getattr(dataset, "dataset", None), *(getattr(dataset, "datasets", None) or ())]
-    for inner in wrapped:
-        if isinstance(inner, Dataset):
-            tell_epoch(inner, epoch)
+    waiting: list[Any] = [dataset]
+    told: set[int] = set()
+    while waiting:
+        one = waiting.pop()
+        if id(one) in told:
+            continue
+        told.add(id(one))
+        if callable(getattr(type(one), "set_epoch", None)):
+            one.set_epoch(epoch)
+        else:
+            waiting.extend(_wrapped(one))
+
+
+def _wrapped(dataset: Any) -> Iterator[Any]:
+    """Yield the datasets that a dataset holds, by themselves or in lists."""
+    for value in list(getattr(dataset, "__dict__", {}).values()):
+        if isinstance(value, Dataset):
+            yield value
+        elif type(value) in (list, tuple) and value and isinstance(value[0], Dataset):
+            yield from (part for part in value if isinstance(part, Dataset))
 
 
 def fetches_in_batches(dataset: Dataset[Any]) -> bool:
@@ -199,7 +213,10 @@ def fetches_in_batches(dataset: Dataset[Any]) -> bool:
         parts = dataset.datasets
         values = parts.values() if isinstance(parts, dict) else parts
         return any(fetches_in_batches(part) for part in values)
-    return callable(getattr(dataset, "__getitems__", None))
+    own = getattr(type(dataset), "__getitems__", None)
+    if isinstance(own, property):  # our own wrappers have one, which is None for "one at a time"
+        own = getattr(dataset, "__getitems__", None)
+    return callable(own) or callable(held(dataset, "__getitems__"))
 
 
 def _as_int(index: Any) -> int:

@@ -143,6 +143,7 @@ class FastDataLoader(DataLoader[Any]):
                 transformed=transform is not None,
                 batch_size=size,
                 collate_fn=collate_fn,
+                worker_init_fn=worker_init_fn,
             )
             executor = cast("ExecutorName", self.plan.executor)
             num_workers = self.plan.num_workers
@@ -150,6 +151,8 @@ class FastDataLoader(DataLoader[Any]):
             persistent_workers = self.plan.persistent_workers and num_workers > 0
             if not num_workers:
                 prefetch_factor = multiprocessing_context = None
+            elif multiprocessing_context is None:
+                multiprocessing_context = self.plan.multiprocessing_context
         self._prefetch = prefetch_factor
         self.executor = executor
         self._keep(None)

@@ -42,6 +42,7 @@ _SET = "set by you"
 _PIN = "page-locked memory speeds up copies to CUDA devices only"
 _KEEP = "kept between the epochs of training and validation; a single pass does not need it"
 _AS_IT_IS = (None, "left as Python and torch have it")
+_NO_FORK = "a forked process could not read the dataset, and one that was started so could"
 _FEW_FILES = "shared by name, as the open-file limit is too low to share by descriptor"
 _NO_DESCRIPTORS = ("darwin", "win32")
 _ONE_STREAM = (
@@ -164,6 +165,7 @@ def plan_loader(
     split: bool = False,
     tensors_per_batch: int = 2,
     start_method: str | None = None,
+    instead_of_fork: str | None = None,
     platform: str = sys.platform,
 ) -> LoaderPlan:
     """Decide every setting of a loader. Reads nothing: the same arguments give the same plan.
@@ -185,6 +187,8 @@ def plan_loader(
         split: Samples of one batch may be read by several workers, as default collation allows.
         tensors_per_batch: Tensors in a batch; each takes open files on its way to torch's loader.
         start_method: Of processes, if the options leave it open; None: the default of Python.
+        instead_of_fork: How processes are to be started, as forked ones were seen to fail; None:
+            they were not. What the options say wins.
         platform: ``sys.platform``.
 
     Raises:
@@ -248,7 +252,9 @@ def plan_loader(
         "pin_memory": (accelerator == "cuda", _PIN),
         "persistent_workers": (count > 0 and stage in ("train", "val"), _KEEP),
         "prefetch_factor": (prefetch, prefetch_why) if count else (None, "not used: no workers"),
-        "multiprocessing_context": _AS_IT_IS,
+        "multiprocessing_context": (
+            _AS_IT_IS if instead_of_fork is None else (instead_of_fork, _NO_FORK)
+        ),
         "sharing_strategy": ("file_system", _FEW_FILES) if many_files else _AS_IT_IS,
         "timeout_s": (0, "wait for ever"),
         "in_order": (True, "as the sampler gives them"),

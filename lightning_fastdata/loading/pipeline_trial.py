@@ -28,7 +28,7 @@ from lightning_fastdata.loading.collate import RecordedCollate, collate_samples
 from lightning_fastdata.loading.draws import DrawWatch
 from lightning_fastdata.loading.keyed import fetches_in_batches, keyed
 from lightning_fastdata.loading.order import dataset_length
-from lightning_fastdata.loading.probe import shallow_copy, spread_indices
+from lightning_fastdata.loading.probe import spread_indices
 
 if TYPE_CHECKING:
     from lightning_fastdata.augment.ops.operation import DeviceOp
@@ -225,9 +225,7 @@ def try_recording(
 def _read(
     dataset: Dataset[Any], indices: Sequence[int], seed: int, recording: DatasetRecording | None
 ) -> list[Any]:
-    twin = keyed(
-        shallow_copy(dataset), seed=seed, epoch=EpochCell(), transform=None, recording=recording
-    )
+    twin = keyed(dataset, seed=seed, epoch=EpochCell(), transform=None, recording=recording)
     if fetches_in_batches(dataset):
         return list(twin.__getitems__(list(indices)))  # type: ignore[attr-defined]
     return [twin[index] for index in indices]

@@ -1,24 +1,24 @@
-"""Samples read before the workers start: whether they can be read, and what one costs."""
+"""Samples read where nothing else uses the dataset: what one costs."""
 
 from __future__ import annotations
 
-import copy
 import pickle
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, IterableDataset
 
-from lightning_fastdata.errors import DatasetError
 from lightning_fastdata.loading.draws import kept_random_state
 from lightning_fastdata.loading.keyed import fetches_in_batches
 from lightning_fastdata.loading.order import dataset_length
+
+if TYPE_CHECKING:
+    from torch.utils.data import Dataset
 
 _BUDGET_S: Final = 0.3
 _MOST_SAMPLES: Final = 1024
@@ -57,55 +57,6 @@ class SampleCost:
     def wait_ms(self) -> float:
         """Milliseconds without any CPU: for a disk, a network, a lock, or a sleep."""
         return self.wall_ms - self.cpu_ms
-
-
-def probe_sample(dataset: Dataset[Any], name: str) -> Any:
-    """Return sample 0 of a map-style dataset, leaving dataset and random state as they were.
-
-    The sample is read from a shallow copy, because a dataset that opens its files on first use
-    must open them in each worker and not here.
-
-    Args:
-        dataset: The dataset to read.
-        name: How the user knows it, for the messages, e.g. ``"Photos.train_dataset()"``.
-
-    Returns:
-        The sample, or None for an iterable dataset, which cannot be read without consuming it.
-
-    Raises:
-        DatasetError: The dataset is empty, or reading the sample raised.
-    """
-    if isinstance(dataset, IterableDataset):
-        return None
-    if dataset_length(dataset) == 0:
-        raise DatasetError(
-            f"{name} returned an empty {type(dataset).__name__} (length 0). "
-            "Check the path or the filter that made it."
-        )
-    with kept_random_state():
-        try:
-            return shallow_copy(dataset)[0]
-        except Exception as error:
-            raise DatasetError(
-                f"Reading sample 0 of {name} ({type(dataset).__name__}) raised "
-                f"{type(error).__name__}: {error}. The training would have failed at its first "
-                "batch; the cause is in the traceback above."
-            ) from error
-
-
-def shallow_copy(dataset: Any) -> Any:
-    """Copy a dataset and the datasets it wraps, sharing their data but no attribute."""
-    try:
-        twin = copy.copy(dataset)
-    except Exception:  # whatever a dataset's own __copy__ or __reduce__ raises
-        return dataset
-    wrapped = getattr(twin, "dataset", None)
-    if isinstance(wrapped, Dataset):
-        twin.dataset = shallow_copy(wrapped)
-    several = getattr(twin, "datasets", None)
-    if isinstance(several, list) and all(isinstance(d, Dataset) for d in several):
-        twin.datasets = [shallow_copy(d) for d in several]
-    return twin
 
 
 def sample_bytes(sample: Any) -> int:
@@ -153,7 +104,7 @@ def further_samples(
 ) -> Iterator[Any]:
     """Read samples from all over a map-style dataset, each when it is asked for.
 
-    Dataset and random state stay as they were. It ends early at a sample that cannot be read, which
+    The random state stays as it was. It ends early at a sample that cannot be read, which
     is told when training reads it.
 
     Args:
@@ -162,13 +113,13 @@ def further_samples(
         budget_s: Seconds after which no further sample is begun.
         clock_s: Seconds from any start.
     """
-    twin, began = shallow_copy(dataset), clock_s()
+    began = clock_s()
     for index in spread_indices(dataset_length(dataset) or 0, count):
         if clock_s() - began >= budget_s:
             return
         with kept_random_state():
             try:
-                sample = twin[index]
+                sample = dataset[index]
             except Exception:
                 return
         yield sample

@@ -9,7 +9,6 @@ from torch.utils.data import IterableDataset
 
 from lightning_fastdata.batch_size import CudaMemoryReader, skipped
 from lightning_fastdata.loading.order import dataset_length
-from lightning_fastdata.loading.probe import shallow_copy
 from lightning_fastdata.plugin.guard import apply_decision, run_guard
 from lightning_fastdata.plugin.trainer_facts import has_cuda
 
@@ -150,15 +149,22 @@ def guard_rows(datasets: Iterable[Any]) -> int | None:
 def first_rows(datamodule: Any, dataset: Any, rows: int) -> Batch:
     """Return one training batch with that many rows, from the first samples of the dataset.
 
-    Short datasets repeat. The loader is the real one, with its transforms, but no workers.
+    Short datasets repeat. The loader is the real one, with its transforms. One worker reads, so
+    that nothing of the dataset is opened in the training process before all workers start.
     """
     length = len(dataset)
     loader = datamodule.make_loader(
-        shallow_copy(dataset),
+        dataset,
         stage="train",
         batch_size=rows,
         sampler=[i % length for i in range(rows)],
         drop_last=False,
-        num_workers=0,
+        num_workers=1,
+        persistent_workers=False,
     )
-    return next(iter(loader))
+    if loader.executor == "inline":
+        loader.executor = "workers"
+    try:
+        return next(iter(loader))
+    finally:
+        loader.close()

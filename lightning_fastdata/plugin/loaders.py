@@ -1,135 +1,27 @@
-"""One loader of a data module: the look at its dataset, its plan, and its construction."""
+"""The construction of one loader of a data module."""
 
 from __future__ import annotations
 
-import multiprocessing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch.utils.data import Dataset, IterableDataset, SequentialSampler, TensorDataset
+from torch.utils.data import Dataset, IterableDataset, SequentialSampler
 
-from lightning_fastdata.errors import DatasetError
-from lightning_fastdata.host.cpu import read_cpu_limit
-from lightning_fastdata.host.memory import read_host_memory
-from lightning_fastdata.loading.executors.suited import look_at, suited_executor
-from lightning_fastdata.loading.keyed import fetches_in_batches
 from lightning_fastdata.loading.loader import FastDataLoader
-from lightning_fastdata.loading.loader_plan import LoaderPlan, plan_loader
-from lightning_fastdata.loading.options import LoaderOptions
 from lightning_fastdata.loading.order import (
     EvaluationBatchSampler,
     ShuffleSampler,
     dataset_length,
 )
-from lightning_fastdata.loading.probe import further_samples, probe_sample, sample_bytes
 
 if TYPE_CHECKING:
-    from lightning_fastdata.augment.contract import StageTransform
+    from lightning_fastdata.loading.loader_plan import LoaderPlan
     from lightning_fastdata.types import Stage
 
 _NEEDS_WORKERS = ("prefetch_factor", "persistent_workers", "multiprocessing_context")
 _REPLACED_BY_BATCH_SAMPLER = ("batch_size", "sampler", "drop_last")
-_FURTHER_SAMPLES = 7
-"""Read beside the first one to see whether all images have one size."""
 _ORDERS = ("shuffle", "sampler", "batch_sampler")
-
-
-def checked_sample(
-    dataset: Dataset[Any], name: str, transforms: Sequence[StageTransform], *, read: bool
-) -> Any:
-    """Return a sample of the dataset that suits the transforms, or None if none may be read.
-
-    Args:
-        dataset: The dataset of one loader.
-        name: How the user knows it.
-        transforms: What will run on its samples.
-        read: Whether to read a sample, or only to look at the length.
-
-    Raises:
-        DatasetError: The dataset is empty, or its first sample cannot be read.
-        BatchError: The sample lacks what a transform needs.
-    """
-    if not read:
-        if dataset_length(dataset) == 0:
-            raise DatasetError(f"{name} returned an empty {type(dataset).__name__} (length 0).")
-        return None
-    sample = probe_sample(dataset, name)
-    if sample is not None:
-        for transform in transforms:
-            transform.check_sample(sample)
-    return sample
-
-
-def some_samples(dataset: Dataset[Any], sample: Any) -> Iterator[Any]:
-    """Return the sample that was read and some from all over the dataset, each read when asked for.
-
-    Args:
-        dataset: The dataset of one loader.
-        sample: What :func:`checked_sample` returned; without one there are none.
-    """
-    if sample is not None:
-        yield sample
-        yield from further_samples(dataset, _FURTHER_SAMPLES)
-
-
-def plan_for(
-    dataset: Dataset[Any],
-    *,
-    options: LoaderOptions,
-    stage: Stage,
-    sample: Any,
-    batch_size: int,
-    accelerator: str,
-    local_ranks: int,
-    collate_fn: Any = None,
-    transformed: bool = False,
-) -> LoaderPlan:
-    """Read what the plan of a loader rests on, and make the plan.
-
-    Args:
-        dataset: The dataset to load.
-        options: What the user set.
-        stage: What the loader is for.
-        sample: A sample of the dataset; None if unknown.
-        batch_size: Samples in one batch of this rank.
-        accelerator: ``"cpu"``, ``"cuda"`` or another device type.
-        local_ranks: Training processes that share this host.
-        collate_fn: Of the user; None: the default collation.
-        transformed: An Albumentations pipeline runs on each sample.
-    """
-    look = suited = None
-    cpu = read_cpu_limit(local_ranks=local_ranks)
-    if options.executor == "auto" or (
-        options.executor != "torch" and options.num_workers == "auto"
-    ):
-        look = look_at(
-            dataset,
-            default_collation=collate_fn is None,
-            transformed=transformed,
-            batch_size=batch_size,
-            collate_fn=collate_fn,
-        )
-        suited = suited_executor(
-            look, workers=options.num_workers, batch_size=batch_size, cpus=cpu.usable_cpus
-        )
-    return plan_loader(
-        options,
-        suited=suited or ("torch", "torch's own iterator"),
-        cost=None if look is None else look.cost,
-        split=look is not None and look.split,
-        start_method=multiprocessing.get_start_method(),
-        stage=stage,
-        cpu=cpu,
-        memory=read_host_memory(),
-        accelerator=accelerator,
-        sample_bytes=None if sample is None else sample_bytes(sample),
-        batch_size=batch_size,
-        dataset_length=dataset_length(dataset),
-        iterable=isinstance(dataset, IterableDataset),
-        batched_fetch=fetches_in_batches(dataset) or isinstance(dataset, TensorDataset),
-        in_memory=isinstance(dataset, TensorDataset),
-    )
 
 
 def build_loader(

@@ -5,13 +5,18 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lightning_fastdata.errors import DatasetError, FastDataWarning
+from lightning_fastdata.loading.automatic import needs_look, plan_for
+from lightning_fastdata.loading.executors.suited import Batches
+from lightning_fastdata.loading.inspection import DatasetFacts, Questions, inspect_dataset
 from lightning_fastdata.plugin.datasets import in_form_of, is_missing, named
 from lightning_fastdata.plugin.hooks import hook_against_device
-from lightning_fastdata.plugin.loaders import build_loader, checked_sample, plan_for
+from lightning_fastdata.plugin.loaders import build_loader
+from lightning_fastdata.plugin.pipelines import LoaderFacts
 from lightning_fastdata.plugin.sharing import settle_sharing, sharing_ranks, silence_padding_warning
 from lightning_fastdata.plugin.trainer_facts import (
     device_type,
@@ -26,6 +31,7 @@ if TYPE_CHECKING:
 
     from lightning_fastdata.loading.loader import FastDataLoader
     from lightning_fastdata.loading.loader_plan import LoaderPlan
+    from lightning_fastdata.loading.options import LoaderOptions
     from lightning_fastdata.plugin.pipelines import Pipelines
     from lightning_fastdata.plugin.prefetching import Prefetching
     from lightning_fastdata.plugin.stage_transforms import StageTransforms
@@ -82,10 +88,8 @@ class ModuleLoaders:
         """Return the loader for a dataset; see ``FastDataModule.make_loader``."""
         trainer, seed = module.trainer, _seed(module)
         name = name if name is not None else _name_of(module, stage)
-        sample = checked_sample(dataset, name, self._transforms[stage], read=trainer is not None)
-        found = self.pipelines.find(
-            dataset,
-            sample,
+        of = LoaderFacts(
+            dataset=dataset,
             stage=stage,
             name=name,
             seed=seed,
@@ -93,10 +97,20 @@ class ModuleLoaders:
             against=hook_against_device(module, getattr(trainer, "lightning_module", None)),
             trainer=trainer,
         )
+        questions = replace(
+            self.pipelines.questions(of),
+            sample=trainer is not None,
+            look=self._look_questions(module, stage),
+        )
+        facts = _inspect(module, dataset, questions, name, overrides)
+        if facts.sample is not None:
+            for transform in self._transforms[stage]:
+                transform.check_sample(facts.sample)
+        found = self.pipelines.find(of, facts)
         if overrides.get("batch_size", module.batch_size) is None:
             found = found._replace(own=None)  # Only batches wait for a device.
-        plan = self._plan(module, dataset, stage, sample, recorded=found.own is not None)
-        for limit in plan.limits:
+        plan = self._plan(module, dataset, stage, facts, recorded=found.own is not None)
+        for limit in (*facts.warnings, *plan.limits):
             warnings.warn(f"{name}: {limit}", FastDataWarning, stacklevel=3)
         self._plans[name] = plan
         self._prefetching.decide(module, trainer, module.written_hooks())
@@ -116,6 +130,7 @@ class ModuleLoaders:
             dataset=dataset,
             settings=settings,
             workers=plan.num_workers,
+            start_method=plan.multiprocessing_context,
             name=name,
             trainer=trainer,
         )
@@ -140,32 +155,60 @@ class ModuleLoaders:
         }
         for (stage, name), dataset in datasets.items():
             if name not in self._plans:
-                self._plans[name] = self._plan(module, dataset, stage, None)
+                questions = Questions(look=self._look_questions(module, stage))
+                facts = _inspect(module, dataset, questions, name, {})
+                self._plans[name] = self._plan(module, dataset, stage, facts)
         parts = [f"{name}\n{plan.explain()}" for name, plan in self._plans.items()]
         parts += self.pipelines.explain(module.trainer, datasets)
         return "\n\n".join([*parts, self._prefetching.explain()])
+
+    def _look_questions(self, module: Any, stage: Stage) -> Batches | None:
+        if not needs_look(module.options):
+            return None
+        collate_fn = module.collate_fn
+        transformed = self._transforms.worker_part(stage) is not None
+        return Batches(collate_fn is None, transformed, module.batch_size, collate_fn)
 
     def _plan(
         self,
         module: Any,
         dataset: Dataset[Any],
         stage: Stage,
-        sample: Any,
+        facts: DatasetFacts,
         *,
         recorded: bool = False,
     ) -> LoaderPlan:
         trainer = module.trainer
         return plan_for(
             dataset,
+            facts,
             options=module.options,
             stage=stage,
-            sample=sample,
             batch_size=module.batch_size,
             accelerator=device_type(trainer),
             local_ranks=1 if trainer is None else trainer.num_devices,
-            collate_fn=module.collate_fn,
-            transformed=recorded or self._transforms.worker_part(stage) is not None,
+            recorded=recorded,
         )
+
+
+def _inspect(
+    module: Any,
+    dataset: Dataset[Any],
+    questions: Questions,
+    name: str,
+    overrides: Mapping[str, Any],
+) -> DatasetFacts:
+    options: LoaderOptions = module.options
+    method = options.multiprocessing_context
+    workers = overrides.get("num_workers", options.num_workers)
+    return inspect_dataset(
+        dataset,
+        questions,
+        name=name,
+        start_method=None if method == "auto" else method,
+        worker_init_fn=overrides.get("worker_init_fn"),
+        reads_here=workers == 0 or options.executor == "inline",
+    )
 
 
 def _named_datasets(module: Any, stage: Stage) -> tuple[Any, list[tuple[str, Any]]]:

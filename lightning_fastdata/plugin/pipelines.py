@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from lightning_fastdata.augment.contract import SuitsSamples
 from lightning_fastdata.augment.dataset_pipelines import (
     PipelinePlace,
     explain_pipelines,
@@ -13,13 +15,8 @@ from lightning_fastdata.augment.dataset_pipelines import (
 )
 from lightning_fastdata.augment.registry import registered_forms
 from lightning_fastdata.augment.seeds import find_composes
-from lightning_fastdata.loading.pipeline_trial import (
-    IN_WORKERS,
-    Trial,
-    TriedDataset,
-    try_recording,
-)
-from lightning_fastdata.plugin.loaders import some_samples
+from lightning_fastdata.loading.inspection import DatasetFacts, Questions
+from lightning_fastdata.loading.pipeline_trial import IN_WORKERS, Trial, TriedDataset
 from lightning_fastdata.plugin.placing import AugmentOn, Placing
 from lightning_fastdata.types import STAGES
 
@@ -31,10 +28,37 @@ if TYPE_CHECKING:
     from lightning_fastdata.types import Stage
 
 _LOG = logging.getLogger(__name__)
+_FURTHER_SAMPLES: Final = 7
+"""Read beside the first one to see whether all images have one size."""
 _NOT_FOUND: Final = (
     "no Albumentations pipeline was found in the dataset. One that a collate_fn calls, or that is "
     "built while a sample is read, runs in the workers as it does without this package"
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoaderFacts:
+    """A loader that is to be made, as far as its pipelines rest on it."""
+
+    dataset: Dataset[Any]
+    """What it reads."""
+    stage: Stage
+    """What it is for."""
+    name: str
+    """How the user knows its dataset."""
+    seed: int
+    """Of the draws."""
+    collate_fn: Callable[[list[Any]], Any] | None
+    """The user's."""
+    against: str | None = None
+    """Why the dataset's own pipeline may leave nothing to the device; None: it may."""
+    trainer: Any = None
+    """The trainer, or None."""
+
+    @property
+    def rests_on(self) -> dict[str, Any]:
+        """What a trial of the dataset rests on besides the dataset."""
+        return {"seed": self.seed, "collate_fn": self.collate_fn, "against": self.against}
 
 
 class DatasetPipeline(NamedTuple):
@@ -59,69 +83,64 @@ class Pipelines:
         self._transforms = transforms
         self._tried: dict[tuple[Stage, str], TriedDataset] = {}
 
-    def find(
-        self,
-        dataset: Dataset[Any],
-        sample: Any,
-        *,
-        stage: Stage,
-        name: str,
-        seed: int,
-        collate_fn: Callable[[list[Any]], Any] | None,
-        against: str | None = None,
-        trainer: Any,
-    ) -> DatasetPipeline:
+    def questions(self, of: LoaderFacts) -> Questions:
+        """Return what has to be found out about a dataset before its pipeline is known."""
+        if not self.placing.may_use_device(of.stage, of.trainer):
+            return Questions()
+        part = self._transforms.worker_part(of.stage)
+        if part is not None:
+            return Questions(further=_FURTHER_SAMPLES if isinstance(part, SuitsSamples) else 0)
+        if self._known(of) is not None or not find_composes(of.dataset):
+            return Questions()
+        return Questions(trial=(of.seed, of.collate_fn))
+
+    def find(self, of: LoaderFacts, facts: DatasetFacts) -> DatasetPipeline:
         """Return the pipeline that runs on a dataset: the data module's, else the dataset's own.
 
         Args:
-            dataset: The dataset.
-            sample: Of it; None if none could be read.
-            stage: What its loader is for.
-            name: How the user knows it.
-            seed: Of the draws.
-            collate_fn: The user's.
-            against: Why the dataset's own pipeline may leave nothing to the device; None: it may.
-            trainer: The trainer, or None.
+            of: The loader.
+            facts: What was found out, as :meth:`questions` asked.
         """
-        if not self.placing.may_use_device(stage, trainer):
-            return DatasetPipeline(self._transforms.worker_part(stage), None)
-        part = self._transforms.worker_part_for(stage, some_samples(dataset, sample))
+        if not self.placing.may_use_device(of.stage, of.trainer):
+            return DatasetPipeline(self._transforms.worker_part(of.stage), None)
+        samples = () if facts.sample is None else (facts.sample, *facts.further)
+        part = self._transforms.worker_part_for(of.stage, samples)
         if part is not None:
             return DatasetPipeline(part, None)
-        own = self._trial(
-            dataset, stage=stage, name=name, seed=seed, collate_fn=collate_fn, against=against
-        )
-        return DatasetPipeline(None, own)
+        return DatasetPipeline(None, self._trial(of, facts))
 
-    def _trial(
-        self,
-        dataset: Dataset[Any],
-        *,
-        stage: Stage,
-        name: str,
-        seed: int,
-        collate_fn: Callable[[list[Any]], Any] | None,
-        against: str | None,
-    ) -> Trial | None:
-        """Try out a dataset; None if it has no pipelines, or none that leave something over.
+    def _known(self, of: LoaderFacts) -> TriedDataset | None:
+        """Return the trial of a loader that was made before, if it still holds."""
+        known = self._tried.get((of.stage, of.name))
+        if known is None or not known.holds_for(of.dataset, **of.rests_on):
+            return None
+        return known
+
+    def _trial(self, of: LoaderFacts, facts: DatasetFacts) -> Trial | None:
+        """Return the trial of a dataset; None if no pipeline of it leaves something over.
 
         Loaders are made again for each epoch or each run; what was found out still holds then.
         """
-        rests_on: dict[str, Any] = {"seed": seed, "collate_fn": collate_fn, "against": against}
-        known = self._tried.get((stage, name))
-        if known is None or not known.holds_for(dataset, **rests_on):
-            trial = try_recording(dataset, seed=seed, collate_fn=collate_fn)
-            if trial is None:
-                self._tried.pop((stage, name), None)
+        known = self._known(of)
+        if known is None:
+            registered = registered_forms(*find_composes(of.dataset))
+            places = place_pipelines(of.dataset, registered)
+            if not places:
+                self._tried.pop((of.stage, of.name), None)
                 if self._misses_pipelines():
-                    _LOG.info('augment_on="gpu", %s: %s.', name, _NOT_FOUND)
+                    _LOG.info('augment_on="gpu", %s: %s.', of.name, _NOT_FOUND)
                 return None
-            if trial.defers and against is not None:
-                trial = trial.refused(against)
-            if known is None or known.trial.why != trial.why:
-                _LOG.info("%s: its own pipeline: %s", name, trial.explain().splitlines()[0])
-            known = TriedDataset(trial, dataset, **rests_on)
-            self._tried[stage, name] = known
+            if facts.trial is None:
+                trial = Trial(places, registered, (), facts.trial_failed or "it was not tried")
+            else:
+                trial = facts.trial._replace(places=places, registered=registered)
+            if trial.defers and of.against is not None:
+                trial = trial.refused(of.against)
+            before = self._tried.get((of.stage, of.name))
+            if before is None or before.trial.why != trial.why:
+                _LOG.info("%s: its own pipeline: %s", of.name, trial.explain().splitlines()[0])
+            known = TriedDataset(trial, of.dataset, **of.rests_on)
+            self._tried[of.stage, of.name] = known
         return known.trial if known.trial.defers else None
 
     def run_on_device(self, stage: Stage, trainer: Any) -> bool:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
@@ -23,11 +25,11 @@ from lightning_fastdata.loading.collate import (
     StagingCollate,
     collate_samples,
 )
-from lightning_fastdata.loading.draws import kept_random_state
 from lightning_fastdata.loading.keyed import keyed
 from lightning_fastdata.loading.moving import move
 from lightning_fastdata.loading.order import dataset_length
-from lightning_fastdata.loading.probe import queued_s, shallow_copy, spread_indices
+from lightning_fastdata.loading.probe import queued_s, spread_indices
+from lightning_fastdata.loading.probe_process import Tell, try_apart
 from lightning_fastdata.loading.repeats import spreading
 from lightning_fastdata.types import SampleKey
 
@@ -74,6 +76,8 @@ class PlaceTask:
     """Of the user; None: the default collation."""
     seed: int = 0
     """Of the draws."""
+    start_method: str | None = None
+    """How its workers are started; None: the default of Python."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,18 +132,18 @@ def read_place_costs(
     if not accelerator or not defers or isinstance(task.dataset, IterableDataset):
         return PlaceCosts(**known)
     times = ProcessTimes() if times is None else times
-    with kept_random_state():
-        measure = _measure_own if task.transform is None else _measure_samples
-        measured = measure(task, times, budget_s)
-        if measured is None:
-            return PlaceCosts(**known)
-        try:
-            took_ms = _device_ms(task, measured, device_ms or time_on_device)
-        except _TOO_MUCH as error:
-            first = (str(error).splitlines() or [""])[0]
-            why = f"a trial of its part on {task.device} raised {type(error).__name__}: {first}"
-            return PlaceCosts(**known, sample=measured.costs, refusal=why)
-    return PlaceCosts(**known, sample=measured.costs, device_ms=took_ms)
+    method = task.start_method or multiprocessing.get_start_method()
+    found = try_apart(_measure, task, times, budget_s, start_method=method).values
+    if "costs" not in found or "batch" not in found:
+        return PlaceCosts(**known)
+    costs: SampleCosts = found["costs"]
+    try:
+        took_ms = _device_ms(task, found["batch"], device_ms or time_on_device)
+    except _TOO_MUCH as error:
+        first = (str(error).splitlines() or [""])[0]
+        why = f"a trial of its part on {task.device} raised {type(error).__name__}: {first}"
+        return PlaceCosts(**known, sample=costs, refusal=why)
+    return PlaceCosts(**known, sample=costs, device_ms=took_ms)
 
 
 class _Measured(NamedTuple):
@@ -149,8 +153,16 @@ class _Measured(NamedTuple):
     collate: Callable[[list[Any]], StagedBatch]
     rows: list[Any]
     """As the workers leave them to the device."""
-    apply: Callable[[Any, Any], Any]
-    """Carries out draws on a batch on the device."""
+
+
+def _measure(task: PlaceTask, times: ProcessTimes, budget_s: float, tell: Tell) -> None:
+    """Measure where nothing else uses the dataset, and send a batch as the workers leave it."""
+    measure = _measure_own if task.transform is None else _measure_samples
+    measured = measure(task, times, budget_s)
+    if measured is not None:
+        tell("costs", measured.costs)
+        rows = [measured.rows[number % len(measured.rows)] for number in range(task.batch_size)]
+        tell("batch", measured.collate(rows))
 
 
 def _redrawn(task: PlaceTask) -> tuple[str, ...]:
@@ -169,7 +181,7 @@ def _measure_samples(task: PlaceTask, times: ProcessTimes, budget_s: float) -> _
     indices = spread_indices(dataset_length(task.dataset) or 0, _MOST_SAMPLES)
     if whole is None or deferred is None or not indices:
         return None
-    dataset = shallow_copy(task.dataset)
+    dataset: Any = task.dataset
     made: dict[str, list[tuple[Any, Any]]] = {"whole": [], "deferred": []}
     took: dict[str, list[float]] = {"read": [], "waits": [], "whole": [], "deferred": []}
     began_s = times.clock_s()
@@ -192,7 +204,7 @@ def _measure_samples(task: PlaceTask, times: ProcessTimes, budget_s: float) -> _
     finishing = FirstOfPairs(spreading(collate_fn, whole), whole, single=False)
     ways: dict[str, Callable[[list[Any]], Any]] = {"whole": finishing, "deferred": staging}
     costs = _costs(took, made, ways, times)
-    return _Measured(costs, staging, made["deferred"], transform.apply)
+    return _Measured(costs, staging, made["deferred"])
 
 
 def _measure_own(task: PlaceTask, times: ProcessTimes, budget_s: float) -> _Measured | None:
@@ -201,7 +213,7 @@ def _measure_own(task: PlaceTask, times: ProcessTimes, budget_s: float) -> _Meas
     recording = DatasetRecording() if task.own is None else task.own.recording()
     datasets = {
         name: keyed(
-            shallow_copy(task.dataset),
+            task.dataset,
             seed=task.seed,
             epoch=EpochCell(),
             transform=None,
@@ -231,7 +243,7 @@ def _measure_own(task: PlaceTask, times: ProcessTimes, budget_s: float) -> _Meas
     collate_fn = task.collate_fn or collate_samples
     staging = RecordedCollate(collate_fn, recording, task.stage)
     costs = _costs(took, made, {"whole": collate_fn, "deferred": staging}, times)
-    return _Measured(costs, staging, made["deferred"], lambda batch, draws: draws.apply(batch))
+    return _Measured(costs, staging, made["deferred"])
 
 
 def _costs(
@@ -273,13 +285,16 @@ def _collation_ms(
 
 def _device_ms(
     task: PlaceTask,
-    measured: _Measured,
+    batch: StagedBatch,
     device_ms: Callable[[Callable[[], object], torch.device], float],
 ) -> float:
-    rows = [measured.rows[number % len(measured.rows)] for number in range(task.batch_size)]
-    here = move(measured.collate(rows), task.device)
+    here: Any = move(batch, task.device)
+    if task.transform is None:
+        work = partial(here.draws.apply, here.batch)
+    else:
+        work = partial(task.transform.apply, here.batch, here.draws)
     with torch.no_grad():
-        return device_ms(lambda: measured.apply(here.batch, here.draws), task.device)
+        return device_ms(work, task.device)
 
 
 def time_on_device(

@@ -139,6 +139,7 @@ class Placing:
         dataset: Dataset[Any],
         settings: Mapping[str, Any],
         workers: int,
+        start_method: str | None,
         name: str,
         trainer: Any,
     ) -> dict[str, Any]:
@@ -152,6 +153,7 @@ class Placing:
             dataset: What it reads.
             settings: Its other settings; of these ``epoch`` and ``ahead`` are replaced.
             workers: Its side processes.
+            start_method: How they are started; None: the default of Python.
             name: How the user knows it.
             trainer: The trainer; None: everything is left to the workers.
         """
@@ -162,7 +164,7 @@ class Placing:
                 self._say_once(stage, trainer)
             made = _taken(transform, own, on_device=on_device)
         else:
-            task = _task(transform, own, stage, dataset, settings, workers, trainer)
+            task = _task(transform, own, stage, dataset, settings, workers, start_method, trainer)
             made = self._auto(task, settings, name, trainer)
         # Without a trainer there is no hook to finish the batches, so they come finished.
         later = made["recording"] is not None
@@ -293,6 +295,7 @@ def _task(
     dataset: Dataset[Any],
     settings: Mapping[str, Any],
     workers: int,
+    start_method: str | None,
     trainer: Any,
 ) -> PlaceTask:
     return PlaceTask(
@@ -303,6 +306,7 @@ def _task(
         device=trainer.strategy.root_device,
         batch_size=settings["batch_size"],
         workers=workers,
+        start_method=start_method,
         cpus=read_cpu_limit(local_ranks=trainer.num_devices).usable_cpus,
         collate_fn=settings["collate_fn"],
         seed=settings["seed"],

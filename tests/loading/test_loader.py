@@ -24,10 +24,9 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from lightning_fastdata.errors import BatchError, DatasetError, TransformError
+from lightning_fastdata.errors import BatchError, TransformError
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.loading.order import ShuffleSampler
-from lightning_fastdata.loading.probe import probe_sample
 
 Pair = namedtuple("Pair", ["x", "y"])
 
@@ -291,37 +290,3 @@ def test_a_loader_with_running_workers_can_be_copied_and_pickled():
 def test_staging_without_batches_is_refused():
     with pytest.raises(TransformError, match="batch_size=None"):
         FastDataLoader(TensorDataset(torch.arange(4)), batch_size=None, staged="train")
-
-
-def test_probing_leaves_the_dataset_and_the_random_state_alone():
-    class Lazy(Dataset):
-        handle = None
-
-        def __len__(self):
-            return 3
-
-        def __getitem__(self, i):
-            self.handle = object()
-            return torch.rand(2), np.random.rand()
-
-    dataset = Lazy()
-    torch.manual_seed(0)
-    expected = torch.rand(1)
-    torch.manual_seed(0)
-    probe_sample(Subset(dataset, [1]), "x")
-    assert dataset.handle is None
-    assert torch.equal(torch.rand(1), expected)
-
-
-def test_an_empty_or_a_raising_dataset_is_an_error_that_names_it():
-    class Raising(Dataset):
-        def __len__(self):
-            return 1
-
-        def __getitem__(self, i):
-            raise OSError("disk on fire")
-
-    with pytest.raises(DatasetError, match=r"Photos.train_dataset\(\).*OSError: disk on fire"):
-        probe_sample(Raising(), "Photos.train_dataset()")
-    with pytest.raises(DatasetError, match="empty"):
-        probe_sample(TensorDataset(torch.zeros(0, 2)), "Photos.train_dataset()")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import os
 import pickle
@@ -23,6 +22,7 @@ import torch.utils.data._utils.worker as torch_worker
 
 from lightning_fastdata.epochs import keep_own_epochs
 from lightning_fastdata.host.allocator import keep_freed_memory
+from lightning_fastdata.host.processes import die_with
 from lightning_fastdata.loading.collate import for_writing, in_own_side_process
 from lightning_fastdata.loading.executors.queue import read_packet, split_packet
 from lightning_fastdata.loading.executors.side_work import (
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 
     from lightning_fastdata.loading.executors.fetch import FetchPlan
 
-_PR_SET_PDEATHSIG: Final = 1
 MAX_THREADS: Final = 64
 """Of one side process that has several."""
 
@@ -62,7 +61,7 @@ def side_main(
     for descriptor in strangers:
         os.close(descriptor)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _die_with(parent)
+    die_with(parent)
     wire = Wire(end)
     first = wire.receive()
     if first is None:
@@ -108,13 +107,6 @@ def side_main(
 def taken_last(marks: Any) -> set[int]:
     """Return the number of the task that each thread has taken from the queue last."""
     return set(marks[2:-1:MARK_WORDS].tolist())
-
-
-def _die_with(parent: int) -> None:
-    if sys.platform.startswith("linux") and os.getppid() == parent:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(0)
 
 
 class Side:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch.utils.data import IterableDataset
 
@@ -19,13 +19,25 @@ from lightning_fastdata.loading.probe import (
     SampleCost,
     measure_samples,
     queued_s,
-    shallow_copy,
 )
 from lightning_fastdata.loading.slots import shared_slots_supported
 from lightning_fastdata.loading.worker_count import WORTH_IT, alone_ms, by_workers_ms, waits
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
+
+
+class Batches(NamedTuple):
+    """What a loader makes of the samples, as far as the choice of an executor rests on it."""
+
+    default_collation: bool
+    """They are collated by default."""
+    transformed: bool
+    """An Albumentations pipeline of the loader runs on each sample."""
+    batch_size: int | None = None
+    """Samples that are put together; None: they are delivered as they are."""
+    collate_fn: Callable[[Any], object] | None = None
+    """The user's own collation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +69,7 @@ def look_at(
     transformed: bool,
     batch_size: int | None = None,
     collate_fn: Callable[[Any], object] | None = None,
+    read: bool = True,
     clock_s: Callable[[], float] = time.perf_counter,
     cpu_s: Callable[[], float] = time.thread_time,
     queue_s: Callable[[], float] = queued_s,
@@ -71,6 +84,7 @@ def look_at(
         transformed: An Albumentations pipeline of the loader runs on each sample.
         batch_size: Samples that are put together; None: they are delivered as they are.
         collate_fn: The user's own collation.
+        read: Whether samples may be read.
         clock_s: Seconds from any start.
         cpu_s: Seconds of CPU time of the calling thread.
         queue_s: Seconds in which the calling thread waited for a CPU.
@@ -79,11 +93,11 @@ def look_at(
     pipelines = bool(find_composes(dataset))
     rows = default_collation and not (transformed or pipelines) and gatherable(dataset)
     cost, draws = None, False
-    if not (stream or rows):
+    if read and not (stream or rows):
         watch = DrawWatch()
         try:
             cost = measure_samples(
-                shallow_copy(dataset),
+                dataset,
                 batch_size=batch_size or 1,
                 collate=collate_samples if default_collation else collate_fn,
                 clock_s=clock_s,

@@ -1,0 +1,429 @@
+"""Nothing of a dataset is read or opened in the training process, unless that is asked to read."""
+
+from __future__ import annotations
+
+import functools
+import io
+import os
+import struct
+import tempfile
+import zipfile
+from pathlib import Path
+
+import albumentations as A
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
+
+from lightning_fastdata import (
+    DataThroughputCallback,
+    FastDataLoader,
+    FastDataModule,
+    LoaderOptions,
+)
+
+SAMPLES = 96
+SIDE = 8
+
+
+class Seen(LightningModule):
+    """Keeps what its steps get."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+        self.labels: list[int] = []
+        self.values: list[float] = []
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch[0] if len(batch) == 1 else batch
+        self.labels += y.tolist()
+        self.values += x.reshape(len(x), -1).float().mean(1).tolist()
+        return self.layer(x.reshape(len(x), -1).float().mean(1, keepdim=True)).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 1e-6)
+
+
+def fit(module, datamodule=None, train_dataloaders=None, **settings):
+    trainer = Trainer(
+        max_epochs=1,
+        default_root_dir=tempfile.gettempdir(),
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        **settings,
+    )
+    trainer.fit(module, train_dataloaders=train_dataloaders, datamodule=datamodule)
+
+
+# -- who touches a dataset -------------------------------------------------------------------------
+
+
+def note(folder: Path, what: str) -> None:
+    with (folder / str(os.getpid())).open("a") as file:
+        file.write(what + "\n")
+
+
+def touched_here(folder: Path) -> list[str]:
+    file = folder / str(os.getpid())
+    return file.read_text().split() if file.exists() else []
+
+
+class Watched(Dataset):
+    """Notes which process reads it, or asks it for something that it would have to open."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index):
+        note(self.folder, "__getitem__")
+        return torch.full((3, SIDE, SIDE), index, dtype=torch.uint8), index
+
+    def __getattr__(self, name):
+        if name.startswith("__") or "folder" not in self.__dict__:
+            raise AttributeError(name)
+        note(self.folder, name)
+        raise AttributeError(name)
+
+    @property
+    def dataset(self):
+        note(self.folder, "dataset")
+        raise AttributeError("dataset")
+
+    @property
+    def datasets(self):
+        note(self.folder, "datasets")
+        raise AttributeError("datasets")
+
+    @property
+    def samples(self):
+        note(self.folder, "samples")
+        raise AttributeError("samples")
+
+    @property
+    def transform(self):
+        note(self.folder, "transform")
+        raise AttributeError("transform")
+
+
+class WatchedInBatches(Watched):
+    def __getitems__(self, indices):
+        note(self.folder, "__getitems__")
+        return [Watched.__getitem__(self, index) for index in indices]
+
+
+class WatchedImages(Watched):
+    """Calls an Albumentations pipeline of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.pipeline = A.Compose([A.HorizontalFlip(), A.ToTensorV2()])
+
+    def __getitem__(self, index):
+        note(self.folder, "__getitem__")
+        image = np.full((SIDE, SIDE, 3), index, np.uint8)
+        return self.pipeline(image=image)["image"], index
+
+
+class WatchedStream(IterableDataset):
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __iter__(self):
+        note(self.folder, "__iter__")
+        for index in range(SAMPLES):
+            yield torch.full((3, SIDE, SIDE), index, dtype=torch.uint8), index
+
+
+class HandWritten(FastDataModule):
+    def __init__(self, dataset, **arguments) -> None:
+        super().__init__(**arguments)
+        self.train = dataset
+
+    def train_dataset(self):
+        return self.train
+
+
+class OwnLoader(HandWritten):
+    def train_dataloader(self):
+        return self.make_loader(self.train, stage="train", batch_size=4)
+
+
+FLIP = A.Compose([A.HorizontalFlip()])
+WAYS = {
+    "from_datasets": lambda d: {"datamodule": FastDataModule.from_datasets(d, batch_size=8)},
+    "subclass": lambda d: {"datamodule": HandWritten(d, batch_size=8)},
+    "make_loader": lambda d: {"datamodule": OwnLoader(d)},
+    "wrapped": lambda d: {"datamodule": HandWritten(Subset(d, range(40)), batch_size=8)},
+    "several": lambda d: {"datamodule": HandWritten([d], batch_size=8)},
+    "workers": lambda d: {
+        "datamodule": HandWritten(
+            d, options=LoaderOptions(executor="workers", num_workers=1), batch_size=8
+        )
+    },
+    "sidecar": lambda d: {
+        "datamodule": HandWritten(
+            d, options=LoaderOptions(executor="sidecar", num_workers=2), batch_size=8
+        )
+    },
+    "torch": lambda d: {
+        "datamodule": HandWritten(
+            d, options=LoaderOptions(executor="torch", num_workers=1), batch_size=8
+        )
+    },
+    "some workers": lambda d: {
+        "datamodule": HandWritten(d, options=LoaderOptions(num_workers=1), batch_size=8)
+    },
+    "augment": lambda d: {
+        "datamodule": HandWritten(d, augment=FLIP, augment_on="gpu", batch_size=8)
+    },
+    "FastDataLoader": lambda d: {"train_dataloaders": FastDataLoader(d, 8, executor="workers")},
+    "FastDataLoader, torch": lambda d: {"train_dataloaders": FastDataLoader(d, 8, num_workers=1)},
+    "FastDataLoader, auto": lambda d: {
+        "train_dataloaders": FastDataLoader(d, 8, executor="auto", num_workers=1)
+    },
+    "DataLoader": lambda d: {"train_dataloaders": DataLoader(d, 8, num_workers=1)},
+}
+
+
+def seen(module: Seen, way) -> list[int]:
+    if "train_dataloaders" in way:
+        loader = way["train_dataloaders"]
+        if isinstance(loader, FastDataLoader) and loader.num_workers == 0:
+            loader.num_workers = 1
+    fit(module, callbacks=[DataThroughputCallback()], **way)
+    return module.labels
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_training_process_reads_no_sample(way, tmp_path):
+    # Rather slow to read, so that no choice is to read it in the training process.
+    labels = seen(Seen(), WAYS[way](Slow(tmp_path)))
+    assert labels
+    assert set(labels) <= set(range(SAMPLES))
+    assert not touched_here(tmp_path)
+
+
+class Slow(Watched):
+    def __getitem__(self, index):
+        sum(range(20_000))
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("kind", [WatchedInBatches, WatchedImages, WatchedStream])
+@pytest.mark.parametrize("way", ["subclass", "FastDataLoader, auto", "some workers"])
+@pytest.mark.filterwarnings("ignore:.*num_workers is 1 of")
+def test_neither_are_batches_pipelines_and_streams_touched(kind, way, tmp_path):
+    labels = seen(Seen(), WAYS[way](kind(tmp_path)))
+    here = touched_here(tmp_path)
+    if kind is WatchedStream or way != "subclass":
+        assert not here
+    # What costs next to nothing may be read in the training process, by index and not before.
+    assert set(here) <= {"__getitem__", "__getitems__"}
+    assert sorted(labels) == list(range(SAMPLES))
+
+
+def test_a_pipeline_on_the_device_is_tried_elsewhere(tmp_path):
+    data = HandWritten(
+        WatchedImages(tmp_path),
+        augment_on="gpu",
+        options=LoaderOptions(num_workers=1),
+        batch_size=8,
+    )
+    module = Seen()
+    fit(module, data)
+    assert sorted(module.labels) == list(range(SAMPLES))
+    assert sorted(module.values) == list(range(SAMPLES))
+    assert not touched_here(tmp_path)
+    assert "on the device" in data.explain()
+
+
+def test_explaining_reads_nothing_here(tmp_path):
+    assert "num_workers" in HandWritten(Watched(tmp_path)).explain()
+    assert not touched_here(tmp_path)
+
+
+# -- files that are opened on first use -----------------------------------------------------------
+
+
+def value_of(index: int) -> float:
+    return (index * 37 % 251) / 1.0
+
+
+@pytest.fixture
+def numbers(tmp_path) -> Path:
+    file = tmp_path / "numbers.bin"
+    file.write_bytes(b"".join(struct.pack("<2d", i, value_of(i)) for i in range(SAMPLES)))
+    return file
+
+
+@functools.lru_cache
+def cached_open(path: Path) -> io.BufferedReader:
+    return path.open("rb")
+
+
+class Reader:
+    """Opens its file on first use, and seeks in it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.file: io.BufferedReader | None = None
+
+    def read(self, index: int) -> tuple[float, float]:
+        if self.file is None:
+            self.file = self.path.open("rb")
+        self.file.seek(16 * index)
+        sum(range(2_000))
+        return struct.unpack("<2d", self.file.read(16))
+
+
+def as_sample(record: tuple[float, float]):
+    return torch.tensor([record[1]]), int(record[0])
+
+
+class WithReader(Dataset):
+    def __init__(self, path: Path) -> None:
+        self.reader = Reader(path)
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index):
+        return as_sample(self.reader.read(index))
+
+
+class Wrapping(Dataset):
+    """Holds another dataset under a name of its own."""
+
+    def __init__(self, path: Path) -> None:
+        self.subset = WithReader(path)
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index):
+        return self.subset[index]
+
+
+class WithCachedOpen(WithReader):
+    def __getitem__(self, index):
+        file = cached_open(self.reader.path)
+        file.seek(16 * index)
+        sum(range(2_000))
+        return as_sample(struct.unpack("<2d", file.read(16)))
+
+
+class WithGlobal(WithReader):
+    files: dict[Path, io.BufferedReader] = {}  # noqa: RUF012 - shared by all, as some have it
+
+    def __getitem__(self, index):
+        file = self.files.setdefault(self.reader.path, self.reader.path.open("rb"))
+        file.seek(16 * index)
+        return as_sample(struct.unpack("<2d", file.read(16)))
+
+
+class Zipped(Dataset):
+    """A lazily opened archive within a wrapped dataset."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.with_suffix(".zip")
+        with zipfile.ZipFile(self.path, "w") as archive:
+            for i in range(SAMPLES):
+                archive.writestr(str(i), struct.pack("<2d", i, value_of(i)))
+        self.archive: zipfile.ZipFile | None = None
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index):
+        if self.archive is None:
+            self.archive = zipfile.ZipFile(self.path)
+        return as_sample(struct.unpack("<2d", self.archive.read(str(index))))
+
+
+LAZY = [WithReader, Wrapping, WithCachedOpen, WithGlobal, Zipped]
+
+
+@pytest.mark.parametrize("dataset", LAZY)
+@pytest.mark.parametrize("options", [LoaderOptions(), LoaderOptions(num_workers=2)])
+def test_a_file_opened_on_first_use_gives_its_own_samples(dataset, options, numbers):
+    module = Seen()
+    fit(module, FastDataModule.from_datasets(dataset(numbers), batch_size=8, options=options))
+    assert sorted(module.labels) == list(range(SAMPLES))
+    assert module.values == [value_of(label) for label in module.labels]
+
+
+@pytest.mark.parametrize("dataset", [WithCachedOpen, Zipped])
+def test_so_it_does_through_a_loader_alone(dataset, numbers):
+    loader = FastDataLoader(dataset(numbers), 8, executor="auto", num_workers=2)
+    for _ in range(2):
+        values = [(v, label) for x, y in loader for v, label in zip(x[:, 0], y, strict=True)]
+        assert [label.item() for _, label in values] == list(range(SAMPLES))
+        assert [v.item() for v, _ in values] == [value_of(i) for i in range(SAMPLES)]
+    loader.close()
+
+
+# -- what the training process has opened already --------------------------------------------------
+
+
+class OpenedBefore(WithReader):
+    """Opens its file when it is made, so that forked workers share the position in it."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.reader.file = path.open("rb", buffering=0)
+
+
+def test_a_file_that_forked_workers_would_share_is_read_here_or_told_of(numbers):
+    module = Seen()
+    data = FastDataModule.from_datasets(OpenedBefore(numbers), batch_size=8)
+    with pytest.warns(UserWarning, match=r"numbers\.bin.*the training process reads it"):
+        fit(module, data)
+    assert module.values == [value_of(label) for label in module.labels]
+    assert "numbers.bin" in data.explain()
+    data = FastDataModule.from_datasets(
+        OpenedBefore(numbers), batch_size=8, options=LoaderOptions(num_workers=2)
+    )
+    with pytest.warns(UserWarning, match=r"numbers\.bin.*__getitem__"):
+        fit(Seen(), data)
+
+
+# -- caches ----------------------------------------------------------------------------------------
+
+
+class Caching(Dataset):
+    """Keeps what its random pipeline returned the first time, as some do by mistake."""
+
+    def __init__(self) -> None:
+        self.pipeline = A.Compose([A.RandomBrightnessContrast((-0.9, 0.9), p=1), A.ToTensorV2()])
+        self.cache: dict[int, torch.Tensor] = {}
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index):
+        if index not in self.cache:
+            image = np.full((SIDE, SIDE, 3), 100, np.uint8)
+            self.cache[index] = self.pipeline(image=image)["image"]
+        return self.cache[index], index
+
+
+def test_a_trial_leaves_nothing_in_a_cache():
+    runs = []
+    for workers in (0, 1):
+        module = Seen()
+        options = LoaderOptions(num_workers=workers)
+        data = FastDataModule.from_datasets(Caching(), batch_size=4, options=options, seed=5)
+        fit(module, data)
+        runs.append(dict(zip(module.labels, module.values, strict=True)))
+    assert runs[0] == runs[1]
+    assert len(set(runs[0].values())) > 12

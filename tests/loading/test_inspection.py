@@ -1,0 +1,240 @@
+"""A dataset is tried in a process that is thrown away, and what it does there is told."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, get_worker_info
+
+from lightning_fastdata.errors import DatasetError
+from lightning_fastdata.loading.executors.suited import Batches
+from lightning_fastdata.loading.inspection import DatasetFacts, Questions, inspect_dataset
+from lightning_fastdata.loading.probe_process import try_apart
+
+EVERYTHING = Questions(sample=True, further=3, trial=(0, None), look=Batches(True, False))
+
+
+class Rows(Dataset):
+    def __init__(self, work=None, length=8):
+        self.work = work
+        self.length = length
+        self.handle = None
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, i):
+        self.handle = i
+        if self.work is not None:
+            self.work()
+        return torch.full((2,), float(i)), i
+
+
+def inspect(dataset, questions=EVERYTHING, **about):
+    return inspect_dataset(dataset, questions, name="Photos.train_dataset()", **about)
+
+
+def send(value, tell):
+    tell("value", value)
+
+
+def send_then(act, tell):
+    tell("before", 1)
+    act()
+    tell("after", 2)
+
+
+def killed():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stuck():
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()
+
+
+def leave():
+    sys.exit(3)
+
+
+def fail():
+    raise OSError("disk on fire")
+
+
+# The process
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_findings_come_from_another_process_however_it_is_started(method):
+    found = try_apart(send, np.arange(5), start_method=method)
+    assert found.failure is None
+    assert np.array_equal(found.values["value"], np.arange(5))
+
+
+@pytest.mark.parametrize(
+    ("act", "kind", "words"),
+    [
+        (killed, "died", "SIGKILL"),
+        (stuck, "stuck", "locks"),
+        (fail, "raised", "OSError: disk on fire"),
+        (leave, "raised", "SystemExit"),
+        (lambda: time.sleep(60), "late", "0.5 s"),
+    ],
+)
+def test_what_was_found_before_a_failure_is_kept(act, kind, words):
+    found = try_apart(send_then, act, start_method="fork", deadline_s=0.5 if kind == "late" else 20)
+    assert found.values == {"before": 1}
+    assert found.failure is not None
+    assert found.failure.kind == kind
+    assert words in found.failure.what
+    if kind in ("late", "stuck"):
+        assert "send_then" in found.failure.stack
+    if kind == "raised":
+        assert "send_then" in found.failure.error.__notes__[0]
+
+
+def test_what_cannot_be_pickled_is_no_finding():
+    assert try_apart(send, threading.Lock(), start_method="fork").values == {}
+    failure = try_apart(send, threading.Lock(), start_method="spawn").failure
+    assert failure is not None
+    assert failure.kind == "not started"
+
+
+def test_waiting_for_something_that_comes_is_not_being_stuck():
+    def wait():
+        done = threading.Event()
+        threading.Timer(3.5, done.set).start()  # it waits for a clock, and we for it
+        assert done.wait(20)
+
+    assert try_apart(send_then, wait, start_method="fork").failure is None
+
+
+def test_nothing_of_it_is_left():
+    before = set(os.listdir("/proc/self/fd"))
+    for act in (int, fail, killed):
+        try_apart(send_then, act, start_method="fork")
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+# What is found out
+
+
+def test_the_dataset_and_the_random_state_stay_as_they_were():
+    dataset = Rows(lambda: (torch.rand(1), np.random.rand()))
+    torch.manual_seed(0)
+    expected = torch.rand(1)
+    torch.manual_seed(0)
+    facts = inspect(Subset(dataset, [1, 2]))
+    assert facts.sample[1] == 1
+    assert len(facts.further) == 2
+    assert facts.look is not None
+    assert facts.look.draws
+    assert dataset.handle is None
+    assert torch.equal(torch.rand(1), expected)
+
+
+def test_an_empty_or_a_raising_dataset_is_an_error_that_names_it():
+    with pytest.raises(DatasetError, match=r"Photos.train_dataset\(\).*OSError: disk on fire") as e:
+        inspect(Rows(fail))
+    assert "in fail" in e.value.__cause__.__notes__[0]
+    with pytest.raises(DatasetError, match="empty"):
+        inspect(TensorDataset(torch.zeros(0, 2)))
+
+
+@pytest.mark.parametrize("work", [fail, killed])
+def test_a_failure_elsewhere_means_nothing_where_the_training_process_reads(work):
+    facts = inspect(Rows(work), reads_here=True)
+    assert (facts.sample, facts.warnings) == (None, ())
+    assert facts.look is not None
+    assert facts.look.cost is None
+
+
+def test_a_dataset_that_ends_its_process_is_decided_without():
+    facts = inspect(Rows(killed), start_method="fork")
+    assert facts.look is not None
+    assert facts.look.cost is None
+    assert "SIGKILL" in facts.warnings[0]
+
+
+def test_a_stream_is_not_read():
+    class Stream(IterableDataset):
+        def __iter__(self):
+            raise AssertionError("it is read")
+
+    facts = inspect(Stream())
+    assert facts.sample is None
+    assert facts.look is not None
+    assert facts.look.stream
+
+
+def test_nothing_is_read_where_nothing_is_asked():
+    assert inspect(Rows(fail), Questions()) == DatasetFacts()
+
+
+class Forked:
+    """A client that can be used in the process that made it, and in one that unpickles it."""
+
+    def __init__(self):
+        self.pid = os.getpid()
+
+    def __reduce__(self):
+        return Forked, ()
+
+    def read(self):
+        if os.getpid() != self.pid:
+            raise RuntimeError("this client is not fork-safe")
+
+
+class HangingClient(Forked):
+    def __reduce__(self):
+        return HangingClient, ()
+
+    def read(self):
+        if os.getpid() != self.pid:
+            stuck()
+
+
+class WithClient(Rows):
+    def __init__(self, client):
+        super().__init__()
+        self.client = client
+
+    def __getitem__(self, i):
+        self.client.read()
+        return super().__getitem__(i)
+
+
+@pytest.mark.parametrize("client", [Forked, HangingClient])
+def test_workers_are_started_otherwise_where_a_client_does_not_survive_a_fork(client):
+    facts = inspect(WithClient(client()))
+    assert facts.start_method == "forkserver"
+    assert facts.sample is not None
+    assert "does not survive a fork" in facts.warnings[0]
+    assert client.__name__ == "Forked" or "in stuck" in facts.warnings[0]
+
+
+def test_what_the_user_set_is_not_replaced():
+    with pytest.raises(DatasetError, match=r"not fork-safe.*on first use in __getitem__"):
+        inspect(WithClient(Forked()), start_method="fork")
+
+
+def test_the_first_look_is_after_worker_init_fn():
+    class Opened(Rows):
+        def __getitem__(self, i):
+            return self.opened + i
+
+    def open_it(number):
+        info = get_worker_info()
+        assert (info.id, number) == (0, 0)
+        info.dataset.opened = 40
+
+    assert inspect(Opened(), Questions(sample=True), worker_init_fn=open_it).sample == 40
+    assert get_worker_info() is None
