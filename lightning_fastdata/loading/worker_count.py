@@ -19,16 +19,16 @@ _HANDOVER_MS: Final = 0.1
 _LOOK_AHEAD_BATCHES: Final = 8
 WORTH_IT: Final = 0.9
 """Side processes are started to save a tenth of a batch's time; less is not seen for certain."""
-_GIVE_MS: Final = 0.16
+_GIVE_MS: Final = 0.18
 """CPU time of the training process to give out a batch and take it in, and ``_GIVE_ROW_MS`` for
 each of its rows. ``benchmarks/handing_over.py`` measures these five, where ``SampleCost.pace`` is
 1."""
-_GIVE_ROW_MS: Final = 0.004
-_TAKE_MS: Final = 0.14
+_GIVE_ROW_MS: Final = 0.0012
+_TAKE_MS: Final = 0.16
 """CPU time of a side process for a batch besides reading and collating it, and ``_TAKE_ROW_MS``
 for each row."""
-_TAKE_ROW_MS: Final = 0.018
-_KEY_MS: Final = 0.015
+_TAKE_ROW_MS: Final = 0.003
+_KEY_MS: Final = 0.013
 """CPU time for seeding the generators that a sample draws from."""
 _FORKED_BYTES: Final = 48 * 2**20
 _FRESH_BYTES: Final = 400 * 2**20

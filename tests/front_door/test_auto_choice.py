@@ -98,9 +98,9 @@ def readers(loader):
         (Reads(), {"batch_size": 1}),
         (Reads(), {"collate_fn": padded}),
         (InBatches(length=512), {"batch_size": 256}),
-        (Table(1024), {"batch_size": 512}),
+        (Table(1024), {"batch_size": 32}),
         (Numbers(length=65_536), {"batch_size": 32_768}),
-        (Draws(), {}),
+        (Draws(), {"batch_size": 4}),
     ],
     ids=["rows", "single rows", "collate_fn", "__getitems__", "table", "large batches", "draws"],
 )

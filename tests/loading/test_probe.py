@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -488,6 +489,16 @@ def test_one_cpu_is_shared_with_nobody_unless_samples_wait():
 def test_a_clear_case_is_decided_as_anybody_would(ms, alone):
     found = look(cost=cost(wall_ms=ms, cpu_ms=ms))
     assert suited_executor(found, workers="auto", batch_size=32, cpus=2).alone == alone
+
+
+@pytest.mark.parametrize("batch_size", [512, 32_768])
+def test_rows_of_a_table_are_not_worth_a_second_process(batch_size):
+    row = cost(wall_ms=0.002, cpu_ms=0.002, collate_ms=0.001)
+    about = {"workers": "auto", "batch_size": batch_size}
+    assert suited_executor(look(cost=row), **about, cpus=2).alone
+    # A machine that is busy is slow in everything, in handing over too.
+    busy = replace(row, wall_ms=0.02, cpu_ms=0.02, collate_ms=0.01, pace=10.0)
+    assert suited_executor(look(cost=busy), **about, cpus=2).alone
 
 
 @given(ms=st.floats(0, 100), batch_size=st.integers(1, 4096))
