@@ -1,16 +1,17 @@
-"""A folder of images as a dataset of uint8 samples of one size, ready for a batch slot."""
+"""A folder of images as a dataset of samples of one size, ready for a batch slot."""
 
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
 
 from lightning_fastdata.epochs import EpochCell
-from lightning_fastdata.errors import BatchError
+from lightning_fastdata.errors import BatchError, OptionsError
 from lightning_fastdata.images.crops import CropRule, keyed_uniform
 from lightning_fastdata.images.decoders import choose_decoder
 from lightning_fastdata.images.index import scan_folder
@@ -19,11 +20,15 @@ from lightning_fastdata.images.resample import plan_resample, render, settle_res
 from lightning_fastdata.types import SampleKey
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from numpy.typing import NDArray
 
     from lightning_fastdata.images.crops import Crop
     from lightning_fastdata.images.decoders import Decoder, DecoderName, Pixels
     from lightning_fastdata.images.resample import Resample
+
+
+_IMAGENET: Final = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+"""Mean and standard deviation of red, green and blue, of pixels in [0, 1]."""
 
 
 class FastImageFolder(Dataset[tuple[torch.Tensor, int]]):
@@ -33,7 +38,9 @@ class FastImageFolder(Dataset[tuple[torch.Tensor, int]]):
     ``dataset[i]`` is ``(image, target)``: a contiguous uint8 tensor, height x width x RGB, and the
     class number. Height first and channels last is how images are decoded and how the transforms
     on the device want them; a model that wants float channels first gets it there
-    (``images.permute(0, 3, 1, 2).float().div(255)``, or ``ToTensorV2`` on the device).
+    (``images.permute(0, 3, 1, 2).float().div(255)``, or ``ToTensorV2`` on the device). Where there
+    is no such device, ``normalize`` has whoever decodes a picture also make normalised float32
+    ``[3, size, size]`` of it, four times as many bytes, straight into the batch.
 
     The random part of a sample depends on (``seed``, epoch, index) and nothing else: not on the
     worker, the thread, the batch size or what was read before. :meth:`set_epoch` says which epoch
@@ -56,6 +63,8 @@ class FastImageFolder(Dataset[tuple[torch.Tensor, int]]):
         horizontal_flip: Probability of mirroring left to right. Default: never.
         resize: Length of the shorter side before the centre is cut; None: 8/7 of ``size`` (256 for
             224).
+        normalize: True: float32 samples ``(value / 255 - mean) / std``, channels first, with
+            ImageNet's means and deviations; or ``(mean, std)``, three numbers each. Default: uint8.
         resample: ``"auto"``: fast for random crops, exactly torchvision's antialiased resize for
             the others; ``"exact"``, ``"linear"`` and ``"area"``: see
             :data:`lightning_fastdata.images.resample.Resample`.
@@ -88,6 +97,7 @@ class FastImageFolder(Dataset[tuple[torch.Tensor, int]]):
         ratio: tuple[float, float] = (3 / 4, 4 / 3),
         horizontal_flip: float = 0.0,
         resize: int | None = None,
+        normalize: bool | tuple[Sequence[float], Sequence[float]] = False,
         resample: Resample = "auto",
         seed: int = 0,
         decoder: DecoderName = "auto",
@@ -104,6 +114,7 @@ class FastImageFolder(Dataset[tuple[torch.Tensor, int]]):
             horizontal_flip=horizontal_flip,
             resize=resize,
         )
+        self._tables = None if normalize is False else _normalising_tables(normalize)
         self.resample = settle_resample(resample, crop)
         self.root = os.path.expanduser(os.fspath(root))  # noqa: PTH111  # as ImageFolder spells it
         self.seed = seed
@@ -124,8 +135,14 @@ class FastImageFolder(Dataset[tuple[torch.Tensor, int]]):
 
     @property
     def sample_shape(self) -> tuple[int, int, int]:
-        """Shape of one sample, ``(size, size, 3)``; its dtype is uint8."""
-        return (self.rule.size, self.rule.size, 3)
+        """Shape of one sample: ``(size, size, 3)``, or ``(3, size, size)`` with ``normalize``."""
+        size = self.rule.size
+        return (size, size, 3) if self._tables is None else (3, size, size)
+
+    @property
+    def sample_dtype(self) -> np.dtype[Any]:
+        """uint8, or float32 with ``normalize``."""
+        return np.dtype(np.uint8 if self._tables is None else np.float32)
 
     @property
     def samples(self) -> list[tuple[str, int]]:
@@ -164,21 +181,23 @@ class FastImageFolder(Dataset[tuple[torch.Tensor, int]]):
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         """Return ``(image, target)``: uint8 ``[size, size, 3]`` and the class number.
 
+        With ``normalize`` the image is float32 ``[3, size, size]``.
+
         Raises:
             DatasetError: If the file cannot be read or decoded; the message names it.
             IndexError: If there is no such sample.
         """
-        out = np.empty(self.sample_shape, np.uint8)
+        out = np.empty(self.sample_shape, self.sample_dtype)
         target = self.write_into(index, out)
         return torch.from_numpy(out), target
 
-    def write_into(self, index: int, out: Pixels, *, key: SampleKey | None = None) -> int:
+    def write_into(self, index: int, out: NDArray[Any], *, key: SampleKey | None = None) -> int:
         """Write sample ``index`` into ``out`` and return its class number.
 
         Args:
             index: Of the sample; negative counts from the end.
-            out: ``[size, size, 3]`` uint8, C-contiguous, writable, such as one row of a batch.
-                Its contents are undefined if an error is raised.
+            out: Of :attr:`sample_shape` and :attr:`sample_dtype`, C-contiguous, writable, such as
+                one row of a batch. Its contents are undefined if an error is raised.
             key: What the random part depends on; None: this dataset's seed and epoch, and
                 ``index``.
 
@@ -201,7 +220,12 @@ class FastImageFolder(Dataset[tuple[torch.Tensor, int]]):
         uniform = keyed_uniform(key or SampleKey(self.seed, self.epoch, index))
         placement = self.rule.place(image.height, image.width, uniform)
         plan = plan_resample(placement, self.resample, scalable=image.scalable)
-        render(image, placement, plan, out)
+        if self._tables is None:
+            render(image, placement, plan, out)
+        else:
+            pixels: Pixels = np.empty((self.rule.size, self.rule.size, 3), np.uint8)
+            render(image, placement, plan, pixels)
+            _look_up(pixels, self._tables, out)
         return int(self.index.targets[index])
 
     def __getstate__(self) -> dict[str, Any]:
@@ -211,19 +235,47 @@ class FastImageFolder(Dataset[tuple[torch.Tensor, int]]):
     def __repr__(self) -> str:
         return (
             f"FastImageFolder({self.root!r}, {len(self)} images, {len(self.classes)} classes, "
-            f"size={self.rule.size}, crop={self.rule.crop!r}, resample={self.resample!r}, "
+            f"size={self.rule.size}, crop={self.rule.crop!r}, dtype={self.sample_dtype}, "
+            f"resample={self.resample!r}, "
             f"decoder={self.decoder.name!r})"
         )
 
-    def _check_out(self, out: Pixels) -> None:
+    def _check_out(self, out: NDArray[Any]) -> None:
         if (
             out.shape != self.sample_shape
-            or out.dtype != np.uint8
+            or out.dtype != self.sample_dtype
             or not out.flags.c_contiguous
             or not out.flags.writeable
         ):
             raise BatchError(
-                f"write_into needs a writable, C-contiguous uint8 array of shape "
+                f"write_into needs a writable, C-contiguous {self.sample_dtype} array of shape "
                 f"{self.sample_shape}; it got {out.dtype} {out.shape} with strides {out.strides}, "
                 f"writable: {out.flags.writeable}."
             )
+
+
+def _normalising_tables(
+    normalize: Literal[True] | tuple[Sequence[float], Sequence[float]],
+) -> NDArray[np.float32]:
+    """Return what becomes of each of 256 values in each channel, ``[3, 256]`` float32."""
+    try:
+        mean, std = _IMAGENET if normalize is True else normalize
+        means, stds = (np.array(one, np.float64).reshape(3, 1) for one in (mean, std))
+    except (TypeError, ValueError):
+        fine = False
+    else:
+        fine = bool(np.isfinite(means).all() and np.isfinite(stds).all() and (stds > 0).all())
+    if not fine:
+        raise OptionsError(
+            f"normalize={normalize!r}: it is True, False or (mean, std) with three numbers each, "
+            "of pixels in [0, 1] and with deviations above 0."
+        )
+    tables: NDArray[np.float32] = ((np.arange(256) / 255 - means) / stds).astype(np.float32)
+    return tables
+
+
+def _look_up(pixels: Pixels, tables: NDArray[np.float32], out: NDArray[np.float32]) -> None:
+    import cv2
+
+    for plane, table, floats in zip(cv2.split(pixels), tables, out, strict=True):
+        cv2.LUT(plane, table, dst=floats)

@@ -14,10 +14,10 @@ from torch.utils.data import IterableDataset, TensorDataset
 from lightning_fastdata.errors import FastDataWarning
 from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.host.memory import read_host_memory
-from lightning_fastdata.loading.executors.suited import suited_executor
+from lightning_fastdata.loading.executors.suited import Batches, suited_executor
 from lightning_fastdata.loading.inspection import DatasetFacts, Questions, inspect_dataset
 from lightning_fastdata.loading.keyed import fetches_in_batches
-from lightning_fastdata.loading.loader_plan import LoaderPlan, plan_loader
+from lightning_fastdata.loading.loader_plan import LoaderPlan, Suited, plan_loader
 from lightning_fastdata.loading.options import LoaderOptions
 from lightning_fastdata.loading.order import dataset_length
 from lightning_fastdata.loading.probe import sample_bytes
@@ -65,12 +65,15 @@ def plan_for(
         recorded: The dataset's own pipelines leave something to the device.
     """
     look = facts.look
-    suited = ("torch", "torch's own iterator")
+    cpu = read_cpu_limit(local_ranks=local_ranks)
+    suited = Suited("torch", "torch's own iterator")
     if facts.shared_file is not None and options.num_workers == "auto":
         why = f"workers would share the position in {facts.shared_file}, which is open here"
-        suited = ("inline", why)
+        suited = Suited("inline", why)
     elif look is not None:
-        suited = suited_executor(look, workers=options.num_workers, batch_size=batch_size)
+        suited = suited_executor(
+            look, workers=options.num_workers, batch_size=batch_size, cpus=cpu.usable_cpus
+        )
     cost = None if look is None else look.cost
     size = None if cost is None else cost.size_bytes
     plan = plan_loader(
@@ -81,7 +84,7 @@ def plan_for(
         start_method=facts.start_method or multiprocessing.get_start_method(),
         instead_of_fork=facts.start_method,
         stage=stage,
-        cpu=read_cpu_limit(local_ranks=local_ranks),
+        cpu=cpu,
         memory=read_host_memory(),
         accelerator=accelerator,
         sample_bytes=size if facts.sample is None else sample_bytes(facts.sample),
@@ -108,6 +111,7 @@ def plan_alone(
     default_collation: bool,
     transformed: bool,
     batch_size: int | None,
+    collate_fn: Callable[[Any], Any] | None,
     worker_init_fn: Callable[[int], None] | None,
 ) -> LoaderPlan:
     """Choose executor and workers of a loader without a data module, as a data module would.
@@ -121,6 +125,7 @@ def plan_alone(
         default_collation: Batches are collated by default.
         transformed: An Albumentations pipeline of the loader runs on each sample.
         batch_size: Samples in a batch; None: samples are delivered, or batches of unknown size.
+        collate_fn: The user's own collation.
         worker_init_fn: Called in each worker with its number.
     """
     method = multiprocessing_context
@@ -135,7 +140,7 @@ def plan_alone(
     )
     facts = inspect_dataset(
         dataset,
-        Questions(look=(default_collation, transformed)),
+        Questions(look=Batches(default_collation, transformed, batch_size, collate_fn)),
         name=type(dataset).__name__,
         start_method=method,
         worker_init_fn=worker_init_fn,

@@ -17,7 +17,7 @@ from torch.utils.data import IterableDataset
 from lightning_fastdata.errors import DatasetError
 from lightning_fastdata.loading.draws import kept_random_state
 from lightning_fastdata.loading.executors.rows import gatherable
-from lightning_fastdata.loading.executors.suited import DatasetLook, look_at
+from lightning_fastdata.loading.executors.suited import Batches, DatasetLook, look_at
 from lightning_fastdata.loading.order import dataset_length
 from lightning_fastdata.loading.pipeline_trial import Trial, try_recording
 from lightning_fastdata.loading.probe import further_samples
@@ -43,9 +43,8 @@ class Questions:
     trial: tuple[int, Callable[[list[Any]], Any] | None] | None = None
     """Whether the dataset's own pipelines can be left to a device: the seed of their draws, and the
     user's collate function or None."""
-    look: tuple[bool, bool] | None = None
-    """What the executor is chosen by: whether batches are collated by default, and whether an
-    Albumentations pipeline of the loader runs on each sample."""
+    look: Batches | None = None
+    """What the executor is chosen by, for batches such as these."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,9 +166,7 @@ def _answer(
         # Of the places the training process has its own, which hold the user's pipelines.
         tell("trial", None if trial is None else trial._replace(places=(), registered={}))
     if questions.look is not None:
-        default_collation, transformed = questions.look
-        look = look_at(dataset, default_collation=default_collation, transformed=transformed)
-        tell("look", look)
+        tell("look", look_at(dataset, **questions.look._asdict()))
     tell("moved", _moved(before))
 
 
@@ -177,10 +174,7 @@ def _facts(dataset: Any, questions: Questions, findings: Findings) -> DatasetFac
     values = findings.values
     look = values.get("look")
     if look is None and questions.look is not None:
-        default_collation, transformed = questions.look
-        look = look_at(
-            dataset, default_collation=default_collation, transformed=transformed, read=False
-        )
+        look = look_at(dataset, **questions.look._asdict(), read=False)
     failed = None
     if questions.trial is not None and "trial" not in values:
         failure = findings.failure

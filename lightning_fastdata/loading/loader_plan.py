@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
 from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.host.memory import batch_memories
@@ -19,6 +19,7 @@ from lightning_fastdata.loading.room import (
     open_files_message,
 )
 from lightning_fastdata.loading.worker_count import (
+    enough_workers,
     look_ahead_batches,
     waits,
     workers_for,
@@ -56,6 +57,18 @@ _ALONE: Final = {
     "inline": (0, "not used: the training process fetches"),
 }
 """Executors without side processes, their num_workers and why."""
+_HERE: Final = (0, "fetching a batch costs less than handing it over")
+
+
+class Suited(NamedTuple):
+    """The executor that suits a dataset."""
+
+    executor: str
+    """Its name."""
+    why: str
+    """The reason."""
+    alone: bool = False
+    """The training process had better read for itself, where the number of workers is open."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,7 +160,7 @@ def plan_loader(
     iterable: bool,
     batched_fetch: bool,
     in_memory: bool = False,
-    suited: tuple[str, str] = ("torch", "torch's own iterator"),
+    suited: Suited | tuple[str, str] = ("torch", "torch's own iterator"),
     cost: SampleCost | None = None,
     split: bool = False,
     tensors_per_batch: int = 2,
@@ -169,7 +182,7 @@ def plan_loader(
         iterable: The dataset is a stream (``IterableDataset``).
         batched_fetch: The dataset gives a whole batch in one call (``__getitems__``).
         in_memory: The samples are tensors in RAM and nothing is computed for each.
-        suited: The executor that suits the dataset, and why; taken if ``"auto"`` is asked for.
+        suited: The executor that suits the dataset; taken if ``"auto"`` is asked for.
         cost: Of a sample; samples that wait get more workers than there are CPUs. None: unknown.
         split: Samples of one batch may be read by several workers, as default collation allows.
         tensors_per_batch: Tensors in a batch; each takes open files on its way to torch's loader.
@@ -185,7 +198,8 @@ def plan_loader(
     if batch_size < 1:
         raise OptionsError(f"batch_size is {batch_size!r}; a batch has 1 sample or more.")
     _check_platform(options, platform)
-    executor = suited[0] if options.executor == "auto" else options.executor
+    chosen = Suited(*suited)
+    executor = chosen.executor if options.executor == "auto" else options.executor
     ours = executor != "torch" and not iterable
     method = start_method or ("fork" if platform == "linux" else "spawn")
     method = (
@@ -193,26 +207,20 @@ def plan_loader(
     )
     limits = list(_overstepped(options, cpu, accelerator, cost))
     batches = None if dataset_length is None else math.ceil(dataset_length / batch_size)
-    if options.num_workers != "auto":
-        count, why = options.num_workers, _SET
-    elif ours and executor in _ALONE:
-        count, why = _ALONE[executor]
-    elif batched_fetch and in_memory:
-        count, why = 0, "in memory: fetching a batch costs less than handing it over"
-    else:
-        count, why = workers_for(stage, cpu, on_cpu=accelerator == "cpu", batches=batches)
-        if iterable and count > 1:
-            limits.append(_ONE_STREAM.format(count=count))
-            count, why = 1, "each worker would read the whole stream"
-        elif cost is not None and waits(cost) and count and ours:
-            count, why = workers_that_wait(
-                count,
-                cost,
-                tasks=dataset_length if split else batches,
-                memory=memory,
-                ranks=cpu.ranks_on_host,
-                forked=method == "fork",
-            )
+    count, why, limit = _workers(
+        options,
+        executor,
+        alone=chosen.alone or (batched_fetch and in_memory and not ours),
+        computing=workers_for(stage, cpu, on_cpu=accelerator == "cpu", batches=batches),
+        iterable=iterable,
+        cost=cost if ours else None,
+        batch_size=batch_size,
+        tasks=dataset_length if split else batches,
+        memory=memory,
+        ranks=cpu.ranks_on_host,
+        forked=method == "fork",
+    )
+    limits.extend(limit)
     prefetch: int | None
     batch_bytes = (sample_bytes or 0) * batch_size
     if ours:
@@ -251,13 +259,55 @@ def plan_loader(
         "timeout_s": (0, "wait for ever"),
         "in_order": (True, "as the sampler gives them"),
         "worker_nice": (_POLITE, "the training process goes first where both want a CPU"),
-        "executor": suited,
+        "executor": chosen[:2],
         "page_lock": ("copy", "each batch is copied, where pin_memory asks for it"),
     }
     limits.extend(unsuited(options.executor, iterable=iterable, workers=count))
     choices = tuple(_choice(options, name, *auto[name]) for name in auto)
     decided: dict[str, Any] = {choice.option: choice.value for choice in choices}
     return LoaderPlan(**decided, choices=choices, limits=tuple(limits))
+
+
+def _workers(
+    options: LoaderOptions,
+    executor: str,
+    *,
+    alone: bool,
+    computing: tuple[int, str],
+    iterable: bool,
+    cost: SampleCost | None,
+    batch_size: int,
+    **about: Any,
+) -> tuple[int, str, list[str]]:
+    """Return how many workers there are, why, and what bounds them.
+
+    Args:
+        options: What the user set.
+        executor: Who fetches.
+        alone: The training process had better read for itself.
+        computing: How many would do if samples did not wait, and why.
+        iterable: The dataset is a stream.
+        cost: Of a sample that the engine reads; None: unknown, or torch reads.
+        batch_size: Samples in a batch.
+        **about: For :func:`workers_that_wait`.
+    """
+    count, why = computing
+    limits = []
+    if options.num_workers != "auto":
+        count, why = options.num_workers, _SET
+    elif executor in _ALONE and not iterable:
+        count, why = _ALONE[executor]
+    elif alone and options.executor in ("auto", "torch"):
+        count, why = _HERE
+    elif iterable and count > 1:
+        limits.append(_ONE_STREAM.format(count=count))
+        count, why = 1, "each worker would read the whole stream"
+    elif cost is not None and count and waits(cost):
+        count, why = workers_that_wait(count, cost, **about)
+    elif cost is not None and enough_workers(cost, batch_size) < count:
+        count = enough_workers(cost, batch_size)
+        why = "the training process could not take the batches of more"
+    return count, why, limits
 
 
 def _overstepped(

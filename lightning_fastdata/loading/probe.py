@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+import pickle
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
@@ -14,19 +14,29 @@ import numpy as np
 import torch
 
 from lightning_fastdata.loading.draws import kept_random_state
+from lightning_fastdata.loading.keyed import fetches_in_batches
 from lightning_fastdata.loading.order import dataset_length
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
-_BUDGET_S: Final = 0.2
-_MOST_SAMPLES: Final = 32
-_THREAD_ROUNDS: Final = 3
+_BUDGET_S: Final = 0.3
+_MOST_SAMPLES: Final = 1024
+_WEIGHED_SAMPLES: Final = 16
+"""Of which the bytes are counted."""
+_KNOWN_WORK: Final = (tuple(range(1000, 1128)), "rows", 3, {"slot": 7})
+_KNOWN_TIMES: Final = 8
+_KNOWN_MS: Final = 0.045
+"""CPU time of :func:`known_work` where ``benchmarks/handing_over.py`` measured the rest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleCost:
-    """What it takes to read one sample in one thread; medians over those that were read."""
+    """What it takes to read one sample in one thread: means over those that were read.
+
+    Means, because an epoch takes as long as all of its samples together: of a hundred samples the
+    one that takes a second counts as much as all the others.
+    """
 
     wall_ms: float
     """Milliseconds from the call to its return, less those for which a CPU had to be waited for:
@@ -37,6 +47,11 @@ class SampleCost:
     """Bytes of the tensors, arrays and images of one sample."""
     samples: int
     """How many were measured."""
+    collate_ms: float = 0.0
+    """Milliseconds of CPU time for its share in collating a batch, besides reading it."""
+    pace: float = 1.0
+    """How many times as long as elsewhere everything took here and then: what side processes cost
+    was measured elsewhere, and CPUs are slower where others are at work on them."""
 
     @property
     def wait_ms(self) -> float:
@@ -110,21 +125,44 @@ def further_samples(
         yield sample
 
 
+def drawn_indices(length: int, count: int) -> list[int]:
+    """Return up to ``count`` different indices from all over a dataset, in a mixed order.
+
+    One is taken from each of ``count`` parts, at a place that differs from part to part: datasets
+    repeat themselves at regular distances. They are the same ones each time.
+    """
+    count = min(count, length)
+    generator = np.random.default_rng(0)
+    places = generator.random(count).tolist()
+    bounds = [number * length // count for number in range(count + 1)] if count else [0]
+    indices = [
+        low + int(place * (high - low))
+        for low, high, place in zip(bounds[:-1], bounds[1:], places, strict=True)
+    ]
+    return [indices[number] for number in generator.permutation(count).tolist()]
+
+
 def measure_samples(
     dataset: Dataset[Any],
     *,
+    batch_size: int = 1,
+    collate: Callable[[Any], object] | None = None,
     budget_s: float = _BUDGET_S,
     clock_s: Callable[[], float] = time.perf_counter,
     cpu_s: Callable[[], float] = time.thread_time,
     queue_s: Callable[[], float] = queued_s,
 ) -> SampleCost | None:
-    """Read a few samples and return what one costs; the caller keeps the random state.
+    """Read samples as one process alone would and return what one costs.
 
-    Samples from all over the dataset are read in this thread, until 32 are read or the budget is
-    spent. The first one is left out if there are others, because it opens files and imports.
+    Samples from all over the dataset are read in this thread and collated, first one, then twice as
+    many each time up to whole batches, until there were 1,024 or two whole batches, or the budget
+    is spent. The first one is left out if there are others, because it opens files and imports. The
+    caller keeps the random state.
 
     Args:
         dataset: A map-style dataset.
+        batch_size: Samples in a batch.
+        collate: Makes a batch of a list of samples; None: samples are not put together.
         budget_s: Seconds after which no further sample is begun.
         clock_s: Seconds from any start.
         cpu_s: Seconds of CPU time of the calling thread.
@@ -133,60 +171,92 @@ def measure_samples(
     Returns:
         None if it is empty or a sample could not be read, which is told when training reads it.
     """
-    walls, cpus, began = [], [], clock_s()
-    sample = None
-    for index in spread_indices(dataset_length(dataset) or 0, _MOST_SAMPLES):
+    most = max(_MOST_SAMPLES, 4 * batch_size)
+    left = drawn_indices(dataset_length(dataset) or 0, most)
+    at_once = fetches_in_batches(dataset)
+    ends_s, size, samples = clock_s() + budget_s, 1, None
+    groups: list[_Group] = []
+    paces: list[float] = []
+    while left:
+        indices = left[:size]
+        paces.append(known_work(cpu_s))
         queued, cpu, wall = queue_s(), cpu_s(), clock_s()
         try:
-            sample = dataset[index]
+            samples = _read(dataset, indices, at_once, lambda: clock_s() >= ends_s)
         except Exception:
             return None
-        wall, cpu = clock_s() - wall, cpu_s() - cpu
-        walls.append(max(cpu, wall - (queue_s() - queued)))
-        cpus.append(cpu)
-        if clock_s() - began >= budget_s:
+        count = len(indices) if at_once else len(samples)
+        cpu_read, now = cpu_s() - cpu, clock_s()
+        wall_read = max(cpu_read, now - wall - (queue_s() - queued))
+        cpu_collate = _collating_s(samples, collate, cpu_s)
+        groups.append(_Group(count, wall_read, cpu_read, cpu_collate))
+        left = left[count:]
+        # What comes next is expected to take as long for each as it did so far.
+        left_s, each_s = ends_s - clock_s(), (wall_read + cpu_collate) / count
+        if left_s <= 0 or sum(group.count for group in groups) >= most:
             break
-    if not walls:
+        fitting = int(left_s / each_s) if each_s > 0 else batch_size
+        size = max(1, min(2 * size, batch_size, fitting))
+    if not groups:
         return None
-    skip = 1 if len(walls) > 1 else 0
-    wall, cpu = median(walls[skip:]), median(cpus[skip:])
+    groups = groups[1:] or groups
+    # Calls for many samples at once take less for each.
+    largest = [group for group in groups if group.count == max(g.count for g in groups)]
+    reads = largest if at_once else groups
+    count, collated = (sum(group.count for group in some) for some in (reads, largest))
     return SampleCost(
-        wall_ms=wall * 1000,
-        cpu_ms=cpu * 1000,
-        size_bytes=sample_bytes(sample),
-        samples=len(walls) - skip,
+        wall_ms=1000 * sum(group.wall_s for group in reads) / count,
+        cpu_ms=1000 * sum(group.cpu_s for group in reads) / count,
+        size_bytes=_each_bytes(samples, groups[-1].count),
+        samples=count,
+        collate_ms=1000 * sum(group.collate_s for group in largest) / collated,
+        pace=1000 * median(paces) / _KNOWN_MS or 1.0,
     )
 
 
-def thread_speedup(
-    read: Callable[[int], object],
-    indices: Sequence[int],
-    *,
-    clock_s: Callable[[], float] = time.perf_counter,
+def known_work(cpu_s: Callable[[], float] = time.thread_time) -> float:
+    """Return the seconds of CPU time of some work like that of handing a task over."""
+    began = cpu_s()
+    for _ in range(_KNOWN_TIMES):
+        pickle.loads(pickle.dumps(_KNOWN_WORK))
+    return cpu_s() - began
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Samples that were read and collated together."""
+
+    count: int
+    wall_s: float
+    cpu_s: float
+    collate_s: float
+
+
+def _read(dataset: Any, indices: Sequence[int], at_once: bool, over: Callable[[], bool]) -> Any:
+    if at_once:
+        return dataset.__getitems__(indices)
+    samples = []
+    for index in indices:
+        samples.append(dataset[index])
+        if over():
+            break
+    return samples
+
+
+def _collating_s(
+    samples: Any, collate: Callable[[Any], object] | None, cpu_s: Callable[[], float]
 ) -> float:
-    """Return how much faster two threads call ``read`` than one: 2 without the GIL, 1 under it.
+    began = cpu_s()
+    try:
+        if collate is not None:
+            collate(samples)
+    except Exception:
+        return 0.0  # told when training collates them
+    return cpu_s() - began
 
-    The best of three turns of each counts, as other programs can only make a turn longer.
 
-    Args:
-        read: What is to be run; it must be safe for threads.
-        indices: Its arguments, all of which are read in each of the six turns.
-        clock_s: Seconds from any start.
-    """
-
-    def turn(threads: int) -> float:
-        work = [
-            threading.Thread(
-                target=lambda part: [read(i) for i in part], args=(indices[n::threads],)
-            )
-            for n in range(threads)
-        ]
-        began = clock_s()
-        for thread in work:
-            thread.start()
-        for thread in work:
-            thread.join()
-        return clock_s() - began
-
-    turns = [(turn(1), turn(2)) for _ in range(_THREAD_ROUNDS)]
-    return min(one for one, _ in turns) / max(min(two for _, two in turns), 1e-9)
+def _each_bytes(samples: Any, count: int) -> int:
+    if isinstance(samples, list):
+        samples = samples[:_WEIGHED_SAMPLES]
+        count = len(samples)
+    return sample_bytes(samples) // max(1, count)

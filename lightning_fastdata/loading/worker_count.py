@@ -17,6 +17,19 @@ _SHORTEST_WAIT_MS: Final = 0.2
 _HANDOVER_MS: Final = 0.1
 """CPU time a sample costs besides reading it: its messages, its key, its copy into the batch."""
 _LOOK_AHEAD_BATCHES: Final = 8
+WORTH_IT: Final = 0.9
+"""Side processes are started to save a tenth of a batch's time; less is not seen for certain."""
+_GIVE_MS: Final = 0.18
+"""CPU time of the training process to give out a batch and take it in, and ``_GIVE_ROW_MS`` for
+each of its rows. ``benchmarks/handing_over.py`` measures these five, where ``SampleCost.pace`` is
+1."""
+_GIVE_ROW_MS: Final = 0.0012
+_TAKE_MS: Final = 0.16
+"""CPU time of a side process for a batch besides reading and collating it, and ``_TAKE_ROW_MS``
+for each row."""
+_TAKE_ROW_MS: Final = 0.003
+_KEY_MS: Final = 0.013
+"""CPU time for seeding the generators that a sample draws from."""
 _FORKED_BYTES: Final = 48 * 2**20
 _FRESH_BYTES: Final = 400 * 2**20
 """A process that imports torch anew; a forked one shares its parent's pages."""
@@ -29,6 +42,46 @@ _COARSE_TASKS: Final = 4
 def waits(cost: SampleCost | None) -> bool:
     """Return whether a sample waits for most of its time, so that CPUs would stand idle."""
     return cost is not None and cost.wait_ms >= _SHORTEST_WAIT_MS and cost.wait_ms >= cost.cpu_ms
+
+
+def alone_ms(cost: SampleCost, batch_size: int, *, keyed: bool = False) -> float:
+    """Return the milliseconds in which the training process makes one batch itself.
+
+    Args:
+        cost: Of a sample.
+        batch_size: Samples in a batch.
+        keyed: Its samples draw, so that generators are seeded for each.
+    """
+    return batch_size * (cost.wall_ms + cost.collate_ms + cost.pace * keyed * _KEY_MS)
+
+
+def by_workers_ms(cost: SampleCost, batch_size: int, *, cpus: int, keyed: bool = False) -> float:
+    """Return the milliseconds from batch to batch if side processes make them.
+
+    As long as the slowest takes of the training process, which gives and takes batches one by one,
+    the CPUs, which all of them share, and the side processes, as many as there would be.
+
+    Args:
+        cost: Of a sample.
+        batch_size: Samples in a batch.
+        cpus: That all processes share.
+        keyed: Its samples draw, so that generators are seeded for each.
+    """
+    gives = _gives_ms(cost, batch_size)
+    each = cost.cpu_ms + cost.collate_ms + cost.pace * (keyed * _KEY_MS + _TAKE_ROW_MS)
+    makes = cost.pace * _TAKE_MS + batch_size * each
+    waits_ms = batch_size * cost.wait_ms
+    workers = _MOST_WAITING if waits(cost) else cpus
+    return max(gives, (gives + makes) / cpus, (makes + waits_ms) / workers)
+
+
+def enough_workers(cost: SampleCost, batch_size: int) -> int:
+    """Return how many workers make batches as fast as the training process can take them."""
+    return max(1, math.ceil(alone_ms(cost, batch_size) / _gives_ms(cost, batch_size)))
+
+
+def _gives_ms(cost: SampleCost, batch_size: int) -> float:
+    return cost.pace * (_GIVE_MS + batch_size * _GIVE_ROW_MS)
 
 
 def workers_for(

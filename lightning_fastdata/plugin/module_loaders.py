@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_fastdata.errors import DatasetError, FastDataWarning
 from lightning_fastdata.loading.automatic import needs_look, plan_for
+from lightning_fastdata.loading.executors.suited import Batches
 from lightning_fastdata.loading.inspection import DatasetFacts, Questions, inspect_dataset
 from lightning_fastdata.plugin.arguments import (
     take_over_hyperparameters,
@@ -168,10 +169,12 @@ class ModuleLoaders:
         parts += self.pipelines.explain(module.trainer, datasets)
         return "\n\n".join([*parts, self._prefetching.explain()])
 
-    def _look_questions(self, module: Any, stage: Stage) -> tuple[bool, bool] | None:
+    def _look_questions(self, module: Any, stage: Stage) -> Batches | None:
         if not needs_look(module.options):
             return None
-        return module.collate_fn is None, self._transforms.worker_part(stage) is not None
+        collate_fn = module.collate_fn
+        transformed = self._transforms.worker_part(stage) is not None
+        return Batches(collate_fn is None, transformed, module.batch_size, collate_fn)
 
     def _plan(
         self,

@@ -15,6 +15,7 @@ from torchvision.transforms import v2
 
 from lightning_fastdata.errors import BatchError, DatasetError, OptionsError
 from lightning_fastdata.images.folder import FastImageFolder
+from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.types import SampleKey
 
 
@@ -75,6 +76,31 @@ def test_a_sample_is_a_contiguous_uint8_tensor_and_its_class(folder):
         assert image.is_contiguous()
         assert label == target
         assert type(label) is int
+
+
+@pytest.mark.parametrize("normalize", [True, ((0.5, 0.4, 0.3), (0.2, 0.3, 0.4))])
+def test_normalised_samples_are_the_same_pixels_normalised(folder, normalize):
+    dataset = FastImageFolder(folder, size=40, normalize=normalize)
+    mean, std = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)) if normalize is True else normalize
+    plain = FastImageFolder(folder, size=40)
+    for index in range(len(plain)):
+        image, label = dataset[index]
+        pixels, target = plain[index]
+        assert label == target
+        assert image.dtype == torch.float32
+        assert image.shape == dataset.sample_shape == (3, 40, 40)
+        wanted = ((pixels.double() / 255 - torch.tensor(mean)) / torch.tensor(std)).permute(2, 0, 1)
+        torch.testing.assert_close(image.double(), wanted, rtol=1e-6, atol=1e-6)
+    with pytest.raises(BatchError, match="float32"):
+        dataset.write_into(0, np.empty((3, 40, 40), np.uint8))
+
+
+@pytest.mark.parametrize("executor", ["workers", "sidecar"])
+def test_normalised_samples_are_written_into_the_batch_by_side_processes(folder, executor):
+    dataset = FastImageFolder(folder, size=40, normalize=True, seed=3)
+    loader = FastDataLoader(dataset, 4, executor=executor, num_workers=2)
+    images = torch.cat([images for images, _ in loader])
+    assert torch.equal(images, torch.stack([dataset[i][0] for i in range(len(dataset))]))
 
 
 def test_validation_samples_are_those_of_image_folder_with_torchvisions_transforms(folder):
@@ -241,6 +267,13 @@ def test_every_decoder_gives_the_same_samples(folder, name):
 
 
 def test_impossible_options_are_refused_before_the_folder_is_read(tmp_path):
-    for options in ({"size": 0}, {"size": 8, "resample": "best"}, {"size": 8, "decoder": "x"}):
+    impossible = (
+        {"size": 0},
+        {"size": 8, "resample": "best"},
+        {"size": 8, "decoder": "x"},
+        {"size": 8, "normalize": (0.5, 0.5)},
+        {"size": 8, "normalize": ((0, 0, 0), (1, 1, 0))},
+    )
+    for options in impossible:
         with pytest.raises(OptionsError):
             FastImageFolder(tmp_path / "nowhere", **options)

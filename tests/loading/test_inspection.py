@@ -14,10 +14,11 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, get_worker_info
 
 from lightning_fastdata.errors import DatasetError
+from lightning_fastdata.loading.executors.suited import Batches
 from lightning_fastdata.loading.inspection import DatasetFacts, Questions, inspect_dataset
 from lightning_fastdata.loading.probe_process import try_apart
 
-EVERYTHING = Questions(sample=True, further=3, trial=(0, None), look=(True, False))
+EVERYTHING = Questions(sample=True, further=3, trial=(0, None), look=Batches(True, False))
 
 
 class Rows(Dataset):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,17 +19,20 @@ from lightning_fastdata.host.memory import HostMemory
 from lightning_fastdata.loading.draws import DrawWatch
 from lightning_fastdata.loading.executors.suited import DatasetLook, look_at, suited_executor
 from lightning_fastdata.loading.loader import FastDataLoader
-from lightning_fastdata.loading.loader_plan import plan_loader
+from lightning_fastdata.loading.loader_plan import Suited, plan_loader
 from lightning_fastdata.loading.options import LoaderOptions
 from lightning_fastdata.loading.probe import (
     SampleCost,
+    drawn_indices,
     further_samples,
     measure_samples,
     queued_s,
     spread_indices,
-    thread_speedup,
 )
 from lightning_fastdata.loading.worker_count import (
+    alone_ms,
+    by_workers_ms,
+    enough_workers,
     look_ahead_batches,
     waits,
     workers_for,
@@ -74,12 +78,31 @@ def nothing():
     pass
 
 
+def zero():
+    return 0.0
+
+
+class Times:
+    """A clock that stands until it is told how long something took."""
+
+    def __init__(self):
+        self.s = 0.0
+
+    def now(self):
+        return self.s
+
+    def advance(self, s):
+        self.s += s
+
+
 def draw():
     random.random(), np.random.rand(), torch.rand(1)
 
 
-def cost(*, wall_ms, cpu_ms, size_bytes=100):
-    return SampleCost(wall_ms=wall_ms, cpu_ms=cpu_ms, size_bytes=size_bytes, samples=8)
+def cost(*, wall_ms, cpu_ms, collate_ms=0.0):
+    return SampleCost(
+        wall_ms=wall_ms, cpu_ms=cpu_ms, size_bytes=100, samples=8, collate_ms=collate_ms
+    )
 
 
 def cpus(count):
@@ -108,30 +131,77 @@ def test_a_sample_that_sleeps_waits_and_ones_that_compute_do_not():
 
 
 def test_time_spent_queueing_for_a_cpu_is_no_waiting():
-    wall, queue = iter(range(10_000)), iter(range(10_000))
-    measured = measure_samples(
-        Planted(nothing),
-        clock_s=lambda: next(wall) * 0.01,
-        cpu_s=lambda: 0.0,
-        queue_s=lambda: next(queue) * 0.01,
-    )
+    clock = Times()
+    data = Planted(lambda: clock.advance(0.01))
+    measured = measure_samples(data, clock_s=clock.now, cpu_s=zero, queue_s=clock.now)
     assert measured is not None
     assert (measured.wall_ms, measured.wait_ms) == pytest.approx((0, 0), abs=1e-6)
 
 
-def test_samples_from_all_over_the_dataset_are_read_within_the_budget():
-    ticks = iter(range(10_000))
-    data = Planted(nothing, length=1000)
-    # Each sample asks the clock for its begin, its end, and whether to go on.
-    measured = measure_samples(data, budget_s=0.2, clock_s=lambda: next(ticks) * 0.01)
-    assert data.read == spread_indices(1000, 32)[:7]
+def test_no_sample_is_begun_after_the_budget():
+    data = Planted(lambda: clock.advance(0.1), length=1000)
+    clock = Times()
+    measured = measure_samples(data, batch_size=8, budget_s=0.45, clock_s=clock.now, cpu_s=zero)
+    # The first one is left out.
+    assert len(data.read) == 5
     assert measured is not None
-    assert measured.samples == 6
-    slow = Planted(nothing)
-    once = measure_samples(slow, clock_s=lambda: next(ticks) * 1.0)
+    assert (measured.samples, measured.wall_ms) == (4, pytest.approx(100))
+    slow = Planted(lambda: clock.advance(9), length=1000)
+    once = measure_samples(slow, batch_size=8, clock_s=clock.now, cpu_s=zero)
     assert len(slow.read) == 1
     assert once is not None
-    assert once.samples == 1
+    assert (once.samples, once.wall_ms) == (1, pytest.approx(9000))
+
+
+def test_a_few_samples_that_take_long_count_for_as_long_as_they_take():
+    clock, count = Times(), iter(range(10_000))
+    data = Planted(lambda: clock.advance(1 if next(count) % 50 == 49 else 0.001), length=2000)
+    measured = measure_samples(data, batch_size=16, budget_s=5, clock_s=clock.now, cpu_s=zero)
+    assert measured is not None
+    assert measured.wall_ms == pytest.approx(21, rel=0.5)
+    assert waits(measured)
+
+
+def test_collation_is_measured_in_whole_batches():
+    clock, sizes = Times(), []
+
+    def collate(samples):
+        sizes.append(len(samples))
+        clock.advance(0.016 + 0.001 * len(samples))
+
+    about = {"batch_size": 16, "budget_s": 60, "clock_s": clock.now, "cpu_s": clock.now}
+    measured = measure_samples(Planted(nothing, length=500), collate=collate, **about)
+    assert sizes[:7] == [1, 2, 4, 8, 16, 16, 16]
+    assert measured is not None
+    assert measured.collate_ms == pytest.approx(2)
+    assert measured.wall_ms == pytest.approx(0, abs=1e-6)
+
+
+def test_a_dataset_that_reads_whole_batches_is_asked_for_them():
+    clock, asked = Times(), []
+
+    class Batched(Planted):
+        def __getitems__(self, indices):
+            asked.append(len(indices))
+            clock.advance(0.032 + 0.001 * len(indices))
+            return [(torch.zeros(4), i) for i in indices]
+
+    data = Batched(nothing, length=500)
+    measured = measure_samples(data, batch_size=32, budget_s=60, clock_s=clock.now, cpu_s=clock.now)
+    assert data.read == []
+    assert asked[:7] == [1, 2, 4, 8, 16, 32, 32]
+    assert measured is not None
+    assert measured.cpu_ms == pytest.approx(2)
+    assert measured.size_bytes == 4 * 4 + 8
+
+
+def test_a_collation_that_fails_costs_nothing_and_is_told_later():
+    def collate(samples):
+        raise ValueError("ragged")
+
+    measured = measure_samples(Planted(nothing), batch_size=4, collate=collate)
+    assert measured is not None
+    assert measured.collate_ms == 0
 
 
 @given(length=st.integers(0, 10_000), count=st.integers(1, 64))
@@ -139,6 +209,15 @@ def test_indices_are_different_ones_of_the_dataset(length, count):
     indices = spread_indices(length, count)
     assert len(set(indices)) == len(indices) == min(length, count)
     assert all(0 <= index < length for index in indices)
+
+
+@given(length=st.integers(0, 10_000), count=st.integers(1, 64))
+def test_the_samples_that_are_measured_are_different_ones_from_all_over(length, count):
+    indices = drawn_indices(length, count)
+    assert len(set(indices)) == len(indices) == min(length, count)
+    assert all(0 <= index < length for index in indices)
+    parts = {index * len(indices) // length for index in indices}
+    assert len(parts) >= len(indices) // 2
 
 
 def test_what_cannot_be_read_has_no_cost():
@@ -185,19 +264,6 @@ def test_queueing_is_read_from_the_kernel_or_is_nothing(tmp_path):
     assert queued_s(file) == queued_s(tmp_path / "absent") == 0
 
 
-def test_each_turn_of_the_thread_trial_reads_every_sample_once():
-    data = Planted(nothing)
-    ticks = iter([0, 4, 4, 6, 6, 9, 9, 12, 12, 17, 17, 19])
-    speedup = thread_speedup(data.__getitem__, [1, 2, 3], clock_s=lambda: next(ticks))
-    assert speedup == 3 / 2  # the best of (4, 3, 5) by the best of (2, 3, 2)
-    assert sorted(data.read) == sorted([1, 2, 3] * 6)
-
-
-def test_two_threads_wait_in_half_the_time():
-    # The bound is far from 2, so that it holds on a machine whose CPUs are busy.
-    assert thread_speedup(lambda _: sleep(), range(8)) > 1.3
-
-
 @pytest.mark.parametrize("work", [sleep, compute, nothing, draw])
 def test_looking_leaves_the_random_state_as_it_was(work):
     watch = DrawWatch()
@@ -213,7 +279,7 @@ def test_a_foreign_dataset_is_read_by_no_other_thread():
     data = Planted(lambda: threads.add(threading.get_ident()))
     look = look_at(data, default_collation=True, transformed=False)
     assert threads == {threading.get_ident()}
-    assert look.thread_speedup is None
+    assert look.cost is not None
 
 
 # What follows from it
@@ -352,11 +418,10 @@ def look(**changes):
     about = {
         "stream": False,
         "rows": False,
-        "images": False,
+        "transformed": False,
         "pipelines": False,
         "draws": False,
         "cost": cost(wall_ms=5, cpu_ms=5),
-        "thread_speedup": None,
         "split": True,
         "shared_memory": True,
     }
@@ -369,44 +434,96 @@ def look(**changes):
         ({}, "auto", "workers"),
         ({"cost": None}, "auto", "workers"),
         ({"cost": cost(wall_ms=5, cpu_ms=0.1)}, "auto", "workers"),
-        ({"cost": cost(wall_ms=0.001, cpu_ms=0.001)}, "auto", "inline"),
-        ({"cost": cost(wall_ms=0.001, cpu_ms=0.001), "draws": True}, "auto", "workers"),
+        ({"cost": cost(wall_ms=0.001, cpu_ms=0.001)}, "auto", "torch"),
+        ({"cost": cost(wall_ms=0.001, cpu_ms=0.001), "draws": True}, "auto", "inline"),
+        ({"cost": cost(wall_ms=0.001, cpu_ms=0.001), "pipelines": True}, "auto", "inline"),
+        ({"cost": cost(wall_ms=0.001, cpu_ms=0.001), "transformed": True}, "auto", "workers"),
+        ({"cost": cost(wall_ms=0.001, cpu_ms=0.001)}, 3, "workers"),
+        ({"cost": cost(wall_ms=0.001, cpu_ms=0.001, collate_ms=1)}, "auto", "workers"),
+        ({"draws": True}, "auto", "workers"),
+        ({"pipelines": True}, "auto", "workers"),
         ({"stream": True}, "auto", "workers"),
         ({"rows": True}, "auto", "gather"),
         ({"shared_memory": False}, "auto", "torch"),
         ({}, 0, "torch"),
         ({"draws": True}, 0, "inline"),
         ({"pipelines": True}, 0, "inline"),
-        ({"images": True}, "auto", "sidecar"),
-        ({"images": True, "thread_speedup": 2.0}, "auto", "sidecar"),
-        ({"images": True, "thread_speedup": 1.5}, "auto", "workers"),
-        (
-            {"images": True, "thread_speedup": 1.5, "cost": cost(wall_ms=5, cpu_ms=1)},
-            "auto",
-            "sidecar",
-        ),
-        ({"thread_speedup": 2.0}, "auto", "workers"),
     ],
 )
 def test_the_executor_follows_from_the_look(changes, workers, name):
-    chosen, why = suited_executor(look(**changes), workers=workers, batch_size=16)
-    assert chosen == name
-    assert why
+    chosen = suited_executor(look(**changes), workers=workers, batch_size=16)
+    assert chosen.executor == name
+    assert chosen.why
+
+
+@given(
+    wall_ms=st.floats(0, 100),
+    share=st.floats(0, 1),
+    more_ms=st.floats(0, 100),
+    batch_size=st.integers(1, 4096),
+    cpus=st.integers(1, 64),
+)
+def test_dearer_samples_and_more_cpus_never_lead_back_to_the_training_process(
+    wall_ms, share, more_ms, batch_size, cpus
+):
+    def aside(ms, cpus):
+        found = look(cost=cost(wall_ms=ms, cpu_ms=ms))
+        return not suited_executor(found, workers="auto", batch_size=batch_size, cpus=cpus).alone
+
+    if aside(wall_ms, cpus):
+        assert aside(wall_ms + more_ms, cpus)
+        assert aside(wall_ms, cpus + 1)
+
+
+def test_one_cpu_is_shared_with_nobody_unless_samples_wait():
+    for ms in (0.01, 1, 100):
+        found = look(cost=cost(wall_ms=ms, cpu_ms=ms))
+        assert suited_executor(found, workers="auto", batch_size=32, cpus=1).alone
+    sleeper = look(cost=cost(wall_ms=50, cpu_ms=0.1))
+    assert not suited_executor(sleeper, workers="auto", batch_size=32, cpus=1).alone
 
 
 @pytest.mark.parametrize(
-    ("size_bytes", "batch_size", "name"),
-    [
-        (100, 16, "inline"),
-        (30_000, 16, "inline"),
-        (100_000, 16, "workers"),
-        (100_000, 2, "inline"),
-        (2**30, None, "inline"),
-    ],
+    ("ms", "alone"), [(0.001, True), (0.01, True), (0.2, False), (1.0, False), (50.0, False)]
 )
-def test_copying_large_samples_into_a_batch_counts_as_work(size_bytes, batch_size, name):
-    cheap = cost(wall_ms=0.001, cpu_ms=0.001, size_bytes=size_bytes)
-    assert suited_executor(look(cost=cheap), workers="auto", batch_size=batch_size)[0] == name
+def test_a_clear_case_is_decided_as_anybody_would(ms, alone):
+    found = look(cost=cost(wall_ms=ms, cpu_ms=ms))
+    assert suited_executor(found, workers="auto", batch_size=32, cpus=2).alone == alone
+
+
+@pytest.mark.parametrize("batch_size", [512, 32_768])
+def test_rows_of_a_table_are_not_worth_a_second_process(batch_size):
+    row = cost(wall_ms=0.002, cpu_ms=0.002, collate_ms=0.001)
+    about = {"workers": "auto", "batch_size": batch_size}
+    assert suited_executor(look(cost=row), **about, cpus=2).alone
+    # A machine that is busy is slow in everything, in handing over too.
+    busy = replace(row, wall_ms=0.02, cpu_ms=0.02, collate_ms=0.01, pace=10.0)
+    assert suited_executor(look(cost=busy), **about, cpus=2).alone
+
+
+@given(ms=st.floats(0, 100), batch_size=st.integers(1, 4096))
+def test_so_many_workers_are_enough_that_the_training_process_has_no_time_for_more(ms, batch_size):
+    measured = cost(wall_ms=ms, cpu_ms=ms)
+    enough = enough_workers(measured, batch_size)
+    made_ms = alone_ms(measured, batch_size) / enough
+    assert enough >= 1
+    assert made_ms <= by_workers_ms(cost(wall_ms=0, cpu_ms=0), batch_size, cpus=64) + 1e-9
+
+
+def test_cheap_samples_get_no_more_workers_than_are_enough():
+    many = planned(cost=cost(wall_ms=0.02, cpu_ms=0.02), cpu=cpus(64), dataset_length=10**6)
+    assert 1 <= many.num_workers < 16
+    dear = planned(cost=cost(wall_ms=20, cpu_ms=20), cpu=cpus(64), dataset_length=10**6)
+    assert dear.num_workers == 64
+
+
+def test_where_the_training_process_reads_for_itself_there_are_no_workers():
+    made = planned(suited=Suited("torch", "cheap", alone=True))
+    assert (made.executor, made.num_workers) == ("torch", 0)
+    asked = planned(
+        LoaderOptions(executor="auto", num_workers=3), suited=Suited("workers", "asked for")
+    )
+    assert asked.num_workers == 3
 
 
 # The loader alone

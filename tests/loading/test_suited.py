@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from dataclasses import replace
 
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 
@@ -58,8 +59,10 @@ class Clock:
 
 
 def suited(dataset, *, workers="auto", step_s=0.01, **about):
-    about = {"default_collation": True, "transformed": False, **about}
-    look = look_at(dataset, **about, clock_s=Clock(step_s))
+    about = {"default_collation": True, "transformed": False, "batch_size": 4, **about}
+    look = look_at(dataset, **about, clock_s=Clock(step_s), cpu_s=Clock(step_s))
+    if look.cost is not None:  # the clock says nothing of the machine
+        look = replace(look, cost=replace(look.cost, pace=1.0))
     return suited_executor(look, workers=workers, batch_size=4)
 
 
@@ -83,30 +86,27 @@ def folder(tmp_path):
         (Rows(), {}, "workers"),
         (Rows(), {"workers": 0}, "torch"),
         (Drawing(random.random), {"workers": 0}, "inline"),
-        (Rows(), {"step_s": 1e-6}, "inline"),
+        (Rows(), {"step_s": 1e-6}, "torch"),
         (Rows(), {"step_s": 1e-6, "workers": 2}, "workers"),
-        (Drawing(random.random), {"step_s": 1e-6}, "workers"),
-        (Drawing(np.random.rand), {"step_s": 1e-6}, "workers"),
-        (Drawing(lambda: torch.rand(2)), {"step_s": 1e-6}, "workers"),
-        (Augmenting(), {"step_s": 1e-6}, "workers"),
+        (Drawing(random.random), {"step_s": 1e-6}, "inline"),
+        (Drawing(np.random.rand), {"step_s": 1e-6}, "inline"),
+        (Drawing(lambda: torch.rand(2)), {"step_s": 1e-6}, "inline"),
+        (Augmenting(), {"step_s": 1e-6}, "inline"),
+        (Augmenting(), {}, "workers"),
+        (Augmenting(), {"step_s": 1e-6, "workers": 2}, "workers"),
     ],
 )
 def test_each_kind_of_dataset_has_its_executor(dataset, about, name):
-    chosen, why = suited(dataset, **about)
-    assert chosen == name
-    assert why
+    chosen = suited(dataset, **about)
+    assert chosen.executor == name
+    assert chosen.why
 
 
-def test_images_are_decoded_by_threads_unless_a_subclass_changes_them(tmp_path):
-    class Changed(FastImageFolder):
-        def __getitem__(self, index):
-            image, target = super().__getitem__(index)
-            return 255 - image, target
-
-    images = folder(tmp_path)
-    assert suited(images)[0] == "sidecar"
-    assert suited(images, transformed=True)[0] == "workers"
-    assert suited(Changed(tmp_path, size=8))[0] == "workers"
+@pytest.mark.parametrize("queue_s", [0.0, 0.5])
+def test_images_are_decoded_by_workers_however_busy_the_cpus_are(tmp_path, queue_s):
+    about = {"queue_s": Clock(queue_s), "default_collation": True, "transformed": False}
+    look = look_at(folder(tmp_path), **about, clock_s=Clock(0.6), cpu_s=Clock(0.01))
+    assert suited_executor(look, workers="auto", batch_size=64).executor == "workers"
 
 
 def test_looking_leaves_the_random_state_alone():

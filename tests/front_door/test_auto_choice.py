@@ -1,0 +1,200 @@
+"""What ``executor="auto"`` chooses, where anybody would say the same."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from PIL import Image
+from torch.utils.data import Dataset
+
+from lightning_fastdata import FastDataLoader, FastDataModule, FastImageFolder
+
+BATCH = 16
+
+
+def compute(ms):
+    until = time.thread_time() + ms / 1000
+    while time.thread_time() < until:
+        pass
+
+
+class Reads(Dataset):
+    """Samples that compute and wait for so many milliseconds, and say which process read them."""
+
+    def __init__(self, computes_ms=None, waits_ms=None, length=96):
+        self.computes_ms, self.waits_ms, self.length = computes_ms, waits_ms, length
+        self.row = torch.zeros(4)
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        if self.computes_ms is not None:
+            compute(self.computes_ms(index))
+        if self.waits_ms is not None:
+            time.sleep(self.waits_ms(index) / 1000)
+        return self.row, os.getpid()
+
+
+class InBatches(Reads):
+    def __getitems__(self, indices):
+        return [(self.row, os.getpid()) for _ in indices]
+
+
+class Table(Dataset):
+    def __init__(self, length):
+        self.rows = np.zeros((length, 8), np.float32)
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        return torch.from_numpy(self.rows[index]), os.getpid()
+
+
+class Numbers(Reads):
+    def __getitem__(self, index):
+        return 0.5, os.getpid()
+
+
+class Draws(Reads):
+    def __getitem__(self, index):
+        return torch.rand(4), os.getpid()
+
+
+def padded(samples):
+    rows = torch.nn.utils.rnn.pad_sequence([row for row, _ in samples], batch_first=True)
+    return rows, torch.tensor([process for _, process in samples])
+
+
+def slow_collation(samples):
+    compute(30)
+    return padded(samples)
+
+
+def loaders(data, batch_size=BATCH, **settings):
+    """The two ways to an automatic loader."""
+    yield FastDataLoader(data, batch_size, executor="auto", **settings)
+    yield FastDataModule.from_datasets(data, batch_size=batch_size, **settings).train_dataloader()
+
+
+def readers(loader):
+    """The processes that read the samples of an epoch."""
+    try:
+        return {int(process) for _, processes in loader for process in processes}
+    finally:
+        loader.close()
+
+
+@pytest.mark.parametrize(
+    ("data", "settings"),
+    [
+        (Reads(), {}),
+        (Reads(), {"batch_size": 1}),
+        (Reads(), {"collate_fn": padded}),
+        (InBatches(length=512), {"batch_size": 256}),
+        (Table(1024), {"batch_size": 32}),
+        (Numbers(length=65_536), {"batch_size": 32_768}),
+        (Draws(), {"batch_size": 4}),
+    ],
+    ids=["rows", "single rows", "collate_fn", "__getitems__", "table", "large batches", "draws"],
+)
+def test_samples_that_cost_next_to_nothing_are_read_by_the_training_process(data, settings):
+    for loader in loaders(data, **settings):
+        assert loader.num_workers == 0, loader.executor
+        assert readers(loader) == {os.getpid()}
+
+
+@pytest.mark.parametrize(
+    ("data", "settings"),
+    [
+        (Reads(waits_ms=lambda _: 20), {}),
+        # A few samples take as long as all the others.
+        (Reads(waits_ms=lambda index: 200 if index % 24 == 11 else 0, length=960), {}),
+        (Reads(waits_ms=lambda index: 40 if index // 16 % 4 == 1 else 0, length=960), {}),
+    ],
+    ids=["all wait", "stragglers", "bursts"],
+)
+def test_samples_that_wait_get_more_workers_than_there_are_cpus(data, settings):
+    for loader in loaders(data, **settings):
+        assert loader.executor == "workers"
+        assert loader.num_workers > 2
+        loader.close()
+
+
+needs_cpus = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="has one CPU")
+
+
+@needs_cpus
+@pytest.mark.parametrize(
+    ("data", "settings"),
+    [
+        (Reads(computes_ms=lambda _: 5), {}),
+        (Reads(computes_ms=lambda index: 60 if index % 12 == 5 else 0, length=480), {}),
+        (Reads(), {"collate_fn": slow_collation}),
+    ],
+    ids=["all compute", "stragglers", "collation"],
+)
+def test_batches_that_take_long_to_make_are_made_by_workers(data, settings):
+    for loader in loaders(data, **settings):
+        assert loader.executor == "workers"
+        assert loader.num_workers >= 1
+        loader.close()
+
+
+@pytest.fixture
+def pictures(tmp_path):
+    noise = np.random.default_rng(0)
+    (tmp_path / "one").mkdir()
+    for number in range(24):
+        pixels = noise.integers(0, 256, (256, 256, 3), np.uint8)
+        Image.fromarray(pixels).save(tmp_path / "one" / f"{number}.jpg", quality=95)
+    return tmp_path
+
+
+class Mean(LightningModule):
+    """Learns nothing, and keeps what it was given."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+        self.seen = []
+
+    def training_step(self, batch, _):
+        self.seen.append((batch[0].dtype, tuple(batch[0].shape)))
+        return self.weight * batch[0].float().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@needs_cpus
+def test_floats_of_images_are_made_by_the_workers_that_decode_them(pictures):
+    data = FastImageFolder(pictures, size=224, normalize=True)
+    module = FastDataModule.from_datasets(data, batch_size=8)
+    model = Mean()
+    trainer = Trainer(
+        max_epochs=1,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(model, datamodule=module)
+    loader = trainer.train_dataloader
+    assert loader.executor == "workers"
+    assert loader.num_workers >= 1
+    assert model.seen == [(torch.float32, (8, 3, 224, 224))] * 3
+
+
+@needs_cpus
+def test_images_are_decoded_by_workers_of_one_thread(pictures):
+    for loader in loaders(FastImageFolder(pictures, size=224)):
+        assert loader.executor == "workers"
+        loader.close()
