@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +16,7 @@ from lightning_fastdata.loading.keyed import fetches_in_batches
 from lightning_fastdata.loading.loader_plan import LoaderPlan, plan_loader
 from lightning_fastdata.loading.options import LoaderOptions
 from lightning_fastdata.loading.order import dataset_length
+from lightning_fastdata.loading.stream_split import splits_itself
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
@@ -30,6 +32,7 @@ def plan_alone(
     default_collation: bool,
     transformed: bool,
     batch_size: int | None,
+    worker_init_fn: Callable[[int], None] | None = None,
 ) -> LoaderPlan:
     """Look at the dataset and the machine, and choose executor and workers as a data module would.
 
@@ -42,6 +45,7 @@ def plan_alone(
         default_collation: Batches are collated by default.
         transformed: An Albumentations pipeline of the loader runs on each sample.
         batch_size: Samples in a batch; None: samples are delivered, or batches of unknown size.
+        worker_init_fn: Called in each worker; it may give a stream's copy its part.
     """
     method = multiprocessing_context
     if method is not None and not isinstance(method, str):
@@ -65,6 +69,9 @@ def plan_alone(
         batch_size=batch_size or 1,
         dataset_length=dataset_length(dataset),
         iterable=look.stream,
+        stream=splits_itself(dataset, worker_init_fn=worker_init_fn, wrapped=look.pipelines)
+        if look.stream
+        else None,
         batched_fetch=fetches_in_batches(dataset) or isinstance(dataset, TensorDataset),
         in_memory=isinstance(dataset, TensorDataset),
         suited=suited_executor(

@@ -142,6 +142,7 @@ class FastDataLoader(DataLoader[Any]):
                 default_collation=collate_fn is None and size is not None,
                 transformed=transform is not None,
                 batch_size=size,
+                worker_init_fn=worker_init_fn,
             )
             executor = cast("ExecutorName", self.plan.executor)
             num_workers = self.plan.num_workers

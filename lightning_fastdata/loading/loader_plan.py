@@ -22,6 +22,7 @@ from lightning_fastdata.loading.worker_count import (
     look_ahead_batches,
     waits,
     workers_for,
+    workers_of_stream,
     workers_that_wait,
 )
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from lightning_fastdata.host.cpu import CpuLimit
     from lightning_fastdata.host.memory import HostMemory
     from lightning_fastdata.loading.probe import SampleCost
+    from lightning_fastdata.loading.stream_split import StreamSplit
     from lightning_fastdata.types import Stage
 
 Value: TypeAlias = int | float | str | None
@@ -43,13 +45,6 @@ _KEEP = "kept between the epochs of training and validation; a single pass does 
 _AS_IT_IS = (None, "left as Python and torch have it")
 _FEW_FILES = "shared by name, as the open-file limit is too low to share by descriptor"
 _NO_DESCRIPTORS = ("darwin", "win32")
-_ONE_STREAM = (
-    "num_workers is 1 of {count} possible, because every worker reads the whole stream and samples "
-    "would come several times. If the dataset splits itself (torch.utils.data.get_worker_info), "
-    "set num_workers={count}; otherwise set num_workers=1 and this message goes away."
-)
-
-
 _ALONE: Final = {
     "gather": (1, "a thread, which gathers ahead"),
     "inline": (0, "not used: the training process fetches"),
@@ -146,6 +141,7 @@ def plan_loader(
     iterable: bool,
     batched_fetch: bool,
     in_memory: bool = False,
+    stream: StreamSplit | None = None,
     suited: tuple[str, str] = ("torch", "torch's own iterator"),
     cost: SampleCost | None = None,
     split: bool = False,
@@ -167,6 +163,7 @@ def plan_loader(
         iterable: The dataset is a stream (``IterableDataset``).
         batched_fetch: The dataset gives a whole batch in one call (``__getitems__``).
         in_memory: The samples are tensors in RAM and nothing is computed for each.
+        stream: Whether a stream shares itself out among workers; None: unknown.
         suited: The executor that suits the dataset, and why; taken if ``"auto"`` is asked for.
         cost: Of a sample; samples that wait get more workers than there are CPUs. None: unknown.
         split: Samples of one batch may be read by several workers, as default collation allows.
@@ -198,8 +195,8 @@ def plan_loader(
     else:
         count, why = workers_for(stage, cpu, on_cpu=accelerator == "cpu", batches=batches)
         if iterable and count > 1:
-            limits.append(_ONE_STREAM.format(count=count))
-            count, why = 1, "each worker would read the whole stream"
+            count, why, unsure = workers_of_stream(count, why, stream)
+            limits.extend(unsure)
         elif cost is not None and waits(cost) and count and ours:
             count, why = workers_that_wait(
                 count,

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch.utils.data import Dataset, IterableDataset, SequentialSampler, TensorDataset
 
-from lightning_fastdata.errors import DatasetError
+from lightning_fastdata.augment.seeds import find_composes
+from lightning_fastdata.errors import DatasetError, OptionsError
 from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.host.memory import read_host_memory
 from lightning_fastdata.loading.executors.suited import look_at, suited_executor
@@ -23,6 +24,7 @@ from lightning_fastdata.loading.order import (
     dataset_length,
 )
 from lightning_fastdata.loading.probe import further_samples, probe_sample, sample_bytes
+from lightning_fastdata.loading.stream_split import splits_itself
 
 if TYPE_CHECKING:
     from lightning_fastdata.augment.contract import StageTransform
@@ -79,10 +81,11 @@ def plan_for(
     options: LoaderOptions,
     stage: Stage,
     sample: Any,
-    batch_size: int,
+    batch_size: int | None,
     accelerator: str,
     local_ranks: int,
     collate_fn: Any = None,
+    worker_init_fn: Any = None,
     transformed: bool = False,
 ) -> LoaderPlan:
     """Read what the plan of a loader rests on, and make the plan.
@@ -92,32 +95,39 @@ def plan_for(
         options: What the user set.
         stage: What the loader is for.
         sample: A sample of the dataset; None if unknown.
-        batch_size: Samples in one batch of this rank.
+        batch_size: Samples in one batch of this rank; None: samples are delivered as they are.
         accelerator: ``"cpu"``, ``"cuda"`` or another device type.
         local_ranks: Training processes that share this host.
         collate_fn: Of the user; None: the default collation.
+        worker_init_fn: Of the user; it may give a stream's copy in each worker its part.
         transformed: An Albumentations pipeline runs on each sample.
     """
     look = suited = None
     if options.executor == "auto" or (
         options.executor != "torch" and options.num_workers == "auto"
     ):
-        look = look_at(dataset, default_collation=collate_fn is None, transformed=transformed)
+        default = collate_fn is None and batch_size is not None
+        look = look_at(dataset, default_collation=default, transformed=transformed)
         suited = suited_executor(look, workers=options.num_workers, batch_size=batch_size)
+    stream = None
+    if isinstance(dataset, IterableDataset):
+        wrapped = transformed or bool(find_composes(dataset))
+        stream = splits_itself(dataset, worker_init_fn=worker_init_fn, wrapped=wrapped)
     return plan_loader(
         options,
         suited=suited or ("torch", "torch's own iterator"),
         cost=None if look is None else look.cost,
-        split=look is not None and look.split,
+        split=look is not None and look.split and batch_size is not None,
         start_method=multiprocessing.get_start_method(),
         stage=stage,
         cpu=read_cpu_limit(local_ranks=local_ranks),
         memory=read_host_memory(),
         accelerator=accelerator,
         sample_bytes=None if sample is None else sample_bytes(sample),
-        batch_size=batch_size,
+        batch_size=batch_size or 1,
         dataset_length=dataset_length(dataset),
         iterable=isinstance(dataset, IterableDataset),
+        stream=stream,
         batched_fetch=fetches_in_batches(dataset) or isinstance(dataset, TensorDataset),
         in_memory=isinstance(dataset, TensorDataset),
     )
@@ -130,16 +140,18 @@ def build_loader(
     plan: LoaderPlan,
     settings: Mapping[str, Any],
     overrides: Mapping[str, Any],
+    shuffle: bool | None = None,
     ranks: int = 1,
 ) -> FastDataLoader:
     """Return the loader; a sharing strategy that was planned is set for the whole process.
 
     Args:
         dataset: The dataset to load.
-        stage: Training is shuffled, by the seed in ``settings``.
+        stage: Training is shuffled unless something else is asked for.
         plan: The settings that were chosen for this machine.
         settings: Further arguments of :class:`FastDataLoader`.
         overrides: Arguments that win over all others; what they exclude is left out.
+        shuffle: Whether to shuffle, by the seed in ``settings``; None: as suits the stage.
         ranks: Training processes. With more than one, evaluation is put into batches that can be
             shared among them, unless an override says which samples come in which order.
     """
@@ -147,10 +159,19 @@ def build_loader(
         torch.multiprocessing.set_sharing_strategy(plan.sharing_strategy)  # type: ignore[no-untyped-call]
     arguments = {**settings, **plan.dataloader_kwargs(), "worker_nice": plan.worker_nice}
     arguments |= {"executor": plan.executor, "page_lock": plan.page_lock}
-    if stage == "train" and not isinstance(dataset, IterableDataset):
+    overrides = dict(overrides)
+    if not any(overrides.get(name) is not None for name in ("sampler", "batch_sampler")):
+        shuffle = overrides.pop("shuffle", shuffle)
+    stream = isinstance(dataset, IterableDataset)
+    if stream and shuffle:
+        raise OptionsError(
+            f"shuffle=True, but {type(dataset).__name__} is a stream, which has no index to "
+            "shuffle. Shuffle in the stream, and leave out shuffle."
+        )
+    if not stream and (stage == "train" if shuffle is None else shuffle):
         arguments["sampler"] = ShuffleSampler(cast("Any", dataset), settings["seed"])
-    if overrides.get("num_workers") == 0:
-        arguments = _without(arguments, _NEEDS_WORKERS)
+    if plan.num_workers == 0:
+        overrides = _without(overrides, _NEEDS_WORKERS)
     arguments = {**arguments, **overrides}
     if ranks > 1 and stage != "train" and _can_be_shared(dataset, arguments):
         arguments["batch_sampler"] = EvaluationBatchSampler(

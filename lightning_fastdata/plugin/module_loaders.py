@@ -9,7 +9,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lightning_fastdata.errors import DatasetError, FastDataWarning
+from lightning_fastdata.plugin.arguments import options_from, options_of, shuffles
 from lightning_fastdata.plugin.datasets import in_form_of, is_missing, named
+from lightning_fastdata.plugin.given_loaders import refuse_loaders, taken_apart
 from lightning_fastdata.plugin.hooks import hook_against_device
 from lightning_fastdata.plugin.loaders import build_loader, checked_sample, plan_for
 from lightning_fastdata.plugin.sharing import settle_sharing, sharing_ranks, silence_padding_warning
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 
     from lightning_fastdata.loading.loader import FastDataLoader
     from lightning_fastdata.loading.loader_plan import LoaderPlan
+    from lightning_fastdata.loading.options import LoaderOptions
     from lightning_fastdata.plugin.pipelines import Pipelines
     from lightning_fastdata.plugin.prefetching import Prefetching
     from lightning_fastdata.plugin.stage_transforms import StageTransforms
@@ -67,9 +70,14 @@ class ModuleLoaders:
                 f"{DATASET_METHOD[stage]}() returned {datasets!r}. Override it to return a "
                 "dataset."
             )
-        loaders = [module.make_loader(d, stage=stage, name=name) for name, d in by_name]
+        loaders = []
+        for name, item in by_name:
+            dataset, known = taken_apart(item, module.batch_size)
+            loaders.append(module.make_loader(dataset, stage=stage, name=name, **known))
         silence_padding_warning(loaders, stage, module.trainer)
-        return in_form_of(datasets, loaders)
+        formed = in_form_of(datasets, loaders)
+        combine = getattr(getattr(module, DATASET_METHOD[stage]), "combine", None)
+        return formed if combine is None else combine(formed)
 
     def make(
         self,
@@ -82,6 +90,8 @@ class ModuleLoaders:
         """Return the loader for a dataset; see ``FastDataModule.make_loader``."""
         trainer, seed = module.trainer, _seed(module)
         name = name if name is not None else _name_of(module, stage)
+        options, overrides = options_from(options_of(module.options, stage), overrides)
+        asked = _batches_of(module, overrides)
         sample = checked_sample(dataset, name, self._transforms[stage], read=trainer is not None)
         found = self.pipelines.find(
             dataset,
@@ -89,20 +99,22 @@ class ModuleLoaders:
             stage=stage,
             name=name,
             seed=seed,
-            collate_fn=module.collate_fn,
+            collate_fn=asked["collate_fn"],
             against=hook_against_device(module, getattr(trainer, "lightning_module", None)),
             trainer=trainer,
         )
-        if overrides.get("batch_size", module.batch_size) is None:
+        if asked["batch_size"] is None:
             found = found._replace(own=None)  # Only batches wait for a device.
-        plan = self._plan(module, dataset, stage, sample, recorded=found.own is not None)
+        plan = self._plan(
+            module, dataset, stage, sample, options, asked, recorded=found.own is not None
+        )
         for limit in plan.limits:
             warnings.warn(f"{name}: {limit}", FastDataWarning, stacklevel=3)
         self._plans[name] = plan
         self._prefetching.decide(module, trainer, module.written_hooks())
         settings: dict[str, Any] = {
-            "batch_size": module.batch_size,
-            "collate_fn": module.collate_fn,
+            "batch_size": asked["batch_size"] or 1,
+            "collate_fn": asked["collate_fn"],
             "drop_last": module.drop_last and stage == "train",
             "seed": seed,
             "epoch": partial(_training_epoch, module) if stage == "train" else first_epoch,
@@ -125,6 +137,7 @@ class ModuleLoaders:
             plan=plan,
             settings=settings,
             overrides=overrides,
+            shuffle=shuffles(module.shuffle, stage),
             ranks=sharing_ranks(trainer),
         )
         self.pipelines.placing.opened(stage, loader)
@@ -133,14 +146,15 @@ class ModuleLoaders:
 
     def explain(self, module: Any) -> str:
         """Return every choice that was made, its value and its reason, as text."""
-        datasets = {
-            (stage, name): dataset
-            for stage in STAGES
-            for name, dataset in _named_datasets(module, stage)[1]
-        }
-        for (stage, name), dataset in datasets.items():
-            if name not in self._plans:
-                self._plans[name] = self._plan(module, dataset, stage, None)
+        datasets = {}
+        for stage in STAGES:
+            for name, item in _named_datasets(module, stage)[1]:
+                dataset, known = taken_apart(item, module.batch_size)
+                datasets[stage, name] = dataset
+                if name not in self._plans:
+                    options, known = options_from(options_of(module.options, stage), known)
+                    asked = _batches_of(module, known)
+                    self._plans[name] = self._plan(module, dataset, stage, None, options, asked)
         parts = [f"{name}\n{plan.explain()}" for name, plan in self._plans.items()]
         parts += self.pipelines.explain(module.trainer, datasets)
         return "\n\n".join([*parts, self._prefetching.explain()])
@@ -151,30 +165,44 @@ class ModuleLoaders:
         dataset: Dataset[Any],
         stage: Stage,
         sample: Any,
+        options: LoaderOptions,
+        asked: Mapping[str, Any],
         *,
         recorded: bool = False,
     ) -> LoaderPlan:
         trainer = module.trainer
         return plan_for(
             dataset,
-            options=module.options,
+            **asked,
+            options=options,
             stage=stage,
             sample=sample,
-            batch_size=module.batch_size,
             accelerator=device_type(trainer),
             local_ranks=1 if trainer is None else trainer.num_devices,
-            collate_fn=module.collate_fn,
             transformed=recorded or self._transforms.worker_part(stage) is not None,
         )
 
 
 def _named_datasets(module: Any, stage: Stage) -> tuple[Any, list[tuple[str, Any]]]:
     datasets = getattr(module, DATASET_METHOD[stage])()
+    refuse_loaders(datasets, _name_of(module, stage), stage)
     return datasets, named(datasets, _name_of(module, stage))
 
 
 def _name_of(module: Any, stage: Stage) -> str:
     return f"{type(module).__name__}.{DATASET_METHOD[stage]}()"
+
+
+def _batches_of(module: Any, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the plan of a loader has to know of its batches."""
+    batch_size = overrides.get("batch_size", module.batch_size)
+    if overrides.get("batch_sampler") is not None:
+        batch_size = getattr(overrides["batch_sampler"], "batch_size", None) or module.batch_size
+    return {
+        "batch_size": batch_size,
+        "collate_fn": overrides.get("collate_fn", module.collate_fn),
+        "worker_init_fn": overrides.get("worker_init_fn"),
+    }
 
 
 def _seed(module: Any) -> int:
