@@ -335,6 +335,18 @@ def test_the_batch_size_finder_scales_all_loaders_in_proportion() -> None:
     assert "num_workers" in data.explain()
 
 
+def test_the_guard_gets_batches_as_the_loaders_make_them() -> None:
+    loaders = {
+        "few": DataLoader(Numbers(), 4),
+        "many": DataLoader(Numbers(9), 8, collate_fn=joined),
+    }
+    data = FastDataModule.from_loaders(loaders, num_workers=0)
+    assert data.rows_for_guard() == 20
+    batch = data.batch_for_guard(2)
+    assert plain(batch) == {"few": [0, 1], "many": [0, 10, 20, 30]}
+    assert FastDataModule.from_loaders(LOADERS["buckets"]()).rows_for_guard() is None
+
+
 class Odd(DataLoader):
     def __iter__(self) -> Any:
         yield {"x": torch.tensor([3])}
