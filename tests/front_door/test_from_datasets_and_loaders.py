@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -78,6 +79,10 @@ def plain(batch: Any) -> Any:
     return [plain(part) for part in batch] if isinstance(batch, list | tuple) else batch
 
 
+def flat(batches: list[list[int]]) -> list[int]:
+    return list(chain.from_iterable(batches))
+
+
 def trainer(**arguments: Any) -> Trainer:
     quiet: dict[str, Any] = {
         "logger": False,
@@ -105,7 +110,7 @@ def test_from_datasets_takes_the_arguments_of_lightnings_own() -> None:
     loader = data.train_dataloader()
     assert (loader.batch_size, loader.num_workers, loader.pin_memory) == (4, 2, False)
     seen = fitted(data)
-    assert sorted(sum(seen["train"], [])) == list(range(20))
+    assert sorted(flat(seen["train"])) == list(range(20))
     assert seen["val"] == [[0, 1, 2, 3], [4, 5]]
     assert "set by you" in data.explain()
 
@@ -131,7 +136,7 @@ def test_shuffle_is_for_training_or_by_stage(shuffle, train_in_order, val_in_ord
         )
     )
     for stage, in_order in (("train", train_in_order), ("val", val_in_order)):
-        order = sum(seen[stage], [])
+        order = flat(seen[stage])
         assert (order == list(range(20))) is in_order
         assert sorted(order) == list(range(20))
 

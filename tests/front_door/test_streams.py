@@ -150,6 +150,10 @@ def fitted(data: Any, loader: Any = None, epochs: int = 1) -> list[Any]:
     return model.batches
 
 
+def flat(batches: list[list[int]]) -> list[int]:
+    return list(itertools.chain.from_iterable(batches))
+
+
 def hugging_face(shards: int) -> Any:
     datasets = pytest.importorskip("datasets")
     whole = datasets.Dataset.from_dict({"x": list(range(COUNT))})
@@ -217,7 +221,7 @@ def test_each_sample_comes_once_from_several_workers_in_the_order_of_torch(kind,
     assert workers > 1, data.explain()
     theirs = fitted(None, DataLoader(stream, 4, num_workers=workers))
     assert fitted(data) == theirs
-    assert sorted(sum(theirs, [])) == list(range(COUNT))
+    assert sorted(flat(theirs)) == list(range(COUNT))
     alone = FastDataLoader(stream, 4, executor="auto")
     assert alone.num_workers == workers
 
@@ -264,10 +268,10 @@ def test_a_worker_init_fn_may_split_the_stream() -> None:
     given = DataLoader(Configured(), 4, worker_init_fn=take_part)
     data = FastDataModule.from_loaders(given)
     assert data.train_dataloader().num_workers > 1
-    assert sorted(sum(fitted(data), [])) == list(range(COUNT))
+    assert sorted(flat(fitted(data))) == list(range(COUNT))
 
 
 def test_options_by_stage_decide_for_streams_too() -> None:
     options = {"train": LoaderOptions(num_workers=2)}
     data = FastDataModule.from_datasets(Split(), batch_size=4, options=options)
-    assert sorted(sum(fitted(data), [])) == list(range(COUNT))
+    assert sorted(flat(fitted(data))) == list(range(COUNT))
