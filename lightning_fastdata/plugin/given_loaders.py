@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
@@ -19,6 +19,7 @@ from torch.utils.data import (
 
 from lightning_fastdata.errors import DatasetError, OptionsError
 from lightning_fastdata.loading.loader import FastDataLoader
+from lightning_fastdata.loading.options import LoaderOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -57,16 +58,26 @@ class GivenLoader:
         return {**self.arguments, "batch_size": self.rows(batch_size)}
 
 
-def taken_apart(item: Any, batch_size: int) -> tuple[Any, dict[str, Any]]:
+def taken_apart(
+    item: Any, batch_size: int, options: LoaderOptions | None = None
+) -> tuple[Any, dict[str, Any]]:
     """Return the dataset of an item that a dataset method returned, and what else is known of it.
 
     Args:
         item: A dataset, or a :class:`GivenLoader`.
         batch_size: Of the data module.
+        options: Of the stage. What the user set there wins over the loader.
     """
-    if isinstance(item, GivenLoader):
-        return item.dataset, item.arguments_for(batch_size)
-    return item, {}
+    if not isinstance(item, GivenLoader):
+        return item, {}
+    known = item.arguments_for(batch_size)
+    if options is not None:
+        default = LoaderOptions()
+        chosen = {
+            f.name for f in fields(options) if getattr(options, f.name) != getattr(default, f.name)
+        }
+        known = {n: v for n, v in known.items() if {"timeout": "timeout_s"}.get(n, n) not in chosen}
+    return item.dataset, known
 
 
 def refuse_loaders(datasets: Any, name: str, stage: Stage) -> None:

@@ -72,7 +72,8 @@ class ModuleLoaders:
             )
         loaders = []
         for name, item in by_name:
-            dataset, known = taken_apart(item, module.batch_size)
+            options = options_of(module.options, stage)
+            dataset, known = taken_apart(item, module.batch_size, options)
             loaders.append(module.make_loader(dataset, stage=stage, name=name, **known))
         silence_padding_warning(loaders, stage, module.trainer)
         formed = in_form_of(datasets, loaders)
@@ -149,10 +150,11 @@ class ModuleLoaders:
         datasets = {}
         for stage in STAGES:
             for name, item in _named_datasets(module, stage)[1]:
-                dataset, known = taken_apart(item, module.batch_size)
+                options = options_of(module.options, stage)
+                dataset, known = taken_apart(item, module.batch_size, options)
                 datasets[stage, name] = dataset
                 if name not in self._plans:
-                    options, known = options_from(options_of(module.options, stage), known)
+                    options, known = options_from(options, known)
                     asked = _batches_of(module, known)
                     self._plans[name] = self._plan(module, dataset, stage, None, options, asked)
         parts = [f"{name}\n{plan.explain()}" for name, plan in self._plans.items()]

@@ -325,6 +325,11 @@ def test_workers_are_chosen_unless_they_are_to_be_kept() -> None:
     assert "set by you" not in chosen.explain()
     asked = FastDataModule.from_loaders(loader, num_workers=1, keep_workers=False)
     assert asked.train_dataloader().num_workers == 1
+    stream = DataLoader(Halves(), 3, num_workers=2, timeout=9)
+    asked = FastDataModule.from_loaders(
+        stream, num_workers=1, options=LoaderOptions(timeout_s=7)
+    ).train_dataloader()
+    assert (asked.num_workers, asked.timeout) == (1, 7)
 
 
 def test_the_batch_size_finder_scales_all_loaders_in_proportion() -> None:
