@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch.utils.data import IterableDataset, TensorDataset
 
+from lightning_fastdata.augment.seeds import find_composes
 from lightning_fastdata.errors import FastDataWarning
 from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.host.memory import read_host_memory
@@ -21,6 +22,7 @@ from lightning_fastdata.loading.loader_plan import LoaderPlan, Suited, plan_load
 from lightning_fastdata.loading.options import LoaderOptions
 from lightning_fastdata.loading.order import dataset_length
 from lightning_fastdata.loading.probe import sample_bytes
+from lightning_fastdata.loading.stream_split import splits_itself
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
@@ -49,6 +51,8 @@ def plan_for(
     batch_size: int | None,
     accelerator: str,
     local_ranks: int = 1,
+    worker_init_fn: Callable[[int], None] | None = None,
+    transformed: bool = False,
     recorded: bool = False,
 ) -> LoaderPlan:
     """Read the limits of this machine, and make the plan of a loader.
@@ -62,8 +66,14 @@ def plan_for(
             unknown size.
         accelerator: ``"cpu"``, ``"cuda"`` or another device type.
         local_ranks: Training processes that share this host.
+        worker_init_fn: Called in each worker; it may give a stream's copy there its part.
+        transformed: An Albumentations pipeline of the loader runs on each sample.
         recorded: The dataset's own pipelines leave something to the device.
     """
+    stream = None
+    if isinstance(dataset, IterableDataset):
+        wrapped = transformed or bool(find_composes(dataset))
+        stream = splits_itself(dataset, worker_init_fn=worker_init_fn, wrapped=wrapped)
     look = facts.look
     cpu = read_cpu_limit(local_ranks=local_ranks)
     suited = Suited("torch", "torch's own iterator")
@@ -91,6 +101,7 @@ def plan_for(
         batch_size=batch_size or 1,
         dataset_length=dataset_length(dataset),
         iterable=isinstance(dataset, IterableDataset),
+        stream=stream,
         batched_fetch=fetches_in_batches(dataset) or isinstance(dataset, TensorDataset),
         in_memory=isinstance(dataset, TensorDataset),
     )
@@ -126,7 +137,7 @@ def plan_alone(
         transformed: An Albumentations pipeline of the loader runs on each sample.
         batch_size: Samples in a batch; None: samples are delivered, or batches of unknown size.
         collate_fn: The user's own collation.
-        worker_init_fn: Called in each worker with its number.
+        worker_init_fn: Called in each worker with its number; it may give a stream's copy its part.
     """
     method = multiprocessing_context
     if method is not None and not isinstance(method, str):
@@ -154,6 +165,8 @@ def plan_alone(
         stage="train",
         batch_size=batch_size,
         accelerator="cpu" if device is None else device.type,
+        worker_init_fn=worker_init_fn,
+        transformed=transformed,
     )
     # Limits of the machine are in plan.explain(); these are about the samples themselves.
     shared = plan.limits[-1:] if facts.shared_file is not None else ()

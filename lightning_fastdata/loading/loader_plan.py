@@ -23,6 +23,7 @@ from lightning_fastdata.loading.worker_count import (
     look_ahead_batches,
     waits,
     workers_for,
+    workers_of_stream,
     workers_that_wait,
 )
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from lightning_fastdata.host.cpu import CpuLimit
     from lightning_fastdata.host.memory import HostMemory
     from lightning_fastdata.loading.probe import SampleCost
+    from lightning_fastdata.loading.stream_split import StreamSplit
     from lightning_fastdata.types import Stage
 
 Value: TypeAlias = int | float | str | None
@@ -45,13 +47,6 @@ _AS_IT_IS = (None, "left as Python and torch have it")
 _NO_FORK = "a forked process could not read the dataset, and one that was started so could"
 _FEW_FILES = "shared by name, as the open-file limit is too low to share by descriptor"
 _NO_DESCRIPTORS = ("darwin", "win32")
-_ONE_STREAM = (
-    "num_workers is 1 of {count} possible, because every worker reads the whole stream and samples "
-    "would come several times. If the dataset splits itself (torch.utils.data.get_worker_info), "
-    "set num_workers={count}; otherwise set num_workers=1 and this message goes away."
-)
-
-
 _ALONE: Final = {
     "gather": (1, "a thread, which gathers ahead"),
     "inline": (0, "not used: the training process fetches"),
@@ -160,6 +155,7 @@ def plan_loader(
     iterable: bool,
     batched_fetch: bool,
     in_memory: bool = False,
+    stream: StreamSplit | None = None,
     suited: Suited | tuple[str, str] = ("torch", "torch's own iterator"),
     cost: SampleCost | None = None,
     split: bool = False,
@@ -182,6 +178,7 @@ def plan_loader(
         iterable: The dataset is a stream (``IterableDataset``).
         batched_fetch: The dataset gives a whole batch in one call (``__getitems__``).
         in_memory: The samples are tensors in RAM and nothing is computed for each.
+        stream: Whether a stream shares itself out among workers; None: unknown.
         suited: The executor that suits the dataset; taken if ``"auto"`` is asked for.
         cost: Of a sample; samples that wait get more workers than there are CPUs. None: unknown.
         split: Samples of one batch may be read by several workers, as default collation allows.
@@ -213,6 +210,7 @@ def plan_loader(
         alone=chosen.alone or (batched_fetch and in_memory and not ours),
         computing=workers_for(stage, cpu, on_cpu=accelerator == "cpu", batches=batches),
         iterable=iterable,
+        stream=stream,
         cost=cost if ours else None,
         batch_size=batch_size,
         tasks=dataset_length if split else batches,
@@ -275,6 +273,7 @@ def _workers(
     alone: bool,
     computing: tuple[int, str],
     iterable: bool,
+    stream: StreamSplit | None,
     cost: SampleCost | None,
     batch_size: int,
     **about: Any,
@@ -287,12 +286,13 @@ def _workers(
         alone: The training process had better read for itself.
         computing: How many would do if samples did not wait, and why.
         iterable: The dataset is a stream.
+        stream: Whether it shares itself out among workers; None: unknown.
         cost: Of a sample that the engine reads; None: unknown, or torch reads.
         batch_size: Samples in a batch.
         **about: For :func:`workers_that_wait`.
     """
     count, why = computing
-    limits = []
+    limits: list[str] = []
     if options.num_workers != "auto":
         count, why = options.num_workers, _SET
     elif executor in _ALONE and not iterable:
@@ -300,8 +300,7 @@ def _workers(
     elif alone and options.executor in ("auto", "torch"):
         count, why = _HERE
     elif iterable and count > 1:
-        limits.append(_ONE_STREAM.format(count=count))
-        count, why = 1, "each worker would read the whole stream"
+        count, why, limits = workers_of_stream(count, why, stream)
     elif cost is not None and count and waits(cost):
         count, why = workers_that_wait(count, cost, **about)
     elif cost is not None and enough_workers(cost, batch_size) < count:

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from lightning_fastdata.host.cpu import CpuLimit
     from lightning_fastdata.host.memory import HostMemory
     from lightning_fastdata.loading.probe import SampleCost
+    from lightning_fastdata.loading.stream_split import StreamSplit
     from lightning_fastdata.types import Stage
 
 _MOST_WAITING: Final = 64
@@ -37,6 +38,13 @@ _TASK_NS: Final = 2_000_000
 """Cheap samples share a task of about this length, as a message costs some 20 us."""
 _COARSE_TASKS: Final = 4
 """For a batch that is not needed soon."""
+
+_ONE_STREAM: Final = (
+    "num_workers is 1 of {count} possible, because several workers may each read the whole stream, "
+    "so that samples would come several times: {why}. If the dataset splits itself "
+    "(torch.utils.data.get_worker_info), set num_workers={count}; otherwise set num_workers=1 and "
+    "this message goes away."
+)
 
 
 def waits(cost: SampleCost | None) -> bool:
@@ -106,6 +114,26 @@ def workers_for(
     if batches is not None and batches < count:
         return batches, f"no more than there are batches ({batches})"
     return count, f"{why} ({cpu.reason})"
+
+
+def workers_of_stream(
+    computing: int, why: str, stream: StreamSplit | None
+) -> tuple[int, str, list[str]]:
+    """Return how many workers read a stream, why, and what to tell the user where it is not known.
+
+    Args:
+        computing: How many there would be if it had an index, more than one.
+        why: The reason for that.
+        stream: Whether it shares itself out among them; None: unknown.
+    """
+    if stream is None or not stream.splits:
+        unseen = "it was not looked at" if stream is None else stream.why
+        told = _ONE_STREAM.format(count=computing, why=unseen)
+        return 1, f"several might each read the whole stream: {unseen}", [told]
+    most = stream.most_workers
+    if most is not None and most < computing:
+        return max(1, most), f"no more than it has shards: {stream.why}", []
+    return computing, f"{why}; {stream.why}", []
 
 
 def workers_that_wait(

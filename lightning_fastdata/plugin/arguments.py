@@ -5,15 +5,22 @@ from __future__ import annotations
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Collection, Sequence
-from typing import Any, Final, TypeVar
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from lightning_fastdata.errors import FastDataWarning, OptionsError
 from lightning_fastdata.loading.options import LoaderOptions
+from lightning_fastdata.types import STAGES
+
+if TYPE_CHECKING:
+    from lightning_fastdata.types import Stage
 
 C = TypeVar("C", bound=type)
 _TAKEN_OVER: Final = ("batch_size", "drop_last", "seed")
 """Arguments that are looked up when a loader is made; what others say has gone into objects."""
+LOADER_ARGUMENTS: Final = ("num_workers", "pin_memory", "persistent_workers", "prefetch_factor")
+"""Arguments of torch's DataLoader that are options of the same name."""
 
 
 def check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
@@ -104,3 +111,109 @@ def _warn_of_lost(module: Any, names: Sequence[str]) -> None:
         FastDataWarning,
         stacklevel=3,
     )
+
+
+def joined_options(
+    options: LoaderOptions | Mapping[str, LoaderOptions] | None, given: Mapping[str, Any]
+) -> LoaderOptions | dict[Stage, LoaderOptions]:
+    """Return the options of a data module, for all stages or for each.
+
+    Args:
+        options: As the user gave them.
+        given: Arguments of :data:`LOADER_ARGUMENTS`; None and ``"auto"``: not given.
+
+    Raises:
+        OptionsError: They are no options, name a stage that does not exist, or contradict an
+            argument.
+    """
+    names = {field.name for field in fields(LoaderOptions)}
+    if isinstance(options, Mapping) and not names & set(options):
+        check_stages("options", options)
+        return {stage: joined(options.get(stage), given, f"options[{stage!r}]") for stage in STAGES}
+    return joined(options, given, "options")
+
+
+def joined(options: object, given: Mapping[str, Any], name: str = "options") -> LoaderOptions:
+    """Return one stage's options with the arguments in their place; see `joined_options`."""
+    if options is None:
+        options = LoaderOptions()
+    if not isinstance(options, LoaderOptions):
+        raise OptionsError(
+            f"{name}={options!r} is a {type(options).__name__}; pass LoaderOptions(...), or a dict "
+            f"of them by stage ({', '.join(STAGES)})."
+        )
+    asked = {key: value for key, value in given.items() if value is not None and value != "auto"}
+    for key, value in asked.items():
+        other = getattr(options, key)
+        if other not in ("auto", value):
+            raise OptionsError(
+                f"{key}={value!r} and {name}=LoaderOptions({key}={other!r}) contradict each other. "
+                "Set it in one place."
+            )
+    return replace(options, **asked)
+
+
+def options_of(options: LoaderOptions | Mapping[Any, LoaderOptions], stage: Stage) -> LoaderOptions:
+    """Return the options of one stage; those of a stage that is missing are the defaults."""
+    if isinstance(options, LoaderOptions):
+        return options
+    return options.get(stage, LoaderOptions())
+
+
+def options_from(
+    options: LoaderOptions, overrides: Mapping[str, Any]
+) -> tuple[LoaderOptions, dict[str, Any]]:
+    """Return the options with the arguments of a loader that are options, and those that are not.
+
+    So a plan knows of them. ``multiprocessing_context`` may also be a context, which is none.
+
+    Args:
+        options: Of the loader's stage; an argument wins.
+        overrides: Arguments of :class:`FastDataLoader`; None for an option leaves it as it is.
+    """
+    names = {field.name for field in fields(LoaderOptions)} | {"timeout"}
+    asked, others = {}, {}
+    for name, value in overrides.items():
+        option = name in names and not (name == "multiprocessing_context" and _is_context(value))
+        if not option:
+            others[name] = value
+        elif value is not None:
+            asked["timeout_s" if name == "timeout" else name] = value
+    return replace(options, **asked), others
+
+
+def _is_context(value: object) -> bool:
+    return value is not None and not isinstance(value, str)
+
+
+def checked_shuffle(shuffle: object) -> bool | Mapping[str, bool] | None:
+    """Return whether to shuffle: training, or the stages of a dict; None: training is shuffled.
+
+    Raises:
+        OptionsError: It is something else, or names a stage that does not exist.
+    """
+    if isinstance(shuffle, Mapping):
+        check_stages("shuffle", shuffle)
+    values = shuffle.values() if isinstance(shuffle, Mapping) else (shuffle,)
+    if not all(value is None or isinstance(value, bool) for value in values):
+        raise OptionsError(
+            f"shuffle={shuffle!r} has to be True or False, for training, or a dict of them by "
+            f"stage ({', '.join(STAGES)})."
+        )
+    return shuffle  # type: ignore[return-value]  # each value was looked at
+
+
+def shuffles(shuffle: bool | Mapping[str, bool] | None, stage: Stage) -> bool | None:
+    """Return whether a stage is to be shuffled; None: the user did not say."""
+    if isinstance(shuffle, Mapping):
+        return shuffle.get(stage)
+    return shuffle if stage == "train" else None
+
+
+def check_stages(name: str, by_stage: Mapping[str, Any]) -> None:
+    """Raise OptionsError if a key is no stage."""
+    for stage in by_stage:
+        if stage not in STAGES:
+            raise OptionsError(
+                f"{name} has the key {stage!r}, which is no stage. Stages are {', '.join(STAGES)}."
+            )

@@ -10,28 +10,31 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, get_args
 
 from lightning_fastdata.batch_size import GuardPolicy
-from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.loading.names import refuses_unknown_names
-from lightning_fastdata.loading.options import LoaderOptions
+from lightning_fastdata.loading.options import Auto, LoaderOptions
 from lightning_fastdata.loading.streams import DeviceStreams, device_streams
 from lightning_fastdata.plugin.arguments import (
+    LOADER_ARGUMENTS,
     check_choice,
     checked_batch_size,
+    checked_shuffle,
+    joined_options,
     remembers_given,
     take_over_hyperparameters,
 )
-from lightning_fastdata.plugin.datasets import Constant, in_form_of, named
+from lightning_fastdata.plugin.construction import of_datasets, of_loaders
+from lightning_fastdata.plugin.datasets import in_form_of, named
 from lightning_fastdata.plugin.guard_callback import attach_guard, first_rows, guard_rows
 from lightning_fastdata.plugin.hooks import HOOKS, overridden_hook, silence_shared_hook_warning
-from lightning_fastdata.plugin.module_loaders import DATASET_METHOD, ModuleLoaders
+from lightning_fastdata.plugin.module_loaders import ModuleLoaders
 from lightning_fastdata.plugin.pictures import ImageForm
 from lightning_fastdata.plugin.pipelines import Pipelines
 from lightning_fastdata.plugin.placing import AugmentOn, Placing
 from lightning_fastdata.plugin.prefetching import Prefetching, PrefetchName
 from lightning_fastdata.plugin.stage_transforms import StageTransforms
 from lightning_fastdata.plugin.staging import inside
-from lightning_fastdata.types import STAGES, Stage
+from lightning_fastdata.types import Stage
 
 if TYPE_CHECKING:
     import torch
@@ -56,7 +59,13 @@ class DataModuleHooks:
     Args:
         batch_size: Samples per batch and rank, for all stages.
         options: How to load; every ``"auto"`` is chosen for this machine. See
-            :class:`LoaderOptions`.
+            :class:`LoaderOptions`. For all stages, or a dict with stages as keys.
+        num_workers: Short for the option of this name, for all stages; as are the next three.
+        pin_memory: As above.
+        persistent_workers: As above.
+        prefetch_factor: As above.
+        shuffle: Whether training is shuffled, by ``seed`` and epoch; or a dict with stages as keys.
+            Default: training is, nothing else.
         augment: What runs on the batches: an ``albumentations.Compose``, or any callable or
             ``nn.Module`` that takes a batch and returns it. For training only, or a dict with
             stages (``train``, ``val``, ``test``, ``predict``) as keys.
@@ -88,7 +97,12 @@ class DataModuleHooks:
         self,
         batch_size: int = 32,
         *,
-        options: LoaderOptions | None = None,
+        options: LoaderOptions | Mapping[str, LoaderOptions] | None = None,
+        num_workers: int | Auto | None = None,
+        pin_memory: bool | Auto | None = None,
+        persistent_workers: bool | Auto | None = None,
+        prefetch_factor: int | Auto | None = None,
+        shuffle: bool | Mapping[str, bool] | None = None,
         augment: Callable[..., Any] | Mapping[str, Callable[..., Any]] | None = None,
         augment_on: AugmentOn = "auto",
         image: str | int | None = None,
@@ -103,12 +117,10 @@ class DataModuleHooks:
         super().__init__()
         check_choice("guard", guard, get_args(GuardPolicy))
         check_choice("augment_on", augment_on, get_args(AugmentOn))
-        if options is not None and not isinstance(options, LoaderOptions):
-            raise OptionsError(
-                f"options={options!r} is a {type(options).__name__}; pass LoaderOptions(...)."
-            )
         self.batch_size = checked_batch_size(batch_size)
-        self.options = options if options is not None else LoaderOptions()
+        given = (num_workers, pin_memory, persistent_workers, prefetch_factor)
+        self.options = joined_options(options, dict(zip(LOADER_ARGUMENTS, given, strict=True)))
+        self.shuffle = checked_shuffle(shuffle)
         self.guard: GuardPolicy = guard
         self.collate_fn = collate_fn
         self.drop_last = drop_last
@@ -187,7 +199,8 @@ class DataModuleHooks:
         val_dataset: Any = None,
         test_dataset: Any = None,
         predict_dataset: Any = None,
-        batch_size: int = 32,
+        batch_size: int | None = None,
+        num_workers: int | Auto | None = None,
         **arguments: Any,
     ):
         """Return a data module of datasets that exist already.
@@ -197,15 +210,51 @@ class DataModuleHooks:
             val_dataset: Dataset to validate on.
             test_dataset: Dataset to test on.
             predict_dataset: Dataset to predict.
-            batch_size: Samples per batch and rank.
+            batch_size: Samples per batch and rank. Default: the constructor's.
+            num_workers: Processes that read samples. Default: chosen for this machine.
             **arguments: The other arguments of the constructor.
         """
-        module = cls(batch_size=batch_size, **arguments)
-        given = (train_dataset, val_dataset, test_dataset, predict_dataset)
-        for stage, dataset in zip(STAGES, given, strict=True):
-            if dataset is not None:
-                setattr(module, DATASET_METHOD[stage], Constant(dataset))
-        return module
+        datasets = (train_dataset, val_dataset, test_dataset, predict_dataset)
+        given = {"batch_size": batch_size, "num_workers": num_workers, **arguments}
+        return of_datasets(cls, datasets, given)
+
+    @classmethod
+    def from_loaders(  # type: ignore[no-untyped-def]
+        cls,
+        train: Any = None,
+        val: Any = None,
+        test: Any = None,
+        predict: Any = None,
+        *,
+        keep_workers: bool = False,
+        **arguments: Any,
+    ):
+        """Return a data module of the datasets of DataLoaders, in the same batches.
+
+        Each is a ``torch.utils.data.DataLoader``, a list or dict of them, or Lightning's
+        ``CombinedLoader``. Of a loader are kept: dataset, sampler or batch sampler, batch size,
+        ``drop_last``, ``collate_fn``, ``worker_init_fn``, ``generator``, ``timeout``,
+        ``multiprocessing_context`` and ``in_order``. A plain ``shuffle=True`` becomes this
+        package's shuffle by seed and epoch. ``batch_size`` of the data module is that of the first
+        training loader; setting it, as ``Tuner.scale_batch_size`` and the guard do, scales those of
+        all loaders in proportion.
+
+        Args:
+            train: To train on.
+            val: To validate on.
+            test: To test on.
+            predict: To predict.
+            keep_workers: Keep ``num_workers``, ``prefetch_factor``, ``persistent_workers`` and
+                ``pin_memory`` too. Otherwise they are chosen for this machine, except for the
+                workers of a stream, since the number of those decides its batches.
+            **arguments: The other arguments of the constructor, except ``batch_size`` and
+                ``shuffle``.
+
+        Raises:
+            OptionsError: Something is no DataLoader, or one that makes its batches in its own way.
+        """
+        loaders: dict[Stage, Any] = {"train": train, "val": val, "test": test, "predict": predict}
+        return of_loaders(cls, loaders, arguments, keep_workers=keep_workers)
 
     def register_transform(self, transform: Any, *, stage: Stage = "train") -> Callable[[], None]:
         """Add a transform that runs on every batch of a stage, on the device.

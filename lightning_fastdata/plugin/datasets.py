@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch.utils.data import Dataset
+
+from lightning_fastdata.plugin.given_loaders import GivenLoader
 
 
 def named(datasets: Any, name: str) -> list[tuple[str, Any]]:
@@ -35,7 +37,7 @@ def is_several(datasets: Any) -> bool:
     """Whether these are datasets rather than one dataset that happens to be a sequence."""
     if isinstance(datasets, Dataset) or not isinstance(datasets, list | tuple):
         return False
-    return len(datasets) > 0 and all(isinstance(d, Dataset) for d in datasets)
+    return len(datasets) > 0 and all(isinstance(d, Dataset | GivenLoader) for d in datasets)
 
 
 def is_missing(datasets: Any) -> bool:
@@ -46,8 +48,10 @@ def is_missing(datasets: Any) -> bool:
 class Constant:
     """A dataset method that returns a given dataset; unlike a lambda, it can be pickled."""
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: Any, combine: Callable[[Any], Any] | None = None) -> None:
         self.dataset = dataset
+        self.combine = combine
+        """Makes one loader of those of the datasets; None: Lightning does."""
 
     def __call__(self) -> Any:
         """Return the dataset."""

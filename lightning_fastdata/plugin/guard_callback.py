@@ -9,6 +9,7 @@ from torch.utils.data import IterableDataset
 
 from lightning_fastdata.batch_size import CudaMemoryReader, skipped
 from lightning_fastdata.loading.order import dataset_length
+from lightning_fastdata.plugin.given_loaders import GivenLoader, taken_apart
 from lightning_fastdata.plugin.guard import apply_decision, run_guard
 from lightning_fastdata.plugin.trainer_facts import has_cuda
 
@@ -68,8 +69,8 @@ class GuardHooks:
             self.decision = _as_before(self._resumed, trainer, datamodule)
         elif rows is None:
             why = (
-                "the training data is a stream, or comes from the module's own train_dataloader(), "
-                "so that no batch of another size can be made"
+                "the training data is a stream, has a batch sampler of its own, or comes from the "
+                "module's own train_dataloader(), so that no batch of another size can be made"
             )
             self.decision = skipped(datamodule.batch_size, trainer.accumulate_grad_batches, why)
         else:
@@ -142,6 +143,9 @@ def attach_guard(trainer: Any, guard: type) -> None:
 def guard_rows(datasets: Iterable[Any]) -> int | None:
     """Return the samples of the longest dataset; None if one is a stream, or there is none."""
     known = list(datasets)
+    if any(isinstance(item, GivenLoader) and item.batch_size is None for item in known):
+        return None
+    known = [taken_apart(item, 1)[0] for item in known]
     lengths = [None if isinstance(d, IterableDataset) else dataset_length(d) for d in known]
     return None if None in lengths else max((n for n in lengths if n is not None), default=None)
 
@@ -152,11 +156,14 @@ def first_rows(datamodule: Any, dataset: Any, rows: int) -> Batch:
     Short datasets repeat. The loader is the real one, with its transforms. One worker reads, so
     that nothing of the dataset is opened in the training process before all workers start.
     """
+    dataset, known = taken_apart(dataset, rows)
+    rows = known.get("batch_size", rows)
     length = len(dataset)
     loader = datamodule.make_loader(
         dataset,
         stage="train",
         batch_size=rows,
+        collate_fn=known.get("collate_fn", datamodule.collate_fn),
         sampler=[i % length for i in range(rows)],
         drop_last=False,
         num_workers=1,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch.utils.data import Dataset, IterableDataset, SequentialSampler
 
+from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.loading.order import (
     EvaluationBatchSampler,
@@ -31,16 +32,18 @@ def build_loader(
     plan: LoaderPlan,
     settings: Mapping[str, Any],
     overrides: Mapping[str, Any],
+    shuffle: bool | None = None,
     ranks: int = 1,
 ) -> FastDataLoader:
     """Return the loader; a sharing strategy that was planned is set for the whole process.
 
     Args:
         dataset: The dataset to load.
-        stage: Training is shuffled, by the seed in ``settings``.
+        stage: Training is shuffled unless something else is asked for.
         plan: The settings that were chosen for this machine.
         settings: Further arguments of :class:`FastDataLoader`.
         overrides: Arguments that win over all others; what they exclude is left out.
+        shuffle: Whether to shuffle, by the seed in ``settings``; None: as suits the stage.
         ranks: Training processes. With more than one, evaluation is put into batches that can be
             shared among them, unless an override says which samples come in which order.
     """
@@ -48,10 +51,19 @@ def build_loader(
         torch.multiprocessing.set_sharing_strategy(plan.sharing_strategy)  # type: ignore[no-untyped-call]
     arguments = {**settings, **plan.dataloader_kwargs(), "worker_nice": plan.worker_nice}
     arguments |= {"executor": plan.executor, "page_lock": plan.page_lock}
-    if stage == "train" and not isinstance(dataset, IterableDataset):
+    overrides = dict(overrides)
+    if not any(overrides.get(name) is not None for name in ("sampler", "batch_sampler")):
+        shuffle = overrides.pop("shuffle", shuffle)
+    stream = isinstance(dataset, IterableDataset)
+    if stream and shuffle:
+        raise OptionsError(
+            f"shuffle=True, but {type(dataset).__name__} is a stream, which has no index to "
+            "shuffle. Shuffle in the stream, and leave out shuffle."
+        )
+    if not stream and (stage == "train" if shuffle is None else shuffle):
         arguments["sampler"] = ShuffleSampler(cast("Any", dataset), settings["seed"])
-    if overrides.get("num_workers") == 0:
-        arguments = _without(arguments, _NEEDS_WORKERS)
+    if plan.num_workers == 0:
+        overrides = _without(overrides, _NEEDS_WORKERS)
     arguments = {**arguments, **overrides}
     if ranks > 1 and stage != "train" and _can_be_shared(dataset, arguments):
         arguments["batch_sampler"] = EvaluationBatchSampler(

@@ -14,10 +14,14 @@ from lightning_fastdata.loading.automatic import needs_look, plan_for
 from lightning_fastdata.loading.executors.suited import Batches
 from lightning_fastdata.loading.inspection import DatasetFacts, Questions, inspect_dataset
 from lightning_fastdata.plugin.arguments import (
+    options_from,
+    options_of,
+    shuffles,
     take_over_hyperparameters,
     warn_of_lost_batch_size,
 )
 from lightning_fastdata.plugin.datasets import in_form_of, is_missing, named
+from lightning_fastdata.plugin.given_loaders import refuse_loaders, taken_apart
 from lightning_fastdata.plugin.hooks import hook_against_device
 from lightning_fastdata.plugin.loaders import build_loader
 from lightning_fastdata.plugin.pipelines import LoaderFacts
@@ -77,9 +81,15 @@ class ModuleLoaders:
                 f"{DATASET_METHOD[stage]}() returned {datasets!r}. Override it to return a "
                 "dataset."
             )
-        loaders = [module.make_loader(d, stage=stage, name=name) for name, d in by_name]
+        loaders = []
+        for name, item in by_name:
+            options = options_of(module.options, stage)
+            dataset, known = taken_apart(item, module.batch_size, options)
+            loaders.append(module.make_loader(dataset, stage=stage, name=name, **known))
         silence_padding_warning(loaders, stage, module.trainer)
-        return in_form_of(datasets, loaders)
+        formed = in_form_of(datasets, loaders)
+        combine = getattr(getattr(module, DATASET_METHOD[stage]), "combine", None)
+        return formed if combine is None else combine(formed)
 
     def make(
         self,
@@ -94,35 +104,39 @@ class ModuleLoaders:
         warn_of_lost_batch_size(module, overrides)
         trainer, seed = module.trainer, _seed(module)
         name = name if name is not None else _name_of(module, stage)
+        options, overrides = options_from(options_of(module.options, stage), overrides)
+        asked = _batches_of(module, overrides)
         of = LoaderFacts(
             dataset=dataset,
             stage=stage,
             name=name,
             seed=seed,
-            collate_fn=module.collate_fn,
+            collate_fn=asked["collate_fn"],
             against=hook_against_device(module, getattr(trainer, "lightning_module", None)),
             trainer=trainer,
         )
         questions = replace(
             self.pipelines.questions(of),
             sample=trainer is not None,
-            look=self._look_questions(module, stage),
+            look=self._look_questions(options, asked, stage),
         )
-        facts = _inspect(module, dataset, questions, name, overrides)
+        facts = _inspect(dataset, questions, name, options, asked)
         if facts.sample is not None:
             for transform in self._transforms[stage]:
                 transform.check_sample(facts.sample)
         found = self.pipelines.find(of, facts)
-        if overrides.get("batch_size", module.batch_size) is None:
+        if asked["batch_size"] is None:
             found = found._replace(own=None)  # Only batches wait for a device.
-        plan = self._plan(module, dataset, stage, facts, recorded=found.own is not None)
+        plan = self._plan(
+            module, dataset, stage, facts, options, asked, recorded=found.own is not None
+        )
         for limit in (*facts.warnings, *plan.limits):
             warnings.warn(f"{name}: {limit}", FastDataWarning, stacklevel=3)
         self._plans[name] = plan
         self._prefetching.decide(module, trainer, module.written_hooks())
         settings: dict[str, Any] = {
-            "batch_size": module.batch_size,
-            "collate_fn": module.collate_fn,
+            "batch_size": asked["batch_size"] or 1,
+            "collate_fn": asked["collate_fn"],
             "drop_last": module.drop_last and stage == "train",
             "seed": seed,
             "epoch": partial(_training_epoch, module) if stage == "train" else first_epoch,
@@ -146,6 +160,7 @@ class ModuleLoaders:
             plan=plan,
             settings=settings,
             overrides=overrides,
+            shuffle=shuffles(module.shuffle, stage),
             ranks=sharing_ranks(trainer),
         )
         self.pipelines.placing.opened(stage, loader)
@@ -155,26 +170,31 @@ class ModuleLoaders:
     def explain(self, module: Any) -> str:
         """Return every choice that was made, its value and its reason, as text."""
         take_over_hyperparameters(module)
-        datasets = {
-            (stage, name): dataset
-            for stage in STAGES
-            for name, dataset in _named_datasets(module, stage)[1]
-        }
-        for (stage, name), dataset in datasets.items():
-            if name not in self._plans:
-                questions = Questions(look=self._look_questions(module, stage))
-                facts = _inspect(module, dataset, questions, name, {})
-                self._plans[name] = self._plan(module, dataset, stage, facts)
+        datasets = {}
+        for stage in STAGES:
+            for name, item in _named_datasets(module, stage)[1]:
+                options = options_of(module.options, stage)
+                dataset, known = taken_apart(item, module.batch_size, options)
+                datasets[stage, name] = dataset
+                if name not in self._plans:
+                    options, known = options_from(options, known)
+                    asked = _batches_of(module, known)
+                    questions = Questions(look=self._look_questions(options, asked, stage))
+                    facts = _inspect(dataset, questions, name, options, asked)
+                    self._plans[name] = self._plan(module, dataset, stage, facts, options, asked)
         parts = [f"{name}\n{plan.explain()}" for name, plan in self._plans.items()]
         parts += self.pipelines.explain(module.trainer, datasets)
         return "\n\n".join([*parts, self._prefetching.explain()])
 
-    def _look_questions(self, module: Any, stage: Stage) -> Batches | None:
-        if not needs_look(module.options):
+    def _look_questions(
+        self, options: LoaderOptions, asked: Mapping[str, Any], stage: Stage
+    ) -> Batches | None:
+        if not needs_look(options):
             return None
-        collate_fn = module.collate_fn
+        collate_fn, batch_size = asked["collate_fn"], asked["batch_size"]
         transformed = self._transforms.worker_part(stage) is not None
-        return Batches(collate_fn is None, transformed, module.batch_size, collate_fn)
+        default = collate_fn is None and batch_size is not None
+        return Batches(default, transformed, batch_size, collate_fn)
 
     def _plan(
         self,
@@ -182,6 +202,8 @@ class ModuleLoaders:
         dataset: Dataset[Any],
         stage: Stage,
         facts: DatasetFacts,
+        options: LoaderOptions,
+        asked: Mapping[str, Any],
         *,
         recorded: bool = False,
     ) -> LoaderPlan:
@@ -189,42 +211,57 @@ class ModuleLoaders:
         return plan_for(
             dataset,
             facts,
-            options=module.options,
+            options=options,
             stage=stage,
-            batch_size=module.batch_size,
+            batch_size=asked["batch_size"],
             accelerator=device_type(trainer),
             local_ranks=1 if trainer is None else trainer.num_devices,
+            worker_init_fn=asked["worker_init_fn"],
+            transformed=self._transforms.worker_part(stage) is not None,
             recorded=recorded,
         )
 
 
 def _inspect(
-    module: Any,
     dataset: Dataset[Any],
     questions: Questions,
     name: str,
-    overrides: Mapping[str, Any],
+    options: LoaderOptions,
+    asked: Mapping[str, Any],
 ) -> DatasetFacts:
-    options: LoaderOptions = module.options
     method = options.multiprocessing_context
-    workers = overrides.get("num_workers", options.num_workers)
     return inspect_dataset(
         dataset,
         questions,
         name=name,
-        start_method=None if method == "auto" else method,
-        worker_init_fn=overrides.get("worker_init_fn"),
-        reads_here=workers == 0 or options.executor == "inline",
+        start_method=asked["start_method"] if method == "auto" else method,
+        worker_init_fn=asked["worker_init_fn"],
+        reads_here=options.num_workers == 0 or options.executor == "inline",
     )
 
 
 def _named_datasets(module: Any, stage: Stage) -> tuple[Any, list[tuple[str, Any]]]:
     datasets = getattr(module, DATASET_METHOD[stage])()
+    refuse_loaders(datasets, _name_of(module, stage), stage)
     return datasets, named(datasets, _name_of(module, stage))
 
 
 def _name_of(module: Any, stage: Stage) -> str:
     return f"{type(module).__name__}.{DATASET_METHOD[stage]}()"
+
+
+def _batches_of(module: Any, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is to be known of a loader's batches and workers before it is made."""
+    batch_size = overrides.get("batch_size", module.batch_size)
+    if overrides.get("batch_sampler") is not None:
+        batch_size = getattr(overrides["batch_sampler"], "batch_size", None) or module.batch_size
+    context = overrides.get("multiprocessing_context")  # a name is among the options
+    return {
+        "batch_size": batch_size,
+        "start_method": None if context is None else context.get_start_method(),
+        "collate_fn": overrides.get("collate_fn", module.collate_fn),
+        "worker_init_fn": overrides.get("worker_init_fn"),
+    }
 
 
 def _seed(module: Any) -> int:

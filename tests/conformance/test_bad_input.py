@@ -211,8 +211,8 @@ def test_a_misspelled_option_is_found_through_a_subclass():
         def __init__(self, root=".", **arguments):
             super().__init__(**arguments)
 
-    with pytest.raises(OptionsError, match="num_workers"):
-        Photos(num_workers=3)
+    with pytest.raises(OptionsError, match=r"num_worker.*Did you mean num_workers"):
+        Photos(num_worker=3)
 
 
 @pytest.mark.parametrize("stage", ["fit", "training", "sanity"])

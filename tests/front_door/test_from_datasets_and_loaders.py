@@ -1,0 +1,378 @@
+"""Datasets and DataLoaders that a user has become a data module that trains on the same batches."""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.tuner import Tuner
+from lightning.pytorch.utilities import CombinedLoader
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    get_worker_info,
+)
+
+from lightning_fastdata import FastDataError, FastDataModule, LoaderOptions
+
+
+class Numbers(Dataset):
+    """Its samples are their indices; Python code, so that workers read it."""
+
+    def __init__(self, length: int = 20) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        info = get_worker_info()
+        return {"x": torch.tensor(index), "workers": 0 if info is None else info.num_workers}
+
+
+class Seen(LightningModule):
+    """Notes the batches of each stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+        self.batches: dict[str, list[Any]] = {"train": [], "val": [], "test": [], "predict": []}
+
+    def note(self, stage: str, batch: Any) -> None:
+        self.batches[stage].append(plain(batch))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.note("train", batch)
+        return self.weight.sum()
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.note("val", batch)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.note("test", batch)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> None:
+        self.note("predict", batch)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def plain(batch: Any) -> Any:
+    """Return the numbers of a batch, however it is built."""
+    if isinstance(batch, torch.Tensor):
+        return batch.tolist()
+    if isinstance(batch, dict):
+        return {k: plain(v) for k, v in batch.items()} if "x" not in batch else plain(batch["x"])
+    return [plain(part) for part in batch] if isinstance(batch, list | tuple) else batch
+
+
+def flat(batches: list[list[int]]) -> list[int]:
+    return list(chain.from_iterable(batches))
+
+
+def trainer(**arguments: Any) -> Trainer:
+    quiet: dict[str, Any] = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "accelerator": "cpu",
+        "num_sanity_val_steps": 0,
+        "max_epochs": 1,
+    }
+    return Trainer(**{**quiet, **arguments})
+
+
+def fitted(data: Any, **arguments: Any) -> dict[str, list[Any]]:
+    model = Seen()
+    trainer(**arguments).fit(model, datamodule=data)
+    return model.batches
+
+
+# -- from_datasets and the constructor -------------------------------------------------------------
+
+
+def test_from_datasets_takes_the_arguments_of_lightnings_own() -> None:
+    data = FastDataModule.from_datasets(Numbers(), Numbers(6), None, None, 4, 2, pin_memory=False)
+    loader = data.train_dataloader()
+    assert (loader.batch_size, loader.num_workers, loader.pin_memory) == (4, 2, False)
+    seen = fitted(data)
+    assert sorted(flat(seen["train"])) == list(range(20))
+    assert seen["val"] == [[0, 1, 2, 3], [4, 5]]
+    assert "set by you" in data.explain()
+
+
+def test_common_loader_arguments_say_the_same_as_options() -> None:
+    short = FastDataModule(
+        num_workers=2, persistent_workers=False, prefetch_factor=3, pin_memory=False
+    )
+    long = LoaderOptions(
+        num_workers=2, persistent_workers=False, prefetch_factor=3, pin_memory=False
+    )
+    assert short.options == long
+
+
+@pytest.mark.parametrize(
+    ("shuffle", "train_in_order", "val_in_order"),
+    [(None, False, True), (False, True, True), (True, False, True), ({"val": True}, False, False)],
+)
+def test_shuffle_is_for_training_or_by_stage(shuffle, train_in_order, val_in_order) -> None:
+    seen = fitted(
+        FastDataModule.from_datasets(
+            Numbers(), Numbers(), batch_size=4, num_workers=0, shuffle=shuffle
+        )
+    )
+    for stage, in_order in (("train", train_in_order), ("val", val_in_order)):
+        order = flat(seen[stage])
+        assert (order == list(range(20))) is in_order
+        assert sorted(order) == list(range(20))
+
+
+def test_options_are_taken_by_stage_and_the_others_are_chosen() -> None:
+    data = FastDataModule.from_datasets(
+        Numbers(),
+        Numbers(),
+        batch_size=4,
+        options={"val": LoaderOptions(num_workers=0), "train": LoaderOptions(num_workers=2)},
+    )
+    assert (data.train_dataloader().num_workers, data.val_dataloader().num_workers) == (2, 0)
+    fitted(data)
+    one = FastDataModule(options={"val": LoaderOptions(in_order=False)}, prefetch_factor=3)
+    assert one.options["val"] == LoaderOptions(in_order=False, prefetch_factor=3)
+    assert one.options["test"] == LoaderOptions(prefetch_factor=3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"num_workers": 2, "options": LoaderOptions(num_workers=3)}, "contradict"),
+        ({"num_workers": 2, "options": {"val": LoaderOptions(num_workers=3)}}, r"options\['val'\]"),
+        ({"options": {"fit": LoaderOptions()}}, "'fit', which is no stage"),
+        ({"options": {"val": 2}}, r"options\['val'\]=2"),
+        ({"shuffle": {"training": True}}, "'training', which is no stage"),
+        ({"shuffle": "yes"}, "shuffle='yes'"),
+        ({"num_workers": -1}, "num_workers is -1"),
+        ({"num_worker": 1}, "Did you mean num_workers"),
+    ],
+)
+def test_a_contradiction_or_an_impossible_value_is_named(arguments, text) -> None:
+    with pytest.raises(FastDataError, match=text):
+        FastDataModule.from_datasets(Numbers(), **arguments)
+
+
+class Own(FastDataModule):
+    """A subclass as people write them: few arguments of its own."""
+
+    def __init__(self, folder: str, batch_size: int = 6) -> None:
+        super().__init__(batch_size, seed=3)
+        self.folder = folder
+
+
+def test_a_subclass_need_not_take_the_loader_arguments_itself() -> None:
+    own = Own.from_datasets(Numbers(), folder="x", num_workers=2, shuffle=False)
+    assert (own.batch_size, own.folder, own.seed) == (6, "x", 3)
+    loader = own.train_dataloader()
+    assert loader.num_workers == 2
+    assert plain(next(iter(loader))) == [0, 1, 2, 3, 4, 5]
+    assert Own.from_datasets(Numbers(), folder="x", batch_size=2).batch_size == 2
+    loader.close()
+
+
+@pytest.mark.parametrize("form", ["arguments", "options", "stages"])
+def test_the_arguments_come_from_a_configuration_file(form, tmp_path, monkeypatch) -> None:
+    settings: dict[str, Any] = {
+        "arguments": {"num_workers": 2, "persistent_workers": False, "shuffle": False},
+        "options": {"options": {"num_workers": 2}, "shuffle": {"train": False}},
+        "stages": {"options": {"val": {"num_workers": 0}, "train": {"num_workers": 2}}},
+    }[form]
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump({"data": settings}))
+    cli = LightningCLI(Seen, FastDataModule, run=False, args=["--config", str(file)])
+    options = cli.datamodule.options
+    if form == "stages":
+        assert (options["train"].num_workers, options["val"].num_workers) == (2, 0)
+        assert options["test"] == LoaderOptions()
+        return
+    assert options.num_workers == 2
+    assert cli.datamodule.shuffle in (False, {"train": False})
+
+
+# -- from_loaders ----------------------------------------------------------------------------------
+
+
+class Buckets:
+    """A batch sampler that is no BatchSampler: batches of different sizes."""
+
+    def __init__(self) -> None:
+        self.batches = [[0, 1], [7, 8, 9], [19], [4, 4, 4, 4]]
+
+    def __iter__(self) -> Any:
+        return iter(self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+
+def joined(samples: list[Any]) -> Any:
+    return torch.stack([sample["x"] for sample in samples]) * 10
+
+
+class Halves(IterableDataset):
+    def __iter__(self) -> Any:
+        info = get_worker_info()
+        first, step = (0, 1) if info is None else (info.id, info.num_workers)
+        for index in range(first, 11, step):
+            yield {"x": index}
+
+
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(7)
+
+
+LOADERS: dict[str, Any] = {
+    "in order": lambda: DataLoader(Numbers(), 3),
+    "drop_last": lambda: DataLoader(Numbers(), 3, drop_last=True),
+    "collate_fn": lambda: DataLoader(Numbers(), 3, collate_fn=joined),
+    "own order": lambda: DataLoader(Numbers(), 3, sampler=[5, 1, 1, 0]),
+    "weighted": lambda: DataLoader(
+        Numbers(), 3, sampler=WeightedRandomSampler(np.arange(20), 9, generator=generator())
+    ),
+    "subset": lambda: DataLoader(
+        Numbers(), 3, sampler=SubsetRandomSampler(range(4, 9), generator=generator())
+    ),
+    "with replacement": lambda: DataLoader(
+        Numbers(), 3, sampler=RandomSampler(Numbers(), True, 8, generator())
+    ),
+    "shuffled by a generator": lambda: DataLoader(
+        Numbers(), 3, shuffle=True, generator=generator()
+    ),
+    "batch sampler": lambda: DataLoader(
+        Numbers(), batch_sampler=BatchSampler(SequentialSampler(range(8)), 3, True)
+    ),
+    "buckets": lambda: DataLoader(Numbers(), batch_sampler=Buckets()),
+    "single samples": lambda: DataLoader(Numbers(), batch_size=None),
+    "workers": lambda: DataLoader(Numbers(), 3, num_workers=1, timeout=60, in_order=True),
+    "stream": lambda: DataLoader(Halves(), 3),
+    "stream of two workers": lambda: DataLoader(Halves(), 3, num_workers=2),
+}
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_training_gets_the_batches_that_the_loader_gives(kind) -> None:
+    seed_everything(1, verbose=False)
+    model = Seen()
+    trainer(max_epochs=2).fit(model, LOADERS[kind]())
+    seed_everything(1, verbose=False)
+    workers = {"num_workers": 1} if kind == "stream" else {}
+    data = FastDataModule.from_loaders(LOADERS[kind](), **workers)
+    assert fitted(data, max_epochs=2)["train"] == model.batches["train"]
+
+
+def test_a_plain_shuffle_becomes_the_one_by_seed_and_epoch() -> None:
+    data = FastDataModule.from_loaders(DataLoader(Numbers(), 4, shuffle=True), seed=5)
+    same = FastDataModule.from_datasets(Numbers(), batch_size=4, seed=5, num_workers=0)
+    assert fitted(data, max_epochs=2)["train"] == fitted(same, max_epochs=2)["train"]
+
+
+def test_each_stage_and_each_loader_keeps_its_own_batches() -> None:
+    data = FastDataModule.from_loaders(
+        {"few": DataLoader(Numbers(), 2), "many": DataLoader(Numbers(), 4)},
+        val=[DataLoader(Numbers(4), 3), DataLoader(Numbers(3), 1)],
+        test=DataLoader(Numbers(), sampler=[3, 1]),
+        predict=DataLoader(Numbers(5), 2),
+    )
+    seen = fitted(data)
+    assert seen["train"][:2] == [
+        {"few": [0, 1], "many": [0, 1, 2, 3]},
+        {"few": [2, 3], "many": [4, 5, 6, 7]},
+    ]
+    assert seen["val"] == [[0, 1, 2], [3], [0], [1], [2]]
+    model = Seen()
+    trainer().test(model, datamodule=data, verbose=False)
+    trainer().predict(model, datamodule=data)
+    assert (model.batches["test"], model.batches["predict"]) == ([[3], [1]], [[0, 1], [2, 3], [4]])
+
+
+def test_a_combined_loader_keeps_its_mode() -> None:
+    def combined() -> CombinedLoader:
+        loaders = {"a": DataLoader(Numbers(4), 2), "b": DataLoader(Numbers(9), 3)}
+        return CombinedLoader(loaders, "max_size_cycle")
+
+    model = Seen()
+    trainer().fit(model, combined())
+    assert fitted(FastDataModule.from_loaders(combined()))["train"] == model.batches["train"]
+
+
+def test_workers_are_chosen_unless_they_are_to_be_kept() -> None:
+    loader = DataLoader(Numbers(), 4, num_workers=2, prefetch_factor=5)
+    kept = FastDataModule.from_loaders(loader, keep_workers=True).train_dataloader()
+    assert (kept.num_workers, kept.prefetch_factor) == (2, 5)
+    chosen = FastDataModule.from_loaders(loader)
+    assert chosen.options == LoaderOptions()
+    assert "set by you" not in chosen.explain()
+    asked = FastDataModule.from_loaders(loader, num_workers=1, keep_workers=False)
+    assert asked.train_dataloader().num_workers == 1
+    stream = DataLoader(Halves(), 3, num_workers=2, timeout=9)
+    asked = FastDataModule.from_loaders(
+        stream, num_workers=1, options=LoaderOptions(timeout_s=7)
+    ).train_dataloader()
+    assert (asked.num_workers, asked.timeout) == (1, 7)
+
+
+def test_the_batch_size_finder_scales_all_loaders_in_proportion() -> None:
+    data = FastDataModule.from_loaders(
+        {"few": DataLoader(Numbers(64), 4), "many": DataLoader(Numbers(64), 8)},
+        num_workers=0,
+    )
+    assert data.batch_size == 4
+    tuner = Tuner(trainer(max_steps=1))
+    found = tuner.scale_batch_size(Seen(), datamodule=data, max_trials=3, init_val=2)
+    assert found == data.batch_size == 8
+    assert {k: v.batch_size for k, v in data.train_dataloader().items()} == {"few": 8, "many": 16}
+    assert "num_workers" in data.explain()
+
+
+def test_the_guard_gets_batches_as_the_loaders_make_them() -> None:
+    loaders = {
+        "few": DataLoader(Numbers(), 4),
+        "many": DataLoader(Numbers(9), 8, collate_fn=joined),
+    }
+    data = FastDataModule.from_loaders(loaders, num_workers=0)
+    assert data.rows_for_guard() == 20
+    batch = data.batch_for_guard(2)
+    assert plain(batch) == {"few": [0, 1], "many": [0, 10, 20, 30]}
+    assert FastDataModule.from_loaders(LOADERS["buckets"]()).rows_for_guard() is None
+
+
+class Odd(DataLoader):
+    def __iter__(self) -> Any:
+        yield {"x": torch.tensor([3])}
+
+
+def test_what_cannot_be_taken_apart_is_named_with_what_to_do() -> None:
+    class Data(FastDataModule):
+        def train_dataset(self) -> Any:
+            return [DataLoader(Numbers()), DataLoader(Numbers())]
+
+    for wrong, text in (
+        (lambda: FastDataModule.from_loaders(Numbers()), "from_datasets"),
+        (lambda: FastDataModule.from_loaders({"a": [1]}), r"train\['a'\] is of type list"),
+        (lambda: FastDataModule.from_loaders(Odd(Numbers())), "in its own way"),
+        (lambda: FastDataModule.from_loaders(DataLoader(Numbers()), batch_size=2), "batch_size"),
+        (lambda: fitted(Data()), r"Data.train_dataset\(\) returned a DataLoader.*from_loaders"),
+    ):
+        with pytest.raises(FastDataError, match=text):
+            wrong()

@@ -1,0 +1,277 @@
+"""Streams that share themselves out are read by several workers, each sample once."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import os
+import tarfile
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch.utils.data import (
+    ChainDataset,
+    DataLoader,
+    IterableDataset,
+    get_worker_info,
+)
+from torch.utils.data import get_worker_info as in_which_worker
+
+from lightning_fastdata import FastDataLoader, FastDataModule, FastDataWarning, LoaderOptions
+
+COUNT = 23
+SEVERAL = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs")
+
+
+def share() -> tuple[int, int]:
+    info = in_which_worker()
+    return (0, 1) if info is None else (info.id, info.num_workers)
+
+
+class Split(IterableDataset):
+    """Splits itself, and refuses to be read in the training process."""
+
+    def __init__(self, begin: int = 0, end: int = COUNT) -> None:
+        self.begin, self.end = begin, end
+        self.process = os.getpid()
+
+    def __iter__(self) -> Any:
+        info = get_worker_info()
+        assert os.getpid() != self.process
+        assert info is not None
+        for number in range(self.begin + info.id, self.end, info.num_workers):
+            yield {"x": number}
+
+
+class BySharedFunction(Split):
+    def __iter__(self) -> Any:
+        assert os.getpid() != self.process
+        return self._mine()
+
+    def _mine(self) -> Any:
+        worker, workers = share()
+        for number in itertools.islice(range(self.begin, self.end), worker, None, workers):
+            yield {"x": number}
+
+
+class Around(IterableDataset):
+    """A wrapper that knows nothing of workers."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __iter__(self) -> Any:
+        for sample in self.inner:
+            yield {"x": sample["x"]}
+
+
+class Reader:
+    """No dataset, yet what the stream reads and what splits."""
+
+    def __iter__(self) -> Any:
+        worker, workers = share()
+        return iter([{"x": number} for number in range(worker, COUNT, workers)])
+
+
+class Whole(IterableDataset):
+    """Does not split itself."""
+
+    def __iter__(self) -> Any:
+        for number in range(COUNT):
+            yield {"x": number}
+
+
+class Refuses(Whole):
+    def __iter__(self) -> Any:
+        info = get_worker_info()
+        if info is not None and info.num_workers > 1:
+            raise RuntimeError("one worker only")
+        return super().__iter__()
+
+
+class FirstOnly(IterableDataset):
+    """Gives the first samples of a stream: in each worker so many."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __iter__(self) -> Any:
+        return itertools.islice(self.inner, 3)
+
+
+class Pairs(IterableDataset):
+    """Pairs samples of two streams, which workers would pair in other ways."""
+
+    def __init__(self, *inner: Any) -> None:
+        self.inner = inner
+
+    def __iter__(self) -> Any:
+        for one, two in zip(*self.inner, strict=False):
+            yield {"x": one["x"], "y": two["x"]}
+
+
+class SplitTwice(Split):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Split()
+
+    def __iter__(self) -> Any:
+        worker, workers = share()
+        yield from itertools.islice(self.inner, worker, None, workers)
+
+
+class Seen(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+        self.batches: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.batches.append([int(x) for x in batch["x"]])
+        return self.weight.sum()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fitted(data: Any, loader: Any = None, epochs: int = 1) -> list[Any]:
+    model = Seen()
+    trainer = Trainer(
+        accelerator="cpu",
+        max_epochs=epochs,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(model, loader, datamodule=data)
+    return model.batches
+
+
+def flat(batches: list[list[int]]) -> list[int]:
+    return list(itertools.chain.from_iterable(batches))
+
+
+def hugging_face(shards: int) -> Any:
+    datasets = pytest.importorskip("datasets")
+    whole = datasets.Dataset.from_dict({"x": list(range(COUNT))})
+    stream = whole.to_iterable_dataset(num_shards=shards)
+    return stream.map(lambda row: {"x": row["x"]}).with_format("torch")
+
+
+def web_dataset(folder: Any, shards: int = 5, **how: Any) -> Any:
+    wds = pytest.importorskip("webdataset")
+    for shard in range(shards):
+        with tarfile.open(folder / f"{shard}.tar", "w") as file:
+            for number in range(shard, COUNT, shards):
+                entry = tarfile.TarInfo(f"{number:04}.x")
+                text = str(number).encode()
+                entry.size = len(text)
+                file.addfile(entry, io.BytesIO(text))
+    urls = [str(folder / f"{shard}.tar") for shard in range(shards)]
+    stream = wds.WebDataset(urls, shardshuffle=False, **how)
+    return stream.map(lambda row: {"x": int(row["x"])})
+
+
+def lit_data(folder: Any) -> Any:
+    litdata = pytest.importorskip("litdata")
+    from litdata.streaming import Cache
+
+    cache = Cache(str(folder), chunk_size=3)
+    for number in range(COUNT):
+        cache[number] = {"x": number}
+    cache.done()
+    cache.merge()
+    return litdata.StreamingDataset(str(folder), shuffle=False, drop_last=False)
+
+
+SPLITTING = {
+    "get_worker_info": lambda _: Split(),
+    "a method that asks": lambda _: BySharedFunction(),
+    "a wrapper": lambda _: Around(Around(Split())),
+    "a reader within": lambda _: Around(Reader()),
+    "a chain": lambda _: ChainDataset([Split(0, 9), BySharedFunction(9, COUNT)]),
+    "Hugging Face": lambda _: hugging_face(4),
+    "Hugging Face, few shards": lambda _: hugging_face(2),
+    "Hugging Face in a wrapper": lambda _: Around(hugging_face(3)),
+    "WebDataset": web_dataset,
+    "LitData": lit_data,
+}
+WHOLE = {
+    "nothing asks": lambda _: Whole(),
+    "refuses workers": lambda _: Refuses(),
+    "a part that does not": lambda _: ChainDataset([Whole(), Split(0, 0)]),
+    "first ones of a stream": lambda _: FirstOnly(Around(Split())),
+    "pairs": lambda _: Pairs(Split(), Split()),
+    "twice": lambda _: SplitTwice(),
+    "WebDataset without a splitter": lambda folder: web_dataset(folder, workersplitter=None),
+    "WebDataset with an epoch": lambda folder: web_dataset(folder).with_epoch(4),
+}
+
+
+@SEVERAL
+@pytest.mark.parametrize("kind", SPLITTING)
+def test_each_sample_comes_once_from_several_workers_in_the_order_of_torch(kind, tmp_path) -> None:
+    stream = SPLITTING[kind](tmp_path)
+    data = FastDataModule.from_datasets(stream, batch_size=4)
+    loader = data.train_dataloader()
+    workers = loader.num_workers
+    assert workers > 1, data.explain()
+    theirs = fitted(None, DataLoader(stream, 4, num_workers=workers))
+    assert fitted(data) == theirs
+    assert sorted(flat(theirs)) == list(range(COUNT))
+    alone = FastDataLoader(stream, 4, executor="auto")
+    assert alone.num_workers == workers
+
+
+@SEVERAL
+@pytest.mark.parametrize("kind", WHOLE)
+def test_where_it_is_not_sure_one_worker_reads_and_the_message_says_what_to_set(
+    kind, tmp_path
+) -> None:
+    stream = WHOLE[kind](tmp_path)
+    data = FastDataModule.from_datasets(stream, batch_size=4)
+    with pytest.warns(FastDataWarning, match=r"num_workers is 1 of \d+ possible.*set num_workers"):
+        loader = data.train_dataloader()
+    assert loader.num_workers == 1
+    told = FastDataModule.from_datasets(stream, batch_size=4, num_workers=2)
+    assert told.train_dataloader().num_workers == 2
+
+
+@SEVERAL
+def test_one_shard_is_read_by_one_worker_without_a_warning() -> None:
+    data = FastDataModule.from_datasets(hugging_face(1), batch_size=4)
+    assert data.train_dataloader().num_workers == 1
+    assert "its 1 shard" in data.explain()
+
+
+def take_part(worker: int) -> None:
+    info = get_worker_info()
+    stream = info.dataset
+    stream.numbers = range(worker, COUNT, info.num_workers)
+
+
+class Configured(IterableDataset):
+    """As in torch's documentation: split by a worker_init_fn."""
+
+    numbers = range(COUNT)
+
+    def __iter__(self) -> Any:
+        for number in self.numbers:
+            yield {"x": number}
+
+
+@SEVERAL
+def test_a_worker_init_fn_may_split_the_stream() -> None:
+    given = DataLoader(Configured(), 4, worker_init_fn=take_part)
+    data = FastDataModule.from_loaders(given)
+    assert data.train_dataloader().num_workers > 1
+    assert sorted(flat(fitted(data))) == list(range(COUNT))
+
+
+def test_options_by_stage_decide_for_streams_too() -> None:
+    options = {"train": LoaderOptions(num_workers=2)}
+    data = FastDataModule.from_datasets(Split(), batch_size=4, options=options)
+    assert sorted(flat(fitted(data))) == list(range(COUNT))
