@@ -17,8 +17,15 @@ from lightning_fastdata.augment.seeds import find_composes
 from lightning_fastdata.epochs import EpochCell
 from lightning_fastdata.errors import OptionsError, TransformError
 from lightning_fastdata.loading.automatic import plan_alone
+from lightning_fastdata.loading.checks import (
+    check_among,
+    check_callable,
+    check_dataset,
+    checked_seed,
+)
 from lightning_fastdata.loading.engine import Engine
 from lightning_fastdata.loading.keyed import tell_epoch
+from lightning_fastdata.loading.options import EXECUTORS, PAGE_LOCKS
 from lightning_fastdata.loading.source import Source, makes_batches, open_source, takes_stamps
 from lightning_fastdata.loading.stamped import Ledger, OpenedEnvelopes
 
@@ -90,7 +97,8 @@ class FastDataLoader(DataLoader[Any]):
             iteration.
 
     Raises:
-        OptionsError: A sidecar was asked for, and an Albumentations pipeline runs on the samples.
+        DatasetError: What was given is no dataset, or has neither length nor sampler.
+        OptionsError: An argument has an impossible value. A sidecar was asked for, and an Albumentations pipeline runs on the samples.
             At the first iteration: ``device_resident`` was asked for and the dataset is no tensors
             or arrays, or does not fit.
         TransformError: A transform on the device was asked for without batches
@@ -129,6 +137,13 @@ class FastDataLoader(DataLoader[Any]):
         page_lock: PageLockName = "copy",
         device_resident: bool | str | torch.device = False,
     ) -> None:
+        given_order = sampler is not None or batch_sampler is not None
+        check_dataset(dataset, "The dataset of FastDataLoader", ordered=given_order)
+        check_among("executor", executor, EXECUTORS)
+        check_among("page_lock", page_lock, PAGE_LOCKS)
+        check_callable("collate_fn", collate_fn, "the samples of a batch and returns the batch")
+        check_callable("worker_init_fn", worker_init_fn, "the number of a worker")
+        check_callable("epoch", epoch, "nothing and returns the epoch")
         self._inner: Source | None
         self.plan: LoaderPlan | None = None
         if executor == "auto":
@@ -182,7 +197,7 @@ class FastDataLoader(DataLoader[Any]):
                 "executor is 'sidecar', whose threads would share one Albumentations pipeline and "
                 "its random state. Use 'workers' for this dataset."
             )
-        self.seed = seed
+        self.seed = checked_seed(seed)
         self.epoch = epoch
         self.transform = transform
         self.on_device = on_device

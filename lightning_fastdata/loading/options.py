@@ -12,7 +12,8 @@ from lightning_fastdata.loading.names import refuses_unknown_names
 Auto: TypeAlias = Literal["auto"]
 
 _START_METHODS = ("auto", "fork", "spawn", "forkserver")
-_EXECUTORS = ("auto", "torch", "inline", "gather", "workers", "sidecar")
+EXECUTORS = ("auto", "torch", "inline", "gather", "workers", "sidecar")
+PAGE_LOCKS = ("copy", "register")
 _SHARING = ("auto", "file_descriptor", "file_system")
 
 
@@ -69,8 +70,8 @@ class LoaderOptions:
         check("in_order", self.in_order, type(self.in_order) is bool, "True and False")
         check_among("multiprocessing_context", self.multiprocessing_context, _START_METHODS)
         check_among("sharing_strategy", self.sharing_strategy, _SHARING)
-        check_among("executor", self.executor, _EXECUTORS)
-        check_among("page_lock", self.page_lock, ("copy", "register"))
+        check_among("executor", self.executor, EXECUTORS)
+        check_among("page_lock", self.page_lock, PAGE_LOCKS)
         seconds = self.timeout_s
         fine = type(seconds) in (int, float) and math.isfinite(seconds) and seconds >= 0
         check("timeout_s", seconds, fine, "seconds from 0 (no timeout)")

@@ -12,6 +12,7 @@ from torch.utils.data import Dataset, IterableDataset, SequentialSampler, Tensor
 from lightning_fastdata.errors import DatasetError
 from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.host.memory import read_host_memory
+from lightning_fastdata.loading.collate import check_collatable
 from lightning_fastdata.loading.executors.suited import look_at, suited_executor
 from lightning_fastdata.loading.keyed import fetches_in_batches
 from lightning_fastdata.loading.loader import FastDataLoader
@@ -36,7 +37,12 @@ _ORDERS = ("shuffle", "sampler", "batch_sampler")
 
 
 def checked_sample(
-    dataset: Dataset[Any], name: str, transforms: Sequence[StageTransform], *, read: bool
+    dataset: Dataset[Any],
+    name: str,
+    transforms: Sequence[StageTransform],
+    *,
+    read: bool,
+    default_collation: bool = False,
 ) -> Any:
     """Return a sample of the dataset that suits the transforms, or None if none may be read.
 
@@ -45,16 +51,19 @@ def checked_sample(
         name: How the user knows it.
         transforms: What will run on its samples.
         read: Whether to read a sample, or only to look at the length.
+        default_collation: Whether batches are collated by default.
 
     Raises:
         DatasetError: The dataset is empty, or its first sample cannot be read.
-        BatchError: The sample lacks what a transform needs.
+        BatchError: The sample lacks what a transform needs, or cannot be collated.
     """
     if not read:
         if dataset_length(dataset) == 0:
             raise DatasetError(f"{name} returned an empty {type(dataset).__name__} (length 0).")
         return None
     sample = probe_sample(dataset, name)
+    if default_collation and not transforms and not isinstance(dataset, IterableDataset):
+        check_collatable(sample, name)
     if sample is not None:
         for transform in transforms:
             transform.check_sample(sample)

@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lightning_fastdata.errors import DatasetError, FastDataWarning
+from lightning_fastdata.loading.checks import check_dataset
 from lightning_fastdata.plugin.datasets import in_form_of, is_missing, named
 from lightning_fastdata.plugin.hooks import hook_against_device
 from lightning_fastdata.plugin.loaders import build_loader, checked_sample, plan_for
@@ -82,7 +83,15 @@ class ModuleLoaders:
         """Return the loader for a dataset; see ``FastDataModule.make_loader``."""
         trainer, seed = module.trainer, _seed(module)
         name = name if name is not None else _name_of(module, stage)
-        sample = checked_sample(dataset, name, self._transforms[stage], read=trainer is not None)
+        given_order = any(overrides.get(n) is not None for n in ("sampler", "batch_sampler"))
+        check_dataset(dataset, name, ordered=given_order)
+        sample = checked_sample(
+            dataset,
+            name,
+            self._transforms[stage],
+            read=trainer is not None,
+            default_collation=overrides.get("collate_fn", module.collate_fn) is None,
+        )
         found = self.pipelines.find(
             dataset,
             sample,
@@ -169,7 +178,16 @@ class ModuleLoaders:
 
 
 def _named_datasets(module: Any, stage: Stage) -> tuple[Any, list[tuple[str, Any]]]:
-    datasets = getattr(module, DATASET_METHOD[stage])()
+    try:
+        datasets = getattr(module, DATASET_METHOD[stage])()
+    except Exception as error:
+        if module.trainer is not None:
+            raise  # setup() has run; it is the user's own error
+        raise DatasetError(
+            f"{_name_of(module, stage)} raised {type(error).__name__}: {error}. No trainer has "
+            "called prepare_data() and setup() yet: call setup('fit') yourself if the datasets are "
+            "made there, or ask after fit()."
+        ) from error
     return datasets, named(datasets, _name_of(module, stage))
 
 

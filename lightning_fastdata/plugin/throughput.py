@@ -12,7 +12,7 @@ from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.insight.ranks import rank_metrics
 from lightning_fastdata.insight.report import RunReport
 from lightning_fastdata.loading.moving import batch_samples
-from lightning_fastdata.loading.names import refuses_unknown_names
+from lightning_fastdata.loading.names import NeedsConstruction, refuses_unknown_names
 from lightning_fastdata.plugin import boards
 from lightning_fastdata.plugin.foreign import augment_foreign_batches
 from lightning_fastdata.plugin.headroom import Replay
@@ -41,7 +41,7 @@ _NOT_MEASURED = "A step was not measured"
 
 
 @refuses_unknown_names
-class ThroughputHooks:
+class ThroughputHooks(NeedsConstruction):
     """Measures where each step goes, logs it, and runs augmentation on the device.
 
     Works with every Trainer: with a FastDataModule, other data modules, plain loaders, and the
@@ -95,6 +95,7 @@ class ThroughputHooks:
         headroom: Literal["modelled", "measured"] = "modelled",
         report: str | Path | bool = True,
     ) -> None:
+        self._constructed = True
         super().__init__()
         if every_n_steps is not None and every_n_steps < 1:
             raise OptionsError(f"every_n_steps={every_n_steps!r} has to be at least 1, or None.")
