@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from numbers import Integral
-from typing import Any
+from typing import Any, Final
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from lightning_fastdata.errors import DatasetError, OptionsError
-from lightning_fastdata.loading.order import dataset_length
+from lightning_fastdata.errors import DatasetError, OptionsError, TransformError
+
+EXECUTORS: Final = ("auto", "torch", "inline", "gather", "workers", "sidecar")
+PAGE_LOCKS: Final = ("copy", "register")
 
 
 def check(name: str, value: object, fine: bool, allowed: str) -> None:
@@ -68,18 +70,77 @@ def check_dataset(dataset: Any, name: str, *, ordered: bool) -> None:
     wrong = _no_dataset(dataset)
     if wrong is not None:
         raise DatasetError(f"{name} is {wrong}")
-    if ordered or dataset_length(dataset) is not None:
+    if ordered:
         return
-    kind, why = type(dataset).__name__, "it has no __len__()"
+    why, cause = "it has no __len__()", None
     if hasattr(dataset, "__len__"):
         try:
             len(dataset)
+            return
         except Exception as error:
-            why = f"its __len__() raised {type(error).__name__}: {error}"
+            why, cause = f"its __len__() raised {type(error).__name__}: {error}", error
     raise DatasetError(
-        f"{name} is a {kind}, of which no order can be made: {why}. Give it a __len__() that "
-        "returns the number of its samples, pass a sampler, or derive it from "
+        f"{name} is a {type(dataset).__name__}, of which no order can be made: {why}. Give it a "
+        "__len__() that returns the number of its samples, pass a sampler, or derive it from "
         "torch.utils.data.IterableDataset if it is a stream."
+    ) from cause
+
+
+def check_whole(name: str, value: object, lowest: int) -> None:
+    """Raise an :class:`OptionsError` unless a value is None or a whole number from ``lowest``."""
+    fine = isinstance(value, Integral) and not isinstance(value, bool) and value >= lowest  # type: ignore[operator]
+    check(name, value, value is None or fine, f"None and whole numbers from {lowest}")
+
+
+def check_loader(
+    dataset: Any,
+    *,
+    executor: object,
+    page_lock: object,
+    transform: object,
+    whole: Mapping[str, tuple[object, int]],
+    orders: Mapping[str, object],
+    functions: Mapping[str, tuple[object, str]],
+) -> None:
+    """Raise an error that names what of a loader's arguments is impossible, if anything is.
+
+    Args:
+        dataset: What is to be read.
+        executor: Its name.
+        page_lock: How memory is locked.
+        transform: Of this package, or None.
+        whole: Whole numbers or None, and from where on they are allowed.
+        orders: Samplers, or None.
+        functions: Functions or None, and what each takes.
+
+    Raises:
+        DatasetError: It is no dataset.
+        OptionsError: Another argument is impossible.
+        TransformError: ``transform`` was not made by this package.
+    """
+    ordered = any(order is not None for order in orders.values())
+    check_dataset(dataset, "The dataset of FastDataLoader", ordered=ordered)
+    check_among("executor", executor, EXECUTORS)
+    check_among("page_lock", page_lock, PAGE_LOCKS)
+    for name, (function, takes) in functions.items():
+        check_callable(name, function, takes)
+    for name, (value, lowest) in whole.items():
+        check_whole(name, value, lowest)
+    for name, order in orders.items():
+        fine = order is None or hasattr(order, "__iter__") or hasattr(order, "__getitem__")
+        check(name, order, fine, "None and what can be iterated")
+    if transform is not None and not hasattr(transform, "in_worker"):
+        raise TransformError(
+            f"transform is {transform!r}; it has to be made by BatchTransform."
+            "from_albumentations(...). Or give it to a FastDataModule as augment=."
+        )
+
+
+def _hold_datasets(given: Sequence[Any]) -> bool:
+    return any(
+        isinstance(each, Dataset)
+        or (isinstance(each, list | tuple) and any(isinstance(one, Dataset) for one in each))
+        for each in given
     )
 
 
@@ -91,13 +152,14 @@ def _no_dataset(given: Any) -> str | None:
     if isinstance(given, type):
         return f"the class {given.__name__}, not a dataset. Make one of it: {given.__name__}(...)."
     if isinstance(given, str | bytes | os.PathLike):
+        path = os.fsdecode(given)
         return (
-            f"{told}. Open what is there: a folder of images with FastImageFolder({given!r:.200}), "
-            "other files with a Dataset of your own."
+            f"the path {path!r:.200}, not a dataset. Open what is there: a folder of images with "
+            f"FastImageFolder({path!r:.200}, ...), other files with a Dataset of your own."
         )
     if isinstance(given, DataLoader):
         return f"a {type(given).__name__}, not a dataset. Give its dataset: loader.dataset."
-    if isinstance(given, list | tuple) and any(isinstance(each, Dataset) for each in given):
+    if isinstance(given, list | tuple) and _hold_datasets(given):
         return (
             f"a {type(given).__name__} of datasets, not a dataset. Join them with "
             "torch.utils.data.ConcatDataset, or return one flat list or dict of datasets."

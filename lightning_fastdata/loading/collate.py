@@ -58,8 +58,8 @@ def _collate_samples(samples: Sequence[Any], collate_fields: _Collate) -> Batch:
         return _collate_but_notes(samples, collate_fields)
     except (TypeError, RuntimeError, ValueError, KeyError) as error:
         raise BatchError(
-            f"These {len(samples)} samples cannot be made into one batch: {error}. "
-            f"{_advice(samples)}"
+            f"These {len(samples)} samples cannot be made into one batch: "
+            f"{str(error).rstrip('.')}. {_advice(samples)}"
         ) from error
 
 

@@ -6,14 +6,12 @@ import math
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from lightning_fastdata.loading.checks import check, check_among
+from lightning_fastdata.loading.checks import EXECUTORS, PAGE_LOCKS, check, check_among
 from lightning_fastdata.loading.names import refuses_unknown_names
 
 Auto: TypeAlias = Literal["auto"]
 
 _START_METHODS = ("auto", "fork", "spawn", "forkserver")
-EXECUTORS = ("auto", "torch", "inline", "gather", "workers", "sidecar")
-PAGE_LOCKS = ("copy", "register")
 _SHARING = ("auto", "file_descriptor", "file_system")
 
 

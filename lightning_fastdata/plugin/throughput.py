@@ -11,6 +11,7 @@ from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.insight.ranks import rank_metrics
 from lightning_fastdata.insight.report import RunReport
+from lightning_fastdata.loading.checks import check
 from lightning_fastdata.loading.moving import batch_samples
 from lightning_fastdata.loading.names import NeedsConstruction, refuses_unknown_names
 from lightning_fastdata.plugin import boards
@@ -97,8 +98,10 @@ class ThroughputHooks(NeedsConstruction):
     ) -> None:
         self._constructed = True
         super().__init__()
-        if every_n_steps is not None and every_n_steps < 1:
+        if every_n_steps is not None and (type(every_n_steps) is not int or every_n_steps < 1):
             raise OptionsError(f"every_n_steps={every_n_steps!r} has to be at least 1, or None.")
+        fine = isinstance(report, bool | str | os.PathLike)
+        check("report", report, fine, "True, False and a path")
         self.augment = None
         if augment is not None:
             self.augment = as_batch_transform(augment, image=image, mask=mask)
