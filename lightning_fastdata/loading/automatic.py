@@ -30,6 +30,7 @@ def plan_alone(
     default_collation: bool,
     transformed: bool,
     batch_size: int | None,
+    read: bool = True,
 ) -> LoaderPlan:
     """Look at the dataset and the machine, and choose executor and workers as a data module would.
 
@@ -42,6 +43,7 @@ def plan_alone(
         default_collation: Batches are collated by default.
         transformed: An Albumentations pipeline of the loader runs on each sample.
         batch_size: Samples in a batch; None: samples are delivered, or batches of unknown size.
+        read: Whether samples may be read, by their positions from 0.
     """
     method = multiprocessing_context
     if method is not None and not isinstance(method, str):
@@ -52,7 +54,7 @@ def plan_alone(
         persistent_workers="auto" if persistent_workers is None else persistent_workers,
         executor="auto",
     )
-    look = look_at(dataset, default_collation=default_collation, transformed=transformed)
+    look = look_at(dataset, default_collation=default_collation, transformed=transformed, read=read)
     cost = look.cost
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return plan_loader(

@@ -20,6 +20,7 @@ from lightning_fastdata.loading.automatic import plan_alone
 from lightning_fastdata.loading.checks import check_loader, checked_seed
 from lightning_fastdata.loading.engine import Engine
 from lightning_fastdata.loading.keyed import tell_epoch
+from lightning_fastdata.loading.probe import probe_indices
 from lightning_fastdata.loading.source import Source, makes_batches, open_source, takes_stamps
 from lightning_fastdata.loading.stamped import Ledger, OpenedEnvelopes
 
@@ -163,6 +164,8 @@ class FastDataLoader(DataLoader[Any]):
                 default_collation=collate_fn is None and size is not None,
                 transformed=transform is not None,
                 batch_size=size,
+                read=probe_indices(dataset, 1, sampler=sampler, batch_sampler=batch_sampler)
+                is not None,
             )
             executor = cast("ExecutorName", self.plan.executor)
             num_workers = self.plan.num_workers

@@ -7,21 +7,33 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from itertools import islice
 from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import (
+    BatchSampler,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from lightning_fastdata.errors import DatasetError
 from lightning_fastdata.loading.draws import kept_random_state
-from lightning_fastdata.loading.order import dataset_length
+from lightning_fastdata.loading.order import ShuffleSampler, dataset_length
 
 _BUDGET_S: Final = 0.2
 _MOST_SAMPLES: Final = 32
 _THREAD_ROUNDS: Final = 3
+_OF_POSITIONS: Final = (SequentialSampler, RandomSampler, ShuffleSampler, DistributedSampler)
+"""Samplers that give each position of the dataset, from 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,8 +56,8 @@ class SampleCost:
         return self.wall_ms - self.cpu_ms
 
 
-def probe_sample(dataset: Dataset[Any], name: str) -> Any:
-    """Return sample 0 of a map-style dataset, leaving dataset and random state as they were.
+def probe_sample(dataset: Dataset[Any], name: str, key: Any = 0) -> Any:
+    """Return a sample of a map-style dataset, leaving dataset and random state as they were.
 
     The sample is read from a shallow copy, because a dataset that opens its files on first use
     must open them in each worker and not here.
@@ -53,6 +65,7 @@ def probe_sample(dataset: Dataset[Any], name: str) -> Any:
     Args:
         dataset: The dataset to read.
         name: How the user knows it, for the messages, e.g. ``"Photos.train_dataset()"``.
+        key: Of the sample.
 
     Returns:
         The sample, or None for an iterable dataset, which cannot be read without consuming it.
@@ -69,12 +82,18 @@ def probe_sample(dataset: Dataset[Any], name: str) -> Any:
         )
     with kept_random_state():
         try:
-            return shallow_copy(dataset)[0]
+            return shallow_copy(dataset)[key]
         except Exception as error:
+            keys = ""
+            if isinstance(error, KeyError | TypeError) and key == 0:
+                keys = (
+                    " If its keys are others than the numbers from 0, build the loader with "
+                    "make_loader(dataset, sampler=...), whose sampler gives them."
+                )
             raise DatasetError(
-                f"Reading sample 0 of {name} ({type(dataset).__name__}) raised "
+                f"Reading sample {key!r} of {name} ({type(dataset).__name__}) raised "
                 f"{type(error).__name__}: {error}. The training would have failed at its first "
-                "batch; the cause is in the traceback above."
+                f"batch; the cause is in the traceback above.{keys}"
             ) from error
 
 
@@ -127,6 +146,52 @@ def spread_indices(length: int, count: int) -> list[int]:
     """Return up to ``count`` different indices at even distances, none of them the first."""
     count = min(count, length)
     return [(2 * number + 1) * length // (2 * count) for number in range(count)]
+
+
+def probe_indices(
+    dataset: Dataset[Any],
+    count: int,
+    *,
+    sampler: Any = None,
+    batch_sampler: Any = None,
+    peek: bool = False,
+) -> list[Any] | None:
+    """Return keys of samples that may be read before the training, or None if none are known.
+
+    Without a sampler these are positions from 0. A sampler of the user's may give any keys; those
+    of torch and lists tell theirs without being iterated, which is all that is done with them here.
+
+    Args:
+        dataset: The dataset of a loader.
+        count: Keys at most.
+        sampler: Of the loader; None: the loader makes its own.
+        batch_sampler: Of the loader, likewise.
+        peek: Whether any sampler may be iterated, which may change it: in a process that is thrown
+            away.
+    """
+    if isinstance(dataset, IterableDataset):
+        return None
+    if batch_sampler is not None:
+        inner = getattr(batch_sampler, "sampler", None)
+        known = isinstance(batch_sampler, list | tuple)
+        if type(batch_sampler) is BatchSampler:
+            return probe_indices(dataset, count, sampler=inner, peek=peek)
+        keys: Any = [key for batch in batch_sampler for key in batch[:1]] if known else None
+        if keys is None and peek:
+            keys = [key for batch in islice(batch_sampler, count) for key in list(batch)[:1]]
+    elif sampler is None or type(sampler) in _OF_POSITIONS:
+        keys = range(dataset_length(dataset) or 0)
+    elif isinstance(sampler, list | tuple | range):
+        keys = sampler
+    elif type(sampler) is SubsetRandomSampler:
+        keys = sampler.indices
+    elif type(sampler) is WeightedRandomSampler:
+        keys = sampler.weights.nonzero().flatten().tolist()
+    else:
+        keys = list(islice(sampler, count)) if peek else None
+    if keys is None:
+        return None
+    return [keys[position] for position in spread_indices(len(keys), count)]
 
 
 def further_samples(

@@ -42,6 +42,7 @@ def checked_sample(
     transforms: Sequence[StageTransform],
     *,
     read: bool,
+    key: Any = 0,
     default_collation: bool = False,
 ) -> Any:
     """Return a sample of the dataset that suits the transforms, or None if none may be read.
@@ -51,6 +52,7 @@ def checked_sample(
         name: How the user knows it.
         transforms: What will run on its samples.
         read: Whether to read a sample, or only to look at the length.
+        key: Of the sample to read.
         default_collation: Whether batches are collated by default.
 
     Raises:
@@ -61,7 +63,7 @@ def checked_sample(
         if dataset_length(dataset) == 0:
             raise DatasetError(f"{name} returned an empty {type(dataset).__name__} (length 0).")
         return None
-    sample = probe_sample(dataset, name)
+    sample = probe_sample(dataset, name, key)
     if default_collation and not transforms and not isinstance(dataset, IterableDataset):
         check_collatable(sample, name)
     if sample is not None:
@@ -93,6 +95,7 @@ def plan_for(
     local_ranks: int,
     collate_fn: Any = None,
     transformed: bool = False,
+    read: bool = True,
 ) -> LoaderPlan:
     """Read what the plan of a loader rests on, and make the plan.
 
@@ -106,12 +109,15 @@ def plan_for(
         local_ranks: Training processes that share this host.
         collate_fn: Of the user; None: the default collation.
         transformed: An Albumentations pipeline runs on each sample.
+        read: Whether samples may be read, by their positions from 0.
     """
     look = suited = None
     if options.executor == "auto" or (
         options.executor != "torch" and options.num_workers == "auto"
     ):
-        look = look_at(dataset, default_collation=collate_fn is None, transformed=transformed)
+        look = look_at(
+            dataset, default_collation=collate_fn is None, transformed=transformed, read=read
+        )
         suited = suited_executor(look, workers=options.num_workers, batch_size=batch_size)
     return plan_loader(
         options,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_fastdata.errors import DatasetError, FastDataWarning
 from lightning_fastdata.loading.checks import check_dataset
+from lightning_fastdata.loading.probe import probe_indices
 from lightning_fastdata.plugin.datasets import in_form_of, is_missing, named
 from lightning_fastdata.plugin.hooks import hook_against_device
 from lightning_fastdata.plugin.loaders import build_loader, checked_sample, plan_for
@@ -83,13 +84,16 @@ class ModuleLoaders:
         """Return the loader for a dataset; see ``FastDataModule.make_loader``."""
         trainer, seed = module.trainer, _seed(module)
         name = name if name is not None else _name_of(module, stage)
-        given_order = any(overrides.get(n) is not None for n in ("sampler", "batch_sampler"))
-        check_dataset(dataset, name, ordered=given_order)
+        orders = {kind: overrides.get(kind) for kind in ("sampler", "batch_sampler")}
+        ordered = any(order is not None for order in orders.values())
+        check_dataset(dataset, name, ordered=ordered)
+        keys = probe_indices(dataset, 1, **orders) if module.options.probe else None
         sample = checked_sample(
             dataset,
             name,
             self._transforms[stage],
-            read=trainer is not None,
+            read=trainer is not None and bool(keys),
+            key=keys[0] if keys else 0,
             default_collation=overrides.get("collate_fn", module.collate_fn) is None,
         )
         found = self.pipelines.find(
@@ -104,7 +108,9 @@ class ModuleLoaders:
         )
         if overrides.get("batch_size", module.batch_size) is None:
             found = found._replace(own=None)  # Only batches wait for a device.
-        plan = self._plan(module, dataset, stage, sample, recorded=found.own is not None)
+        plan = self._plan(
+            module, dataset, stage, sample, recorded=found.own is not None, read=keys is not None
+        )
         for limit in plan.limits:
             warnings.warn(f"{name}: {limit}", FastDataWarning, stacklevel=3)
         self._plans[name] = plan
@@ -162,6 +168,7 @@ class ModuleLoaders:
         sample: Any,
         *,
         recorded: bool = False,
+        read: bool = True,
     ) -> LoaderPlan:
         trainer = module.trainer
         return plan_for(
@@ -174,6 +181,7 @@ class ModuleLoaders:
             local_ranks=1 if trainer is None else trainer.num_devices,
             collate_fn=module.collate_fn,
             transformed=recorded or self._transforms.worker_part(stage) is not None,
+            read=read and module.options.probe,
         )
 
 

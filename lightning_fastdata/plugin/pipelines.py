@@ -6,6 +6,8 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from torch.utils.data import IterableDataset
+
 from lightning_fastdata.augment.dataset_pipelines import (
     PipelinePlace,
     explain_pipelines,
@@ -88,6 +90,8 @@ class Pipelines:
         part = self._transforms.worker_part_for(stage, some_samples(dataset, sample))
         if part is not None:
             return DatasetPipeline(part, None)
+        if sample is None and not isinstance(dataset, IterableDataset):
+            return DatasetPipeline(None, None)  # none may be read, so none can be tried
         own = self._trial(
             dataset, stage=stage, name=name, seed=seed, collate_fn=collate_fn, against=against
         )

@@ -69,6 +69,7 @@ def look_at(
     *,
     default_collation: bool,
     transformed: bool,
+    read: bool = True,
     clock_s: Callable[[], float] = time.perf_counter,
     cpu_s: Callable[[], float] = time.thread_time,
     queue_s: Callable[[], float] = queued_s,
@@ -82,6 +83,7 @@ def look_at(
         dataset: Any dataset; a stream is not read.
         default_collation: Its batches are collated by default.
         transformed: An Albumentations pipeline of the loader runs on each sample.
+        read: Whether samples may be read.
         clock_s: Seconds from any start.
         cpu_s: Seconds of CPU time of the calling thread.
         queue_s: Seconds in which the calling thread waited for a CPU.
@@ -91,7 +93,7 @@ def look_at(
     rows = default_collation and not pipelines and gatherable(dataset)
     images = default_collation and not pipelines and decodes_in_place(dataset)
     cost, speedup, draws = None, None, False
-    if not (stream or rows):
+    if read and not (stream or rows):
         twin = shallow_copy(dataset)
         watch = DrawWatch()
         try:
