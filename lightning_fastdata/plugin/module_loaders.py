@@ -93,7 +93,7 @@ class ModuleLoaders:
             name,
             self._transforms[stage],
             read=trainer is not None and bool(keys),
-            key=keys[0] if keys else 0,
+            key=keys[0] if ordered and keys else 0,
             default_collation=overrides.get("collate_fn", module.collate_fn) is None,
         )
         found = self.pipelines.find(

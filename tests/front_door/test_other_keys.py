@@ -1,4 +1,4 @@
-"""Datasets whose samples have other keys than the numbers from 0, and those that nobody may read."""
+"""Datasets whose samples have other keys than numbers from 0, and those that none may read."""
 
 from __future__ import annotations
 
