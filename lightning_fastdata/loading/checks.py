@@ -88,7 +88,7 @@ def check_dataset(dataset: Any, name: str, *, ordered: bool) -> None:
 
 def check_whole(name: str, value: object, lowest: int) -> None:
     """Raise an :class:`OptionsError` unless a value is None or a whole number from ``lowest``."""
-    fine = isinstance(value, Integral) and not isinstance(value, bool) and value >= lowest  # type: ignore[operator]
+    fine = isinstance(value, Integral) and type(value) is not bool and int(value) >= lowest
     check(name, value, value is None or fine, f"None and whole numbers from {lowest}")
 
 

@@ -323,8 +323,6 @@ def test_row_37_averaged_weights_follow_an_augmented_run(tmp_path, source):
     if source == "loaders":
         data = {"train_dataloaders": DataLoader(Rows(32), batch_size=8)}
     model = Linear()
-    if not hasattr(callbacks, "EMAWeightAveraging"):
-        pytest.skip("this Lightning has no averages of weights")
     average = callbacks.EMAWeightAveraging(decay=0.5)
     for order in ([average, quiet(augment=add_one)], [quiet(augment=add_one), average]):
         model.seen["train"].clear()

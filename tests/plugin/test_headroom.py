@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 from conformance.pieces import Linear, Rows, make_trainer
-from lightning.pytorch import seed_everything
-from lightning.pytorch import callbacks
+from lightning.pytorch import callbacks, seed_everything
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
