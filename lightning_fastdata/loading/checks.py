@@ -52,8 +52,7 @@ def checked_seed(seed: object) -> int:
     Raises:
         OptionsError: It is no whole number.
     """
-    fine = isinstance(seed, Integral) and not isinstance(seed, bool)
-    check("seed", seed, fine, "whole numbers")
+    check("seed", seed, _is_whole(seed), "whole numbers")
     return int(seed)  # type: ignore[call-overload,no-any-return]
 
 
@@ -88,8 +87,12 @@ def check_dataset(dataset: Any, name: str, *, ordered: bool) -> None:
 
 def check_whole(name: str, value: object, lowest: int) -> None:
     """Raise an :class:`OptionsError` unless a value is None or a whole number from ``lowest``."""
-    fine = isinstance(value, Integral) and type(value) is not bool and int(value) >= lowest
+    fine = _is_whole(value) and int(value) >= lowest  # type: ignore[call-overload]
     check(name, value, value is None or fine, f"None and whole numbers from {lowest}")
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def check_loader(

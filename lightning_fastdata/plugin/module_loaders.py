@@ -87,7 +87,13 @@ class ModuleLoaders:
         orders = {kind: overrides.get(kind) for kind in ("sampler", "batch_sampler")}
         ordered = any(order is not None for order in orders.values())
         check_dataset(dataset, name, ordered=ordered)
-        keys = probe_indices(dataset, 1, **orders) if module.options.probe else None
+        keys = (
+            probe_indices(
+                dataset, 1, sampler=orders["sampler"], batch_sampler=orders["batch_sampler"]
+            )
+            if module.options.probe
+            else None
+        )
         sample = checked_sample(
             dataset,
             name,
