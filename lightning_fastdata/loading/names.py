@@ -30,7 +30,8 @@ class NeedsConstruction:
                 f"{cls.__name__} has no {name!r} yet, as {cls.__name__}.__init__() has not called "
                 "super().__init__(). Call it first, with the arguments of the constructor."
             )
-        raise AttributeError(f"{cls.__name__!r} object has no attribute {name!r}")
+        # Python's own error; or that of a property, which ended here for raising an AttributeError.
+        return object.__getattribute__(self, name)
 
 
 def refuses_unknown_names(cls: C) -> C:

@@ -326,6 +326,14 @@ def test_a_constructor_that_was_left_out_is_told(tmp_path):
     with pytest.raises(AttributeError, match="'MadeInSetup' object has no attribute 'lenght'"):
         _ = MadeInSetup(4).lenght
 
+    class Asks(MadeInSetup):
+        @property
+        def classes(self):
+            return self.data.classes
+
+    with pytest.raises(AttributeError, match="no attribute 'data'"):
+        _ = Asks(4).classes
+
 
 def test_datasets_that_are_made_in_setup_are_asked_for_after_it(tmp_path):
     for ask in (FastDataModule.explain, FastDataModule.train_dataloader):
