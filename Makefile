@@ -1,5 +1,6 @@
 # make demo    the package in a fresh .venv, trained on real photographs: what data stalls cost
 # make test    the tests
+# make test-lowest   the front door with the lowest versions that pyproject.toml allows
 # make check   everything CI runs: lint, types, layers, tests
 PYTHON ?= python3
 VENV := .venv
@@ -9,13 +10,21 @@ PYTEST_ARGS ?= -n 2
 # Albumentations asks the network for its newest version at import unless this is set.
 export NO_ALBUMENTATIONS_UPDATE := 1
 
-.PHONY: demo test check lint format clean
+LOWEST := .venv-lowest
+
+.PHONY: demo test test-lowest check lint format clean
 
 demo: $(VENV)/.ready-demo
 	$(PY) -m lightning_fastdata.cli demo
 
 test: $(VENV)/.ready-test
 	$(PY) -m pytest $(PYTEST_ARGS)
+
+# Apart from CI, since it installs another torch.
+test-lowest: $(LOWEST)/.ready
+	$(LOWEST)/bin/python -m pytest -q -p no:randomly -m "not gpu" tests/front_door \
+		tests/conformance/test_bad_input.py tests/conformance/test_command_line.py \
+		tests/test_import.py tests/test_versions.py
 
 check: lint test
 
@@ -41,5 +50,14 @@ $(VENV)/.ready-test: $(VENV)/.ready-demo
 	$(PY) -m pip install --quiet --group test --group lint
 	touch $@
 
+$(LOWEST)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(LOWEST)
+	$(LOWEST)/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
+	$(LOWEST)/bin/python -c 'import re, tomllib; print("\n".join(re.sub(r">=([\d.]+).*", r"==\1", each) for each in tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"]))' > $(LOWEST)/lowest.txt
+	$(LOWEST)/bin/python -m pip install --quiet --requirement $(LOWEST)/lowest.txt
+	$(LOWEST)/bin/python -m pip install --quiet --no-deps --editable .
+	$(LOWEST)/bin/python -m pip install --quiet pytest pytest-timeout hypothesis
+	touch $@
+
 clean:
-	rm -rf $(VENV) build dist demo_data demo_logs .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(LOWEST) build dist demo_data demo_logs .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

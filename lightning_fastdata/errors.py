@@ -19,8 +19,29 @@ Every message says what happened, quotes the value, and says what to do.
 from __future__ import annotations
 
 
+def printable(text: str, keep: str = "\n\t") -> str:
+    r"""Return a text as it may be shown: what no terminal prints is spelled, as ``\x1b`` is.
+
+    Names of files may hold anything: orders to a terminal, signs that turn the direction of the
+    line, and bytes that are no text (surrogates), which cannot be written as UTF-8.
+
+    Args:
+        text: what is to be shown.
+        keep: signs that stay as they are; ends of lines and tabs, if it is not said otherwise.
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        sign if sign.isprintable() or sign in keep else sign.encode("unicode_escape").decode()
+        for sign in text
+    )
+
+
 class FastDataError(Exception):
     """Root of all errors raised on purpose by this package."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 class OptionsError(FastDataError, ValueError):
@@ -53,3 +74,6 @@ class VersionError(FastDataError, ImportError):
 
 class FastDataWarning(UserWarning):
     """Something was limited or degraded; the message says what, and how to lift it."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__())

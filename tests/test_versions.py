@@ -66,6 +66,11 @@ def test_the_versions_are_those_that_the_project_declares():
     assert lightning == f"lightning>={told['lightning']},{bad}"
 
 
+def test_every_dependency_has_a_lowest_version():
+    declared = tomllib.loads(PROJECT.read_text())["project"]["dependencies"]
+    assert [one for one in declared if ">=" not in one] == []
+
+
 def test_an_old_torch_is_named_when_the_package_is_used(tmp_path):
     old = tmp_path / "torch-2.1.0.dist-info"
     old.mkdir()

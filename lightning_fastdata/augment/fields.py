@@ -22,6 +22,9 @@ _HALF_DTYPES: Final = frozenset({torch.float16, torch.bfloat16})
 _NUMBERS: Final = "biuf"
 """NumPy's kinds of numbers, of which images may be."""
 _TOO_WIDE: Final = frozenset({"int64", "uint64"})
+_CHANNELS: Final = frozenset({1, 3, 4})
+_WIDE: Final = 16
+"""An image with so many channels has more than 4 rows."""
 _PIL_MODES: Final = {"L": "L", "RGB": "RGB", "RGBA": "RGBA", "1": "L"}
 _PIL_NUMBERS: Final = frozenset({"F", "I", "I;16", "I;16B", "I;16L", "I;16N"})
 """Modes of PIL with one number of more than a byte for each pixel."""
@@ -195,6 +198,12 @@ def to_hwc(value: Any, *, name: str = "image") -> tuple[np.ndarray, Layout]:
             "[0, 1], with 2 or 3 dimensions per sample; convert it in the dataset."
         )
     if isinstance(value, np.ndarray):
+        if value.ndim == 3 and value.shape[0] in _CHANNELS and min(value.shape[1:]) >= _WIDE:
+            raise BatchError(
+                f"The {name} is {describe(value)}, with its channels first. Albumentations takes "
+                "arrays with the channels last: return it as image.transpose(1, 2, 0), or as a "
+                "torch tensor, which may have them first."
+            )
         return value, "hwc" if value.ndim == 3 else "hw"
     array = value.detach().cpu().numpy()
     if array.ndim == 2:

@@ -198,7 +198,7 @@ def _read_cgroup_available(root: Path) -> Iterator[int]:
 def _read_free(folder: Path) -> int | None:
     try:
         status = os.statvfs(folder)
-    except OSError:
+    except (OSError, AttributeError):  # no such folder; no such call on Windows
         return None
     return status.f_bavail * status.f_frsize
 

@@ -10,6 +10,7 @@ from itertools import accumulate
 from operator import add
 from typing import TYPE_CHECKING, Any, Final
 
+from lightning_fastdata.errors import printable
 from lightning_fastdata.insight.attribution import SlowSample, WaitCutter, WaitParts
 from lightning_fastdata.loading.sample_times import BUCKETS, bounds_ns
 
@@ -288,6 +289,7 @@ def cause_lines(causes: WaitCauses, *, brief: bool = False) -> list[str]:
     if parts["slow_sample_ms"] > WORTH_SAYING * total_ms:
         for sample in causes.slow_samples[: 1 if brief else 3]:
             name = f"sample {sample.index}" + (f" ({sample.path})" if sample.path else "")
+            name = printable(name, keep="")
             lines.append(f"{name} took {sample.ms:.0f} ms, others {sample.typical_ms:.2g} ms")
     times = causes.sample_times
     if times is not None and times.samples >= _FEWEST_TIMES and not brief:
@@ -297,7 +299,7 @@ def cause_lines(causes: WaitCauses, *, brief: bool = False) -> list[str]:
         )
     shown = [each for each in causes.operations if each.share > WORTH_SAYING]
     if shown:
-        listed = ", ".join(f"{each.name} {each.share:.0%}" for each in shown)
+        listed = ", ".join(f"{printable(each.name, keep='')} {each.share:.0%}" for each in shown)
         lines.append(f"of the time to read a sample: {listed}")
     return lines
 
@@ -306,7 +308,8 @@ def operations_table(causes: WaitCauses) -> str:
     """Return the timed operations as a markdown table, the most expensive first."""
     lines = ["| operation | share of reading | ms a call | calls |", "|---|---:|---:|---:|"]
     lines += [
-        f"| {each.name} | {each.share:.0%} | {each.mean_ms:.3g} | {each.calls} |"
+        f"| {printable(each.name, keep='')} | {each.share:.0%} | {each.mean_ms:.3g} "
+        f"| {each.calls} |"
         for each in causes.operations
     ]
     return "\n".join(lines) + "\n"
@@ -325,5 +328,5 @@ def _plain(index: Any) -> Any:
         return index
     try:
         return int(index)
-    except (TypeError, ValueError):
+    except Exception:  # whatever the user's own keys raise
         return repr(index)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from lightning_fastdata.errors import OptionsError
+from lightning_fastdata.errors import OptionsError, printable
 from lightning_fastdata.insight.conditions import (
     Condition,
     Outcome,
@@ -135,8 +135,8 @@ class Comparison:
 
     def _lines(self, width: int) -> Iterable[tuple[str, str]]:
         """Yield each line with its rich style."""
-        yield f" a  {self.a}", ""
-        yield f" b  {self.b}", ""
+        yield f" a  {printable(self.a, keep='')}", ""
+        yield f" b  {printable(self.b, keep='')}", ""
         yield "", ""
         asked = {one.condition.metric for one in self.outcomes}
         shown = [row for row in self.rows if _is_shown(row) or row.metric in asked]
@@ -160,7 +160,10 @@ class Comparison:
             yield from (
                 (line, "dim")
                 for line in textwrap.wrap(
-                    note, max(40, width), initial_indent=" note  ", subsequent_indent=" " * 7
+                    printable(note),
+                    max(40, width),
+                    initial_indent=" note  ",
+                    subsequent_indent=" " * 7,
                 )
             )
 

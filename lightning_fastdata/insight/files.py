@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import os
-import tempfile
+import secrets
 from pathlib import Path
 
 
 def write_atomically(path: Path, text: str) -> Path:
-    """Write ``text`` as UTF-8 so that no reader ever sees a part of it; return the path."""
+    """Write ``text`` as UTF-8 so that no reader ever sees a part of it; return the path.
+
+    What is no text (surrogates) is spelled. Who may read the file is for the umask to say.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    temporary = Path(name)
+    temporary = path.with_name(f".fastdata-{secrets.token_hex(8)}")
     try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        with temporary.open("x", encoding="utf-8", errors="backslashreplace") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        temporary.chmod(0o644)
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)

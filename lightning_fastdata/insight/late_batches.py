@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from lightning_fastdata.errors import printable
 from lightning_fastdata.insight import remedies
 from lightning_fastdata.insight.contention import (
     RUNQUEUE_HIGH,
@@ -70,7 +71,7 @@ def slow_samples(e: Evidence) -> Finding | None:
     if share < _SLOW_HIGH or _at_limit(e):
         return None
     named = ", ".join(
-        f"{s.path or s.index} ({s.ms:.0f} ms, others {s.typical_ms:.2g})"
+        f"{printable(str(s.path or s.index), keep='')} ({s.ms:.0f} ms, others {s.typical_ms:.2g})"
         for s in e.slow_samples[:3]
     )
     cause = _of_wait(e, share, "waiting for single slow samples")

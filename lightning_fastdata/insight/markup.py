@@ -1,10 +1,12 @@
-"""HTML and SVG as nested elements; text and attributes are escaped, always."""
+"""HTML and SVG as nested elements; text and attributes are escaped and printable, always."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from html import escape
 from typing import TypeAlias
+
+from lightning_fastdata.errors import printable
 
 
 class Markup(str):
@@ -29,7 +31,7 @@ def element(name: str, /, *children: Child, **attributes: str | float | None) ->
             (``class_``); those with None are left out.
     """
     written = "".join(
-        f' {key.rstrip("_").replace("_", "-")}="{escape(str(value))}"'
+        f' {key.rstrip("_").replace("_", "-")}="{escape(printable(str(value)))}"'
         for key, value in attributes.items()
         if value is not None
     )
@@ -46,5 +48,5 @@ def joined(children: Child) -> Markup:
     if isinstance(children, Markup):
         return children
     if isinstance(children, str):
-        return Markup(escape(children))
+        return Markup(escape(printable(children)))
     return Markup("".join(joined(child) for child in children))

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
+from lightning_fastdata.errors import printable
 from lightning_fastdata.insight.causes import cause_lines
 from lightning_fastdata.insight.drawing import bar, duration_text
 from lightning_fastdata.insight.files import write_atomically
@@ -171,6 +172,7 @@ def comparison_text(
         ascii: draw with ASCII signs.
     """
     width = _fitted(width)
+    reports = {printable(name): report for name, report in reports.items()}
     rates = [_rate(report) for report in reports.values()]
     top = max(rates, default=0.0)
     names = max((len(name) for name in reports), default=0)
@@ -219,7 +221,8 @@ def _verdict_lines(verdict: Verdict | None, width: int) -> Iterable[_Line]:
     if verdict is None:
         return
     badge = f" {verdict.kind.upper()} "
-    for i, part in enumerate(textwrap.wrap(verdict.sentence, width - len(badge) - 2)):
+    sentence = printable(verdict.sentence)
+    for i, part in enumerate(textwrap.wrap(sentence, width - len(badge) - 2)):
         if i == 0:
             yield [(badge, _KIND_COLORS[verdict.kind]), (f"  {part}", "")]
         else:
@@ -309,7 +312,8 @@ def _stage_line(stage: StageSummary) -> str:
 
 def _words(label: str, text: str, width: int, style: str) -> Iterable[_Line]:
     """Return the text wrapped beside its label, so that the next item is told from its lines."""
-    for i, part in enumerate(textwrap.wrap(text, width - _INDENT, subsequent_indent="  ")):
+    parts = textwrap.wrap(printable(text), width - _INDENT, subsequent_indent="  ")
+    for i, part in enumerate(parts):
         yield [(f" {label if i == 0 else '':<{_INDENT - 2}} ", "bold"), (part, style)]
 
 

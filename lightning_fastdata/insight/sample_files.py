@@ -14,14 +14,14 @@ from lightning_fastdata.loading.executors.fetch import decodes_in_place
 def sample_path(dataset: Any, index: Any) -> str | None:
     """Return the file of a sample of an image folder, torchvision's or ours, or of a subset of one.
 
-    None if the dataset holds no list ``samples`` that begins with paths.
+    None if the dataset holds no list ``samples`` that begins with paths. Bytes that are no text are
+    surrogates in it, as the ``os`` module has them.
     """
     try:
         while isinstance(dataset, Subset):
             dataset, index = dataset.dataset, dataset.indices[index]
         # Only our own list is a property: one of the user may open a file.
         samples = dataset.samples if decodes_in_place(dataset) else held(dataset, "samples")
-        path = samples[index][0]
-    except (AttributeError, IndexError, KeyError, TypeError):
+        return os.fsdecode(samples[index][0])
+    except Exception:  # `samples` is the user's, and may be anything
         return None
-    return os.fspath(path) if isinstance(path, str | os.PathLike) else None

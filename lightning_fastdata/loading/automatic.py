@@ -124,6 +124,8 @@ def plan_alone(
     batch_size: int | None,
     collate_fn: Callable[[Any], Any] | None,
     worker_init_fn: Callable[[int], None] | None,
+    sampler: Any = None,
+    batch_sampler: Any = None,
 ) -> LoaderPlan:
     """Choose executor and workers of a loader without a data module, as a data module would.
 
@@ -138,6 +140,8 @@ def plan_alone(
         batch_size: Samples in a batch; None: samples are delivered, or batches of unknown size.
         collate_fn: The user's own collation.
         worker_init_fn: Called in each worker with its number; it may give a stream's copy its part.
+        sampler: The user's own.
+        batch_sampler: The user's own.
     """
     method = multiprocessing_context
     if method is not None and not isinstance(method, str):
@@ -155,6 +159,8 @@ def plan_alone(
         name=type(dataset).__name__,
         start_method=method,
         worker_init_fn=worker_init_fn,
+        sampler=sampler,
+        batch_sampler=batch_sampler,
         reads_here=num_workers == 0,
     )
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None

@@ -1,10 +1,18 @@
-"""Checks of what a user sets about a loader."""
+"""Checks of what a user sets about a loader, and of what is given to it as a dataset."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from numbers import Integral
+from typing import Any, Final
 
-from lightning_fastdata.errors import OptionsError
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from lightning_fastdata.errors import DatasetError, OptionsError, TransformError
+
+EXECUTORS: Final = ("auto", "torch", "inline", "gather", "workers", "sidecar")
+PAGE_LOCKS: Final = ("copy", "register")
 
 
 def check(name: str, value: object, fine: bool, allowed: str) -> None:
@@ -24,3 +32,153 @@ def unsuited(executor: str, *, iterable: bool, workers: int) -> Iterator[str]:
         yield f"executor={executor!r} reads by index, which a stream has not; 'workers' reads it."
     elif not workers and executor in ("workers", "sidecar"):
         yield f"executor={executor!r} has num_workers=0, so the training process reads itself."
+
+
+def check_callable(name: str, value: object, takes: str) -> None:
+    """Raise an :class:`OptionsError` unless a value is None or can be called.
+
+    Args:
+        name: Of the option.
+        value: What was given.
+        takes: What the function takes and returns, as ``"samples and returns a batch"``.
+    """
+    fine = value is None or (callable(value) and not isinstance(value, str))
+    check(name, value, fine, f"None and a function that takes {takes}")
+
+
+def checked_seed(seed: object) -> int:
+    """Return a seed as an integer of Python.
+
+    Raises:
+        OptionsError: It is no whole number.
+    """
+    check("seed", seed, _is_whole(seed), "whole numbers")
+    return int(seed)  # type: ignore[call-overload,no-any-return]
+
+
+def check_dataset(dataset: Any, name: str, *, ordered: bool) -> None:
+    """Raise a :class:`DatasetError` that says what else was given, unless it is a dataset.
+
+    Args:
+        dataset: What was given.
+        name: How the user knows it.
+        ordered: Whether a sampler is given too, which knows the order without the length.
+    """
+    if isinstance(dataset, IterableDataset):
+        return
+    wrong = _no_dataset(dataset)
+    if wrong is not None:
+        raise DatasetError(f"{name} is {wrong}")
+    if ordered:
+        return
+    why, cause = "it has no __len__()", None
+    if hasattr(dataset, "__len__"):
+        try:
+            len(dataset)
+            return
+        except Exception as error:
+            why, cause = f"its __len__() raised {type(error).__name__}: {error}", error
+    raise DatasetError(
+        f"{name} is a {type(dataset).__name__}, of which no order can be made: {why}. Give it a "
+        "__len__() that returns the number of its samples, pass a sampler, or derive it from "
+        "torch.utils.data.IterableDataset if it is a stream."
+    ) from cause
+
+
+def check_whole(name: str, value: object, lowest: int) -> None:
+    """Raise an :class:`OptionsError` unless a value is None or a whole number from ``lowest``."""
+    fine = _is_whole(value) and int(value) >= lowest  # type: ignore[call-overload]
+    check(name, value, value is None or fine, f"None and whole numbers from {lowest}")
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def check_loader(
+    dataset: Any,
+    *,
+    executor: object,
+    page_lock: object,
+    transform: object,
+    whole: Mapping[str, tuple[object, int]],
+    orders: Mapping[str, object],
+    functions: Mapping[str, tuple[object, str]],
+) -> None:
+    """Raise an error that names what of a loader's arguments is impossible, if anything is.
+
+    Args:
+        dataset: What is to be read.
+        executor: Its name.
+        page_lock: How memory is locked.
+        transform: Of this package, or None.
+        whole: Whole numbers or None, and from where on they are allowed.
+        orders: Samplers, or None.
+        functions: Functions or None, and what each takes.
+
+    Raises:
+        DatasetError: It is no dataset.
+        OptionsError: Another argument is impossible.
+        TransformError: ``transform`` was not made by this package.
+    """
+    ordered = any(order is not None for order in orders.values())
+    check_dataset(dataset, "The dataset of FastDataLoader", ordered=ordered)
+    check_among("executor", executor, EXECUTORS)
+    check_among("page_lock", page_lock, PAGE_LOCKS)
+    for name, (function, takes) in functions.items():
+        check_callable(name, function, takes)
+    for name, (value, lowest) in whole.items():
+        check_whole(name, value, lowest)
+    for name, order in orders.items():
+        fine = order is None or hasattr(order, "__iter__") or hasattr(order, "__getitem__")
+        check(name, order, fine, "None and what can be iterated")
+    if transform is not None and not hasattr(transform, "in_worker"):
+        raise TransformError(
+            f"transform is {transform!r}; it has to be made by BatchTransform."
+            "from_albumentations(...). Or give it to a FastDataModule as augment=."
+        )
+
+
+def _hold_datasets(given: Sequence[Any]) -> bool:
+    return any(
+        isinstance(each, Dataset)
+        or (isinstance(each, list | tuple) and any(isinstance(one, Dataset) for one in each))
+        for each in given
+    )
+
+
+def _no_dataset(given: Any) -> str | None:
+    """Return what was given instead of a dataset, and what to do; None: it is one."""
+    told = f"the {type(given).__name__} {given!r:.200}, not a dataset"
+    if given is None:
+        return "None, not a dataset. Return a dataset, or leave it out of the list."
+    if isinstance(given, type):
+        return f"the class {given.__name__}, not a dataset. Make one of it: {given.__name__}(...)."
+    if isinstance(given, str | bytes | os.PathLike):
+        path = os.fsdecode(given)
+        return (
+            f"the path {path!r:.200}, not a dataset. Open what is there: a folder of images with "
+            f"FastImageFolder({path!r:.200}, ...), other files with a Dataset of your own."
+        )
+    if isinstance(given, DataLoader):
+        return f"a {type(given).__name__}, not a dataset. Give its dataset: loader.dataset."
+    if isinstance(given, list | tuple) and _hold_datasets(given):
+        return (
+            f"a {type(given).__name__} of datasets, not a dataset. Join them with "
+            "torch.utils.data.ConcatDataset, or return one flat list or dict of datasets."
+        )
+    if hasattr(given, "__getitem__"):
+        return None
+    if hasattr(given, "__next__"):
+        return (
+            f"{told} but an iterator, which can be read once only. Derive from "
+            "torch.utils.data.IterableDataset and make the iterator in its __iter__()."
+        )
+    if hasattr(given, "__iter__"):
+        return (
+            f"{told}: it has no __getitem__(). If it is a stream, derive it from "
+            "torch.utils.data.IterableDataset, otherwise give a list of the samples."
+        )
+    if callable(given):
+        return f"{told} but a function. Call it, and give what it returns."
+    return f"{told}. A dataset has __getitem__() and __len__(), or is an IterableDataset."

@@ -8,11 +8,12 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import torch.utils.data._utils.worker as torch_worker
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, Subset
 
 from lightning_fastdata.errors import DatasetError
 from lightning_fastdata.loading.draws import kept_random_state
@@ -20,7 +21,7 @@ from lightning_fastdata.loading.executors.rows import gatherable
 from lightning_fastdata.loading.executors.suited import Batches, DatasetLook, look_at
 from lightning_fastdata.loading.order import dataset_length
 from lightning_fastdata.loading.pipeline_trial import Trial, try_recording
-from lightning_fastdata.loading.probe import further_samples
+from lightning_fastdata.loading.probe import further_samples, probe_indices
 from lightning_fastdata.loading.probe_process import Failure, Findings, Tell, try_apart
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 _HANDLE_ERRORS: Final = (errno.EBADF, errno.EINVAL, errno.ESPIPE, errno.EPIPE)
 """What a system says of an open file that is not what the program thinks it is."""
+_KEYS: Final = 64
+"""Of a sampler of the user's, to read samples by."""
 _READ_ONLY: Final = 3
 """Masks the access mode in the flags of an open file; 0 is reading alone."""
 
@@ -51,8 +54,10 @@ class Questions:
 class DatasetFacts:
     """What was found out; None or empty where it was not asked for or could not be had."""
 
+    sampled: bool = False
+    """Whether there is a sample."""
     sample: Any = None
-    """Sample 0."""
+    """The first one."""
     further: tuple[Any, ...] = ()
     """Samples from all over the dataset."""
     trial: Trial | None = None
@@ -77,6 +82,9 @@ def inspect_dataset(
     name: str,
     start_method: str | None = None,
     worker_init_fn: Callable[[int], None] | None = None,
+    sampler: Any = None,
+    batch_sampler: Any = None,
+    read: bool = True,
     reads_here: bool = False,
 ) -> DatasetFacts:
     """Find out what is asked about a dataset, in a process that is started as its workers will be.
@@ -91,6 +99,9 @@ def inspect_dataset(
         start_method: Of the workers, as set by the user; None: the default of Python, or
             ``"forkserver"`` where a forked process cannot read the dataset.
         worker_init_fn: Called before, as in a worker.
+        sampler: The user's, which gives the keys of samples; None: these are numbers from 0.
+        batch_sampler: The user's, likewise.
+        read: Whether any sample may be read.
         reads_here: The training process will read the dataset itself, so that a failure of another
             process means nothing.
 
@@ -102,22 +113,19 @@ def inspect_dataset(
             f"{name} returned an empty {type(dataset).__name__} (length 0). "
             "Check the path or the filter that made it."
         )
-    if questions == Questions():
-        return DatasetFacts()
-    values: dict[str, Any] = {}
-    if isinstance(dataset, IterableDataset):
-        if questions.trial is not None:
-            values["trial"] = try_recording(dataset, seed=0, collate_fn=None)  # which reads nothing
-        return _facts(dataset, questions, Findings(values=values))
-    if gatherable(dataset):
-        with kept_random_state():
-            _answer(dataset, questions, None, values.__setitem__)
-        return _facts(dataset, questions, Findings(values=values))
     method = start_method or multiprocessing.get_start_method()
-    if method != "fork" and (reads_here or questions == Questions(sample=True)):
-        # A process takes seconds to start, and the first batch tells as much.
+    # Another process takes seconds to start if it is not forked, and the first batch tells as much.
+    pays = method == "fork" or not (reads_here or questions == Questions(sample=True))
+    if questions == Questions() or not (read and pays) or isinstance(dataset, IterableDataset):
+        return _facts(dataset, questions, Findings())
+    if gatherable(dataset):
+        values: dict[str, Any] = {}
+        with kept_random_state():
+            _answer(dataset, questions, None, None, values.__setitem__)
         return _facts(dataset, questions, Findings(values=values))
-    findings = try_apart(_answer, dataset, questions, worker_init_fn, start_method=method)
+    orders = None if sampler is None and batch_sampler is None else (sampler, batch_sampler)
+    work = partial(try_apart, _answer, dataset, questions, worker_init_fn, orders)
+    findings = work(start_method=method)
     facts = _facts(dataset, questions, findings)
     failure = findings.failure
     if reads_here:
@@ -125,7 +133,7 @@ def inspect_dataset(
     if failure is None and facts.shared_file is None:
         return facts
     if start_method is None and method == "fork" and _suspects_fork(failure) and _can_respawn():
-        again = try_apart(_answer, dataset, questions, worker_init_fn, start_method="forkserver")
+        again = work(start_method="forkserver")
         if again.failure is None:
             what = _what_forking_did(facts, failure)
             facts = _facts(dataset, questions, again)
@@ -133,11 +141,8 @@ def inspect_dataset(
     if failure is None:
         return facts
     if failure.error is not None and questions.sample:
-        raise DatasetError(
-            f"Reading sample 0 of {name} ({type(dataset).__name__}) {failure.what}. The training "
-            "would have failed at its first batch; the cause is in the traceback above."
-            + _inherited(failure)
-        ) from failure.error
+        key = findings.values.get("key", 0)
+        raise _unreadable(dataset, name, key, failure, ordered=orders is not None)
     return replace(facts, warnings=(*facts.warnings, _decided_without(failure)))
 
 
@@ -145,9 +150,10 @@ def _answer(
     dataset: Any,
     questions: Questions,
     worker_init_fn: Callable[[int], None] | None,
+    orders: tuple[Any, Any] | None,
     tell: Tell,
 ) -> None:
-    """Read what the questions need; runs where nothing else uses the dataset."""
+    """Read what the questions need; runs where nothing else uses the dataset or its sampler."""
     before = _open_files()
     if worker_init_fn is not None:
         # What torch.utils.data.get_worker_info() returns.
@@ -155,6 +161,15 @@ def _answer(
             id=0, num_workers=1, seed=0, dataset=dataset
         )
         worker_init_fn(0)
+    if orders is not None:
+        sampler, batch_sampler = orders
+        keys = probe_indices(
+            dataset, _KEYS, sampler=sampler, batch_sampler=batch_sampler, peek=True
+        )
+        if not keys:
+            return
+        tell("key", keys[0])
+        dataset = Subset(dataset, keys)
     if questions.sample:
         tell("sample", dataset[0])
         tell("moved", _moved(before))
@@ -176,11 +191,14 @@ def _facts(dataset: Any, questions: Questions, findings: Findings) -> DatasetFac
     if look is None and questions.look is not None:
         look = look_at(dataset, **questions.look._asdict(), read=False)
     failed = None
-    if questions.trial is not None and "trial" not in values:
+    if isinstance(dataset, IterableDataset):
+        failed = "it is a stream, of which no sample can be tried without losing it"
+    elif questions.trial is not None and "trial" not in values:
         failure = findings.failure
-        what = "could not hand over the outcome" if failure is None else failure.what
-        failed = f"it was tried in a side process, which {what}"
+        what = "told nothing" if failure is None else failure.what
+        failed = f"it was not tried, or in a side process that {what}"
     return DatasetFacts(
+        sampled="sample" in values,
         sample=values.get("sample"),
         further=values.get("further", ()),
         trial=values.get("trial"),
@@ -275,6 +293,24 @@ def _decided_without(failure: Failure) -> str:
 
 def _with_stack(failure: Failure) -> str:
     return f". What it was doing:\n{failure.stack}" if failure.stack else ""
+
+
+def _unreadable(
+    dataset: object, name: str, key: Any, failure: Failure, *, ordered: bool
+) -> DatasetError:
+    keys = ""
+    if isinstance(failure.error, KeyError | TypeError) and not ordered:
+        keys = (
+            " If its keys are others than the numbers from 0, build the loader with "
+            "make_loader(dataset, sampler=...), whose sampler gives them."
+        )
+    error = DatasetError(
+        f"Reading sample {key!r} of {name} ({type(dataset).__name__}) {failure.what}. The training "
+        "would have failed at its first batch; the cause is in the traceback above."
+        f"{keys}{_inherited(failure)}"
+    )
+    error.__cause__ = failure.error
+    return error
 
 
 def _inherited(failure: Failure) -> str:

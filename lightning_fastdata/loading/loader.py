@@ -17,6 +17,7 @@ from lightning_fastdata.augment.seeds import find_composes
 from lightning_fastdata.epochs import EpochAskedTwice, EpochCell
 from lightning_fastdata.errors import OptionsError, TransformError
 from lightning_fastdata.loading.automatic import plan_alone
+from lightning_fastdata.loading.checks import check_loader, checked_seed
 from lightning_fastdata.loading.engine import Engine
 from lightning_fastdata.loading.keyed import tell_epoch
 from lightning_fastdata.loading.source import Source, makes_batches, open_source, takes_stamps
@@ -91,9 +92,10 @@ class FastDataLoader(DataLoader[Any]):
             iteration.
 
     Raises:
-        OptionsError: A sidecar was asked for, and an Albumentations pipeline runs on the samples.
-            At the first iteration: ``device_resident`` was asked for and the dataset is no tensors
-            or arrays, or does not fit.
+        DatasetError: What was given is no dataset, or has neither length nor sampler.
+        OptionsError: An argument has an impossible value. A sidecar was asked for, and an
+            Albumentations pipeline runs on the samples. At the first iteration: ``device_resident``
+            was asked for and the dataset is no tensors or arrays, or does not fit.
         TransformError: A transform on the device was asked for without batches
             (``batch_size=None``).
     """
@@ -130,6 +132,25 @@ class FastDataLoader(DataLoader[Any]):
         page_lock: PageLockName = "copy",
         device_resident: bool | str | torch.device = False,
     ) -> None:
+        check_loader(
+            dataset,
+            executor=executor,
+            page_lock=page_lock,
+            transform=transform,
+            whole={
+                "batch_size": (batch_size, 1),
+                "num_workers": (num_workers, 0),
+                "prefetch_factor": (prefetch_factor, 1),
+                "worker_nice": (worker_nice, 0),
+            },
+            orders={"sampler": sampler, "batch_sampler": batch_sampler},
+            functions={
+                "collate_fn": (collate_fn, "the samples of a batch and returns the batch"),
+                "worker_init_fn": (worker_init_fn, "the number of a worker"),
+                "epoch": (epoch, "nothing and returns the epoch"),
+                "ahead": (ahead, "an iterator and returns one"),
+            },
+        )
         self._inner: Source | None
         self.plan: LoaderPlan | None = None
         if executor == "auto":
@@ -145,6 +166,8 @@ class FastDataLoader(DataLoader[Any]):
                 batch_size=size,
                 collate_fn=collate_fn,
                 worker_init_fn=worker_init_fn,
+                sampler=sampler,
+                batch_sampler=batch_sampler,
             )
             executor = cast("ExecutorName", self.plan.executor)
             num_workers = self.plan.num_workers
@@ -187,7 +210,7 @@ class FastDataLoader(DataLoader[Any]):
                 "executor is 'sidecar', whose threads would share one Albumentations pipeline and "
                 "its random state. Use 'workers' for this dataset."
             )
-        self.seed = seed
+        self.seed = checked_seed(seed)
         self.epoch = epoch
         self.transform = transform
         self.on_device = on_device
@@ -233,6 +256,15 @@ class FastDataLoader(DataLoader[Any]):
                     set_epoch(epoch)
         self._epoch_cell.set(epoch)
         tell_epoch(self.dataset, epoch)
+        try:
+            return self._opened()
+        except Exception as error:
+            if self.epoch is None:
+                raise
+            # Lightning hides what is raised before there is an iterator behind an error of its own.
+            return _RaisesNext(error)
+
+    def _opened(self) -> Iterator[Batch]:
         inner: Any = self._open()
         if self._told and isinstance(inner, DataLoader):
             with contextlib.suppress(TypeError):
@@ -320,3 +352,16 @@ class FastDataLoader(DataLoader[Any]):
             self._keep(inner)
             vars(self)["_inner_settings"] = settings
         return inner
+
+
+class _RaisesNext:
+    """An iterator that raises an error when it is asked for a batch."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def __iter__(self) -> _RaisesNext:
+        return self
+
+    def __next__(self) -> Batch:
+        raise self._error

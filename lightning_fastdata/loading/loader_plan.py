@@ -106,6 +106,8 @@ class LoaderPlan:
     """Who fetches."""
     page_lock: Literal["copy", "register"]
     """How batches of the engine come into page-locked memory, if they do."""
+    probe: bool
+    """Whether samples may be read before the workers start."""
     choices: tuple[Choice, ...]
     """One for each setting, in the order of ``LoaderOptions``."""
     limits: tuple[str, ...]
@@ -259,6 +261,7 @@ def plan_loader(
         "worker_nice": (_POLITE, "the training process goes first where both want a CPU"),
         "executor": chosen[:2],
         "page_lock": ("copy", "each batch is copied, where pin_memory asks for it"),
+        "probe": (True, "a few samples tell what suits them"),
     }
     limits.extend(unsuited(options.executor, iterable=iterable, workers=count))
     choices = tuple(_choice(options, name, *auto[name]) for name in auto)

@@ -1,4 +1,4 @@
-"""Misspelled option names: an error of ours that says which name was meant."""
+"""Misspelled option names and constructors left out: errors of ours that say what was meant."""
 
 from __future__ import annotations
 
@@ -11,6 +11,27 @@ from typing import Any, TypeVar
 from lightning_fastdata.errors import OptionsError
 
 C = TypeVar("C", bound=type)
+
+
+class NotConstructedError(OptionsError, AttributeError):
+    """An object was used whose class does not call the constructor that it inherits."""
+
+
+class NeedsConstruction:
+    """Says so when a subclass's ``__init__`` has left out ``super().__init__()``."""
+
+    _constructed = False
+    """Set by the constructor, before all else."""
+
+    def __getattr__(self, name: str) -> Any:
+        cls = type(self)
+        if not self._constructed and not name.startswith("__"):
+            raise NotConstructedError(
+                f"{cls.__name__} has no {name!r} yet, as {cls.__name__}.__init__() has not called "
+                "super().__init__(). Call it first, with the arguments of the constructor."
+            )
+        # Python's own error; or that of a property, which ended here for raising an AttributeError.
+        return object.__getattribute__(self, name)
 
 
 def refuses_unknown_names(cls: C) -> C:

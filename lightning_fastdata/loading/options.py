@@ -6,13 +6,12 @@ import math
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from lightning_fastdata.loading.checks import check, check_among
+from lightning_fastdata.loading.checks import EXECUTORS, PAGE_LOCKS, check, check_among
 from lightning_fastdata.loading.names import refuses_unknown_names
 
 Auto: TypeAlias = Literal["auto"]
 
 _START_METHODS = ("auto", "fork", "spawn", "forkserver")
-_EXECUTORS = ("auto", "torch", "inline", "gather", "workers", "sidecar")
 _SHARING = ("auto", "file_descriptor", "file_system")
 
 
@@ -40,6 +39,8 @@ class LoaderOptions:
             ``"sidecar"`` num_workers threads outside the training process.
         page_lock: How batches of the engine come into page-locked memory: ``"copy"`` copies each,
             ``"register"`` has CUDA lock the engine's own memory once.
+        probe: Read some samples before the workers start, and choose what suits them. False reads
+            none: for datasets that must not be read then, or whose keys are not 0, 1, 2, ...
 
     Raises:
         OptionsError: A value is impossible.
@@ -57,6 +58,7 @@ class LoaderOptions:
     worker_nice: int | Auto = "auto"
     executor: Literal["auto", "torch", "inline", "gather", "workers", "sidecar"] = "auto"
     page_lock: Literal["copy", "register"] = "copy"
+    probe: bool = True
 
     def __post_init__(self) -> None:
         for name, lowest in (("num_workers", 0), ("prefetch_factor", 1), ("worker_nice", 0)):
@@ -66,11 +68,13 @@ class LoaderOptions:
         for name in ("pin_memory", "persistent_workers"):
             value = getattr(self, name)
             check(name, value, value == "auto" or type(value) is bool, 'True, False or "auto"')
-        check("in_order", self.in_order, type(self.in_order) is bool, "True and False")
+        for name in ("in_order", "probe"):
+            value = getattr(self, name)
+            check(name, value, type(value) is bool, "True and False")
         check_among("multiprocessing_context", self.multiprocessing_context, _START_METHODS)
         check_among("sharing_strategy", self.sharing_strategy, _SHARING)
-        check_among("executor", self.executor, _EXECUTORS)
-        check_among("page_lock", self.page_lock, ("copy", "register"))
+        check_among("executor", self.executor, EXECUTORS)
+        check_among("page_lock", self.page_lock, PAGE_LOCKS)
         seconds = self.timeout_s
         fine = type(seconds) in (int, float) and math.isfinite(seconds) and seconds >= 0
         check("timeout_s", seconds, fine, "seconds from 0 (no timeout)")

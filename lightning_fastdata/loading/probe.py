@@ -6,16 +6,26 @@ import pickle
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from itertools import islice
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from lightning_fastdata.loading.draws import kept_random_state
 from lightning_fastdata.loading.keyed import fetches_in_batches
-from lightning_fastdata.loading.order import dataset_length
+from lightning_fastdata.loading.order import ShuffleSampler, dataset_length
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
@@ -28,6 +38,8 @@ _KNOWN_WORK: Final = (tuple(range(1000, 1128)), "rows", 3, {"slot": 7})
 _KNOWN_TIMES: Final = 8
 _KNOWN_MS: Final = 0.045
 """CPU time of :func:`known_work` where ``benchmarks/handing_over.py`` measured the rest."""
+_OF_POSITIONS: Final = (SequentialSampler, RandomSampler, ShuffleSampler, DistributedSampler)
+"""Samplers that give each position of the dataset, from 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +105,52 @@ def spread_indices(length: int, count: int) -> list[int]:
     """Return up to ``count`` different indices at even distances, none of them the first."""
     count = min(count, length)
     return [(2 * number + 1) * length // (2 * count) for number in range(count)]
+
+
+def probe_indices(
+    dataset: Dataset[Any],
+    count: int,
+    *,
+    sampler: Any = None,
+    batch_sampler: Any = None,
+    peek: bool = False,
+) -> list[Any] | None:
+    """Return keys of samples that may be read before the training, or None if none are known.
+
+    Without a sampler these are positions from 0. A sampler of the user's may give any keys; those
+    of torch and lists tell theirs without being iterated, which is all that is done with them here.
+
+    Args:
+        dataset: The dataset of a loader.
+        count: Keys at most.
+        sampler: Of the loader; None: the loader makes its own.
+        batch_sampler: Of the loader, likewise.
+        peek: Whether any sampler may be iterated, which may change it: in a process that is thrown
+            away.
+    """
+    if isinstance(dataset, IterableDataset):
+        return None
+    if batch_sampler is not None:
+        inner = getattr(batch_sampler, "sampler", None)
+        known = isinstance(batch_sampler, list | tuple)
+        if type(batch_sampler) is BatchSampler:
+            return probe_indices(dataset, count, sampler=inner, peek=peek)
+        keys: Any = [key for batch in batch_sampler for key in batch[:1]] if known else None
+        if keys is None and peek:
+            keys = [key for batch in islice(batch_sampler, count) for key in list(batch)[:1]]
+    elif sampler is None or type(sampler) in _OF_POSITIONS:
+        keys = range(dataset_length(dataset) or 0)
+    elif isinstance(sampler, list | tuple | range):
+        keys = sampler
+    elif type(sampler) is SubsetRandomSampler:
+        keys = sampler.indices
+    elif type(sampler) is WeightedRandomSampler:
+        keys = sampler.weights.nonzero().flatten().tolist()
+    else:
+        keys = list(islice(sampler, count)) if peek else None
+    if keys is None:
+        return None
+    return [keys[position] for position in spread_indices(len(keys), count)]
 
 
 def further_samples(

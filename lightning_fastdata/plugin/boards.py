@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from lightning_fastdata.errors import printable
 from lightning_fastdata.insight.causes import cause_lines, operations_table
 from lightning_fastdata.insight.finding import gain_text
 from lightning_fastdata.insight.metrics import columns_of
@@ -190,6 +191,7 @@ def log_text(loggers: Iterable[Any], name: str, markdown: str, step: int) -> Non
         markdown: the text.
         step: position on the step axis.
     """
+    markdown = printable(markdown)
     for logger in loggers:
         key = _key(logger, name)
         if _takes(logger, "log_text", "key", "columns", "data", "step"):

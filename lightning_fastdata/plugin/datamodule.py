@@ -10,8 +10,9 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, get_args
 
 from lightning_fastdata.batch_size import GuardPolicy
+from lightning_fastdata.loading.checks import check, check_callable, checked_seed
 from lightning_fastdata.loading.loader import FastDataLoader
-from lightning_fastdata.loading.names import refuses_unknown_names
+from lightning_fastdata.loading.names import NeedsConstruction, refuses_unknown_names
 from lightning_fastdata.loading.options import Auto, LoaderOptions
 from lightning_fastdata.loading.streams import DeviceStreams, device_streams
 from lightning_fastdata.plugin.arguments import (
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
 
 @refuses_unknown_names
 @remembers_given
-class DataModuleHooks:
+class DataModuleHooks(NeedsConstruction):
     """Builds tuned loaders for every stage from the datasets that a subclass returns.
 
     A subclass writes ``train_dataset()``, ``val_dataset()`` and, if wanted, ``test_dataset()`` and
@@ -113,10 +114,16 @@ class DataModuleHooks:
         drop_last: bool = False,
         seed: int | None = None,
     ) -> None:
+        self._constructed = True
         self._trainer: Any = None
         super().__init__()
         check_choice("guard", guard, get_args(GuardPolicy))
         check_choice("augment_on", augment_on, get_args(AugmentOn))
+        check_callable("collate_fn", collate_fn, "the samples of a batch and returns the batch")
+        check("drop_last", drop_last, isinstance(drop_last, bool), "True and False")
+        for name, field in (("image", image), ("mask", mask)):
+            fine = field is None or isinstance(field, str | int)
+            check(name, field, fine, "None, a key of the samples and a position in them")
         self.batch_size = checked_batch_size(batch_size)
         given = (num_workers, pin_memory, persistent_workers, prefetch_factor)
         self.options = joined_options(options, dict(zip(LOADER_ARGUMENTS, given, strict=True)))
@@ -124,7 +131,7 @@ class DataModuleHooks:
         self.guard: GuardPolicy = guard
         self.collate_fn = collate_fn
         self.drop_last = drop_last
-        self.seed = seed
+        self.seed = None if seed is None else checked_seed(seed)
         self._transforms = StageTransforms(augment, image=image, mask=mask)
         self._prefetching = Prefetching(prefetch)
         pipelines = Pipelines(self._transforms, augment_on)

@@ -7,13 +7,23 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
+from lightning_fastdata.errors import DatasetError
 from lightning_fastdata.plugin.given_loaders import GivenLoader
 
 
 def named(datasets: Any, name: str) -> list[tuple[str, Any]]:
-    """Return each dataset with the name that messages call it by."""
+    """Return each dataset with the name that messages call it by.
+
+    Raises:
+        DatasetError: These are the splits of a Hugging Face dataset, for all stages.
+    """
     if is_missing(datasets):
         return []
+    if isinstance(datasets, Mapping) and type(datasets).__name__.endswith("DatasetDict"):
+        raise DatasetError(
+            f"{name} is the {type(datasets).__name__} of all splits ({', '.join(datasets)}). "
+            f"Return one of them: [{next(iter(datasets))!r}]."
+        )
     if isinstance(datasets, Mapping):
         return [(f"{name}[{key!r}]", dataset) for key, dataset in datasets.items()]
     if is_several(datasets):
@@ -37,7 +47,13 @@ def is_several(datasets: Any) -> bool:
     """Whether these are datasets rather than one dataset that happens to be a sequence."""
     if isinstance(datasets, Dataset) or not isinstance(datasets, list | tuple):
         return False
-    return len(datasets) > 0 and all(isinstance(d, Dataset | GivenLoader) for d in datasets)
+    # One is enough: what else is among them is refused by its position.
+    return any(_is_dataset(each) for each in datasets)
+
+
+def _is_dataset(value: Any) -> bool:
+    """Whether a value is surely a dataset; those of Hugging Face know torch's protocol alone."""
+    return isinstance(value, Dataset | GivenLoader) or hasattr(type(value), "__getitems__")
 
 
 def is_missing(datasets: Any) -> bool:

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_fastdata.errors import DatasetError, FastDataWarning
 from lightning_fastdata.loading.automatic import needs_look, plan_for
+from lightning_fastdata.loading.checks import check_dataset
+from lightning_fastdata.loading.collate import check_collatable
 from lightning_fastdata.loading.executors.suited import Batches
 from lightning_fastdata.loading.inspection import DatasetFacts, Questions, inspect_dataset
 from lightning_fastdata.plugin.arguments import (
@@ -106,6 +108,8 @@ class ModuleLoaders:
         name = name if name is not None else _name_of(module, stage)
         options, overrides = options_from(options_of(module.options, stage), overrides)
         asked = _batches_of(module, overrides)
+        ordered = asked["sampler"] is not None or asked["batch_sampler"] is not None
+        check_dataset(dataset, name, ordered=ordered)
         of = LoaderFacts(
             dataset=dataset,
             stage=stage,
@@ -121,7 +125,9 @@ class ModuleLoaders:
             look=self._look_questions(options, asked, stage),
         )
         facts = _inspect(dataset, questions, name, options, asked)
-        if facts.sample is not None:
+        if facts.sampled:
+            if asked["collate_fn"] is None and not self._transforms[stage]:
+                check_collatable(facts.sample, name)
             for transform in self._transforms[stage]:
                 transform.check_sample(facts.sample)
         found = self.pipelines.find(of, facts)
@@ -236,12 +242,24 @@ def _inspect(
         name=name,
         start_method=asked["start_method"] if method == "auto" else method,
         worker_init_fn=asked["worker_init_fn"],
+        sampler=asked["sampler"],
+        batch_sampler=asked["batch_sampler"],
+        read=options.probe,
         reads_here=options.num_workers == 0 or options.executor == "inline",
     )
 
 
 def _named_datasets(module: Any, stage: Stage) -> tuple[Any, list[tuple[str, Any]]]:
-    datasets = getattr(module, DATASET_METHOD[stage])()
+    try:
+        datasets = getattr(module, DATASET_METHOD[stage])()
+    except Exception as error:
+        if module.trainer is not None:
+            raise  # setup() has run; it is the user's own error
+        raise DatasetError(
+            f"{_name_of(module, stage)} raised {type(error).__name__}: {error}. No trainer has "
+            "called prepare_data() and setup() yet: call setup('fit') yourself if the datasets are "
+            "made there, or ask after fit()."
+        ) from error
     refuse_loaders(datasets, _name_of(module, stage), stage)
     return datasets, named(datasets, _name_of(module, stage))
 
@@ -261,6 +279,8 @@ def _batches_of(module: Any, overrides: Mapping[str, Any]) -> dict[str, Any]:
         "start_method": None if context is None else context.get_start_method(),
         "collate_fn": overrides.get("collate_fn", module.collate_fn),
         "worker_init_fn": overrides.get("worker_init_fn"),
+        "sampler": overrides.get("sampler"),
+        "batch_sampler": overrides.get("batch_sampler"),
     }
 
 

@@ -68,11 +68,12 @@ class PictureSettings:
         Raises:
             OptionsError: a number is not positive, or epochs are given without images.
         """
-        if log_images < 0:
+        if not isinstance(log_images, int) or log_images < 0:
             raise OptionsError(
                 f"log_images={log_images!r} has to be True, False, or a number of images."
             )
-        if every_n_epochs is not None and (every_n_epochs < 1 or not log_images):
+        few = not isinstance(every_n_epochs, int) or every_n_epochs < 1
+        if every_n_epochs is not None and (few or not log_images):
             raise OptionsError(
                 f"images_every_n_epochs={every_n_epochs!r} with log_images={log_images!r}: give a "
                 "number of epochs from 1, and set log_images=True, or leave it at None."

@@ -4,27 +4,32 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.errors import OptionsError
-from lightning_fastdata.host.machine import describe_machine, read_versions
 from lightning_fastdata.insight.ranks import rank_metrics
 from lightning_fastdata.insight.report import RunReport
+from lightning_fastdata.loading.checks import check
 from lightning_fastdata.loading.moving import batch_samples
-from lightning_fastdata.loading.names import refuses_unknown_names
+from lightning_fastdata.loading.names import NeedsConstruction, refuses_unknown_names
 from lightning_fastdata.plugin import boards
 from lightning_fastdata.plugin.foreign import augment_foreign_batches
 from lightning_fastdata.plugin.headroom import Replay
-from lightning_fastdata.plugin.judging import RunJudge, predicted_step_ms
-from lightning_fastdata.plugin.pictures import BatchPictures, PictureSettings, pictures_of
+from lightning_fastdata.plugin.judging import predicted_step_ms
+from lightning_fastdata.plugin.measured_run import MeasuredRun
+from lightning_fastdata.plugin.pictures import PictureSettings, pictures_of
 from lightning_fastdata.plugin.profiler_tee import attach
 from lightning_fastdata.plugin.progress_bar import close_progress_bar
 from lightning_fastdata.plugin.ranks import meet
 from lightning_fastdata.plugin.recording import Recording
-from lightning_fastdata.plugin.report_files import print_report, write_report
+from lightning_fastdata.plugin.report_files import (
+    Misfortunes,
+    harmless,
+    print_report,
+    write_report,
+)
 from lightning_fastdata.plugin.sources import watch_sources
 from lightning_fastdata.plugin.trainer_facts import (
     augmenting_stages,
@@ -33,10 +38,11 @@ from lightning_fastdata.plugin.trainer_facts import (
 )
 
 _MOST_FIGURES = 20
+_NOT_MEASURED = "A step was not measured"
 
 
 @refuses_unknown_names
-class ThroughputHooks:
+class ThroughputHooks(NeedsConstruction):
     """Measures where each step goes, logs it, and runs augmentation on the device.
 
     Works with every Trainer: with a FastDataModule, other data modules, plain loaders, and the
@@ -90,9 +96,12 @@ class ThroughputHooks:
         headroom: Literal["modelled", "measured"] = "modelled",
         report: str | Path | bool = True,
     ) -> None:
+        self._constructed = True
         super().__init__()
-        if every_n_steps is not None and every_n_steps < 1:
+        if every_n_steps is not None and (type(every_n_steps) is not int or every_n_steps < 1):
             raise OptionsError(f"every_n_steps={every_n_steps!r} has to be at least 1, or None.")
+        fine = isinstance(report, bool | str | os.PathLike)
+        check("report", report, fine, "True, False and a path")
         self.augment = None
         if augment is not None:
             self.augment = as_batch_transform(augment, image=image, mask=mask)
@@ -106,7 +115,8 @@ class ThroughputHooks:
         self.headroom = headroom
         self.report_path = report
         self.report: RunReport | None = None
-        self._run: _Run | None = None
+        self.misfortunes = Misfortunes()
+        self._run: MeasuredRun | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         # A run belongs to one trainer; a copy of the callback (and of the trainer) starts afresh.
@@ -115,18 +125,24 @@ class ThroughputHooks:
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Register the augmentation and start to listen; Lightning calls it before any loader."""
         self._end_run()
+        self.misfortunes = Misfortunes()
         if stage not in ("fit", "validate"):
             return
         recording = Recording(trainer)
         if stage == "fit" and self.augment is not None:
             check_hooks_run(pl_module)
         undo: list[Callable[[], None]] = []
-        self._run = _Run(trainer, recording, undo)
+        self._run = MeasuredRun(trainer, recording, undo)
         if stage == "fit" and self.augment is not None:
             undo.append(self._register(trainer, pl_module, recording))
-        undo.append(watch_sources(trainer, recording.watch))
+        guard = self.misfortunes.survived_by
+        undo.append(watch_sources(trainer, guard("A loader is not measured", recording.watch)))
         recording.augments = augmenting_stages(trainer, pl_module)
-        undo.append(attach(trainer, recording.listeners()))
+        listeners = {
+            action: (guard(_NOT_MEASURED, began), guard(_NOT_MEASURED, ended))
+            for action, (began, ended) in recording.listeners().items()
+        }
+        undo.append(attach(trainer, listeners))
 
     def _register(self, trainer: Any, pl_module: Any, recording: Recording) -> Callable[[], None]:
         register = getattr(trainer.datamodule, "register_transform", None)
@@ -140,25 +156,28 @@ class ThroughputHooks:
             in_transfer=lambda: recording.in_transfer,
         )
 
+    @harmless("The training is not measured")
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
         """Forget what tuners and finders ran before, and tell TensorBoard how to lay out charts."""
         run = self._run
         if run is None:
             return
         run.recording.restart()
-        run.judge.ranks = meet(trainer)
         run.replay = Replay() if self.headroom == "measured" else None
-        run.log_dir = trainer.log_dir or trainer.default_root_dir
         run.every_n_steps = self.every_n_steps or trainer.log_every_n_steps or 0
+        run.judge.ranks = meet(trainer)
+        run.log_dir = trainer.log_dir or trainer.default_root_dir
         run.pictures = pictures_of(trainer, self.picture_settings, self.augment, self.image)
         if run.logs:
             boards.log_layout(trainer.loggers, boards.custom_scalar_layout())
 
+    @harmless(_NOT_MEASURED)
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
         """The first step of an epoch is counted apart."""
         if self._run is not None:
             self._run.recording.train.timeline.epoch_began()
 
+    @harmless("The batch was not shown")
     def on_train_batch_start(
         self,
         trainer: Any,
@@ -177,6 +196,7 @@ class ThroughputHooks:
         if self._run is not None:
             self._run.recording.optimizer_stepped = True
 
+    @harmless("A step was not measured or not logged")
     def on_train_batch_end(
         self,
         trainer: Any,
@@ -203,6 +223,7 @@ class ThroughputHooks:
         if run.every_n_steps and (step + 1) % run.every_n_steps == 0 and run.logs:
             boards.log_to(trainer.loggers, recording.metrics(), step)
 
+    @harmless("An epoch was not logged")
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
         """Draw the epoch's phases and say what they mean, where that has changed."""
         run = self._run
@@ -238,6 +259,7 @@ class ThroughputHooks:
                 trainer.loggers, "data/verdict", boards.verdict_markdown(verdict, summary), step
             )
 
+    @harmless(_NOT_MEASURED)
     def on_validation_epoch_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
         """The first step of each validation is counted apart."""
         if self._run is not None and not trainer.sanity_checking:
@@ -245,6 +267,7 @@ class ThroughputHooks:
             self._run.recording.train.timeline.resumed()
             self._run.recording.val.timeline.epoch_began()
 
+    @harmless(_NOT_MEASURED)
     def on_validation_batch_end(
         self,
         trainer: Any,
@@ -258,6 +281,7 @@ class ThroughputHooks:
         if self._run is not None and not trainer.sanity_checking:
             self._run.recording.val.step_ended(batch_samples(batch))
 
+    @harmless("A validation was not logged")
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
         """Log the means of this validation."""
         run = self._run
@@ -269,6 +293,7 @@ class ThroughputHooks:
             step = steps_logged_by(trainer, run.recording.batches_stepped)
             boards.log_to(trainer.loggers, run.recording.val.metrics(), step)
 
+    @harmless("A step without waits was not measured")
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Measure a step without waits, if that was asked for."""
         run = self._run
@@ -287,64 +312,21 @@ class ThroughputHooks:
         run, self._run = self._run, None
         if run is None:
             return
-        run.recording.stop()
-        for undo in reversed(run.undo):
-            undo()
-        report = run.report()
+        survived = self.misfortunes.survived
+        for undo in (run.recording.stop, *reversed(run.undo)):
+            with survived("The measuring was not ended"):
+                undo()
+        report = page = None
+        with survived("The report was not made"):
+            report = run.report()
         if report is None:
             return
         self.report = report
         if not run.trainer.is_global_zero:
             return
-        page = write_report(report, self.report_path, run.log_dir)
+        with survived("The report was not written"):
+            page = write_report(report, self.report_path, run.log_dir)
         if self.summary:
-            close_progress_bar(run.trainer)
-            print_report(report, page)
-
-
-class _Run:
-    """What one fit needs and nothing outlives."""
-
-    def __init__(self, trainer: Any, recording: Recording, undo: list[Callable[[], None]]) -> None:
-        self.trainer = trainer
-        self.recording = recording
-        self.undo = undo
-        self.log_dir: str = trainer.default_root_dir
-        self.every_n_steps = 0
-        self.figures = 0
-        self.verdict_code: str | None = None
-        self.judge = RunJudge(trainer, recording)
-        self.replay: Replay | None = None
-        self.pictures: BatchPictures | None = None
-
-    @property
-    def logs(self) -> bool:
-        return bool(self.trainer.is_global_zero and self.trainer.loggers)
-
-    def report(self) -> RunReport | None:
-        """Return the report of this run, or None if no step ended."""
-        train, val = self.recording.train.summary(), self.recording.val.summary()
-        if train is None:
-            return None
-        replayed: tuple[str, ...] = ()
-        if self.replay is not None:
-            headroom = self.replay.headroom(train) or train.headroom
-            train, replayed = replace(train, headroom=headroom), self.replay.notes()
-        meters = self.recording.train, self.recording.val
-        ranks = self.judge.ranks
-        if ranks is not None:
-            ranks.read()
-        return RunReport(
-            stages=tuple(stage for stage in (train, val) if stage is not None),
-            verdict=self.judge.verdict(train, self.judge.evidence(train, val)),
-            recent={m.stage: m.timeline.history.newest() for m in meters},
-            ranks=() if ranks is None else ranks.so_far,
-            notes=(
-                *getattr(self.trainer.datamodule, "notes", ()),
-                *self.recording.notes(),
-                *replayed,
-                *(() if ranks is None else ranks.notes()),
-            ),
-            versions=read_versions(),
-            machine=describe_machine(self.trainer.strategy.root_device),
-        )
+            with survived("The summary was not printed"):
+                close_progress_bar(run.trainer)
+                print_report(report, page)

@@ -116,7 +116,7 @@ def test_the_users_value_always_wins_and_each_option_is_chosen_once(
         assert getattr(made, choice.option) == choice.value
         if choice.by == "you" or (
             asked != "auto"
-            and choice.option not in ("timeout_s", "in_order", "executor", "page_lock")
+            and choice.option not in ("timeout_s", "in_order", "executor", "page_lock", "probe")
         ):
             assert (choice.by, choice.value) == ("you", asked)
         assert choice.why

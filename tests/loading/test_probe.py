@@ -12,7 +12,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    Dataset,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 from lightning_fastdata.host.cpu import CpuLimit, cpu_limit
 from lightning_fastdata.host.memory import HostMemory
@@ -26,6 +35,7 @@ from lightning_fastdata.loading.probe import (
     drawn_indices,
     further_samples,
     measure_samples,
+    probe_indices,
     queued_s,
     spread_indices,
 )
@@ -218,6 +228,47 @@ def test_the_samples_that_are_measured_are_different_ones_from_all_over(length, 
     assert all(0 <= index < length for index in indices)
     parts = {index * len(indices) // length for index in indices}
     assert len(parts) >= len(indices) // 2
+
+
+NAMES = ["a", "b", "c", "d"]
+
+
+class Counting:
+    """A sampler that knows how often it was iterated."""
+
+    def __init__(self):
+        self.iterated = 0
+
+    def __iter__(self):
+        self.iterated += 1
+        return iter(NAMES)
+
+
+@pytest.mark.parametrize(
+    ("orders", "keys"),
+    [
+        ({}, [5, 15, 25, 35]),
+        ({"sampler": SequentialSampler(range(40))}, [5, 15, 25, 35]),
+        ({"sampler": RandomSampler(range(40))}, [5, 15, 25, 35]),
+        ({"sampler": DistributedSampler(range(40), 2, 0)}, [5, 15, 25, 35]),
+        ({"sampler": NAMES}, NAMES),
+        ({"sampler": SubsetRandomSampler([7, 9])}, [7, 9]),
+        ({"sampler": WeightedRandomSampler([0.0, 1.0, 0.0, 2.0], 9)}, [1, 3]),
+        ({"batch_sampler": [["a", "b"], ["c"]]}, ["a", "c"]),
+        ({"batch_sampler": BatchSampler(NAMES, 2, False)}, NAMES),
+        ({"sampler": Counting()}, None),
+        ({"sampler": iter(NAMES)}, None),
+        ({"batch_sampler": BatchSampler(Counting(), 2, False)}, None),
+        ({"batch_sampler": Counting()}, None),
+    ],
+)
+def test_keys_to_probe_are_those_of_the_sampler_and_no_sampler_is_iterated(orders, keys):
+    assert probe_indices(Planted(nothing), 4, **orders) == keys
+    for order in orders.values():
+        inner = getattr(order, "sampler", order)
+        assert not isinstance(inner, Counting) or inner.iterated == 0
+    if keys is None:
+        assert probe_indices(Planted(nothing), 4, **orders, peek=True) in (NAMES, ["a", "b"])
 
 
 def test_what_cannot_be_read_has_no_cost():

@@ -1,0 +1,367 @@
+"""What is given wrongly is told early, with what was given and what to give instead."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import pathlib
+
+import albumentations as A
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from PIL import Image
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from lightning_fastdata import (
+    DataThroughputCallback,
+    FastDataError,
+    FastDataLoader,
+    FastDataModule,
+    LoaderOptions,
+)
+
+torch.set_num_threads(1)
+
+FLIP = A.Compose([A.HorizontalFlip()])
+
+
+class Model(LightningModule):
+    """Fails the test where a step runs before the error."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+        self.rows = []
+
+    def training_step(self, batch, _):
+        self.rows.append(len(batch["x"]) if isinstance(batch, dict) else len(batch[0]))
+        return self.layer.weight.sum()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Samples(Dataset):
+    """Eight samples: what is given, or what a function returns of the index."""
+
+    def __init__(self, sample=None):
+        self.sample = (torch.zeros(4), 1) if sample is None else sample
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, i):
+        return self.sample(i) if callable(self.sample) else self.sample
+
+
+class NoLength(Dataset):
+    def __getitem__(self, i):
+        return torch.zeros(4)
+
+
+class OddLength(NoLength):
+    def __len__(self):
+        return 2.5  # noqa: PLE0303
+
+
+class NegativeLength(NoLength):
+    def __len__(self):
+        return -1  # noqa: PLE0303
+
+
+class OnlyIterates:
+    def __iter__(self):
+        return iter([torch.zeros(4)])
+
+
+class Stream(IterableDataset):
+    def __init__(self, make):
+        self.make = make
+
+    def __iter__(self):
+        return self.make()
+
+
+@dataclasses.dataclass
+class Pair:
+    x: object
+
+
+Graph = type("Data", (), {"__module__": "torch_geometric.data.data"})
+Scan = type("ScalarImage", (), {"__module__": "torchio.data.image"})
+
+
+class LeavesOut(FastDataModule):
+    def __init__(self):
+        self.mine = 1
+
+    def train_dataset(self):
+        return Samples()
+
+
+class LeavesOutToo(DataThroughputCallback):
+    def __init__(self):
+        self.mine = 1
+
+
+class MadeInSetup(FastDataModule):
+    def setup(self, stage):
+        self.data = Samples()
+
+    def train_dataset(self):
+        return self.data
+
+
+def train(module, tmp_path, callbacks=()):
+    model = Model()
+    trainer = Trainer(
+        max_epochs=1,
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=str(tmp_path),
+        callbacks=list(callbacks),
+    )
+    trainer.fit(model, datamodule=module)
+    return model
+
+
+NO_WORKERS = LoaderOptions(num_workers=0)
+
+DATASETS = {
+    "a path": ("/data/train", "the path '/data/train', not a dataset. .*FastImageFolder"),
+    "a Path": (pathlib.Path("/data"), "the path '/data', not a dataset"),
+    "bytes": (b"/data", "the path '/data', not a dataset"),
+    "a class": (Samples, r"the class Samples, not a dataset. Make one of it: Samples\(...\)"),
+    "a function": (Samples().__len__, "but a function. Call it"),
+    "a generator": ((i for i in range(3)), "an iterator, which can be read once.*IterableDataset"),
+    "a number": (3, "the int 3, not a dataset. A dataset has __getitem__"),
+    "a set": ({1, 2}, "the set .*no __getitem__"),
+    "an iterable": (OnlyIterates(), "no __getitem__.*derive it from torch.*IterableDataset"),
+    "no length": (NoLength(), "NoLength, of which no order.*no __len__.*sampler.*IterableDataset"),
+    "half a sample": (OddLength(), "__len__.. raised TypeError: 'float'"),
+    "less than none": (NegativeLength(), "__len__.. raised ValueError"),
+    "None in a list": ([Samples(), None], r"\(\)\[1\] is None, not a dataset"),
+    "a path in a list": ([Samples(), "/data"], r"\(\)\[1\] is the path '/data'"),
+    "None in a dict": ({"a": Samples(), "b": None}, r"\(\)\['b'\] is None"),
+    "lists in a list": ([[Samples()], [Samples()]], "list of datasets.*ConcatDataset.*flat"),
+    "a list in a dict": ({"a": [Samples(), Samples()]}, r"\['a'\] is a list of datasets"),
+}
+
+
+@pytest.mark.parametrize(("given", "told"), DATASETS.values(), ids=DATASETS)
+def test_what_is_no_dataset_is_called_by_its_name(tmp_path, given, told):
+    class Photos(FastDataModule):
+        def train_dataset(self):
+            return given
+
+    with pytest.raises(FastDataError, match=f"Photos.train_dataset.*{told}"):
+        train(Photos(4), tmp_path)
+
+
+SAMPLES = {
+    "None": (lambda i: None, "It is None, of which no batch can be made.*collate_fn"),
+    "None in a tuple": ((torch.zeros(4), None), r"At \[1\] it holds None"),
+    "None in a dict": ({"x": torch.zeros(4), "mask": None}, r"At \['mask'\] it holds None"),
+    "None in a dataclass": (Pair(None), r"At \.x it holds None"),
+    "an image": ((Image.new("RGB", (4, 4)), 1), r"PIL.Image.Image.*numpy.asarray"),
+    "a graph": (Graph(), "torch_geometric.data.data.Data.*Batch.from_data_list"),
+    "a scan": ({"t1": Scan()}, r"torchio.data.image.ScalarImage.*name: image.data"),
+    "a date": (datetime.datetime(2020, 1, 1), "datetime.datetime, which torch.*collate_fn"),
+    "a path": ((torch.zeros(4), pathlib.Path("/x")), r"\[1\] .*Path.*torch's collation"),
+    "objects": (np.array([None, 1], object), "array of object"),
+    "a set": (({1, 2},), r"\[0\] it holds a builtins.set"),
+}
+
+
+@pytest.mark.parametrize(("sample", "told"), SAMPLES.values(), ids=SAMPLES)
+def test_samples_of_which_no_batch_can_be_made_are_told_before_the_workers_start(
+    tmp_path, sample, told
+):
+    dataset = Samples(sample)
+    module = FastDataModule.from_datasets(dataset, batch_size=4)
+    with pytest.raises(FastDataError, match=f"Sample 0 of .*train_dataset.*{told}"):
+        train(module, tmp_path)
+
+
+def test_samples_that_a_collate_fn_sorts_out_are_its_own_affair(tmp_path):
+    def without_none(samples):
+        return torch.utils.data.default_collate([s for s in samples if s is not None])
+
+    dataset = Samples(lambda i: None if i % 4 == 0 else (torch.zeros(4), i))
+    module = FastDataModule.from_datasets(
+        dataset, batch_size=4, collate_fn=without_none, options=NO_WORKERS
+    )
+    assert sum(train(module, tmp_path).rows) == 6
+
+
+LATER = {
+    "one None": (
+        lambda i: (torch.zeros(4), None if i == 5 else 1),
+        r"In sample \d of them: At \[1\] it holds None",
+    ),
+    "other keys": (lambda i: {"a": 1} if i % 2 else {"a": 1, "b": 2}, "Keys found: .*same keys"),
+    "other lengths": (lambda i: [1] * (i + 1), "lists and sequences: padding"),
+    "other sizes": (lambda i: torch.zeros(i + 1), r"Shapes found: \(.*one size"),
+}
+
+
+@pytest.mark.parametrize(("sample", "told"), LATER.values(), ids=LATER)
+def test_samples_that_do_not_fit_together_are_told_with_what_differs(tmp_path, sample, told):
+    module = FastDataModule.from_datasets(Samples(sample), batch_size=8, options=NO_WORKERS)
+    with pytest.raises(FastDataError, match=told):
+        train(module, tmp_path)
+
+
+def test_a_stream_that_batches_itself_is_told_how_to_be_taken(tmp_path):
+    batches = Stream(lambda: iter([torch.zeros(4, 3), torch.zeros(2, 3)]))
+    module = FastDataModule.from_datasets(batches, batch_size=2, options=NO_WORKERS)
+    with pytest.raises(FastDataError, match=r"batches already.*batch_size=None"):
+        train(module, tmp_path)
+    with pytest.raises(FastDataError, match=r"make_loader\(dataset, stage=.train., batch_size=Non"):
+        FastDataModule.from_datasets(batches, batch_size=None)
+
+
+@pytest.mark.parametrize("made", [lambda: [1, 2], lambda: None])
+def test_an_epoch_that_cannot_begin_tells_its_own_error_through_lightning(tmp_path, made):
+    module = FastDataModule.from_datasets(Stream(made), batch_size=2, options=NO_WORKERS)
+    with pytest.raises(TypeError, match="non-iterator"):
+        train(module, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "sample",
+    [
+        (np.zeros((3, 32, 32), np.uint8), 1),
+        {"image": np.zeros((1, 28, 28), np.float32)},
+        {"image": np.zeros((4, 20, 30), np.uint8)},
+    ],
+)
+def test_channels_that_come_first_are_told_before_albumentations_mixes_them_up(tmp_path, sample):
+    module = FastDataModule.from_datasets(Samples(sample), batch_size=4, augment=FLIP)
+    with pytest.raises(FastDataError, match=r"channels first.*transpose\(1, 2, 0\)"):
+        train(module, tmp_path)
+
+
+ARGUMENTS = {
+    "seed=a": ({"seed": "a"}, "seed is 'a'.*whole numbers"),
+    "seed=1.5": ({"seed": 1.5}, "seed is 1.5"),
+    "seed=True": ({"seed": True}, "seed is True"),
+    "seed=[1]": ({"seed": [1]}, r"seed is \[1\]"),
+    "collate_fn=3": ({"collate_fn": 3}, "collate_fn is 3.*function that takes the samples"),
+    "collate_fn=pad": ({"collate_fn": "pad"}, "collate_fn is 'pad'"),
+    "drop_last=yes": ({"drop_last": "yes"}, "drop_last is 'yes'.*True and False"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "told"), ARGUMENTS.values(), ids=ARGUMENTS)
+def test_impossible_arguments_of_a_module_are_told_by_its_constructor(arguments, told):
+    with pytest.raises(FastDataError, match=told):
+        FastDataModule(4, **arguments)
+
+
+@pytest.mark.parametrize("argument", [{"image": 3.5}, {"mask": [1]}, {"guard": True}])
+def test_what_is_no_name_of_a_field_or_a_choice_is_told_by_the_constructor(argument):
+    (name,) = argument
+    with pytest.raises(FastDataError, match=name):
+        FastDataModule(4, **argument)
+
+
+LOADERS = {
+    "a path": (("/data",), {}, "the path '/data', not a dataset"),
+    "a class": ((Samples,), {}, "the class Samples"),
+    "None": ((None,), {}, "is None, not a dataset"),
+    "a loader": ((DataLoader(Samples()),), {}, "a DataLoader, not a dataset.*loader.dataset"),
+    "no length": ((NoLength(),), {}, "no __len__"),
+    "executor": ((Samples(),), {"executor": "threads"}, "executor is 'threads'.*'sidecar'"),
+    "no executor": ((Samples(),), {"executor": None}, "executor is None"),
+    "collate_fn": ((Samples(),), {"collate_fn": 3}, "collate_fn is 3"),
+    "seed": ((Samples(),), {"seed": "a"}, "seed is 'a'"),
+    "batch_size": ((Samples(),), {"batch_size": "4"}, "batch_size is '4'"),
+    "num_workers": ((Samples(),), {"num_workers": "4"}, "num_workers is '4'"),
+    "half a worker": ((Samples(),), {"num_workers": 2.5}, "num_workers is 2.5"),
+    "prefetch_factor": (
+        (Samples(),),
+        {"num_workers": 1, "prefetch_factor": 0},
+        "prefetch_factor is 0",
+    ),
+    "sampler": ((Samples(),), {"sampler": 3}, "sampler is 3"),
+    "transform": ((Samples(),), {"transform": FLIP}, "BatchTransform.from_albumentations"),
+    "worker_init_fn": ((Samples(),), {"worker_init_fn": "f"}, "worker_init_fn is 'f'"),
+    "page_lock": ((Samples(),), {"page_lock": "none"}, "page_lock is 'none'.*'register'"),
+}
+
+
+@pytest.mark.parametrize(("given", "arguments", "told"), LOADERS.values(), ids=LOADERS)
+def test_impossible_arguments_of_a_loader_are_told_by_its_constructor(given, arguments, told):
+    with pytest.raises(FastDataError, match=told):
+        FastDataLoader(*given, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({"every_n_steps": "a"}, "every_n_steps='a'"),
+        ({"report": 3}, "report is 3"),
+        ({"log_images": "x"}, "log_images='x'"),
+        ({"log_images": True, "images_every_n_epochs": "2"}, "images_every_n_epochs='2'"),
+    ],
+)
+def test_impossible_arguments_of_the_callback_are_told_by_its_constructor(arguments, told):
+    with pytest.raises(FastDataError, match=told):
+        DataThroughputCallback(**arguments)
+
+
+def test_a_constructor_that_was_left_out_is_told(tmp_path):
+    with pytest.raises(FastDataError, match=r"LeavesOut.__init__\(\) has not called super\(\)"):
+        train(LeavesOut(), tmp_path)
+    with pytest.raises(FastDataError, match=r"LeavesOutToo.__init__\(\) has not called super\(\)"):
+        train(MadeInSetup(4), tmp_path, [LeavesOutToo()])
+    assert not hasattr(LeavesOut(), "train_loader")
+    with pytest.raises(AttributeError, match="'MadeInSetup' object has no attribute 'lenght'"):
+        _ = MadeInSetup(4).lenght
+
+    class Asks(MadeInSetup):
+        @property
+        def classes(self):
+            return self.data.classes
+
+    with pytest.raises(AttributeError, match="no attribute 'data'"):
+        _ = Asks(4).classes
+
+
+def test_datasets_that_are_made_in_setup_are_asked_for_after_it(tmp_path):
+    for ask in (FastDataModule.explain, FastDataModule.train_dataloader):
+        with pytest.raises(FastDataError, match=r"MadeInSetup.train_dataset\(\).*call setup\('fit"):
+            ask(MadeInSetup(4))
+    module = MadeInSetup(4)
+    module.setup("fit")
+    assert "MadeInSetup.train_dataset()" in module.explain()
+
+
+class HuggingFaceLike:
+    """Knows torch's protocol and none of its classes, as the datasets of Hugging Face do."""
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, i):
+        return {"x": torch.zeros(4)}
+
+    def __getitems__(self, indices):
+        return [self[i] for i in indices]
+
+
+def test_a_list_of_hugging_face_datasets_is_a_list_of_datasets(tmp_path):
+    several = [HuggingFaceLike(), HuggingFaceLike()]
+    module = FastDataModule.from_datasets(several, batch_size=3, options=NO_WORKERS)
+    loaders = module.train_dataloader()
+    assert [len(loader) for loader in loaders] == [2, 2]
+    splits = type("DatasetDict", (dict,), {})(train=several[0], test=several[1])
+    with pytest.raises(FastDataError, match=r"DatasetDict of all splits \(train, test\)"):
+        train(FastDataModule.from_datasets(splits), tmp_path)

@@ -1,0 +1,251 @@
+"""A report tells of a training and never ends it, whatever files are called and loggers do."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import warnings
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import Logger, TensorBoardLogger
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_fastdata import DataThroughputCallback, FastDataModule, LoaderOptions
+from lightning_fastdata.errors import FastDataWarning
+
+torch.set_num_threads(1)
+
+NAMES = {
+    "no text": os.fsdecode(b"/data/\xff\xfe.jpg"),
+    "orders to the terminal": "/data/\x1b[31mred\x1b]0;title\x07.jpg",
+    "two lines": "/data/one\ntwo\r.jpg",
+    "turned around": "/data/\u202egpj.exe",
+    "bytes": b"/data/\xff.jpg",
+}
+
+
+class Slow(Dataset):
+    """One file of it takes much longer than the others."""
+
+    def __init__(self, name, length=40):
+        self.samples = [(name, i) for i in range(length)]
+
+    def __len__(self):
+        return len(self.samples)
+
+    def __getitem__(self, i):
+        time.sleep(0.25 if i % 10 == 5 else 0.001)
+        return torch.full((4,), float(i)), i
+
+
+class Model(LightningModule):
+    def __init__(self, break_at=None):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+        self.break_at = break_at
+        self.steps = 0
+
+    def training_step(self, batch, _):
+        self.steps += 1
+        if self.break_at == self.steps:
+            raise ZeroDivisionError("the user's own")
+        return self.layer(batch[0]).mean()
+
+    def validation_step(self, batch, _):
+        pass
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+def fit(tmp_path, callback, *, model=None, dataset=None, logger=False, val=None, more=()):
+    model = Model() if model is None else model
+    dataset = Slow("/data/a.jpg", 8) if dataset is None else dataset
+    trainer = Trainer(
+        max_epochs=1,
+        accelerator="cpu",
+        devices=1,
+        logger=logger,
+        log_every_n_steps=1,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        default_root_dir=str(tmp_path),
+        callbacks=[callback, *more],
+    )
+    options = LoaderOptions(num_workers=1, executor="workers", prefetch_factor=1)
+    module = FastDataModule.from_datasets(dataset, val, batch_size=4, options=options)
+    trainer.fit(model, datamodule=module)
+    return model
+
+
+def is_plain(text):
+    return all(sign.isprintable() or sign in "\n" for sign in text)
+
+
+@pytest.mark.parametrize("name", NAMES.values(), ids=NAMES)
+def test_any_name_of_a_file_is_shown_spelled_and_kept_whole_in_the_json(tmp_path, capsys, name):
+    callback = DataThroughputCallback(report=tmp_path / "report.json")
+    logger = TensorBoardLogger(tmp_path, name="board")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FastDataWarning)
+        fit(tmp_path, callback, dataset=Slow(name), logger=logger)
+    told = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
+    slow = told["stages"]["train"]["causes"]["slow_samples"]
+    assert {each["path"] for each in slow} == {os.fsdecode(name)}
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    out = capsys.readouterr().out
+    last = os.path.basename(os.fsdecode(name)).encode("unicode_escape").decode()
+    assert last in page
+    assert ".jpg" in out or ".exe" in out
+    assert is_plain(page)
+    assert is_plain(out)
+    events = b"".join(file.read_bytes() for file in tmp_path.rglob("events.*"))
+    assert b"/data/" in events
+    assert not any(order in events for order in (b"\x1b[31m", b"\x1b]0", "\u202e".encode()))
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o027])
+def test_who_may_read_a_report_is_for_the_umask_to_say(tmp_path, umask):
+    before = os.umask(umask)
+    try:
+        fit(tmp_path, DataThroughputCallback(report=tmp_path / "deep" / "r.json", summary=False))
+    finally:
+        os.umask(before)
+    assert (tmp_path / "deep").stat().st_mode & 0o777 == 0o777 & ~umask
+    files = {file.name: file.stat().st_mode & 0o777 for file in (tmp_path / "deep").iterdir()}
+    assert files == dict.fromkeys(("r.json", "r.html"), 0o666 & ~umask)
+
+
+class Away:
+    def __getattr__(self, name):
+        raise ConnectionError("the server of the logger is away")
+
+
+class Sulking(Logger):
+    """Raises whatever it is asked for."""
+
+    name, version = "sulking", 0
+
+    def log_metrics(self, metrics, step=None):
+        raise ConnectionError("the server of the logger is away")
+
+    def log_hyperparams(self, params, *args, **kwargs):
+        pass
+
+    @property
+    def experiment(self):
+        return Away()
+
+
+class Unprintable:
+    """A stream that takes nothing."""
+
+    encoding = "utf-8"
+
+    def write(self, text):
+        raise BrokenPipeError("nobody reads this")
+
+    def flush(self):
+        pass
+
+    def isatty(self):
+        return False
+
+
+def test_a_logger_that_raises_is_told_once_and_the_training_goes_on(tmp_path):
+    callback = DataThroughputCallback(summary=False)
+    with pytest.warns(FastDataWarning) as caught:
+        model = fit(tmp_path, callback, logger=Sulking(), val=Slow("/data/a.jpg", 4))
+    assert model.steps == 2
+    assert callback.report.stages[0].steps == 2
+    told = [str(each.message) for each in caught if each.category is FastDataWarning]
+    assert told
+    assert all("ConnectionError: the server of the logger is away" in each for each in told)
+    assert len(told) == len(set(told))
+
+
+@pytest.mark.parametrize("stream", ["a terminal that is closed", "a pipe that nobody reads"])
+def test_a_summary_that_cannot_be_printed_is_a_warning(tmp_path, monkeypatch, stream):
+    if stream == "a terminal that is closed":
+        closed = (tmp_path / "closed").open("w")
+        closed.close()
+        monkeypatch.setattr(sys, "stdout", closed)
+    else:
+        monkeypatch.setattr(sys, "stdout", Unprintable())
+    callback = DataThroughputCallback()
+    with pytest.warns(FastDataWarning, match="The summary was not printed"):
+        model = fit(tmp_path, callback)
+    assert model.steps == 2
+    assert (tmp_path / "report.html").exists()
+
+
+def test_names_of_samples_that_raise_leave_the_report_as_it_is(tmp_path):
+    class Moody(Slow):
+        @property
+        def samples(self):
+            raise RuntimeError("not now")
+
+        @samples.setter
+        def samples(self, _):
+            pass
+
+        def __len__(self):
+            return 40
+
+    callback = DataThroughputCallback(summary=False)
+    fit(tmp_path, callback, dataset=Moody("a"))
+    assert (tmp_path / "report.html").exists()
+
+
+def test_errors_of_the_training_and_interrupts_pass_untouched(tmp_path):
+    with pytest.raises(ZeroDivisionError, match="the user's own"):
+        fit(tmp_path, DataThroughputCallback(summary=False), model=Model(break_at=2))
+
+    class Breaks(Dataset):
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, i):
+            raise OSError("a broken file")
+
+    class Stops(Callback):
+        def on_train_batch_end(self, *_):
+            raise KeyboardInterrupt
+
+    with pytest.raises(Exception, match="a broken file"):
+        fit(tmp_path, DataThroughputCallback(summary=False), dataset=Breaks())
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        fit(tmp_path, DataThroughputCallback(summary=False), more=[Stops()])
+
+
+def test_any_loader_may_be_measured_and_none_is_harmed(tmp_path):
+    """Plain loaders whose samples have keys that no report can hold."""
+
+    class Key:
+        def __repr__(self):
+            raise RuntimeError("no name")
+
+    class Keyed(Slow):
+        def __getitem__(self, key):
+            return torch.zeros(4), 0
+
+    model = Model()
+    loader = DataLoader(Keyed("a", 8), sampler=[Key() for _ in range(8)], batch_size=4)
+    trainer = Trainer(
+        max_epochs=1,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=str(tmp_path),
+        callbacks=[DataThroughputCallback(summary=False)],
+    )
+    trainer.fit(model, loader)
+    assert model.steps == 2
