@@ -11,6 +11,9 @@ The rules, in order:
    it, but only in samples that drew it.
 3. An operation that changes the shape or dtype of an image runs on the device only when every
    sample takes it and no later operation may ask for real pixels: a batch must stay one tensor.
+4. A quarter turn or a transposition does not change a square. Where the size is not known before
+   any image is seen, it runs on the device in those samples whose shape it leaves as it is, and in
+   the worker in the others.
 """
 
 from __future__ import annotations
@@ -22,7 +25,13 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 import numpy as np
 
 from lightning_fastdata.augment.ops.operation import draw_params
-from lightning_fastdata.augment.sizes import CHANGES_SIZE, Size, follow_sizes, size_after
+from lightning_fastdata.augment.sizes import (
+    CHANGES_SIZE,
+    SWAPS_AXES,
+    Size,
+    follow_sizes,
+    size_after,
+)
 from lightning_fastdata.augment.tree import (
     Leaf,
     is_albumentations,
@@ -64,7 +73,8 @@ class Plan:
     placements: tuple[OpPlacement, ...]
     """One per leaf transform, in the order in which they are written."""
     conditional: tuple[bool, ...]
-    """Per leaf: whether some samples skip it."""
+    """Per leaf: whether some samples may go without it on the device, so that those that do not have
+    to keep their form there."""
     sees_pixels: tuple[bool, ...]
     """Per leaf: whether its sampler must be given the real image."""
     opaque_until: int
@@ -123,6 +133,7 @@ def analyse(
     boundary = max(sizes.boundary, opaque)
     placed: list[OpPlacement] = []
     sees = [_reads_pixels(leaf.transform, op) for leaf, op in zip(leaves, forms, strict=True)]
+    conditional = [leaf.conditional for leaf in leaves]
     barrier_after: str | None = None
     for index in range(len(leaves) - 1, -1, -1):
         leaf = leaves[index]
@@ -157,6 +168,12 @@ def analyse(
             placed.append(OpPlacement(name=name, where="worker", why=why_worker))
             sees[index] = True
             barrier_after = name
+        elif op is not None and _turns_squares_alone(leaf, op, sizes.before[index]):
+            why = "on the batch, where it leaves the shape as it is (square images)"
+            why += f", unless {barrier_after} was drawn after it" if barrier_after else ""
+            placed.append(OpPlacement(name=name, where="either", why=why + freedom))
+            conditional[index] = True
+            barrier_after = name
         elif barrier_after is not None or sees[index]:
             why = (
                 f"needs the pixels to draw ({name}), then on the batch"
@@ -169,7 +186,7 @@ def analyse(
             placed.append(OpPlacement(name=name, where="device", why="on the batch" + freedom))
     return Plan(
         placements=tuple(reversed(placed)),
-        conditional=tuple(leaf.conditional for leaf in leaves),
+        conditional=tuple(conditional),
         sees_pixels=tuple(sees),
         opaque_until=opaque,
     )
@@ -192,12 +209,20 @@ def device_form(transform: Any, ops: Mapping[str, DeviceOp]) -> DeviceOp | None:
     return ops.get(kind.__name__) if own is None and is_albumentations(transform) else own
 
 
+def _turns_squares_alone(leaf: Leaf, op: DeviceOp, before: Size) -> bool:
+    """Return whether it depends on the sample if an operation changes the shape of its image."""
+    unknown = before.exact is None and op.owner is None
+    return unknown and type(leaf.transform).__name__ in SWAPS_AXES
+
+
 def _why_worker(
     leaf: Leaf, op: DeviceOp | None, before: Size, barrier_after: str | None
 ) -> str | None:
     if op is None:
         return "no device form"
     if op.owner is not None:
+        return None
+    if _turns_squares_alone(leaf, op, before):
         return None
     # Images of an unknown but common size are taken to be any, so not square.
     one_size = before.exact or (64, 48)

@@ -19,7 +19,8 @@ from lightning_fastdata.augment.dataset_pipelines import (
     place_pipelines,
     redrawn_of,
 )
-from lightning_fastdata.augment.deferred import Path, Waiting, replace_leaves, spelled
+from lightning_fastdata.augment.batch_leaves import Path, replace_leaves, spelled
+from lightning_fastdata.augment.deferred import Waiting
 from lightning_fastdata.augment.registry import registered_forms
 from lightning_fastdata.augment.seeds import find_composes
 from lightning_fastdata.augment.tree import list_nodes
@@ -201,14 +202,14 @@ def try_recording(
         draws = staged.draws
         if not isinstance(draws, DatasetDraws):
             return refused(_fate(made))
-        fields = tuple(spelled(path) for path, _, _ in draws.parts)
+        fields = tuple(dict.fromkeys(part.field for part in draws.parts))
         exact = not redrawn_of(places)
         done = draws.apply(staged.batch)
         watch.restore()
         difference = _difference(
             plain,
             done,
-            {path for path, *_ in draws.parts},
+            {path for part in draws.parts for path in part.paths},
             exact=exact,
             again=lambda: collate(_read(dataset, indices, seed, None)),
         )
@@ -247,8 +248,7 @@ def _fate(made: Sequence[Waiting]) -> str:
     use = next((one.use for one in made if one.use is not None), None)
     if use is None:
         return (
-            "the batch has no tensor stacked of what it returns, in dicts, lists, tuples or "
-            "dataclasses"
+            "the batch has no tensor of what it returns in dicts, lists, tuples or dataclasses"
         )
     if use is torch.stack:
         return (
