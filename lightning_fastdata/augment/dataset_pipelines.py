@@ -18,7 +18,7 @@ from lightning_fastdata.augment.batch_leaves import Path, replace_leaves, spelle
 from lightning_fastdata.augment.callables import plain_tensors, table
 from lightning_fastdata.augment.deferred import DeferredTensor, Waiting
 from lightning_fastdata.augment.fields import describe
-from lightning_fastdata.augment.pipeline_recorder import PipelineRecorder, Turn
+from lightning_fastdata.augment.pipeline_recorder import PipelineRecorder, Turn, Watch
 from lightning_fastdata.augment.plan import Plan, analyse, redrawn
 from lightning_fastdata.augment.program import Draws, compile_tapes
 from lightning_fastdata.augment.replay_torch import replay_image
@@ -143,7 +143,7 @@ class DatasetDraws:
         """
         wanted = {path for part in self.parts for path in part.paths}
         found: dict[Path, Any] = {}
-        replace_leaves(batch, lambda path, leaf: found.setdefault(path, leaf))
+        replace_leaves(batch, found.setdefault)
         ops = device_ops(None, self.registered)
         done: dict[Path, torch.Tensor] = {}
         with plain_tensors():
@@ -187,20 +187,20 @@ class DatasetRecording:
     Args:
         switch: Says for each epoch whether anything is left to the device. None: always.
         registered: Device forms of classes that are not Albumentations' own.
-        made: Gets everything that waits, to see what becomes of it.
+        watch: Sees the calls of the pipelines.
     """
 
     def __init__(
         self,
         switch: PlaceSwitch | None = None,
         registered: Mapping[str, DeviceOp] | None = None,
-        made: list[Waiting] | None = None,
+        watch: Watch | None = None,
     ) -> None:
         self.switch = switch
         self._registered = registered
         self._recorders: list[PipelineRecorder] | None = None
         self._found_in_epoch = 0
-        self._turn = Turn(made)
+        self._turn = Turn(watch)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_recorders": None}

@@ -1,8 +1,8 @@
-"""What a dataset or collation did to tensors that wait: a small program that the device carries out.
+"""What a dataset or collation did to tensors that wait: a small program for the device.
 
-``.float() / 255``, a permutation or a normalisation by means need no values to be written down. Only
-functions are noted whose results are the same to the bit on any device: casts, one rounding per
-value, and changes of the layout. All others are carried out on the spot, on the values.
+``.float() / 255``, a permutation or a normalisation by means need no values to be written down.
+Only functions are noted whose results are the same to the bit on any device: casts, one rounding
+per value, and changes of the layout. All others are carried out on the spot, on the values.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ARITHMETIC: Final[Mapping[Callable[..., Any], Kind]] = {
     **dict.fromkeys((_T.mul, torch.mul, _T.mul_, _T.multiply, torch.multiply), "mul"),
     **dict.fromkeys((_T.div, torch.div, _T.div_, _T.divide, torch.divide), "div"),
     **dict.fromkeys((_T.true_divide, torch.true_divide), "div"),
-}  # type: ignore[dict-item]
+}
 OUT_OF_PLACE: Final[Mapping[Callable[..., Any], Callable[..., Any]]] = {
     _T.add_: _T.add,
     _T.sub_: _T.sub,
@@ -173,8 +173,8 @@ def _arithmetic(
         if over > leading or any(length != 1 for length in other.shape[:over]):
             return None
         other = other.reshape(other.shape[over:])
-        fits = all(a in (1, b) for a, b in zip(reversed(other.shape), reversed(shape), strict=False))
-        if not fits:
+        behind = shape[len(shape) - other.ndim :]
+        if not all(one in (1, length) for one, length in zip(other.shape, behind, strict=True)):
             return None
     elif type(other) not in (int, float):
         return None
