@@ -125,13 +125,16 @@ def _moved(blob: torch.Tensor, device: torch.device | str, non_blocking: bool) -
     return blob.to(device, non_blocking=non_blocking and kind != "cpu")
 
 
-class _Packer:
+class Packer:
+    """Packs arrays into the blob of a batch, each at a multiple of 16 bytes."""
+
     def __init__(self) -> None:
         self._chunks: list[np.ndarray] = []
         self._size = 0
         self._known: dict[tuple[object, ...], Mapping[str, Slot]] = {}
 
     def add(self, array: np.ndarray) -> Slot:
+        """Pack an array, and return where it lies."""
         array = np.ascontiguousarray(array)
         slot = Slot(self._size, torch.from_numpy(array[:0]).dtype, array.shape)
         padding = -array.nbytes % _ALIGN
@@ -141,6 +144,7 @@ class _Packer:
         return slot
 
     def stack(self, encoded: Sequence[Encoded]) -> Mapping[str, Slot]:
+        """Pack what samples have drawn, stacked, and return where each array lies."""
         # An image and the mask beside it share their parameters: packed once.
         key = tuple(map(id, encoded))
         if key not in self._known:
@@ -151,6 +155,7 @@ class _Packer:
         return self._known[key]
 
     def blob(self) -> torch.Tensor:
+        """Return everything that was packed."""
         if not self._chunks:
             return torch.empty(0, dtype=torch.uint8)
         return torch.from_numpy(np.concatenate(self._chunks))
@@ -172,7 +177,7 @@ def compile_tapes(
         ops: Device forms by name, which know what can be fused; None: nothing is.
         beside: Arrays by name that travel with the tapes, for what comes after them.
     """
-    packer = _Packer()
+    packer = Packer()
     programs = {}
     for key in dict.fromkeys(name for tape in tapes for name in tape):
         role = next(tape[key].role for tape in tapes if key in tape)
@@ -185,7 +190,7 @@ def compile_tapes(
 
 
 def _schedule(
-    tracks: Sequence[Sequence[TapeOp]], packer: _Packer, ops: Mapping[str, DeviceOp], role: Role
+    tracks: Sequence[Sequence[TapeOp]], packer: Packer, ops: Mapping[str, DeviceOp], role: Role
 ) -> tuple[tuple[ProgramStep, ...], list[Step]]:
     # What each sample has still to do, last to first.
     waiting = {row: list(reversed(track)) for row, track in enumerate(tracks) if track}
