@@ -110,6 +110,8 @@ def note(
     """
     if func in _ARITHMETIC:
         return _arithmetic(func, args, kwargs, shape, dtype, leading)
+    if func is _T.to and len(args) == 1 and not kwargs and _is_cpu(args[0]):
+        return Noted(None)
     wanted = _wanted_dtype(func, args, kwargs)
     if wanted is not None:
         return _cast(wanted, shape, dtype)

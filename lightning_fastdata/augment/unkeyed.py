@@ -13,7 +13,7 @@ import sys
 import textwrap
 import warnings
 from collections.abc import Iterator
-from types import FunctionType, MethodType, ModuleType
+from types import FunctionType, ModuleType
 from typing import Any, Final, NamedTuple
 
 from lightning_fastdata.augment.code_parts import is_users
@@ -123,20 +123,22 @@ def built_while_reading(dataset: object) -> tuple[str, ...]:
 
 def _wrapped(dataset: object, depth: int = 8) -> Iterator[object]:
     yield dataset
-    several = getattr(dataset, "datasets", None)
+    # What it holds, and no property of it: that may open a file.
+    held = getattr(dataset, "__dict__", {})
+    several = held.get("datasets")
     inner = list(several) if isinstance(several, list | tuple) else []
-    for one in (getattr(dataset, "dataset", None), *inner):
+    for one in (held.get("dataset"), *inner):
         if one is not None and depth:
             yield from _wrapped(one, depth - 1)
 
 
 def _built_by(owner: object, kinds: tuple[type, ...]) -> Iterator[_Built]:
     """Yield what the methods that read a sample build, and the user's functions that they call."""
-    waiting: list[Any] = [getattr(type(owner), name, None) for name in _READS]
+    waiting: list[Any] = [inspect.getattr_static(type(owner), name, None) for name in _READS]
     seen: set[Any] = set()
     while waiting and len(seen) < _MOST_FUNCTIONS:
         function = waiting.pop(0)
-        function = function.__func__ if isinstance(function, MethodType) else function
+        function = getattr(function, "__func__", function)
         if not isinstance(function, FunctionType) or function in seen:
             continue
         seen.add(function)
@@ -176,10 +178,11 @@ def _names_of(function: FunctionType, tree: ast.AST, owner: object) -> dict[str,
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             module = sys.modules.get(node.module)
             for alias in node.names:
-                names[alias.asname or alias.name] = getattr(module, alias.name, None)
+                known = {} if module is None else vars(module)
+                names[alias.asname or alias.name] = known.get(alias.name)
     own = function.__code__.co_varnames[: function.__code__.co_argcount]
     names.update(dict.fromkeys(own))
-    if own and getattr(type(owner), function.__name__, None) is function:
+    if own and inspect.getattr_static(type(owner), function.__name__, None) is function:
         names[own[0]] = type(owner)
     return names
 
@@ -189,7 +192,9 @@ def _meant(node: ast.AST, names: dict[str, Any]) -> Any:
         return names.get(node.id)
     if isinstance(node, ast.Attribute):
         owner = _meant(node.value, names)
-        return getattr(owner, node.attr, None) if isinstance(owner, ModuleType | type) else None
+        if isinstance(owner, ModuleType):
+            return vars(owner).get(node.attr)  # a lazy module would import what is asked for
+        return inspect.getattr_static(owner, node.attr, None) if isinstance(owner, type) else None
     return None
 
 

@@ -190,7 +190,7 @@ def try_recording(
     # A few small images; and threads of a process that was forked may wait for ever.
     torch.set_num_threads(1)
     try:
-        if _keeps_what_it_returns(dataset, indices[0], seed, registered):
+        if _keeps_what_it_returns(dataset, indices[0], seed, registered, state):
             return refused(
                 "it keeps what its pipeline returns: read again in the next epoch, a sample ran no "
                 "pipeline, so that nothing would be left to the device but once"
@@ -262,7 +262,11 @@ def _operations_of(
 
 
 def _keeps_what_it_returns(
-    dataset: Dataset[Any], index: int, seed: int, registered: Mapping[str, DeviceOp]
+    dataset: Dataset[Any],
+    index: int,
+    seed: int,
+    registered: Mapping[str, DeviceOp],
+    state: DrawWatch,
 ) -> bool:
     """Return whether a sample that is read once more, in another epoch, runs no pipeline."""
     watch, epoch = Watch(records=False), EpochCell()
@@ -271,6 +275,7 @@ def _keeps_what_it_returns(
     calls = []
     for number in range(2):
         epoch.set(number)
+        state.restore()  # whether it calls a pipeline may be drawn
         before = watch.calls
         _fetch(twin, dataset, [index])
         calls.append(watch.calls - before)

@@ -39,7 +39,7 @@ STAY = {
     "there and back": lambda t: t.permute(1, 2, 0).float().permute(2, 0, 1) / 255,
     "transposed": lambda t: t.transpose(1, 2),
     "one more dimension": lambda t: t.unsqueeze(0).double() / 3,
-    "cloned": lambda t: t.clone().detach().cpu().long(),
+    "cloned": lambda t: t.clone().detach().cpu().to("cpu").long(),
     "half": lambda t: (t / 255).half(),
     "torchvision": lambda t: vision.normalize(
         vision.convert_image_dtype(t, torch.float32), [0.4, 0.5, 0.6], [0.2, 0.3, 0.4]

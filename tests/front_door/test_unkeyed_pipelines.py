@@ -131,6 +131,18 @@ def test_so_is_the_code_that_reads_a_sample(kind):
     assert told(Subset(kind(), [0, 1]))
 
 
+class OpensFiles(BuiltElsewhere):
+    @property
+    def dataset(self):
+        raise AssertionError("nobody may read this before the workers start")
+
+    datasets = dataset
+
+
+def test_nothing_of_the_dataset_is_read_to_find_out():
+    assert told(OpensFiles())
+
+
 class OwnPipeline(Arrays):
     def __init__(self):
         self.transform = A.Compose([A.HorizontalFlip(), A.ToTensorV2()])
