@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from lightning_fastdata.augment.tape import TapeOp
 
 BUDGET_S: Final = 1.0
-"""Seconds of the CPU after which nothing more is tried. Small images need a tenth of it."""
+"""Seconds of the CPU after which nothing more is tried."""
 _SPLINES: Final = frozenset({"PiecewiseAffine", "ThinPlateSpline"})
 """One mask pixel in a million is another one's."""
 

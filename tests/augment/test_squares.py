@@ -7,7 +7,7 @@ os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 import albumentations as A
 import numpy as np
 import pytest
-from augment.test_dataset_styles import Reading, assert_left_over_and_the_same, batches
+from augment.test_dataset_styles import Reading, assert_left_over_and_the_same
 
 from lightning_fastdata import FastDataLoader
 from lightning_fastdata.augment.transform import as_batch_transform
@@ -62,8 +62,6 @@ def test_a_batch_may_have_both():
 def test_turns_of_squares_wait_for_the_device():
     dataset = of(SQUARE, [A.RandomRotate90(p=1)])
     assert "either" in try_recording(dataset, seed=0, collate_fn=None).explain()
-    made, _ = batches(dataset, recorded=True)
-    assert made
     names = [placement.name for placement in _plan([A.Transpose()]) if placement.where == "worker"]
     assert names == []
 
