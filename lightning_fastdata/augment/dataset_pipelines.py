@@ -14,21 +14,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from lightning_fastdata.augment.batch_leaves import Path, replace_leaves, spelled
 from lightning_fastdata.augment.callables import plain_tensors, table
-from lightning_fastdata.augment.deferred import (
-    DeferredTensor,
-    Path,
-    Waiting,
-    replace_leaves,
-    spelled,
-)
+from lightning_fastdata.augment.deferred import DeferredTensor, Waiting
 from lightning_fastdata.augment.fields import describe
-from lightning_fastdata.augment.pipeline_recorder import PipelineRecorder, Turn
+from lightning_fastdata.augment.pipeline_recorder import PipelineRecorder, Turn, Watch
 from lightning_fastdata.augment.plan import Plan, analyse, redrawn
 from lightning_fastdata.augment.program import Draws, compile_tapes
 from lightning_fastdata.augment.replay_torch import replay_image
 from lightning_fastdata.augment.seeds import find_composes
 from lightning_fastdata.augment.self_check import refusal
+from lightning_fastdata.augment.tail import Step, carry_out, operands
 from lightning_fastdata.augment.tree import is_container, list_leaves
 from lightning_fastdata.augment.worker import device_ops
 from lightning_fastdata.errors import BatchError
@@ -88,35 +84,56 @@ def redrawn_of(places: Sequence[PipelinePlace]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
+class Part(NamedTuple):
+    """Images of a batch that one program finishes."""
+
+    paths: tuple[Path, ...]
+    """Where they are: the path of the tensor that holds them all, or one for each image."""
+    stacked: tuple[int, ...]
+    """Lengths of the dimensions in front of the images' in the tensor that holds them all; ``()``:
+    each is a tensor of its own."""
+    draws: Draws
+    """What was drawn for them, in order."""
+    tail: tuple[Step, ...]
+    """What is done to each of them behind its pipeline."""
+
+    @property
+    def field(self) -> str:
+        """How one would write it in Python; ``[*]`` stands for the place of an image."""
+        return spelled(self.paths[0]) if self.stacked else f"{spelled(self.paths[0][:-1])}[*]"
+
+    def finish(self, pixels: torch.Tensor, ops: Mapping[str, DeviceOp]) -> torch.Tensor:
+        """Return the images ``[n, ...]`` that become of the pixels that they start from."""
+        value = replay_image(self.draws.programs[_PIXELS], self.draws.blob, pixels, ops)
+        numbers = {name: slot.view(self.draws.blob) for name, slot in self.draws.beside.items()}
+        return carry_out(self.tail, value, numbers)
+
+
 class DatasetDraws:
     """What a batch still has to go through on the device; pinned and moved with the batch."""
 
     __slots__ = ("parts", "registered")
 
     def __init__(
-        self,
-        parts: Sequence[tuple[Path, tuple[int, ...], Draws]],
-        registered: Mapping[str, DeviceOp] | None = None,
+        self, parts: Sequence[Part], registered: Mapping[str, DeviceOp] | None = None
     ) -> None:
         self.parts = tuple(parts)
-        """For each field: where it is, the lengths of its dimensions in front of the image's, and
-        what was drawn for the images in order."""
         self.registered = registered
         """Device forms of classes that are not Albumentations' own."""
 
     def pin_memory(self, device: str | None = None) -> DatasetDraws:
         """Return the same draws in page-locked memory."""
-        parts = [(path, stacked, draws.pin_memory(device)) for path, stacked, draws in self.parts]
+        parts = [part._replace(draws=part.draws.pin_memory(device)) for part in self.parts]
         return DatasetDraws(parts, self.registered)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> DatasetDraws:
         """Return the same draws on a device."""
-        parts = [(path, stacked, d.to(device, non_blocking)) for path, stacked, d in self.parts]
+        parts = [part._replace(draws=part.draws.to(device, non_blocking)) for part in self.parts]
         return DatasetDraws(parts, self.registered)
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the tensors that were moved."""
-        return [draws.blob for _, _, draws in self.parts]
+        return [part.draws.blob for part in self.parts]
 
     def apply(self, batch: Batch) -> Batch:
         """Return the batch, which is on the device, as the dataset's pipelines would have made it.
@@ -124,31 +141,44 @@ class DatasetDraws:
         Raises:
             BatchError: A hook has changed a field that waits, or its place.
         """
-        waiting = {path: (stacked, draws) for path, stacked, draws in self.parts}
+        wanted = {path for part in self.parts for path in part.paths}
+        found: dict[Path, Any] = {}
+        replace_leaves(batch, found.setdefault)
         ops = device_ops(None, self.registered)
+        done: dict[Path, torch.Tensor] = {}
+        with plain_tensors():
+            for part in self.parts:
+                self._check(part, found)
+                if part.stacked:
+                    (path,) = part.paths
+                    value = part.finish(found[path], ops)
+                    several = len(part.stacked) > 1
+                    done[path] = value.view(*part.stacked, *value.shape[1:]) if several else value
+                else:
+                    pixels = torch.stack([found[path] for path in part.paths])
+                    images = part.finish(pixels, ops).unbind()
+                    done.update(zip(part.paths, images, strict=True))
+            return replace_leaves(batch, lambda path, leaf: done[path] if path in wanted else leaf)
 
-        def finished(path: Path, leaf: Any) -> Any:
-            if path not in waiting:
-                return leaf
-            stacked, draws = waiting.pop(path)
-            if not isinstance(leaf, torch.Tensor) or len(leaf) != draws.samples:
+    @staticmethod
+    def _check(part: Part, found: Mapping[Path, Any]) -> None:
+        for path in part.paths:
+            if path not in found:
                 raise BatchError(
-                    f"The field {spelled(path)} should be a tensor of {draws.samples} images that "
-                    f"wait for the dataset's pipeline on the device, but is {describe(leaf)}. "
+                    f"The batch has no field {spelled(path)} any more, which waits for the "
+                    "dataset's pipeline on the device. Change batches in on_after_batch_transfer, "
+                    "or set augment_on='cpu'."
+                )
+            leaf = found[path]
+            fits = isinstance(leaf, torch.Tensor)
+            if not fits or (part.stacked and len(leaf) != part.draws.samples):
+                many = f"{part.draws.samples} images that wait" if part.stacked else "an image that"
+                raise BatchError(
+                    f"The field {spelled(path)} should be a tensor of {many} "
+                    f"{'' if part.stacked else 'waits '}for the dataset's pipeline on the device, "
+                    f"but is {describe(leaf)}. "
                     "Change batches in on_after_batch_transfer, or set augment_on='cpu'."
                 )
-            value = replay_image(draws.programs[_PIXELS], draws.blob, leaf, ops)
-            return value if len(stacked) == 1 else value.view(*stacked, *value.shape[1:])
-
-        with plain_tensors():
-            done = replace_leaves(batch, finished)
-        if waiting:
-            raise BatchError(
-                f"The batch has no field {spelled(next(iter(waiting)))} any more, which waits for "
-                "the dataset's pipeline on the device. Change batches in on_after_batch_transfer, "
-                "or set augment_on='cpu'."
-            )
-        return done
 
 
 class DatasetRecording:
@@ -157,20 +187,20 @@ class DatasetRecording:
     Args:
         switch: Says for each epoch whether anything is left to the device. None: always.
         registered: Device forms of classes that are not Albumentations' own.
-        made: Gets everything that waits, to see what becomes of it.
+        watch: Sees the calls of the pipelines.
     """
 
     def __init__(
         self,
         switch: PlaceSwitch | None = None,
         registered: Mapping[str, DeviceOp] | None = None,
-        made: list[Waiting] | None = None,
+        watch: Watch | None = None,
     ) -> None:
         self.switch = switch
         self._registered = registered
         self._recorders: list[PipelineRecorder] | None = None
         self._found_in_epoch = 0
-        self._turn = Turn(made)
+        self._turn = Turn(watch)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_recorders": None}
@@ -212,23 +242,47 @@ class DatasetRecording:
             The batch with the pixels that its fields start from, uint8 ``[n, H, W, C]`` mostly,
             and what was drawn for them; None if nothing waits.
         """
-        parts: list[tuple[Path, tuple[int, ...], Draws]] = []
+        parts: list[Part] = []
+        alone: dict[tuple[object, ...], list[tuple[Path, DeferredTensor]]] = {}
 
         def taken(path: Path, leaf: Any) -> Any:
             if not isinstance(leaf, DeferredTensor):
                 return leaf
-            if leaf.is_computed or not leaf.stacked:
+            if leaf.is_computed:
                 return leaf.computed()
-            tapes = [{_PIXELS: waiting.track} for waiting in leaf.waiting]
-            parts.append((path, leaf.stacked, compile_tapes(tapes, self._ops)))
+            if not leaf.stacked:
+                alone.setdefault(_kind(leaf), []).append((path, leaf))
+                return _own(leaf.waiting[0].pixels)
+            parts.append(self._part((path,), leaf.stacked, leaf.waiting, leaf.tail))
             return collate([_own(waiting.pixels) for waiting in leaf.waiting])
 
         batch = replace_leaves(batch, taken)
+        for images in alone.values():
+            paths, leaves = zip(*images, strict=True)
+            waiting = tuple(leaf.waiting[0] for leaf in leaves)
+            parts.append(self._part(paths, (), waiting, leaves[0].tail))
         return batch, DatasetDraws(parts, self._registered) if parts else None
+
+    def _part(
+        self,
+        paths: tuple[Path, ...],
+        stacked: tuple[int, ...],
+        waiting: Sequence[Waiting],
+        tail: tuple[Step, ...],
+    ) -> Part:
+        tapes = [{_PIXELS: one.track} for one in waiting]
+        return Part(paths, stacked, compile_tapes(tapes, self._ops, operands(tail)), tail)
 
     @property
     def _ops(self) -> Mapping[str, DeviceOp]:
         return device_ops(None, self._registered)
+
+
+def _kind(image: DeferredTensor) -> tuple[object, ...]:
+    """Return what images have in common that one program can finish."""
+    waiting = image.waiting[0]
+    begins = waiting.pipeline, waiting.pixels.shape, waiting.pixels.dtype
+    return *begins, tuple(image.shape), image.dtype, image.tail
 
 
 def _own(pixels: Any) -> torch.Tensor:

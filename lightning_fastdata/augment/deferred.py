@@ -2,19 +2,22 @@
 
 A dataset that ends its pipeline in ``ToTensorV2`` gets, in place of the tensor, a
 :class:`DeferredTensor`. It has the shape and dtype of that tensor, and instead of values it knows
-the pixels that it is made of and what was drawn for them. As long as it is only handed on and
-stacked it stays what it is, and the device computes it with the whole batch. Whatever else is done
-with it computes it on the spot, by Albumentations, so that the result is the one without recording.
+the pixels that it is made of and what was drawn for them. As long as it is only handed on,
+stacked, or changed in ways that can be noted (:mod:`~lightning_fastdata.augment.tail`), it stays
+what it is, and the device computes it with the whole batch. Whatever else is done with it computes
+it on the spot, by Albumentations, so that the result is the one without recording.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from dataclasses import fields, is_dataclass
+import functools
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+
+from lightning_fastdata.augment.tail import OUT_OF_PLACE, Noted, Step, note
 
 if TYPE_CHECKING:
     from lightning_fastdata.augment.tape import Track
@@ -38,9 +41,7 @@ _TELLS_FORM: Final = frozenset(
     }
 )
 """What can be answered without values."""
-_CHANGES_NOTHING: Final = frozenset(
-    {torch.Tensor.contiguous, torch.Tensor.cpu, torch.Tensor.detach}
-)
+_CHANGES_NOTHING: Final = frozenset({torch.Tensor.cpu, torch.Tensor.detach})
 """What gives back a dense tensor on the CPU without gradients as it is."""
 _throw_on_pointer: Final[Callable[[torch.Tensor], None]] = getattr(
     torch._C, "_set_throw_on_mutable_data_ptr", lambda _: None
@@ -58,7 +59,7 @@ class Waiting:
         pipeline: The classes of the transforms of the pipeline, in order.
     """
 
-    __slots__ = ("_compute", "_value", "pipeline", "pixels", "track", "use")
+    __slots__ = ("_compute", "_derived", "_value", "pipeline", "pixels", "track", "use")
 
     def __init__(
         self,
@@ -73,6 +74,7 @@ class Waiting:
         self.use: Callable[..., Any] | None = None
         """The function of torch that needed the values first; None: none did."""
         self._compute = compute
+        self._derived: list[weakref.ref[Derived]] = []
         self._value: torch.Tensor | None = None
 
     @property
@@ -81,10 +83,21 @@ class Waiting:
         return self._value is not None
 
     def value(self) -> torch.Tensor:
-        """Return the tensor; the same one each time, since it may have been written to."""
+        """Return the tensor; the same one each time, since it may have been written to.
+
+        All that was made of it so far is computed, too, before anybody can write to it.
+        """
         if self._value is None:
             self._value = self._compute()
+            for one in [reference() for reference in self._derived]:
+                if one is not None:
+                    one.value()
+            self._derived.clear()
         return self._value
+
+    def leads_to(self, derived: Derived) -> None:
+        """Note what is made of it, as long as it is needed."""
+        self._derived.append(weakref.ref(derived))
 
     def joins(self, other: Waiting) -> bool:
         """Return whether one program can carry out what waits for both.
@@ -98,6 +111,28 @@ class Waiting:
         )
 
 
+class Derived:
+    """A tensor that is made of others, when it is needed.
+
+    Args:
+        make: Makes it, of the values of the others, and writes to none of them.
+    """
+
+    __slots__ = ("__weakref__", "_make", "_value")
+
+    def __init__(self, make: Callable[[], torch.Tensor]) -> None:
+        self._make = make
+        self._value: torch.Tensor | None = None
+
+    def value(self) -> torch.Tensor:
+        """Return the tensor; the same one each time."""
+        if self._value is None:
+            made = self._make()
+            # What it is made of may have asked for it meanwhile.
+            self._value = made if self._value is None else self._value
+        return self._value
+
+
 class DeferredTensor(torch.Tensor):
     """A tensor of which the values wait; see the module.
 
@@ -108,10 +143,23 @@ class DeferredTensor(torch.Tensor):
     """What it is made of, in order; more than one if it was stacked."""
     stacked: tuple[int, ...]
     """Lengths of the dimensions that stacking has put in front; ``()``: a single tensor."""
+    tail: tuple[Step, ...]
+    """What is done to each part behind its pipeline."""
+    source: Waiting | Derived
+    """Computes it on the spot."""
+    shares: bool
+    """Others may see what is written to it."""
 
     @classmethod
     def of(
-        cls, form: torch.Tensor, waiting: tuple[Waiting, ...], stacked: tuple[int, ...] = ()
+        cls,
+        form: torch.Tensor,
+        waiting: tuple[Waiting, ...],
+        stacked: tuple[int, ...] = (),
+        *,
+        tail: tuple[Step, ...] = (),
+        source: Derived | None = None,
+        shares: bool = True,
     ) -> DeferredTensor:
         """Return a deferred tensor.
 
@@ -119,6 +167,9 @@ class DeferredTensor(torch.Tensor):
             form: A tensor of one part's shape and dtype.
             waiting: The parts.
             stacked: Lengths of the dimensions in front of ``form``'s.
+            tail: What is done to each part behind its pipeline.
+            source: Computes it on the spot; None: it is the single part.
+            shares: Others may see what is written to it.
         """
         shape = (*stacked, *form.shape)
         deferred: DeferredTensor = torch.Tensor._make_wrapper_subclass(
@@ -127,6 +178,12 @@ class DeferredTensor(torch.Tensor):
         _throw_on_pointer(deferred)
         deferred.waiting = waiting
         deferred.stacked = stacked
+        deferred.tail = tail
+        deferred.source = source or waiting[0]
+        deferred.shares = shares
+        if source is not None:
+            for one in waiting:
+                one.leads_to(source)
         return deferred
 
     @property
@@ -135,11 +192,8 @@ class DeferredTensor(torch.Tensor):
         return any(waiting.is_computed for waiting in self.waiting)
 
     def computed(self) -> torch.Tensor:
-        """Return the ordinary tensor."""
-        if not self.stacked:
-            return self.waiting[0].value()
-        values = [waiting.value() for waiting in self.waiting]
-        return torch.stack(values).view(*self.stacked, *values[0].shape)
+        """Return the ordinary tensor; the same one each time."""
+        return self.source.value()
 
     @classmethod
     def __torch_function__(
@@ -156,12 +210,14 @@ class DeferredTensor(torch.Tensor):
                 return func(*args, **kwargs)
         if func in _CHANGES_NOTHING and len(args) == 1 and not kwargs:
             return args[0]
-        if func is torch.Tensor.float and len(args) == 1 and args[0].dtype == torch.float32:
-            return args[0]
         if func is torch.stack:
             joined = _stacked(*args, **kwargs)
             if joined is not None:
                 return joined
+        elif args and isinstance(args[0], DeferredTensor):
+            changed = _changed(args[0], func, args[1:], kwargs)
+            if changed is not None:
+                return changed
         return func(*_computed(args, func), **_computed(dict(kwargs), func))
 
     @classmethod
@@ -186,15 +242,79 @@ def _stacked(
     for tensor in tensors:
         if not isinstance(tensor, DeferredTensor) or tensor.is_computed:
             return None
-        if tensor.shape != first.shape or tensor.dtype != first.dtype:
+        if tensor.shape != first.shape or tensor.dtype != first.dtype or tensor.tail != first.tail:
             return None
         if not all(one.joins(first.waiting[0]) for one in tensor.waiting):
             return None
-    with torch._C.DisableTorchFunctionSubclass():
-        shape = first.shape[len(first.stacked) :]
-        form = torch.empty(shape, dtype=first.dtype, device="meta")
+    tail = first.tail
+    # What was turned would lie in memory as it is written.
+    tail += (Step("contiguous", first.dtype),) if any(one.kind == "permute" for one in tail) else ()
     waiting = tuple(one for tensor in tensors for one in tensor.waiting)
-    return DeferredTensor.of(form, waiting, (len(tensors), *first.stacked))
+    source = Derived(functools.partial(_stack_values, [tensor.source for tensor in tensors]))
+    stacked = (len(tensors), *first.stacked)
+    form = _form(_sample_shape(first), first.dtype)
+    return DeferredTensor.of(form, waiting, stacked, tail=tail, source=source, shares=False)
+
+
+def _stack_values(sources: Sequence[Waiting | Derived]) -> torch.Tensor:
+    return torch.stack([source.value() for source in sources])
+
+
+def _sample_shape(tensor: DeferredTensor) -> tuple[int, ...]:
+    with torch._C.DisableTorchFunctionSubclass():
+        return tuple(tensor.shape[len(tensor.stacked) :])
+
+
+def _form(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _changed(
+    tensor: DeferredTensor, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> DeferredTensor | None:
+    """Return what a function makes of a deferred tensor, still deferred; None if it cannot be."""
+    if tensor.is_computed:
+        return None
+    noted = note(
+        func,
+        args,
+        kwargs,
+        shape=_sample_shape(tensor),
+        dtype=tensor.dtype,
+        leading=len(tensor.stacked),
+    )
+    if noted is None or noted.step is None:
+        return None if noted is None else tensor
+    if noted.in_place and tensor.shares:
+        return None
+    made = _followed(tensor, noted, func, args, kwargs)
+    if not noted.in_place:
+        tensor.shares |= noted.shares
+        return made
+    tensor.tail, tensor.source = made.tail, made.source
+    return tensor
+
+
+def _followed(
+    tensor: DeferredTensor,
+    noted: Noted,
+    func: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> DeferredTensor:
+    assert noted.step is not None
+    # Numbers beside it may be written to later.
+    kept = [one.clone() if isinstance(one, torch.Tensor) else one for one in args]
+    function = OUT_OF_PLACE.get(func, func)
+    source = tensor.source
+    return DeferredTensor.of(
+        _form(noted.shape, noted.step.dtype),
+        tensor.waiting,
+        tensor.stacked,
+        tail=(*tensor.tail, noted.step),
+        source=Derived(lambda: function(source.value(), *kept, **kwargs)),
+        shares=noted.shares,
+    )
 
 
 def _computed(value: Any, use: Callable[..., Any]) -> Any:
@@ -212,70 +332,3 @@ def _computed(value: Any, use: Callable[..., Any]) -> Any:
 def stack_deferred(tensors: Sequence[torch.Tensor], *, collate_fn_map: Any = None) -> torch.Tensor:  # noqa: ARG001
     """Stack the tensors of a batch, for torch's table of collate functions."""
     return torch.stack(list(tensors))
-
-
-Path = tuple[Any, ...]
-"""Keys, positions and field names that lead to one leaf of a batch."""
-
-
-def spelled(path: Path) -> str:
-    """Return a path as one would write it in Python."""
-    return "".join(f"[{key!r}]" for key in path) or "the batch itself"
-
-
-def replace_leaves(
-    batch: Any, function: Callable[[Path, Any], Any], path: Path = (), depth: int = 8
-) -> Any:
-    """Return a batch in which a function has had its say on each leaf; structure stays.
-
-    Args:
-        batch: Dicts, lists, tuples, named tuples and dataclasses in each other.
-        function: Given the path of a leaf and the leaf, returns what takes its place.
-        path: Of ``batch`` itself.
-        depth: Levels that are looked into.
-    """
-    if depth == 0 or isinstance(batch, torch.Tensor):
-        return function(path, batch)
-    if isinstance(batch, Mapping):
-        items = {
-            key: replace_leaves(value, function, (*path, key), depth - 1)
-            for key, value in batch.items()
-        }
-        if all(items[key] is batch[key] for key in items):
-            return batch
-        return items if type(batch) is dict else _with_items(batch, items)
-    if isinstance(batch, list | tuple):
-        values = [
-            replace_leaves(value, function, (*path, place), depth - 1)
-            for place, value in enumerate(batch)
-        ]
-        if all(new is old for new, old in zip(values, batch, strict=True)):
-            return batch
-        return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
-    if is_dataclass(batch) and not isinstance(batch, type):
-        changed = {
-            field.name: replace_leaves(
-                getattr(batch, field.name), function, (*path, field.name), depth - 1
-            )
-            for field in fields(batch)
-        }
-        same = all(value is getattr(batch, name) for name, value in changed.items())
-        return batch if same else _with_fields(batch, changed)
-    return function(path, batch)
-
-
-def _with_items(batch: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[Any, Any]:
-    """Return a mapping of the same class and attributes with other values."""
-    if not isinstance(batch, MutableMapping):
-        return type(batch)(items)  # type: ignore[call-arg]
-    twin = copy.copy(batch)
-    twin.update(items)
-    return twin
-
-
-def _with_fields(batch: Any, changed: Mapping[str, Any]) -> Any:
-    """Return a dataclass with other fields, without what its constructor would do to them."""
-    twin = copy.copy(batch)
-    for name, value in changed.items():
-        object.__setattr__(twin, name, value)  # it may be frozen
-    return twin

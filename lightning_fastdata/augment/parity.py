@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import torch
 
+from lightning_fastdata.augment.bounds import SAME
 from lightning_fastdata.augment.callables import plain_tensors
 from lightning_fastdata.augment.ops import DEVICE_OPS
 from lightning_fastdata.augment.plan import analyse
@@ -26,9 +27,6 @@ from lightning_fastdata.types import SampleKey
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-
-_SAME: Final = 1e-3
-"""Levels: values that are closer are equal. float32 sums differ in the last bits."""
 
 _EXAMPLES: Final[dict[str, tuple[dict[str, Any], ...]]] = {
     "AdditiveNoise": ({}, {"noise_type": "gaussian", "spatial_mode": "per_pixel"}),
@@ -188,7 +186,7 @@ def pixel_parity(compose: Any, images: Sequence[np.ndarray], *, draws: int = 1) 
                     f"{want.dtype} {want.shape}."
                 )
             gap = np.abs(want.astype(np.float64) - image) * unit
-            gap[gap < _SAME] = 0
+            gap[gap < SAME] = 0
             largest = max(largest, float(gap.max(initial=0)))
             total += float(gap.sum())
             equal += int((gap == 0).sum())

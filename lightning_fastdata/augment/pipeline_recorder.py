@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import threading
 from collections.abc import Callable, Mapping
@@ -20,6 +21,29 @@ if TYPE_CHECKING:
     from lightning_fastdata.augment.ops.operation import DeviceOp
 
 
+class Watch:
+    """What is seen of a dataset's calls of its pipelines while it is tried out.
+
+    Args:
+        records: Whether the calls are recorded, too; else they run as always.
+    """
+
+    def __init__(self, *, records: bool = True) -> None:
+        self.records = records
+        self.calls = 0
+        """Calls so far."""
+        self.made: list[Waiting] = []
+        """Everything that waits, to see what becomes of it."""
+        self.given: dict[int, dict[str, Any]] = {}
+        """What each pipeline was first called with, by its ``id``: a copy."""
+
+    def call(self, compose: Any, data: Mapping[str, Any]) -> None:
+        """Note a call."""
+        self.calls += 1
+        if self.records and id(compose) not in self.given:
+            self.given[id(compose)] = copy.deepcopy(dict(data))
+
+
 class Turn:
     """Which of a dataset's pipelines is being recorded: one at a time, in the thread that reads.
 
@@ -27,11 +51,11 @@ class Turn:
     pipelines in threads of its own. Whatever is not the call that is recorded runs as always.
     """
 
-    def __init__(self, made: list[Waiting] | None = None) -> None:
+    def __init__(self, watch: Watch | None = None) -> None:
         self.thread = 0
         """Of the calls that are recorded."""
-        self.made = made
-        """Gets everything that waits; None: nobody asks."""
+        self.watch = watch
+        """Sees the calls; None: nobody asks."""
         self._calls: list[PipelineRecorder] = []
         """Whose call is being recorded, last, and within which other calls."""
 
@@ -40,8 +64,12 @@ class Turn:
         self.thread = threading.get_ident()
         self._calls.clear()
 
-    def take(self, recorder: PipelineRecorder) -> bool:
+    def take(self, recorder: PipelineRecorder, data: Mapping[str, Any]) -> bool:
         """Return whether the call that begins is to be recorded by this recorder."""
+        if self.watch is not None:
+            self.watch.call(recorder.compose, data)
+            if not self.watch.records:
+                return False
         if threading.get_ident() != self.thread:
             return False
         if self._calls and self._calls[-1].contains(recorder.compose):
@@ -120,7 +148,7 @@ class PipelineRecorder(Recorder):
         """Refuse nothing: the dataset gets the tensor computed, and so is the batch it comes in."""
 
     def _begin(self, original: Callable[[Any], Any], data: dict[str, Any]) -> Any:
-        if self._turn.take(self):
+        if self._turn.take(self, data):
             self._targets = {}
             self._given = dict(data)
         try:
@@ -148,8 +176,8 @@ class PipelineRecorder(Recorder):
                     target.real = target.real.copy()  # a dataset may read into one buffer
                 track = Track(role, tuple(pending.op for pending in target.pending))
                 waiting = Waiting(track, target.flush, target.real, self._classes)
-                if self._turn.made is not None:
-                    self._turn.made.append(waiting)
+                if self._turn.watch is not None:
+                    self._turn.watch.made.append(waiting)
                 result[key] = DeferredTensor.of(target.shown, (waiting,))
             else:
                 result[key] = target.flush()

@@ -16,6 +16,9 @@ The rules, in order:
    [0, 1] alone, which they are not behind ``Normalize``.
 4. An operation that changes the shape or dtype of an image runs on the device only when every
    sample takes it and no later operation may ask for real pixels: a batch must stay one tensor.
+4. A quarter turn or a transposition does not change a square. Where the size is not known before
+   any image is seen, it runs on the device in those samples whose shape it leaves as it is, and in
+   the worker in the others.
 """
 
 from __future__ import annotations
@@ -27,7 +30,13 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 import numpy as np
 
 from lightning_fastdata.augment.ops.operation import draw_params
-from lightning_fastdata.augment.sizes import CHANGES_SIZE, Size, follow_sizes, size_after
+from lightning_fastdata.augment.sizes import (
+    CHANGES_SIZE,
+    SWAPS_AXES,
+    Size,
+    follow_sizes,
+    size_after,
+)
 from lightning_fastdata.augment.tree import (
     Leaf,
     is_albumentations,
@@ -80,7 +89,8 @@ class Plan:
     placements: tuple[OpPlacement, ...]
     """One per leaf transform, in the order in which they are written."""
     conditional: tuple[bool, ...]
-    """Per leaf: whether some samples skip it."""
+    """Per leaf: whether some samples may go without it on the device, where those that do not go
+    without have to keep their form."""
     sees_pixels: tuple[bool, ...]
     """Per leaf: whether its sampler must be given the real image."""
     opaque_until: int
@@ -140,6 +150,7 @@ def analyse(
     boundary = max(sizes.boundary, opaque, *(one.boundary for one in followed))
     placed: list[OpPlacement] = []
     sees = [_reads_pixels(leaf.transform, op) for leaf, op in zip(leaves, forms, strict=True)]
+    conditional = [leaf.conditional for leaf in leaves]
     barrier_after: str | None = None
     for index in range(len(leaves) - 1, -1, -1):
         leaf = leaves[index]
@@ -166,23 +177,16 @@ def analyse(
             size_here = sizes.before[index].exact or (64, 64)
             if not _encodes_after(earlier, leaf, ops, size_here, channels, states):
                 why_worker = "no device form for its settings, or for the images it is given"
-        if why_worker is not None:
-            placed.append(OpPlacement(name=name, where="worker", why=why_worker))
-            sees[index] = True
-            barrier_after = name
-        elif barrier_after is not None or sees[index]:
-            why = (
-                f"needs the pixels to draw ({name}), then on the batch"
-                if sees[index]
-                else f"on the batch, unless {barrier_after} was drawn after it"
-            )
-            placed.append(OpPlacement(name=name, where="either", why=why + freedom))
-            barrier_after = name if sees[index] else barrier_after
-        else:
-            placed.append(OpPlacement(name=name, where="device", why="on the batch" + freedom))
+        turns = why_worker is None and _depends_on_shape(leaf, op, sizes.before[index])
+        where, why = _where(name, why_worker, barrier_after, turns=turns, sees=sees[index])
+        why += freedom if where != "worker" else ""
+        placed.append(OpPlacement(name=name, where=where, why=why))
+        sees[index] |= where == "worker"
+        conditional[index] |= turns
+        barrier_after = name if sees[index] or turns else barrier_after
     return Plan(
         placements=tuple(reversed(placed)),
-        conditional=tuple(leaf.conditional for leaf in leaves),
+        conditional=tuple(conditional),
         sees_pixels=tuple(sees),
         opaque_until=opaque,
     )
@@ -205,6 +209,34 @@ def device_form(transform: Any, ops: Mapping[str, DeviceOp]) -> DeviceOp | None:
     return ops.get(kind.__name__) if own is None and is_albumentations(transform) else own
 
 
+def _where(
+    name: str, why_worker: str | None, barrier_after: str | None, *, turns: bool, sees: bool
+) -> tuple[Where, str]:
+    """Return where an operation runs, and why.
+
+    Args:
+        name: Of its class.
+        why_worker: Why it has to run in the worker, if it has to.
+        barrier_after: The next operation that may need real pixels.
+        turns: Whether it depends on the sample if it changes the shape of its image.
+        sees: Whether its sampler must be given the real image.
+    """
+    if why_worker is not None:
+        return "worker", why_worker
+    unless = f", unless {barrier_after} was drawn after it" if barrier_after is not None else ""
+    if turns:
+        return "either", f"on the batch, where it leaves the shape as it is (square images){unless}"
+    if sees:
+        return "either", f"needs the pixels to draw ({name}), then on the batch"
+    return ("either" if unless else "device"), f"on the batch{unless}"
+
+
+def _depends_on_shape(leaf: Leaf, op: DeviceOp | None, before: Size) -> bool:
+    """Return whether it depends on the sample if an operation changes the shape of its image."""
+    unknown = before.exact is None and op is not None and op.owner is None
+    return unknown and type(leaf.transform).__name__ in SWAPS_AXES
+
+
 def _why_worker(
     leaf: Leaf, op: DeviceOp | None, before: Size, states: States, barrier_after: str | None
 ) -> str | None:
@@ -213,6 +245,8 @@ def _why_worker(
     if (strange := why_not(op, states)) is not None:
         return strange
     if op.owner is not None:
+        return None
+    if _depends_on_shape(leaf, op, before):
         return None
     # Images of an unknown but common size are taken to be any, so not square.
     one_size = before.exact or (64, 48)

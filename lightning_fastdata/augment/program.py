@@ -126,13 +126,16 @@ def _moved(blob: torch.Tensor, device: torch.device | str, non_blocking: bool) -
     return blob.to(device, non_blocking=non_blocking and kind != "cpu")
 
 
-class _Packer:
+class Packer:
+    """Packs arrays into the blob of a batch, each at a multiple of 16 bytes."""
+
     def __init__(self) -> None:
         self._chunks: list[np.ndarray] = []
         self._size = 0
         self._known: dict[tuple[object, ...], Mapping[str, Slot]] = {}
 
     def add(self, array: np.ndarray) -> Slot:
+        """Pack an array, and return where it lies."""
         array = np.ascontiguousarray(array)
         slot = Slot(self._size, torch.from_numpy(array[:0]).dtype, array.shape)
         padding = -array.nbytes % _ALIGN
@@ -142,6 +145,7 @@ class _Packer:
         return slot
 
     def stack(self, encoded: Sequence[Encoded]) -> Mapping[str, Slot]:
+        """Pack what samples have drawn, stacked, and return where each array lies."""
         # An image and the mask beside it share their parameters: packed once.
         key = tuple(map(id, encoded))
         if key not in self._known:
@@ -152,6 +156,7 @@ class _Packer:
         return self._known[key]
 
     def blob(self) -> torch.Tensor:
+        """Return everything that was packed."""
         if not self._chunks:
             return torch.empty(0, dtype=torch.uint8)
         return torch.from_numpy(np.concatenate(self._chunks))
@@ -176,7 +181,7 @@ def compile_tapes(
     Raises:
         BatchError: images come from the workers with several dtypes.
     """
-    packer = _Packer()
+    packer = Packer()
     programs = {}
     for key in dict.fromkeys(name for tape in tapes for name in tape):
         role = next(tape[key].role for tape in tapes if key in tape)
@@ -202,7 +207,7 @@ def _check_dtypes(key: str, tracks: Sequence[Track]) -> None:
 
 
 def _schedule(
-    tracks: Sequence[Sequence[TapeOp]], packer: _Packer, ops: Mapping[str, DeviceOp], role: Role
+    tracks: Sequence[Sequence[TapeOp]], packer: Packer, ops: Mapping[str, DeviceOp], role: Role
 ) -> tuple[tuple[ProgramStep, ...], list[Step]]:
     # What each sample has still to do, last to first.
     waiting = {row: list(reversed(track)) for row, track in enumerate(tracks) if track}

@@ -26,7 +26,8 @@ _FIXED_BY_HEIGHT_WIDTH: Final = frozenset(
     }
 )
 _FIXED_BY_SIZE: Final = frozenset({"RandomResizedCrop", "RandomSizedCrop"})
-_SWAPS_AXES: Final = frozenset({"D4", "RandomRotate90", "SquareSymmetry", "Transpose"})
+SWAPS_AXES: Final = frozenset({"D4", "RandomRotate90", "SquareSymmetry", "Transpose"})
+"""Transforms that turn some images on their side."""
 _SIZE_VARIES: Final = frozenset(
     {
         "BBoxSafeRandomCrop",
@@ -151,7 +152,7 @@ def size_after(transform: Any, before: Size, keeps: Collection[type] = ()) -> Si
     if name == "Pad" and before.exact is not None:
         down, across = _padding(transform.padding)
         return _exactly(before.exact[0] + down, before.exact[1] + across)
-    if name in _SWAPS_AXES:
+    if name in SWAPS_AXES:
         square = before.exact is not None and before.exact[0] == before.exact[1]
         return before if square else Size()
     if name in _FITS_IN_ITS_INPUT:

@@ -20,7 +20,7 @@ from lightning_fastdata.loading.staged import StagedBatch
 
 if TYPE_CHECKING:
     from lightning_fastdata.augment.contract import WorkerTransform
-    from lightning_fastdata.augment.dataset_pipelines import DatasetRecording
+    from lightning_fastdata.augment.dataset_pipelines import DatasetDraws, DatasetRecording
     from lightning_fastdata.types import Batch, Stage
 
 _Collate: TypeAlias = Callable[[Any], Any]
@@ -314,12 +314,19 @@ class RecordedCollate:
 
     def __call__(self, samples: list[Any]) -> StagedBatch:
         """Return the staged batch of samples."""
+        batch, draws = self.taken(self.collated(samples))
+        return StagedBatch(batch, draws, self.stage)
+
+    def collated(self, samples: list[Any]) -> Batch:
+        """Return the batch, in which what is left to the device still waits."""
         # Also where the user's collation calls torch's: in each process that collates.
         default_collate_fn_map.setdefault(DeferredTensor, stack_deferred)
-        batch = self._collate_handed_on(samples)
+        return self._collate_handed_on(samples)
+
+    def taken(self, batch: Batch) -> tuple[Batch, DatasetDraws | None]:
+        """Return a batch with the pixels that its fields start from, and what waits for them."""
         collate_pixels = self._collate_pixels if _runs_no_user_code(batch) else collate_samples
-        batch, draws = self.recording.take(batch, collate_pixels)
-        return StagedBatch(batch, draws, self.stage)
+        return self.recording.take(batch, collate_pixels)
 
     def for_writing(self) -> RecordedCollate:
         """Return the same for batches that are packed next; see :func:`for_writing`."""

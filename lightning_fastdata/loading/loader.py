@@ -14,6 +14,7 @@ from torch.utils.data import (
 )
 
 from lightning_fastdata.augment.seeds import find_composes
+from lightning_fastdata.augment.unkeyed import warn_of_unkeyed
 from lightning_fastdata.epochs import EpochAskedTwice, EpochCell
 from lightning_fastdata.errors import OptionsError, TransformError
 from lightning_fastdata.loading.automatic import plan_alone
@@ -205,6 +206,7 @@ class FastDataLoader(DataLoader[Any]):
                 "A transform on the device needs batches, but batch_size=None. Set a batch_size, "
                 "or pass the transform to the dataset."
             )
+        warn_of_unkeyed(dataset, collate_fn)
         if executor == "sidecar" and num_workers and (transform or find_composes(dataset)):
             raise OptionsError(
                 "executor is 'sidecar', whose threads would share one Albumentations pipeline and "

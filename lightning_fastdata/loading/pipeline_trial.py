@@ -12,18 +12,21 @@ import torch.overrides
 from torch.utils.data import Dataset, IterableDataset
 
 from lightning_fastdata.augment.dataset_pipelines import (
-    DatasetDraws,
     DatasetRecording,
     PipelinePlace,
     explain_pipelines,
     place_pipelines,
     redrawn_of,
 )
-from lightning_fastdata.augment.deferred import Path, Waiting, replace_leaves, spelled
+from lightning_fastdata.augment.deferred import Waiting
+from lightning_fastdata.augment.operation_trial import Tried, try_operations
+from lightning_fastdata.augment.pipeline_recorder import Watch
 from lightning_fastdata.augment.registry import registered_forms
 from lightning_fastdata.augment.seeds import find_composes
 from lightning_fastdata.augment.tree import list_nodes
+from lightning_fastdata.augment.worker import device_ops
 from lightning_fastdata.epochs import EpochCell
+from lightning_fastdata.loading.batch_difference import find_difference
 from lightning_fastdata.loading.collate import RecordedCollate, collate_samples
 from lightning_fastdata.loading.draws import DrawWatch
 from lightning_fastdata.loading.keyed import fetches_in_batches, keyed
@@ -33,16 +36,12 @@ from lightning_fastdata.loading.probe import spread_indices
 if TYPE_CHECKING:
     from lightning_fastdata.augment.ops.operation import DeviceOp
     from lightning_fastdata.augment.switching import PlaceSwitch
-    from lightning_fastdata.types import Batch
 
 IN_WORKERS: Final = "all of it in the workers, by Albumentations itself"
 _SAMPLES: Final = 3
 _DRAWN: Final = frozenset({"params", "replay_params", "applied_in_replay", "seed"})
 _NESTED: Final = 3
 """Levels of lists and dicts in the settings of transforms."""
-_CLOSE: Final = 0.01
-"""Part of the range of values that the mean difference may be. Operations that are a level off make
-a hundredth of it; a mirror or another draw twenty times as much."""
 
 
 class Trial(NamedTuple):
@@ -159,7 +158,10 @@ def try_recording(
 ) -> Trial | None:
     """Read samples as always and once more with their pixels left over, and compare.
 
-    The dataset and the global random state stay as they were. What is left over is computed here.
+    Each operation that would be left to the device is tried by itself, too, however seldom it is
+    drawn (:mod:`~lightning_fastdata.augment.operation_trial`). The dataset and the global random
+    state stay as they were, but for what the dataset keeps of samples that it reads. What is left
+    over is computed here, by one thread.
 
     Args:
         dataset: A dataset.
@@ -184,55 +186,117 @@ def try_recording(
         return refused("a stream, of which no sample can be tried without losing it")
     length = dataset_length(dataset)
     indices = spread_indices(length or 1, min(length or 1, _SAMPLES))
-    made: list[Waiting] = []
-    recording = DatasetRecording(registered=registered, made=made)
-    collate = collate_fn or collate_samples
-    stage = RecordedCollate(collate, recording, "train")
-    watch = DrawWatch()
+    state, threads = DrawWatch(), torch.get_num_threads()
+    # A few small images; and threads of a process that was forked may wait for ever.
+    torch.set_num_threads(1)
     try:
-        try:
-            plain = collate(_read(dataset, indices, seed, None))
-        except Exception:  # images of several sizes come in batches of one
-            indices = indices[:1]
-            watch.restore()
-            plain = collate(_read(dataset, indices, seed, None))
-        watch.restore()
-        staged = stage(_read(dataset, indices, seed, recording))
-        draws = staged.draws
-        if not isinstance(draws, DatasetDraws):
-            return refused(_fate(made))
-        fields = tuple(spelled(path) for path, _, _ in draws.parts)
-        exact = not redrawn_of(places)
-        done = draws.apply(staged.batch)
-        watch.restore()
-        difference = _difference(
-            plain,
-            done,
-            {path for path, *_ in draws.parts},
-            exact=exact,
-            again=lambda: collate(_read(dataset, indices, seed, None)),
-        )
+        if _keeps_what_it_returns(dataset, indices[0], seed, registered, state):
+            return refused(
+                "it keeps what its pipeline returns: read again in the next epoch, a sample ran no "
+                "pipeline, so that nothing would be left to the device but once"
+            )
+        state.restore()
+        return _tried(dataset, indices, seed, collate_fn, places, registered, state)
     except Exception as error:  # whatever the code around the pipeline raises
         return refused(f"tried out, it ended in {type(error).__name__}: {error}")
     finally:
-        watch.restore()
+        state.restore()
+        torch.set_num_threads(threads)
+
+
+def _tried(
+    dataset: Dataset[Any],
+    indices: Sequence[int],
+    seed: int,
+    collate_fn: Callable[[list[Any]], Any] | None,
+    places: tuple[PipelinePlace, ...],
+    registered: Mapping[str, DeviceOp],
+    state: DrawWatch,
+) -> Trial:
+    refused = Trial(places, registered, (), "")
+    watch = Watch()
+    recording = DatasetRecording(registered=registered, watch=watch)
+    collate = collate_fn or collate_samples
+    stage = RecordedCollate(collate, recording, "train")
+    try:
+        plain = collate(_read(dataset, indices, seed, None))
+    except Exception:  # images of several sizes come in batches of one
+        indices = indices[:1]
+        state.restore()
+        plain = collate(_read(dataset, indices, seed, None))
+    state.restore()
+    waiting = stage.collated(_read(dataset, indices, seed, recording))
+    batch, draws = stage.taken(waiting)
+    if draws is None:
+        return refused.refused(_fate(watch.made))
+    done = draws.apply(batch)
+    state.restore()
+    difference = find_difference(
+        plain,
+        waiting,
+        done,
+        device_ops(None, registered),
+        redrawn_of(places),
+        again=lambda: collate(_read(dataset, indices, seed, None)),
+    )
     if difference is not None:
-        return refused(f"tried out, {difference}")
-    why = f"on the device: {', '.join(fields)}; {_many(len(indices))} tried"
-    return Trial(places, registered, fields, why)
+        return refused.refused(f"tried out, {difference}")
+    tried = [one for place in places for one in _operations_of(place, watch, registered, seed)]
+    fault = next((one for one in tried if one.fault is not None), None)
+    if fault is not None:
+        return refused.refused(f"tried out by itself on the device, {fault.name}: {fault.fault}")
+    fields = tuple(dict.fromkeys(part.field for part in draws.parts))
+    alone = len({one.name for one in tried})
+    many = f"{_many(len(indices), 'sample')} tried, and {_many(alone, 'operation')} alone"
+    return Trial(places, registered, fields, f"on the device: {', '.join(fields)}; {many}")
+
+
+def _operations_of(
+    place: PipelinePlace, watch: Watch, registered: Mapping[str, DeviceOp], seed: int
+) -> tuple[Tried, ...]:
+    given = watch.given.get(id(place.compose))
+    if place.why_not is not None or given is None:
+        return ()
+    ops = device_ops(None, registered)
+    return try_operations(place.compose, given, place.plan, ops, seed=seed)
+
+
+def _keeps_what_it_returns(
+    dataset: Dataset[Any],
+    index: int,
+    seed: int,
+    registered: Mapping[str, DeviceOp],
+    state: DrawWatch,
+) -> bool:
+    """Return whether a sample that is read once more, in another epoch, runs no pipeline."""
+    watch, epoch = Watch(records=False), EpochCell()
+    recording = DatasetRecording(registered=registered, watch=watch)
+    twin = keyed(dataset, seed=seed, epoch=epoch, transform=None, recording=recording)
+    calls = []
+    for number in range(2):
+        epoch.set(number)
+        state.restore()  # whether it calls a pipeline may be drawn
+        before = watch.calls
+        _fetch(twin, dataset, [index])
+        calls.append(watch.calls - before)
+    return calls[0] > 0 and calls[1] == 0
 
 
 def _read(
     dataset: Dataset[Any], indices: Sequence[int], seed: int, recording: DatasetRecording | None
 ) -> list[Any]:
     twin = keyed(dataset, seed=seed, epoch=EpochCell(), transform=None, recording=recording)
+    return _fetch(twin, dataset, indices)
+
+
+def _fetch(twin: Dataset[Any], dataset: Dataset[Any], indices: Sequence[int]) -> list[Any]:
     if fetches_in_batches(dataset):
         return list(twin.__getitems__(list(indices)))  # type: ignore[attr-defined]
     return [twin[index] for index in indices]
 
 
-def _many(samples: int) -> str:
-    return f"{samples} sample{'s' if samples > 1 else ''}"
+def _many(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 def _fate(made: Sequence[Waiting]) -> str:
@@ -240,14 +304,12 @@ def _fate(made: Sequence[Waiting]) -> str:
     if not made:
         return (
             "no sample that was tried leaves it an image for the device: it is given stacks "
-            "(images=, volume=), called in another thread or one transform at a time, or not called"
+            "(images=, volume=), called in another thread or one transform at a time, or not "
+            "called (a dataset may keep what they returned before)"
         )
     use = next((one.use for one in made if one.use is not None), None)
     if use is None:
-        return (
-            "the batch has no tensor stacked of what it returns, in dicts, lists, tuples or "
-            "dataclasses"
-        )
+        return "the batch has no tensor of what it returns in dicts, lists, tuples or dataclasses"
     if use is torch.stack:
         return (
             "the batch stacks what it returns with other tensors, with those of another pipeline, "
@@ -255,57 +317,3 @@ def _fate(made: Sequence[Waiting]) -> str:
         )
     name = torch.overrides.resolve_name(use) or getattr(use, "__name__", str(use))
     return f"the dataset, or the collation, works on what it returns ({name})"
-
-
-def _difference(
-    plain: Batch, done: Batch, paths: set[Path], *, exact: bool, again: Callable[[], Batch]
-) -> str | None:
-    """Return in what a batch differs from the plain one, in words; None if in nothing.
-
-    Args:
-        plain: The batch as always.
-        done: The one that was computed from what was left over.
-        paths: Fields that were left over.
-        exact: Their values have to be close, too.
-        again: Reads the plain batch once more, to tell fields that are other ones each time.
-    """
-    before, after = _leaves(plain), _leaves(done)
-    if before.keys() != after.keys():
-        return "the batch had another structure"
-    changed = []
-    for path, one in before.items():
-        other = after[path]
-        if type(one) is not type(other):
-            return f"{spelled(path)} became a {type(other).__name__}"
-        if not isinstance(one, torch.Tensor):
-            continue
-        if (one.shape, one.dtype) != (other.shape, other.dtype):
-            return f"{spelled(path)} became {other.dtype} {tuple(other.shape)}"
-        if path in paths:
-            if exact and not _close(one, other):
-                return f"{spelled(path)} had other values"
-        elif not torch.equal(one, other):
-            changed.append(path)
-    if changed:
-        twin = _leaves(again())
-        for path in changed:
-            if path in twin and _equal(before[path], twin[path]):
-                return f"{spelled(path)} had other values"
-    return None
-
-
-def _leaves(batch: Batch) -> dict[Path, Any]:
-    found: dict[Path, Any] = {}
-    replace_leaves(batch, found.setdefault)
-    return found
-
-
-def _equal(one: torch.Tensor, other: Any) -> bool:
-    return isinstance(other, torch.Tensor) and torch.equal(one, other)
-
-
-def _close(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if one.numel() == 0:
-        return True
-    one, other = one.double(), other.double()
-    return bool((one - other).abs().mean() <= _CLOSE * (one.max() - one.min()).clamp(min=1e-6))

@@ -160,6 +160,8 @@ class ModuleLoaders:
             name=name,
             trainer=trainer,
         )
+        if settings["on_device"] or settings["recording"] is not None:
+            self.pipelines.warm_up(found, facts.sample, trainer)
         loader = build_loader(
             dataset,
             stage=stage,

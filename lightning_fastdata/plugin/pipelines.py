@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import torch
 
 from lightning_fastdata.augment.contract import SuitsSamples
 from lightning_fastdata.augment.dataset_pipelines import (
@@ -14,7 +16,11 @@ from lightning_fastdata.augment.dataset_pipelines import (
     place_pipelines,
 )
 from lightning_fastdata.augment.registry import registered_forms
+from lightning_fastdata.augment.replay_triton import has_kernels
 from lightning_fastdata.augment.seeds import find_composes
+from lightning_fastdata.augment.transform import BatchTransform
+from lightning_fastdata.augment.warm_up import Variant, mask_dtypes, variants
+from lightning_fastdata.augment.worker import device_ops
 from lightning_fastdata.loading.inspection import DatasetFacts, Questions
 from lightning_fastdata.loading.pipeline_trial import IN_WORKERS, Trial, TriedDataset
 from lightning_fastdata.plugin.placing import AugmentOn, Placing
@@ -82,6 +88,7 @@ class Pipelines:
         self.placing = Placing(augment_on)
         self._transforms = transforms
         self._tried: dict[tuple[Stage, str], TriedDataset] = {}
+        self._warm: set[tuple[Any, ...]] = set()
 
     def questions(self, of: LoaderFacts) -> Questions:
         """Return what has to be found out about a dataset before its pipeline is known."""
@@ -108,6 +115,28 @@ class Pipelines:
         if part is not None:
             return DatasetPipeline(part, None)
         return DatasetPipeline(None, self._trial(of, facts))
+
+    def warm_up(self, found: DatasetPipeline, sample: Any, trainer: Any) -> None:
+        """Have the kernels that a pipeline may need compiled now, on a CUDA device.
+
+        Once for each pipeline. Triton keeps them on disk, so that the next run finds them there.
+
+        Args:
+            found: The pipeline.
+            sample: Of the dataset; None if none could be read.
+            trainer: The trainer.
+        """
+        device = getattr(getattr(trainer, "strategy", None), "root_device", None)
+        if not isinstance(device, torch.device) or not has_kernels(device):
+            return
+        try:
+            for variant in _variants(found, sample):
+                form = variant.run, variant.batch.dtype, variant.out_dtype, variant.channels_last
+                if form not in self._warm:
+                    self._warm.add(form)
+                    variant.launch(device)
+        except Exception as error:  # they are compiled when a batch needs them
+            _LOG.info("Kernels were not compiled beforehand: %s: %s", type(error).__name__, error)
 
     def _known(self, of: LoaderFacts) -> TriedDataset | None:
         """Return the trial of a loader that was made before, if it still holds."""
@@ -202,6 +231,27 @@ class Pipelines:
         """Whether the user asks for a device, and has pipelines that cannot be seen, if any."""
         anywhere = any(self._transforms.worker_part(stage) is not None for stage in STAGES)
         return self.placing.asked == "gpu" and not anywhere
+
+
+def _variants(found: DatasetPipeline, sample: Any) -> Iterator[Variant]:
+    """Yield runs that need every kernel which batches of a pipeline may need."""
+    masks = mask_dtypes(sample)
+    transform = found.transform
+    if isinstance(transform, BatchTransform):
+        form = transform.form
+        yield from variants(
+            transform.compose,
+            transform.plan,
+            transform.ops,
+            masks=masks,
+            out_dtype=form.dtype,
+            channels_last=form.channels_last,
+        )
+    if found.own is not None:
+        ops = device_ops(None, found.own.registered)
+        for place in found.own.places:
+            if place.why_not is None:
+                yield from variants(place.compose, place.plan, ops, masks=masks)
 
 
 def _placed(dataset: Dataset[Any] | None) -> tuple[PipelinePlace, ...]:

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 from augment.batches import in_worker, keys, on_device
-from augment.opencv_versions import opencv_major
 from augment.parity import photographs
 
+from lightning_fastdata.augment.bounds import opencv_major
 from lightning_fastdata.augment.ops.border import CONSTANT, REFLECT_101
 from lightning_fastdata.augment.ops.cells import (
     CELLS,

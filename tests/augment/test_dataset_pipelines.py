@@ -173,6 +173,7 @@ def test_wrapped_datasets_are_recorded_too(wrap):
 USES = {
     "scaled": lambda t: t / 2,
     "in place": lambda t: t.mul_(2),
+    "cut off": lambda t: t.clamp(0, 1),
     "written to": lambda t: t.__setitem__(0, 0.5) or t,
     "indexed": lambda t: t[1:],
     "numpy": lambda t: torch.from_numpy(np.asarray(t).copy()),
@@ -311,7 +312,7 @@ def jpeg_last():
     [
         (Photos(no_tensor(), "dict"), "does not end in ToTensorV2"),
         (Photos(jpeg_last(), "dict"), "some samples only"),
-        (Using("scaled"), "works on what it returns"),
+        (Using("cut off"), "works on what it returns"),
         (Streamed(), "a stream"),
         (Photos(A.ToTensorV2()), "not a Compose"),
     ],

@@ -374,19 +374,19 @@ def test_images_of_several_sizes_are_left_over_in_batches_of_one():
     assert_left_over_and_the_same(dataset, batch_size=1)
 
 
-def listed(samples):
-    return tuple(zip(*samples, strict=True))
-
-
 def by_steps(dataset, image, index):
     for transform in dataset.transform.transforms:
         image = transform(image=image)["image"]
     return image, index
 
 
+class Box:
+    def __init__(self, samples):
+        self.images = [image for image, _ in samples]
+
+
 REASONS = {
-    "torch.Tensor.div": (lambda d, x, i: (one_view(d, x, i) / 2, i), None),
-    "no tensor stacked": (lambda d, x, i: (one_view(d, x, i), i), listed),
+    "torch.Tensor.clamp": (lambda d, x, i: (one_view(d, x, i).clamp(0, 1), i), None),
     "of another pipeline": (
         lambda d, x, i: torch.stack([one_view(d, x, i), torch.zeros(3, 32, 32)]),
         None,
@@ -407,3 +407,10 @@ def test_the_reason_names_what_became_of_the_tensor(why):
     assert not trial.defers
     assert why in trial.why
     assert_left_over_and_the_same(dataset, left_over=False, collate_fn=collate_fn)
+
+
+def test_a_batch_of_a_class_of_one_s_own_is_computed_in_the_workers():
+    dataset = Reading(lambda d, x, i: (one_view(d, x, i), i), transform=pipeline())
+    trial = try_recording(dataset, seed=0, collate_fn=Box)
+    assert not trial.defers
+    assert "dicts, lists, tuples or dataclasses" in trial.why

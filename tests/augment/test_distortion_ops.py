@@ -5,9 +5,9 @@ import warnings
 import albumentations as A
 import numpy as np
 import pytest
-from augment.opencv_versions import fields, opencv_major
 from augment.parity import both, parity, photographs
 
+from lightning_fastdata.augment.bounds import fields, opencv_major
 from lightning_fastdata.augment.ops import DEVICE_OPS
 
 warnings.filterwarnings("ignore", message="This augmenter is very slow")

@@ -13,9 +13,9 @@ import pytest
 import torch
 from augment.batches import in_worker, keys, on_device, pipeline
 from augment.joined import carry_out, names, noise, record
-from augment.opencv_versions import warps
 from augment.parity import both, parity, photographs
 
+from lightning_fastdata.augment.bounds import warps
 from lightning_fastdata.augment.geometry import join_tapes
 from lightning_fastdata.augment.ops import DEVICE_OPS
 from lightning_fastdata.augment.parity import pixel_parity

@@ -14,11 +14,11 @@ import cv2
 import numpy as np
 import pytest
 import torch
-from augment.opencv_versions import Bound, opencv_major, warps
 from augment.oracle_cases import CASES
 from augment.pairwise import pairwise
 from augment.parity import draw_both, photographs
 
+from lightning_fastdata.augment.bounds import Bound, bound_of, opencv_major, warps
 from lightning_fastdata.augment.ops import DEVICE_OPS
 from lightning_fastdata.augment.ops.cells import on_cells
 from lightning_fastdata.augment.parity import levels_per_unit, make_example
@@ -80,8 +80,8 @@ def assert_within(gap, bound: Bound, dtype):
 def test_the_device_form_equals_albumentations_within_the_bound_of_its_class(case):
     on_device = 0
     for number, row in enumerate(case.rows()):
-        dtype, bound = row["dtype"], case.nearest if row.get("interpolation") == 0 else case.bound
-        transform = make_example(case.name, case.make(row))
+        dtype, transform = row["dtype"], make_example(case.name, case.make(row))
+        bound = bound_of(transform)
         images = photographs(*row["size"], row["channels"], dtype)[: case.pictures]
         found = []
         for image in images:

@@ -12,7 +12,7 @@ from augment.trainers import quiet_trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch.utils.data import Dataset
 
-from lightning_fastdata import FastDataModule
+from lightning_fastdata import FastDataModule, FastDataWarning
 
 IMAGES = np.random.default_rng(0).integers(0, 256, (8, 20, 18, 3), np.uint8)
 
@@ -70,7 +70,8 @@ def test_a_pipeline_in_a_dataset_is_told_of_wherever_it_runs(where, tmp_path):
 def test_who_asks_for_a_device_is_told_that_no_pipeline_was_found(tmp_path, caplog):
     caplog.set_level(logging.INFO, "lightning_fastdata")
     data = FastDataModule.from_datasets(BuiltWhileRead(), batch_size=4, augment_on="gpu")
-    quiet_trainer(tmp_path).fit(BoringModel(), datamodule=data)
+    with pytest.warns(FastDataWarning, match="while a sample is read"):
+        quiet_trainer(tmp_path).fit(BoringModel(), datamodule=data)
     assert NOT_FOUND in data.explain()
     assert NOT_FOUND in caplog.text
     assert NOT_FOUND not in FastDataModule.from_datasets(BuiltWhileRead()).explain()

@@ -1,0 +1,178 @@
+"""Pipelines whose draws cannot be keyed by sample are told of when the training starts."""
+
+import os
+import warnings
+
+os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
+
+import albumentations as A
+import lightning as L
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset, Subset
+
+from lightning_fastdata import FastDataLoader, FastDataModule, FastDataWarning, LoaderOptions
+
+IMAGE = np.zeros((8, 8, 3), np.uint8)
+FLIP = A.Compose([A.HorizontalFlip(p=0.5), A.ToTensorV2()])
+RESIZE = A.Compose([A.Resize(8, 8), A.Normalize(), A.ToTensorV2()])
+
+
+class Arrays(Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return IMAGE
+
+
+def flipping(samples):
+    return torch.stack([FLIP(image=image)["image"].float() for image in samples])
+
+
+def resizing(samples):
+    return torch.stack([RESIZE(image=image)["image"] for image in samples])
+
+
+class Collating:
+    def __init__(self, transform):
+        self.transform = transform
+
+    def __call__(self, samples):
+        return torch.stack([self.transform(image=image)["image"] for image in samples])
+
+
+class Learns(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(()))
+
+    def training_step(self, batch, _):
+        return self.scale * batch.float().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.0)
+
+
+def told_by_a_training(dataset, folder, **options):
+    data = FastDataModule.from_datasets(
+        dataset, dataset, batch_size=2, options=LoaderOptions(num_workers=0), **options
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        L.Trainer(
+            max_epochs=2,
+            accelerator="cpu",
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=folder,
+            reload_dataloaders_every_n_epochs=1,
+        ).fit(Learns(), datamodule=data)
+    return [str(one.message) for one in caught if issubclass(one.category, FastDataWarning)]
+
+
+def told(dataset, collate_fn=None):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        FastDataLoader(dataset, 2, collate_fn=collate_fn)
+    return [str(one.message) for one in caught if issubclass(one.category, FastDataWarning)]
+
+
+def test_a_collation_that_draws_is_told_of_once(tmp_path):
+    (message,) = told_by_a_training(Arrays(), tmp_path, collate_fn=flipping)
+    assert "The collate_fn flipping calls an Albumentations pipeline" in message
+    assert "augment=" in message
+
+
+class BuiltForEach(Arrays):
+    def __getitem__(self, index):
+        compose = A.Compose([A.Resize(8, 8), A.HorizontalFlip(), A.ToTensorV2()])
+        return compose(image=IMAGE)["image"]
+
+
+def test_a_pipeline_that_is_built_for_each_sample_is_told_of_once(tmp_path):
+    (message,) = told_by_a_training(BuiltForEach(), tmp_path)
+    assert "BuiltForEach builds an Albumentations pipeline (Compose, Resize, Horiz" in message
+    assert "__init__" in message
+
+
+def test_an_object_that_collates_is_looked_into():
+    assert told(Arrays(), Collating(FLIP))
+
+
+def random_pipeline():
+    return A.Compose([A.RandomCrop(4, 4), A.ToTensorV2()])
+
+
+class BuiltElsewhere(Arrays):
+    def __getitem__(self, index):
+        return self.pipeline()(image=IMAGE)["image"]
+
+    def pipeline(self):
+        return random_pipeline()
+
+
+class BuiltLate(Arrays):
+    transform = None
+
+    def __getitem__(self, index):
+        from albumentations import Compose, GaussNoise, ToTensorV2
+
+        if self.transform is None:
+            self.transform = Compose([GaussNoise(p=1), ToTensorV2()])
+        return self.transform(image=IMAGE)["image"]
+
+
+@pytest.mark.parametrize("kind", [BuiltElsewhere, BuiltLate])
+def test_so_is_the_code_that_reads_a_sample(kind):
+    assert told(Subset(kind(), [0, 1]))
+
+
+class OpensFiles(BuiltElsewhere):
+    @property
+    def dataset(self):
+        raise AssertionError("nobody may read this before the workers start")
+
+    datasets = dataset
+
+
+def test_nothing_of_the_dataset_is_read_to_find_out():
+    assert told(OpensFiles())
+
+
+class OwnPipeline(Arrays):
+    def __init__(self):
+        self.transform = A.Compose([A.HorizontalFlip(), A.ToTensorV2()])
+
+    def __getitem__(self, index):
+        if isinstance(self.transform, A.Compose):
+            return self.transform(image=IMAGE)["image"]
+        return IMAGE
+
+    def collate(self, samples):
+        return torch.stack(samples)
+
+
+class BuiltWithoutDraws(Arrays):
+    def __getitem__(self, index):
+        return A.Compose([A.Resize(4, 4), A.Normalize(), A.ToTensorV2()])(image=IMAGE)["image"]
+
+
+@pytest.mark.parametrize(
+    ("dataset", "collate_fn"),
+    [
+        (Arrays(), None),
+        (Arrays(), resizing),
+        (Arrays(), Collating(RESIZE)),
+        (OwnPipeline(), None),
+        (OwnPipeline(), OwnPipeline().collate),
+        (BuiltWithoutDraws(), None),
+    ],
+)
+def test_nothing_is_said_of_what_draws_nothing_or_is_keyed(dataset, collate_fn):
+    if collate_fn is not None and isinstance(dataset, OwnPipeline):
+        collate_fn = dataset.collate
+    assert told(dataset, collate_fn) == []
