@@ -21,11 +21,11 @@ def test_smoothing_is_opencvs_gaussian(length, sigma):
     noise = np.random.default_rng(0).normal(size=(length, 33)).astype(np.float32)
     radius = round(sigma * 8 + 1) // 2
     want = cv2.GaussianBlur(noise, (0, 0), sigma, borderType=cv2.BORDER_REPLICATE)
-    rows, columns = (smoothing(n, sigma, radius, torch.device("cpu")) for n in noise.shape)
+    rows, columns = (smoothing(n, sigma, radius, torch.device("cpu")).float() for n in noise.shape)
     got = rows @ torch.from_numpy(noise) @ columns.mT
     np.testing.assert_allclose(got.numpy(), want, atol=2e-6)
     fixed = cv2.GaussianBlur(noise, (17, 17), sigma, borderType=cv2.BORDER_REPLICATE)
-    rows, columns = (smoothing(n, sigma, 8, torch.device("cpu")) for n in noise.shape)
+    rows, columns = (smoothing(n, sigma, 8, torch.device("cpu")).float() for n in noise.shape)
     got = rows @ torch.from_numpy(noise) @ columns.mT
     np.testing.assert_allclose(got.numpy(), fixed, atol=2e-6)
 

@@ -81,6 +81,18 @@ def _encode(
     return Encoded((), arrays)
 
 
+def _covered(rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """Return which pixels ``[n, H, W]`` any of the holes covers.
+
+    Args:
+        rows: whether a hole covers a row, ``[n, holes, H]``.
+        columns: the same of columns, ``[n, holes, W]``.
+    """
+    # Holes are few in most transforms, but a GridDropout has hundreds of them: in float64, as
+    # nobody can have such a matrix product rounded.
+    return torch.bmm(rows.double().mT, columns.double()) > 0
+
+
 def _noise(images: torch.Tensor, seed: torch.Tensor) -> torch.Tensor:
     """Return values over the whole range, as evenly as Albumentations draws them, in float32."""
     numbers = uniform(seed, images[0].numel()).view(images.shape)
@@ -105,8 +117,7 @@ def _fill(name: str) -> Any:
                 covered = inside[0][:, hole, :, None] & inside[1][:, hole, None, :]
                 images = torch.where(covered.unsqueeze(-1), colour[:, None, None], images)
             return images.view(batch.shape)
-        rows, columns = inside[0].float(), inside[1].float()
-        covered = torch.bmm(rows.mT, columns) > 0
+        covered = _covered(*inside)
         fill = _noise(images, arrays["seed"]) if random else arrays[name][:, None, None, :]
         fill = fill.to(batch.dtype)
         return torch.where(covered.unsqueeze(-1), fill, images).view(batch.shape)

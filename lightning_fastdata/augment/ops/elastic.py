@@ -55,7 +55,8 @@ def smoothing(length: int, sigma: float, radius: int, device: torch.device) -> t
         device: where the matrix is made.
 
     Returns:
-        float32 ``[length, length]``.
+        float64 ``[length, length]``: a matrix product of float32 may be one of TF32, if the user
+        allows that.
     """
     offset = torch.arange(-radius, radius + 1, device=device, dtype=torch.float64)
     weights = (offset * offset * (-0.5 / sigma**2)).exp()
@@ -67,7 +68,7 @@ def smoothing(length: int, sigma: float, radius: int, device: torch.device) -> t
     first = torch.where(at == 0, -radius - length, at) - at[:, None]
     behind = torch.where(at == length - 1, radius + length, at) - at[:, None] + 1
     share = below[(behind + radius).clamp(0, 2 * radius + 1)]
-    return (share - below[(first + radius).clamp(0, 2 * radius + 1)]).float()
+    return share - below[(first + radius).clamp(0, 2 * radius + 1)]
 
 
 def displacements(
@@ -86,8 +87,8 @@ def displacements(
     # Albumentations smooths both fields in one image, one below the other.
     rows = smoothing(fields * height, static["sigma"], static["radius"], seed.device)
     columns = smoothing(width, static["sigma"], static["radius"], seed.device)
-    smooth: torch.Tensor = rows @ noise.view(-1, fields * height, width) @ columns.mT
-    return smooth.mul(float(static["alpha"])).view(-1, fields, height, width)
+    smooth: torch.Tensor = rows @ noise.double().view(-1, fields * height, width) @ columns.mT
+    return smooth.float().mul(float(static["alpha"])).view(-1, fields, height, width)
 
 
 def _field(
@@ -111,7 +112,4 @@ OPS = (
         draws_pixels=lambda _transform: True,
     ),
 )
-"""The distribution of Albumentations' fields; its own field where there are boxes or keypoints.
-
-Where the user allows matrix products in TF32, a field differs by about 1/1000 of itself.
-"""
+"""The distribution of Albumentations' fields; its own field where there are boxes or keypoints."""

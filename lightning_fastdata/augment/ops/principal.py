@@ -65,6 +65,22 @@ def principal_axes(matrices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return values, vectors * torch.where(largest < 0, -1.0, 1.0).to(vectors.dtype)
 
 
+def mixed_channels(images: torch.Tensor, mixing: torch.Tensor) -> torch.Tensor:
+    """Return images of which each channel is a sum of all channels.
+
+    One product after the other: a matrix product may be one of TF32, if the user allows that.
+
+    Args:
+        images: float32 ``[n, H, W, c]``.
+        mixing: float32 ``[n, c, c]``: row ``i`` has the shares of channel ``i``.
+    """
+    columns = mixing[:, None, None].unbind(-1)
+    out = images[..., :1] * columns[0]
+    for channel, column in enumerate(columns[1:], 1):
+        out = out + images[..., channel : channel + 1] * column
+    return out
+
+
 def _moments(images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return mean ``[n, c]`` and covariance ``[n, c, c]`` of colours in [0, 1], float64.
 
@@ -118,8 +134,7 @@ def _run(
         images.float() / torch.full_like(mean, 255).float()[:, None, None] if whole else images
     )
     centred = colours - mean.float()[:, None, None]
-    n, height, width, _ = images.shape
-    moved = (centred.view(n, -1, count) @ mixing.float().mT).view(n, height, width, count)
+    moved = mixed_channels(centred, mixing.float())
     out = (colours + moved).clamp(0, 1)
     return (out * 255).round().to(torch.uint8) if whole else out
 
