@@ -16,17 +16,18 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from lightning_fastdata.augment.plan import analyse, changes_form, device_form
+from lightning_fastdata.augment.plan import OF_BYTES, analyse, changes_form, device_form
 from lightning_fastdata.augment.sizes import CHANGES_SIZE, Size, follow_sizes, size_after
 from lightning_fastdata.augment.tape import Tape, TapeOp
 from lightning_fastdata.augment.tree import list_leaves
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded
     from lightning_fastdata.augment.plan import Plan
     from lightning_fastdata.augment.tree import Leaf
+    from lightning_fastdata.augment.values import States
 
 _RESAMPLES: Final = frozenset({"RandomResizedCrop", "RandomSizedCrop", "Resize"})
 """What costs the worker something. To cut out a window costs it less than a larger batch."""
@@ -74,6 +75,7 @@ def crop_on_device(
     refusal: str | None = None,
     same_pixels: bool = False,
     channels: int | None = 3,
+    values: Collection[States] = OF_BYTES,
 ) -> CropOnDevice | None:
     """Return how to leave the crop to the device, or None if it has to stay, or had better.
 
@@ -84,6 +86,7 @@ def crop_on_device(
         refusal: a reason to run everything in the worker.
         same_pixels: as :func:`~lightning_fastdata.augment.plan.analyse` takes it.
         channels: the same.
+        values: the same.
     """
     leaf = follow_sizes(compose, Size()).boundary
     leaves = list_leaves(compose)
@@ -104,6 +107,7 @@ def crop_on_device(
         refusal=refusal,
         same_pixels=same_pixels,
         channels=channels,
+        values=values,
         crop=leaf,
     )
     kept = {one.exact for one in follow_sizes(compose, Size(size, size)).before[: leaf + 1]} == {

@@ -9,17 +9,15 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 import torch
 
-from lightning_fastdata.augment.fields import describe
-from lightning_fastdata.augment.foreign import (
-    channels_as_given,
-    channels_behind,
-    refuse_pixels,
-)
+from lightning_fastdata.augment.fields import describe, numpy_dtype
+from lightning_fastdata.augment.foreign import refuse_pixels
 from lightning_fastdata.augment.geometry import join_tapes
+from lightning_fastdata.augment.layouts import channels_as_given, channels_behind
 from lightning_fastdata.augment.program import Draws, compile_tapes
 from lightning_fastdata.augment.replay_torch import replay_image
 from lightning_fastdata.augment.seeds import reseed
 from lightning_fastdata.augment.tape import phantom, target_roles
+from lightning_fastdata.augment.values import Values
 from lightning_fastdata.errors import BatchError, OptionsError
 
 if TYPE_CHECKING:
@@ -40,6 +38,11 @@ class ImageForm:
     """Channels of the images."""
     dtype: torch.dtype
     """``torch.uint8``, or ``torch.float32`` for values in [0, 1]."""
+
+    @property
+    def values(self) -> Values:
+        """What is known of the values of the images."""
+        return Values(numpy_dtype(self.dtype))
 
     def __post_init__(self) -> None:
         if self.dtype not in {torch.uint8, torch.float32}:
@@ -137,9 +140,8 @@ def draw_samples(
     needed = _needed_targets(recorder.compose)
     _check_targets(targets, needed, samples)
     roles = target_roles(recorder.compose)
-    dtype = np.dtype(str(form.dtype).removeprefix("torch."))
     shown = {
-        name: phantom((*form.size, form.channels), dtype)
+        name: phantom((*form.size, form.channels), form.values.dtype)
         if role == "image"
         else phantom(form.size, np.dtype(np.uint8))
         for name, role in roles.items()

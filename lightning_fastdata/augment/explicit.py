@@ -15,7 +15,8 @@ from lightning_fastdata.augment.fields import (
     get_field,
     put_fields,
 )
-from lightning_fastdata.augment.foreign import places_of
+from lightning_fastdata.augment.foreign import OnCpu
+from lightning_fastdata.augment.layouts import places_of
 from lightning_fastdata.augment.ops.output import OutputForm, convert_output
 from lightning_fastdata.augment.transform import BatchTransform
 from lightning_fastdata.augment.worker import convert_images
@@ -45,9 +46,16 @@ class ExplicitTransform(BatchTransform):
         geometry: GeometryMode = "exact",
         form: OutputForm | None = None,
         strict: bool = False,
+        on_cpu: OnCpu = "albumentations",
     ) -> None:
         super().__init__(
-            compose, fields, same_pixels=same_pixels, geometry=geometry, form=form, strict=strict
+            compose,
+            fields,
+            same_pixels=same_pixels,
+            geometry=geometry,
+            form=form,
+            strict=strict,
+            on_cpu=on_cpu,
         )
         self._drawn = 0
         if strict:
@@ -58,12 +66,14 @@ class ExplicitTransform(BatchTransform):
     ) -> Any:
         """Return a batch with the pipeline carried out, where it lies.
 
-        On the CPU Albumentations itself runs on each sample; so it does, on a device, on samples
-        for which an operation without a device form was drawn.
+        On the CPU Albumentations itself runs on each sample, unless ``on_cpu`` says otherwise; so
+        it does, on a device, on samples for which an operation without a device form was drawn,
+        and where there is no form for images of their dtype.
 
         Args:
-            images: uint8, or float32 in [0, 1], ``[n, H, W, C]``, ``[n, C, H, W]`` or
-                ``[n, H, W]``, on any device; or a dict or tuple that holds them.
+            images: uint8, float32 in [0, 1], or what else Albumentations takes of NumPy's dtypes,
+                ``[n, H, W, C]``, ``[n, C, H, W]`` or ``[n, H, W]``, on any device; or a dict or
+                tuple that holds them.
             masks: ``[n, H, W]``, ``[n, H, W, C]`` or ``[n, C, H, W]``, if ``images`` is a tensor.
             key: sample ``i`` draws with ``key.index + i``. None: with the seed of torch
                 (``torch.initial_seed()``), epoch 0 and a number that counts all samples this object
@@ -123,7 +133,9 @@ class ExplicitTransform(BatchTransform):
             OptionsError: there are no such images.
         """
         form = ImageForm(size=(int(size[0]), int(size[1])), channels=channels, dtype=dtype)
-        recorder = self._on_batches().recorder_without_pixels(form.size, form.channels)
+        recorder = self._on_batches().recorder_without_pixels(
+            form.size, form.channels, (frozenset({form.values}),)
+        )
         first = self._next_key(n, key)
         return draw_samples(
             recorder, self.ops, form, n, first, targets, joined=self._geometry == "fused"

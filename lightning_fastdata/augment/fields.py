@@ -17,11 +17,14 @@ Location: TypeAlias = int | str | None
 Layout: TypeAlias = Literal["pil", "hwc", "hw", "chw"]
 """The form in which an image was found."""
 
-_ARRAY_DTYPES: Final = frozenset({np.dtype(np.uint8), np.dtype(np.float32)})
-_TENSOR_DTYPES: Final = frozenset({torch.uint8, torch.float32})
+_USUAL: Final = frozenset({"uint8", "float32"})
 _HALF_DTYPES: Final = frozenset({torch.float16, torch.bfloat16})
+_NUMBERS: Final = "biuf"
+"""NumPy's kinds of numbers, of which images may be."""
 _TOO_WIDE: Final = frozenset({"int64", "uint64"})
 _PIL_MODES: Final = {"L": "L", "RGB": "RGB", "RGBA": "RGBA", "1": "L"}
+_PIL_NUMBERS: Final = frozenset({"F", "I", "I;16", "I;16B", "I;16L", "I;16N"})
+"""Modes of PIL with one number of more than a byte for each pixel."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,15 +70,17 @@ def find_fields(item: Any, fields: Fields, *, batched: bool) -> Found:
         if "image" in item:
             return Found("image", _mask_location(item, fields))
     elif isinstance(item, list | tuple):
-        for index, value in enumerate(item):
-            if looks_like_image(value, batched=batched):
-                return Found(index, _mask_location(item, fields))
-    elif looks_like_image(item, batched=batched):
+        # Other dtypes last, and of these such with channels first: masks and tables have them, too.
+        for looks in (looks_like_image, _may_be_image_with_channels, may_be_image):
+            for index, value in enumerate(item):
+                if looks(value, batched=batched):
+                    return Found(index, _mask_location(item, fields))
+    elif may_be_image(item, batched=batched):
         return Found(None, None)
     raise BatchError(
         f"No image was found in {describe(item)}. Expected the key 'image', or a tuple with an "
-        "image in it (PIL, or a uint8 or float32 array or tensor with 2 or 3 dimensions per "
-        "sample). Say where it is with image=<key or index>."
+        "image in it (PIL, or an array or tensor of numbers with 2 or 3 dimensions per sample). "
+        "Say where it is with image=<key or index>."
     )
 
 
@@ -124,8 +129,37 @@ def looks_like_image(value: Any, *, batched: bool = False) -> bool:
     # Behind a pipeline, images may be in half precision.
     if batched and isinstance(value, torch.Tensor) and value.dtype in _HALF_DTYPES:
         return value.ndim == 4
-    dtypes = _ARRAY_DTYPES if isinstance(value, np.ndarray) else _TENSOR_DTYPES
-    return value.dtype in dtypes and value.ndim - batched in {2, 3}
+    return _dtype_name(value) in _USUAL and value.ndim - batched in {2, 3}
+
+
+def may_be_image(value: Any, *, batched: bool = False) -> bool:
+    """Whether a value is PIL, or numbers of any dtype of NumPy with 2 or 3 dimensions."""
+    if looks_like_image(value, batched=batched):
+        return True
+    return has_numpy_dtype(value) and value.ndim - batched in {2, 3}
+
+
+def _may_be_image_with_channels(value: Any, *, batched: bool) -> bool:
+    return may_be_image(value, batched=batched) and value.ndim - batched == 3
+
+
+def has_numpy_dtype(value: Any) -> bool:
+    """Whether a value is an array or a tensor of numbers that NumPy has, too."""
+    if isinstance(value, np.ndarray):
+        return value.dtype.kind in _NUMBERS
+    try:
+        return isinstance(value, torch.Tensor) and numpy_dtype(value.dtype).kind in _NUMBERS
+    except TypeError:
+        return False
+
+
+def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
+    """Return NumPy's dtype for one of torch.
+
+    Raises:
+        TypeError: it has none, e.g. for bfloat16.
+    """
+    return np.dtype(str(dtype).removeprefix("torch."))
 
 
 def is_pil(value: Any) -> bool:
@@ -143,21 +177,22 @@ def to_hwc(value: Any, *, name: str = "image") -> tuple[np.ndarray, Layout]:
         name: how messages call it.
 
     Returns:
-        A uint8 or float32 array ``[H, W]`` or ``[H, W, C]``, and the form it had.
+        An array ``[H, W]`` or ``[H, W, C]`` of the dtype it had, and the form it had.
 
     Raises:
-        BatchError: it is no image, or has another dtype or number of dimensions.
+        BatchError: it is no image, or has no numbers, or another number of dimensions.
     """
     if is_pil(value):
-        return np.asarray(value.convert(_PIL_MODES.get(value.mode, "RGB"))), "pil"
+        mode = _PIL_MODES.get(value.mode, "RGB")
+        return np.asarray(value if value.mode in _PIL_NUMBERS else value.convert(mode)), "pil"
     if not isinstance(value, np.ndarray | torch.Tensor):
         raise BatchError(
             f"The {name} is {describe(value)}. Expected a PIL image, an array or a tensor."
         )
-    if not looks_like_image(value):
+    if not may_be_image(value):
         raise BatchError(
-            f"The {name} is {describe(value)}. Expected uint8, or float32 in [0, 1], with 2 or 3 "
-            "dimensions per sample; convert it in the dataset."
+            f"The {name} is {describe(value)}. Expected numbers, such as uint8 or float32 in "
+            "[0, 1], with 2 or 3 dimensions per sample; convert it in the dataset."
         )
     if isinstance(value, np.ndarray):
         return value, "hwc" if value.ndim == 3 else "hw"

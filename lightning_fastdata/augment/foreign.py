@@ -5,37 +5,46 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, cast, get_args
 
 import numpy as np
 import torch
 
 from lightning_fastdata.augment.fields import (
     Fields,
-    Location,
     channels_first,
-    describe,
-    find_fields,
     get_field,
     mask_as_given,
+    numpy_dtype,
     put_fields,
 )
 from lightning_fastdata.augment.geometry import join_tapes
-from lightning_fastdata.augment.plan import analyse
+from lightning_fastdata.augment.layouts import (
+    channels_as_given,
+    channels_behind,
+    check_images,
+    places_of,
+)
+from lightning_fastdata.augment.plan import OF_BYTES, analyse
 from lightning_fastdata.augment.program import compile_tapes
-from lightning_fastdata.augment.replay_torch import put_rows, replay
+from lightning_fastdata.augment.replay_torch import put_rows, replay_image
 from lightning_fastdata.augment.seeds import reseed
 from lightning_fastdata.augment.tape import Recorder, phantom, target_roles
-from lightning_fastdata.augment.tree import list_leaves
-from lightning_fastdata.errors import BatchError, TransformError
+from lightning_fastdata.augment.values import Values
+from lightning_fastdata.errors import OptionsError, TransformError
 
 if TYPE_CHECKING:
     from lightning_fastdata.augment.geometry import GeometryMode
     from lightning_fastdata.augment.ops.operation import DeviceOp
     from lightning_fastdata.augment.plan import Plan
     from lightning_fastdata.augment.tape import Tape
+    from lightning_fastdata.augment.values import States
     from lightning_fastdata.types import Batch, SampleKey
 
+
+OnCpu: TypeAlias = Literal["albumentations", "torch"]
+"""What makes the pixels of a batch that lies on the CPU: Albumentations itself, or what would make
+them on a device."""
 
 _ANY_SIZE: Final = (1024, 1024)
 """Images of this size can run on a device wherever images of some size can."""
@@ -50,6 +59,7 @@ class ForeignBatches:
         refusal: why nothing may run on a device, or None.
         same_pixels: leave to the CPU what draws numbers for every pixel.
         strict: refuse what would need the CPU for a batch on a device.
+        on_cpu: what makes the pixels of a batch that lies on the CPU.
     """
 
     def __init__(
@@ -61,6 +71,7 @@ class ForeignBatches:
         same_pixels: bool = False,
         geometry: GeometryMode = "exact",
         strict: bool = False,
+        on_cpu: OnCpu = "albumentations",
     ) -> None:
         self._compose = copy.deepcopy(compose)
         self._ops = ops
@@ -68,6 +79,7 @@ class ForeignBatches:
         self._same_pixels = same_pixels
         self._geometry = geometry
         self._strict = strict
+        self._on_cpu = on_cpu
         self._plans: dict[object, Plan] = {}
         self._recorders: dict[object, Recorder | None] = {}
         self._looked = False
@@ -81,7 +93,7 @@ class ForeignBatches:
             key: key of the first sample; sample ``i`` draws with ``key.index + i``.
 
         Raises:
-            BatchError: the image is no batch of uint8, or of float32 in [0, 1].
+            BatchError: the image is no batch, or one of floats outside of [0, 1].
             TransformError: the pipeline needs boxes or keypoints; or some of it needs the CPU, and
                 that is not wanted.
         """
@@ -95,7 +107,7 @@ class ForeignBatches:
             )
         places = places_of(batch, fields, self._compose)
         image = get_field(batch, places["image"])
-        _check_image(image, values=not self._looked)
+        check_images(image, values=not self._looked)
         # A device is asked once, as the host waits for it.
         self._looked = image.device.type != "cpu"
         first = image.ndim == 4 and channels_first(tuple(image.shape[1:]))
@@ -104,9 +116,16 @@ class ForeignBatches:
         given = {name: get_field(batch, place) for name, place in places.items()}
         tensors, turned = channels_behind(given, size)
         channels = int(tensors["image"].shape[3]) if image.ndim == 4 else None
+        roles = target_roles(self._compose)
+        values = tuple(
+            frozenset({Values(numpy_dtype(tensor.dtype))})
+            for name, tensor in tensors.items()
+            if roles[name] == "image"
+        )
         if self._strict:
-            refuse_cpu(self.plan(size, channels))
-        recorder = None if image.device.type == "cpu" else self.recorder(size, channels)
+            refuse_cpu(self.plan(size, channels, values))
+        shortcut = image.device.type == "cpu" and self._on_cpu == "albumentations"
+        recorder = None if shortcut else self.recorder(size, channels, values)
         if recorder is None:
             results, is_chw = run_each(tensors, key, self._compose)
         else:
@@ -122,22 +141,30 @@ class ForeignBatches:
         return put_fields(batch, {places[name]: results[name] for name in places})
 
     def recorder_without_pixels(
-        self, size: tuple[int, int] = _ANY_SIZE, channels: int | None = 3
+        self,
+        size: tuple[int, int] = _ANY_SIZE,
+        channels: int | None = 3,
+        values: tuple[States, ...] = OF_BYTES,
     ) -> Recorder:
         """Return the recorder for images of one shape that nobody has at hand.
 
         Raises:
             TransformError: an operation needs the pixels.
         """
-        refuse_cpu(self.plan(size, channels))
-        recorder = self.recorder(size, channels)
+        refuse_cpu(self.plan(size, channels, values))
+        recorder = self.recorder(size, channels, values)
         if recorder is None:
             raise TransformError("A container of the pipeline runs its transforms in its own way.")
         return recorder
 
-    def plan(self, size: tuple[int, int], channels: int | None = 3) -> Plan:
-        """Return where operations run for images of one shape."""
-        form = (size, channels)
+    def plan(
+        self,
+        size: tuple[int, int],
+        channels: int | None = 3,
+        values: tuple[States, ...] = OF_BYTES,
+    ) -> Plan:
+        """Return where operations run for images of one shape and dtype."""
+        form = (size, channels, values)
         if form not in self._plans:
             self._plans[form] = analyse(
                 self._compose,
@@ -146,81 +173,30 @@ class ForeignBatches:
                 refusal=self._refusal,
                 same_pixels=self._same_pixels,
                 channels=channels,
+                values=values,
             )
         return self._plans[form]
 
-    def recorder(self, size: tuple[int, int], channels: int | None = 3) -> Recorder | None:
-        """Return the recorder for images of one shape, or None if nothing may be deferred."""
-        form = (size, channels)
+    def recorder(
+        self,
+        size: tuple[int, int],
+        channels: int | None = 3,
+        values: tuple[States, ...] = OF_BYTES,
+    ) -> Recorder | None:
+        """Return the recorder for images of one form, or None if nothing may be deferred."""
+        form = (size, channels, values)
         if form not in self._recorders:
-            plan = self.plan(size, channels)
+            plan = self.plan(size, channels, values)
             possible = (plan.defers or not plan.placements) and plan.opaque_until < 0
             self._recorders[form] = Recorder(self._compose, plan, self._ops) if possible else None
         return self._recorders[form]
 
 
-def places_of(batch: Batch, fields: Fields, compose: Any) -> dict[str, Location]:
-    """Return where the images and masks of a batch are, by the pipeline's names for them."""
-    found = find_fields(batch, fields, batched=True)
-    places: dict[str, Location] = {"image": found.image}
-    if found.mask is not None:
-        places["mask"] = found.mask
-    if isinstance(batch, Mapping):
-        names = [name for name in target_roles(compose) if name not in {"image", "mask"}]
-        places |= {name: name for name in names if isinstance(batch.get(name), torch.Tensor)}
-    return places
-
-
-def channels_behind(
-    tensors: Mapping[str, torch.Tensor], size: tuple[int, int]
-) -> tuple[dict[str, torch.Tensor], frozenset[str]]:
-    """Return images and masks ``[n, H, W, ...]``, and the names of those that were turned.
-
-    Args:
-        tensors: ``[n, H, W]``, ``[n, H, W, C]`` or ``[n, C, H, W]`` by name.
-        size: ``H, W``.
-    """
-    turned = frozenset(
-        name
-        for name, tensor in tensors.items()
-        if tensor.ndim == 4
-        and tuple(tensor.shape[2:]) == size
-        and (tuple(tensor.shape[1:3]) != size or name == "image")
-    )
-    behind = {
-        name: tensor.permute(0, 2, 3, 1).contiguous() if name in turned else tensor
-        for name, tensor in tensors.items()
-    }
-    return behind, turned
-
-
-def channels_as_given(
-    results: Mapping[str, torch.Tensor],
-    turned: frozenset[str],
-    compose: Any,
-    *,
-    images_are_chw: bool,
-) -> dict[str, torch.Tensor]:
-    """Return results in the layout in which they were given, unless the pipeline chose another.
-
-    Args:
-        results: ``[n, H, W, ...]``, or what ``ToTensorV2`` made of that.
-        turned: names of those that were given as ``[n, C, H, W]``.
-        compose: the pipeline.
-        images_are_chw: whether images went through ``ToTensorV2``.
-    """
-    roles = target_roles(compose)
-    masks_are_chw = images_are_chw and any(
-        type(leaf.transform).__name__ == "ToTensorV2" and leaf.transform.transpose_mask
-        for leaf in list_leaves(compose)
-    )
-    done = {"image": images_are_chw, "mask": masks_are_chw}
-    return {
-        name: result.permute(0, 3, 1, 2).contiguous()
-        if name in turned and result.ndim == 4 and not done[roles[name]]
-        else result
-        for name, result in results.items()
-    }
+def checked_on_cpu(on_cpu: OnCpu) -> OnCpu:
+    """Return the option, or raise OptionsError if it is none."""
+    if on_cpu not in get_args(OnCpu):
+        raise OptionsError(f"on_cpu is {on_cpu!r}; choose one of {', '.join(get_args(OnCpu))}.")
+    return on_cpu
 
 
 def refuse_cpu(plan: Plan) -> None:
@@ -256,7 +232,8 @@ def run_each(
     is_chw = False
     for row in range(len(tensors["image"])):
         reseed((compose,), key._replace(index=key.index + row))
-        result = compose(**{name: array[row] for name, array in arrays.items()})
+        # Copies: Albumentations writes to a gray image that it equalizes.
+        result = compose(**{name: array[row].copy() for name, array in arrays.items()})
         is_chw = isinstance(result["image"], torch.Tensor)
         for name in tensors:
             outs[name].append(_as_tensor(result[name], tensors[name]))
@@ -285,7 +262,7 @@ def replay_all(
     """
     samples = len(tensors["image"])
     shown = {
-        name: phantom(tuple(tensor.shape[1:]), np.dtype(str(tensor.dtype).removeprefix("torch.")))
+        name: phantom(tuple(tensor.shape[1:]), numpy_dtype(tensor.dtype))
         for name, tensor in tensors.items()
     }
     tapes: list[Tape] = []
@@ -309,7 +286,9 @@ def replay_all(
     for name, tensor in tensors.items():
         current = _with_rows(tensor, ran[name])
         program = draws.programs.get(name)
-        results[name] = current if program is None else replay(program, draws.blob, current, ops)
+        results[name] = current
+        if program is not None:
+            results[name] = replay_image(program, draws.blob, current, ops)
         if name == "image" and program is not None:
             is_chw = is_chw or any(step.name == "ToTensorV2" for step in program.steps)
     return results, is_chw
@@ -333,20 +312,3 @@ def _with_rows(tensor: torch.Tensor, rows: Mapping[int, torch.Tensor]) -> torch.
     if len(rows) == len(tensor):
         return stacked
     return put_rows(tensor.clone(), torch.tensor(list(rows), device=tensor.device), stacked)
-
-
-def _check_image(image: Any, *, values: bool) -> None:
-    ok = isinstance(image, torch.Tensor) and image.ndim in {3, 4} and len(image) > 0
-    if not ok or image.dtype not in {torch.uint8, torch.float32}:
-        raise BatchError(
-            f"The image field is {describe(image)}. Expected a tensor [n, C, H, W] or "
-            "[n, H, W, C] of at least one sample, uint8 or float32 in [0, 1]."
-        )
-    if values and image.dtype == torch.float32 and image.numel():
-        low, high = (float(value) for value in image.aminmax())
-        if low < 0 or high > 1:
-            raise BatchError(
-                f"The images are float32 with values from {low:g} to {high:g}, so they look "
-                "normalised already. Albumentations needs uint8, or float32 in [0, 1]: leave "
-                "Normalize out of the dataset and put it at the end of this pipeline."
-            )

@@ -20,6 +20,7 @@ from lightning_fastdata.augment.seeds import reseed
 from lightning_fastdata.augment.self_check import refusal
 from lightning_fastdata.augment.tape import Recorder
 from lightning_fastdata.augment.tree import list_leaves
+from lightning_fastdata.augment.values import values_of
 from lightning_fastdata.errors import TransformError
 from lightning_fastdata.types import SampleKey
 
@@ -210,7 +211,8 @@ def both_ways(
     """
     size = (int(images[0].shape[0]), int(images[0].shape[1]))
     compose = copy.deepcopy(compose)
-    plan = analyse(compose, DEVICE_OPS, size=size, refusal=refusal())
+    values = (frozenset(map(values_of, images)),)
+    plan = analyse(compose, DEVICE_OPS, size=size, refusal=refusal(), values=values)
     recorder = Recorder(compose, plan, DEVICE_OPS)
     wanted, left, tapes = [], [], []
     for row, image in enumerate(images):

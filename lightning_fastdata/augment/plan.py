@@ -7,9 +7,14 @@ The rules, in order:
    A pipeline without such an operation can only be collated when the dataset's images already have
    one size, so nothing is held back for it. Where they are known to,
    :mod:`~lightning_fastdata.augment.crop` leaves that operation to the device as well.
-2. An operation without a device form runs in the worker on real pixels, and so do the ones before
-   it, but only in samples that drew it.
-3. An operation that changes the shape or dtype of an image runs on the device only when every
+2. Everything up to the operation that gives all samples one dtype again runs in the worker, where
+   one before it changes the dtype of some samples only (``OneOf([InvertImg(), ToFloat()])``); all
+   of the pipeline, if none does: a batch is one tensor. See
+   :mod:`~lightning_fastdata.augment.values`.
+3. An operation without a device form runs in the worker on real pixels, and so do the ones before
+   it, but only in samples that drew it. A form is for certain dtypes, and some are for floats in
+   [0, 1] alone, which they are not behind ``Normalize``.
+4. An operation that changes the shape or dtype of an image runs on the device only when every
    sample takes it and no later operation may ask for real pixels: a batch must stay one tensor.
 """
 
@@ -30,9 +35,19 @@ from lightning_fastdata.augment.tree import (
     last_opaque,
     list_leaves,
 )
+from lightning_fastdata.augment.values import (
+    BYTES,
+    CASTS,
+    Followed,
+    States,
+    Values,
+    dtypes_of,
+    follow_values,
+    why_not,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
     from lightning_fastdata.augment.ops.operation import DeviceOp
 
@@ -40,8 +55,9 @@ Where: TypeAlias = Literal["worker", "device", "either"]
 
 _SOME_SIZE: Final = (1 << 16, 3 << 14)
 """Not square, and larger than any crop."""
-_CASTS: Final = frozenset({"FromFloat", "Normalize", "ToFloat"})
-_CHANGES_DTYPE_OR_LAYOUT: Final = _CASTS | {"ToTensorV2"}
+_CHANGES_DTYPE_OR_LAYOUT: Final = CASTS | {"ToTensorV2"}
+OF_BYTES: Final[tuple[States, ...]] = (frozenset({BYTES}),)
+"""What samples with one image of uint8 have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +104,7 @@ def analyse(
     refusal: str | None = None,
     same_pixels: bool = False,
     channels: int | None = 3,
+    values: Collection[States] = OF_BYTES,
     crop: int = -1,
 ) -> Plan:
     """Decide where each operation of a pipeline runs.
@@ -99,6 +116,7 @@ def analyse(
         refusal: a reason to run everything in the worker.
         same_pixels: keep in the worker what would draw numbers for every pixel on the device.
         channels: of the images; None for images ``[H, W]``.
+        values: of each image that a sample has: what values it may have.
         crop: number of the leaf that makes all images one size, if samples may come from the worker
             cropped or not; -1 for none.
 
@@ -106,10 +124,7 @@ def analyse(
         The plan; the same for every sample.
     """
     leaves = list_leaves(compose)
-    if len({id(leaf.transform) for leaf in leaves}) < len(leaves):
-        refusal = refusal or "the same transform object appears twice in the pipeline"
-    if any(getattr(leaf.transform, "replay_mode", False) for leaf in leaves):
-        refusal = refusal or "the pipeline replays what another one has drawn"
+    refusal = refusal or _refusal(leaves)
     own_pixels = "same_pixels: the device would make other pixels of the same distribution"
     if not same_pixels and keeps_params(compose):
         same_pixels = True
@@ -120,7 +135,9 @@ def analyse(
     sizes = follow_sizes(compose, Size(size, size), keeps)
     # With a size that all images share, though it may be unknown.
     shared = follow_sizes(compose, Size(size or _SOME_SIZE, None), keeps)
-    boundary = max(sizes.boundary, opaque)
+    shape = (64, 48) if channels is None else (64, 48, channels)
+    followed = [follow_values(compose, states, keeps, shape) for states in values]
+    boundary = max(sizes.boundary, opaque, *(one.boundary for one in followed))
     placed: list[OpPlacement] = []
     sees = [_reads_pixels(leaf.transform, op) for leaf, op in zip(leaves, forms, strict=True)]
     barrier_after: str | None = None
@@ -130,17 +147,13 @@ def analyse(
         op = forms[index]
         why_worker = refusal
         if why_worker is None and index <= boundary:
-            why_worker = (
-                "a container around or after it calls its transforms in its own way"
-                if index <= opaque
-                else "up to the operation that makes the image size the same for all samples"
-            )
-        why_worker = why_worker or _why_worker(leaf, op, sizes.before[index], barrier_after)
-        if sizes.before[index].exact is None and name in CHANGES_SIZE:
-            differ = shared.before[index].exact is None or _some_are_padded(
-                leaves[boundary + 1 : index]
-            )
-            why_worker = why_worker or ("images differ in size before it" if differ else None)
+            why_worker = _why_before(index, opaque, sizes.boundary, followed, leaves)
+        states = frozenset[Values]().union(*(one.before[index] for one in followed))
+        why_worker = why_worker or _why_worker(leaf, op, sizes.before[index], states, barrier_after)
+        if why_worker is None and sizes.before[index].exact is None and name in CHANGES_SIZE:
+            padded = _some_are_padded(leaves[boundary + 1 : index])
+            if shared.before[index].exact is None or padded:
+                why_worker = "images differ in size before it"
         draws = op is not None and op.draws_pixels(leaf.transform)
         freedom = f"; {op.freedom}" if op is not None and draws else ""
         if why_worker is None and draws and same_pixels:
@@ -150,8 +163,8 @@ def analyse(
             # After a crop on the device, what the worker resizes again would have a third size.
             again = 0 <= crop < index and name in CHANGES_SIZE
             earlier = leaves[crop if again else max(boundary, crop) + 1 : index]
-            size_here = sizes.before[index].exact
-            if not _encodes_after(earlier, leaf, ops, size_here or (64, 64), channels):
+            size_here = sizes.before[index].exact or (64, 64)
+            if not _encodes_after(earlier, leaf, ops, size_here, channels, states):
                 why_worker = "no device form for its settings, or for the images it is given"
         if why_worker is not None:
             placed.append(OpPlacement(name=name, where="worker", why=why_worker))
@@ -193,10 +206,12 @@ def device_form(transform: Any, ops: Mapping[str, DeviceOp]) -> DeviceOp | None:
 
 
 def _why_worker(
-    leaf: Leaf, op: DeviceOp | None, before: Size, barrier_after: str | None
+    leaf: Leaf, op: DeviceOp | None, before: Size, states: States, barrier_after: str | None
 ) -> str | None:
     if op is None:
         return "no device form"
+    if (strange := why_not(op, states)) is not None:
+        return strange
     if op.owner is not None:
         return None
     # Images of an unknown but common size are taken to be any, so not square.
@@ -216,6 +231,31 @@ def _why_worker(
     if barrier_after is not None:
         return f"changes the shape or dtype, and {barrier_after} after it may need the pixels"
     return None
+
+
+def _refusal(leaves: list[Leaf]) -> str | None:
+    if len({id(leaf.transform) for leaf in leaves}) < len(leaves):
+        return "the same transform object appears twice in the pipeline"
+    if any(getattr(leaf.transform, "replay_mode", False) for leaf in leaves):
+        return "the pipeline replays what another one has drawn"
+    return None
+
+
+def _why_before(
+    index: int, opaque: int, sized: int, followed: Collection[Followed], leaves: list[Leaf]
+) -> str:
+    """Return why a leaf that comes before something runs in the worker."""
+    if index <= opaque:
+        return "a container around or after it calls its transforms in its own way"
+    if index <= sized:
+        return "up to the operation that makes the image size the same for all samples"
+    latest = max(followed, key=lambda one: one.boundary)
+    if latest.ends_mixed:
+        several = " or ".join(dtypes_of(latest.after))
+        return f"the pipeline leaves some samples {several}, and a batch has one dtype"
+    several = " or ".join(dtypes_of(latest.before[latest.boundary]))
+    name = type(leaves[latest.boundary].transform).__name__
+    return f"samples may be {several} until {name} gives all of them one dtype"
 
 
 def _some_are_padded(leaves: list[Leaf]) -> bool:
@@ -251,6 +291,7 @@ def _encodes_after(
     ops: Mapping[str, DeviceOp],
     size: tuple[int, int],
     channels: int | None,
+    states: States,
     draws: int = 4,
 ) -> bool:
     """Whether an operation behind one that changes shape or dtype has a device form for sure.
@@ -266,13 +307,7 @@ def _encodes_after(
         return True
     for other in changes:
         channels = getattr(other, "num_output_channels", channels)
-    forms = [(other, device_form(other, ops)) for other in changes]
-    casts = [(cast, form) for cast, form in forms if form is not None and form.name in _CASTS]
-    dtypes: set[np.dtype[Any]] = {np.dtype(np.uint8)}
-    if casts:
-        dtypes.add(np.dtype(np.float32))
-    for cast, form in casts:
-        dtypes = {form.out_dtype(cast, dtype) for dtype in dtypes}
+    dtypes = {values.dtype for values in states}
     shape = size if channels is None else (*size, channels)
     transform = copy.deepcopy(leaf.transform)
     try:

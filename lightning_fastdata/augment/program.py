@@ -11,12 +11,13 @@ import torch
 
 from lightning_fastdata.augment.fusion import fused_form
 from lightning_fastdata.augment.runs import FusedRun, Step, fuse
+from lightning_fastdata.errors import BatchError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded
-    from lightning_fastdata.augment.tape import Role, Tape, TapeOp
+    from lightning_fastdata.augment.tape import Role, Tape, TapeOp, Track
 
 _ALIGN: Final = 16
 
@@ -171,17 +172,33 @@ def compile_tapes(
         tapes: Of each sample.
         ops: Device forms by name, which know what can be fused; None: nothing is.
         beside: Arrays by name that travel with the tapes, for what comes after them.
+
+    Raises:
+        BatchError: images come from the workers with several dtypes.
     """
     packer = _Packer()
     programs = {}
     for key in dict.fromkeys(name for tape in tapes for name in tape):
         role = next(tape[key].role for tape in tapes if key in tape)
+        if role == "image":
+            _check_dtypes(key, [tape[key] for tape in tapes if key in tape])
         tracks = [tape[key].ops if key in tape else () for tape in tapes]
         steps, known = _schedule(tracks, packer, ops or {}, role)
         runs = fuse(known, len(tapes), packer.add, role)
         programs[key] = Program(role=role, steps=steps, runs=runs)
     slots = {name: packer.add(array) for name, array in (beside or {}).items()}
     return Draws(len(tapes), programs, packer.blob(), slots)
+
+
+def _check_dtypes(key: str, tracks: Sequence[Track]) -> None:
+    # One tensor would be made of them, with other numbers than operations were drawn for.
+    dtypes = sorted({str(track.dtype) for track in tracks if track.dtype is not None})
+    if len(dtypes) > 1 and any(track.ops for track in tracks):
+        raise BatchError(
+            f"The {key}s of one batch are {' and '.join(dtypes)}, and what is left to the device "
+            "is for one dtype: have the dataset return one, or set augment_on='cpu' "
+            "(on_device=False)."
+        )
 
 
 def _schedule(

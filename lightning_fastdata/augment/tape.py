@@ -21,7 +21,9 @@ import torch
 from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded, draw_params, peek_params
 from lightning_fastdata.augment.plan import Plan, device_form
 from lightning_fastdata.augment.replay_torch import replay_one
+from lightning_fastdata.augment.targets import Pending, Target, contiguous
 from lightning_fastdata.augment.tree import is_albumentations, keeps_params, list_leaves, list_nodes
+from lightning_fastdata.augment.values import takes_any_range, takes_dtype
 from lightning_fastdata.errors import TransformError
 
 if TYPE_CHECKING:
@@ -52,6 +54,8 @@ class Track(NamedTuple):
     """The operations."""
     size: tuple[int, int] | None = None
     """Height and width of its pixels before any of them."""
+    dtype: np.dtype[Any] | None = None
+    """Of its pixels before any of them; None: nobody has looked."""
 
 
 Tape: TypeAlias = Mapping[str, Track]
@@ -72,34 +76,8 @@ class _Hooked:
     """The images and masks that it takes, images first, and whether each one is an image."""
     conditional: bool
     """Whether some samples may go without it, so that it must not change the form of the others."""
-
-
-@dataclass(slots=True)
-class _Pending:
-    op: TapeOp
-    apply: Callable[..., Any]
-    params: Mapping[str, Any]
-    bars_pixels: bool
-    """Whether it changes the form of the image, so that no later operation may have its pixels."""
-
-
-class _Target:
-    """An image or mask on its way: real pixels, and what is still to be done to them."""
-
-    __slots__ = ("pending", "real", "shown")
-
-    def __init__(self, real: Any, shown: Any) -> None:
-        self.real = real
-        self.shown = shown
-        self.pending: list[_Pending] = []
-
-    def flush(self) -> Any:
-        if callable(self.real):
-            self.real = self.real()
-        for pending in self.pending:
-            self.real = _contiguous(pending.apply(_contiguous(self.real), **pending.params))
-        self.pending.clear()
-        return self.real
+    any_range: bool
+    """Whether it takes floats outside of [0, 1]."""
 
 
 def target_roles(compose: Any) -> dict[str, Role]:
@@ -131,7 +109,7 @@ class Recorder:
         self._roles = target_roles(compose)
         # A mask takes the parameters of the image beside it.
         self._images_first = sorted(self._roles, key=lambda key: self._roles[key] != "image")
-        self._targets: dict[str, _Target] = {}
+        self._targets: dict[str, Target] = {}
         self._small: dict[int, dict[str, Any]] = {}
         self._keeps_params = keeps_params(compose)
         self.reading = ""
@@ -155,7 +133,7 @@ class Recorder:
             The pipeline's result, in which images and masks are as the real operations left them
             (the source function itself where nothing needed the pixels), and the tape.
         """
-        self._targets = {key: _Target(source, data[key]) for key, source in (sources or {}).items()}
+        self._targets = {key: Target(source, data[key]) for key, source in (sources or {}).items()}
         self._small = {}
         result = self.compose(**data)
         tape = {}
@@ -163,8 +141,9 @@ class Recorder:
             target = self._targets.get(key)
             if target is not None and result.get(key) is target.shown:
                 result[key] = target.real
-                size = (data[key] if callable(target.real) else target.real).shape[:2]
-                tape[key] = Track(role, tuple(pending.op for pending in target.pending), size)
+                pixels = data[key] if callable(target.real) else target.real
+                noted = tuple(pending.op for pending in target.pending)
+                tape[key] = Track(role, noted, pixels.shape[:2], pixels.dtype)
         self._targets = {}
         return result, tape
 
@@ -177,7 +156,10 @@ class Recorder:
         else:
             keys = [key for key in self._images_first if key in transform._key2func]
             targets = tuple((key, self._roles[key] == "image") for key in keys)
-            hooked = _Hooked(index, transform, original, op, targets, self._plan.conditional[index])
+            conditional = self._plan.conditional[index]
+            hooked = _Hooked(
+                index, transform, original, op, targets, conditional, takes_any_range(op)
+            )
             transform.apply_with_params = functools.partial(self._record, hooked)
         if self._plan.sees_pixels[index] and not is_albumentations(transform):
             transform.update_transform_params = functools.partial(
@@ -192,11 +174,11 @@ class Recorder:
                 self._draw_small, transform.get_params_dependent_on_data, transform, index, op
             )
 
-    def _target(self, key: str, value: Any) -> _Target:
+    def _target(self, key: str, value: Any) -> Target:
         target = self._targets.get(key)
         if target is None or target.shown is not value:
-            value = _contiguous(value)
-            target = self._targets[key] = _Target(value, value)
+            value = contiguous(value)
+            target = self._targets[key] = Target(value, value)
         return target
 
     def _is_pixels(self, key: str, value: Any) -> bool:
@@ -235,16 +217,16 @@ class Recorder:
         result = original(params, **self._real(data, original))
         for key, before in data.items():
             if self._is_pixels(key, before) and key in result:
-                value = _contiguous(result[key])
+                value = contiguous(result[key])
                 result[key] = value
-                self._targets[key] = _Target(value, value)
+                self._targets[key] = Target(value, value)
         return result
 
     def _record(self, hooked: _Hooked, params: dict[str, Any], /, **data: Any) -> Any:
         leaf, op = hooked.leaf, hooked.op
         # Apart from the parameters, which a pipeline may return.
         drawn = params | self._small.pop(leaf) if leaf in self._small else params
-        noted = _encode(hooked, drawn, data)
+        noted = self._encode(hooked, drawn, data)
         if noted is None:
             self._refuse_late_pixels(op.name, data)
             return self._run(hooked.original, params, **data)
@@ -260,13 +242,50 @@ class Recorder:
                 # The few numbers that were drawn are not enough for Albumentations.
                 is_image = self._roles[key] == "image"
                 apply, given = functools.partial(replay_one, op, encoded, is_image), {}
-            target.pending.append(_Pending(TapeOp(leaf, op.name, encoded), apply, given, bars))
+            pending = Pending(TapeOp(leaf, op.name, encoded), apply, given, bars)
+            target.note(pending, hooked.transform, dtype)
             if op.name == "ToTensorV2":
                 target.shown = _phantom_tensor(shape, dtype)
             elif changes:
                 target.shown = _phantom(shape, dtype)
             data[key] = target.shown
         return data
+
+    def _encode(
+        self, hooked: _Hooked, params: Mapping[str, Any], data: Mapping[str, Any]
+    ) -> list[tuple[str, Encoded, Shape, np.dtype[Any]]] | None:
+        """Return what to note for each image and mask, or None if this draw needs real pixels."""
+        transform, op = hooked.transform, hooked.op
+        noted: list[tuple[str, Encoded, Shape, np.dtype[Any]]] = []
+        size = None
+        for key, is_image in hooked.targets:
+            value = data.get(key)
+            if value is None:
+                continue
+            if not isinstance(value, np.ndarray):
+                return None
+            shape, dtype = value.shape, value.dtype
+            if size not in (None, shape[:2]):
+                return None
+            size = shape[:2]
+            if is_image:
+                fits = takes_dtype(op, dtype)
+                if not hooked.any_range:
+                    fits = fits and self._target(key, value).in_unit_range()
+                encoded = op.encode(transform, params, shape, dtype) if fits else None
+                if encoded is None:
+                    return None
+                new_shape = op.out_shape(transform, params, shape)
+                new_dtype = op.out_dtype(transform, dtype)
+                if hooked.conditional and (new_shape != shape or new_dtype != dtype):
+                    return None
+                noted.append((key, encoded, new_shape, new_dtype))
+            elif op.mask is not None:
+                if not noted:
+                    return None
+                encoded = noted[0][1]
+                noted.append((key, encoded, _mask_shape(op, transform, params, shape), dtype))
+        return noted
 
     def _refuse_late_pixels(self, name: str, data: Mapping[str, Any]) -> None:
         for key, value in data.items():
@@ -281,47 +300,9 @@ class Recorder:
                         )
 
 
-def _encode(
-    hooked: _Hooked, params: Mapping[str, Any], data: Mapping[str, Any]
-) -> list[tuple[str, Encoded, Shape, np.dtype[Any]]] | None:
-    """Return what to note for each image and mask, or None if this draw needs real pixels."""
-    transform, op = hooked.transform, hooked.op
-    noted: list[tuple[str, Encoded, Shape, np.dtype[Any]]] = []
-    size = None
-    for key, is_image in hooked.targets:
-        value = data.get(key)
-        if value is None:
-            continue
-        if not isinstance(value, np.ndarray):
-            return None
-        shape, dtype = value.shape, value.dtype
-        if size not in (None, shape[:2]):
-            return None
-        size = shape[:2]
-        if is_image:
-            encoded = op.encode(transform, params, shape, dtype)
-            if encoded is None:
-                return None
-            new_shape = op.out_shape(transform, params, shape)
-            new_dtype = op.out_dtype(transform, dtype)
-            if hooked.conditional and (new_shape != shape or new_dtype != dtype):
-                return None
-            noted.append((key, encoded, new_shape, new_dtype))
-        elif op.mask is not None:
-            if not noted:
-                return None
-            encoded = noted[0][1]
-            noted.append((key, encoded, _mask_shape(op, transform, params, shape), dtype))
-    return noted
-
-
 def _one_size(values: list[Any]) -> bool:
     """Whether images and masks are of one size, as they are unless a pipeline skips that check."""
     return len(values) < 2 or len({np.shape(value)[:2] for value in values}) == 1
-
-
-def _contiguous(value: Any) -> Any:
-    return np.ascontiguousarray(value) if isinstance(value, np.ndarray) else value
 
 
 @functools.lru_cache(maxsize=64)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from lightning_fastdata.augment.callables import CallableTransform, plain_tensors, table
@@ -17,17 +17,22 @@ from lightning_fastdata.augment.fields import (
     get_field,
     to_hwc,
 )
-from lightning_fastdata.augment.foreign import ForeignBatches
+from lightning_fastdata.augment.foreign import ForeignBatches, OnCpu, checked_on_cpu
 from lightning_fastdata.augment.geometry_plan import checked, explain_joins
 from lightning_fastdata.augment.ops.output import OutputForm, check_form, output_form
-from lightning_fastdata.augment.plan import analyse
+from lightning_fastdata.augment.plan import OF_BYTES, analyse
 from lightning_fastdata.augment.registry import registered_forms
 from lightning_fastdata.augment.replay_torch import replay_batch
 from lightning_fastdata.augment.self_check import refusal, what_it_means
 from lightning_fastdata.augment.tape import target_roles
 from lightning_fastdata.augment.tree import is_albumentations_pipeline
-from lightning_fastdata.augment.worker import ComposeWorker, convert_images, device_ops
-from lightning_fastdata.errors import FastDataWarning, TransformError
+from lightning_fastdata.augment.worker import (
+    ComposeWorker,
+    SampleForm,
+    convert_images,
+    device_ops,
+)
+from lightning_fastdata.errors import BatchError, FastDataWarning, TransformError
 
 if TYPE_CHECKING:
     from lightning_fastdata.augment.explicit import ExplicitTransform
@@ -35,6 +40,7 @@ if TYPE_CHECKING:
     from lightning_fastdata.augment.ops.operation import DeviceOp
     from lightning_fastdata.augment.plan import Plan
     from lightning_fastdata.augment.program import Draws
+    from lightning_fastdata.augment.values import States
     from lightning_fastdata.types import Batch, SampleKey
 
 
@@ -110,6 +116,7 @@ class BatchTransform:
         geometry: GeometryMode = "exact",
         form: OutputForm | None = None,
         strict: bool = False,
+        on_cpu: OnCpu = "albumentations",
     ) -> None:
         import albumentations
 
@@ -125,6 +132,7 @@ class BatchTransform:
         self._geometry = checked(geometry)
         self._same_pixels = same_pixels
         self._strict = strict
+        self._on_cpu = checked_on_cpu(on_cpu)
         self.plan = self._any_size = self._analyse(channels=3)
         self._crop: CropOnDevice | None = None
         self._fields = fields
@@ -142,6 +150,7 @@ class BatchTransform:
         out: str | None = None,
         channels_last: bool = False,
         strict: bool = False,
+        on_cpu: OnCpu = "albumentations",
     ) -> ExplicitTransform:
         """Return a transform of batches to call yourself.
 
@@ -155,10 +164,13 @@ class BatchTransform:
             channels_last: the same.
             strict: refuse a pipeline of which anything would have to run on the CPU for batches on
                 a device, now where that is known, else when it is drawn.
+            on_cpu: what makes the pixels of batches that lie on the CPU: ``"albumentations"``, or
+                ``"torch"``, as on a device, to see without one what it would do; that takes many
+                times as long.
 
         Raises:
             TransformError: it is no pipeline, cannot yield that form, or is refused as ``strict``.
-            OptionsError: ``out`` is something else.
+            OptionsError: ``out`` or ``on_cpu`` is something else.
         """
         if isinstance(compose, type) or not is_albumentations_pipeline(compose):
             raise TransformError(
@@ -173,6 +185,7 @@ class BatchTransform:
             geometry=geometry,
             form=output_form(out, channels_last=channels_last),
             strict=strict,
+            on_cpu=on_cpu,
         )
 
     @property
@@ -196,13 +209,14 @@ class BatchTransform:
                     stacklevel=2,
                 )
 
-    def _analyse(self, *, channels: int | None) -> Plan:
+    def _analyse(self, *, channels: int | None, values: Collection[States] = OF_BYTES) -> Plan:
         plan = analyse(
             self.compose,
             self.ops,
             refusal=refusal(),
             same_pixels=self._same_pixels,
             channels=channels,
+            values=values,
         )
         return self._explained(plan)
 
@@ -228,21 +242,27 @@ class BatchTransform:
         """Return the transform for a dataset, of which these are samples from all over it.
 
         What the device can do depends on the channels of the images, some operations being there
-        for three alone. If all images have one size that is not much larger than what the pipeline
-        makes of it, the device crops, too. Samples of another size are still right, but cost more
-        than without.
+        for three alone, and on their dtypes and ranges. If all images have one size that is not
+        much larger than what the pipeline makes of it, the device crops, too. Samples of another
+        size are still right, but cost more than without.
 
         Args:
-            samples: Is read no further than until two sizes differ, or the first is too large.
+            samples: All of them are looked at.
         """
         worker = ComposeWorker(self.compose, self._fields, None, self._ops)
-        forms = map(worker.form_of, samples)
-        first = next(forms, None)
-        if first is None:
+        forms: list[SampleForm] = []
+        for sample in samples:
+            try:
+                forms.append(worker.form_of(sample))
+            except BatchError:
+                if not forms:
+                    raise
+                break  # It is told when training reads it, if it does.
+        if not forms:
             return self
-        size, channels = first
-        crop = None
-        if size is not None:
+        (size, channels, first), crop = forms[0], None
+        values = [frozenset(form.values.get(name, first[name]) for form in forms) for name in first]
+        if size is not None and all(form.size == size for form in forms):
             crop = crop_on_device(
                 self.compose,
                 self.ops,
@@ -250,12 +270,11 @@ class BatchTransform:
                 refusal=refusal(),
                 same_pixels=self._same_pixels,
                 channels=channels,
+                values=values,
             )
-        if crop is not None and any(other != size for other, _ in forms):
-            crop = None
         fitted = copy.copy(self)
         fitted._foreign = None
-        fitted._any_size = self._analyse(channels=channels)
+        fitted._any_size = self._analyse(channels=channels, values=values)
         fitted._crop = crop
         fitted.plan = fitted._any_size if crop is None else self._explained(crop.plan)
         return fitted
@@ -281,10 +300,11 @@ class BatchTransform:
     def apply_unprepared(self, batch: Batch, key: SampleKey) -> Batch:
         """Draw here and carry out, for a batch ``[n, C, H, W]`` or ``[n, H, W, C]``.
 
-        On the CPU the pipeline itself runs on every sample.
+        On the CPU the pipeline itself runs on every sample, unless ``on_cpu`` says otherwise, and
+        on a device where it has no form for images of that dtype.
 
         Raises:
-            BatchError: there is no image batch of uint8, or float32 in [0, 1].
+            BatchError: there is no image batch, or one of floats outside of [0, 1].
             TransformError: the pipeline needs boxes or keypoints, which a collated batch has lost.
         """
         return self._run_unprepared(batch, key, self._fields)
@@ -303,6 +323,7 @@ class BatchTransform:
                 same_pixels=self._same_pixels,
                 geometry=self._geometry,
                 strict=self._strict,
+                on_cpu=self._on_cpu,
             )
         return self._foreign
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from lightning_fastdata.augment.program import Draws, compile_tapes
 from lightning_fastdata.augment.seeds import reseeder
 from lightning_fastdata.augment.tape import Recorder, Tape, target_roles
 from lightning_fastdata.augment.tree import list_nodes
+from lightning_fastdata.augment.values import values_of
 
 if TYPE_CHECKING:
     from lightning_fastdata.augment.crop import CropOnDevice
@@ -35,11 +36,23 @@ if TYPE_CHECKING:
     from lightning_fastdata.augment.ops.operation import DeviceOp
     from lightning_fastdata.augment.plan import Plan
     from lightning_fastdata.augment.tape import Role, Track
+    from lightning_fastdata.augment.values import Values
     from lightning_fastdata.types import Batch, SampleKey
 
 _VOLUMES: Final = frozenset({"images", "volume", "volumes", "mask3d", "masks3d"})
 _SEVERAL: Final = _VOLUMES | {"masks"}
 _MASKS: Final = frozenset({"masks", "mask3d", "masks3d"})
+
+
+class SampleForm(NamedTuple):
+    """What a plan depends on of the images and masks of a sample."""
+
+    size: tuple[int, int] | None
+    """Height and width of all of them; None if they differ."""
+    channels: int | None
+    """Of the image; None if it is ``[H, W]``."""
+    values: Mapping[str, Values]
+    """Dtype and range of each image, by the pipeline's name for it."""
 
 
 class ComposeWorker:
@@ -113,15 +126,14 @@ class ComposeWorker:
         added = result.keys() - data.keys() if isinstance(sample, Mapping) else ()
         return put_fields(given, {name: result[name] for name in added}) if added else given, tape
 
-    def form_of(self, sample: Any) -> tuple[tuple[int, int] | None, int | None]:
-        """Return height and width of the images and masks of a sample, and the image's channels.
-
-        The size is None if they differ; the channels, if the image is ``[H, W]``.
-        """
+    def form_of(self, sample: Any) -> SampleForm:
+        """Return what the images and masks of a sample look like."""
         found = find_fields(sample, self._fields, batched=False)
         data = self._arguments(sample, found)[0]
         shape = data["image"].shape
-        return self._size(data), shape[2] if len(shape) == 3 else None
+        images = [name for name, role in self._roles.items() if role == "image"]
+        values = {name: values_of(data[name]) for name in images if data.get(name) is not None}
+        return SampleForm(self._size(data), shape[2] if len(shape) == 3 else None, values)
 
     def collate(
         self, tapes: Sequence[Tape | None], beside: Mapping[str, np.ndarray] | None = None
@@ -178,7 +190,7 @@ class ComposeWorker:
         for name, place in places.items():
             value, role = get_field(sample, place), self._roles.get(name)
             if role is not None and value is not None:
-                value = to_hwc(value)[0] if role == "image" else mask_to_numpy(value)
+                value = _own_if_gray(value) if role == "image" else mask_to_numpy(value)
             data[name] = _as_arrays(value, image=name == "images") if name in _SEVERAL else value
         return data, places
 
@@ -253,6 +265,16 @@ def _as_arrays(value: Any, *, image: bool) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     return np.stack([to_hwc(one)[0] for one in value]) if image else value.detach().cpu().numpy()
+
+
+def _own_if_gray(value: Any) -> np.ndarray:
+    """Return an image; of one channel a copy, as Albumentations writes to one that it equalizes.
+
+    The dataset may hand out the same array in each epoch.
+    """
+    image, layout = to_hwc(value)
+    is_gray = layout != "pil" and (image.ndim == 2 or image.shape[2] == 1)
+    return image.copy() if is_gray else image
 
 
 def _with_channel(pixels: np.ndarray, given: np.ndarray, left: Track | None) -> np.ndarray:

@@ -50,6 +50,21 @@ equal = st.lists(
 )
 
 
+@pytest.fixture(scope="module", autouse=True, params=["albumentations", "torch"])
+def on_cpu(request):
+    """What makes pixels on the CPU: Albumentations, or what makes them on a device."""
+    CHOSEN["on_cpu"] = request.param
+    yield request.param
+    CHOSEN.clear()
+
+
+CHOSEN = {}
+
+
+def explicit(compose, **options):
+    return BatchTransform.from_albumentations(compose, **CHOSEN, **options)
+
+
 def oracle(compose, key=KEY, count=COUNT, **arrays):
     """Return what Albumentations makes of every sample, stacked, by name."""
     compose = A.Compose([compose]) if not isinstance(compose, A.Compose) else compose
@@ -79,7 +94,7 @@ def test_images_and_masks_come_out_as_albumentations_makes_them(
     head, middle, tail, first, seed
 ) -> None:
     compose = build(head, middle, tail)
-    aug = BatchTransform.from_albumentations(compose)
+    aug = explicit(compose)
     key = SampleKey(seed, 0, 7)
     images, masks = aug(chw(IMAGES) if first else IMAGES, MASKS, key=key)
     expected = oracle(compose, key, image=IMAGES, mask=MASKS)
@@ -94,7 +109,7 @@ def test_draws_without_pixels_carried_out_are_what_albumentations_makes(
     head, middle, tail, first, seed
 ) -> None:
     compose = build(head, middle, tail)
-    aug = BatchTransform.from_albumentations(compose)
+    aug = explicit(compose)
     key = SampleKey(seed, 0, 7)
     draws = pickle.loads(pickle.dumps(aug.draw(COUNT, size=(HEIGHT, WIDTH), key=key)))
     images, masks = aug.replay(draws, chw(IMAGES) if first else IMAGES, MASKS)
@@ -124,7 +139,7 @@ def test_a_batch_of_any_structure_gets_the_draws_at_its_place(form) -> None:
         "named": ({"x": IMAGES, "m": MASKS, "y": labels}, {"image": "x", "mask": "m"}, "x"),
         "bare": (IMAGES, {}, None),
     }[form]
-    aug = BatchTransform.from_albumentations(PIPELINE, **options)
+    aug = explicit(PIPELINE, **options)
     draws = aug.draw(COUNT, size=(HEIGHT, WIDTH), key=KEY)
     expected = oracle(PIPELINE, image=IMAGES, mask=MASKS)
     for done in (aug.apply(batch, draws), aug(batch, key=KEY)):
@@ -140,7 +155,7 @@ def test_additional_images_and_masks_of_a_dict_ride_along() -> None:
         [A.HorizontalFlip(), A.RandomGamma(), A.VerticalFlip(), A.ToTensorV2()],
         additional_targets={"second": "image", "parts": "mask", "absent": "mask"},
     )
-    aug = BatchTransform.from_albumentations(compose)
+    aug = explicit(compose)
     batch = {"image": IMAGES, "second": IMAGES.flip(0), "parts": MASKS, "label": 3}
     draws = aug.draw(COUNT, size=(HEIGHT, WIDTH), key=KEY)
     arrays = {name: batch[name] for name in ("image", "second", "parts")}
@@ -153,7 +168,7 @@ def test_additional_images_and_masks_of_a_dict_ride_along() -> None:
 
 @pytest.mark.parametrize("masks", [DEPTH, DEPTH[..., None].repeat(1, 1, 1, 2), MASKS])
 def test_replay_gives_other_tensors_the_same_draws(masks) -> None:
-    aug = BatchTransform.from_albumentations(PIPELINE)
+    aug = explicit(PIPELINE)
     draws = aug.draw(COUNT, size=(HEIGHT, WIDTH), key=KEY)
     student, teacher = aug.replay(draws, IMAGES), aug.replay(draws, 255 - IMAGES)
     same(student, oracle(PIPELINE, image=IMAGES)["image"])
@@ -167,7 +182,7 @@ def test_replay_gives_other_tensors_the_same_draws(masks) -> None:
 def test_masks_with_channels_keep_their_layout_unless_the_pipeline_turns_them(transpose) -> None:
     compose = A.Compose([A.VerticalFlip(p=0.5), A.ToTensorV2(transpose_mask=transpose)])
     masks = torch.stack([MASKS, MASKS * 2], -1)
-    aug = BatchTransform.from_albumentations(compose)
+    aug = explicit(compose)
     draws = aug.draw(COUNT, size=(HEIGHT, WIDTH), key=KEY)
     expected = oracle(compose, image=IMAGES, mask=masks)["mask"]
     for first in (False, True):
@@ -183,7 +198,7 @@ def test_draws_are_for_the_channels_and_dtype_that_were_asked_for(channels, dtyp
     compose = A.Compose([A.HorizontalFlip(), A.InvertImg(p=0.5), A.RandomCrop(16, 16)])
     images = IMAGES[..., :1].repeat(1, 1, 1, channels)
     images = images if dtype == torch.uint8 else images.float() / 255
-    aug = BatchTransform.from_albumentations(compose)
+    aug = explicit(compose)
     draws = aug.draw(COUNT, size=(HEIGHT, WIDTH), key=KEY, channels=channels, dtype=dtype)
     same(aug.replay(draws, images), oracle(compose, image=images)["image"])
     if channels == 1:
@@ -192,7 +207,7 @@ def test_draws_are_for_the_channels_and_dtype_that_were_asked_for(channels, dtyp
 
 
 def test_without_a_key_each_sample_draws_once_from_torchs_seed() -> None:
-    aug = BatchTransform.from_albumentations(PIPELINE)
+    aug = explicit(PIPELINE)
     with torch.random.fork_rng():
         torch.manual_seed(2**35 + 1)
         drawn = [aug(IMAGES[:2]), aug((IMAGES[2:3], 0))[0]]
@@ -221,7 +236,7 @@ def test_boxes_labels_and_keypoints_come_beside_the_draws_as_albumentations_retu
         keypoint_params=A.KeypointParams("xy"),
     )
     key = SampleKey(seed, 0, 0)
-    aug = BatchTransform.from_albumentations(compose)
+    aug = explicit(compose)
     draws = aug.draw(COUNT, size=(HEIGHT, WIDTH), key=key, targets=BOXES)
     draws = pickle.loads(pickle.dumps(draws)).to("cpu")
     for row, targets in enumerate(draws.targets):
@@ -234,7 +249,7 @@ def test_boxes_labels_and_keypoints_come_beside_the_draws_as_albumentations_retu
 
 def test_a_pipeline_with_boxes_says_how_it_wants_them() -> None:
     params = A.BboxParams("pascal_voc", label_fields=["labels"])
-    aug = BatchTransform.from_albumentations(A.Compose([A.HorizontalFlip()], bbox_params=params))
+    aug = explicit(A.Compose([A.HorizontalFlip()], bbox_params=params))
     with pytest.raises(TransformError, match=r"bboxes.*draw\(\.\.\., targets="):
         aug(IMAGES)
     with pytest.raises(BatchError, match=r"targets=\[\{'bboxes': \.\.\., 'labels': \.\.\.\}"):
@@ -243,7 +258,7 @@ def test_a_pipeline_with_boxes_says_how_it_wants_them() -> None:
         aug.draw(2, size=(HEIGHT, WIDTH), targets=[{"bboxes": [], "labels": []}])
     with pytest.raises(BatchError, match=r"sample 0 are \['bboxes'\]"):
         aug.draw(1, size=(HEIGHT, WIDTH), targets=[{"bboxes": []}])
-    plain = BatchTransform.from_albumentations(PIPELINE)
+    plain = explicit(PIPELINE)
     with pytest.raises(BatchError, match="no bbox_params"):
         plain.draw(1, size=(HEIGHT, WIDTH), targets=[{"bboxes": []}])
 
@@ -264,20 +279,20 @@ NEEDS_PIXELS = {
 def test_what_needs_pixels_is_named_before_it_is_drawn_and_runs_on_images(name) -> None:
     compose = A.Compose([A.HorizontalFlip(), NEEDS_PIXELS[name], A.VerticalFlip(p=0.5)])
     with pytest.raises(TransformError, match=name):
-        BatchTransform.from_albumentations(compose, strict=True)
-    aug = BatchTransform.from_albumentations(compose)
+        explicit(compose, strict=True)
+    aug = explicit(compose)
     with pytest.raises(TransformError, match=rf"{name} .*call the transform on the images"):
         aug.draw(COUNT, size=(HEIGHT, WIDTH))
     same(aug(IMAGES, key=KEY), oracle(compose, image=IMAGES)["image"])
 
 
 def test_strict_takes_what_runs_whole_on_a_device() -> None:
-    aug = BatchTransform.from_albumentations(PIPELINE, strict=True)
+    aug = explicit(PIPELINE, strict=True)
     same(aug(IMAGES, key=KEY), oracle(PIPELINE, image=IMAGES)["image"])
 
 
 def test_strict_refuses_sizes_for_which_something_needs_the_cpu() -> None:
-    aug = BatchTransform.from_albumentations(A.Compose([A.RandomRotate90()]), strict=True)
+    aug = explicit(A.Compose([A.RandomRotate90()]), strict=True)
     square = IMAGES[:, :, :HEIGHT]
     same(aug(square, key=KEY), oracle(aug.compose, image=square)["image"])
     with pytest.raises(TransformError, match=r"RandomRotate90 \(its output size differs"):
@@ -287,7 +302,7 @@ def test_strict_refuses_sizes_for_which_something_needs_the_cpu() -> None:
 def test_what_only_a_draw_tells_to_need_the_cpu_is_named_too() -> None:
     compose = A.Compose([A.VerticalFlip(), A.ColorJitter(p=1)])
     gray = IMAGES[..., :1].contiguous()
-    aug = BatchTransform.from_albumentations(compose, strict=True)
+    aug = explicit(compose, strict=True)
     with pytest.raises(TransformError, match="ColorJitter needs the pixels of sample 0"):
         aug.draw(2, size=(HEIGHT, WIDTH), channels=1)
     recorder = ForeignBatches(compose, DEVICE_OPS, None).recorder((HEIGHT, WIDTH))
@@ -296,20 +311,20 @@ def test_what_only_a_draw_tells_to_need_the_cpu_is_named_too() -> None:
 
 
 def test_a_pipeline_of_nothing_returns_what_it_was_given() -> None:
-    aug = BatchTransform.from_albumentations(A.Compose([]), strict=True)
+    aug = explicit(A.Compose([]), strict=True)
     same(aug(IMAGES), IMAGES)
     same(aug.replay(aug.draw(COUNT, size=(HEIGHT, WIDTH)), IMAGES), IMAGES)
 
 
 def test_images_that_come_out_of_different_sizes_are_an_error_that_says_what_helps() -> None:
-    aug = BatchTransform.from_albumentations(A.RandomScale((-0.5, 0.5), p=1))
+    aug = explicit(A.RandomScale((-0.5, 0.5), p=1))
     with pytest.raises(TransformError, match="images of different shapes of one batch"):
         aug(IMAGES, key=KEY)
 
 
 def test_describe_lists_what_each_sample_drew_and_nothing_else() -> None:
     compose = A.Compose([A.HorizontalFlip(p=0.5), A.RandomGamma(p=0.5), A.RandomCrop(16, 12)])
-    aug = BatchTransform.from_albumentations(compose)
+    aug = explicit(compose)
     draws = aug.draw(COUNT, size=(HEIGHT, WIDTH), key=KEY)
     done = aug.replay(draws, IMAGES)
     listed, crops = set(), set()
@@ -343,7 +358,7 @@ def test_describe_lists_what_each_sample_drew_and_nothing_else() -> None:
     ],
 )
 def test_tensors_of_another_form_than_was_drawn_for_are_refused(tensors, message) -> None:
-    aug = BatchTransform.from_albumentations(PIPELINE)
+    aug = explicit(PIPELINE)
     with pytest.raises(BatchError, match=message):
         aug.replay(aug.draw(COUNT, size=(HEIGHT, WIDTH)), **tensors)
 
@@ -352,7 +367,7 @@ def test_tensors_of_another_form_than_was_drawn_for_are_refused(tensors, message
     "wrong", [{"n": 0}, {"size": (0, 4)}, {"channels": 0}, {"dtype": torch.int64}]
 )
 def test_draws_for_no_images_are_refused(wrong) -> None:
-    aug = BatchTransform.from_albumentations(PIPELINE)
+    aug = explicit(PIPELINE)
     with pytest.raises(OptionsError, match=r"n is 0|size is|dtype is"):
         aug.draw(**{"n": 2, "size": (HEIGHT, WIDTH), **wrong})
 
@@ -360,11 +375,11 @@ def test_draws_for_no_images_are_refused(wrong) -> None:
 @pytest.mark.parametrize("wrong", [torch.nn.Identity(), A.Compose, None])
 def test_what_is_no_pipeline_is_refused(wrong) -> None:
     with pytest.raises(TransformError, match="no albumentations pipeline"):
-        BatchTransform.from_albumentations(wrong)
+        explicit(wrong)
 
 
 def test_what_a_loader_drew_is_not_replayed_on_other_tensors() -> None:
-    aug = BatchTransform.from_albumentations(PIPELINE)
+    aug = explicit(PIPELINE)
     drawn = aug.in_worker(on_device=True).collate([{}])
     with pytest.raises(BatchError, match=r"what draw\(\) returned, not Draws"):
         aug.replay(drawn, IMAGES)
@@ -372,7 +387,7 @@ def test_what_a_loader_drew_is_not_replayed_on_other_tensors() -> None:
 
 def test_joined_geometry_is_what_a_loader_would_make_of_it() -> None:
     compose = A.Compose([A.Rotate(p=1), A.Affine(scale=(0.8, 1.2), p=1), A.HorizontalFlip()])
-    aug = BatchTransform.from_albumentations(compose, geometry="fused")
+    aug = explicit(compose, geometry="fused")
     part = aug.in_worker(on_device=True)
     drawn = [
         part({"image": image.numpy()}, KEY._replace(index=KEY.index + row))
@@ -386,13 +401,13 @@ def test_joined_geometry_is_what_a_loader_would_make_of_it() -> None:
 
 
 def test_masks_beside_a_batch_are_refused() -> None:
-    aug = BatchTransform.from_albumentations(PIPELINE)
+    aug = explicit(PIPELINE)
     with pytest.raises(BatchError, match="put the masks into that batch"):
         aug({"image": IMAGES}, MASKS)
 
 
 def test_a_single_transform_and_a_transform_that_was_used_may_be_pickled() -> None:
-    aug = BatchTransform.from_albumentations(A.HorizontalFlip(p=0.5))
+    aug = explicit(A.HorizontalFlip(p=0.5))
     assert isinstance(aug, StageTransform)
     before = aug(IMAGES, key=KEY)
     aug.draw(2, size=(HEIGHT, WIDTH))
@@ -400,14 +415,14 @@ def test_a_single_transform_and_a_transform_that_was_used_may_be_pickled() -> No
 
 
 def test_explain_knows_that_images_of_one_batch_have_one_size() -> None:
-    aug = BatchTransform.from_albumentations(PIPELINE)
+    aug = explicit(PIPELINE)
     assert "worker" in aug.explain()
     assert "worker" not in aug.explain(size=(HEIGHT, WIDTH))
 
 
 def test_nothing_that_is_given_is_written_to() -> None:
     images, masks = IMAGES.clone(), MASKS.clone()
-    aug = BatchTransform.from_albumentations(PIPELINE)
+    aug = explicit(PIPELINE)
     aug(images, masks, key=KEY)
     aug.replay(aug.draw(COUNT, size=(HEIGHT, WIDTH), key=KEY), images, masks)
     assert torch.equal(images, IMAGES)
@@ -416,7 +431,7 @@ def test_nothing_that_is_given_is_written_to() -> None:
 
 def test_tensors_made_in_inference_mode_can_be_trained_on() -> None:
     layer = torch.nn.Conv2d(3, 4, 1)
-    aug = BatchTransform.from_albumentations(PIPELINE, out="float32", channels_last=True)
+    aug = explicit(PIPELINE, out="float32", channels_last=True)
     with torch.inference_mode():
         made = [aug(IMAGES), aug.replay(aug.draw(COUNT, size=(HEIGHT, WIDTH)), IMAGES)]
     layer(torch.cat(made)).sum().backward()

@@ -111,7 +111,8 @@ class Unusual(A.HorizontalFlip):
         ("wed", [A.Resize(8, 8), A.RandomBrightnessContrast(brightness_by_max=False), H()]),
         ("weed", [A.Resize(8, 8), H(), A.Equalize(mask=lambda image: image), V()]),
         # A batch must stay one tensor.
-        ("ew", [H(), NORM(p=0.5)]),
+        ("ww", [H(), NORM(p=0.5)]),
+        ("wwd", [NORM(p=0.5), NORM(), H()]),
         ("eww", [H(), A.OneOf([NORM((0, 0, 0)), NORM()], p=1)]),
         ("eww", [H(), NORM(), A.CLAHE()]),
         (
@@ -140,7 +141,8 @@ def test_each_operation_runs_where_the_rules_say(expected, transforms) -> None:
 
 
 def test_a_pipeline_that_may_be_skipped_makes_no_size_static() -> None:
-    assert where(A.Resize(8, 8), H(), NORM(), p=0.5) == "wew"
+    assert where(A.Resize(8, 8), H(), V(), p=0.5) == "wdd"
+    assert where(A.Resize(8, 8), H(), NORM(), p=0.5) == "www"
 
 
 def test_images_of_a_known_size_need_no_operation_that_makes_them_so() -> None:

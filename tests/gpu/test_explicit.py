@@ -57,3 +57,21 @@ def test_strict_refuses_a_visit_to_the_cpu_that_only_a_draw_tells():
     aug = BatchTransform.from_albumentations(A.ColorJitter(p=1), strict=True)
     with pytest.raises(TransformError, match="ColorJitter needs the pixels of sample 0"):
         aug(IMAGES[..., :1].to(CUDA))
+
+
+@pytest.mark.parametrize("images", [IMAGES[..., 0].contiguous(), IMAGES[..., 0].float() / 255])
+def test_gray_images_without_a_dimension_for_channels_come_out_as_on_the_cpu(images):
+    aug = BatchTransform.from_albumentations(A.Compose([*HEAD, A.MedianBlur(p=0.5)]))
+    assert torch.equal(aug(images.to(CUDA), key=KEY).cpu(), aug(images, key=KEY))
+
+
+@pytest.mark.parametrize("precision", ["high", "medium"])
+def test_pixels_do_not_depend_on_the_precision_of_matrix_products(precision):
+    aug = BatchTransform.from_albumentations(A.Compose([A.FancyPCA(p=1), A.ElasticTransform(p=1)]))
+    given, before = IMAGES.to(CUDA), torch.get_float32_matmul_precision()
+    wanted = aug(given, key=KEY)
+    try:
+        torch.set_float32_matmul_precision(precision)
+        assert torch.equal(aug(given, key=KEY), wanted)
+    finally:
+        torch.set_float32_matmul_precision(before)

@@ -1,0 +1,296 @@
+"""Whatever changes dtype or range, in some samples or in all: Albumentations' values."""
+
+from __future__ import annotations
+
+import warnings
+
+import albumentations as A
+import cv2
+import numpy as np
+import pytest
+import torch
+from augment.batches import in_worker, keys
+from augment.parity import both, photographs
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.utils.data import Dataset
+
+from lightning_fastdata import BatchTransform
+from lightning_fastdata.augment.dataset_pipelines import DatasetRecording
+from lightning_fastdata.augment.ops import DEVICE_OPS
+from lightning_fastdata.augment.parity import examples, make_example
+from lightning_fastdata.augment.plan import analyse
+from lightning_fastdata.augment.transform import as_batch_transform
+from lightning_fastdata.augment.values import (
+    BYTES,
+    Values,
+    follow_values,
+    in_unit_range,
+    takes_any_range,
+    takes_dtype,
+    values_after,
+)
+from lightning_fastdata.errors import BatchError
+from lightning_fastdata.loading.loader import FastDataLoader
+from lightning_fastdata.plugin.staging import finish
+from lightning_fastdata.types import SampleKey
+
+SIDE = 40
+KEY = SampleKey(3, 1, 40)
+FLOATS = Values(np.dtype(np.float32))
+
+
+class Halves(A.ImageOnlyTransform):
+    """Makes float64 of uint8, as people's own transforms do."""
+
+    def apply(self, img, **params):
+        return img * 0.5
+
+
+CASTS = [
+    lambda p: A.ToFloat(p=p),
+    lambda p: A.ToFloat(max_value=65535, p=p),
+    lambda p: A.FromFloat(p=p),
+    lambda p: A.Normalize(p=p),
+    lambda p: A.Normalize(normalization="min_max", p=p),
+    lambda p: A.Normalize(normalization="image", p=p),
+    lambda p: Halves(p=p),
+]
+COLOURS = [
+    lambda p: A.InvertImg(p=p),
+    lambda p: A.ColorJitter(p=p),
+    lambda p: A.RandomGamma(p=p),
+    lambda p: A.HueSaturationValue(p=p),
+    lambda p: A.RandomBrightnessContrast(p=p),
+    lambda p: A.RandomBrightnessContrast(brightness_by_max=False, p=p),
+    lambda p: A.UnsharpMask(p=p),
+    lambda p: A.ToGray(p=p),
+    lambda p: A.ImageCompression(p=p),
+]
+MOVES = [
+    lambda p: A.HorizontalFlip(p=p),
+    lambda p: A.Perspective(p=p),
+    lambda p: A.Affine(rotate=(-30, 30), p=p),
+    lambda p: A.Affine(rotate=(-30, 30), interpolation=2, p=p),
+    lambda p: A.CoarseDropout(fill=200, p=p),
+    lambda p: A.GaussianBlur(p=p),
+]
+leaves = st.builds(
+    lambda make, p: make(p), st.sampled_from(CASTS + COLOURS + MOVES), st.sampled_from([0.5, 1.0])
+)
+nodes = st.one_of(
+    leaves,
+    st.builds(lambda of, p: A.OneOf(of, p=p), st.lists(leaves, min_size=1, max_size=3),
+              st.sampled_from([0.6, 1.0])),
+    st.builds(lambda of, p: A.SomeOf(of, n=len(of) - 1, p=p),
+              st.lists(leaves, min_size=2, max_size=3), st.sampled_from([0.6, 1.0])),
+    st.builds(lambda of, p: A.Sequential(of, p=p), st.lists(leaves, min_size=1, max_size=3),
+              st.sampled_from([0.6, 1.0])),
+)  # fmt: skip
+DTYPES = [np.uint8, np.float32, np.float64, np.uint16]
+
+
+def images_of(dtype):
+    images = photographs(SIDE, SIDE) * 2
+    if dtype == np.uint16:
+        return [image.astype(dtype) * 257 for image in images]
+    return [image if dtype == np.uint8 else (image / 255).astype(dtype) for image in images]
+
+
+def deferred(transform, samples):
+    """Return the images after worker and device."""
+    part = transform.in_worker(on_device=True)
+    drawn = [part(one, key) for one, key in zip(samples, keys(len(samples)), strict=True)]
+    batch = {"image": stacked([one for one, _ in drawn])}
+    return transform.apply(batch, part.collate([tape for _, tape in drawn]))["image"]
+
+
+def stacked(samples):
+    return torch.stack([torch.as_tensor(sample["image"]) for sample in samples])
+
+
+def levels(batch):
+    """Return how many of 255 levels a difference of 1 in a batch is, roughly."""
+    if not batch.is_floating_point():
+        return 255 / torch.iinfo(batch.dtype).max
+    batch = torch.nan_to_num(batch)
+    return 255 / max(float(batch.amax() - batch.amin()), 1e-3)
+
+
+def assert_same(compose, samples):
+    """Assert that worker and device make of samples what Albumentations makes of them."""
+    transform = as_batch_transform(compose)
+    try:
+        wanted = stacked(in_worker(transform, samples))
+    except Exception as error:
+        # What Albumentations refuses is refused.
+        with pytest.raises((type(error), BatchError)):
+            deferred(transform.for_samples(samples), samples)
+        return
+    assert_close(deferred(transform.for_samples(samples), samples), wanted)
+
+
+def assert_close(made, wanted):
+    """Assert that two batches are of one form and at most four levels apart."""
+    assert made.dtype == wanted.dtype
+    assert made.shape == wanted.shape
+    assert torch.equal(made.isnan(), wanted.isnan())
+    gap = torch.nan_to_num(made.double() - wanted.double()).abs().max()
+    assert float(gap) * levels(wanted) <= 4.01
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.lists(nodes, min_size=1, max_size=4), st.sampled_from(DTYPES), st.booleans())
+def test_any_pipeline_gives_what_albumentations_gives_for_any_dtype(middle, dtype, ends):
+    samples = [{"image": image} for image in images_of(dtype)]
+    with warnings.catch_warnings(), np.errstate(all="ignore"):
+        warnings.simplefilter("ignore")
+        assert_same(
+            A.Compose([A.RandomCrop(32, 32), *middle, *([A.ToTensorV2()] if ends else [])]), samples
+        )
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.lists(nodes, min_size=1, max_size=4), st.sampled_from(DTYPES), st.booleans())
+def test_batches_of_any_dtype_are_carried_out_as_albumentations_does(middle, dtype, ends):
+    compose = A.Compose([A.RandomCrop(32, 32), *middle, *([A.ToTensorV2()] if ends else [])])
+    images = torch.from_numpy(np.stack(images_of(dtype)))
+    with warnings.catch_warnings(), np.errstate(all="ignore"):
+        warnings.simplefilter("ignore")
+        try:
+            wanted = BatchTransform.from_albumentations(compose)(images, key=KEY)
+        except Exception:
+            return
+        explicit = BatchTransform.from_albumentations(compose, on_cpu="torch")
+        assert_close(explicit(images, key=KEY), wanted)
+
+
+class Photos(Dataset):
+    def __init__(self, pipeline, images):
+        self.pipeline = pipeline
+        self.images = images
+
+    def __len__(self):
+        return len(self.images)
+
+    def __getitem__(self, index):
+        return self.pipeline(image=self.images[index])["image"]
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.lists(nodes, min_size=1, max_size=4), st.sampled_from(DTYPES))
+def test_pipelines_of_a_dataset_take_any_dtype(middle, dtype):
+    dataset = Photos(A.Compose([A.RandomCrop(32, 32), *middle, A.ToTensorV2()]), images_of(dtype))
+    options = {"batch_size": 6, "seed": 5, "executor": "inline"}
+    with warnings.catch_warnings(), np.errstate(all="ignore"):
+        warnings.simplefilter("ignore")
+        try:
+            (wanted,) = FastDataLoader(dataset, **options)
+        except Exception:
+            return
+        options |= {"staged": "train", "recording": DatasetRecording()}
+        (staged,) = FastDataLoader(dataset, **options)
+        assert_close(finish(staged, {"train": []})[0], wanted)
+
+
+OPERATIONS = [
+    pytest.param(name, arguments, id=f"{name} {number}")
+    for number, (name, arguments) in enumerate(examples())
+]
+
+
+def sized(name, arguments):
+    """Return an operation for images of 48 x 48 pixels."""
+    smaller = {"min_max_height": (20, 40)} if name == "RandomSizedCrop" else {}
+    if name == "Crop":
+        return A.Crop(3, 4, 40, 44, p=1)
+    return make_example(name, {**arguments, **smaller, **dict.fromkeys(
+        {"height", "width"} & arguments.keys(), 40)})  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "arguments"), OPERATIONS)
+def test_operations_say_which_floats_they_are_right_for(name, arguments):
+    transform, op = sized(name, arguments), DEVICE_OPS[name]
+    if not takes_any_range(op) or op.draws_pixels(transform):
+        return
+    channels = 1 if name == "ToRGB" else 3
+    images = [(image / 60 - 2).astype(np.float32) for image in photographs(48, 48, channels)]
+    with np.errstate(all="ignore"):
+        for want, made, *_ in both(transform, images, seeds=[0]):
+            assert np.array_equal(np.isnan(want), np.isnan(made))
+            # HueSaturationValue goes through bytes; splines add up in another order.
+            np.testing.assert_allclose(made, want, rtol=0, atol=1.01 / 255)
+
+
+@pytest.mark.parametrize(("name", "arguments"), OPERATIONS)
+def test_operations_keep_the_dtype_and_the_range_that_is_expected(name, arguments):
+    transform = sized(name, arguments)
+    channels = 1 if name == "ToRGB" else 3
+    for values in (BYTES, FLOATS):
+        for image in photographs(48, 48, channels, values.dtype)[:1]:
+            with np.errstate(all="ignore"):
+                made = np.asarray(transform(image=image)["image"])
+            (after,) = values_after(transform, values)
+            assert after.dtype == made.dtype
+            assert not after.unit or in_unit_range(made)
+
+
+MOVED = sorted(name for name in DEVICE_OPS if takes_dtype(DEVICE_OPS[name], np.dtype(np.float64)))
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_operations_that_only_move_values_take_any_dtype(name):
+    arguments = dict(next(arguments for other, arguments in examples() if other == name))
+    transform = sized(name, arguments)
+    for dtype in (np.float64, np.uint16, np.int32, np.float16):
+        images = [image.astype(dtype) * 3 for image in photographs(48, 48)[:2]]
+        try:
+            transform(image=images[0])
+        except cv2.error:
+            continue
+        for want, made, *_ in both(transform, images, seeds=[0, 1]):
+            assert want.dtype == made.dtype
+            np.testing.assert_array_equal(made, want)
+
+
+def states(*transforms, dtype=np.uint8):
+    followed = follow_values(A.Compose(list(transforms)), frozenset({Values(np.dtype(dtype))}))
+    return followed, sorted({str(values.dtype) for values in followed.after})
+
+
+def test_casts_are_followed_through_containers():
+    float_ = A.ToFloat(p=1)
+    assert states(A.OneOf([float_, A.Normalize(p=0.1)], p=1))[1] == ["float32"]
+    assert states(A.OneOf([float_, A.Normalize(p=0.1)], p=0.9))[1] == ["float32", "uint8"]
+    assert states(A.SomeOf([float_, A.Normalize()], n=2))[1] == ["float32", "uint8"]
+    assert states(A.Sequential([float_], p=0.5), A.Normalize())[1] == ["float32"]
+    assert states(A.Sequential([float_], p=0.5), A.Normalize())[0].boundary == 1
+    assert states(A.ToFloat(p=0), A.HorizontalFlip())[1] == ["uint8"]
+    assert states(Halves(p=0.5))[1] == ["float64", "uint8"]
+    assert states(A.Normalize(normalization="image"), A.ToFloat())[1] == ["float32"]
+
+
+@pytest.mark.parametrize("casts", [A.ToFloat(p=0.5), A.OneOf([A.InvertImg(), A.Normalize()])])
+def test_a_pipeline_that_ends_with_two_dtypes_leaves_nothing_to_the_device(casts):
+    plan = analyse(A.Compose([A.HorizontalFlip(), casts, A.ToTensorV2()]), DEVICE_OPS)
+    assert not plan.defers
+    reason = "the pipeline leaves some samples float32 or uint8, and a batch has one dtype"
+    assert {place.why for place in plan.placements} == {reason}
+
+
+def test_images_of_two_dtypes_in_one_batch_are_refused_if_nobody_has_seen_them_before():
+    part = as_batch_transform(A.Compose([A.HorizontalFlip(p=1)])).in_worker(on_device=True)
+    images = photographs(SIDE, SIDE)[0], photographs(SIDE, SIDE, dtype=np.float32)[0]
+    tapes = [part({"image": image}, key)[1] for image, key in zip(images, keys(2), strict=True)]
+    with pytest.raises(BatchError, match=r"images of one batch are float32 and uint8"):
+        part.collate(tapes)
+
+
+def test_floats_that_turn_out_to_be_out_of_range_are_left_to_albumentations():
+    images = [*photographs(SIDE, SIDE, dtype=np.float32)[:2]]
+    images.append(images[0] * 3 - 1)
+    samples = [{"image": image} for image in images]
+    transform = as_batch_transform(A.Compose([A.HorizontalFlip(p=1), A.ColorJitter(p=1)]))
+    fitted = transform.for_samples(samples[:2])
+    assert [place.where for place in fitted.plan.placements] == ["device", "device"]
+    assert_close(deferred(fitted, samples), stacked(in_worker(transform, samples)))
