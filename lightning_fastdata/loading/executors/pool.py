@@ -177,7 +177,8 @@ class PoolExecutor:
 
     def _fill(self) -> None:
         while len(self._batches) < self.plan.look_ahead:
-            waits = self._in_place is None and self._batches and self.plan.in_order
+            # Until a sample was seen, each process has one to read.
+            waits = self._in_place is None and self._open_tasks() >= self._hands
             if waits or not self._has_place():
                 break
             found = self._next_indices()
@@ -192,6 +193,13 @@ class PoolExecutor:
             self._todo.extend(self._tasks(batch))
         while self._todo and self._give(self._todo[0]):
             self._todo.popleft()
+
+    @property
+    def _hands(self) -> int:
+        return self._crew.wanted * self._crew.threads
+
+    def _open_tasks(self) -> int:
+        return sum(batch.open_tasks for batch in self._batches)
 
     def _next_indices(self) -> tuple[EpochRun, Any] | None:
         for run in (self._now, self._armed):
@@ -223,29 +231,36 @@ class PoolExecutor:
 
     def _split(self, batch: PendingBatch) -> list[Task]:
         indices = batch.indices
-        if self._in_place is None and indices and self._batches[0] is batch:
-            batch.open_tasks = 1
-            return [Task("first", batch, 0, indices)]
-        if self._in_place and self._layout is not None and indices:
-            slot = self._slots.take(self._layout.offsets(len(indices))[1])
-            if slot is not None:
-                batch.slot, batch.in_place = slot, True
-                size = rows_per_task(
-                    len(indices),
-                    self._sample_ns,
-                    hands=self._crew.wanted * self._crew.threads,
-                    ready=sum(
-                        not other.open_tasks for other in self._batches if other is not batch
-                    ),
-                    look_ahead=self.plan.look_ahead,
-                )
-                starts = range(0, len(indices), size)
-                batch.open_tasks = len(starts)
-                return [Task("rows", batch, at, indices[at : at + size]) for at in starts]
+        if self._in_place is None and indices:
+            # Workers may wait for each other in their first samples: there is one for each.
+            free = max(1, self._hands - self._open_tasks())
+            return self._parts("first", batch, -(-len(indices) // free))
+        if self._in_place and indices and self._placed(batch):
+            rows = rows_per_task(
+                len(indices),
+                self._sample_ns,
+                hands=self._hands,
+                before=len(self._batches) - 1,
+                look_ahead=self.plan.look_ahead,
+            )
+            return self._parts("rows", batch, rows)
         batch.open_tasks = 1
         if self._whole_bytes:
             batch.slot = self._slots.take(self._whole_bytes)
         return [Task("whole", batch, 0, indices)]
+
+    def _parts(self, kind: str, batch: PendingBatch, size: int) -> list[Task]:
+        indices = batch.indices
+        starts = range(0, len(indices), size)
+        batch.open_tasks = len(starts)
+        return [Task(kind, batch, at, indices[at : at + size]) for at in starts]
+
+    def _placed(self, batch: PendingBatch) -> bool:
+        """Return whether the samples of a batch have a place to be written to."""
+        if batch.slot is None and self._layout is not None:
+            batch.slot = self._slots.take(self._layout.offsets(len(batch.indices))[1])
+            batch.in_place = batch.slot is not None
+        return batch.in_place
 
     def _give(self, task: Task, to: SideProcess | None = None) -> bool:
         batch = task.batch
@@ -255,7 +270,8 @@ class PoolExecutor:
             self._crew.share(batch.slot)
         rows = len(batch.indices) if self.plan.batched else 1
         place = None if batch.slot is None else batch.slot.number
-        what = (task.start, task.indices, rows, place)
+        indices = task.indices[:1] if task.kind == "first" else task.indices
+        what = (task.start, indices, rows, place)
         message = (task.kind, batch.generation, batch.number, batch.epoch, *what)
         return self._crew.give(task, message, to)
 
@@ -282,12 +298,12 @@ class PoolExecutor:
             known = self._sample_ns
             self._sample_ns = each if known is None else 0.9 * known + 0.1 * each
         elif kind == "layout":
-            self._learn(side, message[4], batch)
+            self._learn(side, message[4], task)
         elif kind == "whole":
             batch.take_parts(message[4], files, self._slots)
             self._whole_bytes = max(self._whole_bytes, batch.packed.size_bytes)
         elif kind == "misfit":
-            batch.misfit = True
+            batch.misfit, self._in_place = True, False
         elif kind == "error":
             at, error = message[4], as_error(message[5], side.number, message[6])
             if batch.error is None or at < batch.error[0]:
@@ -295,23 +311,33 @@ class PoolExecutor:
         if not batch.open_tasks:
             self._finish(batch)
 
-    def _learn(self, side: SideProcess, layout: SampleLayout | None, batch: PendingBatch) -> None:
+    def _learn(self, side: SideProcess, layout: SampleLayout | None, task: Task) -> None:
+        """Have the rest of a task done by the process that has read its first sample, and kept it.
+
+        The first layout that is found is that of all samples.
+        """
+        batch = task.batch
         if self._in_place is None:
             self._in_place, self._layout = layout is not None, layout
             self._crew.tell("layout", layout)
-        if not self._is_old(batch):
-            for at, task in enumerate(self._tasks(batch)):
-                if at:
-                    self._todo.append(task)
-                else:  # the process that found the layout has kept the sample it found it with
-                    self._give(task, side)
+        if self._is_old(batch) or batch.misfit:
+            return
+        try:
+            placed = self._in_place and self._placed(batch)
+        except WorkerError as error:  # no memory for it, which is said when it is its turn
+            batch.error = 0, error
+            return
+        if placed:
+            batch.open_tasks += 1
+            self._give(Task("rows", batch, task.start, task.indices), side)
+        else:
+            batch.misfit = True
 
     def _finish(self, batch: PendingBatch) -> None:
         if self._is_old(batch):
             batch.release(self._slots)
         elif batch.misfit and batch.error is None:
             # True collation decides what becomes of samples that differ, as it would in torch.
-            self._in_place = False
             batch.release(self._slots)
             batch.misfit = batch.in_place = False
             self._todo.extendleft(self._tasks(batch))

@@ -74,7 +74,7 @@ class PendingBatch:
     error: tuple[int, BaseException] | None = None
     """The error of its first failing sample."""
     misfit: bool = False
-    """Some sample did not fit the layout; to be collated as a whole."""
+    """Its samples cannot be written in place; to be collated as a whole when all tasks ended."""
     in_place: bool = False
     """Its samples are written in place."""
     stamps: list[TaskStamps] = field(default_factory=list)
@@ -118,7 +118,8 @@ class Task:
     """What one thread of a side process does in one go."""
 
     kind: str
-    """``"rows"``: write samples in place; ``"whole"``: collate; ``"first"``: find the layout."""
+    """``"rows"``: write samples in place; ``"whole"``: collate; ``"first"``: find the layout by the
+    first sample, and keep that for the rows."""
     batch: PendingBatch
     """The batch it belongs to."""
     start: int

@@ -60,7 +60,7 @@ class Work:
         if kind == "rows":
             work = partial(self._rows, batch, epoch, start, indices, rows, slot)
         elif kind == "first":
-            work = partial(self._first, batch, epoch, indices)
+            work = partial(self._first, batch, epoch, start, indices)
         else:
             work = partial(self._whole, batch, epoch, indices, slot)
         reply: tuple[Any, ...]
@@ -94,14 +94,14 @@ class Work:
         self.side.marks[self.mark_at + 1] = position
         self.side.marks[self.mark_at] = batch
 
-    def _first(self, batch: int, epoch: int, indices: Any) -> _Reply:
+    def _first(self, batch: int, epoch: int, start: int, indices: Any) -> _Reply:
         self.fetcher.position = 0
-        self._mark(batch, 0)
+        self._mark(batch, start)
         sample = self.fetcher.sample(indices[0], epoch)
         self.fetcher.position = -1
         layout = layout_of(sample, collate_samples)
         if layout is not None:
-            self.side.kept[batch, 0] = sample
+            self.side.kept[batch, start] = sample
         return ("layout", layout), ()
 
     def _rows(
