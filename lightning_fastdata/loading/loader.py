@@ -17,6 +17,7 @@ from lightning_fastdata.augment.seeds import find_composes
 from lightning_fastdata.epochs import EpochCell
 from lightning_fastdata.errors import OptionsError, TransformError
 from lightning_fastdata.loading.automatic import plan_alone
+from lightning_fastdata.loading.checks import check, is_seconds
 from lightning_fastdata.loading.engine import Engine
 from lightning_fastdata.loading.keyed import tell_epoch
 from lightning_fastdata.loading.source import Source, makes_batches, open_source, takes_stamps
@@ -53,7 +54,7 @@ class FastDataLoader(DataLoader[Any]):
         collate_fn: Samples to batch; default: ``default_collate``, extended to dataclasses.
         pin_memory: Copy batches into page-locked memory before they are returned.
         drop_last: Leave out the last batch if it is not full.
-        timeout: Seconds to wait for a batch from a worker; 0 waits for ever.
+        timeout: Seconds to wait for a batch from a worker; 0 waits as long as there is progress.
         worker_init_fn: Called in each worker with its number.
         multiprocessing_context: Start method of the workers.
         generator: Source of torch's own base seed.
@@ -88,6 +89,10 @@ class FastDataLoader(DataLoader[Any]):
         device_resident: Keep the whole dataset on a device and index it there, if it is tensors or
             arrays: True: on the current accelerator, else the CPU. It is read once, at the first
             iteration.
+        stall_timeout: Seconds without any progress of the workers (no sample read, no batch made)
+            after which waiting for them is an error that shows what they do; half of it is a
+            warning. 0 waits for ever. "auto": 120, or 20 times the longest task so far if that is
+            more. A ``timeout`` takes its place. Not of ``executor="torch"``.
 
     Raises:
         OptionsError: A sidecar was asked for, and an Albumentations pipeline runs on the samples.
@@ -128,6 +133,7 @@ class FastDataLoader(DataLoader[Any]):
         ahead: Callable[[Iterator[Batch]], Iterator[Batch]] | None = None,
         page_lock: PageLockName = "copy",
         device_resident: bool | str | torch.device = False,
+        stall_timeout: float | Literal["auto"] = "auto",
     ) -> None:
         self._inner: Source | None
         self.plan: LoaderPlan | None = None
@@ -192,6 +198,9 @@ class FastDataLoader(DataLoader[Any]):
         self.ahead = ahead
         self.page_lock = page_lock
         self.device_resident = device_resident
+        fine = stall_timeout == "auto" or is_seconds(stall_timeout)
+        check("stall_timeout", stall_timeout, fine, 'seconds from 0 (no timeout), or "auto"')
+        self.stall_timeout = stall_timeout
         self._told: dict[str, int] = {}
         self._epoch_cell = EpochCell()
         self._iterations = 0
@@ -288,6 +297,7 @@ class FastDataLoader(DataLoader[Any]):
             self.page_lock,
             self.device_resident,
             self.timeout,
+            self.stall_timeout,
             self.persistent_workers,
             self.worker_init_fn,
             self.collate_fn,

@@ -147,6 +147,8 @@ def build_loader(
         torch.multiprocessing.set_sharing_strategy(plan.sharing_strategy)  # type: ignore[no-untyped-call]
     arguments = {**settings, **plan.dataloader_kwargs(), "worker_nice": plan.worker_nice}
     arguments |= {"executor": plan.executor, "page_lock": plan.page_lock}
+    if plan.stall_timeout_s is not None:
+        arguments["stall_timeout"] = plan.stall_timeout_s
     if stage == "train" and not isinstance(dataset, IterableDataset):
         arguments["sampler"] = ShuffleSampler(cast("Any", dataset), settings["seed"])
     if overrides.get("num_workers") == 0:

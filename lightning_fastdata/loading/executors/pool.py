@@ -16,7 +16,13 @@ from typing import TYPE_CHECKING, Any, Final
 from lightning_fastdata.errors import OptionsError, WorkerError
 from lightning_fastdata.loading.executors.crew import Answer, Crew, Loss
 from lightning_fastdata.loading.executors.processes import EpochRun, PendingBatch, Task
-from lightning_fastdata.loading.executors.reports import as_error, poisonous, timed_out
+from lightning_fastdata.loading.executors.reports import (
+    StallWatch,
+    as_error,
+    doing,
+    poisonous,
+    timed_out,
+)
 from lightning_fastdata.loading.executors.side import MAX_THREADS
 from lightning_fastdata.loading.keyed import fetches_in_batches
 from lightning_fastdata.loading.slots import SlotPool
@@ -66,6 +72,7 @@ class PoolExecutor:
         self._batches: deque[PendingBatch] = deque()
         self._todo: deque[Task] = deque()
         self._count = 0
+        self._stall = StallWatch(plan.stall_timeout_s)
         self._deaths: Counter[tuple[int, int]] = Counter()
 
     @property
@@ -278,9 +285,13 @@ class PoolExecutor:
     # What comes back
 
     def _receive(self, until: float | None, *, waiting: bool = True) -> None:
-        events = self._crew.wait(until if waiting else 0.0)
+        look = self._stall.next_look if waiting and until is None else None
+        events = self._crew.wait((look or until) if waiting else 0.0)
         if events is None and waiting:
-            raise timed_out(self.plan, self._batches, list(self._crew.sides.values()))
+            sides = list(self._crew.sides.values())
+            if look is None:
+                raise timed_out(self.plan, self._batches, sides)
+            self._stall.look(sides, lambda: doing(self.plan, self._batches, sides))
         for event in events or ():
             if isinstance(event, Loss):
                 self._redo(event)
@@ -291,6 +302,7 @@ class PoolExecutor:
         side, task, message, files = answer.side, answer.task, answer.message, answer.files
         kind, batch = message[0], task.batch
         batch.open_tasks -= 1
+        self._stall.heard(message[2])
         if kind != "stale" and message[3] is not None:
             batch.stamps.append(message[3])
         if kind == "rows":

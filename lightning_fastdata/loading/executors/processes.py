@@ -92,8 +92,7 @@ class PendingBatch:
         slot, self.slot = self.slot, None
         if slot is None:
             return unpack(self.packed, None)
-        # A user who keeps batches gets memory of their own once the slots are used up.
-        copy = not slots.may_grow(slot.size_bytes)
+        copy = slots.has_to_copy(slot)
         owner = slots.lease(slot)
         if self.in_place and layout is not None:
             return layout.batch(owner, len(self.indices), copy=copy)
