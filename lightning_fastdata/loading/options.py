@@ -75,7 +75,9 @@ class LoaderOptions:
         check_among("sharing_strategy", self.sharing_strategy, _SHARING)
         check_among("executor", self.executor, _EXECUTORS)
         check_among("page_lock", self.page_lock, ("copy", "register"))
-        check("timeout_s", self.timeout_s, is_seconds(self.timeout_s), "seconds from 0 (no timeout)")
+        check(
+            "timeout_s", self.timeout_s, is_seconds(self.timeout_s), "seconds from 0 (no timeout)"
+        )
         stall = self.stall_timeout_s
         fine = stall == "auto" or is_seconds(stall)
         check("stall_timeout_s", stall, fine, 'seconds from 0 (no timeout), or "auto"')

@@ -15,6 +15,7 @@ import tempfile
 import warnings
 import weakref
 from collections import deque
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -40,7 +41,7 @@ _NO_MEMORY: Final = (
 
 _NO_FILES: Final = (
     "This process has all the {limit} files open that it may have, so that no memory can be shared "
-    "with its workers. Raise the limit (ulimit -n {more}), use fewer workers, or keep fewer batches."
+    "with its workers. Raise the limit (ulimit -n {more}), or use fewer workers."
 )
 _NO_SHARING: Final = (
     "This system gives no memory that processes can share (memfd_create: {refused}; /dev/shm: "
@@ -55,6 +56,7 @@ _COPIES: Final = (
     "files each, and this process may have {limit}. Raise the limit (ulimit -n {more}) or keep "
     "fewer batches."
 )
+_said: set[str] = set()
 _REFUSED: Final = (errno.EPERM, errno.ENOSYS, errno.EACCES)
 _FEW_FILES: Final = (errno.EMFILE, errno.ENFILE)
 _FILES_PER_SLOT: Final = 8
@@ -88,7 +90,9 @@ def _memory_file() -> int:
         if error.errno in _FEW_FILES:
             raise
         raise WorkerError(_NO_SHARING.format(refused=refused, why=error.strerror)) from error
-    warnings.warn(_IN_SHM.format(refused=refused), FastDataWarning, stacklevel=2)
+    if refused not in _said:
+        _said.add(refused)
+        warnings.warn(_IN_SHM.format(refused=refused), FastDataWarning, stacklevel=2)
     return descriptor
 
 
@@ -218,7 +222,7 @@ class SlotPool:
         self._files = _open_file_limit() if shared else None
         self._most = sys.maxsize
         if self._files is not None:
-            opened = len(os.listdir("/proc/self/fd"))
+            opened = sum(1 for _ in Path("/proc/self/fd").iterdir())
             self._most = max(2, (self._files - opened) // _FILES_PER_SLOT)
         self._told = False
         self._numbers = 0

@@ -168,9 +168,7 @@ def timed_out(
     return WorkerError("\n".join([head, *doing(plan, batches, sides)]))
 
 
-def doing(
-    plan: FetchPlan, batches: Iterable[PendingBatch], sides: list[SideProcess]
-) -> list[str]:
+def doing(plan: FetchPlan, batches: Iterable[PendingBatch], sides: list[SideProcess]) -> list[str]:
     """Return what each side process is doing: the samples it reads, and its stacks."""
     by_number = {batch.number: batch for batch in batches}
     reading = {
