@@ -82,7 +82,7 @@ def _memory_file() -> int:
     except OSError as error:
         if error.errno not in _REFUSED:
             raise
-        refused = error.strerror
+        refused = os.strerror(error.errno)
     try:
         with tempfile.TemporaryFile(dir="/dev/shm") as file:
             descriptor = os.dup(file.fileno())

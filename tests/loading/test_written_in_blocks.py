@@ -23,7 +23,7 @@ SAMPLES: dict[str, Any] = {
     "named": lambda i: Pair(torch.from_numpy(ROWS[i]), torch.tensor(i)),
     "tensors": lambda i: (torch.tensor(float(i)), torch.full((2, 3), i), torch.ones(2, dtype=bool)),
     "strided": lambda i: (ROWS[i, ::2], torch.from_numpy(ROWS[i])[::3], ROWS[i].reshape(4, 4).T),
-    "no axes": lambda i: np.array(i),
+    "no axes": np.array,
     "no numbers": lambda i: (np.zeros((0, 3)), torch.zeros(0), i),
     "half": lambda i: torch.full((5,), i, dtype=torch.bfloat16),
     "complex": lambda i: (complex(i, 1) * np.ones(2), torch.full((1,), complex(1, i))),

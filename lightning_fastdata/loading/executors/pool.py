@@ -24,9 +24,8 @@ from lightning_fastdata.loading.executors.reports import (
     timed_out,
 )
 from lightning_fastdata.loading.executors.side import MAX_THREADS
-from lightning_fastdata.loading.keyed import fetches_in_batches
+from lightning_fastdata.loading.executors.splitter import Splitter
 from lightning_fastdata.loading.slots import SlotPool
-from lightning_fastdata.loading.worker_count import rows_per_task
 
 if TYPE_CHECKING:
     from lightning_fastdata.loading.executors.fetch import FetchPlan
@@ -36,8 +35,6 @@ if TYPE_CHECKING:
     from lightning_fastdata.loading.page_lock import PageLocks
     from lightning_fastdata.loading.stamps import BatchStamps
 
-_AHEAD_BYTES: Final = 2**28
-"""More than one batch for each process is fetched ahead only within this."""
 _CRASHES: Final = 2
 _KILLS: Final = 4
 """SIGKILL comes from outside, so a sample that was under way need not be the cause."""
@@ -58,13 +55,7 @@ class PoolExecutor:
         self._alone = threads == 1
         self._crew = Crew(plan, processes=processes, threads=threads)
         self._slots = SlotPool(limit_bytes=plan.memory_limit_bytes, page_locks=page_locks)
-        self._layout: SampleLayout | None = None
-        # Whether batches are written in place: not known before the first sample was read.
-        self._in_place = None if plan.default_collation and plan.batched else False
-        if self._in_place is None and fetches_in_batches(plan.dataset):
-            self._in_place = False
-        self._whole_bytes = 0
-        self._sample_ns: float | None = None
+        self._splitter = Splitter(plan, self._slots)
         self._now = EpochRun(0, 0, iter(()), exhausted=True)
         self._armed: EpochRun | None = None
         self._records: deque[BatchStamps] | None = None
@@ -184,9 +175,7 @@ class PoolExecutor:
 
     def _fill(self) -> None:
         while len(self._batches) < self.plan.look_ahead:
-            # Until a sample was seen, each process has one to read.
-            waits = self._in_place is None and self._open_tasks() >= self._hands
-            if waits or not self._has_place():
+            if not self._splitter.has_place(self._batches, self._crew):
                 break
             found = self._next_indices()
             if found is None:
@@ -197,16 +186,9 @@ class PoolExecutor:
                 indices = indices.tolist()
             batch = PendingBatch(self._count, run.generation, run.number, indices)
             self._batches.append(batch)
-            self._todo.extend(self._tasks(batch))
+            self._todo.extend(self._splitter.tasks(batch, self._batches, self._crew))
         while self._todo and self._give(self._todo[0]):
             self._todo.popleft()
-
-    @property
-    def _hands(self) -> int:
-        return self._crew.wanted * self._crew.threads
-
-    def _open_tasks(self) -> int:
-        return sum(batch.open_tasks for batch in self._batches)
 
     def _next_indices(self) -> tuple[EpochRun, Any] | None:
         for run in (self._now, self._armed):
@@ -216,58 +198,6 @@ class PoolExecutor:
                 except StopIteration:
                     run.exhausted = True
         return None
-
-    def _has_place(self) -> bool:
-        if not self._batches:
-            return True
-        size = self._whole_bytes
-        if self._in_place and self._layout is not None:
-            size = self._layout.offsets(len(self._batches[-1].indices))[1]
-        # Large batches take long to use, so that few of them bridge as much time.
-        count = len(self._batches)
-        if count >= max(2, self._crew.wanted) and (count + 1) * size > _AHEAD_BYTES:
-            return False
-        return not self._in_place or self._slots.may_grow(size)
-
-    def _tasks(self, batch: PendingBatch) -> list[Task]:
-        try:
-            return self._split(batch)
-        except WorkerError as error:  # no memory for it, which is said when it is its turn
-            batch.open_tasks, batch.error = 0, (0, error)
-            return []
-
-    def _split(self, batch: PendingBatch) -> list[Task]:
-        indices = batch.indices
-        if self._in_place is None and indices:
-            # Workers may wait for each other in their first samples: there is one for each.
-            free = max(1, self._hands - self._open_tasks())
-            return self._parts("first", batch, -(-len(indices) // free))
-        if self._in_place and indices and self._placed(batch):
-            rows = rows_per_task(
-                len(indices),
-                self._sample_ns,
-                hands=self._hands,
-                before=len(self._batches) - 1,
-                look_ahead=self.plan.look_ahead,
-            )
-            return self._parts("rows", batch, rows)
-        batch.open_tasks = 1
-        if self._whole_bytes:
-            batch.slot = self._slots.take(self._whole_bytes)
-        return [Task("whole", batch, 0, indices)]
-
-    def _parts(self, kind: str, batch: PendingBatch, size: int) -> list[Task]:
-        indices = batch.indices
-        starts = range(0, len(indices), size)
-        batch.open_tasks = len(starts)
-        return [Task(kind, batch, at, indices[at : at + size]) for at in starts]
-
-    def _placed(self, batch: PendingBatch) -> bool:
-        """Return whether the samples of a batch have a place to be written to."""
-        if batch.slot is None and self._layout is not None:
-            batch.slot = self._slots.take(self._layout.offsets(len(batch.indices))[1])
-            batch.in_place = batch.slot is not None
-        return batch.in_place
 
     def _give(self, task: Task, to: SideProcess | None = None) -> bool:
         batch = task.batch
@@ -306,16 +236,14 @@ class PoolExecutor:
         if kind != "stale" and message[3] is not None:
             batch.stamps.append(message[3])
         if kind == "rows":
-            each = message[2] / len(task.indices)
-            known = self._sample_ns
-            self._sample_ns = each if known is None else 0.9 * known + 0.1 * each
+            self._splitter.note_time(message[2] / len(task.indices))
         elif kind == "layout":
             self._learn(side, message[4], task)
         elif kind == "whole":
             batch.take_parts(message[4], files, self._slots)
-            self._whole_bytes = max(self._whole_bytes, batch.packed.size_bytes)
+            self._splitter.note_size(batch.packed.size_bytes)
         elif kind == "misfit":
-            batch.misfit, self._in_place = True, False
+            batch.misfit, self._splitter.in_place = True, False
         elif kind == "error":
             at, error = message[4], as_error(message[5], side.number, message[6])
             if batch.error is None or at < batch.error[0]:
@@ -329,13 +257,13 @@ class PoolExecutor:
         The first layout that is found is that of all samples.
         """
         batch = task.batch
-        if self._in_place is None:
-            self._in_place, self._layout = layout is not None, layout
+        if self._splitter.in_place is None:
+            self._splitter.learn(layout)
             self._crew.tell("layout", layout)
         if self._is_old(batch) or batch.misfit:
             return
         try:
-            placed = self._in_place and self._placed(batch)
+            placed = self._splitter.place(batch)
         except WorkerError as error:  # no memory for it, which is said when it is its turn
             batch.error = 0, error
             return
@@ -352,7 +280,7 @@ class PoolExecutor:
             # True collation decides what becomes of samples that differ, as it would in torch.
             batch.release(self._slots)
             batch.misfit = batch.in_place = False
-            self._todo.extendleft(self._tasks(batch))
+            self._todo.extendleft(self._splitter.tasks(batch, self._batches, self._crew))
 
     def _is_old(self, batch: PendingBatch) -> bool:
         return batch.generation < self._now.generation
@@ -380,7 +308,7 @@ class PoolExecutor:
         if batch.error is not None:
             batch.release(self._slots)
             raise batch.error[1]
-        return batch.data(self._slots, self._layout)
+        return batch.data(self._slots, self._splitter.layout)
 
     def _redo(self, loss: Loss) -> None:
         """Do again what a side process died with, but for a sample that ends all who read it."""

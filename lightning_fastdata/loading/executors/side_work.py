@@ -69,6 +69,8 @@ class Work:
         try:
             wanted = self.side.begin_epoch(self.fetcher.dataset, generation, epoch)
             where = ""
+            if not wanted:
+                self.side.kept.pop((batch, start), None)
             reply, files = self.fetcher.attempt(work) if wanted else (("stale",), ())
         except MisfitError:
             reply = ("misfit",)
