@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from types import GenericAlias
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from torch.utils.data import (
@@ -101,6 +102,9 @@ class FastDataLoader(DataLoader[Any]):
         TransformError: A transform on the device was asked for without batches
             (``batch_size=None``).
     """
+
+    # As torch's class, it may be annotated with what it gives: FastDataLoader[Batch].
+    __class_getitem__ = classmethod(GenericAlias)
 
     def __init__(
         self,

@@ -194,6 +194,11 @@ class SideProcess:
         return bool(self.marks[2] >= WAITING)
 
     @property
+    def is_starting(self) -> bool:
+        """Whether it has not even got so far as to show its stacks."""
+        return bool(self.marks[2] == STARTING)
+
+    @property
     def load(self) -> float:
         """Samples it still has to read, per thread."""
         samples = (
@@ -264,7 +269,7 @@ class SideProcess:
         """Return the Python stacks of its threads, asked for through SIGUSR1."""
         if self.is_stopped():
             return f"(no stack: the process is stopped, state {self._state()}; send it SIGCONT)"
-        if self.marks[2] == STARTING:  # it knows nothing of SIGUSR1, and would die of it
+        if self.is_starting:  # it knows nothing of SIGUSR1, and would die of it
             return f"(no stack: the process is starting, state {self._state()})"
         size = os.fstat(self.stacks).st_size
         try:

@@ -22,8 +22,8 @@ _STALL_TASKS: Final = 20
 _LOOK_S: Final = 1.0
 _BUSY_SHARE: Final = 0.05
 _BUSY_WEIGHT: Final = 0.1
-"""While processes compute, as one that builds an index does, time counts for so much. Where other
-programs take the CPUs, they have a small share of them."""
+"""While processes compute, as one that builds an index does, or start, which may be from a slow disk,
+time counts for so much. Where other programs take the CPUs, they have a small share of them."""
 
 
 class StallWatch:
@@ -69,6 +69,7 @@ class StallWatch:
         seen = [(side.process.pid, side.marks.tobytes()) for side in sides]
         cpu_s = sum(_cpu_s(side.process.pid) for side in sides)
         busy = cpu_s - self._cpu_s > _BUSY_SHARE * self._step_s
+        busy = busy or any(side.is_starting for side in sides)
         moved, self._seen, self._cpu_s = seen != self._seen, seen, cpu_s
         if moved:
             self._stalled_s = 0.0
