@@ -22,8 +22,8 @@ _STALL_TASKS: Final = 20
 _LOOK_S: Final = 1.0
 _BUSY_SHARE: Final = 0.05
 _BUSY_WEIGHT: Final = 0.1
-"""While processes compute, as one that builds an index does, or start, which may be from a slow disk,
-time counts for so much. Where other programs take the CPUs, they have a small share of them."""
+"""While processes start, or compute as one that builds an index does, time counts for so much.
+Where other programs take the CPUs, they have a small share of them."""
 
 
 class StallWatch:
