@@ -104,7 +104,7 @@ class FastDataLoader(DataLoader[Any]):
     """
 
     # As torch's class, it may be annotated with what it gives: FastDataLoader[Batch].
-    __class_getitem__ = classmethod(GenericAlias)
+    __class_getitem__: Any = classmethod(GenericAlias)
 
     def __init__(
         self,
