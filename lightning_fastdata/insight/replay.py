@@ -115,7 +115,7 @@ class Replay:
                 cost.samples,
                 self._sample_ns,
                 hands=setup.workers,
-                ready=len(self._complete),
+                before=len(self._open) + len(self._complete),
                 look_ahead=setup.look_ahead,
             )
             tasks = -(-cost.samples // rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from numbers import Integral
@@ -24,6 +25,11 @@ def check(name: str, value: object, fine: bool, allowed: str) -> None:
 def check_among(name: str, value: object, allowed: tuple[str, ...]) -> None:
     """Raise an :class:`OptionsError` unless the value is one of the allowed ones."""
     check(name, value, value in allowed, ", ".join(map(repr, allowed)))
+
+
+def is_seconds(value: object) -> bool:
+    """Return whether a value is a time that may be waited."""
+    return isinstance(value, int | float) and type(value) is not bool and 0 <= value < math.inf
 
 
 def unsuited(executor: str, *, iterable: bool, workers: int) -> Iterator[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from types import GenericAlias
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from torch.utils.data import (
@@ -18,7 +19,7 @@ from lightning_fastdata.augment.unkeyed import warn_of_unkeyed
 from lightning_fastdata.epochs import EpochAskedTwice, EpochCell
 from lightning_fastdata.errors import OptionsError, TransformError
 from lightning_fastdata.loading.automatic import plan_alone
-from lightning_fastdata.loading.checks import check_loader, checked_seed
+from lightning_fastdata.loading.checks import check, check_loader, checked_seed, is_seconds
 from lightning_fastdata.loading.engine import Engine
 from lightning_fastdata.loading.keyed import tell_epoch
 from lightning_fastdata.loading.source import Source, makes_batches, open_source, takes_stamps
@@ -55,7 +56,7 @@ class FastDataLoader(DataLoader[Any]):
         collate_fn: Samples to batch; default: ``default_collate``, extended to dataclasses.
         pin_memory: Copy batches into page-locked memory before they are returned.
         drop_last: Leave out the last batch if it is not full.
-        timeout: Seconds to wait for a batch from a worker; 0 waits for ever.
+        timeout: Seconds to wait for a batch from a worker; 0 waits as long as there is progress.
         worker_init_fn: Called in each worker with its number.
         multiprocessing_context: Start method of the workers.
         generator: Source of torch's own base seed.
@@ -91,6 +92,10 @@ class FastDataLoader(DataLoader[Any]):
         device_resident: Keep the whole dataset on a device and index it there, if it is tensors or
             arrays: True: on the current accelerator, else the CPU. It is read once, at the first
             iteration.
+        stall_timeout: Seconds without any progress of the workers (no sample read, no batch made)
+            after which waiting for them is an error that shows what they do; half of it is a
+            warning. 0 waits for ever. "auto": 120, or 20 times the longest task so far if that is
+            more. A ``timeout`` takes its place. Not of ``executor="torch"``.
 
     Raises:
         DatasetError: What was given is no dataset, or has neither length nor sampler.
@@ -100,6 +105,9 @@ class FastDataLoader(DataLoader[Any]):
         TransformError: A transform on the device was asked for without batches
             (``batch_size=None``).
     """
+
+    # As torch's class, it may be annotated with what it gives: FastDataLoader[Batch].
+    __class_getitem__: Any = classmethod(GenericAlias)
 
     def __init__(
         self,
@@ -132,6 +140,7 @@ class FastDataLoader(DataLoader[Any]):
         ahead: Callable[[Iterator[Batch]], Iterator[Batch]] | None = None,
         page_lock: PageLockName = "copy",
         device_resident: bool | str | torch.device = False,
+        stall_timeout: float | Literal["auto"] = "auto",
     ) -> None:
         check_loader(
             dataset,
@@ -222,6 +231,9 @@ class FastDataLoader(DataLoader[Any]):
         self.ahead = ahead
         self.page_lock = page_lock
         self.device_resident = device_resident
+        fine = stall_timeout == "auto" or is_seconds(stall_timeout)
+        check("stall_timeout", stall_timeout, fine, 'seconds from 0 (no timeout), or "auto"')
+        self.stall_timeout = stall_timeout
         self._told: dict[str, int] = {}
         self._epoch_cell = EpochCell()
         self._iterations = 0
@@ -334,6 +346,7 @@ class FastDataLoader(DataLoader[Any]):
             self.page_lock,
             self.device_resident,
             self.timeout,
+            self.stall_timeout,
             self.persistent_workers,
             self.worker_init_fn,
             self.collate_fn,

@@ -98,6 +98,9 @@ class LoaderPlan:
     """For ``torch.multiprocessing.set_sharing_strategy``; None: leave it as it is."""
     timeout_s: float
     """Seconds to wait for a batch; 0 waits for ever. Without effect when there are no workers."""
+    stall_timeout_s: float | None
+    """Seconds without progress of the workers after which waiting is an error; 0 waits for ever,
+    None: as the tasks show. Without effect on torch's own iterator."""
     in_order: bool
     """Whether batches come in the order of the sampler."""
     worker_nice: int
@@ -256,7 +259,8 @@ def plan_loader(
             _AS_IT_IS if instead_of_fork is None else (instead_of_fork, _NO_FORK)
         ),
         "sharing_strategy": ("file_system", _FEW_FILES) if many_files else _AS_IT_IS,
-        "timeout_s": (0, "wait for ever"),
+        "timeout_s": (0, "wait for ever, as long as there is progress"),
+        "stall_timeout_s": (None, "120 s without progress, or 20 times the longest task"),
         "in_order": (True, "as the sampler gives them"),
         "worker_nice": (_POLITE, "the training process goes first where both want a CPU"),
         "executor": chosen[:2],

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from lightning_fastdata.loading.checks import EXECUTORS, PAGE_LOCKS, check, check_among
+from lightning_fastdata.loading.checks import (
+    EXECUTORS,
+    PAGE_LOCKS,
+    check,
+    check_among,
+    is_seconds,
+)
 from lightning_fastdata.loading.names import refuses_unknown_names
 
 Auto: TypeAlias = Literal["auto"]
@@ -30,6 +35,10 @@ class LoaderOptions:
             is set for the whole process.
         timeout_s: Seconds to wait for a batch of the workers before it is an error; 0 waits for
             ever.
+        stall_timeout_s: Seconds without any progress of the workers (no sample read, no batch made)
+            after which waiting for them is an error that shows what they do; half of it is a
+            warning. 0 waits for ever. "auto": 120, or 20 times the longest task so far if that is
+            more. Not of torch's own iterator.
         in_order: Batches come as the sampler gives them; False hands over whichever is ready
             first.
         worker_nice: How much the training process goes before the workers where both want a CPU:
@@ -54,6 +63,7 @@ class LoaderOptions:
     multiprocessing_context: Literal["auto", "fork", "spawn", "forkserver"] = "auto"
     sharing_strategy: Literal["auto", "file_descriptor", "file_system"] = "auto"
     timeout_s: float = 0
+    stall_timeout_s: float | Auto = "auto"
     in_order: bool = True
     worker_nice: int | Auto = "auto"
     executor: Literal["auto", "torch", "inline", "gather", "workers", "sidecar"] = "auto"
@@ -75,6 +85,9 @@ class LoaderOptions:
         check_among("sharing_strategy", self.sharing_strategy, _SHARING)
         check_among("executor", self.executor, EXECUTORS)
         check_among("page_lock", self.page_lock, PAGE_LOCKS)
-        seconds = self.timeout_s
-        fine = type(seconds) in (int, float) and math.isfinite(seconds) and seconds >= 0
-        check("timeout_s", seconds, fine, "seconds from 0 (no timeout)")
+        check(
+            "timeout_s", self.timeout_s, is_seconds(self.timeout_s), "seconds from 0 (no timeout)"
+        )
+        stall = self.stall_timeout_s
+        fine = stall == "auto" or is_seconds(stall)
+        check("stall_timeout_s", stall, fine, 'seconds from 0 (no timeout), or "auto"')

@@ -7,16 +7,20 @@ Tensors of a batch view the slot; it is written again only when none of them is 
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import sys
+import tempfile
+import warnings
 import weakref
 from collections import deque
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from lightning_fastdata.errors import WorkerError
+from lightning_fastdata.errors import FastDataWarning, WorkerError
 from lightning_fastdata.host.memory import read_host_memory
 
 if TYPE_CHECKING:
@@ -35,9 +39,68 @@ _NO_MEMORY: Final = (
 )
 
 
+_NO_FILES: Final = (
+    "This process has all the {limit} files open that it may have, so that no memory can be shared "
+    "with its workers. Raise the limit (ulimit -n {more}), or use fewer workers."
+)
+_NO_SHARING: Final = (
+    "This system gives no memory that processes can share (memfd_create: {refused}; /dev/shm: "
+    '{why}). Use executor="torch" or "inline", or allow memfd_create.'
+)
+_IN_SHM: Final = (
+    "memfd_create is refused here ({refused}), by a seccomp filter as a rule. Batches of the "
+    "workers are held in /dev/shm instead, which has to have room for them."
+)
+_COPIES: Final = (
+    "Batches come as copies from now on: {slots} that were kept or are under way take two open "
+    "files each, and this process may have {limit}. Raise the limit (ulimit -n {more}) or keep "
+    "fewer batches."
+)
+_said: set[str] = set()
+_REFUSED: Final = (errno.EPERM, errno.ENOSYS, errno.EACCES)
+_FEW_FILES: Final = (errno.EMFILE, errno.ENFILE)
+_FILES_PER_SLOT: Final = 8
+"""Two in the training process, three in a forked worker, and other loaders need some as well."""
+
+
 def shared_slots_supported() -> bool:
     """Return whether this system has memory files without a name (Linux)."""
-    return sys.platform.startswith("linux") and hasattr(os, "memfd_create")
+    if not sys.platform.startswith("linux"):
+        return False
+    try:
+        os.close(_memory_file())
+    except OSError as error:
+        return error.errno in _FEW_FILES
+    except WorkerError:
+        return False
+    return True
+
+
+def _memory_file() -> int:
+    try:
+        return os.memfd_create("fastdata", os.MFD_CLOEXEC)
+    except OSError as error:
+        if error.errno not in _REFUSED:
+            raise
+        refused = os.strerror(error.errno)
+    try:
+        with tempfile.TemporaryFile(dir="/dev/shm") as file:
+            descriptor = os.dup(file.fileno())
+    except OSError as error:
+        if error.errno in _FEW_FILES:
+            raise
+        raise WorkerError(_NO_SHARING.format(refused=refused, why=error.strerror)) from error
+    if refused not in _said:
+        _said.add(refused)
+        warnings.warn(_IN_SHM.format(refused=refused), FastDataWarning, stacklevel=2)
+    return descriptor
+
+
+def _open_file_limit() -> int | None:
+    import resource
+
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return None if soft == resource.RLIM_INFINITY else soft
 
 
 def _available_bytes() -> int:
@@ -55,23 +118,42 @@ def create_shared_memory(
             too large by killing processes, not with an error.
 
     Raises:
-        WorkerError: There is not so much memory.
+        WorkerError: There is not so much memory, or there are too many open files.
     """
     if size_bytes >= _LARGE_BYTES and size_bytes > available_bytes():
         raise WorkerError(_NO_MEMORY.format(mib=size_bytes / 2**20, why="more than is available"))
-    descriptor = os.memfd_create("fastdata", os.MFD_CLOEXEC)
+    try:
+        descriptor = _memory_file()
+    except OSError as error:
+        raise _as_worker_error(error, size_bytes) from error
     try:
         os.ftruncate(descriptor, size_bytes)
         os.posix_fallocate(descriptor, 0, size_bytes)
     except OSError as error:
         os.close(descriptor)
-        raise WorkerError(_NO_MEMORY.format(mib=size_bytes / 2**20, why=error.strerror)) from error
+        raise _as_worker_error(error, size_bytes) from error
     return descriptor
 
 
+def _as_worker_error(error: OSError, size_bytes: int) -> WorkerError:
+    limit = _open_file_limit()
+    if error.errno in _FEW_FILES and limit is not None:
+        return WorkerError(_NO_FILES.format(limit=limit, more=2 * limit))
+    return WorkerError(_NO_MEMORY.format(mib=size_bytes / 2**20, why=error.strerror))
+
+
 def map_shared_memory(descriptor: int) -> mmap.mmap:
-    """Map a memory file for reading and writing."""
-    return _advised(mmap.mmap(descriptor, 0))
+    """Map a memory file for reading and writing.
+
+    Raises:
+        WorkerError: There are too many open files, or too many mappings.
+    """
+    try:
+        if sys.version_info >= (3, 13):  # the mapping needs no descriptor of its own
+            return _advised(mmap.mmap(descriptor, 0, trackfd=False))
+        return _advised(mmap.mmap(descriptor, 0))
+    except OSError as error:
+        raise _as_worker_error(error, os.fstat(descriptor).st_size) from error
 
 
 def _private_memory(size_bytes: int) -> mmap.mmap:
@@ -137,6 +219,12 @@ class SlotPool:
         self._page_locks = page_locks
         self._fenced: deque[tuple[Fence, Slot]] = deque()
         self.shared = shared
+        self._files = _open_file_limit() if shared else None
+        self._most = sys.maxsize
+        if self._files is not None:
+            opened = sum(1 for _ in Path("/proc/self/fd").iterdir())
+            self._most = max(2, (self._files - opened) // _FILES_PER_SLOT)
+        self._told = False
         self._numbers = 0
         self._slots: dict[int, Slot] = {}
         self._free: list[Slot] = []
@@ -169,7 +257,7 @@ class SlotPool:
             self._free.remove(slot)
             return slot
         size_bytes = _rounded(size_bytes)
-        while self._free and self.size_bytes + size_bytes > self.limit_bytes:
+        while self._free and not self._fits(size_bytes):
             self._drop(self._free[0])
         if not self._allows(size_bytes):
             return None
@@ -187,6 +275,19 @@ class SlotPool:
         self._collect()
         return any(s.size_bytes >= size_bytes for s in self._free) or self._allows(size_bytes)
 
+    def has_to_copy(self, slot: Slot) -> bool:
+        """Return whether a batch has to be copied out of its slot, since there are no others.
+
+        So a user who keeps batches gets memory of their own once the slots are used up.
+        """
+        if self.may_grow(slot.size_bytes):
+            return False
+        if len(self._slots) >= self._most and not self._told and self._files is not None:
+            self._told = True
+            counts = {"slots": len(self._slots), "limit": self._files, "more": 4 * self._files}
+            warnings.warn(_COPIES.format(**counts), FastDataWarning, stacklevel=2)
+        return True
+
     def lease(self, slot: Slot) -> NDArray[np.uint8]:
         """Return the slot's memory, uint8 [size]; the slot is free when no view of it is left."""
         return slot.lease(self._returned)
@@ -203,7 +304,11 @@ class SlotPool:
         self._fenced.clear()
 
     def _allows(self, size_bytes: int) -> bool:
-        return len(self._slots) < 2 or self.size_bytes + size_bytes <= self.limit_bytes
+        return len(self._slots) < 2 or self._fits(size_bytes)
+
+    def _fits(self, size_bytes: int) -> bool:
+        few = len(self._slots) < self._most
+        return few and self.size_bytes + size_bytes <= self.limit_bytes
 
     def _add(self, descriptor: int | None, mapping: mmap.mmap) -> Slot:
         locked = None if self._page_locks is None else self._page_locks.lock(mapping)
@@ -237,7 +342,8 @@ class SlotPool:
             return
         self._free.append(slot)
         # Sizes that batches have outgrown would otherwise pile up.
-        if self.size_bytes > self.limit_bytes and len(self._slots) > 2:
+        crowded = self.size_bytes > self.limit_bytes or len(self._slots) > self._most
+        if crowded and len(self._slots) > 2:
             self._drop(slot)
 
 

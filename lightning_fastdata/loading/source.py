@@ -191,6 +191,7 @@ def _open_engine(
         own=None if streamed else own_generators(loader.dataset, shared=several),
         worker_init_fn=loader.worker_init_fn,
         timeout_s=loader.timeout,
+        stall_timeout_s=None if loader.stall_timeout == "auto" else loader.stall_timeout,
         in_order=loader.in_order,
         context=loader.multiprocessing_context,
         look_ahead=ahead,

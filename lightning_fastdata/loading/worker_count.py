@@ -36,8 +36,10 @@ _FRESH_BYTES: Final = 400 * 2**20
 """A process that imports torch anew; a forked one shares its parent's pages."""
 _TASK_NS: Final = 2_000_000
 """Cheap samples share a task of about this length, as a message costs some 20 us."""
-_COARSE_TASKS: Final = 4
-"""For a batch that is not needed soon."""
+_LONG_TASK_NS: Final = 25_000_000
+"""Of a batch that is not needed soon: each task costs the training process some 40 us."""
+_TASKS_PER_HAND: Final = 3
+"""Of all batches under way, so that nobody has to wait for one that takes long."""
 
 _ONE_STREAM: Final = (
     "num_workers is 1 of {count} possible, because several workers may each read the whole stream, "
@@ -192,7 +194,7 @@ def look_ahead_batches(workers: int, *, prefetch: int | None, batch_size: int, s
 
 
 def rows_per_task(
-    samples: int, sample_ns: float | None, *, hands: int, ready: int, look_ahead: int
+    samples: int, sample_ns: float | None, *, hands: int, before: int, look_ahead: int
 ) -> int:
     """Return how many samples of a batch whoever is free reads in one go.
 
@@ -200,15 +202,16 @@ def rows_per_task(
         samples: In the batch.
         sample_ns: To read one; None: not known yet.
         hands: Threads that read, of all processes.
-        ready: Batches that are complete and wait to be asked for.
-        look_ahead: Batches under way at once, the complete ones among them.
+        before: Batches under way that are needed before this one.
+        look_ahead: Batches under way at once.
     """
     spread = -(-samples // hands)
     if sample_ns is None:
         return spread
-    at_once = max(1, round(_TASK_NS / max(1.0, sample_ns)))
+    sample_ns = max(1.0, sample_ns)
+    at_once = max(1, round(_TASK_NS / sample_ns))
     rows = samples if at_once >= samples else min(spread, at_once)
-    if 2 * ready < look_ahead:
+    if before < 2:
         return rows
-    # There is time. Each task costs the training process some 40 us to give and to hear of.
-    return max(rows, -(-samples // _COARSE_TASKS))
+    share = -(-samples * look_ahead // (_TASKS_PER_HAND * hands))
+    return max(rows, min(-(-samples // 2), share, round(_LONG_TASK_NS / sample_ns)))

@@ -21,6 +21,8 @@ _TAKEN_OVER: Final = ("batch_size", "drop_last", "seed")
 """Arguments that are looked up when a loader is made; what others say has gone into objects."""
 LOADER_ARGUMENTS: Final = ("num_workers", "pin_memory", "persistent_workers", "prefetch_factor")
 """Arguments of torch's DataLoader that are options of the same name."""
+_SECONDS: Final = {"timeout": "timeout_s", "stall_timeout": "stall_timeout_s"}
+"""Arguments that are options of another name."""
 
 
 def check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
@@ -177,14 +179,14 @@ def options_from(
         options: Of the loader's stage; an argument wins.
         overrides: Arguments of :class:`FastDataLoader`; None for an option leaves it as it is.
     """
-    names = {field.name for field in fields(LoaderOptions)} | {"timeout"}
+    names = {field.name for field in fields(LoaderOptions)} | set(_SECONDS)
     asked, others = {}, {}
     for name, value in overrides.items():
         option = name in names and not (name == "multiprocessing_context" and _is_context(value))
         if not option:
             others[name] = value
         elif value is not None:
-            asked["timeout_s" if name == "timeout" else name] = value
+            asked[_SECONDS.get(name, name)] = value
     return replace(options, **asked), others
 
 

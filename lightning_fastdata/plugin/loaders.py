@@ -51,6 +51,8 @@ def build_loader(
         torch.multiprocessing.set_sharing_strategy(plan.sharing_strategy)  # type: ignore[no-untyped-call]
     arguments = {**settings, **plan.dataloader_kwargs(), "worker_nice": plan.worker_nice}
     arguments |= {"executor": plan.executor, "page_lock": plan.page_lock}
+    if plan.stall_timeout_s is not None:
+        arguments["stall_timeout"] = plan.stall_timeout_s
     overrides = dict(overrides)
     if not any(overrides.get(name) is not None for name in ("sampler", "batch_sampler")):
         shuffle = overrides.pop("shuffle", shuffle)

@@ -78,6 +78,7 @@ any_options = st.builds(
     multiprocessing_context=st.sampled_from(["auto", "fork", "spawn", "forkserver"]),
     sharing_strategy=st.sampled_from(["auto", "file_descriptor", "file_system"]),
     timeout_s=st.floats(0, 100),
+    stall_timeout_s=st.just("auto") | st.floats(0, 100),
     in_order=st.booleans(),
     executor=st.sampled_from(["auto", "torch", "inline", "gather", "workers", "sidecar"]),
 )
@@ -285,6 +286,8 @@ def test_more_workers_than_cpus_are_kept_with_a_message() -> None:
         ("timeout_s", float("nan")),
         ("timeout_s", float("inf")),
         ("timeout_s", "5"),
+        ("stall_timeout_s", -1.0),
+        ("stall_timeout_s", "never"),
         ("in_order", "auto"),
     ],
 )

@@ -347,3 +347,7 @@ def test_no_gradient_is_recorded_and_no_thread_is_taken_from_the_caller(executor
     ) as loader:
         assert not any(x.requires_grad for batch in loader for x in batch)
     assert (torch.get_num_threads(), os.sched_getaffinity(0)) == (threads, affinity)
+
+
+def test_a_loader_may_be_annotated_with_what_it_gives() -> None:
+    assert FastDataLoader[list[torch.Tensor]].__origin__ is FastDataLoader

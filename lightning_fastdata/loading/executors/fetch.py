@@ -51,7 +51,10 @@ class FetchPlan:
     worker_init_fn: Callable[[int], None] | None = None
     """Called in each side process with its number."""
     timeout_s: float = 0
-    """Seconds to wait for one batch; 0 waits for ever."""
+    """Seconds to wait for one batch; 0 waits as long as there is progress."""
+    stall_timeout_s: float | None = None
+    """Seconds to wait without progress, where ``timeout_s`` is 0; 0: for ever; None: as the tasks
+    show."""
     in_order: bool = True
     """Deliver in the plan's order; False: as they are ready."""
     context: Any = None
@@ -143,6 +146,8 @@ class Fetcher:
 
     def sample(self, index: Any, epoch: int) -> Any:
         """Return ``dataset[index]``, drawn under its own key."""
+        if self._looked and self.stamps is None and not self.draws:
+            return self.dataset[index]
         began_ns = time.monotonic_ns()
         self._key(epoch, index)
         sample = self.dataset[index]

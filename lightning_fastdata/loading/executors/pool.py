@@ -16,11 +16,16 @@ from typing import TYPE_CHECKING, Any, Final
 from lightning_fastdata.errors import OptionsError, WorkerError
 from lightning_fastdata.loading.executors.crew import Answer, Crew, Loss
 from lightning_fastdata.loading.executors.processes import EpochRun, PendingBatch, Task
-from lightning_fastdata.loading.executors.reports import as_error, poisonous, timed_out
+from lightning_fastdata.loading.executors.reports import (
+    StallWatch,
+    as_error,
+    doing,
+    poisonous,
+    timed_out,
+)
 from lightning_fastdata.loading.executors.side import MAX_THREADS
-from lightning_fastdata.loading.keyed import fetches_in_batches
+from lightning_fastdata.loading.executors.splitter import Splitter
 from lightning_fastdata.loading.slots import SlotPool
-from lightning_fastdata.loading.worker_count import rows_per_task
 
 if TYPE_CHECKING:
     from lightning_fastdata.loading.executors.fetch import FetchPlan
@@ -30,8 +35,6 @@ if TYPE_CHECKING:
     from lightning_fastdata.loading.page_lock import PageLocks
     from lightning_fastdata.loading.stamps import BatchStamps
 
-_AHEAD_BYTES: Final = 2**28
-"""More than one batch for each process is fetched ahead only within this."""
 _CRASHES: Final = 2
 _KILLS: Final = 4
 """SIGKILL comes from outside, so a sample that was under way need not be the cause."""
@@ -52,13 +55,7 @@ class PoolExecutor:
         self._alone = threads == 1
         self._crew = Crew(plan, processes=processes, threads=threads)
         self._slots = SlotPool(limit_bytes=plan.memory_limit_bytes, page_locks=page_locks)
-        self._layout: SampleLayout | None = None
-        # Whether batches are written in place: not known before the first sample was read.
-        self._in_place = None if plan.default_collation and plan.batched else False
-        if self._in_place is None and fetches_in_batches(plan.dataset):
-            self._in_place = False
-        self._whole_bytes = 0
-        self._sample_ns: float | None = None
+        self._splitter = Splitter(plan, self._slots)
         self._now = EpochRun(0, 0, iter(()), exhausted=True)
         self._armed: EpochRun | None = None
         self._records: deque[BatchStamps] | None = None
@@ -66,6 +63,7 @@ class PoolExecutor:
         self._batches: deque[PendingBatch] = deque()
         self._todo: deque[Task] = deque()
         self._count = 0
+        self._stall = StallWatch(plan.stall_timeout_s)
         self._deaths: Counter[tuple[int, int]] = Counter()
 
     @property
@@ -177,8 +175,7 @@ class PoolExecutor:
 
     def _fill(self) -> None:
         while len(self._batches) < self.plan.look_ahead:
-            waits = self._in_place is None and self._batches and self.plan.in_order
-            if waits or not self._has_place():
+            if not self._splitter.has_place(self._batches, self._crew):
                 break
             found = self._next_indices()
             if found is None:
@@ -189,7 +186,7 @@ class PoolExecutor:
                 indices = indices.tolist()
             batch = PendingBatch(self._count, run.generation, run.number, indices)
             self._batches.append(batch)
-            self._todo.extend(self._tasks(batch))
+            self._todo.extend(self._splitter.tasks(batch, self._batches, self._crew))
         while self._todo and self._give(self._todo[0]):
             self._todo.popleft()
 
@@ -202,51 +199,6 @@ class PoolExecutor:
                     run.exhausted = True
         return None
 
-    def _has_place(self) -> bool:
-        if not self._batches:
-            return True
-        size = self._whole_bytes
-        if self._in_place and self._layout is not None:
-            size = self._layout.offsets(len(self._batches[-1].indices))[1]
-        # Large batches take long to use, so that few of them bridge as much time.
-        count = len(self._batches)
-        if count >= max(2, self._crew.wanted) and (count + 1) * size > _AHEAD_BYTES:
-            return False
-        return not self._in_place or self._slots.may_grow(size)
-
-    def _tasks(self, batch: PendingBatch) -> list[Task]:
-        try:
-            return self._split(batch)
-        except WorkerError as error:  # no memory for it, which is said when it is its turn
-            batch.open_tasks, batch.error = 0, (0, error)
-            return []
-
-    def _split(self, batch: PendingBatch) -> list[Task]:
-        indices = batch.indices
-        if self._in_place is None and indices and self._batches[0] is batch:
-            batch.open_tasks = 1
-            return [Task("first", batch, 0, indices)]
-        if self._in_place and self._layout is not None and indices:
-            slot = self._slots.take(self._layout.offsets(len(indices))[1])
-            if slot is not None:
-                batch.slot, batch.in_place = slot, True
-                size = rows_per_task(
-                    len(indices),
-                    self._sample_ns,
-                    hands=self._crew.wanted * self._crew.threads,
-                    ready=sum(
-                        not other.open_tasks for other in self._batches if other is not batch
-                    ),
-                    look_ahead=self.plan.look_ahead,
-                )
-                starts = range(0, len(indices), size)
-                batch.open_tasks = len(starts)
-                return [Task("rows", batch, at, indices[at : at + size]) for at in starts]
-        batch.open_tasks = 1
-        if self._whole_bytes:
-            batch.slot = self._slots.take(self._whole_bytes)
-        return [Task("whole", batch, 0, indices)]
-
     def _give(self, task: Task, to: SideProcess | None = None) -> bool:
         batch = task.batch
         while self._slots.dropped:
@@ -255,16 +207,21 @@ class PoolExecutor:
             self._crew.share(batch.slot)
         rows = len(batch.indices) if self.plan.batched else 1
         place = None if batch.slot is None else batch.slot.number
-        what = (task.start, task.indices, rows, place)
+        indices = task.indices[:1] if task.kind == "first" else task.indices
+        what = (task.start, indices, rows, place)
         message = (task.kind, batch.generation, batch.number, batch.epoch, *what)
         return self._crew.give(task, message, to)
 
     # What comes back
 
     def _receive(self, until: float | None, *, waiting: bool = True) -> None:
-        events = self._crew.wait(until if waiting else 0.0)
+        look = self._stall.next_look if waiting and until is None else None
+        events = self._crew.wait((look or until) if waiting else 0.0)
         if events is None and waiting:
-            raise timed_out(self.plan, self._batches, list(self._crew.sides.values()))
+            sides = list(self._crew.sides.values())
+            if look is None:
+                raise timed_out(self.plan, self._batches, sides)
+            self._stall.look(sides, lambda: doing(self.plan, self._batches, sides))
         for event in events or ():
             if isinstance(event, Loss):
                 self._redo(event)
@@ -275,19 +232,18 @@ class PoolExecutor:
         side, task, message, files = answer.side, answer.task, answer.message, answer.files
         kind, batch = message[0], task.batch
         batch.open_tasks -= 1
+        self._stall.heard(message[2])
         if kind != "stale" and message[3] is not None:
             batch.stamps.append(message[3])
         if kind == "rows":
-            each = message[2] / len(task.indices)
-            known = self._sample_ns
-            self._sample_ns = each if known is None else 0.9 * known + 0.1 * each
+            self._splitter.note_time(message[2] / len(task.indices))
         elif kind == "layout":
-            self._learn(side, message[4], batch)
+            self._learn(side, message[4], task)
         elif kind == "whole":
             batch.take_parts(message[4], files, self._slots)
-            self._whole_bytes = max(self._whole_bytes, batch.packed.size_bytes)
+            self._splitter.note_size(batch.packed.size_bytes)
         elif kind == "misfit":
-            batch.misfit = True
+            batch.misfit, self._splitter.in_place = True, False
         elif kind == "error":
             at, error = message[4], as_error(message[5], side.number, message[6])
             if batch.error is None or at < batch.error[0]:
@@ -295,26 +251,36 @@ class PoolExecutor:
         if not batch.open_tasks:
             self._finish(batch)
 
-    def _learn(self, side: SideProcess, layout: SampleLayout | None, batch: PendingBatch) -> None:
-        if self._in_place is None:
-            self._in_place, self._layout = layout is not None, layout
+    def _learn(self, side: SideProcess, layout: SampleLayout | None, task: Task) -> None:
+        """Have the rest of a task done by the process that has read its first sample, and kept it.
+
+        The first layout that is found is that of all samples.
+        """
+        batch = task.batch
+        if self._splitter.in_place is None:
+            self._splitter.learn(layout)
             self._crew.tell("layout", layout)
-        if not self._is_old(batch):
-            for at, task in enumerate(self._tasks(batch)):
-                if at:
-                    self._todo.append(task)
-                else:  # the process that found the layout has kept the sample it found it with
-                    self._give(task, side)
+        if self._is_old(batch) or batch.misfit:
+            return
+        try:
+            placed = self._splitter.place(batch)
+        except WorkerError as error:  # no memory for it, which is said when it is its turn
+            batch.error = 0, error
+            return
+        if placed:
+            batch.open_tasks += 1
+            self._give(Task("rows", batch, task.start, task.indices), side)
+        else:
+            batch.misfit = True
 
     def _finish(self, batch: PendingBatch) -> None:
         if self._is_old(batch):
             batch.release(self._slots)
         elif batch.misfit and batch.error is None:
             # True collation decides what becomes of samples that differ, as it would in torch.
-            self._in_place = False
             batch.release(self._slots)
             batch.misfit = batch.in_place = False
-            self._todo.extendleft(self._tasks(batch))
+            self._todo.extendleft(self._splitter.tasks(batch, self._batches, self._crew))
 
     def _is_old(self, batch: PendingBatch) -> bool:
         return batch.generation < self._now.generation
@@ -342,7 +308,7 @@ class PoolExecutor:
         if batch.error is not None:
             batch.release(self._slots)
             raise batch.error[1]
-        return batch.data(self._slots, self._layout)
+        return batch.data(self._slots, self._splitter.layout)
 
     def _redo(self, loss: Loss) -> None:
         """Do again what a side process died with, but for a sample that ends all who read it."""

@@ -74,7 +74,7 @@ class PendingBatch:
     error: tuple[int, BaseException] | None = None
     """The error of its first failing sample."""
     misfit: bool = False
-    """Some sample did not fit the layout; to be collated as a whole."""
+    """Its samples cannot be written in place; to be collated as a whole when all tasks ended."""
     in_place: bool = False
     """Its samples are written in place."""
     stamps: list[TaskStamps] = field(default_factory=list)
@@ -92,8 +92,7 @@ class PendingBatch:
         slot, self.slot = self.slot, None
         if slot is None:
             return unpack(self.packed, None)
-        # A user who keeps batches gets memory of their own once the slots are used up.
-        copy = not slots.may_grow(slot.size_bytes)
+        copy = slots.has_to_copy(slot)
         owner = slots.lease(slot)
         if self.in_place and layout is not None:
             return layout.batch(owner, len(self.indices), copy=copy)
@@ -118,7 +117,8 @@ class Task:
     """What one thread of a side process does in one go."""
 
     kind: str
-    """``"rows"``: write samples in place; ``"whole"``: collate; ``"first"``: find the layout."""
+    """``"rows"``: write samples in place; ``"whole"``: collate; ``"first"``: find the layout by the
+    first sample, and keep that for the rows."""
     batch: PendingBatch
     """The batch it belongs to."""
     start: int
@@ -194,6 +194,11 @@ class SideProcess:
         return bool(self.marks[2] >= WAITING)
 
     @property
+    def is_starting(self) -> bool:
+        """Whether it has not even got so far as to show its stacks."""
+        return bool(self.marks[2] == STARTING)
+
+    @property
     def load(self) -> float:
         """Samples it still has to read, per thread."""
         samples = (
@@ -264,7 +269,7 @@ class SideProcess:
         """Return the Python stacks of its threads, asked for through SIGUSR1."""
         if self.is_stopped():
             return f"(no stack: the process is stopped, state {self._state()}; send it SIGCONT)"
-        if self.marks[2] == STARTING:  # it knows nothing of SIGUSR1, and would die of it
+        if self.is_starting:  # it knows nothing of SIGUSR1, and would die of it
             return f"(no stack: the process is starting, state {self._state()})"
         size = os.fstat(self.stacks).st_size
         try:

@@ -2,18 +2,105 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import time
+import warnings
 from typing import TYPE_CHECKING, Any, Final
 
-from lightning_fastdata.errors import WorkerError
+from lightning_fastdata.errors import FastDataWarning, WorkerError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from lightning_fastdata.loading.executors.fetch import FetchPlan
     from lightning_fastdata.loading.executors.processes import PendingBatch, SideProcess
 
 _IDLE_SIDES: Final = 4
+_STALL_S: Final = 120.0
+_STALL_TASKS: Final = 20
+_LOOK_S: Final = 1.0
+_BUSY_SHARE: Final = 0.05
+_BUSY_WEIGHT: Final = 0.1
+"""While processes start, or compute as one that builds an index does, time counts for so much.
+Where other programs take the CPUs, they have a small share of them."""
+
+
+class StallWatch:
+    """Notices that the side processes get nowhere while the training process waits for them.
+
+    Args:
+        limit_s: How long that may go on; 0: for ever; None: 120 s, or 20 times the longest task.
+    """
+
+    def __init__(self, limit_s: float | None) -> None:
+        self._given = limit_s
+        self._longest_s = 0.0
+        self._stalled_s = 0.0
+        self._seen: Any = None
+        self._cpu_s = 0.0
+        self._warned = False
+
+    @property
+    def next_look(self) -> float | None:
+        """Until when (``monotonic``) to wait before :meth:`look`; None: there is no limit."""
+        return None if self._given == 0 else time.monotonic() + self._step_s
+
+    @property
+    def _step_s(self) -> float:
+        return min(_LOOK_S, (self._given or _STALL_S) / 8)
+
+    def heard(self, task_ns: int = 0) -> None:
+        """Note that a task has ended, which took so long."""
+        self._stalled_s = 0.0
+        self._longest_s = max(self._longest_s, task_ns / 1e9)
+
+    def look(self, sides: Iterable[SideProcess], doing: Callable[[], list[str]]) -> None:
+        """Say so if nothing has moved for long; called when nobody answered until the next look.
+
+        Args:
+            sides: The processes.
+            doing: Tells what each of them does.
+
+        Raises:
+            WorkerError: Nothing has moved for too long.
+        """
+        sides = list(sides)
+        seen = [(side.process.pid, side.marks.tobytes()) for side in sides]
+        cpu_s = sum(_cpu_s(side.process.pid) for side in sides)
+        busy = cpu_s - self._cpu_s > _BUSY_SHARE * self._step_s
+        busy = busy or any(side.is_starting for side in sides)
+        moved, self._seen, self._cpu_s = seen != self._seen, seen, cpu_s
+        if moved:
+            self._stalled_s = 0.0
+            return
+        # Counted in steps, so that time in which the whole program was stopped is none.
+        self._stalled_s += self._step_s * (_BUSY_WEIGHT if busy else 1)
+        limit_s = self._given or max(_STALL_S, _STALL_TASKS * self._longest_s)
+        if self._stalled_s >= limit_s:
+            raise WorkerError("\n".join([_stalled(limit_s), *doing()]))
+        if self._stalled_s >= limit_s / 2 and not self._warned:
+            self._warned = True
+            text = "\n".join([_stalled(limit_s / 2), f"At {limit_s:g} s it is an error.", *doing()])
+            warnings.warn(text, FastDataWarning, stacklevel=2)
+
+
+def _stalled(seconds: float) -> str:
+    return (
+        f"No sample was read and no batch was made for {seconds:g} s while the training waited for "
+        "one. The workers are stuck, or one sample takes very long (to build an index, to reach a "
+        "server). If it only takes long, raise stall_timeout (LoaderOptions: stall_timeout_s); 0 "
+        "waits for ever. The side processes:"
+    )
+
+
+def _cpu_s(pid: int | None) -> float:
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as stat:  # noqa: PTH123
+            fields = stat.read().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def stillborn(number: int, code: int | None, times: int) -> WorkerError:
@@ -51,13 +138,17 @@ def stream_broken(number: int, code: int | None, delivered: int, *, answered: bo
 def stream_timed_out(timeout_s: float, sides: Iterable[SideProcess]) -> WorkerError:
     """Return the error for a batch of a stream that is late, with what the processes do."""
     late = f"No batch within timeout={timeout_s:g} s."
-    lines = [f"{late} Reading may be slow (raise the timeout) or stuck:"]
-    lines += [
+    head = f"{late} Reading may be slow (raise the timeout) or stuck:"
+    return WorkerError("\n".join([head, *doing_in_streams(sides)]))
+
+
+def doing_in_streams(sides: Iterable[SideProcess]) -> list[str]:
+    """Return what the side processes that read a stream are doing."""
+    return [
         f"side process {side.number} (pid {side.process.pid}), reading its stream:\n{side.stack()}"
         for side in sides
         if side.tasks
     ]
-    return WorkerError("\n".join(lines))
 
 
 def poisonous(index: Any, code: int | None, times: int) -> WorkerError:
@@ -74,7 +165,12 @@ def timed_out(
 ) -> WorkerError:
     """Return the error for a batch that is late, with what each side process is doing."""
     late = f"No batch within timeout={plan.timeout_s:g} s."
-    lines = [f"{late} Reading may be slow (raise the timeout) or stuck:"]
+    head = f"{late} Reading may be slow (raise the timeout) or stuck:"
+    return WorkerError("\n".join([head, *doing(plan, batches, sides)]))
+
+
+def doing(plan: FetchPlan, batches: Iterable[PendingBatch], sides: list[SideProcess]) -> list[str]:
+    """Return what each side process is doing: the samples it reads, and its stacks."""
     by_number = {batch.number: batch for batch in batches}
     reading = {
         side.number: [
@@ -86,12 +182,11 @@ def timed_out(
     }
     busy = [side for side in sides if reading[side.number] or side.tasks or side.is_stopped()]
     # Where nobody seems to have anything to do, some of them are to tell what they do instead.
-    lines.extend(
+    return [
         f"side process {side.number} (pid {side.process.pid}), reading sample "
         f"{', '.join(reading[side.number]) or 'none'}:\n{side.stack()}"
         for side in (busy or sides[:_IDLE_SIDES])
-    )
-    return WorkerError("\n".join(lines))
+    ]
 
 
 def _death(code: int | None) -> str:

@@ -60,7 +60,7 @@ class Work:
         if kind == "rows":
             work = partial(self._rows, batch, epoch, start, indices, rows, slot)
         elif kind == "first":
-            work = partial(self._first, batch, epoch, indices)
+            work = partial(self._first, batch, epoch, start, indices)
         else:
             work = partial(self._whole, batch, epoch, indices, slot)
         reply: tuple[Any, ...]
@@ -69,6 +69,8 @@ class Work:
         try:
             wanted = self.side.begin_epoch(self.fetcher.dataset, generation, epoch)
             where = ""
+            if not wanted:
+                self.side.kept.pop((batch, start), None)
             reply, files = self.fetcher.attempt(work) if wanted else (("stale",), ())
         except MisfitError:
             reply = ("misfit",)
@@ -94,14 +96,14 @@ class Work:
         self.side.marks[self.mark_at + 1] = position
         self.side.marks[self.mark_at] = batch
 
-    def _first(self, batch: int, epoch: int, indices: Any) -> _Reply:
+    def _first(self, batch: int, epoch: int, start: int, indices: Any) -> _Reply:
         self.fetcher.position = 0
-        self._mark(batch, 0)
+        self._mark(batch, start)
         sample = self.fetcher.sample(indices[0], epoch)
         self.fetcher.position = -1
         layout = layout_of(sample, collate_samples)
         if layout is not None:
-            self.side.kept[batch, 0] = sample
+            self.side.kept[batch, start] = sample
         return ("layout", layout), ()
 
     def _rows(
@@ -114,22 +116,29 @@ class Work:
         fetcher, kept, stamps = self.fetcher, self.side.kept, self.fetcher.stamps
         write_image = write_image_of(fetcher.dataset, layout, memory, rows, epoch)
         writers = layout.writers(memory, rows, start, start + len(indices))
-        for offset, index in enumerate(indices):
-            fetcher.position = offset
-            self._mark(batch, start + offset)
-            sample = kept.pop((batch, start + offset), kept) if kept else kept
-            began_ns = time.monotonic_ns()
-            if sample is kept and write_image is not None:
-                write_image(index, start + offset)
-                if stamps is not None:
-                    stamps.read(index, began_ns)
-                continue
-            if sample is kept:
-                sample = fetcher.sample(index, epoch)
+        self._mark(batch, start)
+        marks, position_at = self.side.marks, self.mark_at + 1
+        at_once = 1 if write_image is not None else layout.rows_at_once
+        for row in range(0, len(indices), at_once):
+            samples = []
+            for offset, index in enumerate(indices[row : row + at_once], row):
+                fetcher.position = offset
+                marks[position_at] = start + offset
+                sample = kept.pop((batch, start + offset), kept) if kept else kept
+                if sample is not kept:
+                    samples.append(sample)
+                elif write_image is None:
+                    samples.append(fetcher.sample(index, epoch))
+                else:
+                    began_ns = time.monotonic_ns()
+                    write_image(index, start + offset)
+                    if stamps is not None:
+                        stamps.read(index, began_ns)
+            if samples:
                 began_ns = time.monotonic_ns()
-            layout.write(sample, writers, offset)
-            if stamps is not None:
-                stamps.collated(began_ns)
+                layout.write(samples, writers, row)
+                if stamps is not None:
+                    stamps.collated(began_ns)
         return ("rows",), ()
 
     def _whole(self, batch: int, epoch: int, indices: Any, slot: int | None) -> _Reply:

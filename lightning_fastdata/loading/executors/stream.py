@@ -18,7 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_fastdata.loading.executors.processes import PendingBatch, SideProcess, Task, stop_all
 from lightning_fastdata.loading.executors.queue import make_packet
-from lightning_fastdata.loading.executors.reports import as_error, stream_broken, stream_timed_out
+from lightning_fastdata.loading.executors.reports import (
+    StallWatch,
+    as_error,
+    doing_in_streams,
+    stream_broken,
+    stream_timed_out,
+)
 from lightning_fastdata.loading.executors.stream_fetch import StreamAsk
 from lightning_fastdata.loading.slots import SlotPool
 from lightning_fastdata.loading.stamps import BatchStamps
@@ -78,6 +84,7 @@ class StreamExecutor:
         self._generation = 0
         self._epoch = 0
         self._count = 0
+        self._stall = StallWatch(plan.stall_timeout_s)
         self._turn = 0
         self._lanes: list[_Lane] = []
         self.sides: dict[int, SideProcess] = {}
@@ -209,6 +216,8 @@ class StreamExecutor:
         for end, lane in by_end.items():
             writing = lane.side.outbox and end == lane.side.wire.fileno()
             poller.register(end, select.POLLIN | (select.POLLOUT if writing else 0))
+        look = self._stall.next_look if until is None else None
+        until = look or until
         left_ms = None if until is None else max(0.0, (until - time.monotonic()) * 1000)
         heard = []
         for end, event in poller.poll(left_ms):
@@ -218,7 +227,9 @@ class StreamExecutor:
             if event & ~select.POLLOUT and lane not in heard:
                 heard.append(lane)
         if not heard and until is not None and time.monotonic() >= until:
-            raise stream_timed_out(self.plan.timeout_s, self.sides.values())
+            if look is None:
+                raise stream_timed_out(self.plan.timeout_s, self.sides.values())
+            self._stall.look(self.sides.values(), lambda: doing_in_streams(self.sides.values()))
         for lane in heard:
             self._read(lane)
 
@@ -236,6 +247,7 @@ class StreamExecutor:
             return
         batch = side.tasks.pop(message[1]).batch
         side.answers += 1
+        self._stall.heard(message[2])
         batch.open_tasks = 0
         if kind != "stale" and message[3] is not None:
             batch.stamps.append(message[3])

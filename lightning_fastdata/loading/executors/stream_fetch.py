@@ -69,6 +69,8 @@ class StreamFetcher:
         samples: list[Any] = []
         wanted = 1 if ask.samples is None else ask.samples
         while len(samples) < wanted and not self._ended:
+            if mark is not None:
+                mark(len(samples))
             began_ns = time.monotonic_ns()
             sample = next(self._samples, END_OF_STREAM)
             self._ended = sample is END_OF_STREAM

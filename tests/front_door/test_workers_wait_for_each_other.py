@@ -1,0 +1,112 @@
+"""Datasets whose workers wait for each other train as they do with torch's DataLoader."""
+
+from __future__ import annotations
+
+import multiprocessing
+from typing import Any
+
+import lightning
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_fastdata import FastDataLoader, FastDataModule, LoaderOptions
+
+PATIENCE_S = 30
+"""After which a worker that waits in vain fails, and does not hang."""
+
+
+class Meeting(Dataset):
+    """The first sample of each worker waits until all workers are at theirs."""
+
+    def __init__(self, workers: int, samples: int, kind: str = "numbers") -> None:
+        self.door = multiprocessing.Barrier(workers)
+        self.samples, self.kind = samples, kind
+        self.met = False
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> Any:
+        if torch.utils.data.get_worker_info() is not None and not self.met:
+            self.door.wait(PATIENCE_S)
+            self.met = True
+        if self.kind == "text":
+            return str(index)
+        if self.kind == "sizes" and index == 5:
+            return torch.full((1,), float(index)), torch.tensor(index, dtype=torch.int32)
+        return torch.full((1,), float(index)), torch.tensor(index)
+
+
+def collate_pairs(samples: list[Any]) -> Any:
+    return torch.stack([x for x, _ in samples]), torch.tensor([int(i) for _, i in samples])
+
+
+class Model(lightning.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+        self.seen: list[int] = []
+
+    def training_step(self, batch: Any, _number: int) -> Any:
+        images, indices = batch
+        self.seen += indices.tolist()
+        return self.layer(images).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.001)
+
+
+class Data(FastDataModule):
+    def __init__(self, dataset: Dataset, batch_size: int, options: LoaderOptions) -> None:
+        super().__init__(batch_size=batch_size, options=options)
+        self.data = dataset
+
+    def train_dataset(self) -> Dataset:
+        return self.data
+
+
+def fit(model: Model, loaders: Any) -> Model:
+    trainer = lightning.Trainer(
+        max_epochs=2,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(model, loaders)
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:.*training batches")
+@pytest.mark.parametrize(
+    ("workers", "batch_size", "kind"),
+    [(2, 8, "numbers"), (3, 1, "numbers"), (3, 2, "numbers"), (2, 4, "sizes"), (2, 8, "collated")],
+)
+def test_a_training_whose_workers_wait_for_each_other_sees_every_sample(workers, batch_size, kind):
+    collate = collate_pairs if kind == "collated" else None
+    loader = FastDataLoader(
+        Meeting(workers, 24, kind),
+        batch_size,
+        num_workers=workers,
+        executor="workers",
+        persistent_workers=True,
+        collate_fn=collate,
+    )
+    assert fit(Model(), loader).seen == [*range(24), *range(24)]
+    loader.close()
+
+
+@pytest.mark.filterwarnings("ignore:.*training batches")
+def test_a_data_module_whose_workers_wait_for_each_other_sees_every_sample():
+    options = LoaderOptions(num_workers=2, executor="workers", persistent_workers=True)
+    model = fit(Model(), Data(Meeting(2, 24), 4, options))
+    assert sorted(model.seen[:24]) == sorted(model.seen[24:]) == list(range(24))
+
+
+@pytest.mark.parametrize("batch_size", [1, 5])
+def test_samples_that_are_no_numbers_come_in_order_too(batch_size):
+    how: dict[str, Any] = {"batch_size": batch_size, "num_workers": 3}
+    ours = FastDataLoader(Meeting(3, 21, "text"), **how, executor="workers")
+    assert list(ours) == list(DataLoader(Meeting(1, 21, "text"), batch_size))
