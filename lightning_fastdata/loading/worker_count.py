@@ -18,8 +18,9 @@ _SHORTEST_WAIT_MS: Final = 0.2
 _HANDOVER_MS: Final = 0.1
 """CPU time a sample costs besides reading it: its messages, its key, its copy into the batch."""
 _LOOK_AHEAD_BATCHES: Final = 8
-WORTH_IT: Final = 0.9
-"""Side processes are started to save a tenth of a batch's time; less is not seen for certain."""
+WORTH_IT: Final = 0.8
+"""Side processes are started to save a fifth of the time of a batch: less is not certain enough, as
+they also wait for each other and for CPUs."""
 _GIVE_MS: Final = 0.18
 """CPU time of the training process to give out a batch and take it in, and ``_GIVE_ROW_MS`` for
 each of its rows. ``benchmarks/handing_over.py`` measures these five, where ``SampleCost.pace`` is
