@@ -63,19 +63,10 @@ def _collate_samples(samples: Sequence[Any], collate_fields: _Collate) -> Batch:
         ) from error
 
 
-def check_collatable(sample: Any, name: str) -> None:
-    """Raise a :class:`BatchError` if no batch can be made of samples like this one by default.
-
-    Args:
-        sample: Of a dataset.
-        name: How the user knows the dataset.
-    """
+def uncollatable(sample: Any) -> str | None:
+    """Return what in a sample torch cannot collate by default, and what to do; None: nothing."""
     found = _stranger(sample, "")
-    if found is not None:
-        where, value = found
-        raise BatchError(
-            f"Sample 0 of {name} cannot be part of a batch. {_about_stranger(where, value)}"
-        )
+    return None if found is None else _about_stranger(*found)
 
 
 def _advice(samples: Sequence[Any]) -> str:

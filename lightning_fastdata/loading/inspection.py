@@ -16,6 +16,7 @@ import torch.utils.data._utils.worker as torch_worker
 from torch.utils.data import IterableDataset, Subset
 
 from lightning_fastdata.errors import DatasetError
+from lightning_fastdata.loading.collate import uncollatable
 from lightning_fastdata.loading.draws import kept_random_state
 from lightning_fastdata.loading.executors.rows import gatherable
 from lightning_fastdata.loading.executors.suited import Batches, DatasetLook, look_at
@@ -41,6 +42,8 @@ class Questions:
 
     sample: bool = False
     """Sample 0, to be checked."""
+    collated: bool = False
+    """Whether torch can collate that sample."""
     further: int = 0
     """So many samples from all over the dataset."""
     trial: tuple[int, Callable[[list[Any]], Any] | None] | None = None
@@ -58,6 +61,8 @@ class DatasetFacts:
     """Whether there is a sample."""
     sample: Any = None
     """The first one."""
+    stranger: str | None = None
+    """What in the sample torch cannot collate, and what to do; None: nothing."""
     further: tuple[Any, ...] = ()
     """Samples from all over the dataset."""
     trial: Trial | None = None
@@ -171,7 +176,9 @@ def _answer(
         tell("key", keys[0])
         dataset = Subset(dataset, keys)
     if questions.sample:
-        tell("sample", dataset[0])
+        sample = dataset[0]
+        tell("sample", sample)
+        tell("stranger", uncollatable(sample) if questions.collated else None)
         tell("moved", _moved(before))
     if questions.further:
         tell("further", tuple(further_samples(dataset, questions.further)))
@@ -200,6 +207,7 @@ def _facts(dataset: Any, questions: Questions, findings: Findings) -> DatasetFac
     return DatasetFacts(
         sampled="sample" in values,
         sample=values.get("sample"),
+        stranger=values.get("stranger"),
         further=values.get("further", ()),
         trial=values.get("trial"),
         trial_failed=failed,

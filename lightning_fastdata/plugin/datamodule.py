@@ -43,6 +43,9 @@ if TYPE_CHECKING:
 
     from lightning_fastdata.types import Batch
 
+_OF_THE_CLASS: Any = object()
+"""Stands for an argument that was not given, whose default is that of the constructor."""
+
 
 @refuses_unknown_names
 @remembers_given
@@ -206,7 +209,7 @@ class DataModuleHooks(NeedsConstruction):
         val_dataset: Any = None,
         test_dataset: Any = None,
         predict_dataset: Any = None,
-        batch_size: int | None = None,
+        batch_size: int = _OF_THE_CLASS,
         num_workers: int | Auto | None = None,
         **arguments: Any,
     ):
@@ -222,7 +225,9 @@ class DataModuleHooks(NeedsConstruction):
             **arguments: The other arguments of the constructor.
         """
         datasets = (train_dataset, val_dataset, test_dataset, predict_dataset)
-        given = {"batch_size": batch_size, "num_workers": num_workers, **arguments}
+        given = {"num_workers": num_workers, **arguments}
+        if batch_size is not _OF_THE_CLASS:
+            given["batch_size"] = checked_batch_size(batch_size)
         return of_datasets(cls, datasets, given)
 
     @classmethod

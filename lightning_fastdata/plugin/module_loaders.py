@@ -9,10 +9,9 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from lightning_fastdata.errors import DatasetError, FastDataWarning
+from lightning_fastdata.errors import BatchError, DatasetError, FastDataWarning
 from lightning_fastdata.loading.automatic import needs_look, plan_for
 from lightning_fastdata.loading.checks import check_dataset
-from lightning_fastdata.loading.collate import check_collatable
 from lightning_fastdata.loading.executors.suited import Batches
 from lightning_fastdata.loading.inspection import DatasetFacts, Questions, inspect_dataset
 from lightning_fastdata.plugin.arguments import (
@@ -122,12 +121,13 @@ class ModuleLoaders:
         questions = replace(
             self.pipelines.questions(of),
             sample=trainer is not None,
+            collated=asked["collate_fn"] is None and not self._transforms[stage],
             look=self._look_questions(options, asked, stage),
         )
         facts = _inspect(dataset, questions, name, options, asked)
+        if facts.stranger is not None:
+            raise BatchError(f"Sample 0 of {name} cannot be part of a batch. {facts.stranger}")
         if facts.sampled:
-            if asked["collate_fn"] is None and not self._transforms[stage]:
-                check_collatable(facts.sample, name)
             for transform in self._transforms[stage]:
                 transform.check_sample(facts.sample)
         found = self.pipelines.find(of, facts)

@@ -146,7 +146,7 @@ class Fetcher:
 
     def sample(self, index: Any, epoch: int) -> Any:
         """Return ``dataset[index]``, drawn under its own key."""
-        if self._looked and self.stamps is None and not self.draws:
+        if self.stamps is None and self._needs_nothing(epoch):
             return self.dataset[index]
         began_ns = time.monotonic_ns()
         self._key(epoch, index)
@@ -162,6 +162,12 @@ class Fetcher:
             if self._watch is not None and not self.draws and self._watch.drew():
                 raise _DrewError
         return sample
+
+    def _needs_nothing(self, epoch: int) -> bool:
+        """Return whether samples of an epoch draw from no generator that is known."""
+        if not self._looked or self.draws:
+            return False
+        return self._own is None or (not self._own_draws and epoch == self._epoch)
 
     def _made_generators(self, epoch: int) -> bool:
         """Return whether there are new ones, which some datasets make when they first read."""
