@@ -179,7 +179,7 @@ def run_demo(
         val_dataloaders=DataLoader(AugmentedPhotos(photos / "val", val_augmentation()), BATCH_SIZE),
     )
 
-    say("\n2  FastDataModule, all options automatic, the same dataset and pipeline")
+    say("\n2  FastDataModule, all options automatic, the same photographs and pipeline")
     module = FastDataModule.from_datasets(
         photo_folder(photos / "train"),
         photo_folder(photos / "val"),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import IterableDataset
 
 from lightning_fastdata.batch_size import CudaMemoryReader, skipped
+from lightning_fastdata.errors import DatasetError
 from lightning_fastdata.loading.order import dataset_length
 from lightning_fastdata.plugin.given_loaders import GivenLoader, taken_apart
 from lightning_fastdata.plugin.guard import apply_decision, run_guard
@@ -74,15 +75,19 @@ class GuardHooks:
             )
             self.decision = skipped(datamodule.batch_size, trainer.accumulate_grad_batches, why)
         else:
-            self.decision = run_guard(
-                trainer,
-                pl_module,
-                batch_of=datamodule.batch_for_guard,
-                batch_size=datamodule.batch_size,
-                policy=guard,
-                reader=reader,
-                dataset_rows=rows,
-            )
+            try:
+                self.decision = run_guard(
+                    trainer,
+                    pl_module,
+                    batch_of=datamodule.batch_for_guard,
+                    batch_size=datamodule.batch_size,
+                    policy=guard,
+                    reader=reader,
+                    dataset_rows=rows,
+                )
+            except DatasetError as error:  # the training may read by other keys, and tells else
+                why = f"no batch could be made of the first samples: {error}"
+                self.decision = skipped(datamodule.batch_size, trainer.accumulate_grad_batches, why)
             self.decision = _with_repeats(self.decision, datamodule.repeats_of("train"))
         datamodule.notes[:] = [apply_decision(self.decision, trainer, datamodule)]
 

@@ -26,6 +26,7 @@ from lightning_fastdata.plugin.given_loaders import refuse_loaders, taken_apart
 from lightning_fastdata.plugin.hooks import hook_against_device
 from lightning_fastdata.plugin.loaders import build_loader
 from lightning_fastdata.plugin.pipelines import LoaderFacts
+from lightning_fastdata.plugin.place_costs import ReadingProcesses
 from lightning_fastdata.plugin.sharing import settle_sharing, sharing_ranks, silence_padding_warning
 from lightning_fastdata.plugin.trainer_facts import (
     device_type,
@@ -156,7 +157,7 @@ class ModuleLoaders:
             dataset=dataset,
             settings=settings,
             workers=plan.num_workers,
-            start_method=plan.multiprocessing_context,
+            processes=ReadingProcesses(plan.multiprocessing_context, options.probe),
             name=name,
             trainer=trainer,
         )

@@ -6,7 +6,7 @@ import multiprocessing
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
@@ -52,6 +52,15 @@ _TOO_MUCH: Final = (RuntimeError, TypeError)
 """What torch raises where a device has no memory, no such operation, or no such dtype."""
 
 
+class ReadingProcesses(NamedTuple):
+    """How samples may be read before a loader is opened: in a process like its workers, or not."""
+
+    start_method: str | None = None
+    """How its workers are started; None: the default of Python."""
+    probe: bool = True
+    """Whether samples may be read at all."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlaceTask:
     """A loader's work, as far as the place of its pixels rests on it."""
@@ -76,8 +85,8 @@ class PlaceTask:
     """Of the user; None: the default collation."""
     seed: int = 0
     """Of the draws."""
-    start_method: str | None = None
-    """How its workers are started; None: the default of Python."""
+    processes: ReadingProcesses = field(default_factory=ReadingProcesses)
+    """How samples may be read before the loader is opened."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,10 +138,11 @@ def read_place_costs(
         "cpus": task.cpus,
         "redrawn": _redrawn(task),
     }
-    if not accelerator or not defers or isinstance(task.dataset, IterableDataset):
+    reads = task.processes.probe and not isinstance(task.dataset, IterableDataset)
+    if not (accelerator and defers and reads):
         return PlaceCosts(**known)
     times = ProcessTimes() if times is None else times
-    method = task.start_method or multiprocessing.get_start_method()
+    method = task.processes.start_method or multiprocessing.get_start_method()
     found = try_apart(_measure, task, times, budget_s, start_method=method).values
     if "costs" not in found or "batch" not in found:
         return PlaceCosts(**known)

@@ -26,7 +26,7 @@ from lightning_fastdata.augment.placement import (
 from lightning_fastdata.augment.switching import PlaceSwitch, SwitchedTransform
 from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.loading.staged import StagedBatch
-from lightning_fastdata.plugin.place_costs import PlaceTask, read_place_costs
+from lightning_fastdata.plugin.place_costs import PlaceTask, ReadingProcesses, read_place_costs
 from lightning_fastdata.plugin.prefetching import drawn_carried_out
 from lightning_fastdata.plugin.staging import finish
 from lightning_fastdata.plugin.step_watch import StepWatch
@@ -139,7 +139,7 @@ class Placing:
         dataset: Dataset[Any],
         settings: Mapping[str, Any],
         workers: int,
-        start_method: str | None,
+        processes: ReadingProcesses,
         name: str,
         trainer: Any,
     ) -> dict[str, Any]:
@@ -153,7 +153,7 @@ class Placing:
             dataset: What it reads.
             settings: Its other settings; of these ``epoch`` and ``ahead`` are replaced.
             workers: Its side processes.
-            start_method: How they are started; None: the default of Python.
+            processes: How samples may be read before it is opened.
             name: How the user knows it.
             trainer: The trainer; None: everything is left to the workers.
         """
@@ -164,7 +164,7 @@ class Placing:
                 self._say_once(stage, trainer)
             made = _taken(transform, own, on_device=on_device)
         else:
-            task = _task(transform, own, stage, dataset, settings, workers, start_method, trainer)
+            task = _task(transform, own, stage, dataset, settings, workers, processes, trainer)
             made = self._auto(task, settings, name, trainer)
         # Without a trainer there is no hook to finish the batches, so they come finished.
         later = made["recording"] is not None
@@ -295,7 +295,7 @@ def _task(
     dataset: Dataset[Any],
     settings: Mapping[str, Any],
     workers: int,
-    start_method: str | None,
+    processes: ReadingProcesses,
     trainer: Any,
 ) -> PlaceTask:
     return PlaceTask(
@@ -306,7 +306,7 @@ def _task(
         device=trainer.strategy.root_device,
         batch_size=settings["batch_size"],
         workers=workers,
-        start_method=start_method,
+        processes=processes,
         cpus=read_cpu_limit(local_ranks=trainer.num_devices).usable_cpus,
         collate_fn=settings["collate_fn"],
         seed=settings["seed"],
