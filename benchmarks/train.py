@@ -4,9 +4,10 @@
 
 Prints, per way of loading, the median samples per second over the rounds (wall clock from the first
 to the last step), its ratio to the first row within the same round, and the share of the step spent
-waiting for data. DataLoader and the first FastDataModule read the very same dataset, which calls its
-Albumentations pipeline itself; the others read an image folder and are given the pipeline. The network is that of the demo. Each way trains once before it is measured.
-Without a GPU the model computes on half of the CPUs where there are workers, also for DataLoader.
+waiting for data. DataLoader and the first FastDataModule read the very same dataset, which calls
+its Albumentations pipeline itself; the others read an image folder and are given the pipeline. The
+network is that of the demo. Each way trains once before it is measured. Without a GPU the model
+computes on half of the CPUs where there are workers, also for DataLoader.
 """
 
 from __future__ import annotations

@@ -107,17 +107,12 @@ def inspect_dataset(
         sampler: The user's, which gives the keys of samples; None: these are numbers from 0.
         batch_sampler: The user's, likewise.
         read: Whether any sample may be read.
-        reads_here: The training process will read the dataset itself, so that a failure of another
-            process means nothing.
+        reads_here: The training process will read the dataset itself, so that what a process
+            makes of open files and clients means nothing.
 
     Raises:
-        DatasetError: The dataset is empty, or sample 0 was asked for and reading it raised.
+        DatasetError: Sample 0 was asked for and reading it raised.
     """
-    if questions.sample and dataset_length(dataset) == 0:
-        raise DatasetError(
-            f"{name} returned an empty {type(dataset).__name__} (length 0). "
-            "Check the path or the filter that made it."
-        )
     method = start_method or multiprocessing.get_start_method()
     # Another process takes seconds to start if it is not forked, and the first batch tells as much.
     pays = method == "fork" or not (reads_here or questions == Questions(sample=True))
@@ -133,7 +128,7 @@ def inspect_dataset(
     findings = work(start_method=method)
     facts = _facts(dataset, questions, findings)
     failure = findings.failure
-    if reads_here:
+    if reads_here and (failure is None or _suspects_fork(failure)):
         return replace(facts, shared_file=None)
     if failure is None and facts.shared_file is None:
         return facts
@@ -149,6 +144,15 @@ def inspect_dataset(
         key = findings.values.get("key", 0)
         raise _unreadable(dataset, name, key, failure, ordered=orders is not None)
     return replace(facts, warnings=(*facts.warnings, _decided_without(failure)))
+
+
+def refuse_empty(dataset: Dataset[Any], name: str) -> None:
+    """Raise DatasetError if a dataset has no samples; ``name`` is how the user knows it."""
+    if dataset_length(dataset) == 0:
+        raise DatasetError(
+            f"{name} returned an empty {type(dataset).__name__} (length 0). "
+            "Check the path or the filter that made it."
+        )
 
 
 def _answer(

@@ -13,7 +13,12 @@ from lightning_fastdata.errors import BatchError, DatasetError, FastDataWarning
 from lightning_fastdata.loading.automatic import needs_look, plan_for
 from lightning_fastdata.loading.checks import check_dataset
 from lightning_fastdata.loading.executors.suited import Batches
-from lightning_fastdata.loading.inspection import DatasetFacts, Questions, inspect_dataset
+from lightning_fastdata.loading.inspection import (
+    DatasetFacts,
+    Questions,
+    inspect_dataset,
+    refuse_empty,
+)
 from lightning_fastdata.plugin.arguments import (
     options_from,
     options_of,
@@ -110,6 +115,7 @@ class ModuleLoaders:
         asked = _batches_of(module, overrides)
         ordered = asked["sampler"] is not None or asked["batch_sampler"] is not None
         check_dataset(dataset, name, ordered=ordered)
+        refuse_empty(dataset, name)
         of = LoaderFacts(
             dataset=dataset,
             stage=stage,

@@ -115,11 +115,8 @@ def test_a_dataset_that_raises_is_named_with_its_cause(tmp_path, workers):
     [
         ((torch.zeros(4), 1), r"No image was found in \(tensor\[float32: 4\]"),
         ({"photo": np.zeros((4, 4, 3), np.uint8)}, r"No image was found in \{'photo'"),
-        ((np.zeros((4, 4, 3), np.float64), 1), r"array\[float64: 4, 4, 3\]"),
-        ({"image": np.zeros((4, 4, 3), np.int64)}, r"array\[int64: 4, 4, 3\]. Expected uint8"),
         ({"image": np.zeros((2, 4, 4, 3), np.uint8)}, "2 or 3 dimensions per sample"),
         ({"image": "photo.jpg"}, "The image is str. Expected a PIL image"),
-        (torch.zeros(3, 4, 4, dtype=torch.float16), "float16"),
     ],
 )
 def test_a_sample_without_a_usable_image_for_a_pipeline(tmp_path, sample, said):

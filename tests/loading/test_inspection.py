@@ -15,7 +15,12 @@ from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, ge
 
 from lightning_fastdata.errors import DatasetError
 from lightning_fastdata.loading.executors.suited import Batches
-from lightning_fastdata.loading.inspection import DatasetFacts, Questions, inspect_dataset
+from lightning_fastdata.loading.inspection import (
+    DatasetFacts,
+    Questions,
+    inspect_dataset,
+    refuse_empty,
+)
 from lightning_fastdata.loading.probe_process import try_apart
 
 EVERYTHING = Questions(sample=True, further=3, trial=(0, None), look=Batches(True, False))
@@ -145,13 +150,13 @@ def test_an_empty_or_a_raising_dataset_is_an_error_that_names_it():
     with pytest.raises(DatasetError, match=r"Photos.train_dataset\(\).*OSError: disk on fire") as e:
         inspect(Rows(fail))
     assert "in fail" in e.value.__cause__.__notes__[0]
-    with pytest.raises(DatasetError, match="empty"):
-        inspect(TensorDataset(torch.zeros(0, 2)))
+    with pytest.raises(DatasetError, match=r"Photos.train_dataset\(\) .*empty"):
+        refuse_empty(TensorDataset(torch.zeros(0, 2)), "Photos.train_dataset()")
 
 
-@pytest.mark.parametrize("work", [fail, killed])
-def test_a_failure_elsewhere_means_nothing_where_the_training_process_reads(work):
-    facts = inspect(Rows(work), reads_here=True)
+@pytest.mark.parametrize("dataset", [lambda: Rows(killed), lambda: WithClient(Forked())])
+def test_a_failure_elsewhere_means_nothing_where_the_training_process_reads(dataset):
+    facts = inspect(dataset(), reads_here=True)
     assert (facts.sample, facts.warnings) == (None, ())
     assert facts.look is not None
     assert facts.look.cost is None
