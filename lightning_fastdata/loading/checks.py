@@ -153,6 +153,11 @@ def _hold_datasets(given: Sequence[Any]) -> bool:
     )
 
 
+def _is_path(text: str) -> bool:
+    """Return whether a string is surely no row of letters, which torch would take for a dataset."""
+    return not any(letter.isspace() for letter in text) or os.path.exists(text)  # noqa: PTH110
+
+
 def _no_dataset(given: Any) -> str | None:
     """Return what was given instead of a dataset, and what to do; None: it is one."""
     told = f"the {type(given).__name__} {given!r:.200}, not a dataset"
@@ -160,7 +165,7 @@ def _no_dataset(given: Any) -> str | None:
         return "None, not a dataset. Return a dataset, or leave it out of the list."
     if isinstance(given, type):
         return f"the class {given.__name__}, not a dataset. Make one of it: {given.__name__}(...)."
-    if isinstance(given, str | bytes | os.PathLike):
+    if isinstance(given, bytes | os.PathLike) or (isinstance(given, str) and _is_path(given)):
         path = os.fsdecode(given)
         return (
             f"the path {path!r:.200}, not a dataset. Open what is there: a folder of images with "

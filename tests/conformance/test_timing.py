@@ -82,6 +82,7 @@ def test_row_22_each_batch_of_a_loader_with_length_is_waited_for_in_its_own_step
     assert callback.long() == [3, 9]
 
 
+@pytest.mark.filterwarnings("ignore:.*leaves the CPUs idle")
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("ours", [False, True])
 def test_row_23_a_slow_sample_shows_in_the_step_of_its_batch_and_nowhere_else(
