@@ -17,8 +17,8 @@ import psutil
 import pytest
 import torch
 import yaml
+from conformance.datasets import Strategy
 from conformance.pieces import Linear, Rows, RowsModule, make_trainer
-from conformance.sharing_rows import Strategy
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_fastdata import FastDataModule, LoaderOptions

@@ -117,7 +117,8 @@ class Stuck(Dataset):
 
 
 def test_a_timeout_names_the_sample_and_shows_where_it_is_stuck() -> None:
-    executor = pool(Stuck(), timeout_s=4)
+    # One process: a second one that starts slowly would be what the first batch waits for.
+    executor = pool(Stuck(), processes=1, timeout_s=4)
     executor.start_epoch([[0, 1], [4, 5]], 0)
     next(executor)
     with pytest.raises(WorkerError, match=r"(?s)timeout=4 s.*sample 5.*wait_for_a_server"):
