@@ -1,5 +1,6 @@
 # make demo    the package in a fresh .venv, trained on real photographs: what data stalls cost
 # make test    the tests
+# make test-long     the tests, with all cases where make test takes a part of them
 # make test-lowest   the front door with the lowest versions that pyproject.toml allows
 # make check   everything CI runs: lint, types, layers, tests
 PYTHON ?= python3
@@ -12,13 +13,16 @@ export NO_ALBUMENTATIONS_UPDATE := 1
 
 LOWEST := .venv-lowest
 
-.PHONY: demo test test-lowest check lint format clean
+.PHONY: demo test test-long test-lowest check lint format clean
 
 demo: $(VENV)/.ready-demo
 	$(PY) -m lightning_fastdata.cli demo
 
 test: $(VENV)/.ready-test
 	$(PY) -m pytest $(PYTEST_ARGS)
+
+test-long: export TEST_LONG := 1
+test-long: test
 
 # Apart from CI, since it installs another torch.
 test-lowest: $(LOWEST)/.ready

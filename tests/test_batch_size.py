@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from thoroughness import max_examples
 
 from lightning_fastdata.batch_size import (
     GuardDecision,
@@ -162,7 +163,7 @@ def decision_on(device: Device, asked: int, policy: str, budget: int, **more) ->
 
 
 @given(devices, sizes, policies, st.integers(0, 64 * GIB), st.integers(1, 8))
-@settings(max_examples=300)
+@max_examples(300)
 def test_the_chosen_size_fits_by_prediction_and_is_never_above_the_asked_one(
     device, asked, policy, budget, accumulate_now
 ):
@@ -181,7 +182,7 @@ def test_the_chosen_size_fits_by_prediction_and_is_never_above_the_asked_one(
 
 
 @given(devices, sizes, st.integers(0, 64 * GIB), st.integers(1, 8))
-@settings(max_examples=300)
+@max_examples(300)
 def test_accumulation_keeps_the_effective_batch_exactly_where_a_divisor_allows_it(
     device, asked, budget, accumulate_now
 ):

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
+from thoroughness import max_examples
 from torchvision.datasets import ImageFolder
 
 from lightning_fastdata.errors import DatasetError, OptionsError
@@ -103,7 +104,7 @@ def test_a_cut_that_fails_leaves_nothing_behind(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@settings(max_examples=50, deadline=None)
+@max_examples(50)
 @given(
     width=st.integers(430, 1500),
     height=st.integers(300, 1500),

@@ -11,8 +11,9 @@ import torch
 from albumentations.pytorch import ToTensorV2
 from augment.batches import BOXES, boxed, keys, pipeline
 from conformance.pieces import Pixels, make_trainer
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from thoroughness import max_examples
 from torch import nn
 from torch.utils.data import Dataset, default_collate
 
@@ -80,7 +81,7 @@ def by_albumentations(transform, samples, seed):
 
 
 @pytest.mark.parametrize("name", list(EXACT))
-@settings(max_examples=8, deadline=None)
+@max_examples(8)
 @given(
     sizes=st.lists(st.sampled_from([USUAL, USUAL, *ODD]), min_size=1, max_size=6),
     seed=st.integers(0, 99),

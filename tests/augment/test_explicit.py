@@ -6,8 +6,9 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from thoroughness import max_examples
 
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 import albumentations as A
@@ -88,7 +89,7 @@ def same(one, other) -> None:
     assert torch.equal(one, other)
 
 
-@settings(max_examples=25, deadline=None)
+@max_examples(25)
 @given(st.sampled_from(HEADS), equal, st.sampled_from(TAILS), st.booleans(), st.integers(0, 2**40))
 def test_images_and_masks_come_out_as_albumentations_makes_them(
     head, middle, tail, first, seed
@@ -103,7 +104,7 @@ def test_images_and_masks_come_out_as_albumentations_makes_them(
     same(masks, expected["mask"])
 
 
-@settings(max_examples=40, deadline=None)
+@max_examples(40)
 @given(st.sampled_from(HEADS), equal, st.sampled_from(TAILS), st.booleans(), st.integers(0, 2**40))
 def test_draws_without_pixels_carried_out_are_what_albumentations_makes(
     head, middle, tail, first, seed
@@ -225,7 +226,7 @@ BOXES = [
 ]
 
 
-@settings(max_examples=20, deadline=None)
+@max_examples(20)
 @given(st.sampled_from(HEADS), equal, st.integers(0, 2**40))
 def test_boxes_labels_and_keypoints_come_beside_the_draws_as_albumentations_returns_them(
     head, middle, seed

@@ -10,8 +10,9 @@ import cv2
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from thoroughness import max_examples
 
 from lightning_fastdata.augment.ops import DEVICE_OPS
 from lightning_fastdata.augment.program import compile_tapes
@@ -119,7 +120,7 @@ def test_the_usual_recipe_is_one_run():
 
 
 @pytest.mark.timeout(600)  # on a GPU each kind of run compiles a kernel
-@settings(max_examples=20, deadline=None)
+@max_examples(20)
 @given(
     names=st.lists(st.sampled_from(sorted(POOL)), min_size=1, max_size=4),
     end=st.sampled_from(sorted(ENDS)),

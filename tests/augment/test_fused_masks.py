@@ -11,8 +11,9 @@ import pytest
 import torch
 from augment.batches import keys
 from augment.test_fused import DEVICE, photographs
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from thoroughness import max_examples
 
 from lightning_fastdata.augment.ops import DEVICE_OPS
 from lightning_fastdata.augment.replay_torch import replay
@@ -62,7 +63,7 @@ def both_ways(program, blob, masks):
 
 
 @pytest.mark.timeout(600)  # on a GPU each kind of run compiles a kernel
-@settings(max_examples=25, deadline=None)
+@max_examples(25)
 @given(
     names=st.lists(st.sampled_from(sorted(POOL)), min_size=1, max_size=4),
     size=st.sampled_from([(14, 14), (11, 16), (6, 6)]),

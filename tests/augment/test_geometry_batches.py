@@ -23,8 +23,9 @@ from augment.joined import (
     record,
     smooth,
 )
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from thoroughness import max_examples
 
 from lightning_fastdata.augment.foreign import ForeignBatches, replay_all
 from lightning_fastdata.augment.geometry import join_tapes
@@ -73,7 +74,7 @@ def fits(transforms):
     return True
 
 
-@settings(max_examples=25, deadline=None)
+@max_examples(25)
 @given(pipelines.filter(fits), st.integers(0, 2**30))
 def test_fused_and_exact_differ_by_interpolation_alone(transforms, seed) -> None:
     tapes = [tape for tape in record(transforms, smooth(), count=5, seed=seed) if tape]
@@ -85,7 +86,7 @@ def test_fused_and_exact_differ_by_interpolation_alone(transforms, seed) -> None
     assert_alike(tapes, joined, (SIZE, SIZE))
 
 
-@settings(max_examples=15, deadline=None)
+@max_examples(15)
 @given(pipelines.filter(fits), st.integers(0, 2**30))
 def test_a_sample_does_not_depend_on_the_batch_it_is_in(transforms, seed) -> None:
     tapes = [tape for tape in record(transforms, noise(), count=5, seed=seed) if tape]

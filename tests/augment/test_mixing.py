@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 from augment.parity import photographs
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
+from thoroughness import max_examples
 from torchvision.transforms import v2
 
 from lightning_fastdata.augment.mixing import CutMix, MixUp, Mosaic, OneOfMixes, RandomErasing
@@ -48,7 +49,7 @@ def shares(count):
     return torch.nn.functional.one_hot(torch.arange(count) % CLASSES, CLASSES).float()
 
 
-@settings(max_examples=40, deadline=None)
+@max_examples(40)
 @given(st.lists(st.integers(0, 2**62), min_size=1, max_size=12, unique=True), st.integers(1, 3))
 def test_partners_form_one_ring_that_does_not_depend_on_the_order_of_the_batch(order, distance):
     order = torch.tensor(order)

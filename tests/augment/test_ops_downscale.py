@@ -4,8 +4,9 @@ import albumentations as A
 import numpy as np
 import pytest
 from augment.parity import extremes, parity, photographs
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from thoroughness import max_examples
 
 from lightning_fastdata.augment.ops import DEVICE_OPS
 
@@ -39,7 +40,7 @@ def test_downscaling_of_float_images_goes_through_bytes(down):
     assert parity(downscale((0.2, 0.9), down, LINEAR), images).largest <= 1e-6
 
 
-@settings(max_examples=40, deadline=None)
+@max_examples(40)
 @given(
     scale=st.floats(0.12, 0.99),
     down=st.sampled_from([NEAREST, LINEAR, AREA]),

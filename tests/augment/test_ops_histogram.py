@@ -7,8 +7,9 @@ import pytest
 import torch
 from augment.opencv_versions import counts_under_boolean_masks
 from augment.parity import extremes, parity, photographs
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from thoroughness import max_examples
 
 from lightning_fastdata.augment.ops import DEVICE_OPS
 from lightning_fastdata.augment.ops.lab import (
@@ -59,7 +60,7 @@ def test_auto_contrast_takes_any_number_of_channels(channels):
     assert parity(TRANSFORMS["auto contrast"], photographs(131, 170, channels)).largest == 0
 
 
-@settings(max_examples=25, deadline=None)
+@max_examples(25)
 @given(
     clip=st.floats(1, 40),
     tiles=st.tuples(st.integers(1, 9), st.integers(1, 9)),
@@ -75,7 +76,7 @@ def test_clahe_equals_albumentations_for_any_limit_and_tiles(clip, tiles, size, 
     assert found.exact >= 0.999
 
 
-@settings(max_examples=25, deadline=None)
+@max_examples(25)
 @given(
     cutoff=st.floats(0, 60),
     method=st.sampled_from(["cdf", "pil"]),

@@ -4,8 +4,9 @@ import albumentations as A
 import numpy as np
 import pytest
 from augment.parity import extremes, parity, photographs
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from thoroughness import max_examples
 
 from lightning_fastdata.augment.ops import DEVICE_OPS
 
@@ -27,7 +28,7 @@ def test_chromatic_aberration_of_float_images_goes_through_bytes():
     assert found.exact >= 0.999
 
 
-@settings(max_examples=25, deadline=None)
+@max_examples(25)
 @given(
     first=st.floats(-0.9, 0.9),
     second=st.floats(-0.9, 0.9),

@@ -4,8 +4,9 @@ import albumentations as A
 import numpy as np
 import pytest
 from augment.parity import both, extremes, parity, photographs
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from thoroughness import max_examples
 
 from lightning_fastdata.augment.ops import DEVICE_OPS
 
@@ -50,7 +51,7 @@ def test_order_statistics_of_float_images_equal_albumentations(name):
     assert parity(EXACT[name], images).largest == 0
 
 
-@settings(max_examples=15, deadline=None)
+@max_examples(15)
 @given(
     scale=st.tuples(st.integers(1, 7), st.integers(1, 7)),
     operation=st.sampled_from(["dilation", "erosion"]),
@@ -87,7 +88,7 @@ def test_sharpening_by_a_gaussian_equals_albumentations(name, channels):
         assert parity(SHARPEN[name], extremes(*size, channels), range(2)).largest == 0
 
 
-@settings(max_examples=15, deadline=None)
+@max_examples(15)
 @given(
     radius=st.integers(1, 9),
     sigma=st.floats(0.2, 6),

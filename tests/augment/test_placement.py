@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from thoroughness import max_examples
 
 from lightning_fastdata.augment.placement import (
     MOST_CHANGES,
@@ -18,7 +19,7 @@ from lightning_fastdata.augment.placement import (
 )
 
 ms = st.floats(0.01, 1000, allow_nan=False)
-few = settings(max_examples=150, deadline=None)
+few = max_examples(150)
 other = {"device": "workers", "workers": "device"}
 
 

@@ -5,8 +5,9 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from thoroughness import max_examples
 
 from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded
 from lightning_fastdata.augment.program import Draws, compile_tapes
@@ -52,7 +53,7 @@ tracks = st.lists(
 ).map(lambda ops: [affine(*op) for op in ops])
 
 
-@settings(max_examples=60, deadline=None)
+@max_examples(60)
 @given(st.lists(tracks, min_size=1, max_size=6))
 def test_each_sample_takes_its_own_operations_in_its_own_order(batch_tracks) -> None:
     batch = torch.arange(len(batch_tracks) * 4).reshape(-1, 2, 2, 1)
@@ -66,7 +67,7 @@ def test_each_sample_takes_its_own_operations_in_its_own_order(batch_tracks) -> 
     assert torch.equal(batch, before)
 
 
-@settings(max_examples=40, deadline=None)
+@max_examples(40)
 @given(st.lists(tracks, min_size=2, max_size=6))
 def test_a_sample_does_not_depend_on_the_batch_it_is_in(batch_tracks) -> None:
     batch = torch.arange(len(batch_tracks) * 4).reshape(-1, 2, 2, 1)
@@ -76,7 +77,7 @@ def test_a_sample_does_not_depend_on_the_batch_it_is_in(batch_tracks) -> None:
         assert torch.equal(alone[0], together[row])
 
 
-@settings(max_examples=20, deadline=None)
+@max_examples(20)
 @given(st.integers(1, 5), st.lists(st.integers(-9, 9), min_size=1, max_size=4))
 def test_it_does_not_matter_whether_samples_share_what_they_drew_or_drew_the_same(count, numbers):
     shared = [affine(0, 2, np.asarray(numbers))] * count

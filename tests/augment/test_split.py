@@ -11,8 +11,9 @@ from collections import defaultdict
 import cv2
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from thoroughness import max_examples
 
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 import albumentations as A
@@ -122,7 +123,7 @@ def with_barriers(tree, barriers):
     return tree
 
 
-@settings(max_examples=50, deadline=None)
+@max_examples(50)
 @given(HEADS, trees(EXACTLY, 4), SOME_BARRIERS, TAILS, OPTIONS, SEEDS)
 def test_a_pipeline_split_by_barriers_gives_what_the_cpu_gives(
     head, tree, barriers, tail, options, seed
@@ -133,7 +134,7 @@ def test_a_pipeline_split_by_barriers_gives_what_the_cpu_gives(
     compare(A.Compose(operations, **options), some_samples(options=options), seed=seed)
 
 
-@settings(max_examples=40, deadline=None)
+@max_examples(40)
 @given(trees([*EXACTLY, *BARRIERS[:9]], 6), targets(), SEEDS)
 def test_barriers_within_containers_leave_boxes_and_keypoints_as_the_cpu_does(tree, formats, seed):
     compare(A.Compose(tree, **formats), some_samples(options=formats), seed=seed)

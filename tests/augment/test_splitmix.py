@@ -3,9 +3,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
+from thoroughness import max_examples
 
 from lightning_fastdata.augment.ops.splitmix import (
     normal,
@@ -38,7 +39,7 @@ def test_without_a_second_key_the_words_are_those_of_splitmix64():
     assert got.numpy().view(np.uint64).tolist() == known
 
 
-@settings(max_examples=30, deadline=None)
+@max_examples(30)
 @given(INT64, INT64, st.integers(0, 9), st.integers(0, 5))
 def test_words_equal_arithmetic_without_a_limit(first, second, count, stream):
     got = words(torch.tensor([[first, second]]), count, stream)[0]

@@ -6,8 +6,9 @@ import os
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from thoroughness import max_examples
 
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 import albumentations as A
@@ -30,7 +31,7 @@ def shifted_hues(shift):
     return np.mod(np.arange(256, dtype=np.int16) + shift, 180).astype(np.uint8)
 
 
-@settings(max_examples=300, deadline=None)
+@max_examples(300)
 @given(shift=SHIFTS.filter(bool))
 def test_a_table_of_hues_has_every_sum_rounded_as_it_is_in_floats(shift) -> None:
     params = {"hue_shift": shift, "sat_shift": 0.0, "val_shift": 0.0}
@@ -42,7 +43,7 @@ def test_a_table_of_hues_has_every_sum_rounded_as_it_is_in_floats(shift) -> None
     np.testing.assert_array_equal(table[:, 0], shifted_hues(180 * (shift / 180)))
 
 
-@settings(max_examples=100, deadline=None)
+@max_examples(100)
 @given(saturation=SHIFTS, value=SHIFTS)
 def test_saturation_and_value_move_as_albucore_moves_bytes(saturation, value) -> None:
     params = {"hue_shift": 1.0, "sat_shift": saturation, "val_shift": value}
@@ -51,7 +52,7 @@ def test_saturation_and_value_move_as_albucore_moves_bytes(saturation, value) ->
     np.testing.assert_array_equal(table[:, 2], add_constant(RAMP[None], value)[0])
 
 
-@settings(max_examples=100, deadline=None)
+@max_examples(100)
 @given(st.integers(0, 2**32 - 1), st.sampled_from([1e-9, 1e-8, 1e-5, 1.00002e-5, 1e-4, 0.3]))
 def test_a_warp_notes_the_inverse_of_a_matrix_that_is_not_close_to_the_identity(seed, far) -> None:
     moved = np.random.default_rng(seed).uniform(-far, far, (2, 3))

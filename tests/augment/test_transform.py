@@ -9,8 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
+from thoroughness import max_examples
 from torch.utils.data import default_collate
 
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
@@ -209,7 +210,7 @@ def assert_same(one, other) -> None:
         assert torch.equal(one[name], other[name]), name
 
 
-@settings(max_examples=50, deadline=None)
+@max_examples(50)
 @given(HEADS, trees(DEVICE), TAILS, st.integers(0, 2**40))
 def test_any_pipeline_split_over_worker_and_device_gives_what_albumentations_gives(
     head, middle, tail, seed
@@ -218,7 +219,7 @@ def test_any_pipeline_split_over_worker_and_device_gives_what_albumentations_giv
     assert_same(*both_ways(transform, samples(), SampleKey(seed, 0, 0)))
 
 
-@settings(max_examples=50, deadline=None)
+@max_examples(50)
 @given(HEADS, trees(DEVICE + BARRIERS), TAILS, st.integers(0, 2**40))
 def test_operations_without_a_device_form_change_nothing_wherever_they_stand(
     head, middle, tail, seed
@@ -227,7 +228,7 @@ def test_operations_without_a_device_form_change_nothing_wherever_they_stand(
     assert_same(*both_ways(transform, samples(), SampleKey(seed, 0, 0)))
 
 
-@settings(max_examples=25, deadline=None)
+@max_examples(25)
 @given(trees([*DEVICE, BARRIERS[0], BARRIERS[2]]), st.integers(0, 2**40))
 def test_boxes_labels_and_keypoints_are_albumentations_own(middle, seed) -> None:
     compose = A.Compose(
@@ -445,7 +446,7 @@ def test_a_foreign_batch_gets_what_each_of_its_samples_would(layout, tail, on_cp
     assert torch.equal(result["mask"], oracle["mask"])
 
 
-@settings(max_examples=30, deadline=None)
+@max_examples(30)
 @given(trees(DEVICE + BARRIERS[:5]), TAILS, st.booleans())
 def test_a_foreign_batch_replayed_where_it_lies_equals_one_run_on_the_cpu(
     middle, tail, crop

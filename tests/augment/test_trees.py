@@ -9,8 +9,9 @@ os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 import albumentations as A
 from augment.test_pipelines import EQUAL
 from augment.trees import TARGETS, compare, logged, some_samples, targets, trees
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from thoroughness import max_examples
 
 from lightning_fastdata.augment.ops import DEVICE_OPS
 from lightning_fastdata.augment.parity import examples, make_example
@@ -70,7 +71,7 @@ OPTIONS = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@max_examples(60)
 @given(HEADS, trees(EXACTLY), TAILS, OPTIONS, SEEDS)
 def test_a_tree_of_exact_operations_gives_albumentations_pixels_and_parameters(
     head, tree, tail, options, seed
@@ -79,7 +80,7 @@ def test_a_tree_of_exact_operations_gives_albumentations_pixels_and_parameters(
     compare(A.Compose([*head(), *tree, *(make() for make in tail)], **options), samples, seed=seed)
 
 
-@settings(max_examples=60, deadline=None)
+@max_examples(60)
 @given(HEADS, trees(ALL), OPTIONS, targets(), SEEDS)
 def test_any_tree_moves_boxes_keypoints_and_labels_as_albumentations_does(
     head, tree, options, formats, seed

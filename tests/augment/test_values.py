@@ -11,8 +11,9 @@ import pytest
 import torch
 from augment.batches import in_worker, keys
 from augment.parity import both, photographs
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
+from thoroughness import max_examples
 from torch.utils.data import Dataset
 
 from lightning_fastdata import BatchTransform
@@ -139,7 +140,7 @@ def assert_close(made, wanted):
     assert float(gap) * levels(wanted) <= 4.01
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@max_examples(40, suppress_health_check=list(HealthCheck))
 @given(st.lists(nodes, min_size=1, max_size=4), st.sampled_from(DTYPES), st.booleans())
 def test_any_pipeline_gives_what_albumentations_gives_for_any_dtype(middle, dtype, ends):
     samples = [{"image": image} for image in images_of(dtype)]
@@ -150,7 +151,7 @@ def test_any_pipeline_gives_what_albumentations_gives_for_any_dtype(middle, dtyp
         )
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@max_examples(30, suppress_health_check=list(HealthCheck))
 @given(st.lists(nodes, min_size=1, max_size=4), st.sampled_from(DTYPES), st.booleans())
 def test_batches_of_any_dtype_are_carried_out_as_albumentations_does(middle, dtype, ends):
     compose = A.Compose([A.RandomCrop(32, 32), *middle, *([A.ToTensorV2()] if ends else [])])
@@ -177,7 +178,7 @@ class Photos(Dataset):
         return self.pipeline(image=self.images[index])["image"]
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@max_examples(30, suppress_health_check=list(HealthCheck))
 @given(st.lists(nodes, min_size=1, max_size=4), st.sampled_from(DTYPES))
 def test_pipelines_of_a_dataset_take_any_dtype(middle, dtype):
     dataset = Photos(A.Compose([A.RandomCrop(32, 32), *middle, A.ToTensorV2()]), images_of(dtype))

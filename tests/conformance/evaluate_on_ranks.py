@@ -1,6 +1,7 @@
-"""A program that is one rank of several, or the only one: evaluates, and writes what it saw.
+"""A program of several ranks, or one: each evaluates, and writes what it saw.
 
-Arguments: number of ranks, folder to write to, and lists of [samples, batch size] as JSON.
+Arguments: numbers of ranks, one after another, folder to write to, and lists of [samples, batch
+size] as JSON.
 """
 
 from __future__ import annotations
@@ -9,9 +10,11 @@ import json
 import os
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 
 import torch
+from conformance.forked_ranks import on_ranks
 from conformance.pieces import Rows, RowsModule, make_trainer
 from lightning.pytorch import LightningModule, seed_everything
 from lightning.pytorch.callbacks import BasePredictionWriter
@@ -143,4 +146,5 @@ def main(ranks, folder, cases):
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3]))
+    for ranks in map(int, sys.argv[1].split(",")):
+        on_ranks(ranks, partial(main, ranks, sys.argv[2], json.loads(sys.argv[3])))

@@ -17,6 +17,7 @@ import psutil
 import pytest
 import torch
 import yaml
+from conformance.datasets import Strategy
 from conformance.pieces import Linear, Rows, RowsModule, make_trainer
 from lightning.pytorch.loggers import CSVLogger
 
@@ -90,11 +91,6 @@ def test_the_sharing_strategy_that_was_planned_is_set(tmp_path):
         torch.multiprocessing.set_sharing_strategy(before)
 
 
-class Strategy(Rows):
-    def __getitem__(self, i):
-        return float(torch.multiprocessing.get_sharing_strategy() == "file_system")
-
-
 @pytest.mark.parametrize("executor", ["torch", "workers"])
 @pytest.mark.parametrize("start", ["fork", "spawn"])
 def test_workers_share_as_their_parent_does_however_they_are_started(start, executor):
@@ -104,7 +100,7 @@ def test_workers_share_as_their_parent_does_however_they_are_started(start, exec
         executor=executor,
     )  # fmt: skip
     try:
-        module = FastDataModule.from_datasets(Strategy(2), batch_size=2, options=options)
+        module = FastDataModule.from_datasets(Strategy(), batch_size=2, options=options)
         (batch,) = list(module.train_dataloader())
         assert batch.tolist() == [1, 1]
     finally:

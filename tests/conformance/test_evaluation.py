@@ -3,63 +3,41 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from itertools import chain
 from pathlib import Path
 
 import pytest
+from conformance.forked_ranks import launched
+from thoroughness import LONG
 
 PROGRAM = Path(__file__).with_name("evaluate_on_ranks.py")
-CASES = [(10, 2), (10, 3), (11, 3), (11, 4), (7, 2), (7, 4)]
+CASES = [(10, 2), (11, 3), (11, 4), (7, 4), *([(10, 3), (7, 2)] if LONG else [])]
 METHODS = {"validate": "val", "test": "test", "predict": "predict"}
 
 
-def launch(folder, ranks):
-    """Run the program on so many ranks; one that hangs is killed and fails."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    processes = []
-    for rank in range(ranks):
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(PROGRAM.parents[1]), *sys.path]),
-            "OMP_NUM_THREADS": "1",
-        }
-        if ranks > 1:
-            environment |= {
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                "NODE_RANK": "0",
-                "LOCAL_RANK": str(rank),
-            }
-        command = [sys.executable, str(PROGRAM), str(ranks), str(folder), json.dumps(CASES)]
-        processes.append(
-            subprocess.Popen(
-                command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-            )
-        )
-    try:
-        for process in processes:
-            output, _ = process.communicate(timeout=100)
-            assert process.returncode == 0, output.decode()[-3000:]
-    finally:
-        for process in processes:
-            process.kill()
-    return [json.loads((folder / f"{ranks}-{rank}.json").read_text()) for rank in range(ranks)]
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory):
-    return launch(tmp_path_factory.mktemp("alone"), 1)[0]
+def of_ranks(tmp_path_factory):
+    """What each rank saw, by the number of ranks."""
+    folder = tmp_path_factory.mktemp("ranks")
+    counts = (1, 2, 3)
+    launched(PROGRAM, ",".join(map(str, counts)), str(folder), json.dumps(CASES))
+    return {
+        ranks: [json.loads((folder / f"{ranks}-{rank}.json").read_text()) for rank in range(ranks)]
+        for ranks in counts
+    }
+
+
+@pytest.fixture(scope="module")
+def alone(of_ranks):
+    return of_ranks[1][0]
 
 
 @pytest.fixture(scope="module", params=[2, 3])
-def together(request, tmp_path_factory):
-    return launch(tmp_path_factory.mktemp(f"ranks{request.param}"), request.param)
+def together(request, of_ranks):
+    return of_ranks[request.param]
 
 
 def batches(result, stage, loader=0):

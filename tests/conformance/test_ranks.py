@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -13,14 +12,19 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from conformance.forked_ranks import launched
 
 from lightning_fastdata.insight.metrics import StepHistory, StepTiming
 from lightning_fastdata.plugin.ranks import RankRecords, shared_store
+
+pytestmark = pytest.mark.timeout(600)
 
 PROGRAM = Path(__file__).with_name("train_on_ranks.py")
 SLEEPS_MS = (4, 10, 30)
 """Of one sample; a batch has two, and the rest of a step takes 10 ms."""
 EVEN = {"batches": [12, 12], "sleep_s": [0, 0]}
+COUNTED = {**EVEN, "counted": True}
+"""Collectives are counted, by the profiler, which is slow."""
 CASES = {
     **{
         f"rank 1 sleeps {ms}": {**EVEN, "sleep_s": [0, ms / 1e3], "max_epochs": 2}
@@ -31,10 +35,10 @@ CASES = {
     "healthy": {**EVEN, "step_s": 0.05},
     "rank 1 has fewer": {"batches": [8, 6], "sleep_s": [0, 0], "max_epochs": -1, "max_steps": 16},
     "rank 0 has fewer": {"batches": [6, 8], "sleep_s": [0, 0], "max_epochs": -1, "max_steps": 16},
-    "one epoch": {**EVEN, "max_epochs": 1},
-    "four epochs": {**EVEN, "max_epochs": 4},
-    "one epoch, not measured": {**EVEN, "max_epochs": 1, "measured": False},
-    "four epochs, not measured": {**EVEN, "max_epochs": 4, "measured": False},
+    "one epoch": {**COUNTED, "max_epochs": 1},
+    "four epochs": {**COUNTED, "max_epochs": 4},
+    "one epoch, not measured": {**COUNTED, "max_epochs": 1, "measured": False},
+    "four epochs, not measured": {**COUNTED, "max_epochs": 4, "measured": False},
 }
 
 
@@ -42,33 +46,7 @@ CASES = {
 def trained(tmp_path_factory):
     """What each of two ranks measured, by case."""
     folder = tmp_path_factory.mktemp("ranks")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    processes = []
-    for rank in range(2):
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(PROGRAM.parents[1]), *sys.path]),
-            "OMP_NUM_THREADS": "1",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "NODE_RANK": "0",
-            "LOCAL_RANK": str(rank),
-        }
-        command = [sys.executable, str(PROGRAM), "2", str(folder), json.dumps(CASES)]
-        processes.append(
-            subprocess.Popen(
-                command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-            )
-        )
-    try:
-        for process in processes:
-            output, _ = process.communicate(timeout=110)
-            assert process.returncode == 0, output.decode()[-3000:]
-    finally:
-        for process in processes:
-            process.kill()
+    launched(PROGRAM, "2", str(folder), json.dumps(CASES))
     return [json.loads((folder / f"2-{rank}.json").read_text()) for rank in range(2)]
 
 

@@ -1,4 +1,4 @@
-"""A program that is one rank of several: trains as the cases say, and writes what it measured.
+"""A program of several ranks: each trains as the cases say, and writes what it measured.
 
 Arguments: number of ranks, folder to write to, and the cases as JSON: name -> settings.
 """
@@ -10,9 +10,11 @@ import json
 import os
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
+from conformance.forked_ranks import on_ranks
 from conformance.pieces import Linear, make_trainer
 from lightning.pytorch.loggers import CSVLogger
 from torch.profiler import ProfilerActivity, profile
@@ -45,7 +47,18 @@ class Paced(Linear):
         return super().training_step(batch, batch_idx)
 
 
-def train(ranks, folder, *, batches, sleep_s, step_s=0.01, measured=True, ours=True, **arguments):
+def train(
+    ranks,
+    folder,
+    *,
+    batches,
+    sleep_s,
+    step_s=0.01,
+    measured=True,
+    ours=True,
+    counted=False,
+    **arguments,
+):
     """Train once; ``batches`` and ``sleep_s`` (of one sample) have an entry for each rank."""
     rank = int(os.environ["LOCAL_RANK"])
     dataset = Stream(2 * batches[rank], sleep_s[rank])
@@ -61,7 +74,8 @@ def train(ranks, folder, *, batches, sleep_s, step_s=0.01, measured=True, ours=T
         log_every_n_steps=1000,
         **{"limit_val_batches": 0, **arguments},
     )
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+    profiler = profile(activities=[ProfilerActivity.CPU]) if counted else None
+    with profiler or nullcontext():
         trainer.fit(Paced(step_s), loader)
     logger.save()
     file = Path(logger.log_dir) / "metrics.csv"
@@ -72,7 +86,8 @@ def train(ranks, folder, *, batches, sleep_s, step_s=0.01, measured=True, ours=T
         "report": None if report is None else report.as_dict(),
         "text": None if report is None else report.text(120),
         "rows": [{k: v for k, v in row.items() if v} for row in rows],
-        "collectives": sum(event.name.startswith("c10d::") for event in profiler.events()),
+        "collectives": profiler
+        and sum(event.name.startswith("c10d::") for event in profiler.events()),
     }
 
 
@@ -86,4 +101,5 @@ def main(ranks, folder, cases):
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3]))
+    ranks, folder, cases = int(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
+    on_ranks(ranks, lambda: main(ranks, folder, cases))

@@ -5,22 +5,14 @@ from __future__ import annotations
 import os
 import sqlite3
 import tempfile
-import threading
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from front_door.clients import SAMPLES, Opening, WithRuntime, value_of
 from lightning.pytorch import LightningModule, Trainer
-from torch.utils.data import Dataset
 
 from lightning_fastdata import FastDataModule
-
-SAMPLES = 40
-
-
-def value_of(index: int) -> float:
-    return float(index * 37 % 251)
 
 
 class Seen(LightningModule):
@@ -51,23 +43,6 @@ def fit(dataset, epochs: int = 2) -> FastDataModule:
     ).fit(module, datamodule=data)
     assert module.got == {index: value_of(index) for index in range(SAMPLES)}
     return data
-
-
-class Opening(Dataset):
-    """Opens something and reads numbers from it."""
-
-    def __init__(self, folder: Path, *, at_once: bool) -> None:
-        self.folder = folder
-        self.prepare()
-        self.opened = self.open() if at_once else None
-
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def __getitem__(self, index):
-        if self.opened is None:
-            self.opened = self.open()
-        return torch.tensor([self.read(index)]), index
 
 
 class Sqlite(Opening):
@@ -137,44 +112,6 @@ class Arrow(Opening):
 @pytest.mark.parametrize("dataset", [Sqlite, Hdf5, Lmdb, Arrow])
 def test_every_sample_is_the_one_that_was_asked_for(dataset, at_once, tmp_path):
     fit(dataset(tmp_path, at_once=at_once))
-
-
-class Runtime:
-    """A client whose threads are gone in a forked process, as those of async runtimes are."""
-
-    def __init__(self) -> None:
-        self.asked = threading.Semaphore(0)
-        self.done = threading.Semaphore(0)
-        self.question = 0
-        self.answer = 0.0
-        threading.Thread(target=self._serve, daemon=True).start()
-
-    def _serve(self) -> None:
-        while True:
-            self.asked.acquire()
-            self.answer = value_of(self.question)
-            self.done.release()
-
-    def read(self, index: int) -> float:
-        self.question = index
-        self.asked.release()
-        self.done.acquire()
-        return self.answer
-
-    def __reduce__(self):
-        return Runtime, ()
-
-
-class WithRuntime(Opening):
-    def prepare(self):
-        pass
-
-    def open(self):
-        return Runtime()
-
-    def read(self, index):
-        sum(range(20_000))
-        return self.opened.read(index)
 
 
 def test_threads_that_a_fork_loses_hang_nothing_if_they_start_on_first_use(tmp_path):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
+from thoroughness import max_examples
 from torchvision.transforms import RandomResizedCrop, v2
 
 from lightning_fastdata.errors import OptionsError
@@ -104,7 +105,7 @@ def test_a_certain_flip_is_certain(probability, flipped):
 
 
 @given(st.integers(0, 2**63), st.integers(0, 2**40), st.integers(0, 2**40))
-@settings(max_examples=50, deadline=None)
+@max_examples(50)
 def test_equal_keys_draw_equal_numbers_and_different_keys_do_not(seed, epoch, index):
     key = SampleKey(seed, epoch, index)
     again, draws = keyed_uniform(key), keyed_uniform(key)
@@ -124,7 +125,7 @@ def test_the_numbers_of_a_key_never_change():
 
 
 @given(sides, sides, st.sampled_from(["random_resized", "center", "stretch"]), st.integers(0, 99))
-@settings(max_examples=200, deadline=None)
+@max_examples(200)
 def test_every_box_lies_in_its_picture_and_every_sample_in_its_resized_box(
     height, width, crop, index
 ):
@@ -142,7 +143,7 @@ def test_every_box_lies_in_its_picture_and_every_sample_in_its_resized_box(
 
 
 @given(sides, sides, st.integers(1, 512))
-@settings(max_examples=100, deadline=None)
+@max_examples(100)
 def test_the_shorter_side_is_resized_as_torchvision_does(height, width, length):
     image = torch.empty(0, height, width, dtype=torch.uint8)
     resized = v2.functional.resize(image, [length], antialias=True)

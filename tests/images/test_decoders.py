@@ -11,9 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, assume, given
 from hypothesis import strategies as st
 from PIL import Image
+from thoroughness import max_examples
 
 from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.images.decoders import choose_decoder
@@ -163,9 +164,7 @@ def test_decoders_that_are_not_strict_say_so(jpegs):
 
 
 @given(data=st.data())
-@settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@max_examples(150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_whatever_the_bytes_are_there_are_pixels_or_a_reason(decoder, data, jpegs, others):
     samples = {**jpegs, **others}
     encoded = bytearray(samples[data.draw(st.sampled_from(sorted(samples)))])

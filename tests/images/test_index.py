@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import pickle
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from thoroughness import max_examples
 
 from lightning_fastdata.images.index import PathIndex
 
@@ -14,7 +15,7 @@ paths = st.binary(min_size=1, max_size=40).filter(lambda name: b"\0" not in name
 
 
 @given(st.lists(st.tuples(paths, st.integers(0, 2**31 - 1)), max_size=30))
-@settings(max_examples=100, deadline=None)
+@max_examples(100)
 def test_any_path_a_file_system_can_hold_survives_packing_and_pickling(samples):
     index = pickle.loads(pickle.dumps(PathIndex.pack(samples)))
     assert len(index) == len(samples)

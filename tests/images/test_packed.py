@@ -10,8 +10,9 @@ from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from thoroughness import max_examples
 
 from lightning_fastdata import PackedStrings
 
@@ -26,7 +27,7 @@ def image_paths(count):
     return [f"/data/train/n{i % 1000:08d}/n{i % 1000:08d}_{i}.JPEG" for i in range(count)]
 
 
-@settings(max_examples=150, deadline=None)
+@max_examples(150)
 @given(strings=lists, start=bounds, stop=bounds, step=steps, asked=text)
 def test_it_reads_like_a_list(strings, start, stop, step, asked):
     packed = PackedStrings(strings)
@@ -43,7 +44,7 @@ def test_it_reads_like_a_list(strings, start, stop, step, asked):
             packed[index]
 
 
-@settings(max_examples=80, deadline=None)
+@max_examples(80)
 @given(strings=lists, start=bounds, stop=bounds, protocol=st.integers(2, 5))
 def test_it_survives_pickling_whole_and_in_part(strings, start, stop, protocol):
     packed = PackedStrings(strings)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
+from thoroughness import max_examples
 from torchvision.datasets.folder import pil_loader
 from torchvision.transforms import v2
 
@@ -103,7 +104,7 @@ def test_a_small_shrink_is_linear_and_near_torchvision(photos):
 
 
 @given(st.integers(1, 4000), st.integers(1, 4000), st.integers(8, 512), st.booleans())
-@settings(max_examples=300, deadline=None)
+@max_examples(300)
 def test_the_automatic_plan_never_decodes_fewer_pixels_than_the_sample_has(
     height, width, size, scalable
 ):
@@ -128,7 +129,7 @@ def test_only_the_automatic_plan_decodes_scaled(resample):
 
 
 @given(st.integers(0, 999), st.integers(0, 999), st.integers(16, 999), st.sampled_from([2, 4, 8]))
-@settings(max_examples=200, deadline=None)
+@max_examples(200)
 def test_a_scaled_box_lies_in_the_scaled_picture_within_half_a_pixel(top, left, side, scale):
     full_height, full_width = top + side, left + side + 3
     box = scaled_box(Box(top, left, side, side), scale)

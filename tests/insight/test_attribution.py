@@ -6,8 +6,9 @@ from dataclasses import fields
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from thoroughness import max_examples
 from torch.utils.data import Dataset, default_collate
 
 from lightning_fastdata.insight.attribution import WaitCutter, WaitParts
@@ -169,7 +170,7 @@ def runs(draw: st.DrawFn) -> list[BatchStamps]:
 
 
 @given(runs())
-@settings(max_examples=200, deadline=None)
+@max_examples(200)
 def test_the_parts_of_every_wait_add_up_to_it_and_none_is_negative(run) -> None:
     cutter = WaitCutter()
     for stamps in run:

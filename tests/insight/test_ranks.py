@@ -8,8 +8,9 @@ import statistics
 from dataclasses import asdict, replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from thoroughness import max_examples
 
 from lightning_fastdata.insight.evidence import Evidence
 from lightning_fastdata.insight.findings import findings
@@ -77,7 +78,7 @@ def test_a_rank_without_steps_tells_that_nothing_was_measured():
     assert timing == RankTiming(rank=3, host="c", steps=0)
 
 
-@settings(max_examples=50)
+@max_examples(50)
 @given(st.lists(st.lists(st.floats(0, 100), max_size=6), min_size=1, max_size=4))
 def test_epochs_together_have_the_mean_of_all_their_steps(epochs):
     timings = [

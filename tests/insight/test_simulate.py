@@ -8,8 +8,9 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from thoroughness import max_examples
 
 from lightning_fastdata.insight.replay import slowdowns
 from lightning_fastdata.insight.simulate import (
@@ -23,7 +24,7 @@ from lightning_fastdata.loading.stamps import BatchStamps, TaskStamps
 
 MS = 1e6
 SCHEDULINGS = ("batch", "queue", "sample")
-few = settings(max_examples=30, deadline=None)
+few = max_examples(30)
 
 
 def cost(*, cpu=0.0, blocked=0.0, collate=0.0, step=10.0, slowest=0.0, handover=0.0, taking=0.0):
@@ -272,7 +273,7 @@ def test_without_slow_samples_no_batch_costs_more(costs):
 # Sharing CPUs
 
 
-@settings(max_examples=200, deadline=None)
+@max_examples(200)
 @given(
     jobs=st.integers(0, 32), share=st.floats(0.01, 1), own=st.floats(0, 8), cpus=st.floats(0.5, 16),
     nice=st.integers(0, 19),

@@ -6,8 +6,9 @@ import gc
 import tracemalloc
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from thoroughness import max_examples
 
 from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.insight.clock import CudaClock, HostClock
@@ -385,7 +386,7 @@ MARKS = st.sampled_from(
 )  # fmt: skip
 
 
-@settings(max_examples=150, deadline=None)
+@max_examples(150)
 @given(marks=st.lists(MARKS, max_size=60), cuda=st.booleans())
 def test_no_order_of_marks_corrupts_a_later_step(marks, cuda):
     gpu, timeline = cuda_timeline(capacity=16) if cuda else cpu_timeline()
@@ -415,7 +416,7 @@ def test_no_order_of_marks_corrupts_a_later_step(marks, cuda):
 
 
 @given(waits=st.lists(st.floats(0, 50), min_size=2, max_size=8), compute=st.floats(0, 30))
-@settings(max_examples=30, deadline=None)
+@max_examples(30)
 def test_gaps_and_steps_together_are_the_device_time(waits, compute):
     gpu, timeline = cuda_timeline()
     for ms in waits:

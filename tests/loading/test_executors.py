@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from thoroughness import max_examples
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate, get_worker_info
 
 from lightning_fastdata.errors import OptionsError
@@ -109,7 +110,7 @@ def test_every_kind_of_sample_is_collated_as_by_torch(name: str, kind: str) -> N
     assert_same(fetched(name, plan_of(dataset), list(loader.batch_sampler)), list(loader))
 
 
-@settings(max_examples=15, deadline=None)
+@max_examples(15)
 @given(
     length=st.integers(1, 40),
     batch_size=st.integers(1, 12),

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from thoroughness import max_examples
 from torch.utils.data import (
     BatchSampler,
     ConcatDataset,
@@ -141,7 +142,7 @@ def gathered(dataset: Any, batches: list[Any], *, threads: int = 0, **settings: 
         executor.close()
 
 
-@settings(max_examples=150, deadline=None)
+@max_examples(150)
 @given(data=st.data(), dataset=datasets(), threads=st.sampled_from([0, 1, 3]))
 def test_batches_are_those_of_torch_to_the_bit(data, dataset, threads) -> None:
     index = st.integers(-len(dataset), len(dataset) - 1)

@@ -11,8 +11,9 @@ import albumentations as A
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from thoroughness import max_examples
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -96,7 +97,7 @@ def equal(a, b):
     return a == b
 
 
-@settings(max_examples=25, deadline=None)
+@max_examples(25)
 @given(
     kind=st.sampled_from(["tensor", "tuple", "list", "dict", "namedtuple", "numpy", "number"]),
     length=st.integers(1, 20),

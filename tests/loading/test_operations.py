@@ -13,8 +13,9 @@ from collections import deque
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from thoroughness import max_examples
 from torch.utils.data import Dataset
 
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
@@ -56,7 +57,7 @@ PIPELINES = st.lists(st.recursive(LEAVES, containers, max_leaves=4), min_size=1,
 
 
 @given(PIPELINES, st.integers(0, 1000), st.booleans())
-@settings(max_examples=40, deadline=None)
+@max_examples(40)
 def test_albumentations_draws_and_computes_the_same_while_it_is_timed(operations, seed, replay):
     kind = A.ReplayCompose if replay else A.Compose
     plain = kind(copy.deepcopy(operations), p=0.9)

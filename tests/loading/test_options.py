@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jsonargparse import ArgumentParser
+from thoroughness import max_examples
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_fastdata.errors import OptionsError
@@ -105,7 +106,7 @@ any_situation = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@max_examples(200)
 @given(options=any_options, situation=any_situation)
 def test_the_users_value_always_wins_and_each_option_is_chosen_once(
     options: LoaderOptions, situation: dict[str, Any]
@@ -126,7 +127,7 @@ def test_the_users_value_always_wins_and_each_option_is_chosen_once(
     assert all(limit in made.explain() for limit in made.limits)
 
 
-@settings(max_examples=300, deadline=None)
+@max_examples(300)
 @given(situation=any_situation)
 def test_what_is_chosen_stays_within_the_machine(situation: dict[str, Any]) -> None:
     made = plan(**situation)
@@ -150,7 +151,7 @@ def test_what_is_chosen_stays_within_the_machine(situation: dict[str, Any]) -> N
         assert made.sharing_strategy == "file_system"
 
 
-@settings(max_examples=100, deadline=None)
+@max_examples(100)
 @given(situation=any_situation, more=st.integers(1, 64))
 def test_more_cpus_never_give_fewer_workers(situation: dict[str, Any], more: int) -> None:
     few = situation["cpu"]
@@ -341,7 +342,7 @@ def test_options_come_from_a_command_line_and_from_yaml() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
-@settings(max_examples=60, deadline=None)
+@max_examples(60)
 @given(options=any_options, situation=any_situation)
 def test_torch_takes_the_arguments_of_every_plan(
     options: LoaderOptions, situation: dict[str, Any]

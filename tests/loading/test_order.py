@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from thoroughness import max_examples
 from torch.utils.data import (
     BatchSampler,
     DistributedSampler,
@@ -35,7 +36,7 @@ SIZES = {
 }
 
 
-@settings(max_examples=60, deadline=None)
+@max_examples(60)
 @given(**SIZES)
 def test_ranks_share_every_sample_once(world_size, **how) -> None:
     ranks = [EpochOrder(rank=r, world_size=world_size, **how) for r in range(world_size)]
@@ -46,7 +47,7 @@ def test_ranks_share_every_sample_once(world_size, **how) -> None:
     assert all(len(batch) for rank in batches for batch in rank)
 
 
-@settings(max_examples=150, deadline=None)
+@max_examples(150)
 @given(**SIZES)
 def test_with_equal_counts_ranks_share_every_sample_once_in_as_many_batches(
     world_size, **how
@@ -73,7 +74,7 @@ def test_with_equal_counts_ranks_share_every_sample_once_in_as_many_batches(
             assert min(sizes) == size
 
 
-@settings(max_examples=60, deadline=None)
+@max_examples(60)
 @given(**SIZES)
 def test_equal_counts_change_an_epoch_only_where_a_rank_would_get_nothing(
     world_size, **how
@@ -88,7 +89,7 @@ def test_equal_counts_change_an_epoch_only_where_a_rank_would_get_nothing(
         assert same or 0 < rest < world_size
 
 
-@settings(max_examples=60, deadline=None)
+@max_examples(60)
 @given(position=st.integers(0, 70), drop_last=st.booleans(), equal_counts=st.booleans(), **SIZES)
 def test_a_position_skips_so_many_batches(position, equal_counts, **how) -> None:
     can = can_share_evenly(how["length"], how["batch_size"], how["world_size"])
@@ -98,7 +99,7 @@ def test_a_position_skips_so_many_batches(position, equal_counts, **how) -> None
     assert [b.tolist() for b in rest] == [b.tolist() for b in whole[position:]]
 
 
-@settings(max_examples=40, deadline=None)
+@max_examples(40)
 @given(seed=st.integers(0, 2**40), ranks=st.sampled_from([1, 2, 4]))
 def test_a_kept_global_batch_holds_the_same_samples_for_any_world_size(seed, ranks) -> None:
     def step(world_size: int, number: int) -> set[int]:
@@ -128,7 +129,7 @@ def test_impossible_plans_are_refused(bad) -> None:
         EpochOrder(**{"length": 5, "batch_size": 2, "world_size": 2, **bad})
 
 
-@settings(max_examples=40, deadline=None)
+@max_examples(40)
 @given(
     length=st.integers(1, 50),
     batch_size=st.integers(1, 9),
@@ -170,7 +171,7 @@ def test_index_arrays_are_the_samplers_own_indices(
     assert epochs(index_batches) == epochs(iter)
 
 
-@settings(max_examples=80, deadline=None)
+@max_examples(80)
 @given(
     length=st.integers(1, 50),
     batch_size=st.integers(1, 9),

@@ -8,9 +8,10 @@ import os
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from loading.virtual_device import VirtualDevice
+from thoroughness import max_examples
 from torch.utils.data import Dataset
 
 from lightning_fastdata import FastDataLoader, FastDataModule, LoaderOptions
@@ -81,7 +82,7 @@ def copies_through(device, pool, count):
     return read
 
 
-@settings(max_examples=40, deadline=None)
+@max_examples(40)
 @given(seed=st.integers(0, 2**32), slots=st.integers(2, 5))
 def test_a_slot_is_not_written_before_the_copies_from_it_are_done(seed, slots):
     device = VirtualDevice(seed, lazy=seed % 4 == 0)

@@ -9,8 +9,9 @@ import tracemalloc
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from thoroughness import max_examples
 from torch.utils.data import BatchSampler, Dataset
 
 from lightning_fastdata import FastDataLoader
@@ -38,7 +39,7 @@ def chi_square_deviations(counts):
     return (statistic - degrees) / math.sqrt(2 * degrees)
 
 
-@settings(max_examples=150, deadline=None)
+@max_examples(150)
 @given(length=st.integers(0, 300) | st.sampled_from([1023, 1024, 1025, 4097, 9973]), seed=seeds)
 def test_every_sample_comes_once(length, seed) -> None:
     order = KeyedPermutation(length, seed=seed, epoch=0)[:]
@@ -57,7 +58,7 @@ def test_every_sample_of_a_long_order_comes_once(length) -> None:
     assert seen.all()
 
 
-@settings(max_examples=60, deadline=None)
+@max_examples(60)
 @given(
     length=st.integers(1, 2**62),
     cuts=st.lists(st.integers(0, 400), max_size=12),
@@ -77,7 +78,7 @@ def test_parts_are_those_of_the_whole(length, cuts, seed, epoch, data) -> None:
     assert np.array_equal(np.concatenate(list(parts_of(order, bounds))), whole)
 
 
-@settings(max_examples=60, deadline=None)
+@max_examples(60)
 @given(seed=seeds, epoch=epochs)
 def test_seed_and_epoch_decide_and_each_of_their_bits_counts(seed, epoch) -> None:
     def head(seed, epoch):
@@ -171,7 +172,7 @@ def test_an_epoch_of_a_million_million_samples_begins_without_an_array_of_them()
         tracemalloc.stop()
 
 
-@settings(max_examples=40, deadline=None)
+@max_examples(40)
 @given(position=st.integers(0, HUGE // 12 - 1), rank=st.integers(0, 2))
 def test_a_long_epoch_goes_on_at_any_position(position, rank) -> None:
     how = {"length": HUGE, "batch_size": 4, "world_size": 3, "rank": rank, "seed": 1}

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 from albumentations.pytorch import ToTensorV2
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from lightning.fabric.utilities import move_data_to_device
 from loading.virtual_device import (
@@ -31,6 +31,7 @@ from loading.virtual_device import (
     consume,
     host_batches,
 )
+from thoroughness import max_examples
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
@@ -84,7 +85,7 @@ def ahead(device, batches, transform=None, without=()):
 # The device
 
 
-@settings(max_examples=60, deadline=None)
+@max_examples(60)
 @given(seed=st.integers(0, 2**32), count=st.integers(0, 9), transformed=st.booleans())
 def test_every_batch_is_read_unharmed_in_any_order_of_the_devices_work(seed, count, transformed):
     device = VirtualDevice(seed, lazy=seed % 5 == 0)
@@ -119,7 +120,7 @@ def on_device_already(device, count):
         yield [batch[0].to(None, non_blocking=True)]
 
 
-@settings(max_examples=30, deadline=None)
+@max_examples(30)
 @given(seed=st.integers(0, 2**32), waits=st.booleans())
 def test_batches_made_on_the_consumers_stream_are_read_after_they_are_made(seed, waits):
     device = VirtualDevice(seed)
@@ -427,7 +428,7 @@ LEAVES = st.one_of(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@max_examples(100)
 @given(batch=st.recursive(LEAVES, nested, max_leaves=8))
 def test_structures_are_moved_as_lightning_moves_them(batch):
     meta = torch.device("meta")
@@ -524,7 +525,7 @@ def noisy(batch):
     return batch + torch.rand(batch.shape) + np.random.rand() + random.random()
 
 
-@settings(max_examples=25, deadline=None)
+@max_examples(25)
 @given(count=st.integers(1, 13), size=st.integers(1, 5), epochs=st.integers(1, 3))
 def test_batches_are_bitwise_the_same_ahead_and_not(count, size, epochs):
     loader = DataLoader(torch.arange(count), size)

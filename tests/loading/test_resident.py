@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 from conformance.pieces import Linear, make_trainer
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from loading.virtual_device import HostStreams
+from thoroughness import max_examples
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from lightning_fastdata import FastDataLoader, FastDataModule, LoaderOptions, prefetch
@@ -42,7 +43,7 @@ def same(ours, theirs):
             same(one, other)
 
 
-@settings(max_examples=30, deadline=None)
+@max_examples(30)
 @given(
     rows=st.integers(1, 40),
     size=st.integers(1, 9),

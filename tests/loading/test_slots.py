@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from thoroughness import max_examples
 
 from lightning_fastdata.errors import WorkerError
 from lightning_fastdata.loading.leaves import pack, unpack, write_leaves
@@ -41,7 +42,7 @@ def bits(tensor: torch.Tensor) -> bytes:
     return fresh.reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-@settings(max_examples=60, deadline=None)
+@max_examples(60)
 @given(
     dtype=st.sampled_from(DTYPES),
     shape=st.lists(st.integers(0, 5), max_size=4),

@@ -119,7 +119,7 @@ WORKERS = [
     {"num_workers": 0},
     {"num_workers": 2},
     {"num_workers": 1, "persistent_workers": True},
-    {"num_workers": 1, "multiprocessing_context": "spawn"},
+    {"num_workers": 1, "multiprocessing_context": "spawn", "persistent_workers": True},
 ]
 
 

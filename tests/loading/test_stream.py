@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from thoroughness import max_examples
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 
 from lightning_fastdata.errors import OptionsError
@@ -65,7 +66,7 @@ def epochs_of(loader: Any, count: int = 2) -> Any:
     return batches, torch.rand(1)  # what the model would draw next
 
 
-@settings(max_examples=12, deadline=None)
+@max_examples(12)
 @given(
     lengths=st.lists(st.integers(0, 9), min_size=1, max_size=3),
     batch_size=st.one_of(st.none(), st.integers(1, 4)),

@@ -1,4 +1,4 @@
-"""A program that is one of two ranks, each of which puts its pixels where it finds best.
+"""A program of two ranks, each of which puts its pixels where it finds best.
 
 Argument: the folder to write to.
 """
@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from conformance.forked_ranks import on_ranks
 from plugin.test_placing import COSTS, SLOW_DEVICE, placed, train
 
 
@@ -33,4 +34,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    on_ranks(2, main)

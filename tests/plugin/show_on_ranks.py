@@ -1,4 +1,4 @@
-"""A program that is one rank of two: trains, and shows its first batch on the board.
+"""A program of two ranks: each trains, and the first shows its first batch on the board.
 
 Arguments: the folder of the board, and that of the batches that the steps saw.
 """
@@ -8,9 +8,11 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 
 import torch
+from conformance.forked_ranks import on_ranks
 from conformance.pieces import Images, Pixels, make_trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 
@@ -53,4 +55,4 @@ def main(board, batches):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2])
+    on_ranks(2, partial(main, sys.argv[1], sys.argv[2]))

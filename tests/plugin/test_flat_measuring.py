@@ -1,4 +1,4 @@
-"""What is measured of a step is forgotten in time: a million of them take no more memory."""
+"""What is measured of a step is forgotten in time: many of them take no more memory."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from thoroughness import LONG
 
 MEBIBYTE = 2**20
 
@@ -104,7 +105,7 @@ class Model(LightningModule):
         self.readings = []
 
     def training_step(self, batch, batch_idx):
-        if batch_idx in (steps // 10, steps - 1):
+        if batch_idx in (steps // 2, steps - 1):
             self.readings.append(own_bytes())
         return self.layer(batch).mean()
 
@@ -131,22 +132,25 @@ def said(script, *arguments):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
-def test_a_million_steps_take_no_more_memory_than_a_hundred_thousand():
-    before, after, steps, waits = said(PARTS, 1_000_000, "whole")
-    assert (steps, waits) == (1_000_000, 999_000)
-    assert after - before < MEBIBYTE
+@pytest.mark.timeout(600)
+def test_ten_times_as_many_steps_take_no_more_memory():
+    asked = 1_000_000 if LONG else 200_000
+    before, after, steps, waits = said(PARTS, asked, "whole")
+    assert (steps, waits) == (asked, asked - asked // 1000)
+    assert after - before < MEBIBYTE * asked / 1_000_000  # about a byte a step
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_no_line_of_code_keeps_more_the_longer_it_runs():
-    grown = said(PARTS, 40_000, "traced")
+    grown = said(PARTS, 40_000 if LONG else 20_000, "traced")
     assert grown
     assert max(grown.values()) < 16 * 1024
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 def test_a_training_with_everything_on_takes_no_more_memory_with_each_step(tmp_path):
-    before, after = said(TRAINER, 20_000, tmp_path)
-    assert after - before < MEBIBYTE
+    steps = 20_000 if LONG else 5_000
+    before, after = said(TRAINER, steps, tmp_path)
+    assert after - before < MEBIBYTE * steps / 36_000  # of the second half: 58 bytes a step

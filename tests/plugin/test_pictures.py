@@ -5,9 +5,6 @@ from __future__ import annotations
 import inspect
 import io
 import os
-import socket
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
@@ -18,6 +15,7 @@ import numpy as np
 import pytest
 import pytorch_lightning
 import torch
+from conformance.forked_ranks import launched
 from conformance.pieces import Images, Pixels, make_trainer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 from PIL import Image
@@ -362,36 +360,10 @@ def test_the_twins_callback_shows_pictures_with_the_twins_trainer(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_of_several_ranks_the_first_shows_its_batches(tmp_path):
     program = Path(__file__).with_name("show_on_ranks.py")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(program.parents[1]), *sys.path]),
-        "OMP_NUM_THREADS": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "NODE_RANK": "0",
-    }
-    command = [sys.executable, str(program), str(tmp_path), str(tmp_path)]
-    processes = [
-        subprocess.Popen(
-            command,
-            env={**environment, "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
-        for rank in range(2)
-    ]
-    try:
-        for process in processes:
-            output, _ = process.communicate(timeout=100)
-            assert process.returncode == 0, output.decode()[-3000:]
-    finally:
-        for process in processes:
-            process.kill()
+    launched(program, str(tmp_path), str(tmp_path))
     pictures = shown(tmp_path / "run" / "version_0")
     batches = torch.load(tmp_path / "0.pt")
     assert list(pictures) == [0, 2]

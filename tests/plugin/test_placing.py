@@ -7,9 +7,6 @@ import json
 import logging
 import os
 import pickle
-import socket
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from albumentations.pytorch import ToTensorV2
+from conformance.forked_ranks import launched
 from conformance.pieces import Images, Pixels, make_trainer
 from lightning.pytorch import Callback
 from loading.virtual_device import HostStreams
@@ -253,6 +251,7 @@ def test_what_was_chosen_is_explained_with_its_numbers(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("executor", ["torch", "workers"])
 def test_workers_that_are_not_forked_follow_the_change(tmp_path, executor):
     expected, _ = train(tmp_path, place="cpu", workers=0, trainer={"max_epochs": 4})
@@ -439,35 +438,10 @@ def test_nor_is_it_where_a_dataset_s_own_pipeline_cannot_be_left_to_the_device(t
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_ranks_need_not_agree(tmp_path):
     program = Path(__file__).with_name("place_on_ranks.py")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(program.parents[1]), *sys.path]),
-        "OMP_NUM_THREADS": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "NODE_RANK": "0",
-    }
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(program), str(tmp_path)],
-            env={**environment, "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
-        for rank in range(2)
-    ]
-    try:
-        for process in processes:
-            output, _ = process.communicate(timeout=110)
-            assert process.returncode == 0, output.decode()[-3000:]
-    finally:
-        for process in processes:
-            process.kill()
+    launched(program, str(tmp_path))
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
     assert first["same"]
     assert second["same"]

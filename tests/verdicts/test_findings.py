@@ -8,8 +8,9 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from thoroughness import max_examples
 
 import lightning_fastdata
 from lightning_fastdata.insight.attribution import SlowSample, WaitParts
@@ -260,7 +261,7 @@ def test_saturated_cpus_are_answered_by_fewer_workers_and_the_operation_that_cos
     assert found.gain.basis == "floor"
 
 
-@settings(max_examples=25, deadline=None)
+@max_examples(25)
 @given(
     share=st.floats(0, 0.999), cpus=st.floats(0, 0.999), stall=st.floats(0.05, 0.95),
     workers=st.integers(1, 16),
@@ -327,7 +328,7 @@ def test_waiting_for_storage_that_gives_more_to_more_workers_is_latency():
     assert findings(evidence)[0].code == "FD303"
 
 
-@settings(max_examples=25, deadline=None)
+@max_examples(25)
 @given(
     cpu=st.floats(0, 40), blocked=st.floats(0, 40), step=st.floats(1, 30),
     workers=st.sampled_from([1, 2, 4, 8]), cpus=st.sampled_from([1.0, 2.0, 16.0]),
@@ -353,7 +354,7 @@ def test_choosing_without_anything_recorded_is_an_error():
         choose([], [setup()])
 
 
-@settings(max_examples=100, deadline=None)
+@max_examples(100)
 @given(
     shares=st.lists(st.floats(0, 1), min_size=9, max_size=9), stall=st.floats(0.03, 0.99),
 )  # fmt: skip
