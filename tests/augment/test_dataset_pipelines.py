@@ -23,9 +23,10 @@ from lightning_fastdata import DataThroughputCallback, FastDataModule
 from lightning_fastdata.augment.dataset_pipelines import DatasetRecording, place_pipelines
 from lightning_fastdata.augment.deferred import DeferredTensor
 from lightning_fastdata.augment.registry import register
+from lightning_fastdata.loading.inspection import DatasetFacts
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.loading.pipeline_trial import try_recording
-from lightning_fastdata.plugin.pipelines import Pipelines
+from lightning_fastdata.plugin.pipelines import LoaderFacts, Pipelines
 from lightning_fastdata.plugin.stage_transforms import StageTransforms
 from lightning_fastdata.plugin.staging import finish
 
@@ -524,7 +525,11 @@ def pipelines():
 
 def find(where, dataset, **other):
     given = {"stage": "train", "seed": 0, "collate_fn": None, **other}
-    return where.find(dataset, None, name=given["stage"], trainer=object(), **given).own
+    of = LoaderFacts(dataset=dataset, name=given["stage"], trainer=object(), **given)
+    asked, trial = where.questions(of).trial, None
+    if asked is not None:  # which a process that is thrown away does for a data module
+        trial = try_recording(dataset, seed=asked[0], collate_fn=asked[1])
+    return where.find(of, DatasetFacts(trial=trial)).own
 
 
 def test_a_dataset_is_tried_once_for_a_stage_however_often_its_loader_is_made():
