@@ -44,6 +44,8 @@ _SET = "set by you"
 _PIN = "page-locked memory speeds up copies to CUDA devices only"
 _KEEP = "kept between the epochs of training and validation; a single pass does not need it"
 _AS_IT_IS = (None, "left as Python and torch have it")
+_SURELY_MS = 2
+"""Shorter waits may come from other programs, which is no reason to warn of what the user set."""
 _NO_FORK = "a forked process could not read the dataset, and one that was started so could"
 _FEW_FILES = "shared by name, as the open-file limit is too low to share by descriptor"
 _NO_DESCRIPTORS = ("darwin", "win32")
@@ -327,7 +329,7 @@ def _overstepped(
             f'{cpu.usable_cpus} or "auto", or ask for more CPUs (docker --cpus, Slurm -c).'
         )
     few = options.num_workers != "auto" and 0 < options.num_workers <= cpu.usable_cpus
-    if few and cost is not None and waits(cost):
+    if few and cost is not None and waits(cost) and cost.wait_ms >= _SURELY_MS:
         yield (
             f"num_workers={options.num_workers}, but a sample waits {cost.wait_ms:.3g} of its "
             f'{cost.wall_ms:.3g} ms and leaves the CPUs idle. Set num_workers="auto", or more '

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import IterableDataset
 
 from lightning_fastdata.batch_size import CudaMemoryReader, skipped
-from lightning_fastdata.errors import DatasetError
+from lightning_fastdata.errors import DatasetError, FastDataWarning
 from lightning_fastdata.loading.order import dataset_length
 from lightning_fastdata.plugin.given_loaders import GivenLoader, taken_apart
 from lightning_fastdata.plugin.guard import apply_decision, run_guard
@@ -164,16 +165,19 @@ def first_rows(datamodule: Any, dataset: Any, rows: int) -> Batch:
     dataset, known = taken_apart(dataset, rows)
     rows = known.get("batch_size", rows)
     length = len(dataset)
-    loader = datamodule.make_loader(
-        dataset,
-        stage="train",
-        batch_size=rows,
-        collate_fn=known.get("collate_fn", datamodule.collate_fn),
-        sampler=[i % length for i in range(rows)],
-        drop_last=False,
-        num_workers=1,
-        persistent_workers=False,
-    )
+    with warnings.catch_warnings():
+        # What there is to say of the dataset is said when its own loader is made.
+        warnings.simplefilter("ignore", FastDataWarning)
+        loader = datamodule.make_loader(
+            dataset,
+            stage="train",
+            batch_size=rows,
+            collate_fn=known.get("collate_fn", datamodule.collate_fn),
+            sampler=[i % length for i in range(rows)],
+            drop_last=False,
+            num_workers=1,
+            persistent_workers=False,
+        )
     if loader.executor == "inline":
         loader.executor = "workers"
     try:
