@@ -201,13 +201,13 @@ def _facts(dataset: Any, questions: Questions, findings: Findings) -> DatasetFac
     look = values.get("look")
     if look is None and questions.look is not None:
         look = look_at(dataset, **questions.look._asdict(), read=False)
-    failed = None
+    failed, failure = None, findings.failure
     if isinstance(dataset, IterableDataset):
         failed = "it is a stream, of which no sample can be tried without losing it"
     elif questions.trial is not None and "trial" not in values:
-        failure = findings.failure
-        what = "told nothing" if failure is None else failure.what
-        failed = f"it was not tried, or in a side process that {what}"
+        # Where there was no process, or its outcome could not be pickled, there is none to name.
+        tried = "it was tried in a side process, which {}"
+        failed = "it was not tried" if failure is None else tried.format(failure.what)
     return DatasetFacts(
         sampled="sample" in values,
         sample=values.get("sample"),
