@@ -6,6 +6,7 @@ import dataclasses
 import random
 import threading
 import time
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -232,6 +233,39 @@ def test_an_abandoned_epoch_leaves_nothing_in_the_next(name: str) -> None:
         assert next(executor)[:, 0, 0, 0].tolist() == [epoch * 10, epoch * 10 + 1]
     assert len(list(executor)) == 24
     executor.close()
+
+
+class FirstBatchFirst(Dataset):
+    """Four rows; those of the second batch are there only once the first batch is."""
+
+    def __init__(self, arrived: Path) -> None:
+        self.arrived = arrived
+
+    def __getitem__(self, i: int) -> int:
+        if i == 1:
+            time.sleep(0.2)  # the other process knows by then what samples look like
+        give_up = time.monotonic() + 30
+        while i > 1 and not self.arrived.exists():
+            assert time.monotonic() < give_up, "the first batch waits for the second"
+            time.sleep(0.001)
+        return i
+
+    def __len__(self) -> int:
+        return 8
+
+
+@pytest.mark.parametrize(("name", "workers"), [("workers", 2), ("sidecar", 2)])
+def test_the_first_batch_waits_for_no_later_one(name: str, workers: int, tmp_path: Path) -> None:
+    arrived = tmp_path / "arrived"
+    plan = plan_of(FirstBatchFirst(arrived))
+    executor = open_executor(name, plan, workers=workers)
+    try:
+        executor.start_epoch([[0, 1], [2, 3], [4, 5], [6, 7]], 0)
+        assert next(executor).tolist() == [0, 1]
+        arrived.touch()
+        assert [batch.tolist() for batch in executor] == [[2, 3], [4, 5], [6, 7]]
+    finally:
+        executor.close()
 
 
 def test_processes_come_and_go_while_running() -> None:

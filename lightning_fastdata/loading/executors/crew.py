@@ -144,22 +144,38 @@ class Crew:
             for side in self.sides.values():
                 side.send(("drop", number))
 
-    def give(self, task: Task, message: tuple[Any, ...], to: SideProcess | None = None) -> bool:
-        """Queue a task, or give it to one process; False if the queue is full for now."""
+    def give(self, task: Task, message: tuple[Any, ...]) -> bool:
+        """Queue a task; False if the queue is full for now."""
         number = self._count + 1
         packet = make_packet(number, message)
-        if to is None and self._queue is not None and len(packet) <= select.PIPE_BUF:
+        if self._queue is not None and len(packet) <= select.PIPE_BUF:
             if not self._queue.put(packet):
                 return False
             self._tasks[number] = task
         else:
             # What is too long for the queue goes to the process that has least to do.
             staying = [side for side in self.sides.values() if not side.retiring]
-            to = to or min(staying, key=lambda side: side.load)
+            to = min(staying, key=lambda side: side.load)
             to.tasks[number] = task
             to.send(("task", packet))
         self._count = number
         return True
+
+    def answer_first(
+        self, side: SideProcess, rest: tuple[Task, tuple[Any, ...]] | None = None
+    ) -> None:
+        """Let a process go on that has read the first sample of a task, and waits for the rest.
+
+        Args:
+            side: Which; it takes nothing from the queue before it has this answer.
+            rest: What is to be done and its message; None if there is nothing.
+        """
+        packet = None
+        if rest is not None:
+            self._count += 1
+            packet = make_packet(self._count, rest[1])
+            side.tasks[self._count] = rest[0]
+        side.send(("rest", packet))
 
     def wait(self, until: float | None) -> Iterator[Answer | Loss] | None:
         """Wait for answers and return them; None if there is none until then (``monotonic``).

@@ -187,7 +187,7 @@ class PoolExecutor:
             batch = PendingBatch(self._count, run.generation, run.number, indices)
             self._batches.append(batch)
             self._todo.extend(self._splitter.tasks(batch, self._batches, self._crew))
-        while self._todo and self._give(self._todo[0]):
+        while self._todo and self._crew.give(self._todo[0], self._message(self._todo[0])):
             self._todo.popleft()
 
     def _next_indices(self) -> tuple[EpochRun, Any] | None:
@@ -199,7 +199,7 @@ class PoolExecutor:
                     run.exhausted = True
         return None
 
-    def _give(self, task: Task, to: SideProcess | None = None) -> bool:
+    def _message(self, task: Task) -> tuple[Any, ...]:
         batch = task.batch
         while self._slots.dropped:
             self._crew.forget(self._slots.dropped.popleft())
@@ -209,8 +209,7 @@ class PoolExecutor:
         place = None if batch.slot is None else batch.slot.number
         indices = task.indices[:1] if task.kind == "first" else task.indices
         what = (task.start, indices, rows, place)
-        message = (task.kind, batch.generation, batch.number, batch.epoch, *what)
-        return self._crew.give(task, message, to)
+        return (task.kind, batch.generation, batch.number, batch.epoch, *what)
 
     # What comes back
 
@@ -238,7 +237,8 @@ class PoolExecutor:
         if kind == "rows":
             self._splitter.note_time(message[2] / len(task.indices))
         elif kind == "layout":
-            self._learn(side, message[4], task)
+            rest = self._learn(message[4], task)
+            self._crew.answer_first(side, None if rest is None else (rest, self._message(rest)))
         elif kind == "whole":
             batch.take_parts(message[4], files, self._slots)
             self._splitter.note_size(batch.packed.size_bytes)
@@ -251,8 +251,8 @@ class PoolExecutor:
         if not batch.open_tasks:
             self._finish(batch)
 
-    def _learn(self, side: SideProcess, layout: SampleLayout | None, task: Task) -> None:
-        """Have the rest of a task done by the process that has read its first sample, and kept it.
+    def _learn(self, layout: SampleLayout | None, task: Task) -> Task | None:
+        """Return what the process that read the first sample of a task, and kept it, is to do next.
 
         The first layout that is found is that of all samples.
         """
@@ -261,17 +261,17 @@ class PoolExecutor:
             self._splitter.learn(layout)
             self._crew.tell("layout", layout)
         if self._is_old(batch) or batch.misfit:
-            return
+            return None
         try:
             placed = self._splitter.place(batch)
         except WorkerError as error:  # no memory for it, which is said when it is its turn
             batch.error = 0, error
-            return
-        if placed:
-            batch.open_tasks += 1
-            self._give(Task("rows", batch, task.start, task.indices), side)
-        else:
+            return None
+        if not placed:
             batch.misfit = True
+            return None
+        batch.open_tasks += 1
+        return Task("rows", batch, task.start, task.indices)
 
     def _finish(self, batch: PendingBatch) -> None:
         if self._is_old(batch):

@@ -130,6 +130,9 @@ class Side:
         self.maps: dict[int, mmap] = {}
         self.kept: dict[tuple[int, int], Any] = {}
         self.own: deque[bytes] = deque()
+        self.asked: deque[tuple[int, int]] = deque()
+        """Parts of batches of which only the first sample was read. What is to become of the rest
+        is on its way, and goes before what waits in the queue."""
         self.queue: int | None = None
         self.closed = False
         self.poller = select.epoll()
@@ -176,9 +179,11 @@ class Side:
     def next_task(self, thread: int) -> tuple[Any, ...] | None:
         """Wait for the next task, noted as taken by the thread; None when there will be no more."""
         while True:
-            self._hear()
+            self._hear(wait=bool(self.asked) and not self.own)
             if self.closed:
                 return None
+            if self.asked and not self.own:
+                continue
             packet = self.own.popleft() if self.own else None
             if packet is None and self.queue is not None:
                 packet = read_packet(self.queue)
@@ -248,6 +253,10 @@ class Side:
         kind = message[0]
         if kind == "task":
             self.own.append(message[1])
+        elif kind == "rest":
+            self.asked.popleft()
+            if message[1] is not None:
+                self.own.append(message[1])
         elif kind == "slot":
             self.maps[message[1]] = map_shared_memory(descriptors[0])
             os.close(descriptors[0])

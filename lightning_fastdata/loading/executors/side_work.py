@@ -81,9 +81,13 @@ class Work:
         self._mark(-1, -1)
         spent = time.monotonic_ns() - began
         stamps = self.stamps.end() if self.fetcher.stamps is not None else None
+        if reply[0] == "layout":
+            self.side.asked.append((batch, start))
         try:
             self.side.say((reply[0], number, spent, stamps, *reply[1:]), files)
         except Exception as error:  # something in it cannot be pickled, and nothing was said
+            if reply[0] == "layout":
+                self.side.asked.pop()
             text = report_of(error, self.fetcher.where(indices))[1]
             if reply[0] == "error":
                 text = reply[-1]
