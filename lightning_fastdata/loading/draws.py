@@ -5,15 +5,17 @@ from __future__ import annotations
 import ctypes
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 import numpy.random  # forked processes find it loaded, which takes a tenth of a second
 import torch
 
+GENERATORS: Final = ("random", "numpy", "torch")
+"""The global generators, as they are named here."""
 _MT19937_WORDS: Final = 624
 _MT19937_BYTES: Final = 4 * (_MT19937_WORDS + 1)
 """A Mersenne Twister in memory: its words, and the position among them."""
@@ -22,34 +24,53 @@ _MT19937_BYTES: Final = 4 * (_MT19937_WORDS + 1)
 class DrawWatch:
     """Remembers the states of the global generators, and sees whether they are still the same.
 
-    Seeding the three generators costs more than a cheap sample does, so a dataset is seeded only
-    once it has been seen to draw. Code that draws and puts the state back cannot be seen.
+    Seeding a generator costs more than a cheap sample does, so each is seeded only once a dataset
+    has been seen to draw from it. Code that draws and puts the state back cannot be seen.
+
+    Args:
+        names: Which generators, of ``GENERATORS``.
     """
 
-    def __init__(self) -> None:
-        self._python = PythonGenerator(_python_address())
-        self._numpy = _NumpyGenerator()
+    def __init__(self, names: Collection[str] = GENERATORS) -> None:
+        self._watched: dict[str, _Watched] = {name: _watched(name) for name in names}
         self.begin()
 
     def begin(self) -> None:
         """Remember the present states."""
-        self._python.begin()
-        self._numpy.begin()
-        self._torch = torch.get_rng_state()
+        for generator in self._watched.values():
+            generator.begin()
 
     def drew(self) -> bool:
         """Return whether any of the generators has moved since."""
-        return (
-            self._numpy.moved()
-            or self._torch.numpy().tobytes() != torch.get_rng_state().numpy().tobytes()
-            or self._python.moved()
-        )
+        return any(generator.moved() for generator in self._watched.values())
+
+    def drawn(self) -> list[str]:
+        """Return the names of the generators that have moved since."""
+        return [name for name, generator in self._watched.items() if generator.moved()]
 
     def restore(self) -> None:
         """Put the remembered states back."""
-        self._python.restore()
-        self._numpy.restore()
-        torch.set_rng_state(self._torch)
+        for generator in self._watched.values():
+            generator.restore()
+
+    def leave(self, names: Collection[str]) -> None:
+        """Watch some of the generators no longer."""
+        for name in names:
+            del self._watched[name]
+
+
+class _Watched(Protocol):
+    """One generator, its state, and whether it has moved since that was remembered."""
+
+    def begin(self) -> None: ...
+    def moved(self) -> bool: ...
+    def restore(self) -> None: ...
+
+
+def _watched(name: str) -> _Watched:
+    if name == "random":
+        return PythonGenerator(_python_address())
+    return _NumpyGenerator() if name == "numpy" else _TorchGenerator()
 
 
 class PythonGenerator:
@@ -146,6 +167,20 @@ class _NumpyGenerator:
         return ctypes.string_at(self._address, _MT19937_BYTES) if self._address else None
 
 
+class _TorchGenerator:
+    """The state of torch's CPU generator."""
+
+    def begin(self) -> None:
+        self._state = torch.get_rng_state()
+        self._bytes = self._state.numpy().tobytes()
+
+    def moved(self) -> bool:
+        return torch.get_rng_state().numpy().tobytes() != self._bytes
+
+    def restore(self) -> None:
+        torch.set_rng_state(self._state)
+
+
 def _equal(ours: Any, theirs: Any) -> bool:
     if isinstance(ours, dict):
         return ours.keys() == theirs.keys() and all(_equal(ours[k], theirs[k]) for k in ours)
@@ -153,9 +188,9 @@ def _equal(ours: Any, theirs: Any) -> bool:
 
 
 @contextmanager
-def kept_random_state() -> Iterator[None]:
-    """Restore the generators of random, numpy and torch (CPU) at the end of the block."""
-    watch = DrawWatch()
+def kept_random_state(names: Collection[str] = GENERATORS) -> Iterator[None]:
+    """Restore the global generators, or some of them, at the end of the block."""
+    watch = DrawWatch(names)
     try:
         yield
     finally:

@@ -151,6 +151,41 @@ def test_draws_have_the_key_of_their_sample_however_seldom_they_are(
             assert value == (expected(int(index), epoch) if index in drawing else 0.0)
 
 
+DRAW = {"random": random.random, "numpy": np.random.rand, "torch": lambda: float(torch.rand(()))}
+
+
+class OneGeneratorAfterAnother(Dataset):
+    """The later the sample, the more generators it draws from."""
+
+    def __len__(self) -> int:
+        return 48
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        drawn = [draw() if index >= 12 * at else 0.0 for at, draw in enumerate(DRAW.values(), 1)]
+        return torch.tensor([index, *drawn], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("executor", ["inline", "workers"])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_generators_that_are_drawn_from_later_have_the_key_of_their_sample_too(
+    executor, shuffle
+) -> None:
+    loader = FastDataLoader(
+        OneGeneratorAfterAnother(), 8, shuffle=shuffle, num_workers=2, seed=5, executor=executor
+    )
+    for epoch in range(2):
+        rows = torch.cat(list(loader)).tolist()
+        assert sorted(row[0] for row in rows) == list(range(48))
+        for index, *values in rows:
+            with kept_random_state():
+                seed_global_generators(5, epoch, int(index))
+                keyed = [draw() for draw in DRAW.values()]
+            due = [index >= 12 * at for at in (1, 2, 3)]
+            assert values == [
+                value if is_due else 0.0 for value, is_due in zip(keyed, due, strict=True)
+            ]
+
+
 @pytest.mark.parametrize("executor", ["inline", "workers"])
 def test_an_error_after_the_first_draw_is_that_of_the_key(executor) -> None:
     loader = FastDataLoader(Seldom({21}, failing=21), 8, num_workers=1, seed=5, executor=executor)
@@ -158,14 +193,13 @@ def test_an_error_after_the_first_draw_is_that_of_the_key(executor) -> None:
         list(loader)
 
 
-def test_inline_leaves_the_generators_of_the_training_alone() -> None:
-    loader = FastDataLoader(Seldom(set(range(48))), 8, executor="inline", num_workers=0)
-    batches = iter(loader)
+@pytest.mark.parametrize("dataset", [Seldom(set(range(48))), OneGeneratorAfterAnother()])
+def test_inline_leaves_the_generators_of_the_training_alone(dataset) -> None:
+    batches = iter(FastDataLoader(dataset, 8, executor="inline", num_workers=0))
     np.random.randn()
     watch = DrawWatch()
-    next(batches)
-    next(batches)
-    assert not watch.drew()
+    for _ in batches:
+        assert not watch.drew()
 
 
 def test_generators_that_were_sent_to_a_process_are_those_of_the_dataset_there():

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 
 from lightning_fastdata.images.folder import FastImageFolder
-from lightning_fastdata.loading.draws import DrawWatch, kept_random_state
+from lightning_fastdata.loading.draws import GENERATORS, DrawWatch, kept_random_state
 from lightning_fastdata.loading.keyed import fetches_in_batches
 from lightning_fastdata.types import SampleKey
 
@@ -81,9 +82,9 @@ class _DrewError(Exception):
 class Fetcher:
     """Reads samples and batches of a plan in the calling thread.
 
-    Each sample's draws from the global generators have a key of their own. The generators are
-    seeded only once a fetch has been seen to draw: that fetch is done again, and every one after it
-    is seeded.
+    Each sample's draws from the global generators have a key of their own. A generator is seeded
+    only once a fetch has been seen to draw from it: that fetch is done again, and in it and every
+    one after it the generator is seeded for each sample.
 
     Args:
         plan: What to fetch.
@@ -96,8 +97,8 @@ class Fetcher:
         self.dataset = plan.dataset
         self.keyed = keyed and plan.seed is not None
         self.guest = guest
-        self.draws = False
-        """Whether a fetch has drawn from the global generators."""
+        self.drawn: tuple[str, ...] = ()
+        """The global generators that a fetch has drawn from."""
         self.position = 0
         """Which sample of the batch is being read; that of an error when one is raised."""
         self.stamps: TaskWatch | None = None
@@ -112,8 +113,8 @@ class Fetcher:
         """Return what ``fetch`` does, whose draws are those of the keys of its samples.
 
         Args:
-            fetch: Calls :meth:`sample` and :meth:`collate`; called a second time if it is the first
-                one to draw.
+            fetch: Calls :meth:`sample` and :meth:`collate`; called again if it is the first one to
+                draw from a generator.
         """
         if self._own is not None and self._own_draws and self.guest:
             with self._own.kept():
@@ -124,25 +125,29 @@ class Fetcher:
         watch = self._watch
         if watch is None:
             return fetch()
-        if not self.draws:
+        with ExitStack() as kept:
             if self.guest:
                 watch.begin()
-            try:
-                result = fetch()
-            except Exception:
-                if not watch.drew():
-                    raise
-            else:
-                if not watch.drew():
-                    return result
-            watch.restore()
-            self.draws = True
-            if self.stamps is not None:
-                self.stamps.begin()
-        if self.guest:
-            with kept_random_state():
-                return fetch()
-        return fetch()
+                if self.drawn:
+                    kept.enter_context(kept_random_state(self.drawn))
+            while True:
+                try:
+                    result = fetch()
+                except Exception:
+                    drawn = watch.drawn()
+                    if not drawn:
+                        raise
+                else:
+                    drawn = watch.drawn()
+                    if not drawn:
+                        return result
+                watch.restore()
+                watch.leave(drawn)
+                self.drawn = (*self.drawn, *drawn)
+                if self.guest:
+                    kept.enter_context(kept_random_state(drawn))
+                if self.stamps is not None:
+                    self.stamps.begin()
 
     def sample(self, index: Any, epoch: int) -> Any:
         """Return ``dataset[index]``, drawn under its own key."""
@@ -159,13 +164,13 @@ class Fetcher:
         if not self._looked:
             # Most datasets that draw do so for each sample: one is done again, not a whole batch.
             self._looked = True
-            if self._watch is not None and not self.draws and self._watch.drew():
+            if self._watch is not None and self._watch.drew():
                 raise _DrewError
         return sample
 
     def _needs_nothing(self, epoch: int) -> bool:
         """Return whether samples of an epoch draw from no generator that is known."""
-        if not self._looked or self.draws:
+        if not self._looked or self.drawn:
             return False
         return self._own is None or (not self._own_draws and epoch == self._epoch)
 
@@ -216,8 +221,8 @@ class Fetcher:
             return
         if self._own is not None and self._own_draws:
             self._own.key(self.plan.seed, epoch, index)
-        if self.draws:
-            seed_global_generators(self.plan.seed, epoch, index)
+        if self.drawn:
+            seed_global_generators(self.plan.seed, epoch, index, self.drawn)
 
     def where(self, indices: Any) -> str:
         """Return what was being done, to be said of an error."""
@@ -273,11 +278,19 @@ def write_image_of(
     return write
 
 
-def seed_global_generators(seed: int, epoch: int, index: Any) -> None:
-    """Seed ``random``, ``numpy.random`` and torch's CPU generator for one sample."""
+def seed_global_generators(
+    seed: int, epoch: int, index: Any, names: Collection[str] = GENERATORS
+) -> None:
+    """Seed ``random``, ``numpy.random`` and torch's CPU generator, or some of them, for a sample.
+
+    What one of them draws does not depend on which others are seeded.
+    """
     text = f"{seed},{epoch},{index}".encode()
     digest = hashlib.blake2b(text, digest_size=20).digest()
-    random.seed(int.from_bytes(digest[:8], "little"))
-    np.random.seed(int.from_bytes(digest[8:12], "little"))
-    # torch.manual_seed would also seed, and here queue up, all accelerators.
-    torch.default_generator.manual_seed(int.from_bytes(digest[12:], "little", signed=True))
+    if "random" in names:
+        random.seed(int.from_bytes(digest[:8], "little"))
+    if "numpy" in names:
+        np.random.seed(int.from_bytes(digest[8:12], "little"))
+    if "torch" in names:
+        # torch.manual_seed would also seed, and here queue up, all accelerators.
+        torch.default_generator.manual_seed(int.from_bytes(digest[12:], "little", signed=True))
