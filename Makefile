@@ -1,6 +1,6 @@
 # make demo    the package in a fresh .venv, trained on real photographs: what data stalls cost
 # make test    the tests
-# make test-long     the tests, with all cases where make test takes a part of them
+# make test-long     the tests, with the slow ones, and all cases where make test takes a part of them
 # make test-lowest   the front door with the lowest versions that pyproject.toml allows
 # make check   everything CI runs: lint, types, layers, tests
 PYTHON ?= python3

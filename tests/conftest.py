@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from hypothesis import settings
+from thoroughness import LONG, left_out
 
 # A failure in CI has to come back on the next run; new examples are looked for on developers'
 # machines.
@@ -17,3 +18,12 @@ if os.environ.get("CI"):
 # before anybody imports Triton.
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_collection_modifyitems(config, items):
+    """Leave out what only a long run has, but never a test that was asked for by its name."""
+    if LONG or any("::" in asked for asked in config.args):
+        return
+    left = left_out(items)
+    config.hook.pytest_deselected(items=list(left))
+    items[:] = [item for item in items if item not in left]

@@ -45,6 +45,7 @@ def test_importing_loads_nothing_heavy(statement):
     assert loaded_modules(statement) & {*HEAVY, "torch"} == set()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("room", ["loading.loader", "augment.transform", "insight.report"])
 def test_the_rooms_below_the_plugin_load_no_lightning_and_no_extras(room):
     assert loaded_modules(f"import lightning_fastdata.{room}") & set(HEAVY) == set()

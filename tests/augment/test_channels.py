@@ -56,6 +56,7 @@ def sample(name, arguments, channels, dtype):
     return make_example(name, arguments), images[: 1 if slow else 3]
 
 
+@pytest.mark.cases(49)
 @pytest.mark.filterwarnings("ignore:This augmenter is very slow", "ignore:The image is already")
 @pytest.mark.parametrize("dtype", [np.uint8, np.float32])
 @pytest.mark.parametrize("channels", [1, 3, 4, 5])

@@ -147,6 +147,7 @@ def test_batches_of_any_form_are_what_the_pipelines_alone_make(form):
     assert_same(plain, finished(staged))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("executor", "workers", "context"),
     [
@@ -483,6 +484,7 @@ def test_a_hook_that_loses_a_waiting_field_is_told_so():
         staged.draws.apply({"pixel_values": staged.batch["pixel_values"][:2], "label": 0})
 
 
+@pytest.mark.slow
 def test_forms_of_the_user_s_own_classes_run_on_the_device_too():
     compose = A.Compose([A.RandomCrop(32, 32), Steps(p=0.5), A.Normalize(), A.ToTensorV2()])
     unknown = place_pipelines(Photos(compose))[0].plan.placements[1].where

@@ -41,6 +41,7 @@ def pictures(name, channels=3, dtype=np.uint8):
     return found[:1] if slow else found
 
 
+@pytest.mark.cases(19)
 @pytest.mark.parametrize("channels", [1, 3, 4])
 @pytest.mark.parametrize("name", WARPS)
 def test_distortions_are_at_most_one_level_off_on_photographs(name, channels):
@@ -57,6 +58,7 @@ def test_distortions_of_float_images_agree_to_a_small_part_of_a_level(name):
     assert found.largest <= (near if opencv_major() >= 5 else fields().of_floats / 255)
 
 
+@pytest.mark.cases(20)
 @pytest.mark.parametrize("dtype", [np.uint8, np.float32])
 @pytest.mark.parametrize("name", WARPS)
 def test_masks_take_the_field_of_their_image(name, dtype):

@@ -62,6 +62,7 @@ EXACT = {
 }
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("name", EXACT)
 def test_a_conversion_equals_opencv_for_every_colour(name):
     assert compare(*EXACT[name]) == (0, 0)
@@ -103,6 +104,7 @@ OPERATIONS = {
 """The transform, the largest difference in levels, and the share that may be off."""
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_an_operation_is_as_close_as_it_is_said_to_be_for_every_colour(name):
     transform, most, share = OPERATIONS[name]

@@ -148,6 +148,7 @@ def tape_of(name, transform, params, shape, leaf=0):
     return TapeOp(leaf=leaf, name=name, encoded=encoded)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("size", [(20, 30), (64, 70), (41, 50), (1, 1)])
 def test_a_resize_before_the_pixels_reads_the_same_bytes(size):
     images = photographs(5)
@@ -197,6 +198,7 @@ def test_a_crop_before_the_pixels_reads_the_same_bytes():
     assert torch.equal(fused, single)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("contrast", [0.0, 1.0, 3.0])
 def test_contrast_takes_the_mean_of_what_came_before_it(contrast):
     jitter = A.ColorJitter(**{**JITTER, "contrast": (contrast, contrast)}, p=1)

@@ -71,6 +71,7 @@ FILTERS = {
 
 
 # The narrowest images meet each border once; what differs between the warps is their matrix.
+@pytest.mark.cases(4)
 @pytest.mark.parametrize(
     ("name", "size"),
     [
@@ -86,6 +87,7 @@ def test_a_warp_is_read_as_the_operation_does(name, size):
     assert [run.geometry for run in program.runs] == ["warp"]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("name", "size"),
     [(name, (15, 13)) for name in FILTERS] + [(name, (1, 9)) for name in some(FILTERS, 3)],
@@ -177,12 +179,14 @@ def test_a_warp_sees_what_came_before_it():
     assert [run.geometry for run in program.runs] == ["none", "warp", "filter"]
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("mode", BORDERS.values())
 def test_padding_is_read_by_the_run(mode):
     program = check([A.Pad((3, 9), border_mode=mode, fill=(1, 2, 300), p=1), A.ToGray()], count=3)
     assert [run.geometry for run in program.runs] == ["window"]
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("dtype", [None, torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("ends", [[A.Normalize()], [A.ToFloat(max_value=7)], []])

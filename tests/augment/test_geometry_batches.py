@@ -142,6 +142,7 @@ TWO_WARPS = [
 ]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("nearest", [False, True])
 @pytest.mark.parametrize("mode", [0, 1, 4])
 @pytest.mark.parametrize("last", ["mirrored", "warped again", "seen from the side"])

@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("triton")
 
 
+@pytest.mark.slow
 def test_the_kernels_compile_for_cuda_with_exactly_the_roundings_of_torch(tmp_path):
     environment = {name: v for name, v in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)

@@ -159,6 +159,7 @@ def test_a_usual_pipeline_takes_at_most_five_launches(name):
     assert images[0].shape[-1] == 3
 
 
+@pytest.mark.cases(26)
 @pytest.mark.parametrize("name", AT_MOST)
 def test_a_real_pipeline_takes_no_more_launches_than_it_did(name):
     recipe = ALL[name]

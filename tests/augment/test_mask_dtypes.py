@@ -59,6 +59,7 @@ def made_by_both(case, dtype, layout, **arguments):
     return want, got
 
 
+@pytest.mark.cases(79)
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.__name__)
 @pytest.mark.parametrize("case", MOVES, ids=lambda one: f"{one.name} {one.arguments or ''}".strip())
 def test_masks_of_any_dtype_and_number_of_channels_equal_albumentations(case, dtype):
@@ -188,6 +189,7 @@ def test_a_dataset_gets_the_masks_of_its_own_pipeline_as_it_always_did(dtype):
         assert torch.equal(one["mask"], other["mask"])
 
 
+@pytest.mark.cases(31)
 @pytest.mark.parametrize("interpolation", [1, 2], ids=["linear", "cubic"])
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.int16, np.float32])
 @pytest.mark.parametrize(

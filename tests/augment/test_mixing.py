@@ -115,6 +115,7 @@ def test_cutmix_rectangles_have_torchvisions_distribution():
     assert stats.ks_2samp(kept, [one["lam_adjusted"] for one in theirs]).pvalue > 1e-3
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     "options", [{}, {"scale": (0.3, 0.9), "ratio": (0.1, 8.0)}, {"scale": (1.0, 1.0)}]
 )

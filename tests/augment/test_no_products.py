@@ -38,6 +38,7 @@ OPERATIONS = [
 ]
 
 
+@pytest.mark.cases(60)
 @pytest.mark.parametrize(("name", "arguments"), OPERATIONS)
 def test_no_operation_takes_a_matrix_product_or_convolution_of_float32(name, arguments):
     sized = {"height", "width"} & arguments.keys()

@@ -37,6 +37,7 @@ def drawn(transform, image):
     return op, op.encode(transform, transform.params, image.shape, image.dtype), result
 
 
+@pytest.mark.cases(38)
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("dtype", [np.uint8, np.float32])
 @pytest.mark.parametrize("name", list(ALL))

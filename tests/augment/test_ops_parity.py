@@ -141,6 +141,7 @@ def test_close_operations_take_any_number_of_channels(name, channels):
     assert found.exact >= share
 
 
+@pytest.mark.cases(33)
 @pytest.mark.parametrize("name", [*EXACT, *COLOUR_EXACT, *CLOSE, *COLOUR_CLOSE])
 def test_float_images_agree_to_a_small_part_of_a_level(name):
     close = {key: one for key, (one, _) in (CLOSE | COLOUR_CLOSE).items()}
@@ -155,6 +156,7 @@ def _arguments(transform):
     return {**transform.get_transform_init_args(), "p": 1}
 
 
+@pytest.mark.cases(71)
 @pytest.mark.parametrize("dtype", [np.uint8, np.float32])
 @pytest.mark.parametrize("name", [*EXACT, *CLOSE])
 def test_masks_equal_albumentations_exactly(name, dtype):

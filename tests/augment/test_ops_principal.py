@@ -32,6 +32,7 @@ def closest_signs(image, strength):
     return got, min(wanted, key=lambda one: np.abs(one.astype(np.float64) - got).sum())
 
 
+@pytest.mark.cases(8)
 @pytest.mark.parametrize("dtype", [np.uint8, np.float32])
 @pytest.mark.parametrize("channels", [1, 3, 4, 5])
 @pytest.mark.parametrize("alpha", [0.1, 1.0])

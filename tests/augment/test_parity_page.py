@@ -82,6 +82,7 @@ def test_noise_is_measured_by_no_difference():
     assert parity_page.table_row(row)[3] == "drawn there"
 
 
+@pytest.mark.slow
 def test_the_command_prints_a_table_and_tells_what_cannot_be(tmp_path, capsys):
     main(["augment-parity", "--draws", "1"])
     lines = capsys.readouterr().out.splitlines()

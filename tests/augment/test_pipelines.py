@@ -146,6 +146,7 @@ def test_each_operation_of_a_real_pipeline_has_a_place_and_a_reason(name):
     assert all(len(line.split()) > 2 for line in lines)
 
 
+@pytest.mark.cases(17)
 @pytest.mark.parametrize("name", list(ALL))
 def test_a_real_pipeline_makes_albumentations_own_pixels(name):
     recipe = ALL[name]

@@ -181,6 +181,7 @@ def drawn_for(transform, data):
     return params | transform.get_params_dependent_on_data(params, data)
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize(("name", "arguments"), list(examples()), ids=str)
 def test_a_sampler_that_is_given_no_pixels_needs_none(name, arguments):
     transform = make_example(name, arguments)
@@ -241,6 +242,7 @@ ON_IMAGES = sorted(
 )
 
 
+@pytest.mark.cases(56)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ON_IMAGES)
 @pytest.mark.parametrize("size", [(48, 48), (48, 56)], ids=str)
@@ -268,6 +270,7 @@ def test_what_is_said_of_the_size_after_a_transform_holds(name, size):
     assert said is None or found == {said}
 
 
+@pytest.mark.cases(28)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("name", "arguments"), list(examples()), ids=str)
 def test_an_operation_that_changes_the_form_of_a_square_image_is_known_to(name, arguments):

@@ -186,6 +186,7 @@ class Images(Dataset):
         return SAMPLES[index]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("workers", "context"), [(0, None), (2, "fork"), (2, "spawn"), (1, "forkserver")]
 )

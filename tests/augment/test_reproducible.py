@@ -71,6 +71,7 @@ def expected():
     return found
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     "how",
     [

@@ -183,6 +183,7 @@ def test_albumentationsx_is_told_by_its_metadata_and_runs_whole_on_the_cpu(
     assert "AlbumentationsX" in table[5]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("old", "new", "reason"),
     [
@@ -210,6 +211,7 @@ def test_a_changed_albumentations_runs_on_the_cpu_and_says_why(tmp_path, old, ne
     assert reason in table[5]
 
 
+@pytest.mark.slow
 def test_training_goes_on_without_the_recorder(tmp_path) -> None:
     found = run(TRAINING, changed(tmp_path, "_key2func", "_functions_by_key"))
     assert found.returncode == 0, found.stderr

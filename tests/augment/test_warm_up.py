@@ -76,6 +76,7 @@ def needed(transform, target, batch):
     return found
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("name", PIPELINES)
 def test_no_batch_needs_a_kernel_that_was_not_compiled(name):
     transform = transform_of(name)

@@ -110,6 +110,7 @@ def keep_boxes(samples):
     return {"image": default_collate([s["image"] for s in samples]), "bboxes": boxes}
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("pipeline", list(EXACT))
 def test_device_and_workers_make_the_same_pixels(tmp_path, pipeline, workers):

@@ -66,6 +66,7 @@ def fit(tmp_path, data, *, model=None, **arguments):
     return callback.report, read_csv(logger.log_dir)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("executor", "workers"), [("torch", 0), ("torch", 1), ("inline", 0), ("workers", 1)]
 )
@@ -111,6 +112,7 @@ def test_planted_causes_are_found_and_told(tmp_path, executor):
     assert "of the time to read a sample: costly" in text
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("executor", ["torch", "workers"])
 def test_a_slow_file_is_named(tmp_path, executor):
     folder = tmp_path / "images" / "class"
@@ -197,6 +199,7 @@ class PlainSum(Linear):
         return self._step("train", batch[0])
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("executor", ["torch", "workers"])
 def test_loaders_that_lightning_makes_anew_go_on_recording(tmp_path, executor):
     with pytest.warns(UserWarning, match="overfit"):

@@ -46,6 +46,7 @@ def numbers(batches):
     return [i for _x, indices in batches for i in indices.tolist()]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("place", ["gpu", "cpu"])
 @pytest.mark.parametrize("persistent", [True, False])
 def test_an_augmentation_makes_the_same_pixels_in_each_executor(tmp_path, place, persistent):
@@ -66,6 +67,7 @@ def test_an_augmentation_makes_the_same_pixels_in_each_executor(tmp_path, place,
         assert all(map(torch.equal, seen[0], other))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("executor", ["workers", "sidecar", "inline"])
 def test_row_21_and_the_order_of_each_epoch_are_those_of_torch(tmp_path, executor):
     seen = []

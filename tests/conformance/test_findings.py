@@ -15,6 +15,7 @@ from lightning_fastdata.insight.metrics import TIMED
 from lightning_fastdata.plugin.judging import RunJudge
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("executor", ["torch", "workers"])
 def test_reads_that_wait_are_told_apart_with_a_simulated_gain(tmp_path, executor):
     report, rows = fit(tmp_path, module(Waits(160, sleep_s=0.01), executor=executor))

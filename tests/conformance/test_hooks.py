@@ -317,6 +317,7 @@ COLLATES = {
 }
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("kind", COLLATES)
 @pytest.mark.parametrize("transformed", [False, True])
 def test_row_10_the_structure_of_a_batch_is_kept(tmp_path, kind, transformed):

@@ -205,6 +205,7 @@ ROWS = [
 ]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("executor", "workers"), ROWS)
 def test_each_injected_wait_is_in_the_step_that_waited_as_long_as_it_was(
     tmp_path, executor, workers
@@ -228,6 +229,7 @@ STREAMS = [
 ]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("executor", "workers"), STREAMS)
 def test_a_stream_is_waited_for_one_step_ahead(tmp_path, executor, workers):
     """Without a length Lightning asks for the next batch before a step, and for the end."""

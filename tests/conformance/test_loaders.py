@@ -48,6 +48,7 @@ class Plain(LightningDataModule):
         return self.loader
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("mode", ["min_size", "max_size", "max_size_cycle"])
 @pytest.mark.parametrize("kind", [dict, list])
 def test_row_11_combined_loaders_get_their_own_transformed_batches(tmp_path, mode, kind):
@@ -231,6 +232,7 @@ def test_row_16_attributes_set_in_the_hook_survive(tmp_path):
     assert isinstance(trainer.predict_dataloaders, FastDataLoader)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("overfit", [2, 0.5])
 def test_row_17_overfitting_repeats_the_first_batches_in_order(tmp_path, overfit):
     model = Linear()
@@ -285,6 +287,7 @@ def test_row_19_seeded_workers_draw_distinct_numpy_numbers(tmp_path):
         random.seed()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::lightning_fastdata.errors.FastDataWarning")
 def test_row_20_reloading_loaders_leaks_no_process_and_no_file(tmp_path):
     process = psutil.Process()
@@ -315,6 +318,7 @@ def test_row_20_reloading_loaders_leaks_no_process_and_no_file(tmp_path):
     assert callback.report.stages[0].steps == 40
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("limits", "expected"),
     [

@@ -239,6 +239,7 @@ def test_a_second_fit_starts_a_new_report(tmp_path):
 SCHEMA = {"schema_version", "stages", "verdict", "ranks", "notes", "versions", "machine"}
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("where", ["log_dir", "no logger", "path"])
 def test_the_report_is_written_as_json(tmp_path, where):
     logger = CSVLogger(tmp_path) if where == "log_dir" else False

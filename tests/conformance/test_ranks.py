@@ -58,6 +58,7 @@ def logged(result):
     return [row for row in result["rows"] if "data_ranks/slowest_rank" in row]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ms", SLEEPS_MS)
 def test_the_rank_whose_data_is_slow_is_named_first_with_its_host_and_reason(trained, ms):
     result = trained[0][f"rank 1 sleeps {ms}"]

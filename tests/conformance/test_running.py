@@ -80,6 +80,7 @@ def actions_of(profiler, folder):
     return profiler.counts
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", [SimpleProfiler, AdvancedProfiler, PyTorchProfiler, OwnProfiler])
 def test_row_27_a_users_profiler_sees_what_it_saw_without_the_callback(tmp_path, kind):
     seen = []
@@ -142,6 +143,7 @@ class Fails(Linear):
         return super().training_step(batch, batch_idx)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("bar", [TQDMProgressBar, RichProgressBar])
 @pytest.mark.parametrize("ours_first", [True, False])
 @pytest.mark.parametrize("ending", ["end", "exception"])
@@ -237,6 +239,7 @@ CASES = [
 ]
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(("ours", "where", "workers"), CASES)
 def test_row_35_an_error_keeps_its_type_and_place_and_leaves_no_worker(
     tmp_path, workers, where, ours
@@ -316,6 +319,7 @@ def test_row_37_trainers_and_modules_can_be_copied_while_they_run(tmp_path, sour
         assert torch.equal(x[:, 0], i + 1.0)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("source", ["ours", "loaders"])
 def test_row_37_averaged_weights_follow_an_augmented_run(tmp_path, source):
     callbacks = pytest.importorskip("lightning.pytorch.callbacks.weight_averaging")
@@ -360,6 +364,7 @@ class WritesSeen(Callback):
         (self.folder / f"rank{trainer.global_rank}.json").write_text(json.dumps(rows))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "strategy", ["ddp_fork", pytest.param("ddp_spawn", marks=pytest.mark.slow)]
 )
@@ -401,6 +406,7 @@ class Counts:
         return graph.forward
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("source", ["ours", "loaders"])
 def test_row_49_a_compiled_model_is_compiled_as_often_as_without_us(tmp_path, source):
     class Model(LightningModule):
@@ -535,6 +541,7 @@ trainer.fit(Says(), DataLoader(rows, batch_size=1))
 """
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
 def test_row_52_a_signal_leaves_summary_and_report(tmp_path, sent):
     process = subprocess.Popen(

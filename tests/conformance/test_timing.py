@@ -53,6 +53,7 @@ class Stream(IterableDataset):
         time.sleep(self.sleep_s.get(self.length, 0))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("ours", [False, True])
 def test_row_22_a_wait_of_a_loader_without_length_is_found_in_the_step_that_waited(tmp_path, ours):
     """Such a loader is asked one batch ahead, and once more at its end."""
@@ -82,6 +83,7 @@ def test_row_22_each_batch_of_a_loader_with_length_is_waited_for_in_its_own_step
     assert callback.long() == [3, 9]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.filterwarnings("ignore:.*leaves the CPUs idle")
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("ours", [False, True])
@@ -114,6 +116,7 @@ class SlowSaves(ModelCheckpoint):
         super()._save_checkpoint(trainer, filepath)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "when",
     [

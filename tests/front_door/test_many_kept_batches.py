@@ -128,6 +128,7 @@ def run(tmp_path: Path, program: str, *arguments: str) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of Linux")
 def test_a_thousand_batches_are_kept_where_128_files_may_be_open(tmp_path):

@@ -39,6 +39,7 @@ def torchvisions(count, height, width, scale=SCALE, ratio=RATIO):
     return np.array([draw(image, list(scale), list(ratio)) for _ in range(count)])
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(
     ("height", "width", "scale", "ratio"),
     [

@@ -219,6 +219,7 @@ def measured(dataset: Dataset, **options) -> tuple[dict[str, float], list]:
     return total.shares(), [wait.slow_sample for wait in waits if wait.slow_sample]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("executor", ["inline", "workers", "sidecar"])
 @pytest.mark.parametrize(
     ("dataset", "cause", "other"),

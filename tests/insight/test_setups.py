@@ -119,6 +119,7 @@ def test_the_executor_that_auto_chose_is_the_one_that_is_modelled():
     assert setup_of(loader, **HERE).scheduling == "sample"
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("workers", [1, 3, 6])
 @pytest.mark.parametrize("prefetch", [None, 1, 3])
 @pytest.mark.parametrize(

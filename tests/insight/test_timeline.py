@@ -427,6 +427,7 @@ def test_gaps_and_steps_together_are_the_device_time(waits, compute):
     assert told == pytest.approx(gpu.free_ns / 1e6, abs=US)
 
 
+@pytest.mark.slow
 def test_memory_stays_flat_over_many_steps():
     gpu, timeline = cuda_timeline(window=64)
 

@@ -135,6 +135,7 @@ def expected(index: int, epoch: int) -> float:
         return random.random() + np.random.rand() + float(torch.rand(()))
 
 
+@pytest.mark.cases(8)
 @pytest.mark.parametrize("executor", ["inline", "workers"])
 @pytest.mark.parametrize("drawing", [{37}, {0}, {3, 4, 40}, set(range(48)), set()])
 @pytest.mark.parametrize("collate_fn", [None, list], ids=["default", "list"])

@@ -20,6 +20,7 @@ from lightning_fastdata.loading.staged import StagedBatch
 DATA = TensorDataset(torch.arange(40.0).reshape(20, 2), torch.arange(20))
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("executor", ["inline", "gather", "workers", "sidecar"])
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("seeded", [False, True])
@@ -118,6 +119,7 @@ def test_without_an_accelerator_nothing_is_pinned_and_that_is_said() -> None:
     assert torch.equal(batch[1], DATA.tensors[1])
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("executor", ["workers", "sidecar"])
 @pytest.mark.parametrize("persistent", [False, True])
 def test_a_folder_of_images_is_decoded_as_by_torch(tmp_path, executor, persistent) -> None:

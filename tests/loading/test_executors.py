@@ -103,6 +103,7 @@ def assert_same(ours: Any, theirs: Any) -> None:
         assert ours == theirs
 
 
+@pytest.mark.cases(11)
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("kind", SAMPLES)
 def test_every_kind_of_sample_is_collated_as_by_torch(name: str, kind: str) -> None:

@@ -55,6 +55,7 @@ def pool(dataset: Any, collate: Any = default_collate, processes: int = 2, **how
     return PoolExecutor(plan, processes=processes, threads=threads)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("collate", "threads"), [(default_collate, 1), (listed, 1), (default_collate, 3)]
 )
@@ -94,6 +95,7 @@ def test_no_sample_is_lost_or_doubled_while_processes_are_killed(collate, thread
     executor.close()
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("how", ["SIGSEGV", "SIGKILL", "exit"])
 @pytest.mark.parametrize("collate", [default_collate, listed])
 def test_a_sample_that_kills_is_named_and_the_others_come(how: str, collate: Any) -> None:
@@ -184,6 +186,7 @@ if __name__ == "__main__":
 
 
 # Being killed is tried in test_kills.
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("context", "ending"), [("fork", signal.SIGTERM), ("spawn", signal.SIGINT)]
 )

@@ -64,6 +64,7 @@ loader.close()
 """
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("executor", "kind"),
     [("workers", "rows"), ("workers", "collated"), ("sidecar", "rows"), ("workers", "stream")],

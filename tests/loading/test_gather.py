@@ -431,6 +431,7 @@ def test_an_abandoned_epoch_leaves_nothing_in_the_next(threads) -> None:
     executor.close()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("end", ["close", "drop"])
 def test_threads_end_with_their_executor(end) -> None:
     def running() -> set[threading.Thread]:
@@ -548,6 +549,7 @@ MANY = {
 }
 
 
+@pytest.mark.cases(8)
 @pytest.mark.parametrize("executor", ["inline", "workers", "sidecar"])
 @pytest.mark.parametrize("kind", MANY)
 def test_batched_fetching_is_honoured_by_every_executor(kind, executor) -> None:

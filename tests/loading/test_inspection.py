@@ -77,6 +77,7 @@ def fail():
 # The process
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_findings_come_from_another_process_however_it_is_started(method):
     found = try_apart(send, np.arange(5), start_method=method)
@@ -84,6 +85,7 @@ def test_findings_come_from_another_process_however_it_is_started(method):
     assert np.array_equal(found.values["value"], np.arange(5))
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("act", "kind", "words"),
     [
@@ -217,6 +219,7 @@ class WithClient(Rows):
         return super().__getitem__(i)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("client", [Forked, HangingClient])
 def test_workers_are_started_otherwise_where_a_client_does_not_survive_a_fork(client):
     facts = inspect(WithClient(client()))

@@ -88,6 +88,7 @@ class Killer(threading.Thread):
                     side.process.kill()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("executor", "collate", "kills"),
     [("workers", None, KILLS), ("workers", only_tensors, 12), ("sidecar", None, 12)],
@@ -170,6 +171,7 @@ def runs(pid: int) -> bool:
         return False
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("executor", "kind", "ending", "context"),
     [
@@ -214,6 +216,7 @@ def shared_files_of(pid: int) -> list[str]:
     return [line for line in maps if "/dev/shm" in line and not line.endswith("(deleted)")]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("executor", ["workers", "sidecar"])
 def test_a_stopped_process_ends_in_a_timeout_that_says_so(executor: str) -> None:
     loader = loader_of(executor, None, num_workers=1, timeout=4)

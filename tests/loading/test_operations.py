@@ -277,6 +277,7 @@ def test_batches_of_a_seeded_pipeline_are_the_same_with_stamps(executor):
     assert torch.equal(*runs)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("on_device", [True, False])
 @pytest.mark.parametrize("executor", ["torch", "workers"])
 def test_a_loaders_own_transform_draws_the_same_with_stamps(executor, on_device):

@@ -119,6 +119,7 @@ def test_a_slot_comes_back_once_every_stream_has_passed():
     assert pool.take(SIZE) is slot
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("shared", [True, False])
 def test_memory_is_unlocked_when_its_last_tensor_is_gone_and_not_before(shared):
     device = VirtualDevice(lazy=True)
@@ -183,6 +184,7 @@ class Rows(Dataset):
         return torch.full((16, 1024), float(i))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("executor", ["workers", "gather"])
 def test_batches_come_through_locked_memory_unchanged(executor):
     data = torch.arange(24.0).view(24, 1, 1).expand(24, 16, 1024).contiguous()

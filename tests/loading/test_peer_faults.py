@@ -69,6 +69,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.cases(8)
 @pytest.mark.parametrize("executor", ALL)
 @pytest.mark.parametrize(
     ("fault", "persistent"),
@@ -154,6 +155,7 @@ def test_batches_that_are_kept_take_no_open_files(executor) -> None:
     assert [int(labels[0]) for _, labels in kept] == list(range(0, 900, 2))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("executor", SIDE)
 @pytest.mark.parametrize("finished", [False, True])
 def test_iterators_made_again_leave_nothing_behind(executor, finished) -> None:

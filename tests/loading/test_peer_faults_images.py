@@ -98,6 +98,7 @@ def test_a_damaged_picture_is_named_and_costs_its_batch_alone(folder, executor, 
     loader.close()
 
 
+@pytest.mark.cases(6)
 @pytest.mark.parametrize("executor", ALL)
 @pytest.mark.parametrize(("workers", "batch_size"), [(1, 4), (3, 4), (2, 7)])
 def test_crops_are_uint8_and_depend_on_the_sample_alone(

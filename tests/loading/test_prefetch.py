@@ -484,6 +484,7 @@ def images_loader(*, on_device, executor="torch", workers=0):
     )
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("executor", ["torch", "workers", "inline"])
 def test_a_loaders_own_pipeline_is_carried_out_as_albumentations_would(executor):
     loader = images_loader(on_device=True, executor=executor, workers=2)

@@ -609,6 +609,7 @@ def test_the_workers_given_to_a_loader_always_win(workers):
     assert loader.persistent_workers == bool(workers)
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize(
     "settings",
     [

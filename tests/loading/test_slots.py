@@ -110,6 +110,7 @@ VIEWS = {
 }
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("view", VIEWS)
 def test_a_slot_is_free_when_the_last_view_is_gone(view: str) -> None:
     pool = SlotPool(limit_bytes=64 * MIB)

@@ -123,6 +123,7 @@ WORKERS = [
 ]
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("workers", WORKERS, ids=["inline", "workers", "persistent", "spawn"])
 @pytest.mark.parametrize(
     ("dataset", "options"),
@@ -292,6 +293,7 @@ def shares(dataset, **options):
     return sum((wait.parts for wait in waits), WaitParts()).shares(), records, waits
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize(
     ("dataset", "options", "causes"),

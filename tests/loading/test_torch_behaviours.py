@@ -152,6 +152,7 @@ ORDERS: dict[str, Any] = {
 UNBATCHED = ("not batched", "not batched, shuffled", "batches as samples")
 
 
+@pytest.mark.cases(15)
 @pytest.mark.parametrize("executor", [*ENGINE, "gather"])
 @pytest.mark.parametrize("order", ORDERS)
 def test_the_order_of_samples_is_that_of_torch(executor: str, order: str) -> None:
@@ -174,6 +175,7 @@ DATASETS: dict[str, Any] = {
 }
 
 
+@pytest.mark.cases(14)
 @pytest.mark.parametrize("executor", ENGINE)
 @pytest.mark.parametrize("kind", DATASETS)
 def test_any_kind_of_dataset_is_read(executor: str, kind: str) -> None:
@@ -209,6 +211,7 @@ SINGLE: dict[str, Any] = {
 }
 
 
+@pytest.mark.cases(13)
 @pytest.mark.parametrize("executor", ENGINE)
 @pytest.mark.parametrize("kind", LEAVES)
 def test_leaves_of_every_kind_are_collated_as_by_torch(executor: str, kind: str) -> None:
@@ -216,6 +219,7 @@ def test_leaves_of_every_kind_are_collated_as_by_torch(executor: str, kind: str)
     assert same(ours, theirs)
 
 
+@pytest.mark.cases(14)
 @pytest.mark.parametrize("executor", ENGINE)
 @pytest.mark.parametrize("kind", SINGLE)
 def test_single_samples_of_every_kind_are_converted_as_by_torch(executor: str, kind: str) -> None:

@@ -154,6 +154,7 @@ def test_every_batch_with_an_error_raises_and_then_the_epoch_ends(executor: str)
         next(running)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("executor", SIDE)
 @pytest.mark.parametrize("persistent", [False, True])
 def test_an_iterator_that_is_dropped_midway_ends_its_processes(executor, persistent) -> None:
@@ -176,6 +177,7 @@ def test_an_iterator_that_is_dropped_midway_ends_its_processes(executor, persist
     assert gone(started)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("executor", SIDE)
 def test_persistent_workers_stay_the_same_processes(executor: str) -> None:
     loader = FastDataLoader(
@@ -258,6 +260,7 @@ def test_in_order_batches_wait_for_the_slow_one(tmp_path, monkeypatch) -> None:
     assert [batch.tolist() for batch in loader] == [[i, i + 1] for i in range(0, 20, 2)]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("executor", SIDE)
 def test_a_timeout_is_an_error_of_ours_that_is_also_the_runtime_error_of_torch(executor) -> None:
     loader = FastDataLoader(
@@ -281,6 +284,7 @@ def test_a_process_may_be_bound_to_a_cpu_by_worker_init_fn(executor: str) -> Non
     assert sorted(os.sched_getaffinity(0)) == allowed
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("executor", ["inline", "gather", "workers", "sidecar"])
 @pytest.mark.parametrize("persistent", [False, True])
 def test_loaders_that_come_and_go_leave_no_open_file(executor: str, persistent: bool) -> None:

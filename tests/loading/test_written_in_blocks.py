@@ -86,6 +86,7 @@ def test_a_sample_that_differs_is_found_among_those_written_at_once(kind: str) -
         layout.write(samples, layout.writers(memory, 2), 0)
 
 
+@pytest.mark.cases(6)
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("odd", [None, 0, 7, 130])
 def test_batches_of_blocks_are_those_of_torch_whichever_sample_differs(threads, odd) -> None:

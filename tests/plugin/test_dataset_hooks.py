@@ -77,6 +77,7 @@ HOOKS = {
 }
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("hooks", HOOKS)
 def test_a_hook_gets_what_it_always_got(hooks, tmp_path):
     module, data, why = HOOKS[hooks]

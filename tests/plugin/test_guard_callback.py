@@ -97,6 +97,7 @@ def test_accumulate_loads_smaller_batches_and_keeps_the_effective_size(tmp_path,
     assert "the loader now gives 8 rows at a time" in printed
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("ending", ["end", "exception"])
 def test_the_asked_sizes_are_back_after_the_fit(tmp_path, ending):
     class Fails(Takes):
@@ -254,6 +255,7 @@ def test_transforms_on_the_device_are_part_of_the_probe(tmp_path):
     assert [len(x) for x in model.seen["train"]] == [8] * 8
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("augment_on", ["gpu", "cpu"])
 @pytest.mark.parametrize(
     ("policy", "loaded", "batches"), [("reduce", 5, [15] * 12 + [12]), ("accumulate", 4, [12] * 16)]

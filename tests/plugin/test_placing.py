@@ -166,6 +166,7 @@ LOADERS = [
 ]
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(("executor", "workers", "persistent", "since"), LOADERS)
 @pytest.mark.parametrize("first", ["device", "workers"])
 def test_a_change_at_the_border_of_epochs_changes_no_batch(
@@ -250,6 +251,7 @@ def test_what_was_chosen_is_explained_with_its_numbers(tmp_path):
     assert "unless a trial before the training" in module.explain()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("executor", ["torch", "workers"])

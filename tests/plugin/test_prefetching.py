@@ -125,6 +125,7 @@ def assert_same(ours, theirs):
     assert torch.equal(ours.scale, theirs.scale)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
 @pytest.mark.parametrize("make", [rows, pictures, several])
 def test_row_44_a_training_is_bitwise_the_same_whatever_the_prefetching(tmp_path, make, precision):
@@ -138,6 +139,7 @@ def test_row_44_a_training_is_bitwise_the_same_whatever_the_prefetching(tmp_path
         assert module.streams.landed
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("executor", ["torch", "workers"])
 @pytest.mark.parametrize("make", [rows, pictures])
 def test_row_44_also_with_workers(tmp_path, make, executor):
@@ -153,6 +155,7 @@ class Draws(Rows):
         return torch.full((4,), float(i)) + torch.rand(4), i
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("executor", ["torch", "inline"])
 def test_row_44_also_where_the_training_process_reads_what_draws(tmp_path, executor):
     found = []
@@ -226,6 +229,7 @@ class MovesItself(Learns):
         return [batch[0].to(device) + 1, batch[1].to(device)]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("kind", "becomes"),
     [

@@ -261,6 +261,7 @@ def test_saturated_cpus_are_answered_by_fewer_workers_and_the_operation_that_cos
     assert found.gain.basis == "floor"
 
 
+@pytest.mark.slow
 @max_examples(25)
 @given(
     share=st.floats(0, 0.999), cpus=st.floats(0, 0.999), stall=st.floats(0.05, 0.95),

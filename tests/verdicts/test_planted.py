@@ -55,6 +55,7 @@ def measured(measure, holds):
     return pytest.skip(f"other processes take {run.others_cpus:.2f} CPUs, more than {MOST_OTHERS}")
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("plant", "magnitude"), CASES)
 def test_the_first_finding_is_the_planted_cause(plant, magnitude):
     def planted_is_first(evidence):
@@ -66,6 +67,7 @@ def test_the_first_finding_is_the_planted_cause(plant, magnitude):
     assert (found[0].remedy == "") == (plant.code in ("FD301", "FD319"))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("number", NUMBERS)
 def test_data_of_a_healthy_training_are_not_blamed(number):
     training = healthy(number)
