@@ -259,7 +259,7 @@ def main() -> None:
                     work,
                     Path(scratch),
                     rounds=1 if asked.quick else asked.rounds,
-                    epoch_s=0.12 if asked.quick else 0.2,
+                    epoch_s=0.12 if asked.quick else 0.4,
                     sweep=sweep and time.monotonic() - began < SWEEP_UNTIL_S,
                 )
             except ImportError as error:

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 from turns import arguments, write
 
 from lightning_fastdata import FastDataLoader
+from lightning_fastdata.loading.draws import GENERATORS
 from lightning_fastdata.loading.executors.fetch import seed_global_generators
 from lightning_fastdata.loading.probe import known_work
 
@@ -83,9 +84,9 @@ def main() -> None:
         takes.append(max(0.0, below - alone))
         print(f"{size:6d} {alone:9.3f} {here:17.3f} {below:9.3f}", flush=True)
     keyed = []
-    for index in range(2000):
+    for index in range(3000):
         began = time.thread_time()
-        seed_global_generators(0, 0, index)
+        seed_global_generators(0, 0, index, (GENERATORS[index % 3],))
         keyed.append(time.thread_time() - began)
     give, take = line(list(SIZES), gives), line(list(SIZES), takes)
     constants = {

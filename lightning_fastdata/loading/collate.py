@@ -233,6 +233,8 @@ def _collate(samples: Sequence[Any]) -> Batch:
 
 
 def _holds_dataclass(sample: Any) -> bool:
+    if type(sample) in _KNOWN:  # asked of each batch, and most samples are made of these
+        return False
     if is_dataclass(sample):
         return True
     if isinstance(sample, Mapping):

@@ -21,17 +21,17 @@ _LOOK_AHEAD_BATCHES: Final = 8
 WORTH_IT: Final = 0.8
 """Side processes are started to save a fifth of the time of a batch: less is not certain enough, as
 they also wait for each other and for CPUs."""
-_GIVE_MS: Final = 0.18
+_GIVE_MS: Final = 0.17
 """CPU time of the training process to give out a batch and take it in, and ``_GIVE_ROW_MS`` for
 each of its rows. ``benchmarks/handing_over.py`` measures these five, where ``SampleCost.pace`` is
 1."""
-_GIVE_ROW_MS: Final = 0.0012
+_GIVE_ROW_MS: Final = 0.0006
 _TAKE_MS: Final = 0.16
 """CPU time of a side process for a batch besides reading and collating it, and ``_TAKE_ROW_MS``
 for each row."""
-_TAKE_ROW_MS: Final = 0.003
-_KEY_MS: Final = 0.013
-"""CPU time for seeding the generators that a sample draws from."""
+_TAKE_ROW_MS: Final = 0.0016
+_KEY_MS: Final = 0.006
+"""CPU time for seeding the generator that a sample draws from, if it is one of the three."""
 _FORKED_BYTES: Final = 48 * 2**20
 _FRESH_BYTES: Final = 400 * 2**20
 """A process that imports torch anew; a forked one shares its parent's pages."""
