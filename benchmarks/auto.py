@@ -36,10 +36,11 @@ from turns import arguments, in_turn, ratio, write
 from lightning_fastdata import FastDataLoader, FastDataModule
 
 TORCH_0, TORCH_2 = "torch, 0 workers", "torch, 2 workers"
+TWIN = "torch, 0 workers, once more"
 LOADER, MODULE = "auto, FastDataLoader", "auto, FastDataModule"
 STEP_MS = 3
 WANTED = 0.95
-MOST_BATCHES, FEWEST_BATCHES = 200, 10
+MOST_BATCHES, FEWEST_BATCHES = 2000, 10
 SWEEP_UNTIL_S = 540
 """Workloads that begin later go without the sweep, so that all of it ends in 12 minutes."""
 SWEEP = [
@@ -65,6 +66,8 @@ class Found:
     """The same with a computing step after each batch."""
     sweep: dict[str, float]
     """Samples per second of each choice, once."""
+    noise: float
+    """Ratio of two loaders of torch that are the same: how far from 1 chance takes a ratio."""
     of_sweep: dict[str, float]
     """Of the automatic loaders, the ratio to the best of the sweep, measured again in turn."""
 
@@ -173,6 +176,7 @@ def measure(work: Workload, scratch: Path, *, rounds: int, epoch_s: float, sweep
     loaders = {
         TORCH_0: torch_loader(work, data, 0),
         TORCH_2: torch_loader(work, data, 2),
+        TWIN: torch_loader(work, data, 0),
         LOADER: ours(work, data, "auto"),
         MODULE: of_module(work, data),
     }
@@ -195,6 +199,7 @@ def measure(work: Workload, scratch: Path, *, rounds: int, epoch_s: float, sweep
         per_s={name: statistics.median(found) for name, found in alone.items()},
         against_torch=_against(alone, TORCH_0, TORCH_2),
         with_step=_against(busy, TORCH_0, TORCH_2),
+        noise=ratio(alone[TWIN], alone[TORCH_0]),
         sweep=rates,
         of_sweep={} if best is None else _against(alone, best, TORCH_0, TORCH_2),
     )
@@ -220,7 +225,7 @@ def show(title: str, found: Found) -> None:
     torch_0, torch_2 = found.per_s[TORCH_0], found.per_s[TORCH_2]
     print(
         f"{title:34s} {choice:23s} {torch_0:11,.0f} {torch_2:11,.0f} {found.per_s[LOADER]:11,.0f}  "
-        f"{'  '.join(pairs)}  {best}",
+        f"{'  '.join(pairs)}  {found.noise:5.2f}  {best}",
         flush=True,
     )
 
@@ -236,7 +241,7 @@ def verdict(title: str, ratios: dict[str, float], wanted: float) -> None:
 
 
 def main() -> None:
-    parser = arguments(__doc__.splitlines()[0], rounds=3)
+    parser = arguments(__doc__.splitlines()[0], rounds=5)
     parser.add_argument("--quick", action="store_true", help="no sweep, 1 round")
     parser.add_argument("--only", default="", help="workloads whose name contains one of a,b,c")
     parser.add_argument("--no-sweep", action="store_true")
@@ -247,7 +252,7 @@ def main() -> None:
     works = [work for work in WORKLOADS if any(part in work.name.casefold() for part in wanted)]
     print(
         f"{'':34s} {'auto chose':23s} {'torch 0 /s':>11s} {'torch 2 /s':>11s} {'auto /s':>11s}  "
-        f"{'x torch':11s}  {'with step':11s}  {'x sweep':11s}  best of the sweep"
+        f"{'x torch':11s}  {'with step':11s}  {'x sweep':11s}  noise  best of the sweep"
     )
     found, failed = {}, {}
     began, sweep = time.monotonic(), not (asked.quick or asked.no_sweep)
@@ -259,7 +264,7 @@ def main() -> None:
                     work,
                     Path(scratch),
                     rounds=1 if asked.quick else asked.rounds,
-                    epoch_s=0.12 if asked.quick else 0.4,
+                    epoch_s=0.12 if asked.quick else 0.25,
                     sweep=sweep and time.monotonic() - began < SWEEP_UNTIL_S,
                 )
             except ImportError as error:
@@ -267,7 +272,7 @@ def main() -> None:
                 print(f"{work.name:34s} absent: {error}")
                 continue
             show(work.name, found[work.name])
-    print("Each pair of ratios: FastDataLoader, FastDataModule.")
+    print("Each pair of ratios: FastDataLoader, FastDataModule. Noise: one of two same loaders.")
     for name in AUTO:
         verdict(
             f"{name} : the better of torch's, loader alone",

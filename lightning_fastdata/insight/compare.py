@@ -17,7 +17,12 @@ from lightning_fastdata.insight.conditions import (
     parse_condition,
     signed_text,
 )
-from lightning_fastdata.insight.recorded import WAIT_METRICS, read_report, report_metrics
+from lightning_fastdata.insight.recorded import (
+    RUN_METRICS,
+    WAIT_METRICS,
+    read_report,
+    report_metrics,
+)
 
 if TYPE_CHECKING:
     import os
@@ -25,6 +30,7 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
 
 _SHOWN: Final = (
+    "run_samples_per_s",
     "samples_per_s",
     "samples_per_s_if_data_were_free",
     "stall_percent",
@@ -39,9 +45,12 @@ _SHOWN: Final = (
     "gap_ms",
     "cold_wait_ms",
     *WAIT_METRICS,
+    *RUN_METRICS[1:],
 )
 _SHOWN_OF_OTHERS: Final = ("samples_per_s", "stall_percent", "step_ms")
-_HIGHER_IS_BETTER: Final = frozenset(("samples_per_s", "samples_per_s_if_data_were_free"))
+_HIGHER_IS_BETTER: Final = frozenset(
+    ("samples_per_s", "samples_per_s_if_data_were_free", "run_samples_per_s")
+)
 _NEITHER_IS_BETTER: Final = frozenset(("steps", "samples", "speedup_possible"))
 _OUTCOME_STYLE: Final = {True: "bold red", False: "green"}
 _VISIBLE_CHANGE: Final = 0.02

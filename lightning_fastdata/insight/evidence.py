@@ -17,6 +17,7 @@ from lightning_fastdata.insight.simulate import BatchCost, LoaderSetup, batch_co
 if TYPE_CHECKING:
     from lightning_fastdata.insight.metrics import StageSummary
     from lightning_fastdata.insight.outside import LoaderFacts
+    from lightning_fastdata.insight.wall import WallTime
     from lightning_fastdata.loading.stamps import BatchStamps
 
 _NS_PER_MS: Final = 1e6
@@ -102,6 +103,8 @@ class Evidence:
     """What each rank's own stamps say of its late batches, by rank; empty text: nothing."""
     val_stall_share: float | None = None
     """Part of the validation steps that waited for data, 0 to 1."""
+    wall: WallTime | None = None
+    """Where the wall time of the whole run went."""
 
     def of_step(self, ms: float | None) -> float | None:
         """Return a time as a share of the step, 0 to 1; None if either was not measured."""

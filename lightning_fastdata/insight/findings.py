@@ -26,9 +26,14 @@ FD315 waiting for CPUs above 20 %, but not for own work          the other load
 FD316 one rank stalls 3 % more than the mean                     its data or host
 FD317 allocator retries, memory never unused above 3 %           smaller batches
 FD318 validation stalls above 3 % of its steps                   the validation loader's options
+FD320 callbacks above 5 % of the run                             the slowest callback
+FD321 checkpoints above 5 % of the run                           fewer or smaller ones
+FD322 logging above 5 % of the run                               log less often
 FD319 stall below 1 %                                            none: the model
 ===== ========================================================== ==================================
 
+Where the wall time of the run is known, FD310 and FD318 are told by what they took of it, from 5 %
+on. The pause that costs most, 10 % of the run or more and more than late batches do, comes first.
 FD316 comes first where another rank stalls 3 % longer than this one. FD302 to FD309, FD311 and
 FD315 are silent while the stall is under 3 %. A code keeps its meaning for ever. These codes say
 why; those of :mod:`~lightning_fastdata.insight.verdict` say how much.
@@ -40,7 +45,7 @@ import math
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Final
 
-from lightning_fastdata.insight import late_batches, step_costs
+from lightning_fastdata.insight import late_batches, pauses, step_costs
 
 if TYPE_CHECKING:
     from lightning_fastdata.insight.evidence import Evidence
@@ -56,6 +61,7 @@ _ROWS: Final[tuple[Callable[[Evidence], Finding | None], ...]] = (
     late_batches.collation,
     late_batches.handover,
     late_batches.capacity,
+    pauses.epoch_starts,
     step_costs.epoch_starts,
     late_batches.pinning,
     step_costs.transfer,
@@ -64,7 +70,11 @@ _ROWS: Final[tuple[Callable[[Evidence], Finding | None], ...]] = (
     late_batches.neighbours,
     step_costs.this_rank,
     step_costs.memory,
+    pauses.validation,
     step_costs.validation,
+    pauses.callbacks,
+    pauses.checkpoints,
+    pauses.logging,
     step_costs.free,
 )
 _SEVERITIES: Final = ("high", "moderate", "fine")
@@ -82,6 +92,9 @@ def findings(evidence: Evidence) -> tuple[Finding, ...]:
         evidence: Measured facts; what was not measured gives no findings.
     """
     found = by_weight(each for row in _ROWS if (each := row(evidence)) is not None)
+    worst = pauses.worst_pause(evidence)
+    if worst is not None:
+        found = (worst, *(each for each in found if each != worst))
     held_up = step_costs.other_rank(evidence)
     return found if held_up is None else (held_up, *found)
 

@@ -12,6 +12,7 @@ from lightning_fastdata.insight.finding import gain_text
 from lightning_fastdata.insight.html_style import STYLE
 from lightning_fastdata.insight.markup import Child, Markup, element
 from lightning_fastdata.insight.remedies import Gain
+from lightning_fastdata.insight.wall import PART_NAMES, STEP_PARTS
 
 _PHASES: Final = tuple((name, column.removesuffix("_ms")) for name, column in reversed(STACK))
 _POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'"
@@ -27,10 +28,11 @@ def report_html(report: Mapping[str, Any]) -> str:
     """
     stages = list(report["stages"].values())
     first = stages[0] if stages else None
-    body: list[Child] = [_head(first, report.get("verdict"))]
+    body: list[Child] = [_head(first, report.get("verdict"), report.get("wall"))]
     if first is not None:
         body += [
             _findings(report.get("verdict")),
+            _wall(report.get("wall")),
             _timeline(first.get("recent")),
             _phases(first),
             _late_batches(first.get("causes")),
@@ -58,21 +60,29 @@ def report_html(report: Mapping[str, Any]) -> str:
     return f"<!doctype html>\n{page}\n"
 
 
-def _head(first: Mapping[str, Any] | None, verdict: Mapping[str, Any] | None) -> Markup:
+def _head(
+    first: Mapping[str, Any] | None,
+    verdict: Mapping[str, Any] | None,
+    wall: Mapping[str, Any] | None,
+) -> Markup:
     if first is None:
         return element("header", element("h1", "nothing was measured"))
     sentence = None
     if verdict is not None:
         kind = verdict["kind"]
         sentence = element(
-            "h1", element("span", kind, class_=f"badge {kind}"), " ", verdict["sentence"]
+            "h1",
+            element("span", kind, class_=f"badge {kind.split()[0]}"),
+            " ",
+            verdict["sentence"],
         )
     device = "" if first.get("device", "cpu") == "cpu" else f" on {first['device']}"
     now, free = first.get("samples_per_s"), first.get("headroom") or {}
     rate = free.get("samples_per_s", first.get("samples_per_s_if_data_were_free"))
     basis = ", measured" if free.get("basis") == "measured" else ""
     figures: list[Child] = [
-        _figure(_rounded(now), "samples/s now"),
+        _figure(_rounded((wall or {}).get("samples_per_s")), "samples/s in the whole training"),
+        _figure(_rounded(now), "samples/s in a step"),
         _figure(_rounded(rate), f"if data were free{basis}"),
         _figure(_times(rate / now) if rate and now else None, "to gain, at most"),
         _figure(_ms(_mean(first, "step")), "ms a step"),
@@ -137,6 +147,24 @@ def _timeline(recent: Mapping[str, Sequence[float | None]] | None) -> Markup | N
         element("p", legend, class_="legend"),
         chart,
         element("p", "Rest on a step for its figures; thin lines are epochs.", class_="hint"),
+    )
+
+
+def _wall(wall: Mapping[str, Any] | None) -> Markup | None:
+    """Return where the run went, each part with what most of it was spent on."""
+    if not wall or wall["total_s"] <= 0:
+        return None
+    rows = []
+    for part, seconds in sorted(wall["parts_s"].items(), key=lambda item: -item[1]):
+        share = seconds / wall["total_s"]
+        named = sorted(wall["named_s"].get(part, {}).items(), key=lambda item: -item[1])
+        most = ", ".join(f"{name} {duration_text(taken)}" for name, taken in named[:3])
+        bar = _bar(share, part if part in STEP_PARTS else "gap")
+        name = PART_NAMES.get(part, part)
+        rows.append([name, bar, f"{seconds:.2f}", _percent(share), most])
+    return _section(
+        f"Where the {duration_text(wall['total_s'])} of the run went",
+        _table(("part", "", "s", "share", "most of it"), rows, class_="parts"),
     )
 
 

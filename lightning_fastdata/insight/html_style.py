@@ -31,6 +31,7 @@ ul { margin: 8px 0; padding-left: 20px; color: var(--faint); }
   text-transform: uppercase; font-size: 15px; letter-spacing: .04em; white-space: nowrap; }
 .badge.data-bound { background: #c0374a; }
 .badge.balanced { background: #96660a; }
+.badge.paused, .badge.starved, .badge.held { background: #7a3d94; }
 .badge.compute-bound { background: #2f7a52; }
 .figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(130px, 1fr)); gap: 10px; }
 .figures div { background: var(--card); border-radius: 8px; padding: 10px 14px; }
@@ -57,6 +58,7 @@ i { font-style: normal; }
 .bar { display: block; height: 12px; min-width: 1px; border-radius: 2px; }
 .stack { display: flex; height: 26px; border-radius: 4px; overflow: hidden; margin-bottom: 10px; }
 .stack .bar { height: 100%; border-radius: 0; flex: none; }
+.back-gap { background: var(--faint); }
 .back-wait { background: var(--wait); } .fill-wait { fill: var(--wait); }
 .back-transfer { background: var(--transfer); } .fill-transfer { fill: var(--transfer); }
 .back-augment { background: var(--augment); } .fill-augment { fill: var(--augment); }

@@ -61,8 +61,8 @@ class StepTiming(NamedTuple):
     compute_ms: float | None = None
     """From the last of these marks to the end of the step: forward, backward, optimizer."""
     gap_ms: float | None = None
-    """From the end of the previous step to the first wait of this one: callbacks, logging,
-    checkpoints, validation. Not part of ``step_ms``."""
+    """From the end of the previous step to the first wait of this one, and from the batch's arrival
+    to the work on it: callbacks, logging, checkpoints, validation. Not part of ``step_ms``."""
     step_ms: float | None = None
     """``stall + transfer + augment + compute``: the step as the device saw it."""
 

@@ -10,8 +10,9 @@ from typing import Any, Final
 
 from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.insight.attribution import WaitParts
+from lightning_fastdata.insight.wall import PART_NAMES
 
-READABLE_SCHEMAS: Final = (2, 3)
+READABLE_SCHEMAS: Final = (2, 3, 4)
 """Versions of the JSON report that can be compared, also with each other."""
 
 MAIN_STAGE: Final = "train"
@@ -35,15 +36,19 @@ _STAGE_METRICS: Final = (
 )
 WAIT_METRICS: Final = {f"wait_{part.name}": part.name for part in fields(WaitParts)}
 
-METRICS: Final = (
+_METRICS_OF_STAGE: Final = (
     *_PHASE_METRICS,
     "stall_percent",
     *_STAGE_METRICS,
     "overtaken_share",
     *WAIT_METRICS,
 )
+_RUN_PARTS: Final = {f"run_{part}_s": part for part in PART_NAMES}
+RUN_METRICS: Final = ("run_samples_per_s", "run_s", *_RUN_PARTS)
+METRICS: Final = (*_METRICS_OF_STAGE, *RUN_METRICS)
 """What can be compared. ``PHASE_ms`` is a mean, ``PHASE_{p50,p95,max}_ms`` are what they say,
-``wait_PART_ms`` is a part of the mean wait for a batch (`WaitParts`)."""
+``wait_PART_ms`` is a part of the mean wait for a batch (`WaitParts`), ``run_PART_s`` a part of the
+wall time of the whole run (`WallTime`)."""
 
 
 def read_report(path: Path) -> Mapping[str, Any]:
@@ -74,8 +79,8 @@ def read_report(path: Path) -> Mapping[str, Any]:
     if version not in READABLE_SCHEMAS:
         raise OptionsError(
             f"{path} has schema version {version!r}; this version of fastdata reads "
-            f"{' and '.join(map(str, READABLE_SCHEMAS))}. Compare with the version that wrote it, "
-            "or record the run again."
+            f"{READABLE_SCHEMAS[0]} to {READABLE_SCHEMAS[-1]}. Compare with the version that wrote "
+            "it, or record the run again."
         )
     stages = report.get("stages")
     if not isinstance(stages, dict) or not all(isinstance(one, dict) for one in stages.values()):
@@ -89,7 +94,7 @@ def report_metrics(report: Mapping[str, Any]) -> dict[str, float | None]:
     for stage, values in report.get("stages", {}).items():
         prefix = "" if stage == MAIN_STAGE else f"{stage}."
         metrics |= {f"{prefix}{name}": value for name, value in _stage_metrics(values).items()}
-    return metrics
+    return metrics | _run_metrics(report.get("wall") or {})
 
 
 def _no_number(text: str) -> float:
@@ -108,4 +113,12 @@ def _stage_metrics(stage: Mapping[str, Any]) -> dict[str, float | None]:
     found["overtaken_share"] = causes.get("overtaken_share")
     parts = causes.get("wait") or {}
     found |= {name: parts.get(part) for name, part in WAIT_METRICS.items()}
-    return {name: found[name] for name in METRICS}
+    return {name: found[name] for name in _METRICS_OF_STAGE}
+
+
+def _run_metrics(wall: Mapping[str, Any]) -> dict[str, float | None]:
+    parts = wall.get("parts_s") or {}
+    found = {"run_samples_per_s": wall.get("samples_per_s"), "run_s": wall.get("total_s")}
+    if wall:  # what took no time took 0 s, unless nobody counted
+        found |= {name: parts.get(part, 0.0) for name, part in _RUN_PARTS.items()}
+    return {name: found.get(name) for name in RUN_METRICS}

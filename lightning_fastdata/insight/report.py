@@ -18,6 +18,7 @@ from lightning_fastdata.insight.drawing import bar, duration_text
 from lightning_fastdata.insight.files import write_atomically
 from lightning_fastdata.insight.finding import STALL_LOW, gain_text
 from lightning_fastdata.insight.ranks import ranks_line
+from lightning_fastdata.insight.wall import wall_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -27,10 +28,12 @@ if TYPE_CHECKING:
     from lightning_fastdata.insight.metrics import Columns, StageSummary
     from lightning_fastdata.insight.ranks import RankTiming
     from lightning_fastdata.insight.verdict import Verdict
+    from lightning_fastdata.insight.wall import WallTime
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 """Raised when the form of the JSON report changes; 2 added ``causes`` to the stages, 3 ``recent``
-to them and ``findings`` to the verdict, in the place of ``next_step`` and ``leave_alone``."""
+to them and ``findings`` to the verdict, in the place of ``next_step`` and ``leave_alone``, 4
+``wall``."""
 _MOST_RECENT = 512
 _MOST_REMEDIES = 2
 
@@ -41,6 +44,7 @@ _KIND_COLORS = {
     "compute-bound": "bold white on green",
     "unknown": "bold reverse",
 }
+_PAUSE_COLOR = "bold white on magenta"
 _TO_ASCII = str.maketrans({"─": "-", "·": "|", "→": ">", "…": "."})
 _INDENT = 7
 _NARROWEST, _WIDEST = 60, 120
@@ -70,6 +74,8 @@ class RunReport:
     """Stage name -> the single values of its newest steps; reports are equal without them."""
     ranks: tuple[RankTiming, ...] = ()
     """What the training steps of each rank took, by rank; empty with one rank."""
+    wall: WallTime | None = None
+    """Where the wall time of the run went; None where a loop of one's own was timed."""
     notes: tuple[str, ...] = ()
     """Decisions and limits to know about, one sentence each."""
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -86,6 +92,7 @@ class RunReport:
                 for stage in self.stages
             },
             "verdict": None if self.verdict is None else _verdict_as_dict(self.verdict),
+            "wall": None if self.wall is None else self.wall.as_dict(),
             "ranks": [dataclasses.asdict(rank) for rank in self.ranks],
             "notes": list(self.notes),
             "versions": dict(self.versions),
@@ -144,7 +151,9 @@ class RunReport:
             lines.append(_rule(f"fastdata · {_headline(first)} ", width))
             lines += _verdict_lines(self.verdict, width)
             lines += [[], *_phase_rows(first, width, ascii_only), []]
-            lines += _throughput_lines(first, width)
+            lines += _throughput_lines(first, self.wall, width)
+            if self.wall is not None:
+                lines += _words("", wall_text(self.wall), width, "dim")
         if self.verdict is not None:
             lines += _finding_lines(self.verdict, self.stages, width)
         for stage in self.stages[1:]:
@@ -224,7 +233,7 @@ def _verdict_lines(verdict: Verdict | None, width: int) -> Iterable[_Line]:
     sentence = printable(verdict.sentence)
     for i, part in enumerate(textwrap.wrap(sentence, width - len(badge) - 2)):
         if i == 0:
-            yield [(badge, _KIND_COLORS[verdict.kind]), (f"  {part}", "")]
+            yield [(badge, _KIND_COLORS.get(verdict.kind, _PAUSE_COLOR)), (f"  {part}", "")]
         else:
             yield [(" " * (len(badge) + 2) + part, "")]
 
@@ -249,10 +258,12 @@ def _phase_rows(stage: StageSummary, width: int, ascii_only: bool) -> Iterable[_
             ]
 
 
-def _throughput_lines(stage: StageSummary, width: int) -> Iterable[_Line]:
+def _throughput_lines(stage: StageSummary, wall: WallTime | None, width: int) -> Iterable[_Line]:
     if stage.samples_per_s is None:
         return
-    line = [(f" {stage.samples_per_s:.0f} samples/s now", "")]
+    line = [(f" {stage.samples_per_s:.0f} samples/s in a step", "")]
+    if wall is not None and wall.samples_per_s is not None:
+        yield [(f" {wall.samples_per_s:.0f} samples/s in the whole training", "")]
     free = stage.headroom
     if free is not None:
         basis = " (measured)" if free.basis == "measured" else ""

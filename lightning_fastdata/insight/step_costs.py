@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from typing import TYPE_CHECKING, Final
 
-from lightning_fastdata.insight import remedies
+from lightning_fastdata.insight import pauses, remedies
 from lightning_fastdata.insight.finding import (
     AUGMENT_HIGH,
     EPOCH_START_HIGH,
@@ -44,6 +44,8 @@ def epoch_starts(e: Evidence) -> Finding | None:
     share = e.epoch_start_share
     if share is None or e.steps_per_epoch is None or share <= EPOCH_START_HIGH:
         return None
+    if e.wall is not None:
+        return None  # which tells it of the whole run
     if e.epochs is None or e.epochs < _FEWEST_EPOCHS:
         return None
     if e.setup is not None and not e.setup.workers:
@@ -103,6 +105,8 @@ def host_gap(e: Evidence) -> Finding | None:
     share = e.of_step(e.gap_ms)
     if share is None or share < _GAP_HIGH:
         return None
+    if pauses.callbacks(e) or pauses.checkpoints(e) or pauses.logging(e):
+        return None  # which say whose work it is
     return Finding(
         code="FD314",
         severity=severity_of(share),
@@ -164,7 +168,7 @@ def memory(e: Evidence) -> Finding | None:
 def validation(e: Evidence) -> Finding | None:
     """FD318: validation waits for data."""
     share = e.val_stall_share
-    if share is None or share < STALL_LOW:
+    if e.wall is not None or share is None or share < STALL_LOW:
         return None
     return Finding(
         code="FD318",

@@ -2,8 +2,9 @@
 
 One step, in the order of its marks, on the host and (as events) on the device::
 
-    gap | wait_began .. wait_ended | transfer_began .. transfer_ended | ... | work_ended | gap
+    gap | wait_began .. wait_ended | transfer_began .. transfer_ended | gap |
                                         augment_began .. augment_ended
+          work_began .. work_ended | gap
 
 Any of them may be missing; what was not marked is None, never 0.
 """
@@ -50,6 +51,8 @@ class _Step:
     """Oldest device mark of the step: where to give marks back from."""
     compute_began: int | None = None
     """Newest completed end mark: what follows it is compute."""
+    before_work: tuple[int, int] | None = None
+    """What lay between the batch's arrival and the work on it: a part of the gap."""
     work_ended: int | None = None
     """Mark of the end of the step, where it came before the end was counted."""
     lost: bool = False
@@ -176,6 +179,14 @@ class StepTimeline:
                 step.transfer.pairs.append((step.transfer.began, began))
             step.transfer.began = end
 
+    def work_began(self) -> None:
+        """The step itself starts; what was done since the batch arrived is gap."""
+        step = self._step
+        began = self._mark()
+        if began is not None and step.compute_began is not None:
+            step.before_work = step.compute_began, began
+            step.compute_began = began
+
     def work_ended(self) -> None:
         """The last work of the step is given to the device; what comes after it is gap."""
         self._step.work_ended = self._mark()
@@ -259,6 +270,8 @@ class StepTimeline:
             step_ms = (stall_ms or 0.0) + (transfer_ms or 0.0) + (augment_ms or 0.0) + compute_ms
         if step.previous_end is not None and step.stall.pairs:
             gap_ms = clock.elapsed_ms(step.previous_end, step.stall.pairs[0][0])
+            if step.before_work is not None:
+                gap_ms += clock.elapsed_ms(*step.before_work)
         return StepTiming(
             step=step.index,
             wait_ms=step.wait_ms,

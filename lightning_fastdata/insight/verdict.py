@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
+from lightning_fastdata.insight import pauses
 from lightning_fastdata.insight.finding import STALL_HIGH, STALL_LOW, Finding
 from lightning_fastdata.insight.findings import by_weight, findings
 from lightning_fastdata.insight.outside import (
@@ -23,11 +24,22 @@ if TYPE_CHECKING:
     from lightning_fastdata.insight.evidence import Evidence
     from lightning_fastdata.insight.metrics import StageSummary
 
-Kind: TypeAlias = Literal["data-bound", "compute-bound", "balanced", "unknown"]
+Kind: TypeAlias = Literal[
+    "data-bound",
+    "compute-bound",
+    "balanced",
+    "unknown",
+    "paused between epochs",
+    "starved in validation",
+    "held up by a callback",
+    "held up by checkpoints",
+    "held up by logging",
+]
 
 _SLOW_RANK: Final = "FD316"
 _NO_CAUSE_OF_STALLS: Final = frozenset(
     {"FD301", "FD310", "FD312", "FD313", "FD314", _SLOW_RANK, "FD317", "FD318", "FD319"}
+    | pauses.KINDS.keys()
 )
 """Causes of other costs than late batches within an epoch."""
 
@@ -38,7 +50,8 @@ class Verdict:
 
     kind: Kind
     """``data-bound``: the device waits for data above 10 % of the step; ``balanced``: from 3 to
-    10 %, or something other than data and the model costs much; ``unknown``: too few steps."""
+    10 %, or something other than data and the model costs much; ``unknown``: too few steps. The
+    others: what pauses the run for more of its time than late batches do, and for 10 % or more."""
     sentence: str
     """How much it waits."""
     evidence: tuple[str, ...]
@@ -77,6 +90,10 @@ def judge(
         kind = "compute-bound"
     causes = _causes(outside, () if evidence is None else findings(evidence), share)
     sentence = waiting_text(summary)
+    pause = None if evidence is None else pauses.worst_pause(evidence)
+    if pause is not None:
+        kind, sentence = pauses.KINDS[pause.code], pause.cause
+        causes = (pause, *(each for each in causes if each != pause))
     if evidence is not None and evidence.held_up:
         # This rank hardly waits for its own data; the others' is waited for in the backward pass.
         kind = "data-bound" if causes[0].severity == "high" else "balanced"

@@ -6,7 +6,7 @@ import pickle
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, Final
@@ -38,6 +38,12 @@ _KNOWN_WORK: Final = (tuple(range(1000, 1128)), "rows", 3, {"slot": 7})
 _KNOWN_TIMES: Final = 8
 _KNOWN_MS: Final = 0.045
 """CPU time of :func:`known_work` where ``benchmarks/handing_over.py`` measured the rest."""
+_WORTH_KEEPING_MS: Final = 0.05
+"""CPU time from which on it is worth looking whether a dataset keeps what it has read."""
+_AGAIN_SHARE: Final = 0.1
+"""Of the budget, spent on reading samples once more."""
+_MOST_READ_AGAIN: Final = 32
+_MUCH_CHEAPER: Final = 4
 _OF_POSITIONS: Final = (SequentialSampler, RandomSampler, ShuffleSampler, DistributedSampler)
 """Samplers that give each position of the dataset, from 0."""
 
@@ -64,6 +70,9 @@ class SampleCost:
     pace: float = 1.0
     """How many times as long as elsewhere everything took here and then: what side processes cost
     was measured elsewhere, and CPUs are slower where others are at work on them."""
+    again_ms: float | None = None
+    """Milliseconds to read a sample once more, where that is a quarter or less: the dataset keeps
+    what it has read, each process for itself. None: it does not."""
 
     @property
     def wait_ms(self) -> float:
@@ -231,6 +240,8 @@ def measure_samples(
     """
     most = max(_MOST_SAMPLES, 4 * batch_size)
     left = drawn_indices(dataset_length(dataset) or 0, most)
+    kept_back = min(_MOST_READ_AGAIN, len(left) // 8)
+    left, fresh = left[kept_back:], left[:kept_back]
     at_once = fetches_in_batches(dataset)
     ends_s, size, samples = clock_s() + budget_s, 1, None
     groups: list[_Group] = []
@@ -258,6 +269,9 @@ def measure_samples(
     if not groups:
         return None
     groups = groups[1:] or groups
+    again_ms = None
+    if fresh and not at_once:
+        again_ms = _again_ms(dataset, fresh, groups[-1], _AGAIN_SHARE * budget_s, cpu_s)
     # Calls for many samples at once take less for each.
     largest = [group for group in groups if group.count == max(g.count for g in groups)]
     reads = largest if at_once else groups
@@ -269,6 +283,7 @@ def measure_samples(
         samples=count,
         collate_ms=1000 * sum(group.collate_s for group in largest) / collated,
         pace=1000 * median(paces) / _KNOWN_MS or 1.0,
+        again_ms=again_ms,
     )
 
 
@@ -299,6 +314,28 @@ def _read(dataset: Any, indices: Sequence[int], at_once: bool, over: Callable[[]
         if over():
             break
     return samples
+
+
+def _again_ms(
+    dataset: Any, indices: Sequence[Any], known: _Group, budget_s: float, cpu_s: Callable[[], float]
+) -> float | None:
+    """Return what the same samples cost a second time, if that is much less than the first time.
+
+    Of CPU time, because files that were read are in memory anyway for as long as there is room.
+    """
+    each_s = known.cpu_s / known.count
+    if 1000 * each_s < _WORTH_KEEPING_MS or 2 * known.cpu_s < known.wall_s:
+        return None
+    indices = indices[: min(_MOST_READ_AGAIN, max(1, int(budget_s / each_s)))]
+    times = [cpu_s()]
+    try:
+        for _ in range(2):
+            _read(dataset, indices, at_once=False, over=lambda: False)
+            times.append(cpu_s())
+    except Exception:
+        return None
+    first_s, again_s = (later - earlier for earlier, later in pairwise(times))
+    return 1000 * again_s / len(indices) if again_s <= first_s / _MUCH_CHEAPER else None
 
 
 def _collating_s(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ for each row."""
 _TAKE_ROW_MS: Final = 0.0016
 _KEY_MS: Final = 0.006
 """CPU time for seeding the generator that a sample draws from, if it is one of the three."""
+_EPOCHS: Final = 10
+"""Of a training, where a dataset keeps what it has read."""
 _FORKED_BYTES: Final = 48 * 2**20
 _FRESH_BYTES: Final = 400 * 2**20
 """A process that imports torch anew; a forked one shares its parent's pages."""
@@ -53,6 +56,23 @@ _ONE_STREAM: Final = (
 def waits(cost: SampleCost | None) -> bool:
     """Return whether a sample waits for most of its time, so that CPUs would stand idle."""
     return cost is not None and cost.wait_ms >= _SHORTEST_WAIT_MS and cost.wait_ms >= cost.cpu_ms
+
+
+def over_epochs(cost: SampleCost, readers: int) -> SampleCost:
+    """Return what a sample costs on the mean of the first epochs, as far as it is kept when read.
+
+    Each process keeps what it has read itself, and which one reads a sample is chance: in the n-th
+    epoch it is new to its reader with a probability of ``(1 - 1 / readers) ** n``.
+
+    Args:
+        cost: Of a sample that is read for the first time.
+        readers: Processes that share the work.
+    """
+    if cost.again_ms is None:
+        return cost
+    new = sum((1 - 1 / readers) ** epoch for epoch in range(_EPOCHS)) / _EPOCHS
+    mean_ms = new * cost.cpu_ms + (1 - new) * cost.again_ms
+    return replace(cost, cpu_ms=mean_ms, wall_ms=mean_ms + new * cost.wait_ms)
 
 
 def alone_ms(cost: SampleCost, batch_size: int, *, keyed: bool = False) -> float:

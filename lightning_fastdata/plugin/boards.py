@@ -17,6 +17,7 @@ from lightning_fastdata.errors import printable
 from lightning_fastdata.insight.causes import cause_lines, operations_table
 from lightning_fastdata.insight.finding import gain_text
 from lightning_fastdata.insight.metrics import columns_of
+from lightning_fastdata.insight.wall import STEP_PARTS, wall_text
 from lightning_fastdata.plugin.scalar_events import write_scalars
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
     from lightning_fastdata.insight.metrics import Columns, StageSummary, StepTiming
     from lightning_fastdata.insight.verdict import Verdict
+    from lightning_fastdata.insight.wall import WallTime
 
 PREDICTED_STEP = "data_tune/predicted_step_ms"
 """What the model of the loader says that a step takes in the setup as it is."""
@@ -136,7 +138,16 @@ def custom_scalar_layout(prefix: str = "data") -> dict[str, dict[str, list[Any]]
     }
 
 
-def verdict_markdown(verdict: Verdict, summary: StageSummary) -> str:
+def wall_scalars(wall: WallTime) -> dict[str, float]:
+    """Return how fast the whole training was, and what part of its time was training steps."""
+    steps_s = sum(wall.parts_s.get(part, 0.0) for part in STEP_PARTS)
+    scalars = {"data/steps_percent_of_run": 100 * wall.share(steps_s)}
+    if wall.samples_per_s is not None:
+        scalars["data/run_samples_per_s"] = wall.samples_per_s
+    return scalars
+
+
+def verdict_markdown(verdict: Verdict, summary: StageSummary, wall: WallTime | None = None) -> str:
     """Return the verdict as markdown: a table of phases, the findings, and what was measured."""
     lines = [f"### {verdict.kind}: {verdict.sentence}", ""]
     rows = [
@@ -161,6 +172,8 @@ def verdict_markdown(verdict: Verdict, summary: StageSummary) -> str:
     facts = [*verdict.evidence, *([] if causes is None else cause_lines(causes))]
     if facts:
         lines += ["", "Also measured:", "", *(f"- {fact}" for fact in facts)]
+    if wall is not None:
+        lines += ["", f"The run so far, {wall_text(wall)}."]
     if causes is not None and causes.operations:
         lines += ["", operations_table(causes).rstrip()]
     return "\n".join(lines) + "\n"

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from lightning_fastdata.insight.metrics import StageSummary
     from lightning_fastdata.insight.verdict import Verdict
+    from lightning_fastdata.insight.wall import WallTime
     from lightning_fastdata.plugin.ranks import RankRecords
     from lightning_fastdata.plugin.recording import Recording
 
@@ -87,7 +88,9 @@ class RunJudge:
             persistent_workers=getattr(loader, "persistent_workers", None) if workers else None,
         )
 
-    def evidence(self, train: StageSummary, val: StageSummary | None = None) -> Evidence:
+    def evidence(
+        self, train: StageSummary, val: StageSummary | None = None, wall: WallTime | None = None
+    ) -> Evidence:
         """Return everything that is known of the training."""
         host = self._recording.host
         return self._recording.train.evidence(
@@ -95,6 +98,7 @@ class RunJudge:
             self.facts(),
             cpus=float(self._usable_cpus),
             val_stall_share=None if val is None else val.stall_share,
+            wall=wall,
             **({} if host is None else host.evidence()),
             **({} if self.ranks is None else rank_evidence(self.ranks.so_far)),
         )

@@ -11,6 +11,7 @@ from lightning_fastdata.insight.report import RunReport
 from lightning_fastdata.plugin.judging import RunJudge
 
 if TYPE_CHECKING:
+    from lightning_fastdata.insight.wall import WallTime
     from lightning_fastdata.plugin.headroom import Replay
     from lightning_fastdata.plugin.pictures import BatchPictures
     from lightning_fastdata.plugin.recording import Recording
@@ -36,6 +37,11 @@ class MeasuredRun:
         """Whether this process has loggers to log to."""
         return bool(self.trainer.is_global_zero and self.trainer.loggers)
 
+    def wall(self) -> WallTime:
+        """Return where the wall time of this run went so far."""
+        history = self.recording.train.timeline.history
+        return self.recording.wall.clock.read(steps=history.steps, samples=history.samples)
+
     def report(self) -> RunReport | None:
         """Return the report of this run, or None if no step ended."""
         train, val = self.recording.train.summary(), self.recording.val.summary()
@@ -49,9 +55,11 @@ class MeasuredRun:
         ranks = self.judge.ranks
         if ranks is not None:
             ranks.read()
+        wall = self.wall()
         return RunReport(
+            wall=wall,
             stages=tuple(stage for stage in (train, val) if stage is not None),
-            verdict=self.judge.verdict(train, self.judge.evidence(train, val)),
+            verdict=self.judge.verdict(train, self.judge.evidence(train, val, wall)),
             recent={m.stage: m.timeline.history.newest() for m in meters},
             ranks=() if ranks is None else ranks.so_far,
             notes=(

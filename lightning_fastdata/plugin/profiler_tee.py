@@ -2,12 +2,12 @@
 
 Callbacks have no hook around the fetch of a batch or its transfer, but the loops announce both to
 ``trainer.profiler``, which is a public attribute. The tee stands in that place, forwards every
-call to the user's profiler and tells a listener about the four actions that matter.
+call to the user's profiler and tells listeners about the actions that matter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -15,7 +15,7 @@ Listener = tuple[Callable[[], None], Callable[[], None]]
 """Called at the start and at the end of an action."""
 
 _NOTHING: AbstractContextManager[Any] = nullcontext()
-_OWN = frozenset(("profiler", "_idle", "_listeners", "_by_action"))
+_OWN = frozenset(("profiler", "_idle", "_find", "_by_action"))
 
 
 class ProfilerTee:
@@ -23,17 +23,16 @@ class ProfilerTee:
 
     Args:
         profiler: The profiler that was there.
-        listeners: By the last word of the action's name (``train_dataloader_next``,
-            ``val_next``, ``batch_to_device``, ``on_after_batch_transfer``), which is the part that
-            does not depend on the names of classes.
+        find: Returns the listener of an action, by the name with which it is announced, such as
+            ``"[_TrainingEpochLoop].train_dataloader_next"``, or None; asked once for each name.
     """
 
-    def __init__(self, profiler: Any, listeners: Mapping[str, Listener]) -> None:
+    def __init__(self, profiler: Any, find: Callable[[str], Listener | None]) -> None:
         self.profiler = profiler
         # Lightning's default does nothing at the price of a generator per block. A subclass of it
         # has another name and is asked.
         self._idle = type(profiler).__name__ == "PassThroughProfiler"
-        self._listeners = listeners
+        self._find = find
         self._by_action: dict[str, Listener | None] = {}
 
     def start(self, action_name: str) -> None:
@@ -66,8 +65,7 @@ class ProfilerTee:
         try:
             return self._by_action[action_name]
         except KeyError:
-            found = self._listeners.get(action_name.rpartition(".")[2])
-            self._by_action[action_name] = found
+            found = self._by_action[action_name] = self._find(action_name)
             return found
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -108,9 +106,9 @@ class _Listened:
         return self._block.__exit__(*error)
 
 
-def attach(trainer: Any, listeners: Mapping[str, Listener]) -> Callable[[], None]:
+def attach(trainer: Any, find: Callable[[str], Listener | None]) -> Callable[[], None]:
     """Put a tee in front of the trainer's profiler and return what takes it away again."""
-    tee = ProfilerTee(trainer.profiler, listeners)
+    tee = ProfilerTee(trainer.profiler, find)
     trainer.profiler = tee
 
     def detach() -> None:

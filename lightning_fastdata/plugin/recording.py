@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from lightning_fastdata.insight.clock import CudaClock
@@ -11,6 +12,7 @@ from lightning_fastdata.insight.stage_stamps import StageStamps
 from lightning_fastdata.plugin.host_metrics import HostMeter
 from lightning_fastdata.plugin.profiler_tee import Listener
 from lightning_fastdata.plugin.sources import flattened
+from lightning_fastdata.plugin.wall_watch import WallWatch
 
 if TYPE_CHECKING:
     import torch
@@ -23,6 +25,7 @@ class Recording:
 
     Args:
         trainer: The trainer that is measured.
+        ours: The callback that measures it, whose own time is told apart.
 
     Attributes:
         augments: Whether something runs in ``on_after_batch_transfer`` in a stage; if not, no
@@ -31,10 +34,12 @@ class Recording:
         optimizer_stepped: Whether the open batch has ended in an optimizer step.
         batches_stepped: Batches that ended in one; with manual optimization, all batches.
         host: What the training takes of its machine; None before it begins.
+        wall: Where the wall time of the run goes.
     """
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Any, ours: Any = None) -> None:
         self._trainer = trainer
+        self.wall = WallWatch(trainer, ours)
         self.augments: Callable[[Stage], bool] = lambda _stage: False
         self.in_transfer = False
         self._fetching: StageMeter | None = None
@@ -49,9 +54,12 @@ class Recording:
     def watch(self, stage: Stage, loaders: Any) -> None:
         """Take stamps of what the trainer's loaders of a stage deliver."""
         (self.train if stage == "train" else self.val).stamps.watch(flattened(loaders))
+        if stage == "train":
+            self.wall.loaders_came()
 
     def restart(self) -> None:
         """Forget everything measured so far: what tuners ran before the training began."""
+        self.wall.restart()
         device = self._trainer.strategy.root_device
         for meter in (self.train, self.val):
             meter.stamps.restart()
@@ -82,11 +90,20 @@ class Recording:
         names, reasons = " and ".join(missing), "; ".join(dict.fromkeys(missing.values()))
         return (f"Why batches were late is not known for {names}: {reasons}.",)
 
-    def listeners(self) -> Mapping[str, Listener]:
-        """Return what to call when Lightning announces an action, by the action's last word."""
+    def listener(self, action: str) -> Listener | None:
+        """Return what to call when Lightning announces an action; None: nothing."""
+        # The last word is the part that does not depend on the names of classes.
+        inner = self._of_steps.get(action.rpartition(".")[2])
+        outer = self.wall.listener(action)
+        if inner is None or outer is None:
+            return inner or outer
+        return _both(outer[0], inner[0]), _both(inner[1], outer[1])
+
+    @cached_property
+    def _of_steps(self) -> Mapping[str, Listener]:
         return {
             "train_dataloader_next": (self._train_wait_began, self._train_wait_ended),
-            "run_training_batch": (_nothing, self._work_ended),
+            "run_training_batch": (self._work_began, self._work_ended),
             "val_next": (self._val_wait_began, self._val_wait_ended),
             "batch_to_device": (self._transfer_began, self._transfer_ended),
             "on_after_batch_transfer": (self._augment_began, self._augment_ended),
@@ -99,6 +116,10 @@ class Recording:
 
     def _train_wait_ended(self) -> None:
         self.train.timeline.wait_ended()
+
+    def _work_began(self) -> None:
+        # Callbacks that are called at the start of a batch are no part of the step either.
+        self.train.timeline.work_began()
 
     def _work_ended(self) -> None:
         # Callbacks that are called before ours at the end of a batch are no part of the step.
@@ -137,8 +158,12 @@ class Recording:
             self._moving.timeline.augment_ended()
 
 
-def _nothing() -> None:
-    pass
+def _both(first: Callable[[], None], second: Callable[[], None]) -> Callable[[], None]:
+    def call() -> None:
+        first()
+        second()
+
+    return call
 
 
 def _stage_meter(stage: Stage, device: torch.device, stamps: StageStamps) -> StageMeter:

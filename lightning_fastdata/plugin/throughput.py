@@ -20,7 +20,7 @@ from lightning_fastdata.plugin.headroom import Replay
 from lightning_fastdata.plugin.judging import predicted_step_ms
 from lightning_fastdata.plugin.measured_run import MeasuredRun
 from lightning_fastdata.plugin.pictures import PictureSettings, pictures_of
-from lightning_fastdata.plugin.profiler_tee import attach
+from lightning_fastdata.plugin.profiler_tee import Listener, attach
 from lightning_fastdata.plugin.progress_bar import close_progress_bar
 from lightning_fastdata.plugin.ranks import meet
 from lightning_fastdata.plugin.recording import Recording
@@ -128,7 +128,7 @@ class ThroughputHooks(NeedsConstruction):
         self.misfortunes = Misfortunes()
         if stage not in ("fit", "validate"):
             return
-        recording = Recording(trainer)
+        recording = Recording(trainer, self)
         if stage == "fit" and self.augment is not None:
             check_hooks_run(pl_module)
         undo: list[Callable[[], None]] = []
@@ -138,11 +138,15 @@ class ThroughputHooks(NeedsConstruction):
         guard = self.misfortunes.survived_by
         undo.append(watch_sources(trainer, guard("A loader is not measured", recording.watch)))
         recording.augments = augmenting_stages(trainer, pl_module)
-        listeners = {
-            action: (guard(_NOT_MEASURED, began), guard(_NOT_MEASURED, ended))
-            for action, (began, ended) in recording.listeners().items()
-        }
-        undo.append(attach(trainer, listeners))
+
+        def find(action: str) -> Listener | None:
+            listener = recording.listener(action)
+            if listener is None:
+                return None
+            began, ended = listener
+            return guard(_NOT_MEASURED, began), guard(_NOT_MEASURED, ended)
+
+        undo.append(attach(trainer, find))
 
     def _register(self, trainer: Any, pl_module: Any, recording: Recording) -> Callable[[], None]:
         register = getattr(trainer.datamodule, "register_transform", None)
@@ -248,16 +252,36 @@ class ThroughputHooks(NeedsConstruction):
         if not run.judge.affordable:
             return
         with run.judge.spending():
-            evidence = run.judge.evidence(summary, run.recording.val.summary())
+            wall = run.wall()
+            evidence = run.judge.evidence(summary, run.recording.val.summary(), wall)
             verdict = run.judge.verdict(summary, evidence)
             predicted_ms = predicted_step_ms(evidence)
+        scalars = boards.wall_scalars(wall)
         if predicted_ms is not None:
-            boards.log_to(trainer.loggers, {boards.PREDICTED_STEP: predicted_ms}, step)
+            scalars[boards.PREDICTED_STEP] = predicted_ms
+        boards.log_to(trainer.loggers, scalars, step)
         if verdict.code != run.verdict_code:
             run.verdict_code = verdict.code
-            boards.log_text(
-                trainer.loggers, "data/verdict", boards.verdict_markdown(verdict, summary), step
-            )
+            told = boards.verdict_markdown(verdict, summary, wall)
+            boards.log_text(trainer.loggers, "data/verdict", told, step)
+
+    @harmless(_NOT_MEASURED)
+    def on_sanity_check_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
+        """Count the sanity check as validation."""
+        if self._run is not None:
+            self._run.recording.wall.validation_began()
+
+    @harmless(_NOT_MEASURED)
+    def on_sanity_check_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
+        """Go back to the setup."""
+        if self._run is not None:
+            self._run.recording.wall.validation_ended()
+
+    @harmless(_NOT_MEASURED)
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
+        """Count what follows as validation."""
+        if self._run is not None:
+            self._run.recording.wall.validation_began()
 
     @harmless(_NOT_MEASURED)
     def on_validation_epoch_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
@@ -287,6 +311,7 @@ class ThroughputHooks(NeedsConstruction):
         run = self._run
         if run is None or trainer.sanity_checking:
             return
+        run.recording.wall.validation_ended()
         run.recording.val.timeline.drop_open_step()
         run.recording.val.paused()
         if run.logs:
@@ -297,6 +322,8 @@ class ThroughputHooks(NeedsConstruction):
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Measure a step without waits, if that was asked for."""
         run = self._run
+        if run is not None:
+            run.recording.wall.training_ended()
         if run is not None and run.replay is not None:
             run.replay.run(trainer, pl_module)
 

@@ -236,7 +236,16 @@ def test_a_second_fit_starts_a_new_report(tmp_path):
         assert (train.stage, train.steps, train.samples) == ("train", steps, 32)
 
 
-SCHEMA = {"schema_version", "stages", "verdict", "ranks", "notes", "versions", "machine"}
+SCHEMA = {
+    "schema_version",
+    "stages",
+    "verdict",
+    "wall",
+    "ranks",
+    "notes",
+    "versions",
+    "machine",
+}
 
 
 @pytest.mark.cases(2)
@@ -255,7 +264,7 @@ def test_the_report_is_written_as_json(tmp_path, where):
     report = json.loads(file.read_text())
     assert report == json.loads(json.dumps(callback.report.as_dict()))
     assert set(report) == SCHEMA
-    assert report["schema_version"] == 3
+    assert report["schema_version"] == 4
     assert list(report["stages"]) == ["train", "val"]
     assert report["verdict"]["code"].startswith("FD")
     train = report["stages"]["train"]

@@ -213,7 +213,7 @@ def test_no_line_is_wider_than_asked(width, ascii_only):
 def test_the_summary_tells_the_finding_the_gain_and_the_remedy():
     text = run_report().text()
     assert "DATA-BOUND   the GPU waits 41% of each step (32.1 of 78.0 ms)" in text
-    assert "821 samples/s now  ·  1394 if data were free  ·  1.70x to gain" in text
+    assert "821 samples/s in a step  ·  1394 if data were free  ·  1.70x to gain" in text
     assert "num_workers 4 -> 7" in text
     assert "[FD102]" in text
 
@@ -270,7 +270,7 @@ def test_json_is_written_whole_and_reads_back(tmp_path):
     report.write_json(path)
     read = json.loads(path.read_text(encoding="utf-8"))
     assert read == json.loads(json.dumps(report.as_dict()))
-    assert read["schema_version"] == 3
+    assert read["schema_version"] == 4
     assert read["stages"]["train"]["stall"]["mean_ms"] == pytest.approx(32.1)
     assert [p.name for p in path.parent.iterdir()] == ["report.json"]
 

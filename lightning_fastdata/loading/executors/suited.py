@@ -21,7 +21,13 @@ from lightning_fastdata.loading.probe import (
     queued_s,
 )
 from lightning_fastdata.loading.slots import shared_slots_supported
-from lightning_fastdata.loading.worker_count import WORTH_IT, alone_ms, by_workers_ms, waits
+from lightning_fastdata.loading.worker_count import (
+    WORTH_IT,
+    alone_ms,
+    by_workers_ms,
+    over_epochs,
+    waits,
+)
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
@@ -152,9 +158,14 @@ def suited_executor(
     if look.transformed:  # which is not part of what was measured
         return Suited(aside, "an Albumentations pipeline runs on each sample" + lacks)
     keyed = look.draws or look.pipelines
-    alone = alone_ms(look.cost, batch_size or 1, keyed=keyed)
-    shared = by_workers_ms(look.cost, batch_size or 1, keyed=keyed, cpus=cpus)
+    alone = alone_ms(over_epochs(look.cost, 1), batch_size or 1, keyed=keyed)
+    shared = by_workers_ms(over_epochs(look.cost, cpus), batch_size or 1, keyed=keyed, cpus=cpus)
     said = f"a batch takes {alone:.2g} ms here and some {shared:.2g} ms by side processes"
+    if look.cost.again_ms is not None:
+        said += (
+            f", on the mean of ten epochs: a sample takes {look.cost.cpu_ms:.2g} ms at first and "
+            f"{look.cost.again_ms:.2g} when it is read again, as the dataset keeps it"
+        )
     if waits(look.cost):
         said += f"; a sample waits {look.cost.wait_ms:.2g} of its {look.cost.wall_ms:.2g} ms"
     if shared < WORTH_IT * alone:

@@ -1,0 +1,179 @@
+"""Where every second of a run went: at each moment to one part, the innermost that is under way."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+STEP_PARTS: Final = ("wait", "transfer", "augment", "compute")
+PART_NAMES: Final = {
+    "wait": "wait",
+    "transfer": "transfer",
+    "augment": "augment",
+    "compute": "compute",
+    "epoch_starts": "starts of epochs",
+    "validation": "validation",
+    "checkpoints": "checkpoints",
+    "logging": "logging",
+    "callbacks": "callbacks",
+    "setup": "setup",
+    "measuring": "measuring this",
+    "other": "other",
+}
+"""Part of a run -> how it is called, in the order in which the parts are told."""
+
+
+class Activity(NamedTuple):
+    """What is under way."""
+
+    part: str
+    """A key of ``PART_NAMES``."""
+    name: str = ""
+    """What in particular, e.g. ``"ModelCheckpoint.on_validation_end"``; empty: nothing known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WallTime:
+    """The wall time of a run in parts that add up to it."""
+
+    total_s: float
+    """From the begin of the measuring to its end."""
+    parts_s: Mapping[str, float]
+    """Part -> seconds; a key of ``PART_NAMES`` each. Of a GPU that works while the host goes on,
+    ``compute`` is the time of the host."""
+    named_s: Mapping[Activity, float] = field(default_factory=dict)
+    """Activity with a name -> seconds; part of its part."""
+    steps: int = 0
+    """Training steps in this time."""
+    samples: int = 0
+    """Samples in these steps."""
+
+    @property
+    def training_s(self) -> float:
+        """The time without the setup, which a longer run has only once, too."""
+        return max(0.0, self.total_s - self.parts_s.get("setup", 0.0))
+
+    @property
+    def samples_per_s(self) -> float | None:
+        """Training samples per second of all that time, None if there were none."""
+        return self.samples / self.training_s if self.samples and self.training_s else None
+
+    def share(self, seconds: float) -> float:
+        """Return seconds as a share of ``training_s``, 0 to 1."""
+        return seconds / self.training_s if self.training_s else 0.0
+
+    def names_of(self, part: str) -> list[tuple[str, float]]:
+        """Return what a part was spent on and for how many seconds, the longest first."""
+        named = [(each.name, s) for each, s in self.named_s.items() if each.part == part]
+        return sorted(named, key=lambda pair: -pair[1])
+
+    def as_dict(self) -> dict[str, object]:
+        """Return plain JSON types."""
+        return {
+            "total_s": self.total_s,
+            "parts_s": dict(self.parts_s),
+            "named_s": {
+                part: dict(self.names_of(part))
+                for part in self.parts_s
+                if any(each.part == part for each in self.named_s)
+            },
+            "steps": self.steps,
+            "samples": self.samples,
+            "samples_per_s": self.samples_per_s,
+        }
+
+
+class WallClock:
+    """Counts each moment of a run towards what is under way in it.
+
+    Blocks lie within each other; the innermost counts. Where no block is under way, the state of
+    the run counts, which :meth:`turn_to` changes at any time.
+
+    Args:
+        clock_s: Seconds that pass.
+    """
+
+    __slots__ = ("_began_s", "_blocks", "_clock_s", "_now", "_since_s", "_spent_s", "_state")
+
+    def __init__(self, clock_s: Callable[[], float] = time.perf_counter) -> None:
+        self._clock_s = clock_s
+        self._began_s = self._since_s = clock_s()
+        self._spent_s: defaultdict[Activity, float] = defaultdict(float)
+        self._state = self._now = Activity("setup")
+        self._blocks: list[Activity] = []
+
+    @property
+    def state(self) -> Activity:
+        """What counts where no block is under way."""
+        return self._state
+
+    def turn_to(self, activity: Activity) -> None:
+        """Change the state of the run."""
+        self._state = activity
+        if not self._blocks:
+            self._change(activity)
+
+    def enter(self, activity: Activity) -> None:
+        """Begin a block; one within a block of the same part goes on with that."""
+        self._blocks.append(self._now)
+        if activity.part != self._now.part or len(self._blocks) == 1:
+            self._change(activity)
+
+    def leave(self) -> None:
+        """End the innermost block; without effect if there is none."""
+        if self._blocks:
+            outer = self._blocks.pop()
+            self._change(outer if self._blocks else self._state)
+
+    def forget(self) -> None:
+        """Call everything so far setup: it belonged to what was tried before the run began."""
+        self._change(self._now)
+        self._spent_s.clear()
+        self._spent_s[Activity("setup")] = self._since_s - self._began_s
+
+    def read(self, *, steps: int = 0, samples: int = 0) -> WallTime:
+        """Return what was counted until now.
+
+        Args:
+            steps: Training steps in this time.
+            samples: Samples in these steps.
+        """
+        self._change(self._now)
+        parts: dict[str, float] = dict.fromkeys(PART_NAMES, 0.0)
+        for activity, seconds in self._spent_s.items():
+            parts[activity.part] += seconds
+        return WallTime(
+            total_s=self._since_s - self._began_s,
+            parts_s={part: seconds for part, seconds in parts.items() if seconds},
+            named_s={each: seconds for each, seconds in self._spent_s.items() if each.name},
+            steps=steps,
+            samples=samples,
+        )
+
+    def _change(self, activity: Activity) -> None:
+        now_s = self._clock_s()
+        self._spent_s[self._now] += now_s - self._since_s
+        self._since_s = now_s
+        self._now = activity
+
+
+def wall_text(wall: WallTime) -> str:
+    """Return the parts in one line, e.g. ``of 72.9 s: training steps 0.7 (wait 0.1, ...), ...``."""
+    steps = {part: wall.parts_s[part] for part in STEP_PARTS if part in wall.parts_s}
+    inside = ", ".join(f"{PART_NAMES[part]} {seconds:.1f}" for part, seconds in steps.items())
+    told = [f"training steps {sum(steps.values()):.1f}" + (f" ({inside})" if inside else "")]
+    told += [
+        f"{name} {wall.parts_s.get(part, 0.0):.1f}"
+        for part, name in PART_NAMES.items()
+        if part not in STEP_PARTS and wall.parts_s.get(part, 0.0) >= _SHOWN_S
+    ]
+    return f"of {wall.total_s:.1f} s: {', '.join(told)}"
+
+
+_SHOWN_S: Final = 0.05
+"""Parts below this are told as 0.0, and so not at all."""

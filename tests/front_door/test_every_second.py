@@ -1,0 +1,247 @@
+"""Every second of a fit is somewhere, under the name of what took it."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from lightning_fastdata import DataThroughputCallback
+
+STEPS = 24
+STEP_PARTS = ("wait", "transfer", "augment", "compute")
+
+
+class Rows(Dataset):
+    def __init__(self, count=STEPS * 2, read_s=0.0):
+        self.count, self.read_s = count, read_s
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        time.sleep(self.read_s)
+        return torch.full((4,), float(index))
+
+
+class Model(LightningModule):
+    def __init__(self, step_s=0.004):
+        super().__init__()
+        self.layer, self.step_s = torch.nn.Linear(4, 1), step_s
+
+    def training_step(self, batch, _):
+        time.sleep(self.step_s)
+        loss = self.layer(batch).mean()
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch, _):
+        self.log("val_loss", self.layer(batch).mean())
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.01)
+
+
+class Sleeps(Callback):
+    """Sleeps in one hook, whichever it is."""
+
+    def __init__(self, hook, seconds):
+        self.slept = 0.0
+
+        def sleep(*_args, **_kwargs):
+            time.sleep(seconds)
+            self.slept += seconds
+
+        setattr(self, hook, sleep)
+
+
+class SlowSampler(Sampler):
+    def __init__(self, count, seconds):
+        self.count, self.seconds = count, seconds
+
+    def __len__(self):
+        return self.count
+
+    def __iter__(self):
+        time.sleep(self.seconds)
+        return iter(range(self.count))
+
+
+class SlowToSave(ModelCheckpoint):
+    def _save_checkpoint(self, trainer, filepath):
+        time.sleep(0.25)
+        super()._save_checkpoint(trainer, filepath)
+
+
+class SlowLogger(CSVLogger):
+    def log_metrics(self, metrics, step=None):
+        time.sleep(0.01)
+        super().log_metrics(metrics, step)
+
+
+def fit(tmp_path, *, callbacks=(), train=None, val=None, step_s=0.004, **options):
+    throughput = DataThroughputCallback(summary=False)
+    options = {"max_epochs": 3, "num_sanity_val_steps": 0, "logger": False} | options
+    trainer = Trainer(
+        accelerator="cpu",
+        default_root_dir=tmp_path,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[throughput, *callbacks],
+        **{"enable_checkpointing": False, **options},
+    )
+    began = time.perf_counter()
+    trainer.fit(Model(step_s), DataLoader(Rows(), 2) if train is None else train, val)
+    took_s = time.perf_counter() - began
+    report = throughput.report
+    wall = json.loads((tmp_path / "report.json").read_text())["wall"]
+    assert sum(wall["parts_s"].values()) == pytest.approx(wall["total_s"], rel=1e-6)
+    # What is before the callback's own setup() and after its teardown() is Lightning's.
+    assert 0 <= took_s - wall["total_s"] < 0.05 + 0.01 * took_s
+    assert report.text().count("of ") >= 1
+    return report, wall
+
+
+def test_a_healthy_training_is_nearly_all_steps(tmp_path):
+    report, wall = fit(tmp_path, step_s=0.02)
+    parts = wall["parts_s"]
+    assert sum(parts.get(part, 0.0) for part in STEP_PARTS) > 0.8 * (
+        wall["total_s"] - parts["setup"]
+    )
+    assert parts["compute"] >= 3 * STEPS * 0.02
+    assert report.verdict.kind == "compute-bound"
+    assert wall["samples"] == 3 * STEPS * 2
+    assert wall["samples_per_s"] < report.stages[0].samples_per_s
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [
+        "on_train_batch_start",
+        "on_train_batch_end",
+        "on_before_zero_grad",
+        "on_before_optimizer_step",
+        "on_train_epoch_end",
+        "on_train_epoch_start",
+    ],
+)
+def test_a_slow_callback_is_named_whichever_its_hook(tmp_path, hook):
+    slow = Sleeps(hook, 0.4 if "epoch" in hook else 0.02)
+    report, wall = fit(tmp_path, callbacks=[slow])
+    assert wall["parts_s"]["callbacks"] >= slow.slept > 0
+    assert wall["named_s"]["callbacks"][f"Sleeps.{hook}"] >= slow.slept
+    assert report.verdict.kind == "held up by a callback"
+    assert report.verdict.code == "FD320"
+    assert f"Sleeps.{hook}" in report.verdict.sentence
+    if hook == "on_train_batch_start":
+        assert report.stages[0].compute.mean_ms < 15
+
+
+def test_a_slow_hook_of_the_module_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        Model, "on_train_batch_end", lambda *_a, **_k: time.sleep(0.02), raising=False
+    )
+    report, wall = fit(tmp_path)
+    assert report.verdict.code == "FD320"
+    assert sum(wall["named_s"]["callbacks"].values()) >= 3 * STEPS * 0.02
+
+
+def test_epochs_that_start_slowly_are_told_from_the_end_of_the_last_step(tmp_path):
+    slow = DataLoader(Rows(), 2, sampler=SlowSampler(STEPS * 2, 0.5))
+    report, wall = fit(tmp_path, train=slow)
+    assert wall["named_s"]["epoch_starts"]["first epoch"] >= 0.5
+    assert wall["named_s"]["epoch_starts"]["later epochs"] >= 1.0
+    assert report.verdict.kind == "paused between epochs"
+    assert report.verdict.code == "FD310"
+
+
+def test_the_first_start_of_workers_is_nobodys_fault(tmp_path):
+    slow = DataLoader(Rows(), 2, sampler=SlowSampler(STEPS * 2, 0.5))
+    report, wall = fit(tmp_path, train=slow, max_epochs=1, step_s=0.02)
+    assert wall["named_s"]["epoch_starts"]["first epoch"] >= 0.5
+    assert report.verdict.code != "FD310"
+
+
+def test_a_validation_that_waits_for_its_data_is_starved(tmp_path):
+    val = DataLoader(Rows(40, read_s=0.01), 4)
+    report, wall = fit(tmp_path, val=val, num_sanity_val_steps=2)
+    assert wall["named_s"]["validation"]["waiting for batches"] >= 3 * 0.4
+    assert report.verdict.kind == "starved in validation"
+    assert report.verdict.code == "FD318"
+
+
+@pytest.mark.parametrize("interval", [0.5, 6])
+def test_validation_in_the_middle_of_an_epoch_is_validation(tmp_path, interval):
+    val = DataLoader(Rows(8, read_s=0.01), 4)
+    report, wall = fit(tmp_path, val=val, val_check_interval=interval, step_s=0.02)
+    assert wall["parts_s"]["validation"] >= report.stages[1].duration_s * 0.9
+    assert wall["parts_s"]["wait"] < 0.1
+
+
+def test_checkpoints_that_take_long_are_told(tmp_path):
+    save = SlowToSave(dirpath=tmp_path, every_n_train_steps=8)
+    report, wall = fit(tmp_path, callbacks=[save], enable_checkpointing=True)
+    assert wall["parts_s"]["checkpoints"] >= 9 * 0.25
+    assert report.verdict.kind == "held up by checkpoints"
+    assert "SlowToSave" in report.verdict.sentence
+
+
+def test_a_slow_logger_is_told(tmp_path):
+    report, wall = fit(tmp_path, logger=SlowLogger(tmp_path), log_every_n_steps=1)
+    assert wall["parts_s"]["logging"] >= 3 * STEPS * 0.01 * 0.9
+    assert report.verdict.code == "FD322"
+
+
+def test_what_came_before_the_training_is_setup(tmp_path):
+    _, wall = fit(tmp_path, callbacks=[Sleeps("on_fit_start", 0.3)])
+    assert wall["parts_s"]["setup"] >= 0.3
+    assert wall["samples_per_s"] > 3 * STEPS * 2 / wall["total_s"]
+
+
+def test_an_epoch_that_ends_in_an_error_is_accounted_for(tmp_path):
+    class Fails(Rows):
+        def __getitem__(self, index):
+            if index == 30:
+                raise KeyError("no such picture")
+            return super().__getitem__(index)
+
+    throughput = DataThroughputCallback(summary=False)
+    trainer = Trainer(
+        accelerator="cpu",
+        default_root_dir=tmp_path,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[throughput],
+    )
+    with pytest.raises(KeyError):
+        trainer.fit(Model(), DataLoader(Fails(), 2))
+    wall = throughput.report.wall
+    assert sum(wall.parts_s.values()) == pytest.approx(wall.total_s, rel=1e-6)
+    assert wall.steps == 15
+
+
+def test_tensorboard_shows_the_rate_of_the_run_and_the_parts(tmp_path):
+    accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    logger = TensorBoardLogger(tmp_path)
+    throughput = DataThroughputCallback(summary=False)
+    Trainer(
+        accelerator="cpu",
+        logger=logger,
+        max_epochs=3,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[throughput],
+    ).fit(Model(), DataLoader(Rows(), 2))
+    events = accumulators.EventAccumulator(logger.log_dir, size_guidance={"tensors": 0})
+    events.Reload()
+    assert "data/run_samples_per_s" in events.Tags()["scalars"]
+    assert "data/steps_percent_of_run" in events.Tags()["scalars"]

@@ -1,0 +1,146 @@
+"""The wall time of a run in parts that add up to it."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from thoroughness import max_examples
+
+from lightning_fastdata.insight.evidence import Evidence
+from lightning_fastdata.insight.findings import findings
+from lightning_fastdata.insight.pauses import worst_pause
+from lightning_fastdata.insight.wall import (
+    PART_NAMES,
+    Activity,
+    WallClock,
+    WallTime,
+    wall_text,
+)
+
+
+class Clock:
+    """A clock that stands still until it is told to go on."""
+
+    def __init__(self):
+        self.now_s = 100.0
+
+    def __call__(self):
+        return self.now_s
+
+
+PARTS = st.sampled_from(sorted(PART_NAMES))
+MOVES = st.lists(
+    st.one_of(
+        st.tuples(st.just("enter"), PARTS, st.sampled_from(["", "a", "b"])),
+        st.tuples(st.just("leave")),
+        st.tuples(st.just("turn"), PARTS),
+        st.tuples(st.just("pass"), st.floats(0.0, 10.0)),
+        st.tuples(st.just("forget")),
+    )
+)
+
+
+@max_examples(300)
+@given(moves=MOVES)
+def test_the_parts_add_up_whatever_is_announced(moves):
+    clock = Clock()
+    wall = WallClock(clock)
+    for move, *what in moves:
+        if move == "enter":
+            wall.enter(Activity(*what))
+        elif move == "leave":
+            wall.leave()
+        elif move == "turn":
+            wall.turn_to(Activity(*what))
+        elif move == "forget":
+            wall.forget()
+        else:
+            clock.now_s += what[0]
+    found = wall.read()
+    assert found.total_s == pytest.approx(clock.now_s - 100.0)
+    assert sum(found.parts_s.values()) == pytest.approx(found.total_s, abs=1e-9)
+    for part, seconds in found.parts_s.items():
+        assert sum(s for _, s in found.names_of(part)) <= seconds + 1e-9
+
+
+def test_the_innermost_counts_and_blocks_of_one_part_are_one():
+    clock = Clock()
+    wall = WallClock(clock)
+    wall.turn_to(Activity("other"))
+    wall.enter(Activity("checkpoints", "ModelCheckpoint.on_train_batch_end"))
+    clock.now_s += 1
+    wall.enter(Activity("checkpoints", "save_checkpoint"))
+    clock.now_s += 2
+    wall.enter(Activity("callbacks", "Mine.on_save_checkpoint"))
+    clock.now_s += 4
+    for _ in range(3):
+        wall.leave()
+    clock.now_s += 8
+    found = wall.read()
+    assert found.parts_s == {"checkpoints": 3, "callbacks": 4, "other": 8}
+    assert found.names_of("checkpoints") == [("ModelCheckpoint.on_train_batch_end", 3)]
+
+
+def test_a_state_that_changes_within_a_block_counts_after_it():
+    clock = Clock()
+    wall = WallClock(clock)
+    wall.enter(Activity("callbacks"))
+    wall.turn_to(Activity("validation"))
+    clock.now_s += 1
+    wall.leave()
+    clock.now_s += 2
+    assert wall.read().parts_s == {"callbacks": 1, "validation": 2}
+
+
+def test_more_ends_than_begins_do_no_harm():
+    clock = Clock()
+    wall = WallClock(clock)
+    wall.leave()
+    clock.now_s += 1
+    assert wall.read().parts_s == {"setup": 1}
+
+
+def wall_of(**parts_s):
+    return WallTime(
+        total_s=sum(parts_s.values()),
+        parts_s=parts_s,
+        named_s={Activity("callbacks", "Slow.on_train_batch_end"): parts_s.get("callbacks", 0.0)},
+        steps=100,
+        samples=800,
+    )
+
+
+def test_the_line_tells_all_parts_that_can_be_seen():
+    text = wall_text(wall_of(wait=0.1, compute=0.5, epoch_starts=69.5, validation=2.1, other=0.01))
+    assert text == (
+        "of 72.2 s: training steps 0.6 (wait 0.1, compute 0.5), starts of epochs 69.5, "
+        "validation 2.1"
+    )
+
+
+def test_the_rate_of_the_run_is_without_the_setup():
+    assert wall_of(setup=10.0, compute=8.0).samples_per_s == 100
+    assert wall_of(setup=10.0).samples_per_s is None
+
+
+@pytest.mark.parametrize(
+    ("callbacks_s", "wait_s", "severity", "first"),
+    [
+        (0.4, 0.0, None, False),
+        (0.7, 0.0, "moderate", False),
+        (2.0, 0.0, "high", True),
+        (2.0, 3.0, "high", False),
+    ],
+)
+def test_a_pause_is_the_verdict_where_it_costs_most(callbacks_s, wait_s, severity, first):
+    wall = wall_of(compute=10.0 - callbacks_s - wait_s, callbacks=callbacks_s, wait=wait_s)
+    evidence = Evidence(step_ms=100.0, stall_ms=10 * wait_s, wall=wall)
+    found = {each.code: each for each in findings(evidence)}
+    assert ("FD320" in found) == (severity is not None)
+    assert (worst_pause(evidence) is not None) == first
+    if severity is not None:
+        told = found["FD320"]
+        assert told.severity == severity
+        assert "Slow.on_train_batch_end" in told.cause + told.remedy
+        assert told.gain.before_ms - told.gain.after_ms == pytest.approx(10 * callbacks_s)
