@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 Severity: TypeAlias = Literal["fine", "moderate", "high"]
 
 STALL_LOW, STALL_HIGH = 0.03, 0.10
+_BASIS = {"independent": "if the workers share nothing"}
 TRANSFER_HIGH, AUGMENT_HIGH = 0.05, 0.10
 EPOCH_START_HIGH = 0.05
 
@@ -48,7 +49,7 @@ def severity_of(share: float | None) -> Severity:
 
 def gain_text(gain: Gain) -> str:
     """Return a gain in words, e.g. ``1.52x (78.0 -> 51.3 ms a step, simulated)``."""
-    most = "at most " if gain.basis == "floor" else ""
-    basis = "" if gain.basis == "floor" else f", {gain.basis}"
+    most = "at most " if gain.basis in ("floor", "independent") else ""
+    basis = "" if gain.basis == "floor" else f", {_BASIS.get(gain.basis, gain.basis)}"
     steps = f"{gain.before_ms:.1f} -> {gain.after_ms:.1f} ms a step"
     return f"{most}{gain.factor:.2f}x ({steps}{basis})"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from lightning_fastdata.errors import printable
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 _DOMINANT: Final = 0.4
 _SLOW_HIGH, _HANDOVER_HIGH, _BUSY_HIGH = 0.30, 0.20, 0.95
+_HANDOVER_LEAST_MS, _HANDOVER_OF_STEP = 1.0, 0.05
 _MORE_WORKERS, _MORE_MB_S = 1.5, 1.15
 _PRESSURE_HIGH: Final = 20.0
 _COMPUTE_SLOWER: Final = 1.10
@@ -47,14 +49,33 @@ def _of_wait(evidence: Evidence, share: float, what: str) -> str:
 
 
 def _more_workers(
-    evidence: Evidence, code: str, cause: str, otherwise: str, rest: Gain | None, leave: str
+    evidence: Evidence,
+    code: str,
+    cause: str,
+    otherwise: str,
+    rest: Gain | None,
+    leave: str,
+    *,
+    together: bool = False,
 ) -> Finding:
-    """Return the number of workers that the model recommends, or what is left if none helps."""
+    """Return the number of workers that the model recommends, or what is left if none helps.
+
+    Args:
+        evidence: Of the stage.
+        code: Of the finding.
+        cause: Of the finding.
+        otherwise: What to try where more workers do not help.
+        rest: What that gains.
+        leave: What does not help.
+        together: Workers may wait for something that they share, of which the model knows nothing.
+    """
     severity = severity_of(evidence.stall_share)
     wanted, now = remedies.best_workers(evidence), evidence.setup
     if wanted is not None and now is not None:
         gain = remedies.gain_of_setup(evidence, wanted)
         if wanted.workers > now.workers and gain is not None and gain.worthwhile:
+            if together:
+                gain = replace(gain, basis="independent")
             return Finding(
                 code=code, severity=severity, cause=cause, gain=gain, leave_alone=leave,
                 remedy=remedies.options_text(now, wanted),
@@ -122,6 +143,7 @@ def latency(e: Evidence) -> Finding | None:
         "keep the data on a local disk, or cache it",
         remedies.gain_of_costs(e, scaled(e.costs, blocked=0.0)),
         "transforms: the CPUs are not what is short",
+        together=True,
     )
 
 
@@ -234,6 +256,9 @@ def handover(e: Evidence) -> Finding | None:
     """FD308: complete batches are long on their way."""
     share = part_shares(e).get("handover", 0.0)
     gain = remedies.without(e, share * (e.stall_ms or 0.0))
+    handed_ms = share * (e.stall_ms or 0.0)
+    if handed_ms < _HANDOVER_LEAST_MS or (e.of_step(handed_ms) or 0.0) < _HANDOVER_OF_STEP:
+        return None
     # Page-locking is on the way, too, and then the longer part.
     if share < _HANDOVER_HIGH or _largest(e)[0] == "pin":
         return None

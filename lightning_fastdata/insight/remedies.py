@@ -32,9 +32,11 @@ class Gain:
     """Measured."""
     after_ms: float
     """Expected."""
-    basis: Literal["simulated", "measured", "floor"]
-    """``"simulated"``: the recorded batches in the other setup. ``"measured"``: a measured cost,
-    taken away. ``"floor"``: no less is possible, as the cost cannot vanish as a whole."""
+    basis: Literal["simulated", "independent", "measured", "floor"]
+    """``"simulated"``: the recorded batches in the other setup. ``"independent"``: the same, if the
+    workers share nothing that they wait for, as a lock or a full line would be. ``"measured"``: a
+    measured cost, taken away. ``"floor"``: no less is possible, as the cost cannot vanish as a
+    whole."""
 
     @property
     def factor(self) -> float:

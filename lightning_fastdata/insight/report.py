@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import html
 import json
 import math
 import os
@@ -59,11 +60,12 @@ _Line: TypeAlias = "list[tuple[str, str]]"
 """Pieces of one line: text and rich style."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class RunReport:
     """Everything worth keeping of one run.
 
-    ``print(report.text())`` gives plain text; rich consoles print it in colours.
+    ``print(report.text())`` gives plain text; rich consoles print it in colours; a notebook shows
+    the page of :meth:`write_html`.
     """
 
     stages: tuple[StageSummary, ...]
@@ -101,6 +103,19 @@ class RunReport:
 
     def __str__(self) -> str:
         return self.text()
+
+    def __repr__(self) -> str:
+        stages = ", ".join(f"{stage.stage} {stage.steps} steps" for stage in self.stages)
+        verdict = "" if self.verdict is None else f", {self.verdict.kind} {self.verdict.code}"
+        return f"<RunReport: {stages or 'nothing was measured'}{verdict}>"
+
+    def _repr_html_(self) -> str:
+        from lightning_fastdata.insight.html import report_html
+
+        # In a frame of its own: the page's style is not the notebook's.
+        page = html.escape(report_html(self.as_dict()), quote=True)
+        style = "width:100%;height:40em;border:0"
+        return f'<iframe sandbox srcdoc="{page}" style="{style}"></iframe>'
 
     def write_json(self, path: str | os.PathLike[str]) -> Path:
         """Write the report as JSON; readers see the old file or the new one, never a part.
@@ -165,6 +180,17 @@ class RunReport:
         if not ascii_only:
             return lines
         return [[(_as_ascii(piece), style) for piece, style in line] for line in lines]
+
+
+def first_word(verdict: Verdict, steps: int) -> str:
+    """Return in one line what limits the first steps of a run, and what to try."""
+    finding = verdict.findings[0]
+    sentence = verdict.sentence or finding.cause
+    gain = "" if finding.gain is None else f": {gain_text(finding.gain)}"
+    short = _LONG_PATH.sub(r".../\1", finding.remedy)
+    remedy = f"; try {short}{gain}" if short else ""
+    told = f"fastdata after {steps} steps: {verdict.kind}, {sentence}{remedy} [{finding.code}]"
+    return printable(told)
 
 
 def comparison_text(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from lightning_fastdata.host.machine import describe_machine, read_versions
 from lightning_fastdata.insight.report import RunReport
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from lightning_fastdata.plugin.recording import Recording
 
 
+_FIGURES_STAY_S: Final = 300.0
+
+
 class MeasuredRun:
     """What one fit needs and nothing outlives."""
 
@@ -27,7 +31,8 @@ class MeasuredRun:
         self.log_dir: str = trainer.default_root_dir
         self.every_n_steps = 0
         self.figures = 0
-        self.verdict_code: str | None = None
+        self._told: str | None = None
+        self._told_at_s = 0.0
         self.judge = RunJudge(trainer, recording)
         self.replay: Replay | None = None
         self.pictures: BatchPictures | None = None
@@ -37,13 +42,25 @@ class MeasuredRun:
         """Whether this process has loggers to log to."""
         return bool(self.trainer.is_global_zero and self.trainer.loggers)
 
+    def is_news(self, code: str, now_s: float | None = None) -> bool:
+        """Return whether a verdict is to be shown: another one, or figures five minutes newer."""
+        now_s = time.monotonic() if now_s is None else now_s
+        if code == self._told and now_s - self._told_at_s < _FIGURES_STAY_S:
+            return False
+        self._told, self._told_at_s = code, now_s
+        return True
+
     def wall(self) -> WallTime:
         """Return where the wall time of this run went so far."""
         history = self.recording.train.timeline.history
         return self.recording.wall.clock.read(steps=history.steps, samples=history.samples)
 
-    def report(self) -> RunReport | None:
-        """Return the report of this run, or None if no step ended."""
+    def report(self, *, ended: bool = True) -> RunReport | None:
+        """Return the report of this run, or None if no step ended.
+
+        Args:
+            ended: No more steps come, so that what other ranks have not told yet is waited for.
+        """
         train, val = self.recording.train.summary(), self.recording.val.summary()
         if train is None:
             return None
@@ -53,7 +70,7 @@ class MeasuredRun:
             train, replayed = replace(train, headroom=headroom), self.replay.notes()
         meters = self.recording.train, self.recording.val
         ranks = self.judge.ranks
-        if ranks is not None:
+        if ranks is not None and ended:
             ranks.read()
         wall = self.wall()
         return RunReport(

@@ -6,6 +6,17 @@ from contextlib import suppress
 from typing import Any
 
 
+def print_line(trainer: Any, text: str) -> None:
+    """Print a line above the bar, if there is one."""
+    bar = trainer.progress_bar_callback
+    if bar is not None and getattr(bar, "is_enabled", False):
+        bar.print(text)
+        return
+    from rich.console import Console
+
+    Console().print(text, soft_wrap=True, highlight=False, markup=False)
+
+
 def close_progress_bar(trainer: Any) -> None:
     """Close the bar, whose own teardown may come after ours and would draw over the summary.
 

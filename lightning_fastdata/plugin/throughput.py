@@ -10,7 +10,7 @@ from typing import Any, Literal
 from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.insight.ranks import rank_metrics
-from lightning_fastdata.insight.report import RunReport
+from lightning_fastdata.insight.report import RunReport, first_word
 from lightning_fastdata.loading.checks import check
 from lightning_fastdata.loading.moving import batch_samples
 from lightning_fastdata.loading.names import NeedsConstruction, refuses_unknown_names
@@ -21,7 +21,7 @@ from lightning_fastdata.plugin.judging import predicted_step_ms
 from lightning_fastdata.plugin.measured_run import MeasuredRun
 from lightning_fastdata.plugin.pictures import PictureSettings, pictures_of
 from lightning_fastdata.plugin.profiler_tee import Listener, attach
-from lightning_fastdata.plugin.progress_bar import close_progress_bar
+from lightning_fastdata.plugin.progress_bar import close_progress_bar, print_line
 from lightning_fastdata.plugin.ranks import meet
 from lightning_fastdata.plugin.recording import Recording
 from lightning_fastdata.plugin.report_files import (
@@ -38,6 +38,7 @@ from lightning_fastdata.plugin.trainer_facts import (
 )
 
 _MOST_FIGURES = 20
+_FIRST_WORD_STEPS = 50
 _NOT_MEASURED = "A step was not measured"
 
 
@@ -224,6 +225,8 @@ class ThroughputHooks(NeedsConstruction):
         recording.optimizer_stepped = False
         step = steps_logged_by(trainer, recording.batches_stepped)
         recording.batches_stepped += 1
+        if self.summary and run.log_dir and recording.batches_stepped == _FIRST_WORD_STEPS:
+            self._say_first_word(run)
         if run.every_n_steps and (step + 1) % run.every_n_steps == 0 and run.logs:
             boards.log_to(trainer.loggers, recording.metrics(), step)
 
@@ -238,12 +241,12 @@ class ThroughputHooks(NeedsConstruction):
         summary = train.summary()
         ranks = run.judge.ranks
         heard = () if ranks is None else ranks.epoch_ended(train.timeline.history, summary)
-        if summary is None or not run.logs:
+        if summary is None or not trainer.is_global_zero:
             return
         # Lightning logs what ends an epoch at the step of the epoch's last batch.
         step = max(0, steps_logged_by(trainer, run.recording.batches_stepped) - 1)
         boards.log_to(trainer.loggers, rank_metrics(heard), step)
-        if self.figures and run.figures < _MOST_FIGURES:
+        if self.figures and run.logs and run.figures < _MOST_FIGURES:
             run.figures += 1
             columns = train.timeline.history.newest()
             boards.log_figure(
@@ -256,12 +259,12 @@ class ThroughputHooks(NeedsConstruction):
             evidence = run.judge.evidence(summary, run.recording.val.summary(), wall)
             verdict = run.judge.verdict(summary, evidence)
             predicted_ms = predicted_step_ms(evidence)
+            self._write(run)
         scalars = boards.wall_scalars(wall)
         if predicted_ms is not None:
             scalars[boards.PREDICTED_STEP] = predicted_ms
         boards.log_to(trainer.loggers, scalars, step)
-        if verdict.code != run.verdict_code:
-            run.verdict_code = verdict.code
+        if run.is_news(verdict.code):
             told = boards.verdict_markdown(verdict, summary, wall)
             boards.log_text(trainer.loggers, "data/verdict", told, step)
 
@@ -334,6 +337,22 @@ class ThroughputHooks(NeedsConstruction):
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ARG002
         """Write the report and print the summary, after the progress bar is closed."""
         self._end_run()
+
+    def _say_first_word(self, run: MeasuredRun) -> None:
+        """Print in one line what limits the first steps; the summary comes when the fit ends."""
+        summary = run.recording.train.summary()
+        if summary is None or not run.trainer.is_global_zero:
+            return
+        with run.judge.spending():
+            val = run.recording.val.summary()
+            verdict = run.judge.verdict(summary, run.judge.evidence(summary, val, run.wall()))
+        print_line(run.trainer, first_word(verdict, summary.steps))
+
+    def _write(self, run: MeasuredRun) -> None:
+        """Write the report of the run so far: it may end without a chance to write another."""
+        report = run.report(ended=False)
+        if report is not None and run.trainer.is_global_zero:
+            write_report(report, self.report_path, run.log_dir)
 
     def _end_run(self) -> None:
         run, self._run = self._run, None

@@ -17,13 +17,14 @@ from lightning_fastdata.plugin.judging import RunJudge
 
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("executor", ["torch", "workers"])
-def test_reads_that_wait_are_told_apart_with_a_simulated_gain(tmp_path, executor):
+def test_reads_that_wait_are_told_apart_with_a_gain_if_they_are_independent(tmp_path, executor):
     report, rows = fit(tmp_path, module(Waits(160, sleep_s=0.01), executor=executor))
     assert report.verdict.kind == "data-bound"
     found = report.verdict.findings[0]
     assert found.code == report.verdict.code == "FD303", report.text()
     assert found.remedy.startswith("LoaderOptions(num_workers=")
-    assert found.gain.basis == "simulated"
+    assert found.gain.basis == "independent"
+    assert "if the workers share nothing" in report.text()
     assert found.gain.factor > 1.5
     assert f"{found.gain.factor:.2f}x" in report.text()
     assert rows["data_tune/predicted_step_ms"] == [39]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import io
 import json
 from dataclasses import replace
@@ -279,3 +280,13 @@ def test_a_comparison_tells_both_rates_and_the_gain():
     text = comparison_text({"before": run_report(), "after": run_report(stall=0.0)})
     assert "821 samples/s  1.00x  wait  41%" in text
     assert "1394 samples/s  1.70x  wait   0%" in text
+
+
+def test_a_notebook_shows_the_page_and_a_prompt_one_line():
+    report = run_report()
+    frame = report._repr_html_()
+    assert frame.startswith("<iframe sandbox srcdoc=")
+    page = html.unescape(frame.partition('srcdoc="')[2].partition('" style=')[0])
+    assert page.startswith("<!doctype html>")
+    assert len(repr(report)) < 120
+    assert "data-bound" in repr(report)

@@ -44,6 +44,7 @@ from lightning_fastdata.loading.worker_count import (
     by_workers_ms,
     enough_workers,
     look_ahead_batches,
+    over_epochs,
     waits,
     workers_for,
     workers_that_wait,
@@ -640,3 +641,50 @@ def test_without_a_choice_a_loader_is_as_torchs():
     assert (loader.num_workers, loader.persistent_workers, loader.executor) == (0, False, "torch")
     assert loader.plan is None
     assert loader.worker_nice == 0
+
+
+class Keeping(Dataset):
+    """Samples that take long to make, once in each process if they are kept."""
+
+    def __init__(self, *, keeps: bool, slow_every: int = 1) -> None:
+        self.keeps, self.slow_every = keeps, slow_every
+        self.kept: set[int] = set()
+
+    def __len__(self) -> int:
+        return 4000
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index not in self.kept and index % self.slow_every == 0:
+            work(2.0)
+        if self.keeps:
+            self.kept.add(index)
+        return torch.zeros(4)
+
+
+def work(ms: float) -> None:
+    """Compute for so many milliseconds of CPU time."""
+    until = time.thread_time() + ms / 1000
+    while time.thread_time() < until:
+        pass
+
+
+@pytest.mark.parametrize("slow_every", [1, 50])
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_dataset_that_keeps_what_it_has_read_is_seen_to_do_so(keeps, slow_every) -> None:
+    cost = measure_samples(Keeping(keeps=keeps, slow_every=slow_every), batch_size=8)
+    assert cost is not None
+    if slow_every == 1:
+        assert (cost.again_ms is not None) == keeps
+        assert cost.cpu_ms > 1.5
+    elif not keeps:
+        assert cost.again_ms is None
+
+
+def test_samples_that_are_kept_cost_less_the_fewer_processes_read_them() -> None:
+    cost = SampleCost(wall_ms=11.0, cpu_ms=10.0, size_bytes=8, samples=100, again_ms=0.1)
+    one, two, many = (over_epochs(cost, readers) for readers in (1, 2, 64))
+    assert one.cpu_ms == pytest.approx(0.1 * 10 + 0.9 * 0.1)
+    assert one.cpu_ms < two.cpu_ms < many.cpu_ms < cost.cpu_ms
+    assert one.wait_ms < two.wait_ms < many.wait_ms < cost.wait_ms
+    forgets = replace(cost, again_ms=None)
+    assert over_epochs(forgets, 4) == forgets
