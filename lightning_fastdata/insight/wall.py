@@ -165,11 +165,8 @@ class WallClock:
 def wall_text(wall: WallTime) -> str:
     """Return the parts in one line, e.g. ``of 72.9 s: training steps 0.7 (wait 0.1, ...), ...``."""
     steps = {part: wall.parts_s[part] for part in STEP_PARTS if part in wall.parts_s}
-    inside = ", ".join(
-        f"{PART_NAMES[part]} {seconds:.1f}"
-        for part, seconds in steps.items()
-        if seconds >= _SHOWN_S
-    )
+    told_steps = {part: seconds for part, seconds in steps.items() if seconds >= _SHOWN_S}
+    inside = ", ".join(f"{PART_NAMES[part]} {seconds:.1f}" for part, seconds in told_steps.items())
     told = [f"training steps {sum(steps.values()):.1f}" + (f" ({inside})" if inside else "")]
     told += [
         f"{name} {wall.parts_s.get(part, 0.0):.1f}"
