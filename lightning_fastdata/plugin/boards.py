@@ -141,9 +141,9 @@ def custom_scalar_layout(prefix: str = "data") -> dict[str, dict[str, list[Any]]
 def wall_scalars(wall: WallTime) -> dict[str, float]:
     """Return how fast the whole training was, and what part of its time was training steps."""
     steps_s = sum(wall.parts_s.get(part, 0.0) for part in STEP_PARTS)
-    scalars = {"data/steps_percent_of_run": 100 * wall.share(steps_s)}
+    scalars = {"data_run/steps_percent": 100 * wall.share(steps_s)}
     if wall.samples_per_s is not None:
-        scalars["data/run_samples_per_s"] = wall.samples_per_s
+        scalars["data_run/samples_per_s"] = wall.samples_per_s
     return scalars
 
 

@@ -225,7 +225,7 @@ class ThroughputHooks(NeedsConstruction):
         recording.optimizer_stepped = False
         step = steps_logged_by(trainer, recording.batches_stepped)
         recording.batches_stepped += 1
-        if self.summary and run.log_dir and recording.batches_stepped == _FIRST_WORD_STEPS:
+        if self.summary and recording.batches_stepped == _FIRST_WORD_STEPS:
             self._say_first_word(run)
         if run.every_n_steps and (step + 1) % run.every_n_steps == 0 and run.logs:
             boards.log_to(trainer.loggers, recording.metrics(), step)
@@ -252,7 +252,7 @@ class ThroughputHooks(NeedsConstruction):
             boards.log_figure(
                 trainer.loggers, "data/timeline", lambda: boards.phase_figure(columns), step
             )
-        if not run.judge.affordable:
+        if not run.judge.affordable or not (run.logs or self.report_path):
             return
         with run.judge.spending():
             wall = run.wall()
@@ -350,9 +350,10 @@ class ThroughputHooks(NeedsConstruction):
 
     def _write(self, run: MeasuredRun) -> None:
         """Write the report of the run so far: it may end without a chance to write another."""
-        report = run.report(ended=False)
-        if report is not None and run.trainer.is_global_zero:
-            write_report(report, self.report_path, run.log_dir)
+        with self.misfortunes.survived("The report was not written"):
+            report = run.report(ended=False)
+            if report is not None:
+                write_report(report, self.report_path, run.log_dir)
 
     def _end_run(self) -> None:
         run, self._run = self._run, None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
 import os
@@ -393,7 +394,11 @@ def test_a_file_that_forked_workers_would_share_is_read_here_or_told_of(numbers)
     data = FastDataModule.from_datasets(
         OpenedBefore(numbers), batch_size=8, options=LoaderOptions(num_workers=2)
     )
-    with pytest.warns(UserWarning, match=r"numbers\.bin.*__getitem__"):
+    # Workers that share a position read what they should not, and may find too few bytes.
+    with (
+        pytest.warns(UserWarning, match=r"numbers\.bin.*__getitem__"),
+        contextlib.suppress(struct.error),
+    ):
         fit(Seen(), data)
 
 

@@ -253,8 +253,8 @@ def test_tensorboard_shows_the_rate_of_the_run_and_the_parts(tmp_path):
     ).fit(Model(), DataLoader(Rows(), 2))
     events = accumulators.EventAccumulator(logger.log_dir, size_guidance={"tensors": 0})
     events.Reload()
-    assert "data/run_samples_per_s" in events.Tags()["scalars"]
-    assert "data/steps_percent_of_run" in events.Tags()["scalars"]
+    assert "data_run/samples_per_s" in events.Tags()["scalars"]
+    assert "data_run/steps_percent" in events.Tags()["scalars"]
 
 
 @pytest.mark.parametrize("bar", [True, False])
