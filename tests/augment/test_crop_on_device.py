@@ -80,6 +80,7 @@ def by_albumentations(transform, samples, seed):
     return default_collate(drawn)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("name", list(EXACT))
 @max_examples(8)
 @given(
@@ -277,6 +278,7 @@ class Keeps(Pixels):
         return self.layer(images.float().mean().reshape(1, 1)).sum()
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("odd", [0, 1, 2, 39])
 def test_a_training_gets_the_same_images_whether_an_odd_one_was_seen_before_or_not(tmp_path, odd):
     found = {}

@@ -231,6 +231,7 @@ def test_batches_of_any_layout_and_gray_images_will_do(name):
         assert on_device(straight, gray)[0]["image"].shape == (3, 32, 32)
 
 
+@pytest.mark.cases(13)
 @pytest.mark.parametrize("name", ALL)
 def test_no_operation_waits_for_a_value_of_the_device(name):
     """Tensors without values would raise where the host asked for one."""

@@ -117,6 +117,7 @@ def test_samples_with_kernels_of_any_size_share_a_launch():
     assert torch.equal(fused, single)
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("element", ["e", "r90", "r180", "r270", "t", "h", "hvt", "v"])
 def test_symmetries_of_the_square_compose_in_any_order(element):
     shape = (9, 9, 3)

@@ -114,6 +114,7 @@ def between(image, x, y):
     return total
 
 
+@pytest.mark.cases(16)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("case", [case for case in PAIRS if "reflected" not in case])
 def test_a_joined_run_is_the_image_at_the_composed_positions(case, form) -> None:
@@ -168,6 +169,7 @@ def test_what_a_crop_has_cut_off_is_not_seen_again(mode) -> None:
         assert carry_out(tapes, image).max() == 0
 
 
+@pytest.mark.cases(18)
 @pytest.mark.parametrize("mode", [0, 1, 2, 4])
 @pytest.mark.parametrize("case", list(PAIRS))
 def test_borders_are_those_of_the_separate_operations(case, mode) -> None:

@@ -30,6 +30,7 @@ print(kernel_fault(torch.device("cpu")))
 """
 
 
+@pytest.mark.slow
 def test_a_machine_on_which_triton_fails_is_told_why_and_goes_on(tmp_path):
     """Compiled kernels cannot be launched on a CPU, which stands for all that can go wrong."""
     environment = {name: v for name, v in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -117,6 +117,7 @@ def assert_masks(got, want, dtype):
         assert np.array_equal(np.asarray(one), other)
 
 
+@pytest.mark.cases(13)
 @pytest.mark.parametrize("dtype", ALL_DTYPES, ids=lambda dtype: np.dtype(dtype).name)
 @pytest.mark.parametrize("crop", [(), (A.RandomResizedCrop((24, 24)),)], ids=["whole", "cropped"])
 def test_a_mask_keeps_its_dtype_and_albumentations_values_wherever_it_is_computed(dtype, crop):

@@ -32,6 +32,7 @@ class Labelled(Dataset):
         return {"image": IMAGES[index], "label": index, **self.extra}
 
 
+@pytest.mark.cases(6)
 @pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize(("executor", "workers"), [("torch", 0), ("workers", 2)])
 @pytest.mark.parametrize(

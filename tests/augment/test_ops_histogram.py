@@ -38,6 +38,7 @@ if counts_under_boolean_masks():
     }
 
 
+@pytest.mark.cases(25)
 @pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize("dtype", [np.uint8, np.float32])
 @pytest.mark.parametrize("name", list(TRANSFORMS))

@@ -103,6 +103,7 @@ def test_exact_operations_equal_albumentations_on_photographs(name):
     assert found.largest == 0
 
 
+@pytest.mark.cases(11)
 @pytest.mark.parametrize("name", [*CLOSE, *COLOUR_CLOSE])
 def test_other_operations_are_at_most_one_level_off(name):
     transform, share = (CLOSE | COLOUR_CLOSE)[name]

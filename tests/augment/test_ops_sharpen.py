@@ -103,6 +103,7 @@ def test_sharpening_by_a_gaussian_equals_albumentations_for_any_kernel(radius, s
     assert parity(transform, images, seeds=[0]).largest == 0
 
 
+@pytest.mark.cases(11)
 @pytest.mark.parametrize("channels", [1, 3, 4])
 @pytest.mark.parametrize("name", list(CONVOLUTIONS))
 def test_convolutions_are_at_most_one_level_off(name, channels):

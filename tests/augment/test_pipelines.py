@@ -176,6 +176,7 @@ def test_a_real_pipeline_makes_albumentations_own_pixels(name):
     same_rest(rest, wanted)
 
 
+@pytest.mark.cases(9)
 @pytest.mark.parametrize(
     "name",
     [

@@ -210,6 +210,7 @@ def test_a_registered_form_reaches_the_workers_however_they_start(
         assert torch.equal(torch.cat([one[name] for one in done]), expected), name
 
 
+@pytest.mark.slow
 def test_a_process_that_has_registered_nothing_uses_what_the_pickle_brings(registered) -> None:
     registered(Steps, table=True)
     transform = as_batch_transform(A.Compose([A.VerticalFlip(), Steps(p=1)]))

@@ -159,6 +159,7 @@ def test_the_installed_albumentations_can_be_recorded() -> None:
     assert recording_fault() is None
 
 
+@pytest.mark.slow
 def test_an_albumentations_that_can_be_recorded_is_not_warned_about() -> None:
     found = run(
         PIPELINE.replace("assert tape is None", "").replace("on_device=True", "on_device=False")
@@ -170,6 +171,7 @@ def test_an_albumentations_that_can_be_recorded_is_not_warned_about() -> None:
     assert "pip install" not in found.stdout
 
 
+@pytest.mark.slow
 def test_albumentationsx_is_told_by_its_metadata_and_runs_whole_on_the_cpu(
     albumentations_x,
 ) -> None:

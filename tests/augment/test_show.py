@@ -60,6 +60,7 @@ def file(tmp_path):
     return tmp_path / "recipes.py"
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("name", ["train", "noisy", "single", "Config.boxes", "mixing", "made"])
 def test_the_picture_has_a_row_per_draw_and_the_text_says_where_things_run(file, name, capsys):
     photo, out = file.parent / "photo.png", file.parent / "out.png"

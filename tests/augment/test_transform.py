@@ -383,6 +383,7 @@ def test_the_worker_part_survives_pickling_and_draws_the_same() -> None:
     assert np.array_equal(before["image"], after["image"])
 
 
+@pytest.mark.slow
 def test_a_fresh_process_draws_the_same() -> None:
     compose = A.Compose([A.RandomCrop(8, 8), A.HorizontalFlip(), A.Rotate(p=0.7)])
     worker = as_batch_transform(compose).in_worker(on_device=True)

@@ -148,6 +148,7 @@ def test_row_4_the_callback_augments_every_batch_exactly_once(tmp_path, source, 
     assert torch.equal(x[:, 0], expected(i))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("data", ["loaders", "ours"])
 @pytest.mark.parametrize("ending", ["end", "exception", "interrupt"])
 def test_row_5_nothing_stays_patched_after_a_fit(tmp_path, data, ending):
@@ -249,6 +250,7 @@ def test_row_7_transforms_run_in_their_own_stage_only(tmp_path):
             assert torch.equal(x[:, 0], i + float(added[stage])), stage
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true", "16-true", "64-true"])
 def test_row_8_uint8_batches_train_in_every_precision(tmp_path, precision):
     dtype = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}

@@ -82,6 +82,7 @@ class Several(Linear):
         return sum(self._step("train", part) for part in parts if part is not None)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("mode", "slow", "samples"),
     [

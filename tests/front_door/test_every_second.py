@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lightning_fastdata import DataThroughputCallback
 
-STEPS = 24
+STEPS = 16
 STEP_PARTS = ("wait", "transfer", "augment", "compute")
 
 
@@ -127,6 +127,7 @@ def test_a_healthy_training_is_nearly_all_steps(tmp_path):
     assert wall["samples_per_s"] < report.stages[0].samples_per_s
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(
     "hook",
     [
@@ -183,6 +184,7 @@ def test_a_validation_that_waits_for_its_data_is_starved(tmp_path):
     assert report.verdict.code == "FD318"
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("interval", [0.5, 6])
 def test_validation_in_the_middle_of_an_epoch_is_validation(tmp_path, interval):
     val = DataLoader(Rows(8, read_s=0.01), 4)
@@ -195,7 +197,7 @@ def test_validation_in_the_middle_of_an_epoch_is_validation(tmp_path, interval):
 
 
 def test_checkpoints_that_take_long_are_told(tmp_path):
-    save = SlowToSave(dirpath=tmp_path, every_n_train_steps=8)
+    save = SlowToSave(dirpath=tmp_path, every_n_train_steps=4)
     report, wall = fit(tmp_path, callbacks=[save], enable_checkpointing=True)
     assert wall["parts_s"]["checkpoints"] >= 9 * 0.25
     assert report.verdict.kind == "held up by checkpoints"

@@ -44,6 +44,7 @@ def rendered(path, placement, plan, size=SIZE):
     return out
 
 
+@pytest.mark.cases(6)
 @pytest.mark.parametrize("crop", ["random_resized", "center", "stretch"])
 @pytest.mark.parametrize("name", ["china", "rocket", "retina", "coffee"])
 def test_exact_samples_are_torchvisions_to_the_last_bit(crop, name, photos):

@@ -152,6 +152,7 @@ def test_torch_is_as_far_ahead_as_torch_says(prefetch):
     assert setup(num_workers=3, prefetch_factor=prefetch).look_ahead == 3 * told
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("executor", ["workers", "sidecar", "torch"])
 @pytest.mark.parametrize("collate_fn", [None, default_collate, stacked])
 def test_samples_are_shared_out_exactly_where_the_setup_says(executor, collate_fn):

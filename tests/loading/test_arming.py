@@ -64,6 +64,7 @@ def test_the_next_epoch_is_under_way_before_it_is_asked_for() -> None:
     loader.close()
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("epochs", [[0, 1, 2], [0, 1, 5, 5, 2], [3, 3, 3]])
 def test_an_armed_epoch_has_the_batches_it_would_have_had(workers, epochs) -> None:

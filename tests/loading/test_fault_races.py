@@ -505,6 +505,7 @@ time.sleep(120)
 """
 
 
+@pytest.mark.slow
 def test_processes_that_a_thread_started_end_with_the_program() -> None:
     program = subprocess.Popen([sys.executable, "-c", THREADED], stdout=subprocess.PIPE, text=True)
     assert program.stdout is not None

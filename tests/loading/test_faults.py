@@ -128,6 +128,7 @@ def test_a_timeout_names_the_sample_and_shows_where_it_is_stuck() -> None:
     executor.close()
 
 
+@pytest.mark.slow
 def test_a_timeout_tells_that_a_process_is_stopped() -> None:
     executor = pool(Slow(), processes=1, timeout_s=4)
     executor.start_epoch([[i, i + 1] for i in range(0, 2000, 2)], 0)

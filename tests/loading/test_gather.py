@@ -181,6 +181,7 @@ EXAMPLES = {
 }
 
 
+@pytest.mark.cases(23)
 @pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
 @pytest.mark.parametrize("threads", [0, 1])
 @pytest.mark.parametrize("kind", EXAMPLES)
@@ -216,6 +217,7 @@ def hugging_face(rows: int = 30) -> Any:
     return datasets.Dataset.from_dict(columns, features=features)
 
 
+@pytest.mark.cases(6)
 @pytest.mark.parametrize(
     "view",
     [
@@ -560,6 +562,7 @@ def test_batched_fetching_is_honoured_by_every_executor(kind, executor) -> None:
     ours.close()
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("wrap", [lambda d: Subset(d, range(12)), lambda d: StackDataset(d, d)])
 @pytest.mark.parametrize("executor", ["inline", "workers"])
 def test_draws_below_a_wrapper_are_still_keyed_by_sample(wrap, executor) -> None:

@@ -241,6 +241,7 @@ def test_a_thread_beside_the_timed_one_is_neither_timed_nor_disturbed():
     assert pipeline.transforms is listed
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("executor", "workers"),
     [("torch", 0), ("torch", 1), ("inline", 0), ("workers", 1), ("sidecar", 2)],
@@ -263,6 +264,7 @@ def test_every_executor_tells_which_operation_takes_the_time(executor, workers):
     assert type(dataset.transform.transforms[0]) is v2.Identity
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("executor", ["torch", "inline", "workers"])
 def test_batches_of_a_seeded_pipeline_are_the_same_with_stamps(executor):
     pipeline = A.Compose([A.RandomBrightnessContrast(p=1), A.OneOf([A.HorizontalFlip(p=1)], p=0.5)])

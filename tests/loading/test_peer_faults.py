@@ -126,6 +126,7 @@ def test_a_collate_function_that_raises_hangs_nothing(executor) -> None:
     loader.close()
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("executor", ALL)
 @pytest.mark.parametrize("persistent", [False, True])
 def test_what_is_kept_of_a_batch_outlives_epochs_and_the_loader(executor, persistent) -> None:
@@ -182,6 +183,7 @@ class Uneven(Plain):
         return super().__getitem__(index)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("executor", SIDE)
 @pytest.mark.parametrize("workers", [2, 3])
 def test_slow_samples_change_neither_the_order_nor_the_batches(executor, workers) -> None:
@@ -225,6 +227,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_programs_at_the_same_time_do_not_meet(tmp_path: Path) -> None:
     script = tmp_path / "program.py"
     script.write_text(textwrap.dedent(PROGRAM))

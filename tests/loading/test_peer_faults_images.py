@@ -78,6 +78,7 @@ def read_on(epoch: Any) -> tuple[list[Any], list[Exception]]:
             errors.append(error)
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("executor", ALL)
 @pytest.mark.parametrize("damage", [truncated, garbled, emptied, a_web_page])
 def test_a_damaged_picture_is_named_and_costs_its_batch_alone(folder, executor, damage) -> None:

@@ -255,6 +255,7 @@ def eager(batches, transform=None):
     return prefetch(batches, CPU, transform, streams=lambda _: HostStreams())
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("executor", ["torch", "workers"])
 def test_an_error_comes_at_the_batch_it_belongs_to(workers, executor):

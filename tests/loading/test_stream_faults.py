@@ -57,6 +57,7 @@ def test_a_timeout_shows_where_the_stream_is_stuck() -> None:
         list(loader)
 
 
+@pytest.mark.slow
 def test_a_timeout_tells_that_a_process_is_stopped() -> None:
     executor = pool(Lengths([5000]), 1, timeout_s=4)
     executor.start_epoch([2], 0)

@@ -263,6 +263,7 @@ class Counting(IterableDataset):
         return iter(range(self.length))
 
 
+@pytest.mark.cases(8)
 @pytest.mark.parametrize("executor", ["inline", "workers"])
 @pytest.mark.parametrize("batch_size", [None, 1, 3])
 @pytest.mark.parametrize("chained", [False, True])
@@ -283,6 +284,7 @@ def test_the_length_is_that_of_torch(executor: str) -> None:
         len(FastDataLoader(Counting(3), executor=executor))
 
 
+@pytest.mark.cases(6)
 @pytest.mark.parametrize("executor", ENGINE)
 @pytest.mark.parametrize("form", ["name", "context", "torch", None])
 def test_every_form_of_multiprocessing_context_is_taken(executor: str, form: str | None) -> None:

@@ -216,6 +216,7 @@ def test_side_processes_have_no_side_processes_as_workers_of_torch_have_none(exe
         next(iter(loader))
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("executor", [*ENGINE, "torch"])
 def test_several_loaders_run_side_by_side(executor: str) -> None:
     loaders = [

@@ -275,6 +275,7 @@ def fit(pl, module, data, callbacks=(), where=None, **options):
 # --- everything is as before -------------------------------------------------------------------
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(
     "options", [{}, {"optimizer": "sgd", "bare": True}, {"optimizer": "sgd", "warmup": True}]
 )

@@ -174,6 +174,7 @@ def test_a_batch_that_fits_is_kept_and_training_is_as_without_guard(tmp_path):
     assert torch.equal(weights("accumulate"), weights("off"))
 
 
+@pytest.mark.slow
 def test_a_second_fit_has_one_note(tmp_path):
     device = Counted(per_row=MIB)
     _, model, module, _ = fit(tmp_path, "accumulate", device=device)
@@ -210,6 +211,7 @@ def test_data_of_which_no_batch_can_be_made_is_skipped_with_the_reason(tmp_path,
     assert sum(sizes(model.seen["train"])) in (16, 32)
 
 
+@pytest.mark.slow
 def test_several_training_datasets_are_tried_together(tmp_path):
     device = Counted()
 

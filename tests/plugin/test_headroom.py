@@ -158,6 +158,7 @@ class Replaced(Linear):
         return self._step("train", batch)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("model", "why"),
     [

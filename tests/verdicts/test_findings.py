@@ -122,6 +122,7 @@ def test_a_stall_under_three_percent_is_no_matter_of_the_loader(code):
     assert not about_late_batches & {found.code for found in findings(evidence)}
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("code", CODES)
 def test_a_finding_goes_when_any_single_fact_of_it_was_not_measured(code):
     """No fact may be taken for granted: what is left out gives fewer findings, never an error."""
