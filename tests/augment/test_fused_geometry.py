@@ -23,6 +23,8 @@ from lightning_fastdata.augment.tape import Track
 
 pytest.importorskip("triton")
 
+pytestmark = pytest.mark.slow
+"""The kernel runs in an interpreter here, which takes half a minute."""
 SIZES = [(1, 1), (1, 9), (13, 1), (21, 20)]
 BORDERS = {
     "constant": cv2.BORDER_CONSTANT,

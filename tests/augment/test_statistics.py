@@ -170,7 +170,7 @@ def rows_of(loader) -> np.ndarray:
     return rows[rows[:, 0].argsort()]
 
 
-@pytest.mark.cases(1)
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 @pytest.mark.parametrize(("workers", "context"), [(2, "fork"), (2, "spawn"), (4, "fork")])
 def test_no_two_workers_draw_the_same_numbers(workers, context):

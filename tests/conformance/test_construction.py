@@ -91,7 +91,7 @@ def test_the_sharing_strategy_that_was_planned_is_set(tmp_path):
         torch.multiprocessing.set_sharing_strategy(before)
 
 
-@pytest.mark.cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("executor", ["torch", "workers"])
 @pytest.mark.parametrize("start", ["fork", "spawn"])
 def test_workers_share_as_their_parent_does_however_they_are_started(start, executor):

@@ -199,7 +199,7 @@ def test_a_pickled_copy_gives_the_same_samples_and_leaves_the_lists_behind(folde
     torch.testing.assert_close(everything(copy), everything(dataset), rtol=0, atol=0)
 
 
-@pytest.mark.cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("context", ["fork", "spawn"])
 def test_workers_that_outlive_an_epoch_draw_the_next_one(folder, context):
     dataset = FastImageFolder(folder, size=32, horizontal_flip=0.5)

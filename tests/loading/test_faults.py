@@ -187,7 +187,7 @@ if __name__ == "__main__":
 
 
 # Being killed is tried in test_kills.
-@pytest.mark.cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("context", "ending"), [("fork", signal.SIGTERM), ("spawn", signal.SIGINT)]
 )
