@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from lightning_fastdata.insight.wall import Activity, WallClock
@@ -10,6 +11,7 @@ if TYPE_CHECKING:
     from lightning_fastdata.plugin.profiler_tee import Listener
 
 _OTHER: Final = Activity("other")
+_WAIT: Final = Activity("wait")
 _LOGGING: Final = Activity("logging")
 _VALIDATION: Final = Activity("validation")
 _WAIT_OF_VALIDATION: Final = Activity("validation", "waiting for batches")
@@ -20,6 +22,8 @@ _OF_STEPS: Final = {
     "batch_to_device": Activity("transfer"),
     "on_after_batch_transfer": Activity("augment"),
 }
+_NEXT_TO_NOTHING: Final = ("on_train_batch_start", "on_before_optimizer_step")
+"""Hooks of ours that cost less in each step than it costs to time them."""
 _HOOKS: Final = frozenset(
     f"on_{when}"
     for when in (
@@ -85,9 +89,9 @@ class WallWatch:
         if last == "train_dataloader_next":
             return self._wait_began, self._wait_ended
         if last == "val_next":
-            return lambda: clock.enter(_WAIT_OF_VALIDATION), clock.leave
+            return partial(clock.enter, _WAIT_OF_VALIDATION), clock.leave
         if last in _OF_STEPS:
-            return lambda: self._step_part(_OF_STEPS[last]), clock.leave
+            return partial(self._step_part, _OF_STEPS[last]), clock.leave
         if action == "save_checkpoint":
             return self._entering(Activity("checkpoints"))
         if owner.startswith("[Callback]"):
@@ -98,14 +102,14 @@ class WallWatch:
         return None
 
     def _entering(self, activity: Activity) -> Listener:
-        return lambda: self.clock.enter(activity), self.clock.leave
+        return partial(self.clock.enter, activity), self.clock.leave
 
     def _of_callback(self, key: str, hook: str) -> Activity | None:
         callback = next((each for each in self._trainer.callbacks if each.state_key == key), None)
         if callback is None or not _is_written(callback, hook):
             return None
         if callback is self._ours:
-            return Activity("measuring")
+            return None if hook in _NEXT_TO_NOTHING else Activity("measuring")
         name = f"{type(callback).__name__}.{hook}"
         saves = any(kind.__name__ == "Checkpoint" for kind in type(callback).__mro__)
         return Activity("checkpoints" if saves else "callbacks", name)
@@ -140,7 +144,7 @@ class WallWatch:
             self.clock.enter(self._epoch_start)
         else:
             self.clock.turn_to(_OTHER)
-            self.clock.enter(Activity("wait"))
+            self.clock.enter(_WAIT)
 
     def _wait_ended(self) -> None:
         self.clock.leave()
