@@ -26,10 +26,10 @@ FD315 waiting for CPUs above 20 %, but not for own work          the other load
 FD316 one rank stalls 3 % more than the mean                     its data or host
 FD317 allocator retries, memory never unused above 3 %           smaller batches
 FD318 validation stalls above 3 % of its steps                   the validation loader's options
+FD319 stall below 1 %                                            none: the model
 FD320 callbacks above 5 % of the run                             the slowest callback
 FD321 checkpoints above 5 % of the run                           fewer or smaller ones
 FD322 logging above 5 % of the run                               log less often
-FD319 stall below 1 %                                            none: the model
 ===== ========================================================== ==================================
 
 Where the wall time of the run is known, FD310 and FD318 are told by what they took of it, from 5 %

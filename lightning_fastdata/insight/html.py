@@ -157,8 +157,8 @@ def _wall(wall: Mapping[str, Any] | None) -> Markup | None:
     rows = []
     for part, seconds in sorted(wall["parts_s"].items(), key=lambda item: -item[1]):
         share = seconds / wall["total_s"]
-        named = sorted(wall["named_s"].get(part, {}).items(), key=lambda item: -item[1])
-        most = ", ".join(f"{name} {duration_text(taken)}" for name, taken in named[:3])
+        named = list(wall["named_s"].get(part, {}).items())[:3]  # the longest first
+        most = ", ".join(f"{name} {duration_text(taken)}" for name, taken in named)
         bar = _bar(share, part if part in STEP_PARTS else "gap")
         name = PART_NAMES.get(part, part)
         rows.append([name, bar, f"{seconds:.2f}", _percent(share), most])

@@ -255,8 +255,8 @@ def collation(e: Evidence) -> Finding | None:
 def handover(e: Evidence) -> Finding | None:
     """FD308: complete batches are long on their way."""
     share = part_shares(e).get("handover", 0.0)
-    gain = remedies.without(e, share * (e.stall_ms or 0.0))
     handed_ms = share * (e.stall_ms or 0.0)
+    gain = remedies.without(e, handed_ms)
     if handed_ms < _HANDOVER_LEAST_MS or (e.of_step(handed_ms) or 0.0) < _HANDOVER_OF_STEP:
         return None
     # Page-locking is on the way, too, and then the longer part.

@@ -38,8 +38,7 @@ Kind: TypeAlias = Literal[
 
 _SLOW_RANK: Final = "FD316"
 _NO_CAUSE_OF_STALLS: Final = frozenset(
-    {"FD301", "FD310", "FD312", "FD313", "FD314", _SLOW_RANK, "FD317", "FD318", "FD319"}
-    | pauses.KINDS.keys()
+    {"FD301", "FD312", "FD313", "FD314", _SLOW_RANK, "FD317", "FD319"} | pauses.KINDS.keys()
 )
 """Causes of other costs than late batches within an epoch."""
 

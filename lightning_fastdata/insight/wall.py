@@ -26,6 +26,8 @@ PART_NAMES: Final = {
     "other": "other",
 }
 """Part of a run -> how it is called, in the order in which the parts are told."""
+_SHOWN_S: Final = 0.05
+"""Parts below this are told as 0.0, and so not at all."""
 
 
 class Activity(NamedTuple):
@@ -174,7 +176,3 @@ def wall_text(wall: WallTime) -> str:
         if part not in STEP_PARTS and wall.parts_s.get(part, 0.0) >= _SHOWN_S
     ]
     return f"of {wall.total_s:.1f} s: {', '.join(told)}"
-
-
-_SHOWN_S: Final = 0.05
-"""Parts below this are told as 0.0, and so not at all."""

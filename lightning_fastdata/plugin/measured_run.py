@@ -12,6 +12,7 @@ from lightning_fastdata.insight.report import RunReport
 from lightning_fastdata.plugin.judging import RunJudge
 
 if TYPE_CHECKING:
+    from lightning_fastdata.insight.verdict import Verdict
     from lightning_fastdata.insight.wall import WallTime
     from lightning_fastdata.plugin.headroom import Replay
     from lightning_fastdata.plugin.pictures import BatchPictures
@@ -55,11 +56,12 @@ class MeasuredRun:
         history = self.recording.train.timeline.history
         return self.recording.wall.clock.read(steps=history.steps, samples=history.samples)
 
-    def report(self, *, ended: bool = True) -> RunReport | None:
+    def report(self, *, ended: bool = True, verdict: Verdict | None = None) -> RunReport | None:
         """Return the report of this run, or None if no step ended.
 
         Args:
             ended: No more steps come, so that what other ranks have not told yet is waited for.
+            verdict: What limits the training, if that was judged just now.
         """
         train, val = self.recording.train.summary(), self.recording.val.summary()
         if train is None:
@@ -73,10 +75,12 @@ class MeasuredRun:
         if ranks is not None and ended:
             ranks.read()
         wall = self.wall()
+        if verdict is None:
+            verdict = self.judge.verdict(train, self.judge.evidence(train, val, wall))
         return RunReport(
             wall=wall,
             stages=tuple(stage for stage in (train, val) if stage is not None),
-            verdict=self.judge.verdict(train, self.judge.evidence(train, val, wall)),
+            verdict=verdict,
             recent={m.stage: m.timeline.history.newest() for m in meters},
             ranks=() if ranks is None else ranks.so_far,
             notes=(

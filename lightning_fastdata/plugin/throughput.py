@@ -11,6 +11,7 @@ from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.insight.ranks import rank_metrics
 from lightning_fastdata.insight.report import RunReport, first_word
+from lightning_fastdata.insight.verdict import Verdict
 from lightning_fastdata.loading.checks import check
 from lightning_fastdata.loading.moving import batch_samples
 from lightning_fastdata.loading.names import NeedsConstruction, refuses_unknown_names
@@ -259,7 +260,7 @@ class ThroughputHooks(NeedsConstruction):
             evidence = run.judge.evidence(summary, run.recording.val.summary(), wall)
             verdict = run.judge.verdict(summary, evidence)
             predicted_ms = predicted_step_ms(evidence)
-            self._write(run)
+            self._write(run, verdict)
         scalars = boards.wall_scalars(wall)
         if predicted_ms is not None:
             scalars[boards.PREDICTED_STEP] = predicted_ms
@@ -348,10 +349,10 @@ class ThroughputHooks(NeedsConstruction):
             verdict = run.judge.verdict(summary, run.judge.evidence(summary, val, run.wall()))
         print_line(run.trainer, first_word(verdict, summary.steps))
 
-    def _write(self, run: MeasuredRun) -> None:
+    def _write(self, run: MeasuredRun, verdict: Verdict) -> None:
         """Write the report of the run so far: it may end without a chance to write another."""
         with self.misfortunes.survived("The report was not written"):
-            report = run.report(ended=False)
+            report = run.report(ended=False, verdict=verdict)
             if report is not None:
                 write_report(report, self.report_path, run.log_dir)
 
