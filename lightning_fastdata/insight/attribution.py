@@ -41,6 +41,12 @@ class WaitParts:
     """Samples were collated, or written into the batch."""
     pin_ms: float = 0.0
     """The batch was copied into page-locked memory."""
+    sampler_ms: float = 0.0
+    """The training process asked the sampler or batch sampler what comes next."""
+    unpack_ms: float = 0.0
+    """The training process took the batch out of what it was sent in, above all unpickled it."""
+    queued_ms: float = 0.0
+    """The training process was ready to take the batch, but other threads had the CPUs."""
     handover_ms: float = 0.0
     """The batch was complete and on its way to the training process."""
     idle_ms: float = 0.0
@@ -65,7 +71,8 @@ class WaitParts:
 
 
 _PARTS: Final = fields(WaitParts)
-_CPU, _RUNQUEUE, _BLOCKED, _READ, _SLOW, _COLLATE, _PIN, _HANDOVER, _IDLE = range(len(_PARTS))
+_CPU, _RUNQUEUE, _BLOCKED, _READ, _SLOW, _COLLATE, _PIN = range(7)
+_SAMPLER, _UNPACK, _QUEUED, _HANDOVER, _IDLE = range(7, len(_PARTS))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,6 +165,7 @@ class WaitCutter:
             pin_began_ns, pin_ended_ns = batch.pinned_ns
             ns[_PIN] = max(0, min(pin_ended_ns, end) - max(pin_began_ns, made))
         idle, handover = made - start, end - made - ns[_PIN]
+        handover -= self._own_work(batch, made, handover, ns)
         worst: TaskStamps | None = None
         for task in reversed(self._threads[last.process, last.thread]):
             overlap = min(task.ended_ns, made) - max(task.began_ns, start)
@@ -173,10 +181,27 @@ class WaitCutter:
                     worst = task
             elif task.ended_ns <= start:
                 break
-        ns[_HANDOVER] += handover
-        ns[_IDLE] = max(0, idle)
+        queued = min(handover, batch.own.runqueue_ns or 0)
+        ns[_QUEUED] += queued
+        ns[_HANDOVER] += handover - queued
+        # Nobody can work on what the sampler has not told yet.
+        sampled = min(max(0, idle), _overlap_ns(batch.own.sampled_ns, start, made))
+        ns[_SAMPLER] += sampled
+        ns[_IDLE] = max(0, idle - sampled)
         self._learn(tasks)
         return ns, worst if ns[_SLOW] else None
+
+    def _own_work(
+        self, batch: BatchStamps, made_ns: float, most_ns: float, ns: list[float]
+    ) -> float:
+        """Add what the training process did by itself after a batch was made; return how long."""
+        end = batch.delivered_ns
+        own = batch.own
+        sampled = min(most_ns, _overlap_ns(own.sampled_ns, made_ns, end))
+        unpacked = min(most_ns - sampled, _overlap_ns(own.unpacked_ns, made_ns, end))
+        ns[_SAMPLER] += sampled
+        ns[_UNPACK] += unpacked
+        return sampled + unpacked
 
     def _work(self, task: TaskStamps, overlap_ns: float, ns: list[float]) -> None:
         """Add the time of a task that overlaps a wait to the parts it belongs to."""
@@ -236,6 +261,10 @@ def held_ns(task: TaskStamps, began_ns: float, ended_ns: float) -> float:
     if overlap <= 0 or task.cpu_ns is None:
         return 0.0
     return overlap * min(1.0, task.cpu_ns / max(1, task.ended_ns - task.began_ns))
+
+
+def _overlap_ns(spans_ns: Iterable[tuple[int, int]], began_ns: float, ended_ns: float) -> float:
+    return sum(max(0, min(end, ended_ns) - max(begin, began_ns)) for begin, end in spans_ns)
 
 
 def _end_of(task: TaskStamps) -> int:

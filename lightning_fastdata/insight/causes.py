@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _NS_PER_MS: Final = 1e6
 _PARTS: Final = tuple(part.name for part in fields(WaitParts))
 _TOLD: Final = ("read_cpu_ms", "read_runqueue_ms", "read_blocked_ms")
-_OPTIONAL: Final = ("read_ms", "pin_ms")
+_OPTIONAL: Final = ("read_ms", "pin_ms", "sampler_ms", "unpack_ms", "queued_ms")
 _SLOWEST: Final = 5
 _MOST_HELD: Final = 32
 _FEWEST_TIMES: Final = 100
@@ -37,6 +37,9 @@ PART_WORDS: Final[Mapping[str, str]] = {
     "slow_sample_ms": "single samples that took several times as long as the others",
     "collate_ms": "collating samples, or writing them into the batch",
     "pin_ms": "copying batches into page-locked memory",
+    "sampler_ms": "asking the sampler which samples come next, in the training process",
+    "unpack_ms": "unpickling batches, in the training process",
+    "queued_ms": "the training process was ready to take batches, but others had the CPUs",
     "handover_ms": "handing complete batches over to the training process",
     "idle_ms": "nothing was being done for the batch: workers started, or had nothing to do",
 }

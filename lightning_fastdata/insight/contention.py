@@ -40,7 +40,13 @@ def _measured_shares(e: Evidence) -> dict[str, float]:
 
 def runqueue_share(e: Evidence) -> float:
     """Return how much of the wait, or of the workers' time, is spent ready but without a CPU."""
-    return max(part_shares(e).get("read_runqueue", 0.0), e.runqueue_share or 0.0)
+    return max(queued_share(e), e.runqueue_share or 0.0)
+
+
+def queued_share(e: Evidence) -> float:
+    """Return how much of the wait went because workers or the training had no CPU, 0 to 1."""
+    shares = part_shares(e)
+    return shares.get("read_runqueue", 0.0) + shares.get("queued", 0.0)
 
 
 def throttled(e: Evidence) -> bool:

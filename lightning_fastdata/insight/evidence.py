@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from lightning_fastdata.insight.metrics import StageSummary
     from lightning_fastdata.insight.outside import LoaderFacts
     from lightning_fastdata.insight.wall import WallTime
-    from lightning_fastdata.loading.stamps import BatchStamps
+    from lightning_fastdata.loading.stamps import BatchStamps, ReadRates
 
 _NS_PER_MS: Final = 1e6
 _MOST_COSTS: Final = 400
@@ -68,9 +68,8 @@ class Evidence:
     """PSI of the CPUs, ``some avg10``: of the last 10 s, when something runnable had no CPU."""
     compute_slowdown: float | None = None
     """Compute time of a step over that of the same step while workers were idle; 1: no effect."""
-    read_rates: tuple[tuple[int, float], ...] = ()
-    """Workers and MB/s read with that many, for each number of workers that was tried. Only of
-    times in which batches were waited for: else the training sets the pace, and not the storage."""
+    read_rates: ReadRates | None = None
+    """What few of the workers read together, and what all do, while batches were waited for."""
     epochs: int | None = None
     """Epochs that were begun."""
     epoch_wait_ms: float | None = None

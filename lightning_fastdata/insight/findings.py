@@ -10,7 +10,7 @@ code  holds when                                                 remedy
 FD301 waits above 3 %, but the device stalls for less            none: the waits are hidden
 FD302 slow samples are 30 % of the wait                          in_order, further ahead, the files
 FD303 reading blocked is the largest part of the wait            more workers, cache
-FD304 as FD303, and more workers did not read more MB/s          cache, local disk
+FD304 as FD303, and all workers read no more than half of them   the lock, cache, local disk
 FD305 reading on a CPU is the largest part                       more workers, cheaper transforms
 FD306 waiting for CPUs above 20 %, or quota, by own work;        fewer workers, cheaper transforms
       or threads that hold the interpreter's lock in turn        processes
@@ -30,13 +30,15 @@ FD319 stall below 1 %                                            none: the model
 FD320 callbacks above 5 % of the run                             the slowest callback
 FD321 checkpoints above 5 % of the run                           fewer or smaller ones
 FD322 logging above 5 % of the run                               log less often
+FD323 the sampler is 20 % of the wait, 1 ms, and 5 % of the step a sampler that computes once
+FD324 unpickling batches, as FD323                               few large tensors or arrays
 ===== ========================================================== ==================================
 
 Where the wall time of the run is known, FD310 and FD318 are told by what they took of it, from 5 %
 on. The pause that costs most, 10 % of the run or more and more than late batches do, comes first.
-FD316 comes first where another rank stalls 3 % longer than this one. FD302 to FD309, FD311 and
-FD315 are silent while the stall is under 3 %. A code keeps its meaning for ever. These codes say
-why; those of :mod:`~lightning_fastdata.insight.verdict` say how much.
+FD316 comes first where another rank stalls 3 % longer than this one. FD302 to FD309, FD311, FD315,
+FD323 and FD324 are silent while the stall is under 3 %. A code keeps its meaning for ever. These
+codes say why; those of :mod:`~lightning_fastdata.insight.verdict` say how much.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ import math
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Final
 
-from lightning_fastdata.insight import late_batches, pauses, step_costs
+from lightning_fastdata.insight import late_batches, own_work, pauses, step_costs
 
 if TYPE_CHECKING:
     from lightning_fastdata.insight.evidence import Evidence
@@ -59,11 +61,13 @@ _ROWS: Final[tuple[Callable[[Evidence], Finding | None], ...]] = (
     late_batches.few_workers,
     late_batches.few_cpus,
     late_batches.collation,
-    late_batches.handover,
+    own_work.sampler,
+    own_work.unpacking,
+    own_work.handover,
     late_batches.capacity,
     pauses.epoch_starts,
     step_costs.epoch_starts,
-    late_batches.pinning,
+    own_work.pinning,
     step_costs.transfer,
     step_costs.augmentation,
     step_costs.host_gap,

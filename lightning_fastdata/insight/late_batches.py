@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
@@ -13,6 +14,7 @@ from lightning_fastdata.insight.contention import (
     locked,
     overcommitted,
     part_shares,
+    queued_share,
     runqueue_share,
     throttled,
 )
@@ -24,18 +26,24 @@ if TYPE_CHECKING:
     from lightning_fastdata.insight.remedies import Gain
 
 _DOMINANT: Final = 0.4
-_SLOW_HIGH, _HANDOVER_HIGH, _BUSY_HIGH = 0.30, 0.20, 0.95
-_HANDOVER_LEAST_MS, _HANDOVER_OF_STEP = 1.0, 0.05
-_MORE_WORKERS, _MORE_MB_S = 1.5, 1.15
+_SLOW_HIGH, _BUSY_HIGH = 0.30, 0.95
+_SHARED, _BY_THEMSELVES = 0.35, 0.75
+"""Of what more workers should bring if each waits by itself: below, they wait for something that
+they share; above, they do not."""
 _PRESSURE_HIGH: Final = 20.0
 _COMPUTE_SLOWER: Final = 1.10
 
 
-def _largest(evidence: Evidence) -> tuple[str, float]:
-    """Return the part of the wait that stands out, if one does; CPU time with waiting for CPUs."""
+def largest(evidence: Evidence) -> tuple[str, float]:
+    """Return the part of the wait that stands out, if one does; CPU time with waiting for CPUs.
+
+    Returns:
+        A field of :class:`WaitParts` without its unit, and its share of the wait; ``""`` and 0 if
+        none is 40 % of it.
+    """
     shares = part_shares(evidence)
     if shares:
-        shares["read_cpu"] += shares.pop("read_runqueue")
+        shares["read_cpu"] += shares.pop("read_runqueue") + shares.pop("queued")
         if _at_limit(evidence):
             shares["read_blocked"] += shares.pop("slow_sample")
     name = max(shares, key=shares.__getitem__, default="")
@@ -43,7 +51,8 @@ def _largest(evidence: Evidence) -> tuple[str, float]:
     return (name, share) if share >= _DOMINANT else ("", 0.0)
 
 
-def _of_wait(evidence: Evidence, share: float, what: str) -> str:
+def of_wait(evidence: Evidence, share: float, what: str) -> str:
+    """Return in words that something is a share of the wait, 0 to 1, and what that costs."""
     stall = evidence.stall_share or 0.0
     return f"{what} is {share:.0%} of the wait for data, which costs {stall:.0%} of each step"
 
@@ -95,7 +104,7 @@ def slow_samples(e: Evidence) -> Finding | None:
         f"{printable(str(s.path or s.index), keep='')} ({s.ms:.0f} ms, others {s.typical_ms:.2g})"
         for s in e.slow_samples[:3]
     )
-    cause = _of_wait(e, share, "waiting for single slow samples")
+    cause = of_wait(e, share, "waiting for single slow samples")
     if e.overtaken_share:
         cause += f"; {e.overtaken_share:.0%} of the batches held up complete ones"
     repair = f"repair or cache these samples: {named}" if named else "repair the slow samples"
@@ -116,11 +125,17 @@ def slow_samples(e: Evidence) -> Finding | None:
     )  # fmt: skip
 
 
+def _read_more_by(e: Evidence) -> float | None:
+    """Return what more workers bring: 1 as much more as they are, 0 nothing; None: not tried."""
+    rates = e.read_rates
+    if rates is None or rates.many <= rates.few or min(rates.few_per_s, rates.many_per_s) <= 0:
+        return None
+    return math.log(rates.many_per_s / rates.few_per_s) / math.log(rates.many / rates.few)
+
+
 def _rates_are_flat(e: Evidence) -> bool:
-    if len(e.read_rates) < 2:
-        return False
-    (few, slow), (many, fast) = min(e.read_rates), max(e.read_rates)
-    return many >= _MORE_WORKERS * few and fast < _MORE_MB_S * slow
+    more = _read_more_by(e)
+    return more is not None and more < _SHARED
 
 
 def _at_limit(e: Evidence) -> bool:
@@ -133,40 +148,41 @@ def _at_limit(e: Evidence) -> bool:
 
 def latency(e: Evidence) -> Finding | None:
     """FD303: reading waits for storage."""
-    name, share = _largest(e)
+    name, share = largest(e)
     if name != "read_blocked" or _rates_are_flat(e):
         return None
     return _more_workers(
         e,
         "FD303",
-        _of_wait(e, share, "waiting for storage, a network or a lock"),
+        of_wait(e, share, "waiting for storage, a network or a lock"),
         "keep the data on a local disk, or cache it",
         remedies.gain_of_costs(e, scaled(e.costs, blocked=0.0)),
         "transforms: the CPUs are not what is short",
-        together=True,
+        together=(_read_more_by(e) or 0.0) < _BY_THEMSELVES,
     )
 
 
 def bandwidth(e: Evidence) -> Finding | None:
-    """FD304: storage gives no more to more workers."""
-    name, share = _largest(e)
-    if name != "read_blocked" or not _rates_are_flat(e):
+    """FD304: what workers wait for is shared by them."""
+    name, share = largest(e)
+    if name != "read_blocked" or not _rates_are_flat(e) or e.read_rates is None:
         return None
-    (few, slow), (many, fast) = min(e.read_rates), max(e.read_rates)
-    cause = _of_wait(e, share, "waiting for storage")
+    few, few_per_s, many, many_per_s = e.read_rates
     return Finding(
         code="FD304",
         severity=severity_of(e.stall_share),
-        cause=f"{cause}; it gives {fast:.0f} MB/s to {many} workers and {slow:.0f} to {few}",
-        remedy="cache decoded or resized samples, or copy the data to a local disk",
+        cause=of_wait(e, share, "waiting for a lock, a disk or a line that the workers share")
+        + f"; {many} workers read {many_per_s:.3g} samples/s and {few} of them {few_per_s:.3g}",
+        remedy="find the lock, or read less: cache decoded or resized samples, or keep the data on "
+        "a local disk",
         gain=remedies.gain_of_costs(e, scaled(e.costs, blocked=0.0)),
-        leave_alone="the number of workers: the storage is at its limit",
+        leave_alone="the number of workers: more of them read no more",
     )
 
 
 def _saturated(e: Evidence) -> bool:
     loads = runqueue_share(e) >= RUNQUEUE_HIGH or throttled(e)
-    reads = _largest(e)[0] == "read_cpu"
+    reads = largest(e)[0] == "read_cpu"
     return stalls(e) and loads and reads and overcommitted(e) and not crowded(e)
 
 
@@ -184,14 +200,14 @@ def _gain_of_transforms(e: Evidence) -> Gain | None:
 
 def few_workers(e: Evidence) -> Finding | None:
     """FD305: reading and transforming take longer than the step."""
-    name, share = _largest(e)
-    starved = part_shares(e).get("read_runqueue", 0.0) > share / 2
+    name, share = largest(e)
+    starved = queued_share(e) > share / 2
     if name != "read_cpu" or starved or _saturated(e) or crowded(e):
         return None
     return _more_workers(
         e,
         "FD305",
-        _of_wait(e, share, "reading and transforming samples on a CPU"),
+        of_wait(e, share, "reading and transforming samples on a CPU"),
         _transforms(e),
         _gain_of_transforms(e),
         "storage: it is not what is waited for",
@@ -238,13 +254,13 @@ def _one_interpreter(e: Evidence) -> Finding:
 
 def collation(e: Evidence) -> Finding | None:
     """FD307: collation is what is waited for."""
-    name, share = _largest(e)
+    name, share = largest(e)
     if name != "collate":
         return None
     return Finding(
         code="FD307",
         severity=severity_of(e.stall_share),
-        cause=_of_wait(e, share, "collating samples"),
+        cause=of_wait(e, share, "collating samples"),
         remedy="leave out collate_fn, with LoaderOptions(executor='workers'), or give the dataset "
         "a __getitems__ that returns them together",
         gain=remedies.gain_of_costs(e, scaled(e.costs, collate=0.0)),
@@ -252,37 +268,9 @@ def collation(e: Evidence) -> Finding | None:
     )
 
 
-def handover(e: Evidence) -> Finding | None:
-    """FD308: complete batches are long on their way."""
-    share = part_shares(e).get("handover", 0.0)
-    handed_ms = share * (e.stall_ms or 0.0)
-    gain = remedies.without(e, handed_ms)
-    if handed_ms < _HANDOVER_LEAST_MS or (e.of_step(handed_ms) or 0.0) < _HANDOVER_OF_STEP:
-        return None
-    # Page-locking is on the way, too, and then the longer part.
-    if share < _HANDOVER_HIGH or _largest(e)[0] == "pin":
-        return None
-    if (gain is not None and not gain.worthwhile) or (e.setup is not None and not e.setup.workers):
-        return None
-    remedy = "tensors or arrays and default collation, with LoaderOptions(executor='workers'), "
-    remedy += "which hands over memory instead of copies"
-    if e.setup is not None and e.setup.scheduling == "sample":
-        # Batches are handed over as memory already.
-        remedy = "find threads of the training process that compute, such as loggers and "
-        remedy += "callbacks, as they hold the interpreter's lock; then smaller batches"
-    return Finding(
-        code="FD308",
-        severity=severity_of(e.stall_share),
-        cause=_of_wait(e, share, "handing complete batches over"),
-        remedy=remedy,
-        gain=gain,
-        leave_alone="the number of workers",
-    )
-
-
 def capacity(e: Evidence) -> Finding | None:
     """FD309: workers are busy all the time with a bit of everything."""
-    if not stalls(e) or e.busy_share is None or e.busy_share <= _BUSY_HIGH or _largest(e)[0]:
+    if not stalls(e) or e.busy_share is None or e.busy_share <= _BUSY_HIGH or largest(e)[0]:
         return None
     if crowded(e) or locked(e):
         return None
@@ -294,21 +282,6 @@ def capacity(e: Evidence) -> Finding | None:
         _transforms(e),
         _gain_of_transforms(e),
         "",
-    )
-
-
-def pinning(e: Evidence) -> Finding | None:
-    """FD311: page-locking is what is waited for."""
-    name, share = _largest(e)
-    if name != "pin":
-        return None
-    return Finding(
-        code="FD311",
-        severity=severity_of(e.stall_share),
-        cause=_of_wait(e, share, "copying batches into page-locked memory"),
-        remedy="LoaderOptions(executor='workers', page_lock='register')",
-        gain=remedies.without(e, None if e.stall_ms is None else share * e.stall_ms),
-        leave_alone="the number of workers",
     )
 
 

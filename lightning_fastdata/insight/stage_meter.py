@@ -117,4 +117,12 @@ class StageMeter:
         if loader is not None and stamps:
             setup = setup_of(loader, cpus=cpus, step_cpus=step_cpus(**times))
         queued = step_queued(**times)
-        return stage_evidence(summary, stamps, setup, facts, step_queued=queued, **measured)
+        return stage_evidence(
+            summary,
+            stamps,
+            setup,
+            facts,
+            step_queued=queued,
+            read_rates=self.stamps.read_rates(),
+            **measured,
+        )

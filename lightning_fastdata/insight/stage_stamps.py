@@ -14,7 +14,7 @@ from lightning_fastdata.loading.loader import FastDataLoader
 
 if TYPE_CHECKING:
     from lightning_fastdata.insight.causes import WaitCauses
-    from lightning_fastdata.loading.stamps import BatchStamps
+    from lightning_fastdata.loading.stamps import BatchStamps, ReadRates
 
 _MOST_UNCUT: Final = 256
 """Waits are cut when somebody asks, but at the latest when so many have come together."""
@@ -36,6 +36,7 @@ class _Watched:
         kind = StampQueue if lendable else deque
         self.records: deque[BatchStamps] = kind(maxlen=2 * _MOST_UNCUT)
         self.newest: deque[BatchStamps] = deque(maxlen=_KEPT_STAMPS)
+        self.rates: ReadRates | None = None
 
     @property
     def waited_ns(self) -> int:
@@ -140,6 +141,12 @@ class StageStamps:
         slowest = max(self._watched, key=lambda each: each.waited_ns, default=None)
         return (None, []) if slowest is None else (slowest.loader(), list(slowest.newest))
 
+    def read_rates(self) -> ReadRates | None:
+        """Return how much of that loader's data few workers and all read; None if not tried."""
+        self.cut()
+        slowest = max(self._watched, key=lambda each: each.waited_ns, default=None)
+        return None if slowest is None else slowest.rates
+
     def busy_share(self) -> float | None:
         """Return the part of the time in which that loader's workers had a task; None if unknown.
 
@@ -168,6 +175,7 @@ class StageStamps:
                 batch = watched.records.popleft()
                 self._totals.add(batch, watched.number)
                 watched.newest.append(batch)
+                watched.rates = batch.rates or watched.rates
 
     def _path_of(self, number: int, index: Any) -> str | None:
         for watched in self._watched:

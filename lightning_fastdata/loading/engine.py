@@ -15,6 +15,7 @@ import torch
 
 from lightning_fastdata.errors import FastDataWarning, WorkerError
 from lightning_fastdata.loading.executors import ArmingExecutor, open_executor
+from lightning_fastdata.loading.executors.crew_trial import CrewTrial
 from lightning_fastdata.loading.executors.fetch import decodes_in_place
 from lightning_fastdata.loading.page_lock import cuda_page_locks
 from lightning_fastdata.loading.staged import StagedBatch, pinned
@@ -86,6 +87,7 @@ class Engine:
         if name == "sidecar":
             self.processes = max(1, math.ceil(workers / _THREADS_PER_PROCESS))
             self.threads = max(1, math.ceil(workers / self.processes))
+        self.trial = CrewTrial(self.processes * self.threads)
         self.persistent = persistent
         # The threads of a sidecar share a dataset, which is in one epoch at a time.
         self._arms = name == "workers" or decodes_in_place(plan.dataset)
@@ -122,6 +124,7 @@ class Engine:
                 workers=self.processes,
                 threads=self.threads,
                 page_locks=self.page_locks,
+                trial=self.trial,
             )
             if self.records is not None:
                 executor.record(self.records)

@@ -362,7 +362,11 @@ class FastDataLoader(DataLoader[Any]):
         inner = self._inner
         if inner is None or self._inner_settings != settings:
             inner = open_source(
-                self, self._epoch_cell, prefetch_factor=self._prefetch, told=self._told
+                self,
+                self._epoch_cell,
+                prefetch_factor=self._prefetch,
+                told=self._told,
+                wait=self._ledger.wait,
             )
             self._keep(inner)
             vars(self)["_inner_settings"] = settings

@@ -31,7 +31,7 @@ from lightning_fastdata.loading.own_generators import own_generators
 from lightning_fastdata.loading.repeats import spreading
 from lightning_fastdata.loading.resident import ResidentBatches, device_of
 from lightning_fastdata.loading.sampled import index_batches
-from lightning_fastdata.loading.stamped import ShowDataset, stampable, stamped
+from lightning_fastdata.loading.stamped import ShowDataset, WatchedSampler, stampable, stamped
 from lightning_fastdata.loading.worker_count import look_ahead_batches
 from lightning_fastdata.loading.worker_start import WorkerStart
 
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from lightning_fastdata.augment.dataset_pipelines import DatasetRecording
     from lightning_fastdata.epochs import EpochCell
     from lightning_fastdata.loading.loader import FastDataLoader
+    from lightning_fastdata.loading.own_stamps import WaitWatch
 
 Source: TypeAlias = "DataLoader[Any] | Engine | ResidentBatches"
 
@@ -67,6 +68,7 @@ def open_source(
     *,
     prefetch_factor: int | None,
     told: dict[str, int],
+    wait: WaitWatch,
 ) -> Source:
     """Return what gives the batches of a loader, as the loader is set up now.
 
@@ -77,6 +79,7 @@ def open_source(
         epochs: Where it says which epoch it is in.
         prefetch_factor: As the user gave it, before torch put in its default.
         told: Holds under ``"batches"`` the length that was told of a stream.
+        wait: Where calls of the sampler are noted, if torch's own loader makes them.
     """
     worker_part, recording = _parts_in_workers(loader)
     collate_fn = _collation(loader, worker_part, recording)
@@ -101,7 +104,8 @@ def open_source(
         return _open_engine(
             loader, dataset, collate_fn, epochs, prefetch_factor=prefetch_factor, told=told
         )
-    if takes_stamps(loader):
+    measured = takes_stamps(loader)
+    if measured:
         dataset, collate_fn = stamped(dataset, collate_fn)
     order: dict[str, Any]
     if streamed:
@@ -110,6 +114,9 @@ def open_source(
         order = {"batch_sampler": loader.batch_sampler}
     else:
         order = {"batch_size": None, "sampler": loader.sampler}
+    if measured and not streamed:
+        name = "batch_sampler" if makes_batches(loader) else "sampler"
+        order[name] = WatchedSampler(order[name], wait)
     return DataLoader(
         dataset,
         **order,

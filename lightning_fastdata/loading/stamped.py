@@ -17,6 +17,7 @@ from torch.utils.data import Dataset, IterableDataset, IterDataPipe, get_worker_
 
 from lightning_fastdata.loading.keyed import fetches_in_batches
 from lightning_fastdata.loading.operations import OperationWatch
+from lightning_fastdata.loading.own_stamps import WaitWatch
 from lightning_fastdata.loading.staged import pinned
 from lightning_fastdata.loading.stamps import BatchStamps, TaskStamps, TaskWatch
 
@@ -24,20 +25,40 @@ from lightning_fastdata.loading.stamps import BatchStamps, TaskStamps, TaskWatch
 class Envelope:
     """A batch on its way from a worker of torch, with the stamps of its one task."""
 
-    __slots__ = ("batch", "pinned_ns", "task")
+    __slots__ = ("batch", "pinned_ns", "task", "unpickled_ns")
 
     def __init__(
-        self, batch: Any, task: TaskStamps, pinned_ns: tuple[int, int] | None = None
+        self,
+        batch: Any,
+        task: TaskStamps,
+        pinned_ns: tuple[int, int] | None = None,
+        unpickled_ns: tuple[int, int] | None = None,
     ) -> None:
         self.batch = batch
         self.task = task
         self.pinned_ns = pinned_ns
+        self.unpickled_ns = unpickled_ns
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # What is pickled in between is unpickled in between.
+        return _arrived, (_TimeOfUnpickling(), self.batch, self.task, _TimeOfUnpickling())
 
     def pin_memory(self, device: str | None = None) -> Envelope:
         """Return the same with the batch in page-locked memory; torch's pin thread calls this."""
         began_ns = time.monotonic_ns()
         batch = pinned(self.batch, device)
-        return Envelope(batch, self.task, (began_ns, time.monotonic_ns()))
+        return Envelope(batch, self.task, (began_ns, time.monotonic_ns()), self.unpickled_ns)
+
+
+class _TimeOfUnpickling:
+    """Unpickles to the moment at which that is done, in nanoseconds."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return time.monotonic_ns, ()
+
+
+def _arrived(began_ns: int, batch: Any, task: TaskStamps, ended_ns: int) -> Envelope:
+    return Envelope(batch, task, unpickled_ns=(began_ns, ended_ns))
 
 
 class ReadingWatch:
@@ -198,6 +219,36 @@ def stampable(dataset: Any) -> bool:
     return not isinstance(dataset, IterDataPipe)
 
 
+class WatchedSampler:
+    """A sampler or batch sampler whose calls are noted.
+
+    Args:
+        sampler: Of any kind that torch takes.
+        wait: Where its calls are noted.
+    """
+
+    def __init__(self, sampler: Any, wait: WaitWatch) -> None:
+        self._sampler = sampler
+        self._wait = wait
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        drawn = iter(self._sampler)
+        while True:
+            try:
+                indices = self._wait.sampled(drawn)
+            except StopIteration:
+                return
+            yield indices
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_sampler":
+            raise AttributeError(name)
+        return getattr(self._sampler, name)
+
+
 def stamped(
     dataset: Any, collate_fn: Callable[[Any], Any]
 ) -> tuple[StampedDataset | StampedStream, EnvelopeCollate]:
@@ -210,9 +261,11 @@ def stamped(
 class Ledger:
     """Where the stamps of one loader go."""
 
-    __slots__ = ("count", "records")
+    __slots__ = ("count", "records", "wait")
 
     def __init__(self) -> None:
+        self.wait = WaitWatch()
+        """What the training process does by itself."""
         self.count = 0
         """Batches delivered so far."""
         self.records: deque[BatchStamps] | None = None
@@ -234,12 +287,15 @@ class OpenedEnvelopes:
         return len(self._envelopes)  # type: ignore[arg-type]
 
     def __next__(self) -> Any:
-        requested_ns = time.monotonic_ns()
-        envelope = next(self._envelopes)
         ledger = self._ledger
+        ledger.wait.requested()
+        envelope = next(self._envelopes)
         ledger.count += 1
         if ledger.records is not None:
-            task = envelope.task
+            task, requested_ns = envelope.task, ledger.wait.requested_ns
+            own = ledger.wait.delivered()
+            if envelope.unpickled_ns is not None:
+                own = own._replace(unpacked_ns=(envelope.unpickled_ns,))
             ledger.records.append(
                 BatchStamps(
                     ledger.count,
@@ -250,6 +306,7 @@ class OpenedEnvelopes:
                     self._ready_ahead(requested_ns) if task.ended_ns > requested_ns else 0,
                     self._first,
                     envelope.pinned_ns,
+                    own,
                 )
             )
         self._first = False

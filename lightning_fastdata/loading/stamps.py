@@ -5,11 +5,10 @@ All times are nanoseconds of ``CLOCK_MONOTONIC``, which is one clock for all pro
 
 from __future__ import annotations
 
-import os
 import time
-import weakref
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from lightning_fastdata.loading.own_stamps import OwnStamps, ThreadSchedule
 from lightning_fastdata.loading.sample_times import bucket_of
 
 if TYPE_CHECKING:
@@ -49,6 +48,22 @@ class TaskStamps(NamedTuple):
     .bucket_of`; None where that was not kept, which is so for 7 of 8 tasks."""
 
 
+_NOTHING: Final = OwnStamps()
+
+
+class ReadRates(NamedTuple):
+    """How many samples a second workers read together, few of them and all."""
+
+    few: int
+    """Workers."""
+    few_per_s: float
+    """Samples a second that they read together."""
+    many: int
+    """Workers."""
+    many_per_s: float
+    """Samples a second that they read together."""
+
+
 class BatchStamps(NamedTuple):
     """The way of one batch that was delivered."""
 
@@ -68,13 +83,26 @@ class BatchStamps(NamedTuple):
     """It was the first batch of its epoch."""
     pinned_ns: tuple[int, int] | None = None
     """When its copy into page-locked memory began and ended; None where torch makes none."""
+    own: OwnStamps = _NOTHING
+    """What the training process did by itself meanwhile."""
+    rates: ReadRates | None = None
+    """What a trial with half of the workers has shown just before; None: there was none."""
 
     @classmethod
     def of_caller(
-        cls, number: int, requested_ns: int, task: TaskStamps, *, first: bool
+        cls,
+        number: int,
+        requested_ns: int,
+        task: TaskStamps,
+        *,
+        first: bool,
+        own: OwnStamps = _NOTHING,
     ) -> BatchStamps:
         """Return the stamps of a batch that was made in one task by whoever asked for it."""
-        return cls(number, task.samples, requested_ns, task.ended_ns, (task,), 0, first)
+        ended_ns = task.ended_ns
+        return cls(
+            number, task.samples, requested_ns, ended_ns, (task,), 0, first, pinned_ns=None, own=own
+        )
 
 
 _KEPT_TASKS: Final = 8
@@ -96,18 +124,14 @@ class TaskWatch:
         self._process = process
         self._thread = thread
         self._operations = operations
-        try:
-            self._schedstat: int | None = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
-            weakref.finalize(self, os.close, self._schedstat)
-        except OSError:
-            self._schedstat = None
+        self._schedule = ThreadSchedule()
         self._long = True
         self._tasks = 0
         self._clear()
 
     def _clear(self) -> None:
         self._began_ns = time.monotonic_ns()
-        self._scheduled = self._read() if self._long else None
+        self._scheduled = self._schedule.read_ns() if self._long else None
         self._timed: tuple[OperationTime, ...] | None = None
         self.samples = 0
         self.read_ns = 0
@@ -147,7 +171,7 @@ class TaskWatch:
         """Return the stamps of the task; to be called for a task that failed, too."""
         self.all_read()
         cpu = runqueue = None
-        if self._scheduled is not None and (scheduled := self._read()) is not None:
+        if self._scheduled is not None and (scheduled := self._schedule.read_ns()) is not None:
             cpu = scheduled[0] - self._scheduled[0]
             runqueue = scheduled[1] - self._scheduled[1]
         ended_ns = time.monotonic_ns()
@@ -167,10 +191,3 @@ class TaskWatch:
             self._timed,
             bytes(self._times) if self._times else None,
         )
-
-    def _read(self) -> tuple[int, int] | None:
-        # https://docs.kernel.org/scheduler/sched-stats.html, /proc/<pid>/schedstat
-        if self._schedstat is None:
-            return None
-        cpu, runqueue, *_ = os.pread(self._schedstat, 100, 0).split()
-        return int(cpu), int(runqueue)

@@ -74,11 +74,10 @@ class MeasuredRun:
         ranks = self.judge.ranks
         if ranks is not None and ended:
             ranks.read()
-        wall = self.wall()
         if verdict is None:
-            verdict = self.judge.verdict(train, self.judge.evidence(train, val, wall))
+            verdict = self.judge.verdict(train, self.judge.evidence(train, val, self.wall()))
         return RunReport(
-            wall=wall,
+            wall=self.wall(),  # judging took its time, too
             stages=tuple(stage for stage in (train, val) if stage is not None),
             verdict=verdict,
             recent={m.stage: m.timeline.history.newest() for m in meters},

@@ -15,6 +15,7 @@ from lightning_fastdata.insight.attribution import WaitCutter, WaitParts
 from lightning_fastdata.insight.causes import CauseTotals
 from lightning_fastdata.insight.simulate import batch_costs
 from lightning_fastdata.loading.loader import FastDataLoader
+from lightning_fastdata.loading.own_stamps import OwnStamps
 from lightning_fastdata.loading.stamps import BatchStamps, TaskStamps
 
 MS = 1_000_000
@@ -276,3 +277,30 @@ def test_a_worker_that_waits_leaves_the_hand_over_what_it_takes() -> None:
     found = totals.summary()
     assert found is not None
     assert found.wait == WaitParts(read_cpu_ms=5 / 2, handover_ms=20 / 2)
+
+
+def owned(requested_ms, delivered_ms, *tasks, sampled=(), unpacked=(), queued=None):
+    def ns(spans):
+        return tuple((round(begin * MS), round(end * MS)) for begin, end in spans)
+
+    own = OwnStamps(ns(sampled), ns(unpacked), None if queued is None else round(queued * MS))
+    return batch(requested_ms, delivered_ms, *tasks)._replace(own=own)
+
+
+def test_what_the_training_process_does_after_a_batch_was_made_is_no_hand_over():
+    made = task(0, 10, read=10, cpu=10)
+    found = parts(owned(12, 30, made, sampled=[(12, 18)], unpacked=[(19, 23)], queued=3.0))
+    assert (found["sampler"], found["unpack"], found["queued"], found["handover"]) == (6, 4, 3, 5)
+    assert sum(found.values()) == pytest.approx(18)
+
+
+def test_what_it_does_while_workers_still_work_holds_up_nothing():
+    made = task(0, 20, read=20, cpu=20)
+    found = parts(owned(10, 21, made, sampled=[(10, 19)], unpacked=[(11, 12)]))
+    assert found == {"read_cpu": 10, "handover": 1}
+
+
+def test_workers_that_nobody_told_what_to_read_wait_for_the_sampler():
+    made = task(18, 20, read=2, cpu=2)
+    found = parts(owned(10, 20, made, sampled=[(10, 17)]))
+    assert (found["sampler"], found["idle"], found["read_cpu"]) == (7, 1, 2)

@@ -21,6 +21,7 @@ import torch
 from torch.utils.data import Dataset
 
 from lightning_fastdata.insight.evidence import Evidence
+from lightning_fastdata.loading.stamps import ReadRates
 from verdicts.workloads import (
     CPUS,
     Samples,
@@ -127,8 +128,8 @@ def _bandwidth(magnitude: tuple[int, int]) -> Evidence:
             )
             evidence = train(training)
             assert evidence.step_ms is not None
-            rates.append((workers, BATCH * kilobytes / evidence.step_ms))
-    return replace(evidence, read_rates=tuple(rates))
+            rates += [workers, BATCH / evidence.step_ms]
+    return replace(evidence, read_rates=ReadRates(*rates))
 
 
 # FD305 and FD306: reading computes.

@@ -20,9 +20,10 @@ from lightning_fastdata.insight.finding import gain_text
 from lightning_fastdata.insight.findings import findings
 from lightning_fastdata.insight.remedies import GOOD_ENOUGH, best_workers, choose, with_workers
 from lightning_fastdata.insight.simulate import BatchCost, LoaderSetup, simulate
+from lightning_fastdata.loading.stamps import ReadRates
 
 MS = 1e6
-CODES = [f"FD3{row:02}" for row in range(1, 20)]
+CODES = [*(f"FD3{row:02}" for row in range(1, 20)), "FD323", "FD324"]
 DOCS = Path(__file__).parents[2] / "docs" / "verdicts.md"
 
 
@@ -67,8 +68,8 @@ TABLE = {
     "FD302": (late({"slow_sample_ms": 10.0, "read_cpu_ms": 14.0}, slow_samples=(SLOW,)), "42%"),
     "FD303": (late({"read_blocked_ms": 20.0, "read_cpu_ms": 4.0}, **IO), "83%"),
     "FD304": (
-        late({"read_blocked_ms": 20.0}, read_rates=((2, 100.0), (8, 104.0)), **IO),
-        "104 MB/s to 8 workers",
+        late({"read_blocked_ms": 20.0}, read_rates=ReadRates(2, 100.0, 8, 104.0), **IO),
+        "8 workers read 104 samples/s and 2 of them 100",
     ),
     "FD305": (late({"read_cpu_ms": 20.0, "collate_ms": 4.0}, **CPU), "83%"),
     "FD306": (
@@ -99,6 +100,8 @@ TABLE = {
     "FD317": (Evidence(**FINE, alloc_retries=12, device_headroom_share=0.01), "12 times"),
     "FD318": (Evidence(**FINE, val_stall_share=0.4), "40%"),
     "FD319": (Evidence(**FINE), "0.2%"),
+    "FD323": (late({"sampler_ms": 18.0, "handover_ms": 1.0, "read_cpu_ms": 5.0}), "75%"),
+    "FD324": (late({"unpack_ms": 12.0, "handover_ms": 4.0, "read_cpu_ms": 8.0}), "50%"),
 }  # fmt: skip
 
 
@@ -118,7 +121,7 @@ def test_nothing_measured_gives_no_findings():
 @pytest.mark.parametrize("code", CODES)
 def test_a_stall_under_three_percent_is_no_matter_of_the_loader(code):
     evidence = replace(TABLE[code][0], step_ms=40.0, wait_ms=1.0, stall_ms=1.0)
-    about_late_batches = {*CODES[1:9], "FD311", "FD315"}
+    about_late_batches = {*CODES[1:9], "FD311", "FD315", "FD323", "FD324"}
     assert not about_late_batches & {found.code for found in findings(evidence)}
 
 
@@ -335,9 +338,29 @@ def test_kept_workers_are_not_told_to_be_kept():
     assert "persistent_workers" not in findings(evidence)[0].remedy
 
 
-def test_waiting_for_storage_that_gives_more_to_more_workers_is_latency():
-    evidence = replace(TABLE["FD304"][0], read_rates=((2, 100.0), (8, 390.0)))
-    assert findings(evidence)[0].code == "FD303"
+@pytest.mark.parametrize(
+    ("rates", "code", "basis"),
+    [
+        (None, "FD303", "independent"),
+        (ReadRates(2, 100.0, 4, 195.0), "FD303", "simulated"),
+        (ReadRates(2, 100.0, 4, 145.0), "FD303", "independent"),
+        (ReadRates(2, 100.0, 4, 110.0), "FD304", "floor"),
+        (ReadRates(2, 100.0, 4, 80.0), "FD304", "floor"),
+    ],
+)
+def test_what_half_of_the_workers_read_tells_whether_more_of_them_would_help(rates, code, basis):
+    found = findings(replace(TABLE["FD304"][0], read_rates=rates))[0]
+    assert (found.code, found.gain.basis) == (code, basis)
+    assert ("num_workers" in found.remedy) == (code == "FD303")
+
+
+@pytest.mark.parametrize("part", ["sampler_ms", "unpack_ms", "handover_ms"])
+def test_what_the_training_process_does_itself_is_told_from_a_millisecond_on(part):
+    small = late({part: 0.9}, share=0.9 / 40)
+    told = late({part: 2.4}, share=2.4 / 40)
+    codes = {"FD323", "FD324", "FD308"}
+    assert not codes & {found.code for found in findings(replace(small, stall_ms=0.9))}
+    assert len(codes & {found.code for found in findings(told)}) == 1
 
 
 @max_examples(25)
@@ -368,7 +391,7 @@ def test_choosing_without_anything_recorded_is_an_error():
 
 @max_examples(100)
 @given(
-    shares=st.lists(st.floats(0, 1), min_size=9, max_size=9), stall=st.floats(0.03, 0.99),
+    shares=st.lists(st.floats(0, 1), min_size=12, max_size=12), stall=st.floats(0.03, 0.99),
 )  # fmt: skip
 def test_gains_never_promise_less_than_no_time(shares, stall):
     names = [field.name for field in fields(WaitParts)]

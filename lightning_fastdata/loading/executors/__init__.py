@@ -12,6 +12,7 @@ from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.host.cpu import read_cpu_limit
 
 if TYPE_CHECKING:
+    from lightning_fastdata.loading.executors.crew_trial import CrewTrial
     from lightning_fastdata.loading.executors.fetch import FetchPlan
     from lightning_fastdata.loading.order import EpochOrder
     from lightning_fastdata.loading.page_lock import PageLocks
@@ -65,6 +66,7 @@ def open_executor(
     workers: int = 1,
     threads: int = 8,
     page_locks: PageLocks | None = None,
+    trial: CrewTrial | None = None,
 ) -> Executor:
     """Start an executor.
 
@@ -78,6 +80,7 @@ def open_executor(
         workers: Side processes; of ``"gather"`` threads that gather ahead, 0 for none.
         threads: Threads in each side process of a sidecar.
         page_locks: Locks the memory of batches for a device that reads it.
+        trial: Of side processes that read by index, what earlier ones have shown; None: nothing.
 
     Raises:
         OptionsError: There is no such executor, or it cannot run this plan.
@@ -113,4 +116,6 @@ def open_executor(
     from lightning_fastdata.loading.executors.pool import PoolExecutor
 
     threads = threads if name == "sidecar" else 1
-    return PoolExecutor(plan, processes=workers, threads=threads, page_locks=page_locks)
+    return PoolExecutor(
+        plan, processes=workers, threads=threads, page_locks=page_locks, trial=trial
+    )

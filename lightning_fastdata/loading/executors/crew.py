@@ -95,6 +95,11 @@ class Crew:
             self._queue = None
         self._closer = weakref.finalize(self, _close, self.sides, self._queue, os.getpid())
 
+    @property
+    def under_way(self) -> int:
+        """Tasks that were given and not answered."""
+        return len(self._tasks) + sum(len(side.tasks) for side in self.sides.values())
+
     def start_epoch(self, generation: int, epoch: int) -> None:
         """Let tasks of older generations be skipped, and start missing processes."""
         self._generation = generation

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from lightning_fastdata.loading.executors.stream_fetch import END_OF_STREAM, fetcher_of
 from lightning_fastdata.loading.operations import OperationWatch
+from lightning_fastdata.loading.own_stamps import WaitWatch
 from lightning_fastdata.loading.stamps import BatchStamps, TaskWatch
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ class InlineExecutor:
         self._epoch = 0
         self._count = 0
         self._first = True
+        self._wait = WaitWatch()
         self._records: deque[BatchStamps] | None = None
 
     def start_epoch(self, batches: Iterable[Any], epoch: int) -> None:
@@ -36,8 +37,8 @@ class InlineExecutor:
         return self
 
     def __next__(self) -> Any:
-        requested_ns = time.monotonic_ns()
-        indices = next(self._batches)
+        self._wait.requested()
+        indices = self._wait.sampled(self._batches)
         stamps = self._fetcher.stamps
         if stamps is not None:
             stamps.begin()
@@ -59,8 +60,15 @@ class InlineExecutor:
             raise StopIteration
         if task is not None and self._records is not None:
             self._count += 1
-            made = BatchStamps.of_caller(self._count, requested_ns, task, first=self._first)
-            self._records.append(made)
+            self._records.append(
+                BatchStamps.of_caller(
+                    self._count,
+                    self._wait.requested_ns,
+                    task,
+                    first=self._first,
+                    own=self._wait.delivered(),
+                )
+            )
         self._first = False
         return batch
 

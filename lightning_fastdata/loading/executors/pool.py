@@ -11,10 +11,12 @@ import signal
 import time
 from collections import Counter, deque
 from collections.abc import Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from lightning_fastdata.errors import OptionsError, WorkerError
 from lightning_fastdata.loading.executors.crew import Answer, Crew, Loss
+from lightning_fastdata.loading.executors.crew_trial import CrewTrial
 from lightning_fastdata.loading.executors.processes import EpochRun, PendingBatch, Task
 from lightning_fastdata.loading.executors.reports import (
     StallWatch,
@@ -25,6 +27,7 @@ from lightning_fastdata.loading.executors.reports import (
 )
 from lightning_fastdata.loading.executors.side import MAX_THREADS
 from lightning_fastdata.loading.executors.splitter import Splitter
+from lightning_fastdata.loading.own_stamps import WaitWatch
 from lightning_fastdata.loading.slots import SlotPool
 
 if TYPE_CHECKING:
@@ -33,7 +36,7 @@ if TYPE_CHECKING:
     from lightning_fastdata.loading.layout import SampleLayout
     from lightning_fastdata.loading.order import EpochOrder
     from lightning_fastdata.loading.page_lock import PageLocks
-    from lightning_fastdata.loading.stamps import BatchStamps
+    from lightning_fastdata.loading.stamps import BatchStamps, ReadRates
 
 _CRASHES: Final = 2
 _KILLS: Final = 4
@@ -50,14 +53,18 @@ class PoolExecutor:
         processes: int,
         threads: int = 1,
         page_locks: PageLocks | None = None,
+        trial: CrewTrial | None = None,
     ) -> None:
         self.plan = plan
         self._alone = threads == 1
         self._crew = Crew(plan, processes=processes, threads=threads)
         self._slots = SlotPool(limit_bytes=plan.memory_limit_bytes, page_locks=page_locks)
         self._splitter = Splitter(plan, self._slots)
+        self._trial = CrewTrial(processes * threads) if trial is None else trial
+        self._rates: ReadRates | None = None
         self._now = EpochRun(0, 0, iter(()), exhausted=True)
         self._armed: EpochRun | None = None
+        self._wait = WaitWatch()
         self._records: deque[BatchStamps] | None = None
         self._first = True
         self._batches: deque[PendingBatch] = deque()
@@ -100,6 +107,8 @@ class PoolExecutor:
             if not batch.open_tasks:
                 batch.release(self._slots)
         self._deaths.clear()
+        if self._now is not armed:
+            self._trial.given_up()
         self._fill()
 
     def arm(self, order: EpochOrder) -> None:
@@ -112,16 +121,20 @@ class PoolExecutor:
 
     def __next__(self) -> Any:
         until = time.monotonic() + self.plan.timeout_s if self.plan.timeout_s else None
-        requested_ns = time.monotonic_ns()
+        self._wait.requested()
         ahead = -1
         while True:
             self._fill()
             batch = self._next_ready()
             if batch is not None:
-                delivered = self._deliver(batch)
+                delivered = self._wait.unpacked(partial(self._deliver, batch))
                 if self._records is not None:
-                    stamps = batch.delivered(requested_ns, max(0, ahead), first=self._first)
+                    rates, self._rates = self._rates, None
+                    stamps = batch.delivered(
+                        self._wait, max(0, ahead), first=self._first, rates=rates
+                    )
                     self._records.append(stamps)
+                    self._trial.delivered(late=ahead >= 0)
                 self._first = False
                 return delivered
             if ahead < 0 and self._records is not None:
@@ -145,6 +158,7 @@ class PoolExecutor:
     def resize(self, workers: int) -> None:
         """Have so many side processes from now on; those too many finish their work first."""
         self._crew.resize(workers)
+        self._trial = CrewTrial(workers * self._crew.threads)
 
     def set_threads(self, threads: int) -> None:
         """Have each side process work in so many threads from now on, without losing a task.
@@ -162,6 +176,7 @@ class PoolExecutor:
                 "each. Use resize() to change the number of processes."
             )
         self._crew.set_threads(threads)
+        self._trial = CrewTrial(self._crew.wanted * threads)
 
     def close(self) -> None:
         """Stop all side processes and let go of the memory; batches handed out stay valid."""
@@ -187,14 +202,20 @@ class PoolExecutor:
             batch = PendingBatch(self._count, run.generation, run.number, indices)
             self._batches.append(batch)
             self._todo.extend(self._splitter.tasks(batch, self._batches, self._crew))
-        while self._todo and self._crew.give(self._todo[0], self._message(self._todo[0])):
+        while self._todo and self._may_give():
+            if not self._crew.give(self._todo[0], self._message(self._todo[0])):
+                break
             self._todo.popleft()
+
+    def _may_give(self) -> bool:
+        limit = self._trial.limit
+        return limit is None or self._crew.under_way < limit
 
     def _next_indices(self) -> tuple[EpochRun, Any] | None:
         for run in (self._now, self._armed):
             if run is not None and not run.exhausted:
                 try:
-                    return run, next(run.source)
+                    return run, self._wait.sampled(run.source)
                 except StopIteration:
                     run.exhausted = True
         return None
@@ -234,13 +255,14 @@ class PoolExecutor:
         self._stall.heard(message[2])
         if kind != "stale" and message[3] is not None:
             batch.stamps.append(message[3])
+            self._rates = self._trial.answered(message[3], self._crew.under_way) or self._rates
         if kind == "rows":
             self._splitter.note_time(message[2] / len(task.indices))
         elif kind == "layout":
             rest = self._learn(message[4], task)
             self._crew.answer_first(side, None if rest is None else (rest, self._message(rest)))
         elif kind == "whole":
-            batch.take_parts(message[4], files, self._slots)
+            self._wait.unpacked(partial(batch.take_parts, message[4], files, self._slots))
             self._splitter.note_size(batch.packed.size_bytes)
         elif kind == "misfit":
             batch.misfit, self._splitter.in_place = True, False

@@ -30,8 +30,9 @@ if TYPE_CHECKING:
     from lightning_fastdata.loading.layout import SampleLayout
     from lightning_fastdata.loading.leaves import Packed
     from lightning_fastdata.loading.order import EpochOrder
+    from lightning_fastdata.loading.own_stamps import WaitWatch
     from lightning_fastdata.loading.slots import Slot, SlotPool
-    from lightning_fastdata.loading.stamps import TaskStamps
+    from lightning_fastdata.loading.stamps import ReadRates, TaskStamps
 
 _CROWDED_S: Final = 0.001
 """Where a wire has room, and yet nothing can be sent, it is other processes that have to read."""
@@ -104,12 +105,28 @@ class PendingBatch:
             slots.give_back(self.slot)
             self.slot = None
 
-    def delivered(self, requested_ns: int, ready_ahead: int, *, first: bool) -> BatchStamps:
+    def delivered(
+        self,
+        wait: WaitWatch,
+        ready_ahead: int,
+        *,
+        first: bool,
+        rates: ReadRates | None = None,
+    ) -> BatchStamps:
         """Return the stamps of the batch, which is handed over now."""
         samples = sum(task.samples for task in self.stamps)
-        times = requested_ns, time.monotonic_ns()
-        tasks = tuple(self.stamps)
-        return BatchStamps(self.number, samples, *times, tasks, ready_ahead, first=first)
+        own = wait.delivered()
+        return BatchStamps(
+            self.number,
+            samples,
+            wait.requested_ns,
+            time.monotonic_ns(),
+            tuple(self.stamps),
+            ready_ahead,
+            first=first,
+            own=own,
+            rates=rates,
+        )
 
 
 @dataclass(slots=True, eq=False)

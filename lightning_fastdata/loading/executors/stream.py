@@ -14,6 +14,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lightning_fastdata.loading.executors.processes import PendingBatch, SideProcess, Task, stop_all
@@ -26,6 +27,7 @@ from lightning_fastdata.loading.executors.reports import (
     stream_timed_out,
 )
 from lightning_fastdata.loading.executors.stream_fetch import StreamAsk
+from lightning_fastdata.loading.own_stamps import WaitWatch
 from lightning_fastdata.loading.slots import SlotPool
 from lightning_fastdata.loading.stamps import BatchStamps
 
@@ -88,6 +90,7 @@ class StreamExecutor:
         self._turn = 0
         self._lanes: list[_Lane] = []
         self.sides: dict[int, SideProcess] = {}
+        self._wait = WaitWatch()
         self._records: deque[BatchStamps] | None = None
         self._first = True
         self._closer = weakref.finalize(self, stop_all, self.sides, os.getpid())
@@ -119,7 +122,7 @@ class StreamExecutor:
 
     def __next__(self) -> Any:
         until = time.monotonic() + self.plan.timeout_s if self.plan.timeout_s else None
-        requested_ns = time.monotonic_ns()
+        self._wait.requested()
         ahead = -1
         while True:
             self._fill()
@@ -127,9 +130,10 @@ class StreamExecutor:
             if lane is None:
                 raise StopIteration
             if lane.ready:
-                stamped, delivered = lane.batches[0], self._deliver(lane)
+                stamped = lane.batches[0]
+                delivered = self._wait.unpacked(partial(self._deliver, lane))
                 if self._records is not None:
-                    stamps = stamped.delivered(requested_ns, max(0, ahead), first=self._first)
+                    stamps = stamped.delivered(self._wait, max(0, ahead), first=self._first)
                     self._records.append(stamps)
                 self._first = False
                 return delivered
@@ -252,7 +256,7 @@ class StreamExecutor:
         if kind != "stale" and message[3] is not None:
             batch.stamps.append(message[3])
         if kind == "whole":
-            batch.take_parts(message[4], files, self._slots)
+            self._wait.unpacked(partial(batch.take_parts, message[4], files, self._slots))
             self._whole_bytes = max(self._whole_bytes, batch.packed.size_bytes)
         elif kind == "error":
             batch.error = message[4], as_error(message[5], side.number, message[6])

@@ -1,0 +1,140 @@
+"""Half of the workers for a moment: when that is tried, and what it shows."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections import deque
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from lightning_fastdata import FastDataLoader
+from lightning_fastdata.loading.executors.crew_trial import CrewTrial
+from lightning_fastdata.loading.stamps import TaskStamps
+
+MS = 1_000_000
+
+
+class Crew:
+    """Workers whose tasks take so long, by a clock that nobody has to wait for.
+
+    Args:
+        task_ms: Return what a task takes with so many at work.
+        cpu: Part of that on a CPU.
+    """
+
+    def __init__(self, task_ms, *, hands=4, cpu=0.0, late=True):
+        self.now_ns = 0
+        self.trial = CrewTrial(hands, lambda: self.now_ns)
+        self.task_ms, self.cpu, self.late = task_ms, cpu, late
+        self.under_way: list[tuple[int, int]] = []
+        self.limits: list[int | None] = []
+
+    def run(self, tasks=400):
+        found = []
+        for _ in range(tasks):
+            limit = self.trial.limit or self.trial.hands
+            while len(self.under_way) < limit:
+                took = self.task_ms(limit) * MS
+                self.under_way.append((self.now_ns + int(took), self.now_ns))
+            self.under_way.sort()
+            ended, began = self.under_way.pop(0)
+            self.now_ns = ended
+            self.limits.append(self.trial.limit)
+            busy = int((ended - began) * self.cpu)
+            stamps = TaskStamps(0, 0, began, ended, busy, 0, 8, ended - began, 0, 0, None)
+            found.append(self.trial.answered(stamps, len(self.under_way)))
+            self.trial.delivered(late=self.late)
+        return [rates for rates in found if rates is not None]
+
+
+def test_workers_that_wait_by_themselves_read_more_the_more_they_are():
+    (rates,) = Crew(lambda _: 20).run()
+    assert (rates.few, rates.many) == (2, 4)
+    assert rates.many_per_s == pytest.approx(400 * 4, rel=0.1)
+    assert rates.few_per_s == pytest.approx(400 * 2, rel=0.1)
+
+
+def test_workers_that_share_a_line_read_no_more():
+    (rates,) = Crew(lambda at_once: 5 * at_once).run()
+    assert rates.many_per_s == pytest.approx(rates.few_per_s, rel=0.1)
+
+
+def test_it_is_tried_once_and_all_work_on_afterwards():
+    crew = Crew(lambda _: 20)
+    assert len(crew.run(800)) == 1
+    tried = [at for at, limit in enumerate(crew.limits) if limit is not None]
+    assert tried == list(range(tried[0], tried[-1] + 1))
+    assert crew.trial.limit is None
+
+
+@pytest.mark.parametrize(
+    "crew",
+    [
+        Crew(lambda _: 20, late=False),
+        Crew(lambda _: 20, cpu=0.9),
+        Crew(lambda _: 20, hands=1),
+    ],
+    ids=["in time", "computing", "one worker"],
+)
+def test_it_is_not_tried_where_it_would_show_nothing(crew):
+    assert crew.run() == []
+    assert set(crew.limits) == {None}
+
+
+def test_it_costs_a_small_part_of_the_time_until_then():
+    crew = Crew(lambda _: 20)
+    crew.run()
+    tried = [at for at, limit in enumerate(crew.limits) if limit is not None]
+    # Of 4 workers, 2 do nothing meanwhile.
+    lost_ms = 20 * len(tried) / 2 * 0.5
+    assert lost_ms <= 0.05 * 20 * tried[0] / 4
+
+
+def test_another_epoch_gives_it_up():
+    crew = Crew(lambda _: 20)
+    while crew.trial.limit is None:
+        crew.run(1)
+    crew.trial.given_up()
+    assert crew.trial.limit is None
+    assert len(crew.run()) == 1  # and it is tried again
+
+
+class Waits(Dataset[torch.Tensor]):
+    """Samples that wait: for a lock that all workers share, or each by itself."""
+
+    def __init__(self, count: int, *, shared: bool) -> None:
+        self.count = count
+        self.lock = multiprocessing.get_context("fork").Lock() if shared else None
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if self.lock is None:
+            time.sleep(0.002)
+            return torch.tensor(index)
+        with self.lock:
+            time.sleep(0.002)
+        return torch.tensor(index)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_nothing_is_lost_or_out_of_order_while_it_is_tried(shared):
+    records = deque()
+    loader = FastDataLoader(
+        Waits(4000, shared=shared), batch_size=8, num_workers=2, executor="workers"
+    )
+    loader.record_stamps(records)
+    seen = []
+    for batch in loader:
+        seen += batch.tolist()
+        if any(stamps.rates for stamps in records) and len(seen) > 400:
+            break
+    assert seen == list(range(len(seen)))
+    (rates,) = [stamps.rates for stamps in records if stamps.rates]
+    assert (rates.few, rates.many) == (1, 2)
+    assert rates.few_per_s > 0
+    assert rates.many_per_s > 0
