@@ -17,6 +17,7 @@ from lightning_fastdata.insight.simulate import BatchCost, LoaderSetup, batch_co
 if TYPE_CHECKING:
     from lightning_fastdata.insight.metrics import StageSummary
     from lightning_fastdata.insight.outside import LoaderFacts
+    from lightning_fastdata.insight.several_loaders import OneOfSeveral
     from lightning_fastdata.insight.wall import WallTime
     from lightning_fastdata.loading.stamps import BatchStamps, ReadRates
 
@@ -52,6 +53,8 @@ class Evidence:
     """Of recorded batches, for predictions; none are made without."""
     most_workers: int = 32
     """No more workers are recommended, as memory or open files would not suffice."""
+    stream_samples: tuple[int, ...] = ()
+    """Samples of a stream that each of its workers made; empty: no stream, or not several."""
     busy_share: float | None = None
     """Part of the time in which a worker had a task, 0 to 1, the mean over workers."""
     runqueue_share: float | None = None
@@ -102,6 +105,11 @@ class Evidence:
     """What each rank's own stamps say of its late batches, by rank; empty text: nothing."""
     val_stall_share: float | None = None
     """Part of the validation steps that waited for data, 0 to 1."""
+    val_loader: str | None = None
+    """Of several validation loaders, the one that is waited for most."""
+    one_of: OneOfSeveral | None = None
+    """Of several loaders, the one that the parts of the wait, the setup, the costs and what is
+    derived from them are about; None: there is one."""
     wall: WallTime | None = None
     """Where the wall time of the whole run went."""
 

@@ -8,6 +8,7 @@ are of the step unless said otherwise.
 code  holds when                                                 remedy
 ===== ========================================================== ==================================
 FD301 waits above 3 %, but the device stalls for less            none: the waits are hidden
+FD325 half of a stream's workers or fewer make 90 % of it        even shares
 FD302 slow samples are 30 % of the wait                          in_order, further ahead, the files
 FD303 reading blocked is the largest part of the wait            more workers, cache
 FD304 as FD303, and all workers read no more than half of them   the lock, cache, local disk
@@ -37,17 +38,27 @@ FD324 unpickling batches, as FD323                               few large tenso
 Where the wall time of the run is known, FD310 and FD318 are told by what they took of it, from 5 %
 on. The pause that costs most, 10 % of the run or more and more than late batches do, comes first.
 FD316 comes first where another rank stalls 3 % longer than this one. FD302 to FD309, FD311, FD315,
-FD323 and FD324 are silent while the stall is under 3 %. A code keeps its meaning for ever. These
-codes say why; those of :mod:`~lightning_fastdata.insight.verdict` say how much.
+FD323 and FD324 are silent while the stall is under 3 %, and so is FD325, which takes the place of
+FD302 to FD305 and of FD309: they take it that all workers work. FD302 to FD309, FD311 and FD323 to
+FD325 are about one of several loaders, and FD310 is, too, where that begins anew within an epoch. A
+code keeps its meaning for ever. These codes say why; those of
+:mod:`~lightning_fastdata.insight.verdict` say how much.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Final
 
-from lightning_fastdata.insight import late_batches, own_work, pauses, step_costs
+from lightning_fastdata.insight import (
+    late_batches,
+    own_work,
+    pauses,
+    several_loaders,
+    step_costs,
+    uneven_workers,
+)
 
 if TYPE_CHECKING:
     from lightning_fastdata.insight.evidence import Evidence
@@ -55,6 +66,7 @@ if TYPE_CHECKING:
 
 _ROWS: Final[tuple[Callable[[Evidence], Finding | None], ...]] = (
     step_costs.hidden,
+    uneven_workers.uneven,
     late_batches.slow_samples,
     late_batches.latency,
     late_batches.bandwidth,
@@ -67,6 +79,7 @@ _ROWS: Final[tuple[Callable[[Evidence], Finding | None], ...]] = (
     late_batches.capacity,
     pauses.epoch_starts,
     step_costs.epoch_starts,
+    several_loaders.begins_anew,
     own_work.pinning,
     step_costs.transfer,
     step_costs.augmentation,
@@ -80,6 +93,9 @@ _ROWS: Final[tuple[Callable[[Evidence], Finding | None], ...]] = (
     pauses.checkpoints,
     pauses.logging,
     step_costs.free,
+)
+_OF_ONE_LOADER: Final = frozenset(
+    module.__name__ for module in (late_batches, own_work, several_loaders, uneven_workers)
 )
 _SEVERITIES: Final = ("high", "moderate", "fine")
 _CLEARLY: Final = 1.5
@@ -95,12 +111,25 @@ def findings(evidence: Evidence) -> tuple[Finding, ...]:
     Args:
         evidence: Measured facts; what was not measured gives no findings.
     """
-    found = by_weight(each for row in _ROWS if (each := row(evidence)) is not None)
+    found = by_weight(_found(evidence))
+    found = uneven_workers.without_more_workers(found)
     worst = pauses.worst_pause(evidence)
     if worst is not None:
         found = (worst, *(each for each in found if each != worst))
     held_up = step_costs.other_rank(evidence)
     return found if held_up is None else (held_up, *found)
+
+
+def _found(evidence: Evidence) -> Iterator[Finding]:
+    """Yield what each row finds; of several loaders, what is wrong with one is told of that one."""
+    own = several_loaders.own_evidence(evidence)
+    for row in _ROWS:
+        if row.__module__ not in _OF_ONE_LOADER:
+            found = row(evidence)
+        elif (found := row(own)) is not None:
+            found = several_loaders.told_of_loader(own, found)
+        if found is not None:
+            yield found
 
 
 def by_weight(found: Iterable[Finding]) -> tuple[Finding, ...]:

@@ -35,7 +35,8 @@ def report_html(report: Mapping[str, Any]) -> str:
             _wall(report.get("wall")),
             _timeline(first.get("recent")),
             _phases(first),
-            _late_batches(first.get("causes")),
+            _loaders(stages),
+            _late_batches(first.get("causes"), first.get("loaders")),
         ]
     body += [
         _ranks(report.get("ranks")),
@@ -195,9 +196,26 @@ def _phase_cells(phase: Mapping[str, float]) -> list[str | None]:
     ]
 
 
-def _late_batches(causes: Mapping[str, Any] | None) -> Markup | None:
+def _loaders(stages: Iterable[Mapping[str, Any]]) -> Markup | None:
+    """Return what each loader costs, of stages that have several."""
+    rows = []
+    for stage in stages:
+        for each in stage.get("loaders") or ():
+            parts = (each["causes"] or {}).get("wait") or {"": 0.0}
+            part = max(parts, key=lambda name: parts[name])
+            most = PART_WORDS[part] if parts[part] > 0 else None
+            batches = None if each["batches"] is None else str(each["batches"])
+            rows.append([stage["stage"], each["name"], _ms(each["wait_ms"]), batches, most])
+    heads = ("stage", "loader", "wait, ms a step", "batches", "most of it")
+    return _section("Waits for each loader", _table(heads, rows)) if rows else None
+
+
+def _late_batches(
+    causes: Mapping[str, Any] | None, loaders: Iterable[Mapping[str, Any]] | None
+) -> Markup | None:
     if not causes:
         return None
+    of = next((f" of {each['label']}" for each in loaders or () if each["causes"] == causes), "")
     parts = sorted(causes["wait"].items(), key=lambda item: -item[1])
     total = sum(ms for _, ms in parts)
     rows = [
@@ -233,7 +251,7 @@ def _late_batches(causes: Mapping[str, Any] | None) -> Markup | None:
     ]
     return _section(
         "Why batches were late",
-        element("p", f"The wait for one batch, the mean of {causes['batches']}:"),
+        element("p", f"The wait for one batch{of}, the mean of {causes['batches']}:"),
         _table(("part", "", "ms", "share"), rows, class_="parts"),
         element("p", f"{late:.0%} of the batches came after later ones were done.")
         if late > 0

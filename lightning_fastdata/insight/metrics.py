@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from lightning_fastdata.insight.causes import WaitCauses
+    from lightning_fastdata.insight.several_loaders import LoaderWait
 
 Columns: TypeAlias = Mapping[str, npt.NDArray[np.float64]]
 """Field name of `StepTiming` -> one float64 per step, oldest first; NaN = not measured."""
@@ -130,7 +131,10 @@ class StageSummary:
     dropped_steps: int = 0
     """Steps whose device figures were given up because the device lagged too far behind."""
     causes: WaitCauses | None = None
-    """Why batches were late; None where no loader of this package took stamps."""
+    """Why batches were late; None where no loader of this package took stamps. Of several loaders,
+    about the one that is waited for most."""
+    loaders: tuple[LoaderWait, ...] = ()
+    """What each of several loaders costs, in their order; empty where there is one."""
 
     @property
     def stall_share(self) -> float | None:
@@ -258,6 +262,7 @@ class StepHistory:
             causes=None,
             updates=None,
             headroom=None,
+            loaders=(),
             **phases,
         )
         return replace(summary, headroom=modelled_headroom(summary))

@@ -78,6 +78,8 @@ class LoaderFacts:
     """Whether batches arrive in page-locked memory."""
     persistent_workers: bool | None = None
     """Whether workers live through the end of an epoch."""
+    loader: str | None = None
+    """Which of several loaders this is about, e.g. ``loader 'images'``; None: there is one."""
 
 
 def outside_finding(summary: StageSummary, facts: LoaderFacts) -> Finding:
@@ -170,6 +172,12 @@ def device_could_augment(device: str, facts: LoaderFacts, *, seen: bool = False)
 
 
 def _remedy(code: str, summary: StageSummary, facts: LoaderFacts) -> str:
+    remedy = _remedy_of_loader(code, summary, facts)
+    of_one = facts.loader is not None and code.startswith("FD1")
+    return f"{facts.loader}: {remedy}" if of_one else remedy
+
+
+def _remedy_of_loader(code: str, summary: StageSummary, facts: LoaderFacts) -> str:
     if code == "FD201" and facts.pinned:
         return "send uint8 and normalize on the device (batches are pinned already)"
     if code in ("FD101", "FD102") and facts.usable_cpus is not None:

@@ -62,9 +62,14 @@ def validation(e: Evidence) -> Finding | None:
         code="FD318",
         what=f"validation waited {duration_text(waited_s)} of its {duration_text(all_s)} for data, "
         f"{wall.share(waited_s):.0%} of the run",
-        remedy="give the validation loader the options of the training loader, num_workers above "
+        remedy=f"give {validation_loader(e)} the options of the training loader, num_workers above "
         "all, or validate less often",
     )
+
+
+def validation_loader(e: Evidence) -> str:
+    """Return which loader validation waits for most."""
+    return "the validation loader" if e.val_loader is None else f"validation's {e.val_loader}"
 
 
 def callbacks(e: Evidence) -> Finding | None:

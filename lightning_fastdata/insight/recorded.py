@@ -12,7 +12,7 @@ from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.insight.attribution import WaitParts
 from lightning_fastdata.insight.wall import PART_NAMES
 
-READABLE_SCHEMAS: Final = (2, 3, 4)
+READABLE_SCHEMAS: Final = (2, 3, 4, 5)
 """Versions of the JSON report that can be compared, also with each other."""
 
 MAIN_STAGE: Final = "train"

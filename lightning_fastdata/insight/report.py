@@ -19,6 +19,7 @@ from lightning_fastdata.insight.drawing import bar, duration_text
 from lightning_fastdata.insight.files import write_atomically
 from lightning_fastdata.insight.finding import STALL_LOW, gain_text
 from lightning_fastdata.insight.ranks import ranks_line
+from lightning_fastdata.insight.several_loaders import waits_line
 from lightning_fastdata.insight.wall import wall_text
 
 if TYPE_CHECKING:
@@ -31,10 +32,10 @@ if TYPE_CHECKING:
     from lightning_fastdata.insight.verdict import Verdict
     from lightning_fastdata.insight.wall import WallTime
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 """Raised when the form of the JSON report changes; 2 added ``causes`` to the stages, 3 ``recent``
 to them and ``findings`` to the verdict, in the place of ``next_step`` and ``leave_alone``, 4
-``wall``."""
+``wall``, 5 ``loaders`` to the stages."""
 _MOST_RECENT = 512
 _MOST_REMEDIES = 2
 
@@ -166,6 +167,7 @@ class RunReport:
             lines.append(_rule(f"fastdata · {_headline(first)} ", width))
             lines += _verdict_lines(self.verdict, width)
             lines += [[], *_phase_rows(first, width, ascii_only), []]
+            lines += _words("", waits_line(first.loaders), width, "")
             lines += _throughput_lines(first, self.wall, width)
             if self.wall is not None:
                 lines += _words("", wall_text(self.wall), width, "dim")
@@ -173,6 +175,7 @@ class RunReport:
             lines += _finding_lines(self.verdict, self.stages, width)
         for stage in self.stages[1:]:
             lines += _words(stage.stage, _stage_line(stage), width, "")
+            lines += _words("", waits_line(stage.loaders), width, "")
         lines += _words("ranks", ranks_line(self.ranks) or "", width, "")
         for note in self.notes:
             lines += _words("note", note, width, "dim")

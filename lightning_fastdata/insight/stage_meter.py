@@ -7,17 +7,23 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from lightning_fastdata.host.spent import SpentMeter
-from lightning_fastdata.insight.evidence import stage_evidence
+from lightning_fastdata.insight.evidence import evidence_of, stage_evidence
 from lightning_fastdata.insight.setups import setup_of, stage_times, step_cpus, step_queued
+from lightning_fastdata.insight.several_loaders import costliest, cpus_used, least_step_ms
 from lightning_fastdata.insight.timeline import StepTimeline
 from lightning_fastdata.insight.window import MetricWindow
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from lightning_fastdata.insight.clock import DeviceClock, HostClock
     from lightning_fastdata.insight.evidence import Evidence
     from lightning_fastdata.insight.metrics import StageSummary
     from lightning_fastdata.insight.outside import LoaderFacts
+    from lightning_fastdata.insight.several_loaders import LoaderKey, OneOfSeveral
     from lightning_fastdata.insight.stage_stamps import StageStamps
+    from lightning_fastdata.loading.loader import FastDataLoader
+    from lightning_fastdata.loading.stamps import BatchStamps
     from lightning_fastdata.types import Stage
 
 
@@ -57,6 +63,11 @@ class StageMeter:
     def running(self) -> bool:
         """Whether the stage is under way."""
         return self._last is not None
+
+    def epoch_opens(self) -> None:
+        """Note that the next step is the first of an epoch, and counted apart."""
+        self.timeline.epoch_began()
+        self.stamps.epoch_began()
 
     def began(self) -> None:
         """Note that the stage is under way, if it was not before."""
@@ -98,7 +109,11 @@ class StageMeter:
             device=self._device_type,
             dropped_steps=self.timeline.dropped_steps,
         )
-        return dataclasses.replace(summary, causes=self.stamps.summary(), updates=self.updates)
+        self.stamps.step_wait_ms = None if summary.wait is None else summary.wait.mean_ms
+        loaders = self.stamps.loader_waits()
+        most = costliest(loaders)
+        causes = self.stamps.summary() if most is None else most.causes
+        return dataclasses.replace(summary, causes=causes, loaders=loaders, updates=self.updates)
 
     def evidence(
         self, summary: StageSummary, facts: LoaderFacts, *, cpus: float, **measured: Any
@@ -112,10 +127,18 @@ class StageMeter:
             measured: Further fields of :class:`Evidence`.
         """
         loader, stamps = self.stamps.slowest_loader()
+        most = costliest(summary.loaders)
+        if most is not None and most.causes is None:
+            loader, stamps = None, []  # waited for most is a loader that takes no stamps
         times = stage_times(summary, stamps, self._cpu.used())
+        own = step_cpus(**times)
+        others = self.stamps.other_loaders()
+        left = max(min(1.0, cpus), round(cpus - sum(cpus_used(each) for *_, each in others), 1))
         setup = None
         if loader is not None and stamps:
-            setup = setup_of(loader, cpus=cpus, step_cpus=step_cpus(**times))
+            setup = setup_of(loader, cpus=left, step_cpus=own)
+            measured["stream_samples"] = self.stamps.stream_samples()
+            measured["one_of"] = self._one_of(others, cpus, own)
         queued = step_queued(**times)
         return stage_evidence(
             summary,
@@ -126,3 +149,22 @@ class StageMeter:
             read_rates=self.stamps.read_rates(),
             **measured,
         )
+
+    def _one_of(
+        self,
+        others: Sequence[tuple[LoaderKey, FastDataLoader, list[BatchStamps]]],
+        cpus: float,
+        step_cpus: float,
+    ) -> OneOfSeveral | None:
+        """Return which of several loaders it is, and what the others allow."""
+        found = self.stamps.one_of()
+        if found is None:
+            return None
+        limits = []
+        for key, loader, stamps in others:
+            setup = setup_of(loader, cpus=cpus, step_cpus=step_cpus)
+            costs = evidence_of(stamps, setup).costs
+            if setup is not None and costs:
+                least_ms = least_step_ms(costs, setup, less_ms=found.wait_ms)
+                limits.append((key.label, least_ms))
+        return dataclasses.replace(found, limits=tuple(limits))

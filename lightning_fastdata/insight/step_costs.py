@@ -174,8 +174,8 @@ def validation(e: Evidence) -> Finding | None:
         code="FD318",
         severity="moderate",  # the share is of validation, and that may be short
         cause=f"validation waits for data for {share:.0%} of its steps",
-        remedy="give the validation loader the options of the training loader, num_workers above "
-        "all",
+        remedy=f"give {pauses.validation_loader(e)} the options of the training loader, "
+        "num_workers above all",
         leave_alone="" if stalls(e) else "the training loader",
     )
 

@@ -139,12 +139,13 @@ def _evidence(summary: StageSummary, facts: LoaderFacts) -> tuple[str, ...]:
             evidence.append(f"waits come in bursts (p50 {wait.p50_ms:.1f}, p95 {wait.p95_ms:.1f})")
     if summary.cold_wait_ms is not None:
         evidence.append(f"first batch of an epoch after {summary.cold_wait_ms:.0f} ms")
+    which = "" if facts.loader is None else f"{facts.loader}: "
     if facts.num_workers is None:
-        evidence.append("number of workers not known")
+        evidence.append(f"{which}number of workers not known")
     elif facts.usable_cpus is None:
-        evidence.append(f"{_counted(facts.num_workers)}, usable CPUs not known")
+        evidence.append(f"{which}{_counted(facts.num_workers)}, usable CPUs not known")
     else:
-        evidence.append(f"{_counted(facts.num_workers)}, {facts.usable_cpus} usable CPUs")
+        evidence.append(f"{which}{_counted(facts.num_workers)}, {facts.usable_cpus} usable CPUs")
     if facts.augment_on is not None:
         evidence.append(f"transforms run on the {'CPU' if facts.augment_on == 'cpu' else 'device'}")
     return tuple(evidence)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
@@ -13,13 +12,16 @@ from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.insight.evidence import Evidence
 from lightning_fastdata.insight.outside import LoaderFacts
 from lightning_fastdata.insight.ranks import rank_evidence
+from lightning_fastdata.insight.several_loaders import costliest
 from lightning_fastdata.insight.simulate import simulate
 from lightning_fastdata.insight.verdict import judge
+from lightning_fastdata.plugin.sources import flattened, keyed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from lightning_fastdata.insight.metrics import StageSummary
+    from lightning_fastdata.insight.several_loaders import LoaderWait
     from lightning_fastdata.insight.verdict import Verdict
     from lightning_fastdata.insight.wall import WallTime
     from lightning_fastdata.plugin.ranks import RankRecords
@@ -59,11 +61,11 @@ class RunJudge:
 
     def verdict(self, train: StageSummary, evidence: Evidence) -> Verdict:
         """Return what limits the training, of which this is known."""
-        return judge(train, self.facts(), evidence)
+        return judge(train, self.facts(train), evidence)
 
-    def facts(self) -> LoaderFacts:
-        """Return what the trainer's loader says about itself."""
-        loader = _first_loader(self._trainer.train_dataloader)
+    def facts(self, train: StageSummary) -> LoaderFacts:
+        """Return what the trainer's loader says about itself: of several, the costliest one."""
+        label, loader = _costliest_loader(self._trainer.train_dataloader, train)
         workers = getattr(loader, "num_workers", None)
         transform = getattr(loader, "transform", None)
         augment_on = None
@@ -86,6 +88,7 @@ class RunJudge:
             augment_settled=settled,
             pinned=getattr(loader, "pin_memory", None),
             persistent_workers=getattr(loader, "persistent_workers", None) if workers else None,
+            loader=label,
         )
 
     def evidence(
@@ -95,9 +98,10 @@ class RunJudge:
         host = self._recording.host
         return self._recording.train.evidence(
             train,
-            self.facts(),
+            self.facts(train),
             cpus=float(self._usable_cpus),
             val_stall_share=None if val is None else val.stall_share,
+            val_loader=None if val is None else _label(costliest(val.loaders)),
             wall=wall,
             **({} if host is None else host.evidence()),
             **({} if self.ranks is None else rank_evidence(self.ranks.so_far)),
@@ -126,9 +130,14 @@ def predicted_step_ms(evidence: Evidence) -> float | None:
     return simulate(evidence.costs, evidence.setup).step_ms
 
 
-def _first_loader(loaders: Any) -> Any:
-    if isinstance(loaders, Mapping):
-        return _first_loader(next(iter(loaders.values()), None))
-    if isinstance(loaders, list | tuple):
-        return _first_loader(loaders[0]) if loaders else None
-    return loaders
+def _costliest_loader(loaders: Any, summary: StageSummary) -> tuple[str | None, Any]:
+    """Return the label of the loader that is waited for most, and it; no label where one is all."""
+    most = costliest(summary.loaders)
+    for key, loader in keyed(loaders):
+        if most is not None and key.label == most.label:
+            return key.label, loader
+    return None, next(flattened(loaders), None)
+
+
+def _label(loader: LoaderWait | None) -> str | None:
+    return None if loader is None else loader.label

@@ -11,7 +11,7 @@ from lightning_fastdata.insight.stage_meter import StageMeter
 from lightning_fastdata.insight.stage_stamps import StageStamps
 from lightning_fastdata.plugin.host_metrics import HostMeter
 from lightning_fastdata.plugin.profiler_tee import Listener
-from lightning_fastdata.plugin.sources import flattened
+from lightning_fastdata.plugin.sources import flattened, keyed
 from lightning_fastdata.plugin.wall_watch import WallWatch
 
 if TYPE_CHECKING:
@@ -53,7 +53,12 @@ class Recording:
 
     def watch(self, stage: Stage, loaders: Any) -> None:
         """Take stamps of what the trainer's loaders of a stage deliver."""
-        (self.train if stage == "train" else self.val).stamps.watch(flattened(loaders))
+        stamps = (self.train if stage == "train" else self.val).stamps
+        several = keyed(loaders)
+        if several:
+            stamps.watch([loader for _, loader in several], [key for key, _ in several])
+        else:
+            stamps.watch(flattened(loaders))
         if stage == "train":
             self.wall.loaders_came()
 
@@ -84,11 +89,16 @@ class Recording:
     def notes(self) -> tuple[str, ...]:
         """Return what has to be said about stamps that could not be taken."""
         meters = [meter for meter in (self.train, self.val) if meter.timeline.history.steps]
+        some = tuple(
+            f"Why batches of {label} were late is not known for {m.stage}: {why}."
+            for m in meters
+            for label, why in m.stamps.missing_loaders().items()
+        )
         missing = {m.stage: why for m in meters if (why := m.stamps.missing()) is not None}
         if not missing:
-            return ()
+            return some
         names, reasons = " and ".join(missing), "; ".join(dict.fromkeys(missing.values()))
-        return (f"Why batches were late is not known for {names}: {reasons}.",)
+        return (f"Why batches were late is not known for {names}: {reasons}.", *some)
 
     def listener(self, action: str) -> Listener | None:
         """Return what to call when Lightning announces an action; None: nothing."""

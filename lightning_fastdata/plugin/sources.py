@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
+
+from lightning_fastdata.insight.several_loaders import LoaderKey
 
 if TYPE_CHECKING:
     from lightning_fastdata.types import Stage
@@ -78,3 +80,26 @@ def flattened(loaders: Any) -> Iterator[Any]:
             yield from flattened(loader)
     else:
         yield loaders
+
+
+def keyed(loaders: Any) -> list[tuple[LoaderKey, Any]]:
+    """Return several loaders with their keys as the user wrote them; empty if there is one."""
+    # Lightning's CombinedLoader has them as they were given.
+    found = list(_with_paths(getattr(loaders, "iterables", loaders), ()))
+    if len(found) < 2:
+        return []
+    return [(LoaderKey(path), loader) for path, loader in found]
+
+
+def _with_paths(loaders: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    inner: Iterable[tuple[Any, Any]]
+    if isinstance(loaders, Mapping):
+        inner = loaders.items()
+    elif isinstance(loaders, list | tuple):
+        inner = enumerate(loaders)
+    else:
+        if loaders is not None:
+            yield path, loaders
+        return
+    for key, loader in inner:
+        yield from _with_paths(loader, (*path, key))

@@ -181,7 +181,7 @@ class ThroughputHooks(NeedsConstruction):
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
         """The first step of an epoch is counted apart."""
         if self._run is not None:
-            self._run.recording.train.timeline.epoch_began()
+            self._run.recording.train.epoch_opens()
 
     @harmless("The batch was not shown")
     def on_train_batch_start(
@@ -293,7 +293,7 @@ class ThroughputHooks(NeedsConstruction):
         if self._run is not None and not trainer.sanity_checking:
             self._run.recording.train.paused()
             self._run.recording.train.timeline.resumed()
-            self._run.recording.val.timeline.epoch_began()
+            self._run.recording.val.epoch_opens()
 
     @harmless(_NOT_MEASURED)
     def on_validation_batch_end(

@@ -1,0 +1,149 @@
+"""A stream of which one worker makes nearly everything is told so, and no more workers."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
+
+from lightning_fastdata import DataThroughputCallback, FastDataLoader
+
+BATCH, BATCH_MS = 4, 16.0
+NOT_WITH_IT = {"FD302", "FD303", "FD304", "FD305", "FD309"}
+EXECUTORS = ("torch", "workers")
+
+
+class Files(IterableDataset):
+    """Reads files of so many samples, each by the worker whose turn it is."""
+
+    def __init__(self, *sizes, whole=False, batch_ms=BATCH_MS):
+        self.sizes, self.whole, self.sample_s = sizes, whole, batch_ms / 1e3 / BATCH
+
+    def __iter__(self):
+        info = get_worker_info()
+        worker, workers = (0, 1) if info is None or self.whole else (info.id, info.num_workers)
+        for size in self.sizes[worker::workers]:
+            for number in range(size):
+                time.sleep(self.sample_s)
+                yield torch.full((4,), float(number))
+
+
+class Rows(Dataset):
+    def __init__(self, sample_s):
+        self.sample_s = sample_s
+
+    def __len__(self):
+        return 96
+
+    def __getitem__(self, index):
+        time.sleep(self.sample_s)
+        return torch.full((4,), float(index))
+
+
+class OneWorker:
+    """Batches of a map-style dataset."""
+
+    def __iter__(self):
+        return iter([[number] * BATCH for number in range(24)])
+
+    def __len__(self):
+        return 24
+
+
+class Model(LightningModule):
+    def __init__(self, step_s=0.002):
+        super().__init__()
+        self.layer, self.step_s = torch.nn.Linear(4, 1), step_s
+
+    def training_step(self, batch, _):
+        time.sleep(self.step_s)
+        leaves = batch.values() if isinstance(batch, dict) else [batch]
+        return sum(self.layer(each).mean() for each in leaves)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.01)
+
+
+def fit(folder, train, *, epochs=1, step_s=0.002):
+    callback = DataThroughputCallback(summary=False)
+    trainer = Trainer(
+        accelerator="cpu", max_epochs=epochs, callbacks=[callback], default_root_dir=folder,
+        logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(Model(step_s), train)
+    return callback.report
+
+
+def codes(report):
+    return [each.code for each in report.verdict.findings]
+
+
+def told(report):
+    return next(each for each in report.verdict.findings if each.code == "FD325")
+
+
+def read(files, workers, executor, **options):
+    return FastDataLoader(files, BATCH, num_workers=workers, executor=executor, **options)
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("sizes", [(120,), (150, 4), (4, 150)])
+def test_a_stream_whose_samples_come_from_one_worker_is_told_to_share_them_out(
+    tmp_path, executor, sizes
+):
+    report = fit(tmp_path, read(Files(*sizes), 2, executor), epochs=2)
+    found = told(report)
+    assert found.cause.startswith("one of 2 workers makes ")
+    assert "more workers" in found.leave_alone
+    assert not NOT_WITH_IT & set(codes(report))
+    # Two workers that wait instead of one.
+    assert found.gain.basis == "simulated"
+    assert 1 < found.gain.factor < 2.2
+
+
+def test_files_fewer_than_half_of_the_workers_leave_the_others_without_work(tmp_path):
+    report = fit(tmp_path, read(Files(80, 80), 4, "torch"))
+    assert told(report).cause.startswith("2 of 4 workers make 100% ")
+    assert not NOT_WITH_IT & set(codes(report))
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_even_shares_are_no_matter(tmp_path, executor):
+    report = fit(tmp_path, read(Files(48, 48), 2, executor))
+    assert report.stages[0].stall_share > 0.03
+    assert "FD325" not in codes(report)
+
+
+def test_workers_that_all_yield_the_whole_stream_are_no_matter_of_shares(tmp_path):
+    report = fit(tmp_path, read(Files(48, whole=True), 2, "torch"))
+    assert "FD325" not in codes(report)
+
+
+def test_a_last_file_that_is_read_alone_at_the_end_is_no_matter(tmp_path):
+    report = fit(tmp_path, read(Files(80, 48), 2, "torch"))
+    assert "FD325" not in codes(report)
+
+
+def test_a_batch_sampler_gives_each_worker_its_turn(tmp_path):
+    rows = Rows(BATCH_MS / 1e3 / BATCH)
+    train = FastDataLoader(rows, batch_sampler=OneWorker(), num_workers=2)
+    assert "FD325" not in codes(fit(tmp_path, train))
+
+
+def test_uneven_shares_that_nothing_waits_for_are_not_told(tmp_path):
+    files = Files(60, batch_ms=0.4)
+    report = fit(tmp_path, read(files, 2, "torch"), step_s=0.06)
+    assert ("FD325" in codes(report)) is (report.stages[0].stall_share >= 0.03)
+
+
+def test_of_several_loaders_the_one_with_the_uneven_stream_is_named(tmp_path):
+    quick = FastDataLoader(Rows(0.0), BATCH, num_workers=0)
+    train = {"rows": quick, "stream": read(Files(96), 2, "torch")}
+    report = fit(tmp_path, train)
+    found = told(report)
+    assert found.cause.startswith("loader 'stream': one of 2 workers makes 100% ")
+    assert found.remedy.startswith("loader 'stream': share the stream out evenly")
