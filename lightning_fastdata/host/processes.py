@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 Resource: TypeAlias = Literal["cpu", "io", "memory"]
 """What tasks can wait for."""
 _PR_SET_PDEATHSIG: Final = 1
+_BUSY: Final = (0, 1, 2, 5, 6, 7)
+"""user, nice, system, irq, softirq and steal: what ``/proc/stat`` counts for work of somebody."""
+_USED: Final = slice(11, 15)
+"""utime, stime, cutime and cstime of ``/proc/PID/stat``, behind the name of the program."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +49,48 @@ class Pressure:
     """Share of the last minute, 0 to 100."""
     some_total_us: int
     """Microseconds since the machine began; compare two readings."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CpuUse:
+    """CPU seconds used since some moment in the past; compare two readings."""
+
+    all_s: float
+    """Of all processes on all CPUs of the machine."""
+    own_s: float
+    """Of one process and its workers, and of those children of theirs that have ended."""
+    cpus: int
+    """CPUs of the machine."""
+
+
+def parse_cpu_use(machine: str, processes: Iterable[str]) -> CpuUse | None:
+    """CPU seconds from ``/proc/stat`` and ``/proc/PID/stat``, see proc(5); None if not stated.
+
+    Args:
+        machine: The text of ``/proc/stat``.
+        processes: The texts of the processes; those that are empty have ended.
+    """
+    lines = [line.split() for line in machine.splitlines() if line.startswith("cpu")]
+    if len(lines) < 2 or len(lines[0]) < 9:
+        return None
+    ticks_s = 1 / os.sysconf("SC_CLK_TCK")
+    busy = sum(int(lines[0][1 + place]) for place in _BUSY)
+    # The name of a program, in brackets, may hold spaces and brackets.
+    told = [text.rpartition(")")[2].split() for text in processes]
+    own = sum(int(field) for fields in told for field in fields[_USED])
+    return CpuUse(all_s=busy * ticks_s, own_s=own * ticks_s, cpus=len(lines) - 1)
+
+
+def read_cpu_use(processes: Iterable[int], *, root: Path = Path("/")) -> CpuUse | None:
+    """CPU seconds of the machine, and of a process with its workers; None if it does not tell.
+
+    Args:
+        processes: Numbers of the process and of its workers. Those of them that have ended since
+            count as long as the first one has waited for them, as ``multiprocessing`` does.
+        root: Folder that holds ``proc``.
+    """
+    machine = read_text(root, PurePosixPath("/proc/stat")) or ""
+    return parse_cpu_use(machine, [_read_of(process, "stat", root) for process in processes])
 
 
 def parse_pss(text: str) -> int | None:

@@ -10,7 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning_fastdata.host.cpu import CpuThrottling, read_cpu_throttling
-from lightning_fastdata.host.processes import ReadBytes, read_io_each, read_pressure, read_pss
+from lightning_fastdata.host.processes import (
+    CpuUse,
+    ReadBytes,
+    read_cpu_use,
+    read_io_each,
+    read_pressure,
+    read_pss,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -32,6 +39,8 @@ class HostUsage:
     """Of the most throttled cgroup around this process."""
     read: Mapping[int, ReadBytes]
     """What this process and its workers have read, by process number."""
+    cpu: CpuUse | None = None
+    """CPU seconds of the machine, and of this process with its workers."""
     shm_used_share: float | None = None
     """Part of ``/dev/shm`` that is taken, 0 to 1. A full one kills workers with a bus error."""
 
@@ -69,13 +78,15 @@ def read_host_usage(
     """
     workers = list(workers)
     cpu, io = read_pressure("cpu", root=root), read_pressure("io", root=root)
+    processes = [os.getpid() if own is None else own, *workers]
     return HostUsage(
         at_s=at_s,
         workers=len(workers),
         cpu_pressure_us=None if cpu is None else cpu.some_total_us,
         io_pressure_us=None if io is None else io.some_total_us,
         throttling=read_cpu_throttling(root=root),
-        read=read_io_each([os.getpid() if own is None else own, *workers], root=root),
+        read=read_io_each(processes, root=root),
+        cpu=read_cpu_use(processes, root=root),
         shm_used_share=_used_share(root / "dev" / "shm"),
     )
 

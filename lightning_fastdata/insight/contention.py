@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from lightning_fastdata.insight.finding import stalls
@@ -96,5 +97,5 @@ def crowded(e: Evidence) -> bool:
         return False
     if e.setup is None or not e.costs or not e.wait_ms:
         return False
-    alone_ms = simulate(e.costs, e.setup).wait_ms
+    alone_ms = simulate(e.costs, replace(e.setup, other_cpus=0.0)).wait_ms
     return e.wait_ms - alone_ms > _OTHERS_MOST * e.wait_ms

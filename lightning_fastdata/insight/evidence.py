@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from lightning_fastdata.loading.stamps import BatchStamps, ReadRates
 
 _NS_PER_MS: Final = 1e6
+_SEVERAL_THREADS: Final = 1.3
+"""CPUs: up to there, what sends batches away explains it."""
 _MOST_COSTS: Final = 400
 """The model replays no more of the newest batches: more make it slower, hardly better."""
 
@@ -69,6 +71,10 @@ class Evidence:
     no process has several threads."""
     pressure_percent: float | None = None
     """PSI of the CPUs, ``some avg10``: of the last 10 s, when something runnable had no CPU."""
+    other_cpus: float | None = None
+    """CPUs of the machine that other programs used, the mean over time."""
+    machine_cpus: float | None = None
+    """CPUs of the machine; more than there are for this training, maybe."""
     compute_slowdown: float | None = None
     """Compute time of a step over that of the same step while workers were idle; 1: no effect."""
     read_rates: ReadRates | None = None
@@ -83,12 +89,24 @@ class Evidence:
     """Workers live through the end of an epoch."""
     device_could_augment: bool | None = None
     """Workers transform samples beside a device that could, and that is not known to be slower."""
+    device: str | None = None
+    """Type of what computes, e.g. ``"cuda"``."""
+    settings_in: str = "LoaderOptions"
+    """Where the loader's settings are written: there, or in ``FastDataLoader`` itself."""
+    streamed: bool | None = None
+    """The loader reads an iterable dataset."""
+    first_parts: WaitParts | None = None
+    """Where the loader's wait for the first batch of an epoch went."""
     transfer_ms: float | None = None
-    """To copy the batch to the device."""
+    """To move the batch to the device."""
+    transfer_hook: str = ""
+    """The user's hook that moves it, e.g. ``"Net.transfer_batch_to_device"``; empty: none."""
     pinned: bool | None = None
     """Batches arrive in page-locked memory."""
     augment_ms: float | None = None
     """To augment on the device."""
+    augment_hook: str = ""
+    """The user's hook that does, e.g. ``"Net.on_after_batch_transfer"``; empty: none."""
     compute_ms: float | None = None
     """Forward, backward and optimizer."""
     gap_ms: float | None = None
@@ -157,6 +175,7 @@ class Evidence:
             return None
         cpu = sum(cost.cpu_ns + cost.collate_ns for cost in self.costs)
         whole = cpu + sum(cost.blocked_ns for cost in self.costs)
+        cpu *= self.setup.worker_threads
         busy = 1.0 if self.busy_share is None else self.busy_share
         own = self.setup.step_cpus
         if self.stall_share is not None:
@@ -202,6 +221,7 @@ def stage_evidence(
             "overtaken_share": causes.overtaken_share,
             "slow_samples": causes.slow_samples,
             "operations": causes.operations,
+            "first_parts": causes.first_wait,
         }
     if facts is not None:
         told |= {
@@ -214,6 +234,7 @@ def stage_evidence(
     return evidence_of(
         stamps,
         setup,
+        device=summary.device,
         step_ms=step_ms,
         epochs=summary.cold_steps,
         epoch_wait_ms=summary.cold_wait_ms,
@@ -239,6 +260,12 @@ def evidence_of(
         measured: Further fields of :class:`Evidence`, or other values for those from the stamps,
             e.g. ``stall_ms`` where a device hides waits.
     """
+    if setup is not None:
+        setup = replace(
+            setup,
+            other_cpus=_taken_cpus(setup.cpus, **measured),
+            worker_threads=_worker_threads(stamps),
+        )
     epochs = _epochs(stamps)
     costs = [cost for epoch in epochs for cost in batch_costs(epoch, step_queued=step_queued)]
     totals = CauseTotals()
@@ -297,6 +324,26 @@ def busy_share(stamps: Sequence[BatchStamps], workers: int) -> float | None:
             for task in batch.tasks:
                 busy += max(0, min(task.ended_ns, ended) - max(task.began_ns, began))
     return min(1.0, busy / span / workers) if workers and span > 0 else None
+
+
+def _taken_cpus(
+    cpus: float,
+    other_cpus: float | None = None,
+    machine_cpus: float | None = None,
+    **_: Any,
+) -> float:
+    """Return how many of the CPUs for this training other programs use."""
+    if other_cpus is None or machine_cpus is None:
+        return 0.0
+    return min(cpus, max(0.0, cpus - (machine_cpus - other_cpus)))
+
+
+def _worker_threads(stamps: Sequence[BatchStamps]) -> float:
+    """Return how many CPUs a worker uses while its reading thread computes, at least 1."""
+    told = [task for batch in stamps for task in batch.tasks if task.helpers_ns is not None]
+    own = sum(task.cpu_ns or 0 for task in told)
+    found = 1 + sum(task.helpers_ns or 0 for task in told) / own if own else 1.0
+    return found if found >= _SEVERAL_THREADS else 1.0
 
 
 def _runqueue_share(stamps: Sequence[BatchStamps]) -> float | None:

@@ -49,6 +49,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from lightning_fastdata.insight import (
@@ -117,7 +118,12 @@ def findings(evidence: Evidence) -> tuple[Finding, ...]:
     if worst is not None:
         found = (worst, *(each for each in found if each != worst))
     held_up = step_costs.other_rank(evidence)
-    return found if held_up is None else (held_up, *found)
+    found = found if held_up is None else (held_up, *found)
+    # A loader that was made by hand takes the same settings itself.
+    return tuple(
+        replace(each, remedy=each.remedy.replace("LoaderOptions(", f"{evidence.settings_in}("))
+        for each in found
+    )
 
 
 def _found(evidence: Evidence) -> Iterator[Finding]:

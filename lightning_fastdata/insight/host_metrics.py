@@ -87,8 +87,8 @@ def host_evidence(
         device_end: The same of the device.
 
     Returns:
-        ``throttled_share``, ``throttled_cpus``, ``pressure_percent``, ``alloc_retries`` and
-        ``device_headroom_share``.
+        ``throttled_share``, ``throttled_cpus``, ``pressure_percent``, ``other_cpus``,
+        ``machine_cpus``, ``alloc_retries`` and ``device_headroom_share``.
     """
     found: dict[str, float | None] = {
         "throttled_share": throttled_share(begin, end),
@@ -97,6 +97,10 @@ def host_evidence(
             begin.cpu_pressure_us, end.cpu_pressure_us, end.at_s - begin.at_s
         ),
     }
+    if begin.cpu is not None and end.cpu is not None and end.at_s > begin.at_s:
+        others_s = (end.cpu.all_s - begin.cpu.all_s) - (end.cpu.own_s - begin.cpu.own_s)
+        found["other_cpus"] = max(0.0, others_s) / (end.at_s - begin.at_s)
+        found["machine_cpus"] = end.cpu.cpus
     if device_begin is not None and device_end is not None:
         found["alloc_retries"] = device_end.alloc_retries - device_begin.alloc_retries
         found["device_headroom_share"] = device_end.never_used_bytes / device_end.total_bytes

@@ -31,6 +31,7 @@ _SHARED, _BY_THEMSELVES = 0.35, 0.75
 """Of what more workers should bring if each waits by itself: below, they wait for something that
 they share; above, they do not."""
 _PRESSURE_HIGH: Final = 20.0
+_OTHERS_TOLD: Final = 0.2
 _COMPUTE_SLOWER: Final = 1.10
 
 
@@ -227,6 +228,10 @@ def few_cpus(e: Evidence) -> Finding | None:
     remedy, gain = _transforms(e), _gain_of_transforms(e)
     if now is not None:
         facts.append(f"{now.workers} workers and the training share {now.cpus:g} CPUs")
+        if now.worker_threads > 1:
+            facts.append(f"a worker uses {now.worker_threads:.1f} of them while it computes")
+            threads = "one thread for each worker (torch.set_num_threads(1), cv2.setNumThreads(0) "
+            remedy = f"{threads}in worker_init_fn); {remedy}"
         if wanted is not None and wanted.workers < now.workers:
             remedy = f"{remedies.options_text(now, wanted)}, which is as fast; then {remedy}"
     return Finding(
@@ -298,6 +303,8 @@ def neighbours(e: Evidence) -> Finding | None:
     facts = [f"workers wait for a CPU for {runqueue:.0%} of their time"]
     if e.setup is not None and e.wanted_cpus is not None:
         facts.append(f"own work needs {e.wanted_cpus:.1f} of {e.setup.cpus:g} CPUs")
+    if (e.other_cpus or 0.0) >= _OTHERS_TOLD:
+        facts.append(f"other programs use {e.other_cpus:.1f} CPUs of this machine")
     if slowed:
         facts.append(f"a step computes {e.compute_slowdown:.2f} times as long as beside idle CPUs")
     return Finding(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from lightning_fastdata.insight import remedies
-from lightning_fastdata.insight.contention import part_shares
+from lightning_fastdata.insight.contention import RUNQUEUE_HIGH, part_shares, runqueue_share
 from lightning_fastdata.insight.finding import Finding, severity_of
 from lightning_fastdata.insight.late_batches import largest, of_wait
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 _HIGH: Final = 0.20
 """Part of the wait, from which on something is told."""
+_DOMINANT: Final = 0.40
 _LEAST_MS, _OF_STEP = 1.0, 0.05
 """What costs a step less is not told, however short the wait is."""
 
@@ -68,6 +69,8 @@ def handover(e: Evidence) -> Finding | None:
     """FD308: complete batches are long on their way."""
     share = part_shares(e).get("handover", 0.0)
     gain = remedies.without(e, share * (e.stall_ms or 0.0))
+    if runqueue_share(e) >= RUNQUEUE_HIGH and share < _DOMINANT:
+        return None  # who sends a batch away waits for a CPU as those do who make it
     # Page-locking is on the way, too, and then the longer part.
     if not _tells(e, share) or largest(e)[0] == "pin":
         return None

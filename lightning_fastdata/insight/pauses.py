@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 PAUSE_HIGH: Final = 0.05
 """Part of a run, from which on a pause is told."""
+_MOST_OF_START: Final = 0.5
 KINDS: Final[dict[str, Kind]] = {
     "FD310": "paused between epochs",
     "FD318": "starved in validation",
@@ -32,10 +33,16 @@ def epoch_starts(e: Evidence) -> Finding | None:
         return None
     later_s = dict(wall.names_of("epoch_starts")).get("later epochs", 0.0)
     each_s = later_s / max(1, (e.epochs or 2) - 1)
+    own_s = _dataset_s(e)
     remedy = (
         "longer epochs, or a dataset and a sampler that start faster: the workers are kept already"
     )
-    if e.persistent_workers is False:
+    if e.streamed and own_s > _MOST_OF_START * each_s:
+        remedy = (
+            f"have the dataset keep what its __iter__ opens: its first batch takes "
+            f"{duration_text(own_s)} in each epoch, with new workers or kept ones"
+        )
+    elif e.persistent_workers is False:
         remedy = "LoaderOptions(persistent_workers=True)"
     elif e.persistent_workers is None:
         remedy = "a dataset and a sampler that start faster, or longer epochs"
@@ -47,6 +54,15 @@ def epoch_starts(e: Evidence) -> Finding | None:
         f"{duration_text(wall.training_s)}, {duration_text(each_s)} each",
         remedy=remedy,
     )
+
+
+def _dataset_s(e: Evidence) -> float:
+    """Return for how long the first batch of an epoch was read, of the wait for it."""
+    first = e.first_parts
+    if first is None:
+        return 0.0
+    read_ms = first.read_cpu_ms + first.read_runqueue_ms + first.read_blocked_ms + first.read_ms
+    return (read_ms + first.slow_sample_ms) / 1000
 
 
 def validation(e: Evidence) -> Finding | None:

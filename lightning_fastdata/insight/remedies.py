@@ -162,6 +162,8 @@ def best_against_slow_samples(evidence: Evidence) -> LoaderSetup | None:
 def options_text(now: LoaderSetup, wanted: LoaderSetup) -> str:
     """Return the change as it is written in code, e.g. ``LoaderOptions(num_workers=6)``."""
     changes = []
+    if now.inline and wanted.workers:
+        changes.append("executor='workers'")
     if wanted.workers != now.workers:
         changes.append(f"num_workers={wanted.workers}")
     unasked = now if wanted.workers == now.workers else with_workers(now, wanted.workers)

@@ -164,7 +164,9 @@ class Replay:
         running = self._running
         count = len(running)
         share = sum([job.cpu_share for job in running]) / count if count else 0.0
-        slow, own_slow = slowdowns(count, share, cpus, self._setup.cpus, self._weight)
+        threads = count * self._setup.worker_threads
+        there = left_over(threads * share + cpus, self._setup.cpus, self._setup.other_cpus)
+        slow, own_slow = slowdowns(threads, share, cpus, there, self._weight)
         own_stretch = _stretch(min(1.0, cpus), own_slow)
         extra = slow - 1
         span = own_ns * own_stretch
@@ -209,8 +211,21 @@ class _Job:
         """Of its time at full speed, that on a CPU."""
 
 
+def left_over(wanted: float, cpus: float, others: float) -> float:
+    """Return the CPUs that are left beside other programs, which share them thread by thread.
+
+    Args:
+        wanted: CPUs that would be used.
+        cpus: That there are.
+        others: Of these, those that other programs use.
+    """
+    if not others or wanted + others <= cpus:
+        return cpus
+    return max(cpus - others, cpus * wanted / (wanted + others))
+
+
 def slowdowns(
-    jobs: int, share: float, own: float, cpus: float, weight: float = 1.0
+    jobs: float, share: float, own: float, cpus: float, weight: float = 1.0
 ) -> tuple[float, float]:
     """Return how much longer CPU work takes that shares the CPUs: of the jobs, and of the training.
 
@@ -219,7 +234,7 @@ def slowdowns(
     by weight, its work is not slowed down; else that of a job is by 1 / weight times as much.
 
     Args:
-        jobs: That run.
+        jobs: That run; one that uses several CPUs counts as so many.
         share: Of their time at full speed, that on a CPU, 0 to 1: the mean.
         own: CPUs that the training would use; one thread if they are up to 1.
         cpus: That there are.

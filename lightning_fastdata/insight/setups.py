@@ -72,6 +72,7 @@ def setup_of(loader: FastDataLoader, *, cpus: float, step_cpus: float) -> Loader
         cpus=cpus,
         step_cpus=step_cpus,
         worker_nice=loader.worker_nice,
+        inline=loader.executor == "inline",
     )
 
 

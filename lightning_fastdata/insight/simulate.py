@@ -73,6 +73,12 @@ class LoaderSetup:
     it computes on the host."""
     worker_nice: int = 0
     """Niceness of the workers above that of the training, 0 to 19."""
+    inline: bool = False
+    """Its executor reads in the training process, however many workers it has."""
+    other_cpus: float = 0.0
+    """Of ``cpus``, those that other programs use when they have to share."""
+    worker_threads: float = 1.0
+    """CPUs that a worker uses while it computes: above 1 where it starts threads of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

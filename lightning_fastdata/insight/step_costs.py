@@ -54,7 +54,8 @@ def epoch_starts(e: Evidence) -> Finding | None:
     gain = None
     if e.step_ms is not None:
         before = e.step_ms * (1 - 1 / e.steps_per_epoch) + each
-        gain = Gain(before_ms=before, after_ms=e.step_ms, basis="floor")
+        if before > e.step_ms:
+            gain = Gain(before_ms=before, after_ms=e.step_ms, basis="floor")
     kept = e.persistent_workers is True
     return Finding(
         code="FD310",
@@ -74,12 +75,22 @@ def transfer(e: Evidence) -> Finding | None:
     share = e.of_step(e.transfer_ms)
     if share is None or share < TRANSFER_HIGH:
         return None
-    small = "send uint8 and normalize on the device"
+    what, remedy = "copying a batch to the device", "send uint8 and normalize on the device"
+    if not e.pinned:
+        remedy = f"LoaderOptions(pin_memory=True), and {remedy}"
+    if e.transfer_hook:
+        what = e.transfer_hook
+        remedy = "make this hook cheaper, or do in the workers what needs no device: in the "
+        remedy += "dataset or in collate_fn"
+    elif e.device == "cpu":  # where nothing is copied
+        what = "looking for tensors in the many objects of a batch"
+        remedy = "batches of few tensors, or lists of objects within a class of your own, into "
+        remedy += "which Lightning does not look"
     return Finding(
         code="FD312",
         severity=severity_of(share),
-        cause=f"copying a batch to the device takes {e.transfer_ms:.1f} ms, {share:.0%} of a step",
-        remedy=small if e.pinned else f"LoaderOptions(pin_memory=True), and {small}",
+        cause=f"{what} takes {e.transfer_ms:.1f} ms, {share:.0%} of a step",
+        remedy=remedy,
         gain=remedies.without(e, e.transfer_ms),
         leave_alone="the number of workers",
     )
@@ -93,8 +104,10 @@ def augmentation(e: Evidence) -> Finding | None:
     return Finding(
         code="FD313",
         severity=severity_of(share),
-        cause=f"augmenting on the device takes {e.augment_ms:.1f} ms, {share:.0%} of a step",
-        remedy="fewer or cheaper transforms on the device, or on uint8",
+        cause=f"{e.augment_hook or 'augmenting on the device'} takes {e.augment_ms:.1f} ms, "
+        f"{share:.0%} of a step",
+        remedy="fewer or cheaper transforms "
+        + ("there" if e.augment_hook else "on the device, or on uint8"),
         gain=remedies.without(e, e.augment_ms),
         leave_alone="the loader",
     )

@@ -80,7 +80,9 @@ class ReadingWatch:
         if self._kept is None or self._thread != thread:
             info = get_worker_info()
             number = -1 if info is None else info.id
-            self._kept, self._thread = TaskWatch(number, 0, OperationWatch(dataset)), thread
+            operations = OperationWatch(dataset)
+            self._kept = TaskWatch(number, 0, operations, alone=info is not None)
+            self._thread = thread
         self._kept.begin()
         self.task = self._kept
         return self._kept

@@ -46,6 +46,9 @@ class TaskStamps(NamedTuple):
     sample_times: bytes | None = None
     """How long each sample took, as steps of :func:`~lightning_fastdata.loading.sample_times
     .bucket_of`; None where that was not kept, which is so for 7 of 8 tasks."""
+    helpers_ns: int | None = None
+    """CPU time of the other threads of the process meanwhile, such as torch and OpenCV start; None
+    where several threads of it read, or the task was too short to ask."""
 
 
 _NOTHING: Final = OwnStamps()
@@ -118,12 +121,21 @@ class TaskWatch:
         process: Number of the side process; -1 for the training process itself.
         thread: Number of the thread in it.
         operations: Times the operations of some tasks; shared by the threads of a process.
+        alone: No other thread of the process reads, so that what others compute is for this one.
     """
 
-    def __init__(self, process: int, thread: int, operations: OperationWatch | None = None) -> None:
+    def __init__(
+        self,
+        process: int,
+        thread: int,
+        operations: OperationWatch | None = None,
+        *,
+        alone: bool = False,
+    ) -> None:
         self._process = process
         self._thread = thread
         self._operations = operations
+        self._alone = alone
         self._schedule = ThreadSchedule()
         self._long = True
         self._tasks = 0
@@ -132,6 +144,7 @@ class TaskWatch:
     def _clear(self) -> None:
         self._began_ns = time.monotonic_ns()
         self._scheduled = self._schedule.read_ns() if self._long else None
+        self._helped = _helpers_ns() if self._long and self._alone else None
         self._timed: tuple[OperationTime, ...] | None = None
         self.samples = 0
         self.read_ns = 0
@@ -170,10 +183,12 @@ class TaskWatch:
     def end(self) -> TaskStamps:
         """Return the stamps of the task; to be called for a task that failed, too."""
         self.all_read()
-        cpu = runqueue = None
+        cpu = runqueue = helpers = None
         if self._scheduled is not None and (scheduled := self._schedule.read_ns()) is not None:
             cpu = scheduled[0] - self._scheduled[0]
             runqueue = scheduled[1] - self._scheduled[1]
+            if self._helped is not None:
+                helpers = max(0, _helpers_ns() - self._helped)
         ended_ns = time.monotonic_ns()
         self._long = ended_ns - self._began_ns > _WORTH_ASKING_NS
         return TaskStamps(
@@ -190,4 +205,10 @@ class TaskWatch:
             self.slowest_index,
             self._timed,
             bytes(self._times) if self._times else None,
+            helpers,
         )
+
+
+def _helpers_ns() -> int:
+    """Return the CPU time of all other threads of this process."""
+    return time.process_time_ns() - time.thread_time_ns()

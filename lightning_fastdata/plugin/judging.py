@@ -16,6 +16,7 @@ from lightning_fastdata.insight.several_loaders import costliest
 from lightning_fastdata.insight.simulate import simulate
 from lightning_fastdata.insight.verdict import judge
 from lightning_fastdata.plugin.sources import flattened, keyed
+from lightning_fastdata.plugin.trainer_facts import written_hook
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -103,6 +104,9 @@ class RunJudge:
             val_stall_share=None if val is None else val.stall_share,
             val_loader=None if val is None else _label(costliest(val.loaders)),
             wall=wall,
+            transfer_hook=written_hook(self._trainer, "transfer_batch_to_device"),
+            augment_hook=written_hook(self._trainer, "on_after_batch_transfer"),
+            settings_in=self._settings_in,
             **({} if host is None else host.evidence()),
             **({} if self.ranks is None else rank_evidence(self.ranks.so_far)),
         )
@@ -117,6 +121,11 @@ class RunJudge:
             took_s = self._clock() - began_s
             self._spent_s += took_s
             self._dearest_s = max(self._dearest_s, took_s)
+
+    @property
+    def _settings_in(self) -> str:
+        ours = hasattr(self._trainer.datamodule, "written_hooks")
+        return "LoaderOptions" if ours else "FastDataLoader"
 
     @cached_property
     def _usable_cpus(self) -> int:

@@ -74,6 +74,24 @@ def augmenting_stages(trainer: Any, pl_module: Any) -> Callable[[Stage], bool]:
     return lambda _stage: written
 
 
+def written_hook(trainer: Any, name: str) -> str:
+    """Return which transfer hook of the user runs, e.g. ``"Net.on_after_batch_transfer"``.
+
+    Args:
+        trainer: Lightning calls that of its data module, if it has one of its own.
+        name: Of the hook.
+
+    Returns:
+        Its class and name; empty if nobody wrote one.
+    """
+    data, module = trainer.datamodule, trainer.lightning_module
+    known = getattr(data, "written_hooks", None)
+    of_data = overridden_hook(data, name) is not None if known is None else name in known()
+    if of_data:
+        return f"{type(data).__name__}.{name}"
+    return f"{type(module).__name__}.{name}" if overridden_hook(module, name) else ""
+
+
 def steps_logged_by(trainer: Any, counted: int) -> int:
     """Return the step of Lightning's own x axis.
 

@@ -135,8 +135,17 @@ class WallWatch:
         return enter, ended
 
     def _step_ended(self) -> None:
-        if self.clock.state is _OTHER:
+        if self.clock.state is _OTHER and self._logs():
             self.clock.turn_to(_LOGGING)
+
+    def _logs(self) -> bool:
+        """Return whether metrics go to a logger at the end of this step.
+
+        In others Lightning lets go of the batch, which takes long for large ones.
+        """
+        trainer = self._trainer
+        every = trainer.log_every_n_steps
+        return bool(trainer.loggers and every and trainer.global_step % every == 0)
 
     def _wait_began(self) -> None:
         if self._starting:

@@ -19,7 +19,9 @@ from lightning_fastdata.insight.evidence import Evidence
 from lightning_fastdata.insight.finding import gain_text
 from lightning_fastdata.insight.findings import findings
 from lightning_fastdata.insight.remedies import GOOD_ENOUGH, best_workers, choose, with_workers
+from lightning_fastdata.insight.replay import left_over
 from lightning_fastdata.insight.simulate import BatchCost, LoaderSetup, simulate
+from lightning_fastdata.insight.wall import Activity, WallTime
 from lightning_fastdata.loading.stamps import ReadRates
 
 MS = 1e6
@@ -411,3 +413,67 @@ def test_every_code_that_the_package_can_give_has_a_place_of_its_own_to_link_to(
     assert {"FD000", "FD001", "FD202", *CODES} <= given
     assert given == headings | anchors
     assert not headings & anchors
+
+
+def test_moving_batches_where_there_is_no_device_is_not_told_to_be_pinned():
+    evidence = replace(TABLE["FD312"][0], device="cpu")
+    found = findings(evidence)[0]
+    assert (found.code, "pin_memory" in found.remedy) == ("FD312", False)
+    assert "many objects" in found.cause
+
+
+def test_hooks_of_the_user_are_named():
+    moved = findings(replace(TABLE["FD312"][0], transfer_hook="Net.transfer_batch_to_device"))[0]
+    assert "Net.transfer_batch_to_device takes 4.0 ms" in moved.cause
+    after = findings(replace(TABLE["FD313"][0], augment_hook="Net.on_after_batch_transfer"))[0]
+    assert "Net.on_after_batch_transfer takes 8.0 ms" in after.cause
+
+
+def test_a_loader_made_by_hand_is_told_its_own_settings():
+    evidence = replace(TABLE["FD303"][0], settings_in="FastDataLoader")
+    assert findings(evidence)[0].remedy.startswith("FastDataLoader(num_workers=")
+
+
+def test_an_executor_without_workers_is_told_to_be_another_one():
+    evidence = replace(TABLE["FD303"][0], setup=setup(0, inline=True))
+    assert "executor='workers', num_workers=" in findings(evidence)[0].remedy
+
+
+def test_a_stream_whose_iter_opens_an_index_is_not_told_to_keep_its_workers():
+    wall = WallTime(
+        total_s=20.0, parts_s={"epoch_starts": 12.0, "wait": 8.0}, steps=100,
+        named_s={Activity("epoch_starts", "later epochs"): 12.0},
+    )  # fmt: skip
+    evidence = replace(
+        TABLE["FD310"][0], wall=wall, epochs=5, persistent_workers=False,
+        first_parts=WaitParts(read_cpu_ms=2500.0),
+    )  # fmt: skip
+    assert "persistent_workers=True" in findings(evidence)[0].remedy
+    found = findings(replace(evidence, streamed=True))[0]
+    assert "persistent_workers" not in found.remedy
+    assert "__iter__" in found.remedy
+
+
+def test_hand_over_beside_busy_cpus_is_waiting_for_them():
+    evidence = late({"handover_ms": 8.0, "read_runqueue_ms": 8.0, "read_cpu_ms": 8.0}, **CPU)
+    assert "FD308" not in {found.code for found in findings(evidence)}
+
+
+def test_what_other_programs_use_is_not_there_for_workers():
+    costly = costs(cpu=30.0, step=10.0)
+    alone, beside = setup(2, cpus=2.0), setup(2, cpus=2.0, other_cpus=1.0)
+    assert simulate(costly, beside).step_ms > 1.2 * simulate(costly, alone).step_ms
+    with_threads = replace(alone, worker_threads=4.0)
+    assert simulate(costly, with_threads).step_ms > 1.5 * simulate(costly, alone).step_ms
+
+
+@given(
+    wanted=st.floats(0.1, 64), cpus=st.floats(1, 64), others=st.floats(0, 64),
+)  # fmt: skip
+def test_programs_share_cpus_thread_by_thread(wanted, cpus, others):
+    left = left_over(wanted, cpus, others)
+    assert left <= cpus
+    if wanted + others <= cpus:
+        assert left == cpus
+    else:
+        assert left == pytest.approx(max(cpus - others, cpus * wanted / (wanted + others)))
