@@ -17,6 +17,7 @@ from lightning_fastdata.host.processes import (
     read_io_each,
     read_pressure,
     read_pss,
+    read_queued,
 )
 
 if TYPE_CHECKING:
@@ -41,6 +42,8 @@ class HostUsage:
     """What this process and its workers have read, by process number."""
     cpu: CpuUse | None = None
     """CPU seconds of the machine, and of this process with its workers."""
+    queued_ns: tuple[int, int] | None = None
+    """Time on a CPU, and ready but without one, of the workers that are alive."""
     shm_used_share: float | None = None
     """Part of ``/dev/shm`` that is taken, 0 to 1. A full one kills workers with a bus error."""
 
@@ -87,6 +90,7 @@ def read_host_usage(
         throttling=read_cpu_throttling(root=root),
         read=read_io_each(processes, root=root),
         cpu=read_cpu_use(processes, root=root),
+        queued_ns=read_queued(workers, root=root),
         shm_used_share=_used_share(root / "dev" / "shm"),
     )
 

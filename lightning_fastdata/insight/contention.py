@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from lightning_fastdata.insight.finding import stalls
-from lightning_fastdata.insight.simulate import simulate
+from lightning_fastdata.insight.simulate import scaled, simulate
 
 if TYPE_CHECKING:
     from lightning_fastdata.insight.evidence import Evidence
@@ -17,6 +17,8 @@ _LOCK_TAKEN: Final = (0.7, 1.15)
 """CPUs that the reading threads of one process use if one of them at a time can run: at most 1, and
 some room for what is done without the lock; less by what switching takes."""
 _LOCK_MET: Final = 0.25
+_HANDED_OVER_ALONE: Final = 0.1
+_MUCH: Final = 0.25
 _OTHERS_MOST: Final = 0.5
 """If more than this part of the wait would go on a free machine, others are the cause."""
 
@@ -41,7 +43,8 @@ def _measured_shares(e: Evidence) -> dict[str, float]:
 
 def runqueue_share(e: Evidence) -> float:
     """Return how much of the wait, or of the workers' time, is spent ready but without a CPU."""
-    return max(queued_share(e), e.runqueue_share or 0.0)
+    of_workers = e.workers_queued_share if e.runqueue_share is None else e.runqueue_share
+    return max(queued_share(e), of_workers or 0.0)
 
 
 def queued_share(e: Evidence) -> float:
@@ -92,10 +95,15 @@ def crowded(e: Evidence) -> bool:
     """Return whether own work would fit, and most of the wait would go if it were alone.
 
     The model knows what the batches cost without waiting for CPUs, and how own work shares them.
+    Complete batches wait for a CPU on their way, too. Where there is no model, other programs are
+    taken for the cause if they use a good part of the CPUs.
     """
-    if locked(e) or overcommitted(e) or runqueue_share(e) < RUNQUEUE_HIGH:
+    if not stalls(e) or locked(e) or throttled(e) or runqueue_share(e) < RUNQUEUE_HIGH:
         return False
-    if e.setup is None or not e.costs or not e.wait_ms:
+    if e.setup is None and e.machine_cpus and e.other_cpus is not None:
+        return e.other_cpus >= _MUCH * e.machine_cpus
+    if e.setup is None or overcommitted(e) or not e.costs or not e.wait_ms:
         return False
-    alone_ms = simulate(e.costs, replace(e.setup, other_cpus=0.0)).wait_ms
+    alone = scaled(e.costs, handover=_HANDED_OVER_ALONE)
+    alone_ms = simulate(alone, replace(e.setup, other_cpus=0.0)).wait_ms
     return e.wait_ms - alone_ms > _OTHERS_MOST * e.wait_ms

@@ -61,6 +61,9 @@ class Evidence:
     """Part of the time in which a worker had a task, 0 to 1, the mean over workers."""
     runqueue_share: float | None = None
     """Part of the workers' busy time in which they were ready to run but had no CPU, 0 to 1."""
+    workers_queued_share: float | None = None
+    """The same of all processes that were started as workers, as the kernel counts it: known of
+    loaders that take no stamps, too."""
     throttled_share: float | None = None
     """Part of the scheduler's periods in which the cgroup's CPU quota was used up, 0 to 1."""
     throttled_cpus: float | None = None

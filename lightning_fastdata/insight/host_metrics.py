@@ -88,7 +88,7 @@ def host_evidence(
 
     Returns:
         ``throttled_share``, ``throttled_cpus``, ``pressure_percent``, ``other_cpus``,
-        ``machine_cpus``, ``alloc_retries`` and ``device_headroom_share``.
+        ``machine_cpus``, ``workers_queued_share``, ``alloc_retries`` and ``device_headroom_share``.
     """
     found: dict[str, float | None] = {
         "throttled_share": throttled_share(begin, end),
@@ -101,6 +101,10 @@ def host_evidence(
         others_s = (end.cpu.all_s - begin.cpu.all_s) - (end.cpu.own_s - begin.cpu.own_s)
         found["other_cpus"] = max(0.0, others_s) / (end.at_s - begin.at_s)
         found["machine_cpus"] = end.cpu.cpus
+    if end.queued_ns is not None:
+        cpu_ns, queued_ns = end.queued_ns
+        # Of workers that are alive at the end, since they began.
+        found["workers_queued_share"] = queued_ns / max(1, cpu_ns + queued_ns)
     if device_begin is not None and device_end is not None:
         found["alloc_retries"] = device_end.alloc_retries - device_begin.alloc_retries
         found["device_headroom_share"] = device_end.never_used_bytes / device_end.total_bytes

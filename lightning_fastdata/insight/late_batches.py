@@ -298,9 +298,9 @@ def neighbours(e: Evidence) -> Finding | None:
     own = e.setup is None or e.wanted_cpus is None or overcommitted(e)
     if not stalls(e) or (runqueue < RUNQUEUE_HIGH and not pressed):
         return None
-    if own or locked(e) or (e.setup is not None and not e.setup.workers):
+    if (own and not crowded(e)) or locked(e) or (e.setup is not None and not e.setup.workers):
         return None
-    facts = [f"workers wait for a CPU for {runqueue:.0%} of their time"]
+    facts = [f"workers, or the training process, wait for a CPU for {runqueue:.0%} of the time"]
     if e.setup is not None and e.wanted_cpus is not None:
         facts.append(f"own work needs {e.wanted_cpus:.1f} of {e.setup.cpus:g} CPUs")
     if (e.other_cpus or 0.0) >= _OTHERS_TOLD:

@@ -5,7 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from lightning_fastdata.insight import remedies
-from lightning_fastdata.insight.contention import RUNQUEUE_HIGH, part_shares, runqueue_share
+from lightning_fastdata.insight.contention import (
+    RUNQUEUE_HIGH,
+    crowded,
+    part_shares,
+    runqueue_share,
+)
 from lightning_fastdata.insight.finding import Finding, severity_of
 from lightning_fastdata.insight.late_batches import largest, of_wait
 
@@ -69,7 +74,7 @@ def handover(e: Evidence) -> Finding | None:
     """FD308: complete batches are long on their way."""
     share = part_shares(e).get("handover", 0.0)
     gain = remedies.without(e, share * (e.stall_ms or 0.0))
-    if runqueue_share(e) >= RUNQUEUE_HIGH and share < _DOMINANT:
+    if crowded(e) or (runqueue_share(e) >= RUNQUEUE_HIGH and share < _DOMINANT):
         return None  # who sends a batch away waits for a CPU as those do who make it
     # Page-locking is on the way, too, and then the longer part.
     if not _tells(e, share) or largest(e)[0] == "pin":

@@ -160,7 +160,8 @@ def _transit(stamps: Sequence[BatchStamps]) -> tuple[float, float]:
             held_ns(task, made, batch.delivered_ns)
             for task in following.get((last.process, last.thread), ())
         )
-        way = max(0, batch.delivered_ns - made - busy)
+        queued = batch.own.runqueue_ns or 0
+        way = max(0, batch.delivered_ns - made - busy - queued)
         (late if last.ended_ns > batch.requested_ns else there).append(way)
         for task in batch.tasks:
             kept = following.setdefault((task.process, task.thread), [])

@@ -34,9 +34,11 @@ Kind: TypeAlias = Literal[
     "held up by a callback",
     "held up by checkpoints",
     "held up by logging",
+    "held up by other programs",
 ]
 
 _SLOW_RANK: Final = "FD316"
+_NEIGHBOURS: Final = "FD315"
 _NO_CAUSE_OF_STALLS: Final = frozenset(
     {"FD301", "FD312", "FD313", "FD314", _SLOW_RANK, "FD317", "FD319"} | pauses.KINDS.keys()
 )
@@ -93,6 +95,8 @@ def judge(
     if pause is not None:
         kind, sentence = pauses.KINDS[pause.code], pause.cause
         causes = (pause, *(each for each in causes if each != pause))
+    if kind == "data-bound" and causes[0].code == _NEIGHBOURS:
+        kind = "held up by other programs"
     if evidence is not None and evidence.held_up:
         # This rank hardly waits for its own data; the others' is waited for in the backward pass.
         kind = "data-bound" if causes[0].severity == "high" else "balanced"
