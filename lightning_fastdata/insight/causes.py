@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from lightning_fastdata.errors import printable
 from lightning_fastdata.insight.attribution import SlowSample, WaitCutter, WaitParts
+from lightning_fastdata.insight.lines import LineShare, LineTotals, line_text
 from lightning_fastdata.loading.sample_times import BUCKETS, bounds_ns
 
 if TYPE_CHECKING:
@@ -94,6 +95,8 @@ class WaitCauses:
     """The timed operations, the most expensive first."""
     sample_times: SampleTimes | None = None
     """How long samples take; None where they are not read one at a time."""
+    lines: tuple[LineShare, ...] = ()
+    """The lines of the user's code that reading is in, the longest first, at most 20."""
 
 
 class _Total:
@@ -135,6 +138,7 @@ class CauseTotals:
         self._slow: dict[tuple[int, Any], SlowSample] = {}
         self._operations: dict[str, tuple[int, int]] = {}
         self._timed_ns = 0
+        self._lines = LineTotals()
         self._times = [0] * BUCKETS
 
     def add(self, batch: BatchStamps, loader: int = 0) -> None:
@@ -177,6 +181,8 @@ class CauseTotals:
                 for name, calls, total_ns in task.operations:
                     before = self._operations.get(name, (0, 0))
                     self._operations[name] = before[0] + calls, before[1] + total_ns
+            if task.lines is not None:
+                self._lines.add(task.lines)
 
     def _note_slow(self, loader: int, index: Any, slowest_ns: int, typical_ms: float) -> None:
         sample = SlowSample(index=_plain(index), ms=slowest_ns / _NS_PER_MS, typical_ms=typical_ms)
@@ -229,6 +235,7 @@ class CauseTotals:
             ),
             operations=self._shares(),
             sample_times=sample_times(self._times),
+            lines=self._lines.shares(),
         )
 
     def _shares(self) -> tuple[OperationShare, ...]:
@@ -276,11 +283,12 @@ def sample_times(counts: Sequence[int]) -> SampleTimes | None:
 def cause_lines(causes: WaitCauses, *, brief: bool = False) -> list[str]:
     """Return the causes in words: a line for each part of the wait above 5 %, largest first.
 
-    Then the slowest samples, and the operations above 5 % of the time to read a sample.
+    Then the slowest samples, and the operations and lines of code above 5 % of the time to read a
+    sample.
 
     Args:
         causes: Why batches were late.
-        brief: Only the largest part, the slowest sample, and the operations.
+        brief: Only the largest part, the slowest sample, the operations, and the first line.
     """
     lines = []
     total_ms = causes.wait.total_ms
@@ -308,6 +316,8 @@ def cause_lines(causes: WaitCauses, *, brief: bool = False) -> list[str]:
     if shown:
         listed = ", ".join(f"{printable(each.name, keep='')} {each.share:.0%}" for each in shown)
         lines.append(f"of the time to read a sample: {listed}")
+    places = [each for each in causes.lines if each.share > WORTH_SAYING]
+    lines += [line_text(each) for each in places[: 1 if brief else 3]]
     return lines
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from lightning_fastdata.insight.attribution import SlowSample, WaitParts
 from lightning_fastdata.insight.causes import CauseTotals, OperationShare
 from lightning_fastdata.insight.finding import STALL_LOW
+from lightning_fastdata.insight.lines import LineShare
 from lightning_fastdata.insight.outside import device_could_augment
 from lightning_fastdata.insight.simulate import BatchCost, LoaderSetup, batch_costs
 
@@ -49,6 +50,8 @@ class Evidence:
     """Samples that held up a batch, slowest first."""
     operations: tuple[OperationShare, ...] = ()
     """What operations on samples take, the most expensive first."""
+    lines: tuple[LineShare, ...] = ()
+    """Which lines of the user's code reading is in, the longest first."""
     setup: LoaderSetup | None = None
     """The loader as it is now."""
     costs: tuple[BatchCost, ...] = ()
@@ -225,6 +228,7 @@ def stage_evidence(
             "slow_samples": causes.slow_samples,
             "operations": causes.operations,
             "first_parts": causes.first_wait,
+            "lines": causes.lines,
         }
     if facts is not None:
         told |= {
@@ -287,6 +291,7 @@ def evidence_of(
         overtaken_share=None if causes is None else causes.overtaken_share,
         slow_samples=() if causes is None else causes.slow_samples,
         operations=() if causes is None else causes.operations,
+        lines=() if causes is None else causes.lines,
         setup=setup,
         costs=tuple(costs[-_MOST_COSTS:]),
         busy_share=None if setup is None else busy_share(stamps, setup.workers),

@@ -259,7 +259,25 @@ def _late_batches(
         _sample_times(causes.get("sample_times")),
         held if causes["slow_samples"] else None,
         timed if causes["operations"] else None,
+        _lines_of_code(causes.get("lines")),
     )
+
+
+def _lines_of_code(lines: Sequence[Mapping[str, Any]] | None) -> Child:
+    if not lines:
+        return None
+    rows = [
+        [
+            f"{each['function']} ({each['file']}:{each['line']})",
+            each["calls"],
+            _percent(each["share"]),
+            None if each["blocked_share"] is None else _percent(each["blocked_share"]),
+            each["waits_in"],
+        ]
+        for each in lines
+    ]
+    heads = ("line of code", "calls", "share of reading", "of that waiting", "for a")
+    return [element("h3", "Lines of code"), _table(heads, rows)]
 
 
 def _sample_times(times: Mapping[str, float] | None) -> Markup | None:

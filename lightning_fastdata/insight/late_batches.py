@@ -19,6 +19,7 @@ from lightning_fastdata.insight.contention import (
     throttled,
 )
 from lightning_fastdata.insight.finding import Finding, severity_of, stalls
+from lightning_fastdata.insight.lines import where_text
 from lightning_fastdata.insight.simulate import scaled
 
 if TYPE_CHECKING:
@@ -155,7 +156,8 @@ def latency(e: Evidence) -> Finding | None:
     return _more_workers(
         e,
         "FD303",
-        of_wait(e, share, "waiting for storage, a network or a lock"),
+        of_wait(e, share, "waiting for storage, a network or a lock")
+        + where_text(e, blocked=True),
         "keep the data on a local disk, or cache it",
         remedies.gain_of_costs(e, scaled(e.costs, blocked=0.0)),
         "transforms: the CPUs are not what is short",
@@ -173,7 +175,8 @@ def bandwidth(e: Evidence) -> Finding | None:
         code="FD304",
         severity=severity_of(e.stall_share),
         cause=of_wait(e, share, "waiting for a lock, a disk or a line that the workers share")
-        + f"; {many} workers read {many_per_s:.3g} samples/s and {few} of them {few_per_s:.3g}",
+        + f"; {many} workers read {many_per_s:.3g} samples/s and {few} of them {few_per_s:.3g}"
+        + where_text(e, blocked=True),
         remedy="find the lock, or read less: cache decoded or resized samples, or keep the data on "
         "a local disk",
         gain=remedies.gain_of_costs(e, scaled(e.costs, blocked=0.0)),
@@ -208,7 +211,8 @@ def few_workers(e: Evidence) -> Finding | None:
     return _more_workers(
         e,
         "FD305",
-        of_wait(e, share, "reading and transforming samples on a CPU"),
+        of_wait(e, share, "reading and transforming samples on a CPU")
+        + where_text(e, blocked=False),
         _transforms(e),
         _gain_of_transforms(e),
         "storage: it is not what is waited for",
@@ -235,8 +239,9 @@ def few_cpus(e: Evidence) -> Finding | None:
         if wanted is not None and wanted.workers < now.workers:
             remedy = f"{remedies.options_text(now, wanted)}, which is as fast; then {remedy}"
     return Finding(
-        code="FD306", severity=severity_of(e.stall_share), cause="; ".join(facts), remedy=remedy,
-        gain=gain, leave_alone="more workers: they would share the same CPUs",
+        code="FD306", severity=severity_of(e.stall_share), remedy=remedy, gain=gain,
+        cause="; ".join(facts) + where_text(e, blocked=False),
+        leave_alone="more workers: they would share the same CPUs",
     )  # fmt: skip
 
 
@@ -250,7 +255,8 @@ def _one_interpreter(e: Evidence) -> Finding:
         code="FD306",
         severity=severity_of(e.stall_share),
         cause="the threads of a side process take turns: one of them at a time holds the "
-        f"interpreter's lock, and together they use {e.interpreter_share or 0.0:.1f} CPUs",
+        f"interpreter's lock, and together they use {e.interpreter_share or 0.0:.1f} CPUs"
+        + where_text(e, blocked=False),
         remedy=f"{processes}; or transforms that release the lock",
         gain=gain,
         leave_alone="more threads, and the storage: what looks like waiting for it is the lock",
@@ -283,7 +289,7 @@ def capacity(e: Evidence) -> Finding | None:
         e,
         "FD309",
         f"the workers are busy {e.busy_share:.0%} of the time, and no single part of the wait, "
-        f"which costs {e.stall_share or 0.0:.0%} of each step, stands out",
+        f"which costs {e.stall_share or 0.0:.0%} of each step, stands out" + where_text(e),
         _transforms(e),
         _gain_of_transforms(e),
         "",

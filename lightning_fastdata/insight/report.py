@@ -316,7 +316,8 @@ def _finding_lines(
     if len(why) < _MOST_REMEDIES:
         # A cause seen from inside is the largest part of the wait, which need not be told again.
         inside = causes[0] != verdict.sentence
-        why.append("; ".join(_brief_causes(stages)[1 if inside else 0 :]))
+        brief = _brief_causes(stages)[1 if inside else 0 :]
+        why.append("; ".join(line for line in brief if not any(line in told for told in causes)))
     why.append("; ".join(verdict.evidence))
     for label, line in _labelled("why", filter(None, why)):
         yield from _words(label, line, width, "")

@@ -16,6 +16,7 @@ import torch.utils.data._utils.worker as torch_worker
 from torch.utils.data import Dataset, IterableDataset, IterDataPipe, get_worker_info
 
 from lightning_fastdata.loading.keyed import fetches_in_batches
+from lightning_fastdata.loading.lines import LineWatch
 from lightning_fastdata.loading.operations import OperationWatch
 from lightning_fastdata.loading.own_stamps import WaitWatch
 from lightning_fastdata.loading.staged import pinned
@@ -80,8 +81,9 @@ class ReadingWatch:
         if self._kept is None or self._thread != thread:
             info = get_worker_info()
             number = -1 if info is None else info.id
-            operations = OperationWatch(dataset)
-            self._kept = TaskWatch(number, 0, operations, alone=info is not None)
+            self._kept = TaskWatch(
+                number, 0, OperationWatch(dataset), LineWatch(), alone=info is not None
+            )
             self._thread = thread
         self._kept.begin()
         self.task = self._kept

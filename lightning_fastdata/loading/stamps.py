@@ -12,6 +12,7 @@ from lightning_fastdata.loading.own_stamps import OwnStamps, ThreadSchedule
 from lightning_fastdata.loading.sample_times import bucket_of
 
 if TYPE_CHECKING:
+    from lightning_fastdata.loading.lines import LineTime, LineWatch
     from lightning_fastdata.loading.operations import OperationTime, OperationWatch
 
 
@@ -46,6 +47,9 @@ class TaskStamps(NamedTuple):
     sample_times: bytes | None = None
     """How long each sample took, as steps of :func:`~lightning_fastdata.loading.sample_times
     .bucket_of`; None where that was not kept, which is so for 7 of 8 tasks."""
+    lines: tuple[LineTime, ...] | None = None
+    """In which lines of the user's code reading spent its time; None where nobody looked, which is
+    so for most tasks."""
     helpers_ns: int | None = None
     """CPU time of the other threads of the process meanwhile, such as torch and OpenCV start; None
     where several threads of it read, or the task was too short to ask."""
@@ -121,6 +125,7 @@ class TaskWatch:
         process: Number of the side process; -1 for the training process itself.
         thread: Number of the thread in it.
         operations: Times the operations of some tasks; shared by the threads of a process.
+        lines: Names the lines of the user's code in which some tasks are; shared, too.
         alone: No other thread of the process reads, so that what others compute is for this one.
     """
 
@@ -129,12 +134,14 @@ class TaskWatch:
         process: int,
         thread: int,
         operations: OperationWatch | None = None,
+        lines: LineWatch | None = None,
         *,
         alone: bool = False,
     ) -> None:
         self._process = process
         self._thread = thread
         self._operations = operations
+        self._lines = lines
         self._alone = alone
         self._schedule = ThreadSchedule()
         self._long = True
@@ -146,6 +153,7 @@ class TaskWatch:
         self._scheduled = self._schedule.read_ns() if self._long else None
         self._helped = _helpers_ns() if self._long and self._alone else None
         self._timed: tuple[OperationTime, ...] | None = None
+        self._named: tuple[LineTime, ...] | None = None
         self.samples = 0
         self.read_ns = 0
         self.collate_ns = 0
@@ -158,7 +166,11 @@ class TaskWatch:
         """Start a task."""
         if self._operations is not None:
             self._operations.begin()
+        if self._lines is not None:
+            self._lines.end()
         self._clear()
+        if self._lines is not None:
+            self._lines.begin()
 
     def read(self, index: Any, began_ns: int, samples: int = 1) -> None:
         """Note a sample, or several in one call, whose reading began then and has ended."""
@@ -177,6 +189,8 @@ class TaskWatch:
 
     def all_read(self) -> None:
         """Note that no sample will follow, so that the dataset is as it was from here on."""
+        if self._lines is not None:
+            self._named = self._lines.end() or self._named
         if self._operations is not None:
             self._timed = self._operations.end() or self._timed
 
@@ -205,6 +219,7 @@ class TaskWatch:
             self.slowest_index,
             self._timed,
             bytes(self._times) if self._times else None,
+            self._named,
             helpers,
         )
 

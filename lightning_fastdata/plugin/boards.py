@@ -16,6 +16,7 @@ import numpy as np
 from lightning_fastdata.errors import printable
 from lightning_fastdata.insight.causes import cause_lines, operations_table
 from lightning_fastdata.insight.finding import gain_text
+from lightning_fastdata.insight.lines import lines_table
 from lightning_fastdata.insight.metrics import columns_of
 from lightning_fastdata.insight.wall import STEP_PARTS, wall_text
 from lightning_fastdata.plugin.scalar_events import write_scalars
@@ -176,6 +177,8 @@ def verdict_markdown(verdict: Verdict, summary: StageSummary, wall: WallTime | N
         lines += ["", f"The run so far, {wall_text(wall)}."]
     if causes is not None and causes.operations:
         lines += ["", operations_table(causes).rstrip()]
+    if causes is not None and causes.lines:
+        lines += ["", lines_table(causes.lines).rstrip()]
     return "\n".join(lines) + "\n"
 
 

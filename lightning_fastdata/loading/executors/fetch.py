@@ -204,6 +204,8 @@ class Fetcher:
                     mark(position)
                 samples.append(self.sample(index, epoch))
         self.position = -1
+        if self.stamps is not None:
+            self.stamps.all_read()
         return self.collate(samples, indices, epoch)
 
     def collate(self, samples: Sequence[Any], indices: Any, epoch: int) -> Any:

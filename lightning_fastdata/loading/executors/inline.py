@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from lightning_fastdata.loading.executors.stream_fetch import END_OF_STREAM, fetcher_of
+from lightning_fastdata.loading.lines import LineWatch
 from lightning_fastdata.loading.operations import OperationWatch
 from lightning_fastdata.loading.own_stamps import WaitWatch
 from lightning_fastdata.loading.stamps import BatchStamps, TaskWatch
@@ -75,8 +76,8 @@ class InlineExecutor:
     def record(self, records: deque[BatchStamps] | None) -> None:
         """Append the stamps of each batch from now on; None: no more."""
         self._records = records
-        operations = OperationWatch(self._fetcher.dataset)
-        self._fetcher.stamps = None if records is None else TaskWatch(-1, 0, operations)
+        watches = OperationWatch(self._fetcher.dataset), LineWatch()
+        self._fetcher.stamps = None if records is None else TaskWatch(-1, 0, *watches)
 
     def resize(self, workers: int) -> None:
         """Do nothing: there are no workers."""

@@ -35,6 +35,7 @@ from lightning_fastdata.loading.executors.side_work import (
 from lightning_fastdata.loading.executors.wire import Wire
 from lightning_fastdata.loading.keyed import tell_epoch
 from lightning_fastdata.loading.layout import SampleLayout
+from lightning_fastdata.loading.lines import LineWatch
 from lightning_fastdata.loading.operations import OperationWatch
 from lightning_fastdata.loading.slots import map_shared_memory
 
@@ -126,6 +127,7 @@ class Side:
         self.epoch = epoch
         self.stamped = False
         self.operations = OperationWatch(plan.dataset)
+        self.lines = LineWatch()
         self.layout: SampleLayout | None = None
         self.maps: dict[int, mmap] = {}
         self.kept: dict[tuple[int, int], Any] = {}

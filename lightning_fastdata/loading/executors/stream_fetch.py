@@ -82,6 +82,8 @@ class StreamFetcher:
         if not samples or (self._ended and self.plan.drop_last):
             return END_OF_STREAM
         self.position = -1
+        if self.stamps is not None:
+            self.stamps.all_read()
         began_ns = time.monotonic_ns()
         batch = self.plan.collate_fn(samples[0] if ask.samples is None else samples)
         if self.stamps is not None:

@@ -1,0 +1,221 @@
+"""Which line of the user's code a thread is in while it reads, by its stack."""
+
+from __future__ import annotations
+
+import dis
+import os
+import re
+import sysconfig
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Final, NamedTuple
+
+_READS, _WRITES, _OWN, _LIBRARY, _USER = range(5)
+
+_PACKAGE: Final = str(Path(__file__).parents[1]) + os.sep
+_WRITERS: Final = ("collate.py", "layout.py", "leaves.py")
+"""Modules that work on what was read already."""
+_STANDARD: Final = tuple(
+    {
+        str(Path(each)) + os.sep
+        for each in (
+            sysconfig.get_path("stdlib"),
+            sysconfig.get_path("platstdlib"),
+            Path(os.__file__).parent,
+        )
+        if each
+    }
+)
+_INSTALLED: Final = re.compile(r".*[/\\](?:site|dist)-packages[/\\]")
+_CELL: Final = re.compile(r"<ipython-input|.*[/\\]ipykernel_\d+[/\\]")
+_WRAPPERS: Final = (
+    str(Path("torch/nn/modules/module.py")),
+    str(Path("torch/utils/_contextlib.py")),
+    f"{os.sep}contextlib.py",
+    f"{os.sep}functools.py",
+)
+"""Modules whose functions only call what they were given."""
+
+_CALLS: Final = ("CALL", "PRECALL", "BEFORE_WITH")
+"""Instructions that call; in Python 3.11, ``PRECALL`` does so for many functions written in C."""
+
+_kinds: dict[str, int] = {}
+
+
+class Place(NamedTuple):
+    """Where a thread is. Compared by identity of its parts; see :func:`key_of`."""
+
+    code: CodeType
+    """Of the innermost function of the user, or else of the outermost one of a library."""
+    line: int
+    at: int
+    """Offset of its instruction."""
+    called: CodeType | None
+    """Of the function of a library that the line calls; None: there is none written in Python."""
+    inside: CodeType | None
+    """Of the innermost function that was called."""
+
+
+class PlaceName(NamedTuple):
+    """A place in words, without any values."""
+
+    file: str
+    """Relative to the working directory or to where packages are, or its last two parts."""
+    line: int
+    function: str
+    """Qualified name."""
+    calls: str
+    """What the line calls, if that is known: ``PIL Image.convert > ImageFile.load``."""
+
+
+def key_of(place: Place) -> tuple[int, ...]:
+    """Return what tells places apart, cheaply: code objects are long to hash."""
+    return id(place.code), place.line, place.at, id(place.called), id(place.inside)
+
+
+def place_of(frame: FrameType | None) -> Place | None:
+    """Return where a thread is that reads samples; None: not in code of the dataset.
+
+    Args:
+        frame: The innermost one of the thread.
+    """
+    called: CodeType | None = None
+    inside: CodeType | None = None
+    outermost: tuple[CodeType, int, int] | None = None
+    while frame is not None:
+        code = frame.f_code
+        kind = _kinds.get(code.co_filename)
+        if kind is None:
+            kind = _kind_of(code.co_filename, frame.f_globals.get("__name__"))
+        if kind == _USER:
+            return Place(code, frame.f_lineno or 0, frame.f_lasti, called, inside)
+        if kind == _WRITES:
+            return None
+        if kind == _READS:
+            if outermost is None:
+                return None
+            # Nothing but libraries: their dataset is named, and what it calls.
+            called = None if called is outermost[0] else called
+            return Place(*outermost, called, None if inside is outermost[0] else inside)
+        if kind == _LIBRARY and not code.co_filename.endswith(_WRAPPERS):
+            called = code
+            outermost = code, frame.f_lineno or 0, frame.f_lasti
+            inside = inside or code
+        frame = frame.f_back
+    return None
+
+
+def name_of(place: Place) -> PlaceName:
+    """Return a place in words."""
+    calls = ""
+    if place.called is None:
+        calls = _instruction_calls(place.code, place.at)
+    else:
+        package, function = _library_name(place.called)
+        calls = f"{package} {function}"
+        if place.inside is not None and place.inside is not place.called:
+            deeper, function = _library_name(place.inside)
+            calls += f" > {function}" if deeper == package else f" > {deeper} {function}"
+    return PlaceName(
+        short_file(place.code.co_filename), place.line, _function_name(place.code), calls
+    )
+
+
+def short_file(filename: str) -> str:
+    """Return the name of a file that is short and still tells which one it is."""
+    if _CELL.match(filename):
+        return "notebook cell"
+    if filename.startswith("<"):
+        return filename
+    known = _in_library(filename)
+    if known is not None:
+        return known
+    path = Path(filename)
+    try:
+        here = Path.cwd()
+    except OSError:  # the working directory is gone
+        here = Path(os.sep)
+    if here != Path(os.sep) and path.is_relative_to(here):
+        return str(path.relative_to(here))
+    return str(Path(*path.parts[-2:]))
+
+
+def _kind_of(filename: str, module: object) -> int:
+    if filename.startswith("<") and not _CELL.match(filename):
+        # Named after no file: typed in by the user, or made by a library.
+        return _USER if module in ("__main__", "__mp_main__") else _LIBRARY
+    kind = _USER
+    if filename.startswith(_PACKAGE):
+        kind = _kind_of_own(Path(filename[len(_PACKAGE) :]))
+    elif _in_library(filename) is not None:
+        kind = _LIBRARY
+    _kinds[filename] = kind
+    return kind
+
+
+def _kind_of_own(path: Path) -> int:
+    if path.parts[0] != "loading":
+        return _OWN
+    if path.name in _WRITERS:
+        return _WRITES
+    return _READS if path.parts[1] in ("executors", "stamped.py") else _OWN
+
+
+def _in_library(filename: str) -> str | None:
+    """Return the name of a library's file, relative to where libraries are."""
+    installed = _INSTALLED.match(filename)
+    if installed is not None:
+        return filename[installed.end() :]
+    for folder in _STANDARD:
+        if filename.startswith(folder):
+            return filename[len(folder) :]
+    return None
+
+
+def _library_name(code: CodeType) -> tuple[str, str]:
+    file = _in_library(code.co_filename) or code.co_filename
+    return Path(file).parts[0].removesuffix(".py"), _function_name(code)
+
+
+def _function_name(code: CodeType) -> str:
+    parts = code.co_qualname.split(".<locals>.")
+    named = [part for part in parts if not part.startswith("<")]
+    return named[-1] if named else parts[-1]
+
+
+def _instruction_calls(code: CodeType, at: int) -> str:
+    """Return the name of what an instruction calls, as the source has it; empty if it calls none.
+
+    A function written in C has no frame. Its name is what was loaded from the column on at which
+    the call begins: of ``self.lock.acquire(timeout=3)`` all but the arguments.
+    """
+    before: list[dis.Instruction] = []
+    for instruction in dis.get_instructions(code):
+        if instruction.offset == at:
+            break
+        before.append(instruction)
+    else:
+        return ""
+    if not instruction.opname.startswith(_CALLS):
+        return ""
+    # What is entered by ``with`` begins where the last part of its name was loaded from.
+    named = before[-1] if instruction.opname == "BEFORE_WITH" and before else instruction
+    begin = _column(named)
+    if None in begin:
+        return ""
+    names: list[str] = []
+    for loaded in reversed(before):
+        if _column(loaded) != begin:
+            continue
+        if loaded.opname.startswith("LOAD_") and isinstance(loaded.argval, str):
+            if loaded.opname == "LOAD_CONST":
+                break
+            names.insert(0, loaded.argval)
+        elif names and loaded.opname != "PUSH_NULL":
+            break
+    return ".".join(names)
+
+
+def _column(instruction: dis.Instruction) -> tuple[int | None, int | None]:
+    where = instruction.positions
+    return (None, None) if where is None else (where.lineno, where.col_offset)

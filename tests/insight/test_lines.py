@@ -1,0 +1,121 @@
+"""Lines of code add up, and are put into words where they say most."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+
+import pytest
+
+from lightning_fastdata.insight.causes import OperationShare
+from lightning_fastdata.insight.evidence import Evidence
+from lightning_fastdata.insight.lines import (
+    LineShare,
+    LineTotals,
+    line_text,
+    lines_table,
+    where_text,
+)
+from lightning_fastdata.loading.lines import LineTime
+
+MS = 1_000_000
+
+
+def time(line=1, ms=10.0, *, blocked=0.0, calls="", waits_in="", file="rows.py"):
+    told = None if blocked is None else round(blocked * MS)
+    return LineTime(file, line, "Rows.read", calls, round(ms * MS), told, waits_in)
+
+
+def shares_of(*tasks):
+    totals = LineTotals()
+    for task in tasks:
+        totals.add(task)
+    return totals.shares()
+
+
+def share(line=1, of=0.6, *, blocked=0.0, calls="", waits_in=""):
+    return LineShare(
+        file="rows.py", line=line, function="Rows.read", calls=calls, share=of,
+        blocked_share=blocked, waits_in=waits_in,
+    )  # fmt: skip
+
+
+def test_lines_are_shares_of_all_that_was_seen_the_longest_first():
+    other = LineTime("", 0, "", "", 10 * MS, None, "")
+    found = shares_of((time(1, 20), time(2, 30)), (time(1, 40), other))
+    assert [(each.line, each.share) for each in found] == [(1, 0.6), (2, 0.3)]
+    assert json.loads(json.dumps(asdict(found[0])))["file"] == "rows.py"
+
+
+def test_a_line_is_blocked_for_a_part_of_its_time_mostly_in_one_kind():
+    found = shares_of(
+        (
+            time(1, 30, blocked=30, waits_in="socket"),
+            time(1, 10, blocked=10, waits_in="lock"),
+            time(1, 10),
+        )
+    )
+    assert (found[0].blocked_share, found[0].waits_in) == (0.8, "socket")
+    untold = shares_of((time(1, 30, blocked=None),))
+    assert (untold[0].blocked_share, untold[0].waits_in) == (None, "")
+
+
+@pytest.mark.parametrize(
+    ("calls", "named"),
+    [
+        ({"PIL Image.convert > ImageFile.load": 30, "PIL Image.convert > Image.copy": 10},
+         "PIL Image.convert > ImageFile.load"),
+        ({"v2 Compose.forward > a": 12, "v2 Compose.forward > b": 12, "v2 Compose.forward > c": 12},
+         "v2 Compose.forward"),
+        ({"json load": 12, "zlib": 12, "": 12}, ""),
+        ({"": 30, "math.sqrt": 10}, ""),
+    ],
+)  # fmt: skip
+def test_what_a_line_calls_is_what_takes_most_of_its_time(calls, named):
+    found = shares_of([time(1, ms, calls=name) for name, ms in calls.items()])
+    assert found[0].calls == named
+
+
+def test_of_too_little_nothing_is_said():
+    assert shares_of((time(1, 5),)) == ()
+    assert shares_of() == ()
+
+
+def test_memory_is_bounded_whatever_is_read():
+    totals = LineTotals()
+    for number in range(3000):
+        totals.add([time(number, 1, calls=f"f{number}"), time(-1, 5, calls=f"f{number}")])
+    assert len(totals._lines) <= 256
+    assert max(len(line.calls) for line in totals._lines.values()) <= 8
+    found = totals.shares()
+    assert len(found) == 20
+    assert (found[0].line, found[0].share) == (-1, pytest.approx(5 / 6))
+
+
+def test_words_say_line_call_and_wait():
+    line = share(41, 0.88, blocked=0.9, calls="self.c.recv", waits_in="socket")
+    assert line_text(line) == (
+        "88% of reading is in Rows.read (rows.py:41), in self.c.recv, waiting for a socket"
+    )
+    assert "waiting" not in line_text(share(waits_in="lock", blocked=0.2))
+    assert "Rows.read (rows.py:41) | self.c.recv | 88% | 90% socket |" in lines_table([line])
+
+
+def test_a_cause_gets_the_line_that_waits_or_the_line_that_computes():
+    waits = share(1, 0.5, blocked=0.9, waits_in="file")
+    computes = share(2, 0.4, blocked=0.1)
+    evidence = Evidence(lines=(waits, computes))
+    assert "rows.py:1" in where_text(evidence, blocked=True)
+    assert "rows.py:2" in where_text(evidence, blocked=False)
+    assert "rows.py:1" in where_text(evidence)
+    assert where_text(Evidence(lines=(computes,)), blocked=True).startswith("; 40% of reading")
+
+
+def test_nothing_is_added_where_nothing_stands_out_or_an_operation_explains_more():
+    assert where_text(Evidence()) == ""
+    assert where_text(Evidence(lines=(share(of=0.1),))) == ""
+    assert where_text(Evidence(lines=(share(blocked=0.0),)), blocked=True) == ""
+    blur = OperationShare(name="Blur", calls=9, mean_ms=2.0, share=0.7)
+    explained = Evidence(lines=(share(of=0.6, blocked=0.1),), operations=(blur,))
+    assert where_text(explained, blocked=False) == ""
+    assert where_text(explained, blocked=True) != ""

@@ -1,0 +1,363 @@
+"""Lines of code are named after what threads really do, and reading is none the worse for it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import pickle
+import socket
+import sys
+import threading
+import time
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+
+from lightning_fastdata.host.thread_waits import ThreadProbe
+from lightning_fastdata.loading.line_names import key_of, name_of, place_of, short_file
+from lightning_fastdata.loading.lines import LineWatch
+from lightning_fastdata.loading.stamps import TaskStamps, TaskWatch
+
+LOCK = threading.Lock()
+
+
+def sleeps(_):
+    time.sleep(0.3)
+
+
+def reads_a_pipe(ends):
+    os.read(ends.pipe[0], 1)
+
+
+def receives(ends):
+    ends.sockets[0].recv(1)
+
+
+def receives_with_a_timeout(ends):
+    ends.sockets[0].settimeout(30)
+    ends.sockets[0].recv(1)
+
+
+def acquires(_):
+    LOCK.acquire(timeout=30)
+
+
+def enters(_):
+    with LOCK:
+        pass
+
+
+class Ends:
+    """What a thread waits for until :meth:`let_go`."""
+
+    def __init__(self):
+        self.pipe = os.pipe()
+        self.sockets = socket.socketpair()
+        LOCK.acquire()
+
+    def let_go(self):
+        os.write(self.pipe[1], b"x")
+        self.sockets[1].send(b"x")
+        LOCK.release()
+
+
+@contextmanager
+def waiting(function):
+    """Have a thread wait in a function; gives the thread, once it waits."""
+    ends = Ends()
+    thread = threading.Thread(target=function, args=(ends,), daemon=True)
+    thread.start()
+    try:
+        yield thread
+    finally:
+        ends.let_go()
+        thread.join()
+        LOCK.acquire(blocking=False)
+        LOCK.release()
+        for end in ends.sockets:
+            end.close()
+        for end in ends.pipe:
+            os.close(end)
+
+
+def soon(look, wanted):
+    """Look until what is wanted is seen, and return what was seen last."""
+    until = time.monotonic() + 20
+    while (seen := look()) != wanted and time.monotonic() < until:
+        time.sleep(0.001)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("function", "calls", "kind"),
+    [
+        (sleeps, "time.sleep", "sleep"),
+        (reads_a_pipe, "os.read", "file"),
+        (receives, "recv", "socket"),
+        (receives_with_a_timeout, "recv", "socket"),
+        (acquires, "LOCK.acquire", "lock"),
+        (enters, "LOCK", "lock"),
+    ],
+)
+def test_the_line_what_it_calls_and_what_a_thread_waits_in_are_told(function, calls, kind):
+    with waiting(function) as thread:
+        probe = ThreadProbe(thread.native_id)
+        if probe.state() is None:
+            pytest.skip("the kernel does not tell what threads wait in")
+
+        def look():
+            state = probe.state()
+            place = place_of(sys._current_frames().get(thread.ident))
+            name = None if place is None else name_of(place)
+            # A thread that starts waits for a lock, too.
+            return (state, name.function, name.calls) if name else None
+
+        seen = soon(look, ((True, kind), function.__name__, calls))
+        probe.close()
+    assert seen == ((True, kind), function.__name__, calls)
+
+
+def test_a_thread_that_wants_the_interpreter_waits_for_no_lock():
+    going = True
+
+    def compute():
+        while going:
+            math.sqrt(2.0)
+
+    threads = [threading.Thread(target=compute) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    probe = ThreadProbe(threads[0].native_id)
+    states = {probe.state() for _ in range(50)}
+    going = False
+    for thread in threads:
+        thread.join()
+    probe.close()
+    assert states <= {None, (False, "")}
+
+
+def test_a_probe_of_a_thread_that_is_gone_tells_nothing():
+    thread = threading.Thread(target=int)
+    thread.start()
+    native_id = thread.native_id
+    thread.join()
+
+    def look():
+        probe = ThreadProbe(native_id)
+        state = probe.state()
+        probe.close()
+        return state
+
+    # The interpreter is done with a thread shortly before the kernel is.
+    assert soon(look, None) is None
+
+
+def typed_in(filename, module):
+    """Return the place in a function whose source was typed into a file of this name."""
+    scope = {"__name__": module, "sys": sys, "found": []}
+    source = "class Rows:\n    def __getitem__(self, i):\n        found.append(sys._getframe())\n"
+    exec(compile(source, filename, "exec"), scope)
+    scope["Rows"]()[0]
+    return place_of(scope["found"][0])
+
+
+@pytest.mark.parametrize(
+    ("filename", "module", "file"),
+    [
+        ("/home/me/project/data/rows.py", "data.rows", "data/rows.py"),
+        ("/tmp/ipykernel_1234/567.py", "__main__", "notebook cell"),
+        ("<ipython-input-3-abc>", "__main__", "notebook cell"),
+        ("<stdin>", "__main__", "<stdin>"),
+        ("<string>", "dataclasses", None),
+        ("/venv/lib/python3.11/site-packages/webdataset/pipeline.py", "webdataset", None),
+    ],
+)
+def test_user_code_is_what_is_neither_installed_nor_made(filename, module, file):
+    place = typed_in(filename, module)
+    if file is None:  # who called it is named
+        assert place.code is typed_in.__code__
+    else:
+        assert name_of(place)[:3] == (file, 3, "Rows.__getitem__")
+
+
+def test_files_have_short_names(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert short_file(str(tmp_path / "src" / "data" / "rows.py")) == "src/data/rows.py"
+    assert short_file("/a/b/c/rows.py") == "c/rows.py"
+    assert short_file("/x/site-packages/PIL/Image.py") == "PIL/Image.py"
+    assert short_file(json.__file__) == "json/__init__.py"
+
+
+class Frames:
+    """Loaded by a library: keeps the frame in which it is asked for its text."""
+
+    def read(self):
+        self.frame = sys._getframe()
+        return "[1, 2]"
+
+
+def test_the_innermost_line_of_the_user_is_named_whatever_calls_it():
+    file = Frames()
+    json.load(file)
+    assert name_of(place_of(file.frame)).function == "Frames.read"
+    # From outside of it, a library is what the line calls.
+    names = []
+
+    def hook(_):
+        names.append(name_of(place_of(sys._getframe().f_back)))
+
+    json.loads("{}", object_hook=hook)
+    assert "innermost_line" in names[0].function
+
+
+def test_places_are_told_apart_by_line():
+    one, other = typed_in("/a/rows.py", "a"), typed_in("/a/rows.py", "a")
+    assert key_of(one) == key_of(one)
+    assert key_of(one) != key_of(other._replace(line=9))
+
+
+def spin(seconds):
+    until = time.thread_time() + seconds
+    while time.thread_time() < until:
+        pass
+
+
+def tasks(watch, read, *, seconds=1.0):
+    """Return the lines of tasks of a thread that reads for some time."""
+    found = []
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        watch.begin()
+        for index in range(4):
+            began_ns = time.monotonic_ns()
+            read()
+            watch.read(index, began_ns)
+        found.append(watch.end())
+    return found
+
+
+def test_code_that_keeps_the_interpreter_is_seen_although_it_waits_afterwards():
+    """To look takes the interpreter's lock, which is free while the reading thread waits."""
+    spent = {"computes": 0, "waits": 0}
+
+    def timed(name, work, seconds):
+        began_ns = time.monotonic_ns()
+        work(seconds)
+        spent[name] += time.monotonic_ns() - began_ns
+
+    def computes():
+        timed("computes", spin, 0.003)
+
+    def waits():
+        timed("waits", time.sleep, 0.001)
+
+    def read():
+        computes()
+        waits()
+
+    seen = {"spin": 0, "timed": 0}
+    for task in tasks(TaskWatch(0, 0, None, LineWatch(every=1)), read, seconds=1.5):
+        for line in task.lines or ():
+            seen[line.function] = seen.get(line.function, 0) + line.total_ns
+    true_share = spent["computes"] / sum(spent.values())
+    assert seen["spin"] / sum(seen.values()) > true_share / 2
+    assert seen["timed"] > 0
+
+
+def test_most_tasks_are_not_looked_at_and_short_ones_in_a_row():
+    found = tasks(TaskWatch(0, 0, None, LineWatch()), lambda: spin(0.0005), seconds=1.0)
+    looked = [number for number, task in enumerate(found) if task.lines]
+    assert looked
+    assert min(looked) >= 1
+    assert len(looked) < len(found) / 4
+
+
+@pytest.mark.parametrize("ends", ["well", "in an error"])
+def test_the_interpreter_switches_between_threads_as_before(ends):
+    before = sys.getswitchinterval()
+    watch = TaskWatch(0, 0, None, LineWatch(every=1))
+    for _ in range(5):
+        watch.begin()
+        try:
+            time.sleep(0.01)
+            if ends == "in an error":
+                raise ValueError
+        except ValueError:
+            pass
+        finally:
+            watch.end()
+    assert sys.getswitchinterval() == before
+
+
+def test_a_forked_process_starts_its_own_thread():
+    watch = TaskWatch(0, 0, None, LineWatch(every=1))
+    tasks(watch, lambda: time.sleep(0.001), seconds=0.1)
+    watch.begin()
+    child = os.fork()
+    if child == 0:
+        found = tasks(watch, lambda: time.sleep(0.002), seconds=0.5)
+        os._exit(0 if any(task.lines for task in found) else 1)
+    watch.end()
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_threads_that_share_a_watch_are_looked_at_one_at_a_time_and_none_is_forgotten():
+    lines = LineWatch(every=1)
+    found = {}
+
+    def read(number):
+        watch = TaskWatch(0, number, None, lines)
+        found[number] = tasks(watch, lambda: time.sleep(0.002), seconds=1.0)
+
+    for _ in range(2):  # the threads of the first turn end, the watch stays
+        threads = [threading.Thread(target=read, args=(number,)) for number in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert any(task.lines for each in found.values() for task in each)
+
+
+def test_where_no_thread_can_be_started_nothing_is_named_and_nothing_fails():
+    """Thread after thread is refused by the limit on the address space of their stacks."""
+    size = threading.stack_size()
+    threading.stack_size(1 << 62)
+    try:
+        found = tasks(TaskWatch(0, 0, None, LineWatch(every=1)), lambda: spin(0.001), seconds=0.1)
+    finally:
+        threading.stack_size(size)
+    assert found
+    assert not any(task.lines for task in found)
+
+
+def test_no_variable_of_the_reading_function_is_kept():
+    alive = []
+
+    class Large:
+        def __del__(self):
+            alive.remove(id(self))
+
+    def read():
+        large = Large()
+        alive.append(id(large))
+        time.sleep(0.003)
+
+    for task in tasks(TaskWatch(0, 0, None, LineWatch(every=1)), read, seconds=0.3):
+        assert isinstance(task, TaskStamps)
+    assert soon(lambda: len(alive), 0) == 0
+
+
+def test_named_lines_are_small_and_hold_no_values():
+    def read():
+        secret = "hunter2"
+        np.sort(np.arange(20_000) % 7)
+        time.sleep(0.002)
+        return secret
+
+    found = tasks(TaskWatch(0, 0, None, LineWatch(every=1)), read, seconds=0.4)
+    sent = [pickle.dumps(task) for task in found if task.lines]
+    assert sent
+    assert max(map(len, sent)) < 4000
+    assert not any(b"hunter2" in each for each in sent)
