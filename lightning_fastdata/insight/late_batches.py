@@ -156,8 +156,7 @@ def latency(e: Evidence) -> Finding | None:
     return _more_workers(
         e,
         "FD303",
-        of_wait(e, share, "waiting for storage, a network or a lock")
-        + where_text(e, blocked=True),
+        of_wait(e, share, "waiting for storage, a network or a lock") + where_text(e, blocked=True),
         "keep the data on a local disk, or cache it",
         remedies.gain_of_costs(e, scaled(e.costs, blocked=0.0)),
         "transforms: the CPUs are not what is short",

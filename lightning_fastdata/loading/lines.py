@@ -91,9 +91,9 @@ class LineWatch:
         try:
             seen = current.pause()
             if current.over or current.read_ns >= _ROUND_NS:
-                current.close()
                 self._next_ns = time.monotonic_ns() + (self._every - 1) * current.read_ns
                 self._round = None
+                current.close()
             return self._named(seen)
         except Exception:
             self._works = False
@@ -104,7 +104,8 @@ class LineWatch:
             self._process, self._round, self._deciding = os.getpid(), None, threading.Lock()
         with self._deciding:
             current = self._round
-            if current is None or current.over:
+            # One that has ended by itself is left to its thread as long as that reads.
+            if current is None or (current.over and not current.reading):
                 self._round = None
                 self._round = current = _Round()
         if current.thread == threading.get_ident():
@@ -113,16 +114,16 @@ class LineWatch:
     def _named(self, seen: list[_Seen]) -> tuple[LineTime, ...] | None:
         if not seen:
             return None
-        times: dict[tuple[PlaceName, str], list[int | None]] = {}
         seen.sort(key=lambda each: -each.total_ns)
-        rest_ns = sum(each.total_ns for each in seen[_MOST_LINES:])
+        times: dict[tuple[PlaceName, str], _Seen] = {}
         for each in seen[:_MOST_LINES]:
-            entry = times.setdefault((self._name(each.place), each.waits_in), [0, 0])
-            entry[0] = (entry[0] or 0) + each.total_ns
-            known = entry[1] is not None and each.blocked_ns is not None
-            entry[1] = (entry[1] or 0) + (each.blocked_ns or 0) if known else None
-        lines = [LineTime(*name, total or 0, blocked, waits_in)
-                 for (name, waits_in), (total, blocked) in times.items()]  # fmt: skip
+            named = self._name(each.place), each.waits_in
+            times.setdefault(named, _Seen(each.place, each.waits_in)).add(each)
+        lines = [
+            LineTime(*name, each.total_ns, each.blocked_ns, waits_in)
+            for (name, waits_in), each in times.items()
+        ]
+        rest_ns = sum(each.total_ns for each in seen[_MOST_LINES:])
         if rest_ns:
             lines.append(LineTime("", 0, "", "", rest_ns, None, ""))
         return tuple(lines)
@@ -148,6 +149,14 @@ class _Seen:
         self.waits_in = waits_in
         self.total_ns = 0
         self.blocked_ns: int | None = 0
+
+    def add(self, other: _Seen) -> None:
+        """Add the time of another place of the same name."""
+        self.total_ns += other.total_ns
+        if self.blocked_ns is not None:
+            self.blocked_ns = (
+                None if other.blocked_ns is None else self.blocked_ns + other.blocked_ns
+            )
 
 
 class _Round:

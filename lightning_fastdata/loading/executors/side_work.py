@@ -47,9 +47,7 @@ class Work:
         self.mark_at = number * MARK_WORDS
         alone = len(side.marks) == MARK_WORDS + 1
         self.fetcher: Any = fetcher_of(side.plan, keyed=alone)
-        self.stamps = TaskWatch(
-            side.number, number, side.operations, side.lines, alone=alone
-        )
+        self.stamps = TaskWatch(side.number, number, side.operations, side.lines, alone=alone)
 
     def do(self, task: tuple[Any, ...]) -> None:
         """Do a task, and say so."""
