@@ -68,19 +68,24 @@ class PlaceName(NamedTuple):
     """What the line calls, if that is known: ``PIL Image.convert > ImageFile.load``."""
 
 
+ELSEWHERE: Final = Place(compile("", "<elsewhere>", "exec"), 0, 0, None, None)
+"""In a dataset written in C, or in code of this package that is no dataset."""
+
+
 def key_of(place: Place) -> tuple[int, ...]:
     """Return what tells places apart, cheaply: code objects are long to hash."""
     return id(place.code), place.line, place.at, id(place.called), id(place.inside)
 
 
 def place_of(frame: FrameType | None) -> Place | None:
-    """Return where a thread is that reads samples; None: not in code of the dataset.
+    """Return where a thread is that reads samples; None: it does something else.
 
     Args:
         frame: The innermost one of the thread.
     """
     called: CodeType | None = None
     inside: CodeType | None = None
+    below: CodeType | None = None
     outermost: tuple[CodeType, int, int] | None = None
     while frame is not None:
         code = frame.f_code
@@ -93,12 +98,11 @@ def place_of(frame: FrameType | None) -> Place | None:
             return None
         if kind == _READS:
             if outermost is None:
-                return None
+                return ELSEWHERE
             # Nothing but libraries: their dataset is named, and what it calls.
-            called = None if called is outermost[0] else called
-            return Place(*outermost, called, None if inside is outermost[0] else inside)
+            return Place(*outermost, below, inside if below is not None else None)
         if kind == _LIBRARY and not code.co_filename.endswith(_WRAPPERS):
-            called = code
+            below, called = called, code
             outermost = code, frame.f_lineno or 0, frame.f_lasti
             inside = inside or code
         frame = frame.f_back
@@ -154,6 +158,8 @@ def _kind_of(filename: str, module: object) -> int:
 
 
 def _kind_of_own(path: Path) -> int:
+    if path.parts[0] == "images":  # datasets
+        return _LIBRARY
     if path.parts[0] != "loading":
         return _OWN
     if path.name in _WRITERS:
@@ -163,6 +169,8 @@ def _kind_of_own(path: Path) -> int:
 
 def _in_library(filename: str) -> str | None:
     """Return the name of a library's file, relative to where libraries are."""
+    if filename.startswith(_PACKAGE):
+        return str(Path(Path(_PACKAGE).name, filename[len(_PACKAGE) :]))
     installed = _INSTALLED.match(filename)
     if installed is not None:
         return filename[installed.end() :]

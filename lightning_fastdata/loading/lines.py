@@ -17,7 +17,14 @@ import time
 from typing import Final, NamedTuple
 
 from lightning_fastdata.host.thread_waits import ThreadProbe
-from lightning_fastdata.loading.line_names import Place, PlaceName, key_of, name_of, place_of
+from lightning_fastdata.loading.line_names import (
+    ELSEWHERE,
+    Place,
+    PlaceName,
+    key_of,
+    name_of,
+    place_of,
+)
 
 EVERY: Final = 32
 """Reading is looked at for one of so many parts of the time."""
@@ -117,13 +124,15 @@ class LineWatch:
         seen.sort(key=lambda each: -each.total_ns)
         times: dict[tuple[PlaceName, str], _Seen] = {}
         for each in seen[:_MOST_LINES]:
+            if each.place is ELSEWHERE:
+                continue
             named = self._name(each.place), each.waits_in
             times.setdefault(named, _Seen(each.place, each.waits_in)).add(each)
         lines = [
             LineTime(*name, each.total_ns, each.blocked_ns, waits_in)
             for (name, waits_in), each in times.items()
         ]
-        rest_ns = sum(each.total_ns for each in seen[_MOST_LINES:])
+        rest_ns = sum(each.total_ns for each in seen) - sum(line.total_ns for line in lines)
         if rest_ns:
             lines.append(LineTime("", 0, "", "", rest_ns, None, ""))
         return tuple(lines)

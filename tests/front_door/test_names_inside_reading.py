@@ -22,8 +22,10 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
 from PIL import Image
 from torch.utils.data import Dataset, IterableDataset
+from torchvision.datasets import ImageFolder
+from torchvision.transforms import v2
 
-from lightning_fastdata import DataThroughputCallback, FastDataLoader
+from lightning_fastdata import DataThroughputCallback, FastDataLoader, FastImageFolder
 from lightning_fastdata.host.thread_waits import ThreadProbe
 
 BATCH, BATCHES = 8, 12
@@ -46,7 +48,8 @@ class Model(LightningModule):
         self.layer = torch.nn.Linear(4, 1)
 
     def training_step(self, batch, _):
-        return self.layer(batch).mean()
+        x = batch[0] if isinstance(batch, list | tuple) else batch
+        return self.layer(x.reshape(len(x), -1)[:, :4].float()).mean()
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), 0.01)
@@ -212,6 +215,24 @@ def test_the_decoding_of_jpegs_is_named_with_the_users_line(tmp_path):
     line = longest(report)
     expect(line, Jpegs.__getitem__, "decoded here", "")
     assert line.calls.startswith("PIL Image.convert")
+
+
+@pytest.mark.parametrize("kind", [ImageFolder, FastImageFolder])
+def test_of_a_dataset_that_is_installed_its_own_line_is_named(tmp_path, kind):
+    folder = tmp_path / "images" / "class"
+    folder.mkdir(parents=True)
+    noise = np.random.default_rng(0).integers(0, 255, (300, 400, 3), np.uint8)
+    for number in range(BATCH * BATCHES):
+        Image.fromarray(noise).save(folder / f"{number:03}.jpg")
+    if kind is FastImageFolder:
+        dataset = FastImageFolder(folder.parent, size=64)
+    else:
+        dataset = ImageFolder(str(folder.parent), transform=v2.PILToTensor())
+    report, _ = fit(tmp_path, dataset, executor="workers", num_workers=1)
+    line = longest(report)
+    assert line.function.startswith(("DatasetFolder.", "FastImageFolder."))
+    assert line.file.endswith("/folder.py")
+    assert line.calls.startswith(("torchvision ", "lightning_fastdata "))
 
 
 @pytest.mark.parametrize("name", ["torch, forked", "workers"])
