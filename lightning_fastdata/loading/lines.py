@@ -30,7 +30,7 @@ EVERY: Final = 32
 """Reading is looked at for one of so many parts of the time."""
 _UNSEEN_TASKS: Final = 2
 """The first tasks of a process pay for what is done once."""
-_ROUND_NS: Final = 50_000_000
+_ROUND_NS: Final = 100_000_000
 """Of reading that is looked at in one go, which may be one long task or many short ones."""
 _TICK_NS: Final = 2_000_000
 _TICKS: Final = 128

@@ -221,7 +221,7 @@ def test_the_decoding_of_jpegs_is_named_with_the_users_line(tmp_path):
 def test_of_a_dataset_that_is_installed_its_own_line_is_named(tmp_path, kind):
     folder = tmp_path / "images" / "class"
     folder.mkdir(parents=True)
-    noise = np.random.default_rng(0).integers(0, 255, (300, 400, 3), np.uint8)
+    noise = np.random.default_rng(0).integers(0, 255, (500, 600, 3), np.uint8)
     for number in range(BATCH * BATCHES):
         Image.fromarray(noise).save(folder / f"{number:03}.jpg")
     if kind is FastImageFolder:
