@@ -19,7 +19,7 @@ from lightning_fastdata.insight.contention import (
     throttled,
 )
 from lightning_fastdata.insight.finding import Finding, severity_of, stalls
-from lightning_fastdata.insight.lines import where_text
+from lightning_fastdata.insight.lines import lock_between_processes, where_text
 from lightning_fastdata.insight.simulate import scaled
 
 if TYPE_CHECKING:
@@ -135,9 +135,12 @@ def _read_more_by(e: Evidence) -> float | None:
     return math.log(rates.many_per_s / rates.few_per_s) / math.log(rates.many / rates.few)
 
 
-def _rates_are_flat(e: Evidence) -> bool:
+def _shares(e: Evidence) -> bool:
+    """Return whether workers wait for something that they share."""
     more = _read_more_by(e)
-    return more is not None and more < _SHARED
+    if more is None:
+        return lock_between_processes(e.lines) is not None and e.setup is not None
+    return more < _SHARED
 
 
 def _at_limit(e: Evidence) -> bool:
@@ -145,13 +148,13 @@ def _at_limit(e: Evidence) -> bool:
 
     Behind a sample that is slow by itself, workers have nothing to do after a while.
     """
-    return _rates_are_flat(e) and e.busy_share is not None and e.busy_share > _BUSY_HIGH
+    return _shares(e) and e.busy_share is not None and e.busy_share > _BUSY_HIGH
 
 
 def latency(e: Evidence) -> Finding | None:
     """FD303: reading waits for storage."""
     name, share = largest(e)
-    if name != "read_blocked" or _rates_are_flat(e):
+    if name != "read_blocked" or _shares(e):
         return None
     return _more_workers(
         e,
@@ -167,15 +170,17 @@ def latency(e: Evidence) -> Finding | None:
 def bandwidth(e: Evidence) -> Finding | None:
     """FD304: what workers wait for is shared by them."""
     name, share = largest(e)
-    if name != "read_blocked" or not _rates_are_flat(e) or e.read_rates is None:
+    if name != "read_blocked" or not _shares(e):
         return None
-    few, few_per_s, many, many_per_s = e.read_rates
+    cause = of_wait(e, share, "waiting for a lock, a disk or a line that the workers share")
+    if e.read_rates is not None:
+        few, few_per_s, many, many_per_s = e.read_rates
+        cause += f"; {many} workers read {many_per_s:.3g} samples/s and {few} of them "
+        cause += f"{few_per_s:.3g}"
     return Finding(
         code="FD304",
         severity=severity_of(e.stall_share),
-        cause=of_wait(e, share, "waiting for a lock, a disk or a line that the workers share")
-        + f"; {many} workers read {many_per_s:.3g} samples/s and {few} of them {few_per_s:.3g}"
-        + where_text(e, blocked=True),
+        cause=cause + where_text(e, blocked=True),
         remedy="find the lock, or read less: cache decoded or resized samples, or keep the data on "
         "a local disk",
         gain=remedies.gain_of_costs(e, scaled(e.costs, blocked=0.0)),

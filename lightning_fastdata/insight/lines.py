@@ -29,6 +29,10 @@ _WAITS: Final = {
 }
 
 
+_LOCKS_OF_PROCESSES: Final = ("SemLock", "fcntl.flock", "fcntl.lockf", "filelock")
+"""How calls are named that wait for what other processes hold."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LineShare:
     """What one line of the user's code takes, with all that it calls in libraries."""
@@ -157,6 +161,17 @@ def where_text(evidence: Evidence, *, blocked: bool | None = None) -> str:
     if operations and max(each.share for each in operations) >= line.share:
         return ""
     return f"; {line_text(line)}"
+
+
+def lock_between_processes(lines: Iterable[LineShare]) -> LineShare | None:
+    """Return the line that waits for most of reading, if what it waits for is such a lock.
+
+    A lock within a process may be that of a pool of threads whose work is waited for.
+    """
+    for line in lines:
+        if line.share > _MOST_OF_IT and line.waits:
+            return line if any(name in line.calls for name in _LOCKS_OF_PROCESSES) else None
+    return None
 
 
 def lines_table(lines: Sequence[LineShare]) -> str:
