@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 Batch: TypeAlias = Any
@@ -11,6 +12,14 @@ Stage: TypeAlias = Literal["train", "val", "test", "predict"]
 """What a loader or a transform is for. Lightning's sanity check counts as ``val``."""
 
 STAGES: tuple[Stage, ...] = ("train", "val", "test", "predict")
+
+STAGE_WORDS: Mapping[str, str] = {
+    "train": "training",
+    "val": "validation",
+    "test": "test",
+    "predict": "prediction",
+}
+"""Stage -> what it is called in a sentence."""
 
 
 class SampleKey(NamedTuple):

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_fastdata.errors import OptionsError
+from lightning_fastdata.insight.drawing import duration_text
 from lightning_fastdata.insight.headroom import Headroom, modelled_headroom
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ class PhaseSummary:
     up to 1; ``wait`` may exceed the stall, and ``gap`` lies outside the step."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class StageSummary:
     """Where the warm steps of one stage went; the others (`Cold`) are counted apart."""
 
@@ -135,6 +136,14 @@ class StageSummary:
     about the one that is waited for most."""
     loaders: tuple[LoaderWait, ...] = ()
     """What each of several loaders costs, in their order; empty where there is one."""
+
+    def __repr__(self) -> str:
+        parts = [f"{self.stage} {self.steps} steps in {duration_text(self.duration_s)}"]
+        if self.stall_share is not None:
+            parts.append(f"wait {self.stall_share:.0%}")
+        if self.samples_per_s is not None:
+            parts.append(f"{self.samples_per_s:.0f} samples/s")
+        return f"<StageSummary: {', '.join(parts)}>"
 
     @property
     def stall_share(self) -> float | None:

@@ -37,6 +37,7 @@ from lightning_fastdata.insight.finding import (
     severity_of,
 )
 from lightning_fastdata.insight.remedies import Gain
+from lightning_fastdata.types import STAGE_WORDS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -121,7 +122,8 @@ def waiting_text(summary: StageSummary) -> str:
     step, stall = summary.step, summary.stall
     if step is None or stall is None:
         return ""
-    who = "the GPU" if summary.device != "cpu" else "the training loop"
+    loop = STAGE_WORDS.get(summary.stage, summary.stage)
+    who = "the GPU" if summary.device != "cpu" else f"the {loop} loop"
     return (
         f"{who} waits {stall.share:.0%} of each step ({stall.mean_ms:.1f} of {step.mean_ms:.1f} ms)"
     )

@@ -45,7 +45,7 @@ _NO_CAUSE_OF_STALLS: Final = frozenset(
 """Causes of other costs than late batches within an epoch."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Verdict:
     """What limits a stage."""
 
@@ -64,6 +64,9 @@ class Verdict:
     def code(self) -> str:
         """Stable code of the first finding."""
         return self.findings[0].code
+
+    def __repr__(self) -> str:
+        return f"<Verdict: {self.kind}, {self.sentence} [{self.code}]>"
 
 
 def judge(

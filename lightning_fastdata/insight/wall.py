@@ -7,6 +7,8 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from lightning_fastdata.types import STAGE_WORDS
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
@@ -51,7 +53,7 @@ class WallTime:
     named_s: Mapping[Activity, float] = field(default_factory=dict)
     """Activity with a name -> seconds; part of its part."""
     steps: int = 0
-    """Training steps in this time."""
+    """Steps of what the run is for in this time: of the training in a fit."""
     samples: int = 0
     """Samples in these steps."""
 
@@ -62,7 +64,7 @@ class WallTime:
 
     @property
     def samples_per_s(self) -> float | None:
-        """Training samples per second of all that time, None if there were none."""
+        """Samples of these steps per second of all that time, None if there were none."""
         return self.samples / self.training_s if self.samples and self.training_s else None
 
     def share(self, seconds: float) -> float:
@@ -164,12 +166,18 @@ class WallClock:
         self._now = activity
 
 
-def wall_text(wall: WallTime) -> str:
-    """Return the parts in one line, e.g. ``of 72.9 s: training steps 0.7 (wait 0.1, ...), ...``."""
+def wall_text(wall: WallTime, stage: str = "train") -> str:
+    """Return the parts in one line, e.g. ``of 72.9 s: training steps 0.7 (wait 0.1, ...), ...``.
+
+    Args:
+        wall: Where the time went.
+        stage: What the steps are for.
+    """
+    what = STAGE_WORDS.get(stage, stage)
     steps = {part: wall.parts_s[part] for part in STEP_PARTS if part in wall.parts_s}
     told_steps = {part: seconds for part, seconds in steps.items() if seconds >= _SHOWN_S}
     inside = ", ".join(f"{PART_NAMES[part]} {seconds:.1f}" for part, seconds in told_steps.items())
-    told = [f"training steps {sum(steps.values()):.1f}" + (f" ({inside})" if inside else "")]
+    told = [f"{what} steps {sum(steps.values()):.1f}" + (f" ({inside})" if inside else "")]
     told += [
         f"{name} {wall.parts_s.get(part, 0.0):.1f}"
         for part, name in PART_NAMES.items()
