@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
 from hypothesis import settings
 from thoroughness import LONG, left_out
+from torch.utils.data import BatchSampler, DataLoader
 
 # A failure in CI has to come back on the next run; new examples are looked for on developers'
 # machines.
@@ -18,6 +20,22 @@ if os.environ.get("CI"):
 # before anybody imports Triton.
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture(autouse=True)
+def torchs_own_loaders():
+    """Undo what Lightning leaves in torch's classes where a hook that makes loaders has raised.
+
+    Afterwards it cannot predict from a plain ``DataLoader`` any more, in the whole process.
+    """
+    methods = ("__init__", "__setattr__", "__delattr__")
+    kinds = [(kind, name) for kind in (DataLoader, BatchSampler) for name in methods]
+    before = [(kind, name, getattr(kind, name)) for kind, name in kinds]
+    yield
+    for kind, name, method in before:
+        if f"__old{name}" in vars(kind):
+            setattr(kind, name, method)
+            delattr(kind, f"__old{name}")
 
 
 def pytest_collection_modifyitems(config, items):
