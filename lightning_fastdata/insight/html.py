@@ -13,6 +13,7 @@ from lightning_fastdata.insight.html_style import STYLE
 from lightning_fastdata.insight.markup import Child, Markup, element
 from lightning_fastdata.insight.remedies import Gain
 from lightning_fastdata.insight.wall import PART_NAMES, STEP_PARTS
+from lightning_fastdata.types import STAGE_WORDS
 
 _PHASES: Final = tuple((name, column.removesuffix("_ms")) for name, column in reversed(STACK))
 _POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'"
@@ -28,7 +29,8 @@ def report_html(report: Mapping[str, Any]) -> str:
     """
     stages = list(report["stages"].values())
     first = stages[0] if stages else None
-    body: list[Child] = [_head(first, report.get("verdict"), report.get("wall"))]
+    so_far = "" if report.get("ended", True) else " so far"
+    body: list[Child] = [_head(first, report.get("verdict"), report.get("wall"), so_far)]
     if first is not None:
         body += [
             _findings(report.get("verdict")),
@@ -44,7 +46,7 @@ def report_html(report: Mapping[str, Any]) -> str:
         _notes(report),
         _machine(report),
     ]
-    title = "fastdata" if first is None else f"fastdata · {_steps(first)}"
+    title = "fastdata" if first is None else f"fastdata · {_steps(first)}{so_far}"
     page = element(
         "html",
         element(
@@ -65,6 +67,7 @@ def _head(
     first: Mapping[str, Any] | None,
     verdict: Mapping[str, Any] | None,
     wall: Mapping[str, Any] | None,
+    so_far: str,
 ) -> Markup:
     if first is None:
         return element("header", element("h1", "nothing was measured"))
@@ -81,15 +84,16 @@ def _head(
     now, free = first.get("samples_per_s"), first.get("headroom") or {}
     rate = free.get("samples_per_s", first.get("samples_per_s_if_data_were_free"))
     basis = ", measured" if free.get("basis") == "measured" else ""
+    whole = STAGE_WORDS.get(first["stage"], first["stage"])
     figures: list[Child] = [
-        _figure(_rounded((wall or {}).get("samples_per_s")), "samples/s in the whole training"),
+        _figure(_rounded((wall or {}).get("samples_per_s")), f"samples/s in the whole {whole}"),
         _figure(_rounded(now), "samples/s in a step"),
         _figure(_rounded(rate), f"if data were free{basis}"),
         _figure(_times(rate / now) if rate and now else None, "to gain, at most"),
         _figure(_ms(_mean(first, "step")), "ms a step"),
         _figure(_percent(first.get("stall_share")), "of it waiting for data"),
     ]
-    run = element("p", f"fastdata · {_steps(first)}{device}", class_="run")
+    run = element("p", f"fastdata · {_steps(first)}{device}{so_far}", class_="run")
     return element("header", run, sentence, element("div", figures, class_="figures"))
 
 

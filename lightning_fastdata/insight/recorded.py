@@ -63,7 +63,7 @@ def read_report(path: Path) -> Mapping[str, Any]:
         reason = error.strerror or error
         raise OptionsError(
             f"The report {path} cannot be read: {reason}. The callback writes report.json into "
-            "the trainer's log_dir when a fit ends."
+            "the trainer's log_dir, now and then and when a fit ends."
         ) from error
     except UnicodeDecodeError as error:
         raise OptionsError(f"{path} is no report: it is not text in UTF-8.") from error

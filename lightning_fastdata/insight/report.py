@@ -21,6 +21,7 @@ from lightning_fastdata.insight.finding import STALL_LOW, gain_text
 from lightning_fastdata.insight.ranks import ranks_line
 from lightning_fastdata.insight.several_loaders import waits_line
 from lightning_fastdata.insight.wall import wall_text
+from lightning_fastdata.types import STAGE_WORDS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 SCHEMA_VERSION = 5
 """Raised when the form of the JSON report changes; 2 added ``causes`` to the stages, 3 ``recent``
 to them and ``findings`` to the verdict, in the place of ``next_step`` and ``leave_alone``, 4
-``wall``, 5 ``loaders`` to the stages."""
+``wall``, 5 ``ended``, and ``loaders`` to the stages."""
 _MOST_RECENT = 512
 _MOST_REMEDIES = 2
 
@@ -75,6 +76,8 @@ class RunReport:
     """What limits the first stage."""
     recent: Mapping[str, Columns] = field(default_factory=dict, compare=False)
     """Stage name -> the single values of its newest steps; reports are equal without them."""
+    ended: bool = True
+    """False where the run went on when this was measured."""
     ranks: tuple[RankTiming, ...] = ()
     """What the training steps of each rank took, by rank; empty with one rank."""
     wall: WallTime | None = None
@@ -90,6 +93,7 @@ class RunReport:
         """Return the report as plain JSON types; keys of unmeasured numbers hold None."""
         return {
             "schema_version": SCHEMA_VERSION,
+            "ended": self.ended,
             "stages": {
                 stage.stage: _stage_as_dict(stage, self.recent.get(stage.stage))
                 for stage in self.stages
@@ -108,7 +112,8 @@ class RunReport:
     def __repr__(self) -> str:
         stages = ", ".join(f"{stage.stage} {stage.steps} steps" for stage in self.stages)
         verdict = "" if self.verdict is None else f", {self.verdict.kind} {self.verdict.code}"
-        return f"<RunReport: {stages or 'nothing was measured'}{verdict}>"
+        so_far = "" if self.ended else " so far"
+        return f"<RunReport: {stages or 'nothing was measured'}{so_far}{verdict}>"
 
     def _repr_html_(self) -> str:
         from lightning_fastdata.insight.html import report_html
@@ -164,13 +169,14 @@ class RunReport:
             lines += [_rule("fastdata ", width), [(" nothing was measured", "")]]
         else:
             first = self.stages[0]
-            lines.append(_rule(f"fastdata · {_headline(first)} ", width))
+            so_far = "" if self.ended else "so far "
+            lines.append(_rule(f"fastdata · {_headline(first)} {so_far}", width))
             lines += _verdict_lines(self.verdict, width)
             lines += [[], *_phase_rows(first, width, ascii_only), []]
             lines += _words("", waits_line(first.loaders), width, "")
             lines += _throughput_lines(first, self.wall, width)
             if self.wall is not None:
-                lines += _words("", wall_text(self.wall), width, "dim")
+                lines += _words("", wall_text(self.wall, first.stage), width, "dim")
         if self.verdict is not None:
             lines += _finding_lines(self.verdict, self.stages, width)
         for stage in self.stages[1:]:
@@ -292,7 +298,8 @@ def _throughput_lines(stage: StageSummary, wall: WallTime | None, width: int) ->
         return
     line = [(f" {stage.samples_per_s:.0f} samples/s in a step", "")]
     if wall is not None and wall.samples_per_s is not None:
-        yield [(f" {wall.samples_per_s:.0f} samples/s in the whole training", "")]
+        whole = STAGE_WORDS.get(stage.stage, stage.stage)
+        yield [(f" {wall.samples_per_s:.0f} samples/s in the whole {whole}", "")]
     free = stage.headroom
     if free is not None:
         basis = " (measured)" if free.basis == "measured" else ""

@@ -6,6 +6,7 @@ Lightning nor any logger's package; what a logger cannot show is left out withou
 
 from __future__ import annotations
 
+import glob
 import inspect
 from collections.abc import Mapping
 from functools import cache
@@ -18,11 +19,12 @@ from lightning_fastdata.insight.causes import cause_lines, operations_table
 from lightning_fastdata.insight.finding import gain_text
 from lightning_fastdata.insight.lines import lines_table
 from lightning_fastdata.insight.metrics import columns_of
-from lightning_fastdata.insight.wall import STEP_PARTS, wall_text
+from lightning_fastdata.insight.wall import wall_text
 from lightning_fastdata.plugin.scalar_events import write_scalars
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
+    from pathlib import Path
 
     from matplotlib.figure import Figure
 
@@ -30,8 +32,6 @@ if TYPE_CHECKING:
     from lightning_fastdata.insight.verdict import Verdict
     from lightning_fastdata.insight.wall import WallTime
 
-PREDICTED_STEP = "data_tune/predicted_step_ms"
-"""What the model of the loader says that a step takes in the setup as it is."""
 _STACK = (
     ("compute", "compute_ms", "#4c9f70"),
     ("augment", "augment_ms", "#b07aa1"),
@@ -107,47 +107,6 @@ def phase_figure(steps: Sequence[StepTiming] | Columns) -> Figure:
     return figure
 
 
-def custom_scalar_layout(prefix: str = "data") -> dict[str, dict[str, list[Any]]]:
-    """Return a layout for ``SummaryWriter.add_custom_scalars``: three charts, one with a band.
-
-    TensorBoard gives all lines of a run one color, so no chart has more than two. The tags of a
-    line chart are regular expressions, hence the ``$``; those of a band are exact, and are the
-    line, its lower and its upper bound. A writer takes one layout only.
-
-    Args:
-        prefix: as for `window_means`.
-    """
-    stall, headroom = f"{prefix}_band/stall", f"{prefix}_headroom"
-    return {
-        "Data": {
-            "samples/s, and if data were free": [
-                "Multiline",
-                [
-                    f"{prefix}/throughput_samples_per_s$",
-                    f"{headroom}/throughput_if_data_were_free_samples_per_s$",
-                ],
-            ],
-            "ms a step, measured and predicted": [
-                "Multiline",
-                [f"{prefix}/step_ms$", f"{PREDICTED_STEP}$"],
-            ],
-            "ms of stall, median to p95": [
-                "Margin",
-                [f"{stall}_p50_ms", f"{stall}_p50_ms", f"{stall}_p95_ms"],
-            ],
-        }
-    }
-
-
-def wall_scalars(wall: WallTime) -> dict[str, float]:
-    """Return how fast the whole training was, and what part of its time was training steps."""
-    steps_s = sum(wall.parts_s.get(part, 0.0) for part in STEP_PARTS)
-    scalars = {"data_run/steps_percent": 100 * wall.share(steps_s)}
-    if wall.samples_per_s is not None:
-        scalars["data_run/samples_per_s"] = wall.samples_per_s
-    return scalars
-
-
 def verdict_markdown(verdict: Verdict, summary: StageSummary, wall: WallTime | None = None) -> str:
     """Return the verdict as markdown: a table of phases, the findings, and what was measured."""
     lines = [f"### {verdict.kind}: {verdict.sentence}", ""]
@@ -174,7 +133,7 @@ def verdict_markdown(verdict: Verdict, summary: StageSummary, wall: WallTime | N
     if facts:
         lines += ["", "Also measured:", "", *(f"- {fact}" for fact in facts)]
     if wall is not None:
-        lines += ["", f"The run so far, {wall_text(wall)}."]
+        lines += ["", f"The run so far, {wall_text(wall, summary.stage)}."]
     if causes is not None and causes.operations:
         lines += ["", operations_table(causes).rstrip()]
     if causes is not None and causes.lines:
@@ -268,12 +227,33 @@ def log_image(
     return taken
 
 
+def log_files(loggers: Iterable[Any], files: Sequence[Path]) -> None:
+    """Attach files to the run of every logger that keeps files: W&B, MLflow, Comet, Lightning's.
+
+    Args:
+        loggers: Lightning loggers.
+        files: That exist, all in one folder.
+    """
+    for logger in loggers:
+        experiment = _experiment(logger)
+        for file in files:
+            path = str(file)
+            if _takes(logger, "log_file", "path"):
+                logger.log_file(path)
+            elif _takes(experiment, "save", "glob_str", "base_path", "policy"):
+                experiment.save(glob.escape(path), base_path=str(file.parent), policy="now")
+            elif _takes(experiment, "log_artifact", "run_id", "local_path"):
+                experiment.log_artifact(logger.run_id, path)
+            elif _takes(experiment, "log_asset", "file_data", "file_name", "overwrite"):
+                experiment.log_asset(path, file_name=file.name, overwrite=True)
+
+
 def log_layout(loggers: Iterable[Any], layout: Mapping[str, Any]) -> None:
     """Write a layout of custom scalars to TensorBoard loggers. To be called once per run.
 
     Args:
         loggers: Lightning loggers.
-        layout: as from `custom_scalar_layout`.
+        layout: as from `scalars.custom_scalar_layout`.
     """
     for logger in loggers:
         if _takes(_experiment(logger), "add_custom_scalars", "layout"):

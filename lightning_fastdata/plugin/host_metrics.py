@@ -47,10 +47,13 @@ class HostMeter:
         self._device_began = self._device_newest = read_device_usage(device)
         self._due_s = self._memory_due_s = clock_s()
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self, *, memory: bool = True) -> dict[str, float]:
         """Return the scalars since the last call that returned some; empty if that is too recent.
 
         What is expensive to read is read more rarely still.
+
+        Args:
+            memory: Add up the memory of this process and its workers, too.
         """
         began_s = self._clock_s()
         if began_s < self._due_s:
@@ -64,7 +67,7 @@ class HostMeter:
             scalars["data_workers/busy_percent"] = 100 * busy
         ended_s = self._clock_s()
         self._due_s = ended_s + _REST * (ended_s - began_s)
-        if ended_s >= self._memory_due_s:
+        if memory and ended_s >= self._memory_due_s:
             together = read_memory_together(self._workers())
             if together is not None:
                 scalars["data_host/pss_mib"] = together / 2**20

@@ -64,9 +64,10 @@ class RunJudge:
         """Return what limits the training, of which this is known."""
         return judge(train, self.facts(train), evidence)
 
-    def facts(self, train: StageSummary) -> LoaderFacts:
+    def facts(self, main: StageSummary) -> LoaderFacts:
         """Return what the trainer's loader says about itself: of several, the costliest one."""
-        label, loader = _costliest_loader(self._trainer.train_dataloader, train)
+        stage = self._recording.main.stage
+        label, loader = _costliest_loader(self._recording.loaders(), main)
         workers = getattr(loader, "num_workers", None)
         transform = getattr(loader, "transform", None)
         augment_on = None
@@ -75,12 +76,12 @@ class RunJudge:
         # Of a pipeline that the dataset calls itself, or else of one of the data module.
         switch = getattr(transform, "switch", None) if switch is None else switch
         place = "device" if switch is None else switch.newest
-        if self._recording.augments("train") and place == "device":
+        if self._recording.augments(stage) and place == "device":
             augment_on = "device"
         elif transform is not None or recording is not None:
             augment_on = "cpu"
         decided = getattr(self._trainer.datamodule, "augmentation_settled", None)
-        settled = decided is not None and decided("train")
+        settled = decided is not None and decided(stage)
         settled |= transform is not None and not leaves_to_device(transform)
         return LoaderFacts(
             num_workers=workers,
@@ -97,7 +98,7 @@ class RunJudge:
     ) -> Evidence:
         """Return everything that is known of the training."""
         host = self._recording.host
-        return self._recording.train.evidence(
+        return self._recording.main.evidence(
             train,
             self.facts(train),
             cpus=float(self._usable_cpus),

@@ -27,6 +27,6 @@ def close_progress_bar(trainer: Any) -> None:
     if rich_progress is not None:
         rich_progress.stop()
         return
-    for name in ("train_progress_bar", "val_progress_bar"):
+    for stage in ("train", "val", "test", "predict"):
         with suppress(AttributeError, TypeError):  # TQDM's raise a TypeError before first use
-            getattr(bar, name).close()
+            getattr(bar, f"{stage}_progress_bar").close()

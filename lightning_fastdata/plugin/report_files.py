@@ -8,6 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -89,20 +90,36 @@ def harmless(what: str) -> Callable[[_Hook], _Hook]:
     return guard
 
 
-def write_report(report: RunReport, path: str | Path | bool, log_dir: str) -> Path | None:
-    """Write a report as asked for, and return the page; None where none was written.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportFiles:
+    """Where the report of a run is written."""
 
-    Args:
-        report: what to write.
-        path: where to write the JSON; ``True``: to ``report.json`` in ``log_dir``; ``False``:
-            nowhere. The page is written beside it, with the suffix ``.html``.
-        log_dir: the trainer's.
-    """
-    if path is False:
-        return None
-    file = Path(log_dir) / "report.json" if path is True else Path(path)
-    report.write_json(file.with_suffix(".json") if file.suffix == ".html" else file)
-    return report.write_html(file.with_suffix(".html"))
+    data: Path
+    """The JSON."""
+    page: Path
+    """The page, beside it."""
+
+    @classmethod
+    def of(cls, path: str | Path | bool, log_dir: str, method: str) -> ReportFiles | None:
+        """Return the files that were asked for; None: none were.
+
+        Args:
+            path: Of the JSON of a fit; ``True``: ``report.json`` in ``log_dir``; ``False``: none.
+            log_dir: The trainer's.
+            method: Of the trainer. What is no fit has files of its own: ``report-test.json``.
+        """
+        if path is False:
+            return None
+        file = Path(log_dir) / "report.json" if path is True else Path(path)
+        if method != "fit":
+            file = file.with_name(f"{file.stem}-{method}{file.suffix}")
+        data = file.with_suffix(".json") if file.suffix == ".html" else file
+        return cls(data=data, page=file.with_suffix(".html"))
+
+    def write(self, report: RunReport) -> None:
+        """Write a report; readers see the files before or the new ones, never a part of one."""
+        report.write_json(self.data)
+        report.write_html(self.page)
 
 
 def print_report(report: RunReport, page: Path | None) -> None:

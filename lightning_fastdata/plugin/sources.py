@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from lightning_fastdata.insight.several_loaders import LoaderKey
@@ -11,7 +11,9 @@ if TYPE_CHECKING:
     from lightning_fastdata.types import Stage
 
 
-def watch_sources(trainer: Any, watch: Callable[[Stage, Any], None]) -> Callable[[], None]:
+def watch_sources(
+    trainer: Any, stages: Collection[Stage], watch: Callable[[Stage, Any], None]
+) -> Callable[[], None]:
     """Show a trainer's loaders before they are iterated, and return what stops that.
 
     Lightning calls no hook between getting a loader and starting its workers. It asks an object of
@@ -20,16 +22,21 @@ def watch_sources(trainer: Any, watch: Callable[[Stage, Any], None]) -> Callable
 
     Args:
         trainer: Before it has any loader.
-        watch: Called with ``"train"`` or ``"val"`` and the loaders, in whatever form they come.
+        stages: Whose loaders are to be seen.
+        watch: Called with the stage and its loaders, in whatever form they come.
     """
     fit = trainer.fit_loop
     loops: list[tuple[Stage, Any]] = [
         ("train", fit),
         ("val", getattr(getattr(fit, "epoch_loop", None), "val_loop", None)),
         ("val", getattr(trainer, "validate_loop", None)),
+        ("test", getattr(trainer, "test_loop", None)),
+        ("predict", getattr(trainer, "predict_loop", None)),
     ]
     shown = []
     for stage, loop in loops:
+        if stage not in stages:
+            continue
         source = getattr(loop, "_data_source", None)
         ask = getattr(source, "dataloader", None)
         if callable(ask) and hasattr(source, "__dict__"):

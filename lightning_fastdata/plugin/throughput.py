@@ -11,26 +11,22 @@ from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.insight.ranks import rank_metrics
 from lightning_fastdata.insight.report import RunReport, first_word
-from lightning_fastdata.insight.verdict import Verdict
-from lightning_fastdata.loading.checks import check
+from lightning_fastdata.loading.checks import check, check_among
 from lightning_fastdata.loading.moving import batch_samples
 from lightning_fastdata.loading.names import NeedsConstruction, refuses_unknown_names
 from lightning_fastdata.plugin import boards
+from lightning_fastdata.plugin.evaluation_hooks import NOT_MEASURED, EvaluationHooks
 from lightning_fastdata.plugin.foreign import augment_foreign_batches
 from lightning_fastdata.plugin.headroom import Replay
 from lightning_fastdata.plugin.judging import predicted_step_ms
-from lightning_fastdata.plugin.measured_run import MeasuredRun
+from lightning_fastdata.plugin.measured_run import FIRST_WORD_STEPS, MeasuredRun
 from lightning_fastdata.plugin.pictures import PictureSettings, pictures_of
 from lightning_fastdata.plugin.profiler_tee import Listener, attach
 from lightning_fastdata.plugin.progress_bar import close_progress_bar, print_line
 from lightning_fastdata.plugin.ranks import meet
 from lightning_fastdata.plugin.recording import Recording
-from lightning_fastdata.plugin.report_files import (
-    Misfortunes,
-    harmless,
-    print_report,
-    write_report,
-)
+from lightning_fastdata.plugin.report_files import Misfortunes, harmless, print_report
+from lightning_fastdata.plugin.scalars import PREDICTED_STEP, Scalars, wall_scalars
 from lightning_fastdata.plugin.sources import watch_sources
 from lightning_fastdata.plugin.trainer_facts import (
     augmenting_stages,
@@ -39,18 +35,17 @@ from lightning_fastdata.plugin.trainer_facts import (
 )
 
 _MOST_FIGURES = 20
-_FIRST_WORD_STEPS = 50
-_NOT_MEASURED = "A step was not measured"
 
 
 @refuses_unknown_names
-class ThroughputHooks(NeedsConstruction):
+class ThroughputHooks(EvaluationHooks, NeedsConstruction):
     """Measures where each step goes, logs it, and runs augmentation on the device.
 
     Works with every Trainer: with a FastDataModule, other data modules, plain loaders, and the
     loaders of the LightningModule. Measured are the wait for data, the transfer, the augmentation
     and the compute time of each step, on a GPU by events that are read late and never waited for.
-    Validation, checkpoints and sanity checks are not part of any of them.
+    Validation, checkpoints and sanity checks are not part of any of them. ``fit``, ``validate``,
+    ``test`` and ``predict`` each get a report of their own.
 
     Args:
         augment: What runs on each training batch on the device: an ``albumentations.Compose``, or
@@ -59,27 +54,33 @@ class ThroughputHooks(NeedsConstruction):
             found by itself.
         mask: Where the mask is, if there is one.
         every_n_steps: Log every that many optimizer steps. Default: the trainer's
-            ``log_every_n_steps``.
+            ``log_every_n_steps``, or more rarely if loggers would need above 1 % of the time.
         log_images: Show the first training batch of the fit, as the training step gets it, to
             loggers that take images (TensorBoard, W&B, MLflow): ``True``, or how many images of
             it. ``Normalize`` is undone in the picture, where it is known.
         images_every_n_epochs: Show a batch again every that many epochs. Default: once in a fit.
         figures: Add a figure of the step's phases per epoch to loggers that show figures.
-        summary: Print the summary when the fit ends.
+        summary: Print the summary when a run of the trainer ends.
         headroom: Where the step without waits is known from: ``"modelled"`` takes the stall away
             from the measured step; ``"measured"`` keeps the first 4 batches where they are and,
             when the training ends, replays them for about a second on a copy of the module and
             its optimizers, which takes as much memory again. The module itself stays as it is.
-        report: Where to write the report as JSON; beside it, it is written as a page, with the
-            suffix ``.html``. Default: ``report.json`` in the trainer's ``log_dir``; ``False``
-            writes none.
+        report: Where to write the report of a fit as JSON; beside it, it is written as a page, with
+            the suffix ``.html``. Default: ``report.json`` in the trainer's ``log_dir``; ``False``
+            writes none. ``validate``, ``test`` and ``predict`` write ``report-validate.json``,
+            ``report-test.json`` and ``report-predict.json`` (of ``x.json``: ``x-test.json``). It is
+            written after 50 steps, every two minutes, at ends of epochs and of the run, as long as
+            judging takes below 1 % of the time; then loggers that keep files get it (W&B, MLflow,
+            Comet, Lightning's own).
+        scalars: What loggers get: ``"main"``, 20 scalars at most, or ``"all"`` that is measured.
 
     Attributes:
-        report: The report of the last fit as :class:`RunReport`; None before.
+        report: The report of the last run as :class:`RunReport`; None before.
+        reports: The last report of each: ``"fit"``, ``"validate"``, ``"test"``, ``"predict"``.
 
     Raises:
-        OptionsError: ``every_n_steps`` or a number of images is not positive, or ``headroom`` not
-            one of its values.
+        OptionsError: ``every_n_steps`` or a number of images is not positive, or ``headroom`` or
+            ``scalars`` not one of its values.
         TransformError: ``augment`` is not a transform; when a fit starts: the training step fetches
             its batches itself, so that no transfer hook would run.
     """
@@ -97,6 +98,7 @@ class ThroughputHooks(NeedsConstruction):
         summary: bool = True,
         headroom: Literal["modelled", "measured"] = "modelled",
         report: str | Path | bool = True,
+        scalars: Literal["main", "all"] = "main",
     ) -> None:
         self._constructed = True
         super().__init__()
@@ -114,9 +116,12 @@ class ThroughputHooks(NeedsConstruction):
         self.summary = summary
         if headroom not in ("modelled", "measured"):
             raise OptionsError(f'headroom={headroom!r} has to be "modelled" or "measured".')
+        check_among("scalars", scalars, ("main", "all"))
+        self.scalars: Scalars = scalars
         self.headroom = headroom
         self.report_path = report
         self.report: RunReport | None = None
+        self.reports: dict[str, RunReport] = {}
         self.misfortunes = Misfortunes()
         self._run: MeasuredRun | None = None
 
@@ -128,17 +133,17 @@ class ThroughputHooks(NeedsConstruction):
         """Register the augmentation and start to listen; Lightning calls it before any loader."""
         self._end_run()
         self.misfortunes = Misfortunes()
-        if stage not in ("fit", "validate"):
-            return
-        recording = Recording(trainer, self)
+        # An enum of Lightning's that is equal to its word, but is printed otherwise.
+        recording = Recording(trainer, self, str(getattr(stage, "value", stage)))
         if stage == "fit" and self.augment is not None:
             check_hooks_run(pl_module)
         undo: list[Callable[[], None]] = []
-        self._run = MeasuredRun(trainer, recording, undo)
+        self._run = MeasuredRun(trainer, recording, undo, self)
         if stage == "fit" and self.augment is not None:
             undo.append(self._register(trainer, pl_module, recording))
         guard = self.misfortunes.survived_by
-        undo.append(watch_sources(trainer, guard("A loader is not measured", recording.watch)))
+        watch = guard("A loader is not measured", recording.watch)
+        undo.append(watch_sources(trainer, recording.stages, watch))
         recording.augments = augmenting_stages(trainer, pl_module)
 
         def find(action: str) -> Listener | None:
@@ -146,7 +151,7 @@ class ThroughputHooks(NeedsConstruction):
             if listener is None:
                 return None
             began, ended = listener
-            return guard(_NOT_MEASURED, began), guard(_NOT_MEASURED, ended)
+            return guard(NOT_MEASURED, began), guard(NOT_MEASURED, ended)
 
         undo.append(attach(trainer, find))
 
@@ -168,20 +173,16 @@ class ThroughputHooks(NeedsConstruction):
         run = self._run
         if run is None:
             return
-        run.recording.restart()
-        run.replay = Replay() if self.headroom == "measured" else None
-        run.every_n_steps = self.every_n_steps or trainer.log_every_n_steps or 0
         run.judge.ranks = meet(trainer)
-        run.log_dir = trainer.log_dir or trainer.default_root_dir
+        run.replay = Replay() if self.headroom == "measured" else None
         run.pictures = pictures_of(trainer, self.picture_settings, self.augment, self.image)
-        if run.logs:
-            boards.log_layout(trainer.loggers, boards.custom_scalar_layout())
+        run.began()
 
-    @harmless(_NOT_MEASURED)
+    @harmless(NOT_MEASURED)
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
         """The first step of an epoch is counted apart."""
         if self._run is not None:
-            self._run.recording.train.epoch_opens()
+            self._run.recording.main.epoch_opens()
 
     @harmless("The batch was not shown")
     def on_train_batch_start(
@@ -216,20 +217,21 @@ class ThroughputHooks(NeedsConstruction):
         if run is None:
             return
         recording = run.recording
-        recording.train.step_ended(batch_samples(batch))
+        recording.main.step_ended(batch_samples(batch))
         if run.replay is not None:
             run.replay.keep(batch)
         if recording.optimizer_stepped:
-            recording.train.updated()
+            recording.main.updated()
         if not (recording.optimizer_stepped or not pl_module.automatic_optimization):
             return
         recording.optimizer_stepped = False
         step = steps_logged_by(trainer, recording.batches_stepped)
         recording.batches_stepped += 1
-        if self.summary and recording.batches_stepped == _FIRST_WORD_STEPS:
-            self._say_first_word(run)
-        if run.every_n_steps and (step + 1) % run.every_n_steps == 0 and run.logs:
-            boards.log_to(trainer.loggers, recording.metrics(), step)
+        run.step_ended(step)
+        if run.verdict_is_due(recording.batches_stepped):
+            judged = run.judged()
+            if judged and self.summary and recording.batches_stepped == FIRST_WORD_STEPS:
+                print_line(trainer, first_word(judged[0], recording.batches_stepped))
 
     @harmless("An epoch was not logged")
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
@@ -237,7 +239,7 @@ class ThroughputHooks(NeedsConstruction):
         run = self._run
         if run is None:
             return
-        train = run.recording.train
+        train = run.recording.main
         train.timeline.drop_open_step()
         summary = train.summary()
         ranks = run.judge.ranks
@@ -245,89 +247,28 @@ class ThroughputHooks(NeedsConstruction):
         if summary is None or not trainer.is_global_zero:
             return
         # Lightning logs what ends an epoch at the step of the epoch's last batch.
-        step = max(0, steps_logged_by(trainer, run.recording.batches_stepped) - 1)
-        boards.log_to(trainer.loggers, rank_metrics(heard), step)
+        step = run.step = max(0, steps_logged_by(trainer, run.recording.batches_stepped) - 1)
         if self.figures and run.logs and run.figures < _MOST_FIGURES:
             run.figures += 1
             columns = train.timeline.history.newest()
             boards.log_figure(
                 trainer.loggers, "data/timeline", lambda: boards.phase_figure(columns), step
             )
-        if not run.judge.affordable or not (run.logs or self.report_path):
-            return
-        with run.judge.spending():
-            wall = run.wall()
-            evidence = run.judge.evidence(summary, run.recording.val.summary(), wall)
-            verdict = run.judge.verdict(summary, evidence)
-            predicted_ms = predicted_step_ms(evidence)
-            self._write(run, verdict)
-        scalars = boards.wall_scalars(wall)
+        scalars = {**rank_metrics(heard), **wall_scalars(run.wall())}
+        judged = None
+        if run.judge.affordable and (run.logs or self.report_path):
+            judged = run.judged()
+        predicted_ms = None if judged is None else predicted_step_ms(judged[1])
         if predicted_ms is not None:
-            scalars[boards.PREDICTED_STEP] = predicted_ms
-        boards.log_to(trainer.loggers, scalars, step)
-        if run.is_news(verdict.code):
-            told = boards.verdict_markdown(verdict, summary, wall)
-            boards.log_text(trainer.loggers, "data/verdict", told, step)
-
-    @harmless(_NOT_MEASURED)
-    def on_sanity_check_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
-        """Count the sanity check as validation."""
-        if self._run is not None:
-            self._run.recording.wall.validation_began()
-
-    @harmless(_NOT_MEASURED)
-    def on_sanity_check_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
-        """Go back to the setup."""
-        if self._run is not None:
-            self._run.recording.wall.validation_ended()
-
-    @harmless(_NOT_MEASURED)
-    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
-        """Count what follows as validation."""
-        if self._run is not None:
-            self._run.recording.wall.validation_began()
-
-    @harmless(_NOT_MEASURED)
-    def on_validation_epoch_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
-        """The first step of each validation is counted apart."""
-        if self._run is not None and not trainer.sanity_checking:
-            self._run.recording.train.paused()
-            self._run.recording.train.timeline.resumed()
-            self._run.recording.val.epoch_opens()
-
-    @harmless(_NOT_MEASURED)
-    def on_validation_batch_end(
-        self,
-        trainer: Any,
-        pl_module: Any,  # noqa: ARG002
-        outputs: Any,  # noqa: ARG002
-        batch: Any,
-        batch_idx: int,  # noqa: ARG002
-        dataloader_idx: int = 0,  # noqa: ARG002
-    ) -> None:
-        """Close a validation step."""
-        if self._run is not None and not trainer.sanity_checking:
-            self._run.recording.val.step_ended(batch_samples(batch))
-
-    @harmless("A validation was not logged")
-    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
-        """Log the means of this validation."""
-        run = self._run
-        if run is None or trainer.sanity_checking:
-            return
-        run.recording.wall.validation_ended()
-        run.recording.val.timeline.drop_open_step()
-        run.recording.val.paused()
-        if run.logs:
-            step = steps_logged_by(trainer, run.recording.batches_stepped)
-            boards.log_to(trainer.loggers, run.recording.val.metrics(), step)
+            scalars[PREDICTED_STEP] = predicted_ms
+        run.log(scalars, step)
 
     @harmless("A step without waits was not measured")
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Measure a step without waits, if that was asked for."""
         run = self._run
         if run is not None:
-            run.recording.wall.training_ended()
+            run.recording.wall.ended()
         if run is not None and run.replay is not None:
             run.replay.run(trainer, pl_module)
 
@@ -339,23 +280,6 @@ class ThroughputHooks(NeedsConstruction):
         """Write the report and print the summary, after the progress bar is closed."""
         self._end_run()
 
-    def _say_first_word(self, run: MeasuredRun) -> None:
-        """Print in one line what limits the first steps; the summary comes when the fit ends."""
-        summary = run.recording.train.summary()
-        if summary is None or not run.trainer.is_global_zero:
-            return
-        with run.judge.spending():
-            val = run.recording.val.summary()
-            verdict = run.judge.verdict(summary, run.judge.evidence(summary, val, run.wall()))
-        print_line(run.trainer, first_word(verdict, summary.steps))
-
-    def _write(self, run: MeasuredRun, verdict: Verdict) -> None:
-        """Write the report of the run so far: it may end without a chance to write another."""
-        with self.misfortunes.survived("The report was not written"):
-            report = run.report(ended=False, verdict=verdict)
-            if report is not None:
-                write_report(report, self.report_path, run.log_dir)
-
     def _end_run(self) -> None:
         run, self._run = self._run, None
         if run is None:
@@ -364,16 +288,25 @@ class ThroughputHooks(NeedsConstruction):
         for undo in (run.recording.stop, *reversed(run.undo)):
             with survived("The measuring was not ended"):
                 undo()
-        report = page = None
+        report, files = None, run.files
         with survived("The report was not made"):
             report = run.report()
         if report is None:
             return
-        self.report = report
+        self.report = self.reports[run.recording.method] = report
         if not run.trainer.is_global_zero:
             return
-        with survived("The report was not written"):
-            page = write_report(report, self.report_path, run.log_dir)
+        page = None
+        if files is not None:
+            with survived("The report was not written"):
+                files.write(report)
+                page = files.page
+        if files is not None and page is not None and run.logs:
+            with survived("The report was not attached"):
+                boards.log_files(run.trainer.loggers, (files.data, files.page))
+        if report.verdict is not None:
+            with survived("The verdict was not shown"):
+                run.show(report.verdict, report.stages[0], report.wall)
         if self.summary:
             with survived("The summary was not printed"):
                 close_progress_bar(run.trainer)

@@ -22,32 +22,34 @@ _OF_STEPS: Final = {
     "batch_to_device": Activity("transfer"),
     "on_after_batch_transfer": Activity("augment"),
 }
+HOOKS_OF: Final = {"fit": "train", "validate": "validation", "test": "test", "predict": "predict"}
+"""A trainer's method -> what the names of its hooks and steps have in them."""
 _NEXT_TO_NOTHING: Final = ("on_train_batch_start", "on_before_optimizer_step")
 """Hooks of ours that cost less in each step than it costs to time them."""
-_HOOKS: Final = frozenset(
-    f"on_{when}"
-    for when in (
-        "train_batch_start",
-        "train_batch_end",
-        "train_epoch_start",
-        "train_epoch_end",
-        "train_start",
-        "train_end",
-    )
-)
-"""Hooks of a module that the training waits for, beside its steps."""
+_HOOKS: Final = ("batch_start", "batch_end", "epoch_start", "epoch_end", "start", "end")
+"""Hooks of a module that a run waits for, beside its steps."""
 
 
 class WallWatch:
-    """Counts the time of a fit.
+    """Counts the time of a run.
 
     Args:
-        trainer: Whose fit.
+        trainer: Whose run.
         ours: The callback whose own time is told apart.
+        method: Of the trainer: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
     """
 
-    def __init__(self, trainer: Any, ours: Any) -> None:
+    def __init__(self, trainer: Any, ours: Any, method: str = "fit") -> None:
         self.clock = WallClock()
+        self._fits = method == "fit"
+        kind = HOOKS_OF[method]
+        self._hooks = frozenset(f"on_{kind}_{when}" for when in _HOOKS)
+        self._batch_ends = f"on_{kind}_batch_end"
+        fetches = "train_dataloader" if self._fits else "val" if kind == "validation" else kind
+        self._fetches = f"{fetches}_next"
+        self._of_steps = dict(_OF_STEPS)
+        if not self._fits:
+            self._of_steps[f"{kind}_step"] = _OF_STEPS["run_training_batch"]
         self._trainer = trainer
         self._ours = ours
         self._epoch_start = _FIRST_EPOCH
@@ -66,8 +68,8 @@ class WallWatch:
             self.clock.turn_to(self._epoch_start)
 
     def validation_began(self) -> None:
-        """A validation has begun, if it was not announced before."""
-        if self.clock.state is not _VALIDATION:
+        """A validation within a fit has begun, if it was not announced before."""
+        if self._fits and self.clock.state is not _VALIDATION:
             self._interrupted = self.clock.state
             self.clock.turn_to(_VALIDATION)
 
@@ -76,7 +78,7 @@ class WallWatch:
         if self.clock.state is _VALIDATION:
             self.clock.turn_to(self._interrupted)
 
-    def training_ended(self) -> None:
+    def ended(self) -> None:
         """No more steps come."""
         self.clock.turn_to(_OTHER)
 
@@ -86,12 +88,12 @@ class WallWatch:
         owner, _, last = action.rpartition(".")
         if action == "run_training_epoch":
             return _nothing, self._epoch_ended
-        if last == "train_dataloader_next":
+        if last == self._fetches:
             return self._wait_began, self._wait_ended
         if last == "val_next":
             return partial(clock.enter, _WAIT_OF_VALIDATION), clock.leave
-        if last in _OF_STEPS:
-            return partial(self._step_part, _OF_STEPS[last]), clock.leave
+        if last in self._of_steps:
+            return partial(self._step_part, self._of_steps[last]), clock.leave
         if action == "save_checkpoint":
             return self._entering(Activity("checkpoints"))
         if owner.startswith("[Callback]"):
@@ -117,12 +119,12 @@ class WallWatch:
     def _of_module(self, hook: str) -> Listener | None:
         if hook == "on_validation_model_zero_grad":
             return _nothing, self.validation_began
-        if hook not in _HOOKS:
+        if hook not in self._hooks:
             return None
         module = self._trainer.lightning_module
         written = _is_written(module, hook)
         enter, leave = self._entering(Activity("callbacks", f"{type(module).__name__}.{hook}"))
-        if hook != "on_train_batch_end":
+        if hook != self._batch_ends:
             return (enter, leave) if written else None
         # What follows it reduces and logs the metrics of the step.
         if not written:

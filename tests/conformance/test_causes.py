@@ -57,10 +57,8 @@ def module(train, val=None, executor="torch", num_workers=1, **arguments):
 
 def fit(tmp_path, data, *, model=None, **arguments):
     """Return the report of a fit and the metrics it logged."""
-    logger, callback = CSVLogger(tmp_path), quiet()
-    trainer = make_trainer(
-        tmp_path, logger=logger, callbacks=[callback], **{"log_every_n_steps": 2, **arguments}
-    )
+    logger, callback = CSVLogger(tmp_path), quiet(scalars="all", every_n_steps=2)
+    trainer = make_trainer(tmp_path, logger=logger, callbacks=[callback], **arguments)
     where = {"datamodule": data} if isinstance(data, LightningDataModule) else data
     trainer.fit(model or Linear(), **where)
     return callback.report, read_csv(logger.log_dir)
@@ -238,7 +236,7 @@ def test_what_a_sanity_check_read_is_not_counted(tmp_path):
 
 def test_validating_alone_logs_the_parts_too(tmp_path):
     logger = CSVLogger(tmp_path)
-    trainer = make_trainer(tmp_path, logger=logger, callbacks=[quiet()])
+    trainer = make_trainer(tmp_path, logger=logger, callbacks=[quiet(scalars="all")])
     trainer.validate(Linear(), datamodule=RowsModule(batch_size=4), verbose=False)
     assert ours(read_csv(logger.log_dir), "data_val_wait/")
 

@@ -28,8 +28,8 @@ class Measured(DataThroughputCallback):
         self.train = self.val = None
 
     def on_train_end(self, trainer, pl_module):
-        self.train = self._run.recording.train.timeline.history.newest()
-        self.val = self._run.recording.val.timeline.history.newest()
+        self.train = self._run.recording.main.timeline.history.newest()
+        self.val = self._run.recording.evaluated.timeline.history.newest()
 
     def long(self, column="wait_ms"):
         """Return the steps in which a phase took as long as a sleep."""
@@ -164,7 +164,7 @@ def test_a_sanity_check_is_not_measured(tmp_path):
     class Looks(Callback):
         def on_train_start(self, trainer, pl_module):
             recording = callback._run.recording
-            seen.extend(m.timeline.history.steps for m in (recording.train, recording.val))
+            seen.extend(m.timeline.history.steps for m in (recording.main, recording.evaluated))
 
     callback = Measured()
     trainer = make_trainer(tmp_path, callbacks=[Looks(), callback], num_sanity_val_steps=-1)

@@ -63,7 +63,7 @@ def train(
     rank = int(os.environ["LOCAL_RANK"])
     dataset = Stream(2 * batches[rank], sleep_s[rank])
     loader = (FastDataLoader if ours else DataLoader)(dataset, batch_size=2)
-    callback = DataThroughputCallback(summary=False, report=False)
+    callback = DataThroughputCallback(summary=False, report=False, scalars="all")
     logger = CSVLogger(folder)
     trainer = make_trainer(
         folder,

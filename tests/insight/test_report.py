@@ -17,6 +17,7 @@ from lightning_fastdata.insight.causes import OperationShare, WaitCauses
 from lightning_fastdata.insight.drawing import bar, duration_text
 from lightning_fastdata.insight.evidence import stage_evidence
 from lightning_fastdata.insight.finding import Finding
+from lightning_fastdata.insight.html import report_html
 from lightning_fastdata.insight.metrics import StepHistory, StepTiming
 from lightning_fastdata.insight.outside import LoaderFacts
 from lightning_fastdata.insight.remedies import Gain
@@ -290,3 +291,18 @@ def test_a_notebook_shows_the_page_and_a_prompt_one_line():
     assert page.startswith("<!doctype html>")
     assert len(repr(report)) < 120
     assert "data-bound" in repr(report)
+    assert repr(report.verdict).startswith("<Verdict: data-bound, ")
+    assert repr(report.verdict).endswith(f" [{report.verdict.code}]>")
+    assert len(repr(report.verdict)) < 160
+    (first, *_) = report.stages
+    assert repr(first).startswith(f"<StageSummary: train {first.steps} steps in ")
+    assert len(repr(first)) < 100
+
+
+def test_a_report_of_a_run_that_goes_on_says_so_everywhere():
+    report = replace(run_report(), ended=False)
+    assert report.as_dict()["ended"] is False
+    assert " so far" in report.text().splitlines()[0]
+    assert " so far" in repr(report)
+    assert " so far" in report_html(report.as_dict())
+    assert " so far" not in run_report().text() + report_html(run_report().as_dict())

@@ -22,6 +22,7 @@ from lightning_fastdata.insight.metrics import StepHistory, StepTiming
 from lightning_fastdata.insight.verdict import judge
 from lightning_fastdata.insight.window import window_means
 from lightning_fastdata.plugin import boards
+from lightning_fastdata.plugin.scalars import PREDICTED_STEP, chosen, custom_scalar_layout
 
 
 @pytest.fixture
@@ -58,7 +59,7 @@ def test_tensorboard_shows_scalars_text_figure_and_layout(tmp_path, history):
     boards.log_to([logger], scalars, 50)
     boards.log_text([logger], "data/verdict", markdown, 50)
     boards.log_figure([logger], "data/timeline", lambda: boards.phase_figure(history.newest()), 50)
-    boards.log_layout([logger], boards.custom_scalar_layout())
+    boards.log_layout([logger], custom_scalar_layout("all"))
     logger.finalize("success")
     events = read_back(logger.log_dir)
     assert set(scalars) <= set(events.Tags()["scalars"])
@@ -78,7 +79,7 @@ def test_csv_gets_the_metrics_and_nothing_else(tmp_path, history):
     boards.log_to([logger], {}, 11)
     boards.log_text([logger], "data/verdict", "text", 10)
     boards.log_figure([logger], "data/timeline", lambda: boards.phase_figure(history.newest()), 10)
-    boards.log_layout([logger], boards.custom_scalar_layout())
+    boards.log_layout([logger], custom_scalar_layout("all"))
     logger.save()
     with open(f"{logger.log_dir}/metrics.csv") as file:
         assert list(csv.DictReader(file)) == [{"data/step_ms": "78.0", "step": "10"}]
@@ -104,11 +105,14 @@ def test_wandb_still_takes_the_parameters_that_are_used():
     assert {"key", "images", "step"} <= set(inspect.signature(WandbLogger.log_image).parameters)
 
 
-def test_layout_names_only_scalars_that_are_logged(history):
-    logged = {*window_means(history.newest(), "data_val"), boards.PREDICTED_STEP}
-    for charts in boards.custom_scalar_layout("data_val").values():
-        for _, tags in charts.values():
-            assert {tag.removesuffix("$") for tag in tags} <= logged
+@pytest.mark.parametrize(("which", "charts"), [("main", 2), ("all", 3)])
+def test_layout_names_only_scalars_that_are_logged(history, which, charts):
+    measured = {**window_means(history.newest()), PREDICTED_STEP: 1.0}
+    logged = chosen(measured, which)
+    laid_out = custom_scalar_layout(which)["Data"]
+    assert len(laid_out) == charts
+    for _, tags in laid_out.values():
+        assert {tag.removesuffix("$") for tag in tags} <= set(logged)
 
 
 def test_the_first_group_has_eight_cards_at_most(history):
@@ -178,7 +182,7 @@ def test_a_training_fills_every_chart_and_leaves_both_reports(tmp_path):
         max_epochs=2,
         accelerator="cpu",
         logger=logger,
-        callbacks=[DataThroughputCallback(summary=False)],
+        callbacks=[DataThroughputCallback(summary=False, scalars="all")],
         log_every_n_steps=2,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -186,7 +190,7 @@ def test_a_training_fills_every_chart_and_leaves_both_reports(tmp_path):
     )
     trainer.fit(Model(), FastDataLoader(Photos(), batch_size=4, num_workers=0))
     scalars = set(read_back(logger.log_dir).Tags()["scalars"])
-    for charts in boards.custom_scalar_layout().values():
+    for charts in custom_scalar_layout("all").values():
         for _, tags in charts.values():
             assert {tag.removesuffix("$") for tag in tags} <= scalars
     folder = Path(logger.log_dir)

@@ -54,10 +54,8 @@ def test_a_run_logs_its_machine(tmp_path, executor):
             logged.setdefault(step, {}).update(metrics)
 
     loader = FastDataLoader(Rows(64), 4, num_workers=2, executor=executor)
-    callback = DataThroughputCallback(summary=False, report=False)
-    trainer = make_trainer(
-        tmp_path, logger=Keeps(tmp_path), log_every_n_steps=4, callbacks=[callback]
-    )
+    callback = DataThroughputCallback(summary=False, report=False, scalars="all", every_n_steps=4)
+    trainer = make_trainer(tmp_path, logger=Keeps(tmp_path), callbacks=[callback])
     trainer.fit(Linear(), loader)
     first = logged[3]
     assert {"data_host/pss_mib", "data_host/read_mb_per_s", "data_host/shm_used_percent"} <= set(

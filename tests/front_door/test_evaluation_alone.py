@@ -1,0 +1,181 @@
+"""validate, test and predict by themselves leave a report of their own, and say it once."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import CSVLogger
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_fastdata import DataThroughputCallback, FastDataModule, LoaderOptions
+
+METHODS = {"validate": "val", "test": "test", "predict": "predict"}
+WORDS = {"validate": "validation", "test": "test", "predict": "prediction"}
+HOOKS = {"validate": "validation", "test": "test", "predict": "predict"}
+SAMPLES = 24
+
+
+class Rows(Dataset):
+    def __init__(self, read_s=0.0, count=SAMPLES):
+        self.read_s, self.count = read_s, count
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        time.sleep(self.read_s)
+        return torch.full((4,), float(index))
+
+
+class Model(LightningModule):
+    def __init__(self, step_s=0.0):
+        super().__init__()
+        self.layer, self.step_s = torch.nn.Linear(4, 1), step_s
+
+    def training_step(self, batch, _):
+        return self.layer(batch).mean()
+
+    def _evaluate(self, batch):
+        time.sleep(self.step_s)
+        return self.layer(batch)
+
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
+        self._evaluate(batch)
+
+    def test_step(self, batch, batch_idx, dataloader_idx=0):
+        self._evaluate(batch)
+
+    def predict_step(self, batch, batch_idx, dataloader_idx=0):
+        return self._evaluate(batch)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.01)
+
+
+def trainer_of(tmp_path, *callbacks, logger=False):
+    return Trainer(
+        accelerator="cpu",
+        max_epochs=1,
+        default_root_dir=tmp_path,
+        logger=logger,
+        callbacks=list(callbacks),
+        num_sanity_val_steps=0,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+
+
+def read(file):
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
+@pytest.mark.cases(1)
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("ours", [True, False], ids=["a FastDataModule", "torch's loader"])
+def test_each_method_has_a_report_under_its_own_name(tmp_path, capsys, method, ours):
+    callback = DataThroughputCallback()
+    trainer = trainer_of(tmp_path, callback)
+    data, stage = Rows(read_s=0.004), METHODS[method]
+    if ours:
+        options = LoaderOptions(num_workers=0, executor="inline")
+        module = FastDataModule.from_datasets(None, data, data, data, batch_size=2, options=options)
+        getattr(trainer, method)(Model(), datamodule=module)
+    else:
+        getattr(trainer, method)(Model(), DataLoader(data, 2))
+    assert {file.name for file in tmp_path.iterdir()} == {
+        f"report-{method}.json",
+        f"report-{method}.html",
+    }
+    report = read(tmp_path / f"report-{method}.json")
+    assert list(report["stages"]) == [stage]
+    told = report["stages"][stage]
+    assert (told["steps"], told["samples"]) == (SAMPLES // 2, SAMPLES)
+    assert told["wait"]["mean_ms"] > 5
+    assert (told["causes"] is not None) == ours
+    assert report["ended"] is True
+    assert report["verdict"]["kind"] == "data-bound"
+    assert f"the {WORDS[method]} loop waits" in report["verdict"]["sentence"]
+    assert any("0 workers" in fact for fact in report["verdict"]["evidence"])
+    wall = report["wall"]
+    assert sum(wall["parts_s"].values()) == pytest.approx(wall["total_s"], rel=1e-6)
+    assert wall["parts_s"]["wait"] + wall["parts_s"]["epoch_starts"] >= SAMPLES * 0.004
+    assert (wall["steps"], wall["samples"]) == (SAMPLES // 2, SAMPLES)
+    assert callback.report is callback.reports[method]
+    assert callback.report.stages[0].stage == stage
+    out = capsys.readouterr().out
+    assert out.count(f"fastdata · {stage} · {SAMPLES // 2} steps") == 1
+    assert f"samples/s in the whole {WORDS[method]}" in out
+    assert f": {WORDS[method]} steps " in out
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_where_its_seconds_went(tmp_path, method):
+    class Slow(Callback):
+        pass
+
+    def sleep(*_args, **_kwargs):
+        time.sleep(0.02)
+
+    slow = Slow()
+    setattr(slow, f"on_{HOOKS[method]}_batch_end", sleep)
+    callback = DataThroughputCallback(summary=False)
+    getattr(trainer_of(tmp_path, slow, callback), method)(Model(0.01), DataLoader(Rows(), 2))
+    wall = callback.report.wall
+    assert wall.parts_s["compute"] >= SAMPLES // 2 * 0.01
+    assert wall.parts_s["callbacks"] >= SAMPLES // 2 * 0.02
+    assert callback.report.verdict.code == "FD320"
+    assert callback.report.stages[0].compute.mean_ms >= 10
+
+
+def test_what_comes_after_a_fit_leaves_its_report_alone(tmp_path):
+    callback = DataThroughputCallback(summary=False)
+    logger = CSVLogger(tmp_path, name="", version="")
+    trainer, model = trainer_of(tmp_path, callback, logger=logger), Model()
+    fitted, other = DataLoader(Rows(), 2), DataLoader(Rows(count=6), 2)
+    trainer.fit(model, fitted, fitted)
+    of_fit = (tmp_path / "report.json").read_bytes()
+    for method in METHODS:
+        getattr(trainer, method)(model, other)
+    assert (tmp_path / "report.json").read_bytes() == of_fit
+    assert list(read(tmp_path / "report.json")["stages"]) == ["train", "val"]
+    for method, stage in METHODS.items():
+        told = read(tmp_path / f"report-{method}.json")["stages"]
+        assert {name: each["steps"] for name, each in told.items()} == {stage: 3}
+    assert set(callback.reports) == {"fit", *METHODS}
+    assert callback.reports["fit"].stages[0].stage == "train"
+
+
+@pytest.mark.parametrize("suffix", [".json", ".html"])
+def test_a_path_of_ones_own_gets_the_method_in_its_name(tmp_path, suffix):
+    callback = DataThroughputCallback(summary=False, report=tmp_path / f"mine{suffix}")
+    trainer, model = trainer_of(tmp_path / "elsewhere", callback), Model()
+    trainer.fit(model, DataLoader(Rows(), 2))
+    trainer.test(model, DataLoader(Rows(), 2))
+    names = {"mine.json", "mine.html", "mine-test.json", "mine-test.html"}
+    assert {file.name for file in tmp_path.iterdir()} - {"elsewhere"} == names
+
+
+def test_several_loaders_are_one_stage(tmp_path):
+    callback = DataThroughputCallback(summary=False)
+    loaders = [DataLoader(Rows(), 2), DataLoader(Rows(count=6), 2)]
+    trainer_of(tmp_path, callback).test(Model(), loaders)
+    assert callback.report.stages[0].steps == SAMPLES // 2 + 3
+
+
+def test_a_loader_that_fails_leaves_a_report_of_what_came_before(tmp_path):
+    class Fails(Rows):
+        def __getitem__(self, index):
+            if index == 20:
+                raise KeyError("no such picture")
+            return super().__getitem__(index)
+
+    callback = DataThroughputCallback(summary=False)
+    trainer = trainer_of(tmp_path, callback)
+    with pytest.raises(KeyError):
+        trainer.predict(Model(), DataLoader(Fails(), 2))
+    assert read(tmp_path / "report-predict.json")["stages"]["predict"]["steps"] == 10
