@@ -93,7 +93,7 @@ def test_the_slow_one_of_several_loaders_is_named_by_its_key(tmp_path, mode):
     assert named(report) == {"loader 'images'"}
     for found in report.verdict.findings:
         if found.code == "FD303":
-            assert found.remedy.startswith("loader 'images': LoaderOptions(num_workers=")
+            assert found.remedy.startswith("loader 'images': FastDataLoader(num_workers=")
             assert found.gain.factor > 1
 
 
@@ -177,7 +177,7 @@ def test_a_short_loader_that_begins_anew_all_the_time_is_told_to_keep_its_worker
     report = fit(tmp_path, train)
     found = {each.code: each for each in report.verdict.findings}["FD310"]
     assert (
-        found.remedy.partition(";")[0] == "loader 'short': LoaderOptions(persistent_workers=True)"
+        found.remedy.partition(";")[0] == "loader 'short': FastDataLoader(persistent_workers=True)"
     )
     assert sum(waits_of(report).values()) == pytest.approx(report.stages[0].wait.mean_ms, rel=0.1)
 
