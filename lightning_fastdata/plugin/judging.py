@@ -64,8 +64,13 @@ class RunJudge:
         """Return what limits the training, of which this is known."""
         return judge(train, self.facts(train), evidence)
 
-    def facts(self, main: StageSummary) -> LoaderFacts:
-        """Return what the trainer's loader says about itself: of several, the costliest one."""
+    def facts(self, main: StageSummary | None = None) -> LoaderFacts:
+        """Return what the trainer's loader says about itself.
+
+        Args:
+            main: Where the steps went: of several loaders, the costliest one is meant. None: the
+                first one is.
+        """
         stage = self._recording.main.stage
         label, loader = _costliest_loader(self._recording.loaders(), main)
         workers = getattr(loader, "num_workers", None)
@@ -140,9 +145,9 @@ def predicted_step_ms(evidence: Evidence) -> float | None:
     return simulate(evidence.costs, evidence.setup).step_ms
 
 
-def _costliest_loader(loaders: Any, summary: StageSummary) -> tuple[str | None, Any]:
+def _costliest_loader(loaders: Any, summary: StageSummary | None) -> tuple[str | None, Any]:
     """Return the label of the loader that is waited for most, and it; no label where one is all."""
-    most = costliest(summary.loaders)
+    most = None if summary is None else costliest(summary.loaders)
     for key, loader in keyed(loaders):
         if most is not None and key.label == most.label:
             return key.label, loader
