@@ -1,190 +1,306 @@
-"""How often the first finding of a run is the cause that was planted in it.
+"""How often the verdict on a real training is what one would tell whoever wrote it.
 
-    python benchmarks/verdicts.py [--json verdicts.json] [--only FD303 FD305] [--quick]
+    python benchmarks/verdicts.py [--json verdicts.json] [--only NAME ...] [--quick] [--peers]
 
-19 causes in five magnitudes each are planted for real, apart from what
-``tests/verdicts/planted_costs.py`` says of devices; 50 runs are healthy and must not be called
-input-bound; and where remedies are options of the loader, they are followed, and the predicted step
-is compared with the measured one.
+Each training of ``benchmarks/trainings`` is code as users write it, fitted by a real ``Trainer`` in
+a process of its own, with a ``DataThroughputCallback``; read is the ``report.json`` that it left.
+The accepted answers stand beside the trainings. Some trainings are healthy: their data must not be
+blamed, and nothing be called severe.
 
-A run during which other processes took more than 0.15 of a CPU is repeated, at most twice, and the
-least disturbed one counts. That is decided before its verdict is looked at. Processes that a run
-starts itself, its own busy neighbours among them, are not others.
+Where the first remedy is a setting of the loader, it is followed: the same training runs with it,
+and what was predicted of a step is compared with what it then takes. In each run the parts of the
+wall time have to add up to the whole, and the whole to what a clock around ``trainer.fit`` shows.
 
-``--quick`` takes one magnitude of each cause, and ten healthy runs.
+A run during which other processes took more than 0.3 of a CPU is repeated once, and the one that
+was disturbed less counts. That is decided before its verdict is looked at.
+
+``--quick`` takes one magnitude of each cause and six healthy trainings. ``--peers`` asks
+Lightning's SimpleProfiler, and TraceML where ``--traceml-python`` has it, in runs of their own.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
-import warnings
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-import torch
+from trainings.followed import Prediction, predicted, setting_of
+from trainings.parts import Healthy, Training
+from trainings.registry import TRAININGS
+from trainings.tools import INSTALL_TRACEML, Opinion, simple_profiler, told, traceml
 from turns import write
-from verdicts.followed import FOLLOWED, Followed, follow
-from verdicts.healthy import HEALTHY, blames_data, healthy
-from verdicts.machine_load import MOST_OTHERS, MOST_TRIES, Undisturbed, undisturbed
-from verdicts.planted import LOADING, Plant
-from verdicts.planted_costs import COSTS
-from verdicts.workloads import train
+from verdicts.machine_load import undisturbed
 
-from lightning_fastdata.insight.evidence import Evidence
-from lightning_fastdata.insight.finding import gain_text
-from lightning_fastdata.insight.findings import findings
-
-PLANTS = tuple(sorted(LOADING + COSTS, key=lambda plant: plant.code))
+HERE = Path(__file__).parent
+TIME_LIMIT_S = 180
+TRIES = int(os.environ.get("VERDICTS_TRIES", "2"))
+MOST_OTHERS = 0.3
+"""Of one CPU, what other processes may take on average while a training runs."""
+WALL_SHARE, WALL_S = 0.01, 0.05
+"""By how much the wall time of the report may differ from a clock around ``fit``."""
 
 
-def how(run: Undisturbed[Any]) -> dict[str, Any]:
-    """Return under which conditions something was measured."""
-    return {"others_cpus": round(run.others_cpus, 3), "tries": run.tries, "quiet": run.quiet}
+@contextmanager
+def hogs(count: int) -> Iterator[None]:
+    """Burn so many CPUs meanwhile."""
+    started = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for each in started:
+            each.kill()
+            each.wait()
 
 
-def planted_row(plant: Plant, magnitude: Any) -> tuple[dict[str, Any], Evidence]:
-    """Plant a cause and return a row of the table, and what was measured."""
-    run = undisturbed(lambda: plant.run(magnitude))
-    found = findings(run.result)
-    codes = [each.code for each in found]
-    row = {
-        "planted": plant.code,
-        "magnitude": magnitude,
-        "found": codes,
-        "right": codes[:1] == [plant.code],
-        "step_ms": run.result.step_ms,
-        "stall_share": run.result.stall_share,
-        **how(run),
-    }
-    if found:
-        gain = found[0].gain
-        row |= {"cause": found[0].cause, "remedy": found[0].remedy}
-        row["gain"] = None if gain is None else gain_text(gain)
-    mark = "" if row["right"] else "   <- not the planted one"
-    print(f"{plant.code}  {plant.what} = {magnitude}: {', '.join(codes) or '-'}{mark}", flush=True)
-    return row, run.result
-
-
-def followed_row(plant: Plant, magnitude: Any, evidence: Evidence) -> dict[str, Any] | None:
-    """Follow the remedy for what was planted; None where it was not found or changes no option."""
-    found = next((each for each in findings(evidence) if each.code == plant.code), None)
-    if found is None or plant.training is None:
-        return None
-    training = plant.training(magnitude)
-    run: Undisturbed[Followed | None] = undisturbed(lambda: follow(found, training))
-    done = run.result
-    if done is None:
-        return None
-    print(
-        f"       {done.options}: {done.before_ms:.1f} ms a step, "
-        f"predicted {done.predicted_ms:.1f}, measured {done.measured_ms:.1f}, {done.error:+.1%}",
-        flush=True,
-    )
+def environment() -> dict[str, str]:
+    """Return the environment of a training."""
+    paths = [str(HERE.parent), str(HERE), os.environ.get("PYTHONPATH", "")]
     return {
-        "code": plant.code,
-        "magnitude": magnitude,
-        "options": {name: str(value) for name, value in done.options.items()},
-        "before_ms": done.before_ms,
-        "predicted_ms": done.predicted_ms,
-        "measured_ms": done.measured_ms,
-        "error": done.error,
-        **how(run),
-    }
+        **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1",
+        "NO_ALBUMENTATIONS_UPDATE": "1",
+    }  # fmt: skip
 
 
-def healthy_row(number: int) -> dict[str, Any]:
-    """Run a healthy training and return a row of the table."""
-    training = healthy(number)
-    run = undisturbed(lambda: train(training))
-    evidence = run.result
-    row = {
-        "number": number,
-        "dataset": type(training.dataset).__name__,
-        "batch_size": training.batch_size,
-        "loader": {name: str(value) for name, value in training.loader.items()},
-        "step_ms": evidence.step_ms,
-        "stall_share": evidence.stall_share,
-        "found": [each.code for each in findings(evidence)],
-        "blamed": blames_data(evidence),
-        **how(run),
+def run(name: str, *, changed: dict[str, Any] | None = None, watch: str = "fastdata") -> Any:
+    """Run a training in a process of its own; return its report, and what is known from outside.
+
+    Without a report where it failed: ``error`` then says why.
+    """
+    with tempfile.TemporaryDirectory() as out, hogs(TRAININGS[name].hogs):
+        command = [sys.executable, "-m", "trainings", name, "--out", out, "--watch", watch]
+        command += ["--changed", json.dumps(changed or {})]
+        try:
+            done = subprocess.run(
+                command,
+                env=environment(),
+                capture_output=True,
+                text=True,
+                timeout=TIME_LIMIT_S,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            return {"error": f"took more than {TIME_LIMIT_S} s"}
+        file = Path(out) / "run.json"
+        if done.returncode or not file.exists():
+            return {"error": done.stderr[-2000:]}
+        known = json.loads(file.read_text())
+        if watch == "fastdata":
+            known["report"] = json.loads((Path(out) / "report.json").read_text())
+    return known
+
+
+def wall_error(known: dict[str, Any]) -> str:
+    """Return what is wrong with the wall time of a report; empty if it is as it should be."""
+    wall, fit_s = known["report"]["wall"], known["fit_s"]
+    parts_s = sum(wall["parts_s"].values())
+    wrong = []
+    if abs(parts_s - wall["total_s"]) > WALL_SHARE * wall["total_s"]:
+        wrong.append(f"parts {parts_s:.3f} s of {wall['total_s']:.3f} s")
+    if abs(fit_s - wall["total_s"]) > max(WALL_S, WALL_SHARE * fit_s):
+        wrong.append(f"total {wall['total_s']:.3f} s of {fit_s:.3f} s")
+    return ", ".join(wrong)
+
+
+def row_of(name: str) -> dict[str, Any]:
+    """Run a training and return a row of the table."""
+    training = TRAININGS[name]
+    tried = undisturbed(lambda: run(name), tries=TRIES, most_others=MOST_OTHERS)
+    known = tried.result
+    row: dict[str, Any] = {
+        "name": name, "cause": training.cause, "healthy": isinstance(training.accepted, Healthy),
+        "others_cpus": round(tried.others_cpus, 2), "right": False, "kind_right": False, **known,
+    }  # fmt: skip
+    if "error" in known:
+        print(f"ERROR {name}\n{known['error']}", flush=True)
+        return row
+    verdict = known["report"]["verdict"]
+    row |= {
+        "right": training.accepted.is_right(verdict),
+        "kind_right": training.accepted.kind_is_right(verdict),
+        "kind": verdict["kind"],
+        "found": [each["code"] for each in verdict["findings"]],
+        "wall_error": wall_error(known),
     }
-    if row["blamed"]:
-        print(f"healthy run blamed: {row}", flush=True)
+    print(line_of(row, training), flush=True)
     return row
 
 
-def confusion(rows: list[dict[str, Any]]) -> str:
-    """Return a markdown table of what was planted and what was found first."""
-    lines = ["| planted | right | found first |", "|---|---|---|"]
-    for code in sorted({row["planted"] for row in rows}):
-        same = [row for row in rows if row["planted"] == code]
-        first = Counter(row["found"][0] if row["found"] else "nothing" for row in same)
-        right = sum(row["right"] for row in same)
+def line_of(row: dict[str, Any], training: Training) -> str:
+    """Return what is printed of a run."""
+    mark = "right" if row["right"] else ("class" if row["kind_right"] else "WRONG")
+    wanted = "" if row["right"] else f"; accepted: {'/'.join(training.accepted.codes)}"
+    if training.accepted.words and not row["right"]:
+        wanted += f" with {', '.join(training.accepted.words[:3])}"
+    first = row["report"]["verdict"]["findings"][0]
+    notes = [f"wall: {row['wall_error']}"] if row["wall_error"] else []
+    notes += [] if row["same_report"] else ["callback.report differs from the file"]
+    if row["others_cpus"] > MOST_OTHERS:
+        notes.append(f"others took {row['others_cpus']:.2f} CPUs")
+    told = f"{row['kind']}, {' '.join(row['found'])}: {first['cause']}; try: {first['remedy']}"
+    return " | ".join([f"{mark:5} {row['name']}", told + wanted, *notes])
+
+
+def followed_row(row: dict[str, Any]) -> dict[str, Any] | None:
+    """Follow the first remedy, if it is a setting of the loader with a predicted gain."""
+    if "error" in row:
+        return None
+    first = row["report"]["verdict"]["findings"][0]
+    changed = setting_of(first["remedy"])
+    if not changed or first["gain"] is None:
+        return None
+    name = row["name"]
+    tried = undisturbed(lambda: run(name, changed=changed), tries=TRIES, most_others=MOST_OTHERS)
+    if "error" in tried.result:
+        print(f"ERROR {name} with {changed}\n{tried.result['error']}", flush=True)
+        return {"name": name, "changed": changed, **tried.result}
+    found: Prediction = predicted(first["gain"], row["report"], tried.result["report"])
+    print(f"      {name} with {changed}: {found}", flush=True)
+    return {
+        "name": name, "code": first["code"], "changed": changed, "basis": found.basis,
+        "before_ms": found.before_ms, "predicted_ms": found.predicted_ms,
+        "measured_ms": found.measured_ms, "holds": found.holds,
+        "others_cpus": round(tried.others_cpus, 2),
+    }  # fmt: skip
+
+
+def opinions_on(name: str, traceml_python: Path | None) -> dict[str, Opinion]:
+    """Return what other tools say of a training; those that fail on it say so, and are wrong."""
+    training, said = TRAININGS[name], {}
+    known = run(name, watch="profiler")
+    if "error" not in known:
+        said["SimpleProfiler"] = simple_profiler(known["seconds"])
+    if traceml_python is not None:
+        with tempfile.TemporaryDirectory() as out, hogs(training.hogs):
+            try:
+                said["TraceML"] = traceml(name, traceml_python, Path(out), environment())
+            except (subprocess.SubprocessError, OSError, KeyError) as error:
+                said["TraceML"] = ("?", repr(error))
+    return {
+        tool: Opinion(cause=training.cause, right=cost == training.accepted.cost, verdict=verdict)
+        for tool, (cost, verdict) in said.items()
+    }
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Return what was found first of each cause, as markdown."""
+    lines = ["| cause | right | class right | found first |", "| --- | ---: | ---: | --- |"]
+    for cause in dict.fromkeys(row["cause"] for row in rows):
+        same = [row for row in rows if row["cause"] == cause]
+        first = Counter(row["found"][0] if "found" in row else "error" for row in same)
         told = ", ".join(f"{name} ({count})" for name, count in first.most_common())
-        lines.append(f"| {code} | {right} of {len(same)} | {told} |")
+        right, kind = (sum(row[key] for row in same) for key in ("right", "kind_right"))
+        lines.append(f"| {cause} | {right} of {len(same)} | {kind} of {len(same)} | {told} |")
     return "\n".join(lines)
 
 
-def remedies(rows: list[dict[str, Any]]) -> str:
-    """Return a markdown table of how well followed remedies were predicted."""
-    lines = ["| finding | followed | median error | worst |", "|---|---|---|---|"]
-    for code in sorted({row["code"] for row in rows}):
-        errors = [abs(row["error"]) for row in rows if row["code"] == code]
-        median, worst = statistics.median(errors), max(errors)
-        lines.append(f"| {code} | {len(errors)} | {median:.1%} | {worst:.1%} |")
+def predictions(rows: list[dict[str, Any]]) -> str:
+    """Return how well followed remedies were predicted, by the basis of the prediction."""
+    lines = [
+        "| basis | followed | held | median error | worst |",
+        "| --- | ---: | ---: | ---: | ---: |",
+    ]
+    good = [row for row in rows if "error" not in row]
+    for basis in sorted({row["basis"] for row in good}):
+        same = [row for row in good if row["basis"] == basis]
+        errors = [abs(row["predicted_ms"] / row["measured_ms"] - 1) for row in same]
+        held = sum(row["holds"] for row in same)
+        lines.append(
+            f"| {basis} | {len(same)} | {held} | {statistics.median(errors):.0%} | "
+            f"{max(errors):.0%} |"
+        )
     return "\n".join(lines)
+
+
+def peers_table(rows: list[dict[str, Any]], opinions: dict[str, dict[str, Opinion]]) -> str:
+    """Return how often each tool names the kind of cost, and how often the cause."""
+    right, kind = (sum(row[key] for row in rows) for key in ("right", "kind_right"))
+    lines = ["| tool | class right | cause told |", "| --- | ---: | ---: |"]
+    lines.append(f"| this package | {kind} of {len(rows)} | {right} of {len(rows)} |")
+    for tool in sorted({tool for said in opinions.values() for tool in said}):
+        same = [said[tool] for said in opinions.values() if tool in said]
+        right = sum(each.right for each in same)
+        lines.append(f"| {tool} | {right} of {len(same)} | {told(same)} of {len(same)} |")
+    return "\n".join(lines)
+
+
+def chosen_names(only: list[str] | None, *, quick: bool) -> list[str]:
+    """Return the names of the trainings to run; ``only`` are causes or names, or begin them."""
+    names = list(TRAININGS)
+    if only:
+        names = [name for name in names if any(name.startswith(each) for each in only)]
+    if quick:
+        first = {TRAININGS[name].cause: name for name in reversed(names)}
+        ill = [n for n in names if first[TRAININGS[n].cause] == n and not is_healthy(n)]
+        names = ill + [name for name in names if is_healthy(name)][:12:2]
+    return names
+
+
+def is_healthy(name: str) -> bool:
+    return isinstance(TRAININGS[name].accepted, Healthy)
 
 
 def main() -> None:
     """Run everything, and print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path, help="file for the figures")
-    parser.add_argument("--only", nargs="*", help="codes to plant; no healthy runs then")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", type=Path, help="file for the figures, with all reports")
+    parser.add_argument("--only", nargs="+", help="causes or names, or how they begin")
     parser.add_argument("--quick", action="store_true", help="fewer runs")
+    parser.add_argument("--no-follow", action="store_true", help="do not follow remedies")
+    parser.add_argument("--peers", action="store_true", help="ask other tools, too")
+    parser.add_argument(
+        "--traceml-python", type=Path, help=f"interpreter with TraceML, {INSTALL_TRACEML}"
+    )
     options = parser.parse_args()
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
     began_s = time.perf_counter()
-    planted, followed = [], []
-    for plant in PLANTS:
-        if options.only and plant.code not in options.only:
-            continue
-        for magnitude in plant.magnitudes[2:3] if options.quick else plant.magnitudes:
-            row, evidence = planted_row(plant, magnitude)
-            planted.append(row)
-            if plant.code in FOLLOWED:
-                done = followed_row(plant, magnitude, evidence)
-                followed += [] if done is None else [done]
-    fine = [] if options.only else [healthy_row(n) for n in range(10 if options.quick else HEALTHY)]
-    print("\n" + confusion(planted))
-    right, blamed = sum(row["right"] for row in planted), sum(row["blamed"] for row in fine)
-    noisy = sum(not row["quiet"] for row in (*planted, *followed, *fine))
-    summary: dict[str, Any] = {
-        "planted": len(planted), "right": right, "accuracy": right / max(1, len(planted)),
-        "healthy": len(fine), "blamed": blamed, "disturbed": noisy,
-        "others_most": MOST_OTHERS, "most_tries": MOST_TRIES,
+    rows, followed = [], []
+    opinions: dict[str, dict[str, Opinion]] = {}
+    for name in chosen_names(options.only, quick=options.quick):
+        rows.append(row_of(name))
+        if not options.no_follow and not is_healthy(name):
+            done = followed_row(rows[-1])
+            followed += [] if done is None else [done]
+        if options.peers:
+            opinions[name] = opinions_on(name, options.traceml_python)
+            for tool, each in opinions[name].items():
+                print(
+                    f"      {tool}: {'right' if each.right else 'wrong'}, {each.verdict}",
+                    flush=True,
+                )
+    print("\n" + table(rows))
+    if opinions:
+        print("\n" + peers_table(rows, opinions))
+    if followed:
+        print("\n" + predictions(followed))
+    ill, fine = ([row for row in rows if row["healthy"] is same] for same in (False, True))
+    summary = {
+        "trainings": len(ill), "right": sum(row["right"] for row in ill),
+        "class_right": sum(row["kind_right"] for row in ill),
+        "healthy": len(fine), "blamed": sum(not row["right"] for row in fine),
+        "errors": sum("error" in row for row in rows),
+        "wall_wrong": sum(bool(row.get("wall_error")) for row in rows),
+        "disturbed": sum(row["others_cpus"] > MOST_OTHERS for row in rows),
         "seconds": round(time.perf_counter() - began_s),
     }  # fmt: skip
-    print(f"\nright: {right} of {len(planted)}; healthy runs blamed: {blamed} of {len(fine)}")
-    quiet = [row for row in planted if row["quiet"]]
-    summary |= {"quiet": len(quiet), "right_of_quiet": sum(row["right"] for row in quiet)}
-    print(f"of runs that others left alone: {summary['right_of_quiet']} of {len(quiet)} right")
-    if followed:
-        summary["median_error"] = statistics.median(abs(row["error"]) for row in followed)
-        print(f"\n{remedies(followed)}\n\nremedies followed: {len(followed)}, ", end="")
-        print(f"median error of the predicted step {summary['median_error']:.1%}")
-    print(
-        f"others took more than {MOST_OTHERS} CPUs in {noisy} runs, after {MOST_TRIES} tries each"
-    )
-    results = {"summary": summary, "planted": planted, "healthy": fine, "followed": followed}
+    print("\n" + ", ".join(f"{key} {value}" for key, value in summary.items()))
+    others = {
+        name: {tool: asdict(each) for tool, each in said.items()} for name, said in opinions.items()
+    }
+    results = {"summary": summary, "runs": rows, "followed": followed, "others": others}
     write(options.json, "verdicts", results)
 
 

@@ -73,8 +73,10 @@ class Undisturbed(Generic[Result]):
         return self.others_cpus <= MOST_OTHERS
 
 
-def undisturbed(measure: Callable[[], Result], *, tries: int = MOST_TRIES) -> Undisturbed[Result]:
-    """Measure, again if others were busy; the outcome itself is not looked at.
+def undisturbed(
+    measure: Callable[[], Result], *, tries: int = MOST_TRIES, most_others: float = MOST_OTHERS
+) -> Undisturbed[Result]:
+    """Measure, again if others took more than so many CPUs; the outcome is not looked at.
 
     Every child that the measurement starts has to be waited for within it.
     """
@@ -85,7 +87,7 @@ def undisturbed(measure: Callable[[], Result], *, tries: int = MOST_TRIES) -> Un
         others = others_cpus(before, read_cpus())
         if least is None or others < least.others_cpus:
             least = Undisturbed(result=result, others_cpus=others, tries=number)
-        if least.quiet:
+        if least.others_cpus <= most_others:
             break
     assert least is not None
     return Undisturbed(result=least.result, others_cpus=least.others_cpus, tries=number)

@@ -1,0 +1,415 @@
+"""Trainings whose samples or batches take a CPU: decoding, transforms, collation, crowds."""
+
+from __future__ import annotations
+
+import random
+import re
+import struct
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch.utils.data import Dataset, default_collate
+
+from trainings.parts import CPUS, Accepted, Load, Made, Model, several, spin
+
+
+class Records(Dataset[torch.Tensor]):
+    """Records of a format of one's own, parsed field by field in Python."""
+
+    def __init__(self, count: int, fields: int) -> None:
+        self.count = count
+        self.record = b"".join(struct.pack("<BH", n % 7, n % 999) for n in range(fields))
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        values = []
+        for offset in range(0, len(self.record), 3):
+            kind, value = struct.unpack_from("<BH", self.record, offset)
+            values.append(value / 10 if kind % 2 else float(value))
+        return torch.tensor(values)
+
+
+class Images(Dataset[torch.Tensor]):
+    """Photographs from files, decoded and made smaller by PIL."""
+
+    def __init__(self, folder: Path, count: int, size_px: int, suffix: str, heavy: bool) -> None:
+        from sklearn.datasets import load_sample_images
+
+        self.count, self.heavy = count, heavy
+        self.paths = []
+        for number, photo in enumerate(load_sample_images().images):
+            self.paths.append(folder / f"photo{number}.{suffix}")
+            picture = Image.fromarray(photo).resize((size_px, size_px * 2 // 3))
+            picture.save(self.paths[-1])
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        with Image.open(self.paths[index % len(self.paths)]) as opened:
+            picture = np.asarray(opened.convert("RGB").resize((96, 96)))
+        if self.heavy:
+            picture = elastic(picture)
+        return torch.from_numpy(picture.copy())
+
+
+def elastic(picture: np.ndarray) -> np.ndarray:
+    """Bend an image, as augmentation libraries do on the CPU."""
+    from scipy.ndimage import gaussian_filter, map_coordinates
+
+    draw = np.random.default_rng(0)
+    moves = [gaussian_filter(draw.uniform(-1, 1, picture.shape[:2]), 6) * 30 for _ in "xy"]
+    grid = np.meshgrid(*map(np.arange, picture.shape[:2]), indexing="ij")
+    where = [at + move for at, move in zip(grid, moves, strict=True)]
+    return np.stack([map_coordinates(picture[..., c], where, order=1) for c in range(3)], -1)
+
+
+class Texts(Dataset[torch.Tensor]):
+    """Texts, cut into words and pieces of words by regular expressions."""
+
+    def __init__(self, count: int, words: int) -> None:
+        draw = random.Random(0)
+        letters = "etaoinshrdlu"
+        vocabulary = ["".join(draw.choices(letters, k=draw.randint(2, 11))) for _ in range(3000)]
+        self.text = " ".join(draw.choices(vocabulary, k=words))
+        self.pieces = {word[:k]: n for n, word in enumerate(vocabulary) for k in range(1, 5)}
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        tokens = []
+        for word in re.findall(r"\w+|[^\w\s]", self.text):
+            rest = word
+            while rest:
+                size = next((k for k in (4, 3, 2, 1) if rest[:k] in self.pieces), 1)
+                tokens.append(self.pieces.get(rest[:size], 0))
+                rest = rest[size:]
+        return torch.tensor(tokens)
+
+
+def decoding(
+    folder: Path, kind: str, form: Any, workers: int, batches: int, step_s: float = 0.01,
+    on: Any = "device", batch_size: int = 16, size: int = 0, **options: Any,
+) -> Made:  # fmt: skip
+    count = batch_size * batches
+    dataset: Any = {
+        "records": lambda: Records(count, size),
+        "jpeg": lambda: Images(folder, count, size, "jpg", heavy=False),
+        "png": lambda: Images(folder, count, size, "png", heavy=False),
+        "elastic": lambda: Images(folder, count, size, "jpg", heavy=True),
+        "texts": lambda: Texts(count, size),
+    }[kind]()
+    options = {"num_workers": workers, **options}
+    load = Load(dataset=dataset, form=form, batch_size=batch_size, options=options)
+    return Made(load=load, model=Model(step_s, on))
+
+
+class Sentences(Dataset[list[int]]):
+    """Lists of numbers, of different lengths."""
+
+    def __init__(self, count: int, longest: int) -> None:
+        draw = random.Random(0)
+        self.rows = [list(range(draw.randint(longest // 4, longest))) for _ in range(256)]
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> list[int]:
+        return self.rows[index % len(self.rows)]
+
+
+def padded(rows: list[list[int]]) -> dict[str, torch.Tensor]:
+    """Pad to the longest, with a mask, number by number."""
+    longest = max(map(len, rows))
+    filled = torch.zeros(len(rows), longest, dtype=torch.long)
+    mask = torch.zeros(len(rows), longest, dtype=torch.bool)
+    for i, row in enumerate(rows):
+        for j, value in enumerate(row):
+            if j % 8 == 0:
+                mask[i, j : j + 8] = True
+            filled[i, j] = value
+    return {"tokens": filled, "mask": mask}
+
+
+class MosaicCollate:
+    """Mixes the samples of a batch with each other."""
+
+    def __init__(self, rounds: int) -> None:
+        self.rounds = rounds
+
+    def __call__(self, samples: list[torch.Tensor]) -> torch.Tensor:
+        batch = default_collate(samples).float()
+        for _ in range(self.rounds):
+            batch = 0.5 * batch + 0.5 * batch[torch.randperm(len(batch))].roll(1, -1)
+        return batch
+
+
+class Rows(Dataset[torch.Tensor]):
+    """Rows in memory."""
+
+    def __init__(self, count: int, floats: int) -> None:
+        self.count, self.row = count, torch.rand(floats)
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.row
+
+
+def collating(
+    _: Path, kind: str, form: Any, workers: int, batches: int, size: int, step_s: float = 0.005,
+    batch_size: int = 16,
+) -> Made:  # fmt: skip
+    count = batch_size * batches
+    dataset: Any = Sentences(count, size) if kind == "padded" else Rows(count, 20_000)
+    collate_fn = padded if kind == "padded" else MosaicCollate(size)
+    options = {"num_workers": workers, "collate_fn": collate_fn}
+    load = Load(dataset=dataset, form=form, batch_size=batch_size, options=options)
+    return Made(load=load, model=Model(step_s))
+
+
+def big_batches(_: Path, form: Any, workers: int, floats: int, batches: int) -> Made:
+    load = Load(dataset=Rows(16 * batches, floats), form=form, options={"num_workers": workers})
+    return Made(load=load, model=Model(0.005))
+
+
+class Filtered(Dataset[torch.Tensor]):
+    """Signals that are filtered by torch, which takes as many threads as it is told."""
+
+    def __init__(self, count: int, channels: int) -> None:
+        self.count = count
+        self.signal = torch.rand(1, channels, 2048)
+        self.filters = torch.rand(channels, channels, 15)
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.nn.functional.conv1d(self.signal, self.filters)[0, 0]
+
+
+def many_threads(worker: int) -> None:
+    torch.set_num_threads(4)
+
+
+class Matrices(Model):
+    """A model on the CPU, whose matrices take all threads of torch."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(0.0)
+        self.weights = torch.nn.Parameter(torch.rand(size, size) / size)
+
+    def loss_of(self, batch: Any) -> torch.Tensor:
+        return super().loss_of(batch) + (self.weights @ self.weights).mean()
+
+
+def crowded(_: Path, kind: str, form: Any, workers: int, batches: int, size: int) -> Made:
+    dataset: Any = Filtered(16 * batches, size)
+    options: dict[str, Any] = {"num_workers": workers, "worker_init_fn": many_threads}
+    model = Model(0.008, "host")
+    if kind == "model":
+        dataset, model = Records(16 * batches, size), Matrices(640)
+        del options["worker_init_fn"]
+    return Made(load=Load(dataset=dataset, form=form, options=options), model=model)
+
+
+class Chores(Dataset[torch.Tensor]):
+    """Samples that take a CPU for a given time."""
+
+    def __init__(self, count: int, sample_s: float) -> None:
+        self.count, self.sample_s = count, sample_s
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        spin(self.sample_s)
+        return torch.full((200,), float(zlib.crc32(bytes(8)) % 97))
+
+
+def beside_hogs(_: Path, form: Any, workers: int, sample_s: float, batches: int) -> Made:
+    options = {"num_workers": workers}
+    return Made(load=Load(dataset=Chores(16 * batches, sample_s), form=form, options=options))
+
+
+READING = Accepted(codes=("FD305",))
+COLLATION = Accepted(codes=("FD307",))
+CROWD = Accepted(codes=("FD306",))
+
+DECODING = [
+    *several(
+        "decoding in Python", READING, decoding,
+        {
+            "4000 fields, 1 worker": {
+                "kind": "records", "form": "fast", "workers": 1, "size": 4000, "batches": 100,
+            },
+            "6000 fields, no workers": {
+                "kind": "records", "form": "fast", "workers": 0, "size": 6000, "batches": 70,
+            },
+            "6000 fields, our worker": {
+                "kind": "records", "form": "fast", "workers": 1, "size": 6000, "batches": 80,
+                "executor": "workers",
+            },
+        },
+    ),
+    *several(
+        "decoding in Python, torch's loader",
+        Accepted(codes=("FD101", "FD102", "FD305"), words=("num_workers",)), decoding,
+        {
+            "5000 fields, 1 worker": {
+                "kind": "records", "form": "torch", "workers": 1, "size": 5000, "batches": 100,
+            },
+            "4000 fields, no workers, module's own": {
+                "kind": "records", "form": "torch", "workers": 0, "size": 4000, "batches": 90,
+            },
+        },
+    ),
+    *several(
+        "JPEG decoding", READING, decoding,
+        {
+            "640 px, 1 worker": {
+                "kind": "jpeg", "form": "fast", "workers": 1, "size": 640, "batches": 70,
+            },
+            "1000 px, FastDataModule": {
+                "kind": "jpeg", "form": "module", "workers": 1, "size": 1000, "batches": 40,
+            },
+        },
+    ),
+    *several(
+        "huge PNGs", READING, decoding,
+        {
+            "2400 px, 1 worker": {
+                "kind": "png", "form": "fast", "workers": 1, "size": 2400, "batches": 30,
+                "batch_size": 2,
+            },
+            "1500 px, module's own loader": {
+                "kind": "png", "form": "own", "workers": 2, "size": 1500, "batches": 60,
+                "batch_size": 4, "step_s": 0.02,
+            },
+        },
+    ),
+    *several(
+        "elastic transform", READING, decoding,
+        {
+            "1 worker": {
+                "kind": "elastic", "form": "fast", "workers": 1, "size": 128, "batches": 60,
+            },
+            "FastDataModule, 2 workers": {
+                "kind": "elastic", "form": "module", "workers": 2, "size": 96, "batches": 80,
+            },
+        },
+    ),
+    *several(
+        "tokenizer in Python", READING, decoding,
+        {
+            "1500 words, 1 worker": {
+                "kind": "texts", "form": "fast", "workers": 1, "size": 1500, "batches": 80,
+            },
+            "800 words, 2 workers": {
+                "kind": "texts", "form": "fast", "workers": 2, "size": 800, "batches": 200,
+                "step_s": 0.003,
+            },
+        },
+    ),
+    *several(
+        "collate_fn that mixes", COLLATION, collating,
+        {
+            "4 rounds, 1 worker": {
+                "kind": "mosaic", "form": "fast", "workers": 1, "size": 8, "batches": 120,
+            },
+            "20 rounds, FastDataModule": {
+                "kind": "mosaic", "form": "module", "workers": 2, "size": 24, "batches": 80,
+            },
+        },
+    ),
+    *several(
+        "padding in collate_fn", COLLATION, collating,
+        {
+            "400 numbers, 1 worker": {
+                "kind": "padded", "form": "fast", "workers": 1, "size": 400, "batches": 100,
+            },
+            "1000 numbers, 2 workers": {
+                "kind": "padded", "form": "own", "workers": 2, "size": 1000, "batches": 80,
+            },
+        },
+    ),
+    *several(
+        "batches of 25 and 50 MB", Accepted(codes=("FD307", "FD308")), big_batches,
+        {
+            "25 MB, 2 workers": {
+                "form": "fast", "workers": 2, "floats": 400_000, "batches": 120,
+            },
+            "50 MB, 1 worker": {"form": "fast", "workers": 1, "floats": 800_000, "batches": 60},
+        },
+    ),
+    *several(
+        "too many workers", CROWD, decoding,
+        {
+            f"{5 * CPUS} workers": {
+                "kind": "records", "form": "fast", "workers": 5 * CPUS, "size": 4000,
+                "batches": 200, "on": "host", "step_s": 0.005,
+            },
+            f"{8 * CPUS} workers that tokenize": {
+                "kind": "texts", "form": "fast", "workers": 8 * CPUS, "size": 800,
+                "batches": 200, "on": "host", "step_s": 0.003,
+            },
+        },
+    ),
+    *several(
+        "threads that hold the interpreter's lock",
+        Accepted(codes=("FD306",), words=("interpreter", "executor='workers'")), decoding,
+        {
+            "4 threads": {
+                "kind": "records", "form": "fast", "workers": 4, "size": 4000, "batches": 100,
+                "executor": "sidecar",
+            },
+            "2 threads, tokenizer": {
+                "kind": "texts", "form": "module", "workers": 2, "size": 800, "batches": 150,
+                "step_s": 0.003, "executor": "sidecar",
+            },
+        },
+    ),
+    *several(
+        "threads of torch in workers", Accepted(codes=("FD306", "FD315")), crowded,
+        {
+            "2 workers of 4": {
+                "kind": "filters", "form": "fast", "workers": 2, "size": 64, "batches": 60,
+            },
+            "4 workers of 4": {
+                "kind": "filters", "form": "own", "workers": 4, "size": 48, "batches": 100,
+            },
+        },
+    ),
+    *several(
+        "model takes all CPUs", Accepted(codes=("FD306",)), crowded,
+        {
+            "2 workers": {
+                "kind": "model", "form": "fast", "workers": 2, "size": 12_000, "batches": 50,
+            },
+            "4 workers": {
+                "kind": "model", "form": "fast", "workers": 4, "size": 8000, "batches": 70,
+            },
+        },
+        threads=CPUS,
+    ),
+    *several(
+        "only the hogs make it slow", Accepted(codes=("FD315",)), beside_hogs,
+        {"8 of 10 ms": {"form": "fast", "workers": 1, "sample_s": 0.0005, "batches": 150}},
+        hogs=2 * CPUS,
+    ),
+    *several(
+        "slow, and hogs beside it", Accepted(codes=("FD305", "FD315")), beside_hogs,
+        {"24 ms a batch": {"form": "fast", "workers": 1, "sample_s": 0.0015, "batches": 100}},
+        hogs=CPUS,
+    ),
+]  # fmt: skip

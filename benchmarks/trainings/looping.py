@@ -1,0 +1,478 @@
+"""Trainings in which the training process is slow: samplers, unpickling, hooks, pauses, ranks."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as lightning
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
+
+from trainings.decoding import Chores, Rows
+from trainings.parts import Accepted, Load, Made, Model, several, spin
+from trainings.storage import ObjectStore
+
+
+class WeightedDraws(Sampler[int]):
+    """Draws by weight, one after the other, as the textbook says."""
+
+    def __init__(self, count: int, classes: int) -> None:
+        self.count = count
+        self.weights = [1.0 + n % 5 for n in range(classes)]
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[int]:
+        draw = random.Random(0)
+        for _ in range(self.count):
+            left = draw.random() * sum(self.weights)
+            drawn = 0
+            while drawn < len(self.weights) - 1 and left > self.weights[drawn]:
+                left -= self.weights[drawn]
+                drawn += 1
+            yield drawn % self.count
+
+
+class SimilarLengths(Sampler[list[int]]):
+    """Batches of similar lengths, found by sorting all that is left for each batch."""
+
+    def __init__(self, batches: int, size: int, texts: int) -> None:
+        self.batches, self.size = batches, size
+        draw = random.Random(0)
+        self.lengths = [draw.randint(5, 500) for _ in range(texts)]
+
+    def __len__(self) -> int:
+        return self.batches
+
+    def __iter__(self) -> Iterator[list[int]]:
+        draw = random.Random(1)
+        for _ in range(self.batches):
+            like = draw.choice(self.lengths)
+            near = sorted(range(len(self.lengths)), key=lambda n: abs(self.lengths[n] - like))
+            yield [n % (self.size * self.batches) for n in near[: self.size]]
+
+
+def sampling(_: Path, form: Any, workers: int, batches: int, size: int, by_batch: bool) -> Made:
+    options: dict[str, Any] = {"num_workers": workers, "persistent_workers": workers > 0}
+    if by_batch:
+        options["batch_sampler"] = SimilarLengths(batches, 16, size)
+    else:
+        options["sampler"] = WeightedDraws(16 * batches, size)
+    dataset = Rows(16 * batches, 500)
+    return Made(load=Load(dataset=dataset, form=form, options=options), model=Model(0.005))
+
+
+class Annotated(Dataset[dict[str, Any]]):
+    """Pictures with annotations as they come from JSON: dicts in lists in dicts."""
+
+    def __init__(self, count: int, boxes: int) -> None:
+        self.count, self.boxes = count, boxes
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        boxes = [
+            {
+                "box": [n, n + 1.0, 2.0 * n, float(index)],
+                "label": f"thing-{n}",
+                "crowd": bool(n % 2),
+            }
+            for n in range(self.boxes)
+        ]
+        return {"image": torch.zeros(64), "boxes": boxes, "id": index}
+
+
+def as_they_are(samples: list[Any]) -> list[Any]:
+    return samples
+
+
+def objects(_: Path, form: Any, workers: int, batches: int, boxes: int, step_s: float) -> Made:
+    options = {"num_workers": workers, "collate_fn": as_they_are}
+    load = Load(dataset=Annotated(16 * batches, boxes), form=form, options=options)
+    return Made(load=load, model=Model(step_s))
+
+
+class ConfusionPlotter(lightning.Callback):
+    """Draws something in a hook."""
+
+    def __init__(self, hook: str, seconds: float) -> None:
+        setattr(self, hook, lambda *_args, **_kwargs: spin(seconds))
+
+
+class Watching(Model):
+    """A model whose own hook computes statistics of its weights."""
+
+    def on_train_batch_end(self, *_args: Any, **_kwargs: Any) -> None:
+        spin(0.012)
+
+
+def watched(
+    _: Path, form: Any, hook: str, seconds: float, batches: int = 120, epochs: int = 1
+) -> Made:
+    model: Model = Watching(0.01) if hook == "of the module" else Model(0.01)
+    callbacks = () if hook == "of the module" else (ConfusionPlotter(hook, seconds),)
+    load = Load(dataset=Rows(16 * batches, 200), form=form, options={"num_workers": 1})
+    return Made(load=load, model=model, callbacks=callbacks, trainer={"max_epochs": epochs})
+
+
+class RemoteLogger(CSVLogger):
+    """Sends each value to a server, and waits for it."""
+
+    answer_s = 0.01
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        time.sleep(self.answer_s)
+        super().log_metrics(metrics, step)
+
+
+class Talkative(Model):
+    """Logs its loss in each step."""
+
+    def training_step(self, batch: Any, number: int) -> torch.Tensor:
+        loss = super().training_step(batch, number)
+        self.log("loss", loss, on_step=True, batch_size=16)
+        return loss
+
+
+def logged(folder: Path, form: Any, every: int, seconds: float, batches: int = 150) -> Made:
+    logger = RemoteLogger(folder)
+    logger.answer_s = seconds
+    load = Load(dataset=Rows(16 * batches, 200), form=form, options={"num_workers": 1})
+    trainer = {"logger": logger, "log_every_n_steps": every}
+    return Made(load=load, model=Talkative(0.008), trainer=trainer)
+
+
+class Large(Model):
+    """A model with many weights that it hardly uses."""
+
+    def __init__(self, floats: int) -> None:
+        super().__init__(0.01)
+        self.embedding = torch.nn.Parameter(torch.zeros(floats), requires_grad=False)
+
+
+def saved(folder: Path, form: Any, every: int, floats: int, batches: int) -> Made:
+    callback = ModelCheckpoint(folder / "saved", every_n_train_steps=every, save_top_k=-1)
+    load = Load(dataset=Rows(16 * batches, 200), form=form, options={"num_workers": 1})
+    trainer = {"enable_checkpointing": True}
+    return Made(load=load, model=Large(floats), callbacks=(callback,), trainer=trainer)
+
+
+def validated(_: Path, form: Any, val_form: Any, sample_s: float, val_batches: int) -> Made:
+    val = Load(dataset=ObjectStore(16 * val_batches, sample_s), form=val_form,
+               options={"num_workers": 0})  # fmt: skip
+    load = Load(dataset=Rows(16 * 60, 200), form=form, options={"num_workers": 1})
+    return Made(load=load, val=val, model=Model(0.01), trainer={"val_check_interval": 20})
+
+
+def short_epochs(
+    _: Path, form: Any, workers: int, batches: int, epochs: int, megabytes: int = 0, **options: Any
+) -> Made:
+    dataset: Any = Rows(16 * batches, max(200, megabytes * 250_000))
+    if megabytes:
+        dataset.names = [f"images/class-{n % 1000}/file-{n}.jpg" for n in range(300_000)]
+        dataset.row = torch.rand(200)
+    options = {"num_workers": workers, **options}
+    load = Load(dataset=dataset, form=form, options=options)
+    return Made(load=load, model=Model(0.01), trainer={"max_epochs": epochs})
+
+
+class Indexed(IterableDataset[torch.Tensor]):
+    """A stream that reads its index whenever it begins anew."""
+
+    def __init__(self, count: int, open_s: float, cpu: bool) -> None:
+        self.count, self.open_s, self.cpu = count, open_s, cpu
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        (spin if self.cpu else time.sleep)(self.open_s)
+        info = get_worker_info()
+        first, every = (0, 1) if info is None else (info.id, info.num_workers)
+        for number in range(first, self.count, every):
+            yield torch.full((200,), float(number))
+
+
+def reopened(_: Path, form: Any, workers: int, open_s: float, cpu: bool, **options: Any) -> Made:
+    options = {"num_workers": workers, **options}
+    load = Load(dataset=Indexed(16 * 24, open_s, cpu), form=form, options=options)
+    return Made(load=load, model=Model(0.01), trainer={"max_epochs": 8})
+
+
+class Shards(IterableDataset[torch.Tensor]):
+    """Shards that are dealt out to the workers; the first is the only large one."""
+
+    def __init__(self, large: int, small: int, sample_s: float, cpu: bool) -> None:
+        self.large, self.small, self.sample_s, self.cpu = large, small, sample_s, cpu
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        info = get_worker_info()
+        first = info is None or info.id == 0
+        for number in range(self.large if first else self.small):
+            (spin if self.cpu else time.sleep)(self.sample_s)
+            yield torch.full((200,), float(number))
+
+
+def uneven(_: Path, form: Any, workers: int, sample_s: float, cpu: bool, small: int = 16) -> Made:
+    dataset = Shards(int(3.5 / sample_s), small, sample_s, cpu)
+    load = Load(dataset=dataset, form=form, options={"num_workers": workers})
+    return Made(load=load, model=Model(0.25 * 16 * sample_s))
+
+
+class Normalizing(Model):
+    """Does on the way to the device, or behind it, what workers could have done."""
+
+    def __init__(self, hook: str, seconds: float) -> None:
+        super().__init__(0.01)
+        self.hook, self.seconds = hook, seconds
+
+    def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
+        if self.hook == "transfer":
+            spin(self.seconds)
+        return super().transfer_batch_to_device(batch, device, dataloader_idx)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        if self.hook == "after":
+            spin(self.seconds)
+        return batch
+
+
+def hooked(_: Path, form: Any, hook: str, seconds: float) -> Made:
+    load = Load(dataset=Rows(16 * 120, 200), form=form, options={"num_workers": 1})
+    return Made(load=load, model=Normalizing(hook, seconds))
+
+
+def combined(_: Path, key: str, kind: str, form: Any, sample_s: float) -> Made:
+    slow: Any = ObjectStore(16 * 60, sample_s) if kind == "store" else Chores(16 * 60, sample_s)
+    loads = {
+        "labelled": Load(dataset=Rows(16 * 60, 200), form=form, options={"num_workers": 1}),
+        key: Load(dataset=slow, form=form, options={"num_workers": 1}),
+    }
+    return Made(load=loads, model=Model(0.01))
+
+
+class OneSlowRank(ObjectStore):
+    """The disk of one host is slow."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if os.environ.get("LOCAL_RANK", "0") == "1":
+            time.sleep(self.latency_s[index])
+        return self.sample
+
+
+def two_ranks(_: Path, form: Any, sample_s: float) -> Made:
+    load = Load(dataset=OneSlowRank(2 * 16 * 80, sample_s), form=form, options={"num_workers": 1})
+    # Ranks tell each other at ends of epochs.
+    trainer = {"devices": 2, "strategy": "ddp", "max_epochs": 2}
+    return Made(load=load, model=Model(0.01), trainer=trainer)
+
+
+PAUSED = Accepted(codes=("FD310",), kinds=("paused between epochs",))
+
+
+def held_up(by: str, code: str, *words: str) -> Accepted:
+    """Return what is to be said of something between steps."""
+    return Accepted(codes=(code,), kinds=(f"held up by {by}",), words=words, cost="between steps")
+
+
+LOOPING = [
+    *several(
+        "sampler in Python", Accepted(codes=("FD323",), words=("sampler",)), sampling,
+        {
+            "10000 weights, 2 workers": {
+                "form": "fast", "workers": 2, "batches": 60, "size": 20_000, "by_batch": False,
+            },
+            "20000 weights, 1 worker, module's own": {
+                "form": "own", "workers": 1, "batches": 30, "size": 40_000, "by_batch": False,
+            },
+        },
+    ),
+    *several(
+        "batch sampler that sorts", Accepted(codes=("FD323",), words=("sampler",)), sampling,
+        {
+            "50000 texts, 2 workers": {
+                "form": "fast", "workers": 2, "batches": 80, "size": 50_000, "by_batch": True,
+            },
+            "100000 texts, 1 worker": {
+                "form": "fast", "workers": 1, "batches": 50, "size": 100_000, "by_batch": True,
+            },
+        },
+    ),
+    *several(
+        "thousands of objects in a batch", Accepted(codes=("FD324",)), objects,
+        {
+            "300 boxes, 2 workers": {
+                "form": "fast", "workers": 2, "batches": 100, "boxes": 300, "step_s": 0.005,
+            },
+            "1000 boxes, FastDataModule": {
+                "form": "module", "workers": 3, "batches": 40, "boxes": 1000, "step_s": 0.01,
+            },
+        },
+    ),
+    *several(
+        "slow callback", held_up("a callback", "FD320", "ConfusionPlotter"), watched,
+        {
+            "10 ms in on_train_batch_end": {
+                "form": "fast", "hook": "on_train_batch_end", "seconds": 0.01,
+            },
+            "30 ms in on_train_batch_end, torch's loader": {
+                "form": "torch", "hook": "on_train_batch_end", "seconds": 0.03,
+            },
+            "8 ms in on_train_batch_start": {
+                "form": "module", "hook": "on_train_batch_start", "seconds": 0.008,
+            },
+            "400 ms in on_train_epoch_end": {
+                "form": "fast", "hook": "on_train_epoch_end", "seconds": 0.4, "batches": 30,
+                "epochs": 5,
+            },
+            "200 ms in on_train_epoch_end, torch's loader": {
+                "form": "own", "hook": "on_train_epoch_end", "seconds": 0.2, "batches": 30,
+                "epochs": 5,
+            },
+        },
+    ),
+    *several(
+        "slow hook of the module", held_up("a callback", "FD320", "Watching"), watched,
+        {
+            "12 ms in on_train_batch_end": {
+                "form": "fast", "hook": "of the module", "seconds": 0.012,
+            },
+            "12 ms, torch's loader": {"form": "torch", "hook": "of the module", "seconds": 0.012},
+        },
+    ),
+    *several(
+        "slow logger", held_up("logging", "FD322", "log"), logged,
+        {
+            "10 ms in each step": {"form": "fast", "every": 1, "seconds": 0.01},
+            "50 ms in every fifth, torch's loader": {"form": "torch", "every": 5, "seconds": 0.05},
+        },
+    ),
+    *several(
+        "frequent checkpoints", held_up("checkpoints", "FD321"), saved,
+        {
+            "every 5 steps, 16 MB": {
+                "form": "fast", "every": 5, "floats": 4_000_000, "batches": 120,
+            },
+            "every 10 steps, 80 MB": {
+                "form": "own", "every": 10, "floats": 20_000_000, "batches": 80,
+            },
+        },
+    ),
+    *several(
+        "validation without workers",
+        Accepted(codes=("FD318",), kinds=("starved in validation",), words=("num_workers",)),
+        validated,
+        {
+            "3 ms a sample": {
+                "form": "fast", "val_form": "fast", "sample_s": 0.003, "val_batches": 12,
+            },
+            "2 ms, torch's DataLoader": {
+                "form": "torch", "val_form": "torch", "sample_s": 0.002, "val_batches": 15,
+            },
+        },
+    ),
+    *several(
+        "short epochs, workers start anew",
+        Accepted(codes=("FD310",), kinds=("paused between epochs",), words=("persistent_workers",)),
+        short_epochs,
+        {
+            "10 steps, 2 workers": {"form": "fast", "workers": 2, "batches": 10, "epochs": 20},
+            "6 steps, torch's DataLoader, 4 workers": {
+                "form": "torch", "workers": 4, "batches": 6, "epochs": 30,
+            },
+            "8 steps, FastDataModule": {
+                "form": "module", "workers": 2, "batches": 8, "epochs": 25,
+                "persistent_workers": False,
+            },
+        },
+    ),
+    *several(
+        "spawned workers, big dataset",
+        Accepted(codes=("FD310",), kinds=("paused between epochs",), words=("persistent_workers",)),
+        short_epochs,
+        {
+            "1 worker, FastDataLoader": {
+                "form": "fast", "workers": 1, "batches": 40, "epochs": 3, "megabytes": 20,
+                "multiprocessing_context": "spawn",
+            },
+            "1 worker, torch's DataLoader": {
+                "form": "torch", "workers": 1, "batches": 60, "epochs": 3, "megabytes": 20,
+                "multiprocessing_context": "spawn",
+            },
+        },
+    ),
+    *several(
+        "stream that opens an index", PAUSED, reopened,
+        {
+            "400 ms, 1 worker": {"form": "fast", "workers": 1, "open_s": 0.4, "cpu": False},
+            "300 ms of a CPU, workers kept": {
+                "form": "fast", "workers": 2, "open_s": 0.3, "cpu": True,
+                "persistent_workers": True,
+            },
+            "300 ms, torch's DataLoader": {
+                "form": "torch", "workers": 1, "open_s": 0.3, "cpu": False,
+            },
+        },
+    ),
+    *several(
+        "one worker yields nearly everything", Accepted(codes=("FD325",)), uneven,
+        {
+            "4 workers, 3 ms": {"form": "fast", "workers": 4, "sample_s": 0.003, "cpu": False},
+            "2 workers, 2 ms of a CPU": {
+                "form": "own", "workers": 2, "sample_s": 0.002, "cpu": True,
+            },
+            "4 workers, the others a third": {
+                "form": "fast", "workers": 4, "sample_s": 0.004, "cpu": False, "small": 80,
+            },
+        },
+    ),
+    *several(
+        "slow transfer_batch_to_device",
+        Accepted(codes=("FD312",), kinds=("balanced", "compute-bound"), cost="between steps"),
+        hooked,
+        {
+            "8 ms": {"form": "fast", "hook": "transfer", "seconds": 0.008},
+            "20 ms, torch's DataLoader": {"form": "torch", "hook": "transfer", "seconds": 0.02},
+        },
+    ),
+    *several(
+        "slow on_after_batch_transfer",
+        Accepted(codes=("FD313", "FD202"), kinds=("balanced", "compute-bound"),
+                 cost="between steps"),
+        hooked,
+        {
+            "8 ms": {"form": "fast", "hook": "after", "seconds": 0.008},
+            "20 ms, torch's DataLoader": {"form": "own", "hook": "after", "seconds": 0.02},
+        },
+    ),
+    *several(
+        "one loader of two is slow", Accepted(codes=("FD303",), words=("unlabelled",)), combined,
+        {
+            "4 ms a sample": {
+                "key": "unlabelled", "kind": "store", "form": "fast", "sample_s": 0.004,
+            },
+        },
+    ),
+    *several(
+        "one loader of two computes", Accepted(codes=("FD305",), words=("replay",)), combined,
+        {"2 ms a sample": {"key": "replay", "kind": "cpu", "form": "fast", "sample_s": 0.002}},
+    ),
+    *several(
+        "one loader of two, torch's",
+        Accepted(codes=("FD102", "FD303"), words=("unlabelled",)), combined,
+        {"4 ms": {"key": "unlabelled", "kind": "store", "form": "torch", "sample_s": 0.004}},
+    ),
+    *several(
+        "one slow rank", Accepted(codes=("FD316",), words=("rank 1",)), two_ranks,
+        {
+            "2 ms a sample": {"form": "fast", "sample_s": 0.002},
+            "4 ms, torch's DataLoader": {"form": "torch", "sample_s": 0.004},
+        },
+    ),
+]  # fmt: skip
