@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import time
 from collections.abc import Iterator
@@ -13,11 +12,10 @@ import lightning.pytorch as lightning
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
-from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
+from torch.utils.data import Dataset, Sampler
 
-from trainings.decoding import Chores, Rows
+from trainings.decoding import Rows
 from trainings.parts import Accepted, Load, Made, Model, several, spin
-from trainings.storage import ObjectStore
 
 
 class WeightedDraws(Sampler[int]):
@@ -70,11 +68,18 @@ def sampling(_: Path, form: Any, workers: int, batches: int, size: int, by_batch
     return Made(load=Load(dataset=dataset, form=form, options=options), model=Model(0.005))
 
 
+class Annotations:
+    """What is known of a picture, in a class of one's own."""
+
+    def __init__(self, boxes: list[Any]) -> None:
+        self.boxes = boxes
+
+
 class Annotated(Dataset[dict[str, Any]]):
     """Pictures with annotations as they come from JSON: dicts in lists in dicts."""
 
-    def __init__(self, count: int, boxes: int) -> None:
-        self.count, self.boxes = count, boxes
+    def __init__(self, count: int, boxes: int, wrapped: bool) -> None:
+        self.count, self.boxes, self.wrapped = count, boxes, wrapped
 
     def __len__(self) -> int:
         return self.count
@@ -88,16 +93,19 @@ class Annotated(Dataset[dict[str, Any]]):
             }
             for n in range(self.boxes)
         ]
-        return {"image": torch.zeros(64), "boxes": boxes, "id": index}
+        held = Annotations(boxes) if self.wrapped else boxes
+        return {"image": torch.zeros(64), "boxes": held, "id": index}
 
 
 def as_they_are(samples: list[Any]) -> list[Any]:
     return samples
 
 
-def objects(_: Path, form: Any, workers: int, batches: int, boxes: int, step_s: float) -> Made:
+def objects(
+    _: Path, form: Any, workers: int, batches: int, boxes: int, step_s: float, wrapped: bool
+) -> Made:
     options = {"num_workers": workers, "collate_fn": as_they_are}
-    load = Load(dataset=Annotated(16 * batches, boxes), form=form, options=options)
+    load = Load(dataset=Annotated(16 * batches, boxes, wrapped), form=form, options=options)
     return Made(load=load, model=Model(step_s))
 
 
@@ -166,65 +174,6 @@ def saved(folder: Path, form: Any, every: int, floats: int, batches: int) -> Mad
     return Made(load=load, model=Large(floats), callbacks=(callback,), trainer=trainer)
 
 
-def validated(_: Path, form: Any, val_form: Any, sample_s: float, val_batches: int) -> Made:
-    val = Load(dataset=ObjectStore(16 * val_batches, sample_s), form=val_form,
-               options={"num_workers": 0})  # fmt: skip
-    load = Load(dataset=Rows(16 * 60, 200), form=form, options={"num_workers": 1})
-    return Made(load=load, val=val, model=Model(0.01), trainer={"val_check_interval": 20})
-
-
-def short_epochs(
-    _: Path, form: Any, workers: int, batches: int, epochs: int, megabytes: int = 0, **options: Any
-) -> Made:
-    dataset: Any = Rows(16 * batches, max(200, megabytes * 250_000))
-    if megabytes:
-        dataset.names = [f"images/class-{n % 1000}/file-{n}.jpg" for n in range(300_000)]
-        dataset.row = torch.rand(200)
-    options = {"num_workers": workers, **options}
-    load = Load(dataset=dataset, form=form, options=options)
-    return Made(load=load, model=Model(0.01), trainer={"max_epochs": epochs})
-
-
-class Indexed(IterableDataset[torch.Tensor]):
-    """A stream that reads its index whenever it begins anew."""
-
-    def __init__(self, count: int, open_s: float, cpu: bool) -> None:
-        self.count, self.open_s, self.cpu = count, open_s, cpu
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        (spin if self.cpu else time.sleep)(self.open_s)
-        info = get_worker_info()
-        first, every = (0, 1) if info is None else (info.id, info.num_workers)
-        for number in range(first, self.count, every):
-            yield torch.full((200,), float(number))
-
-
-def reopened(_: Path, form: Any, workers: int, open_s: float, cpu: bool, **options: Any) -> Made:
-    options = {"num_workers": workers, **options}
-    load = Load(dataset=Indexed(16 * 24, open_s, cpu), form=form, options=options)
-    return Made(load=load, model=Model(0.01), trainer={"max_epochs": 8})
-
-
-class Shards(IterableDataset[torch.Tensor]):
-    """Shards that are dealt out to the workers; the first is the only large one."""
-
-    def __init__(self, large: int, small: int, sample_s: float, cpu: bool) -> None:
-        self.large, self.small, self.sample_s, self.cpu = large, small, sample_s, cpu
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        info = get_worker_info()
-        first = info is None or info.id == 0
-        for number in range(self.large if first else self.small):
-            (spin if self.cpu else time.sleep)(self.sample_s)
-            yield torch.full((200,), float(number))
-
-
-def uneven(_: Path, form: Any, workers: int, sample_s: float, cpu: bool, small: int = 16) -> Made:
-    dataset = Shards(int(3.5 / sample_s), small, sample_s, cpu)
-    load = Load(dataset=dataset, form=form, options={"num_workers": workers})
-    return Made(load=load, model=Model(0.25 * 16 * sample_s))
-
-
 class Normalizing(Model):
     """Does on the way to the device, or behind it, what workers could have done."""
 
@@ -248,34 +197,6 @@ def hooked(_: Path, form: Any, hook: str, seconds: float) -> Made:
     return Made(load=load, model=Normalizing(hook, seconds))
 
 
-def combined(_: Path, key: str, kind: str, form: Any, sample_s: float) -> Made:
-    slow: Any = ObjectStore(16 * 60, sample_s) if kind == "store" else Chores(16 * 60, sample_s)
-    loads = {
-        "labelled": Load(dataset=Rows(16 * 60, 200), form=form, options={"num_workers": 1}),
-        key: Load(dataset=slow, form=form, options={"num_workers": 1}),
-    }
-    return Made(load=loads, model=Model(0.01))
-
-
-class OneSlowRank(ObjectStore):
-    """The disk of one host is slow."""
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        if os.environ.get("LOCAL_RANK", "0") == "1":
-            time.sleep(self.latency_s[index])
-        return self.sample
-
-
-def two_ranks(_: Path, form: Any, sample_s: float) -> Made:
-    load = Load(dataset=OneSlowRank(2 * 16 * 80, sample_s), form=form, options={"num_workers": 1})
-    # Ranks tell each other at ends of epochs.
-    trainer = {"devices": 2, "strategy": "ddp", "max_epochs": 2}
-    return Made(load=load, model=Model(0.01), trainer=trainer)
-
-
-PAUSED = Accepted(codes=("FD310",), kinds=("paused between epochs",))
-
-
 def held_up(by: str, code: str, *words: str) -> Accepted:
     """Return what is to be said of something between steps."""
     return Accepted(codes=(code,), kinds=(f"held up by {by}",), words=words, cost="between steps")
@@ -285,10 +206,10 @@ LOOPING = [
     *several(
         "sampler in Python", Accepted(codes=("FD323",), words=("sampler",)), sampling,
         {
-            "10000 weights, 2 workers": {
+            "20000 weights, 2 workers": {
                 "form": "fast", "workers": 2, "batches": 60, "size": 20_000, "by_batch": False,
             },
-            "20000 weights, 1 worker, module's own": {
+            "40000 weights, 1 worker, module's own": {
                 "form": "own", "workers": 1, "batches": 30, "size": 40_000, "by_batch": False,
             },
         },
@@ -304,14 +225,32 @@ LOOPING = [
             },
         },
     ),
+    # Lightning looks into dicts and lists for tensors to move, but not into classes of one's own.
     *several(
-        "thousands of objects in a batch", Accepted(codes=("FD324",)), objects,
+        "annotations to unpickle", Accepted(codes=("FD324",)), objects,
         {
             "300 boxes, 2 workers": {
-                "form": "fast", "workers": 2, "batches": 100, "boxes": 300, "step_s": 0.005,
+                "form": "fast", "workers": 2, "batches": 80, "boxes": 300, "step_s": 0.005,
+                "wrapped": True,
             },
-            "1000 boxes, FastDataModule": {
-                "form": "module", "workers": 3, "batches": 40, "boxes": 1000, "step_s": 0.01,
+            "800 boxes, FastDataModule": {
+                "form": "module", "workers": 3, "batches": 40, "boxes": 800, "step_s": 0.01,
+                "wrapped": True,
+            },
+        },
+    ),
+    *several(
+        "annotations to unpickle and to look into",
+        Accepted(codes=("FD312", "FD324"), kinds=("data-bound", "balanced"), words=("object",)),
+        objects,
+        {
+            "60 boxes, 2 workers": {
+                "form": "fast", "workers": 2, "batches": 60, "boxes": 60, "step_s": 0.005,
+                "wrapped": False,
+            },
+            "200 boxes, torch's DataLoader": {
+                "form": "torch", "workers": 2, "batches": 20, "boxes": 200, "step_s": 0.01,
+                "wrapped": False,
             },
         },
     ),
@@ -365,74 +304,6 @@ LOOPING = [
         },
     ),
     *several(
-        "validation without workers",
-        Accepted(codes=("FD318",), kinds=("starved in validation",), words=("num_workers",)),
-        validated,
-        {
-            "3 ms a sample": {
-                "form": "fast", "val_form": "fast", "sample_s": 0.003, "val_batches": 12,
-            },
-            "2 ms, torch's DataLoader": {
-                "form": "torch", "val_form": "torch", "sample_s": 0.002, "val_batches": 15,
-            },
-        },
-    ),
-    *several(
-        "short epochs, workers start anew",
-        Accepted(codes=("FD310",), kinds=("paused between epochs",), words=("persistent_workers",)),
-        short_epochs,
-        {
-            "10 steps, 2 workers": {"form": "fast", "workers": 2, "batches": 10, "epochs": 20},
-            "6 steps, torch's DataLoader, 4 workers": {
-                "form": "torch", "workers": 4, "batches": 6, "epochs": 30,
-            },
-            "8 steps, FastDataModule": {
-                "form": "module", "workers": 2, "batches": 8, "epochs": 25,
-                "persistent_workers": False,
-            },
-        },
-    ),
-    *several(
-        "spawned workers, big dataset",
-        Accepted(codes=("FD310",), kinds=("paused between epochs",), words=("persistent_workers",)),
-        short_epochs,
-        {
-            "1 worker, FastDataLoader": {
-                "form": "fast", "workers": 1, "batches": 40, "epochs": 3, "megabytes": 20,
-                "multiprocessing_context": "spawn",
-            },
-            "1 worker, torch's DataLoader": {
-                "form": "torch", "workers": 1, "batches": 60, "epochs": 3, "megabytes": 20,
-                "multiprocessing_context": "spawn",
-            },
-        },
-    ),
-    *several(
-        "stream that opens an index", PAUSED, reopened,
-        {
-            "400 ms, 1 worker": {"form": "fast", "workers": 1, "open_s": 0.4, "cpu": False},
-            "300 ms of a CPU, workers kept": {
-                "form": "fast", "workers": 2, "open_s": 0.3, "cpu": True,
-                "persistent_workers": True,
-            },
-            "300 ms, torch's DataLoader": {
-                "form": "torch", "workers": 1, "open_s": 0.3, "cpu": False,
-            },
-        },
-    ),
-    *several(
-        "one worker yields nearly everything", Accepted(codes=("FD325",)), uneven,
-        {
-            "4 workers, 3 ms": {"form": "fast", "workers": 4, "sample_s": 0.003, "cpu": False},
-            "2 workers, 2 ms of a CPU": {
-                "form": "own", "workers": 2, "sample_s": 0.002, "cpu": True,
-            },
-            "4 workers, the others a third": {
-                "form": "fast", "workers": 4, "sample_s": 0.004, "cpu": False, "small": 80,
-            },
-        },
-    ),
-    *several(
         "slow transfer_batch_to_device",
         Accepted(codes=("FD312",), kinds=("balanced", "compute-bound"), cost="between steps"),
         hooked,
@@ -449,30 +320,6 @@ LOOPING = [
         {
             "8 ms": {"form": "fast", "hook": "after", "seconds": 0.008},
             "20 ms, torch's DataLoader": {"form": "own", "hook": "after", "seconds": 0.02},
-        },
-    ),
-    *several(
-        "one loader of two is slow", Accepted(codes=("FD303",), words=("unlabelled",)), combined,
-        {
-            "4 ms a sample": {
-                "key": "unlabelled", "kind": "store", "form": "fast", "sample_s": 0.004,
-            },
-        },
-    ),
-    *several(
-        "one loader of two computes", Accepted(codes=("FD305",), words=("replay",)), combined,
-        {"2 ms a sample": {"key": "replay", "kind": "cpu", "form": "fast", "sample_s": 0.002}},
-    ),
-    *several(
-        "one loader of two, torch's",
-        Accepted(codes=("FD102", "FD303"), words=("unlabelled",)), combined,
-        {"4 ms": {"key": "unlabelled", "kind": "store", "form": "torch", "sample_s": 0.004}},
-    ),
-    *several(
-        "one slow rank", Accepted(codes=("FD316",), words=("rank 1",)), two_ranks,
-        {
-            "2 ms a sample": {"form": "fast", "sample_s": 0.002},
-            "4 ms, torch's DataLoader": {"form": "torch", "sample_s": 0.004},
         },
     ),
 ]  # fmt: skip

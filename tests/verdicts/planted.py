@@ -51,8 +51,6 @@ class Plant:
     """How much of it, from what just matters to what nobody overlooks."""
     run: Callable[[Any], Evidence]
     """Plants one of them and returns what was measured."""
-    training: Callable[[Any], Training] | None = None
-    """The training that runs, where remedies can be followed in it."""
     virtual: str = ""
     """What is not real; empty: everything is."""
 
@@ -62,9 +60,11 @@ def of_training(
 ) -> Plant:
     """Return a plant that is a training, and nothing else."""
     return Plant(
-        code=code, what=what, magnitudes=magnitudes, training=training,
+        code=code,
+        what=what,
+        magnitudes=magnitudes,
         run=lambda magnitude: train(training(magnitude)),
-    )  # fmt: skip
+    )
 
 
 def _batches(batch_s: float, *, least: int = 16, most: int = 150) -> int:
