@@ -46,7 +46,6 @@ from verdicts.machine_load import undisturbed
 
 HERE = Path(__file__).parent
 TIME_LIMIT_S = 180
-TRIES = int(os.environ.get("VERDICTS_TRIES", "2"))
 MOST_OTHERS = 0.3
 """Of one CPU, what other processes may take on average while a training runs."""
 WALL_SHARE, WALL_S = 0.01, 0.05
@@ -114,10 +113,10 @@ def wall_error(known: dict[str, Any]) -> str:
     return ", ".join(wrong)
 
 
-def row_of(name: str) -> dict[str, Any]:
+def row_of(name: str, tries: int) -> dict[str, Any]:
     """Run a training and return a row of the table."""
     training = TRAININGS[name]
-    tried = undisturbed(lambda: run(name), tries=TRIES, most_others=MOST_OTHERS)
+    tried = undisturbed(lambda: run(name), tries=tries, most_others=MOST_OTHERS)
     known = tried.result
     row: dict[str, Any] = {
         "name": name, "cause": training.cause, "healthy": isinstance(training.accepted, Healthy),
@@ -141,9 +140,7 @@ def row_of(name: str) -> dict[str, Any]:
 def line_of(row: dict[str, Any], training: Training) -> str:
     """Return what is printed of a run."""
     mark = "right" if row["right"] else ("class" if row["kind_right"] else "WRONG")
-    wanted = "" if row["right"] else f"; accepted: {'/'.join(training.accepted.codes)}"
-    if training.accepted.words and not row["right"]:
-        wanted += f" with {', '.join(training.accepted.words[:3])}"
+    wanted = "" if row["right"] else f"; accepted: {training.accepted}"
     first = row["report"]["verdict"]["findings"][0]
     notes = [f"wall: {row['wall_error']}"] if row["wall_error"] else []
     notes += [] if row["same_report"] else ["callback.report differs from the file"]
@@ -153,7 +150,7 @@ def line_of(row: dict[str, Any], training: Training) -> str:
     return " | ".join([f"{mark:5} {row['name']}", told + wanted, *notes])
 
 
-def followed_row(row: dict[str, Any]) -> dict[str, Any] | None:
+def followed_row(row: dict[str, Any], tries: int) -> dict[str, Any] | None:
     """Follow the first remedy, if it is a setting of the loader with a predicted gain."""
     if "error" in row:
         return None
@@ -162,7 +159,7 @@ def followed_row(row: dict[str, Any]) -> dict[str, Any] | None:
     if not changed or first["gain"] is None:
         return None
     name = row["name"]
-    tried = undisturbed(lambda: run(name, changed=changed), tries=TRIES, most_others=MOST_OTHERS)
+    tried = undisturbed(lambda: run(name, changed=changed), tries=tries, most_others=MOST_OTHERS)
     if "error" in tried.result:
         print(f"ERROR {name} with {changed}\n{tried.result['error']}", flush=True)
         return {"name": name, "changed": changed, **tried.result}
@@ -260,19 +257,21 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="file for the figures, with all reports")
     parser.add_argument("--only", nargs="+", help="causes or names, or how they begin")
     parser.add_argument("--quick", action="store_true", help="fewer runs")
+    parser.add_argument("--once", action="store_true", help="do not repeat disturbed runs")
     parser.add_argument("--no-follow", action="store_true", help="do not follow remedies")
     parser.add_argument("--peers", action="store_true", help="ask other tools, too")
     parser.add_argument(
         "--traceml-python", type=Path, help=f"interpreter with TraceML, {INSTALL_TRACEML}"
     )
     options = parser.parse_args()
+    tries = 1 if options.once else 2
     began_s = time.perf_counter()
     rows, followed = [], []
     opinions: dict[str, dict[str, Opinion]] = {}
     for name in chosen_names(options.only, quick=options.quick):
-        rows.append(row_of(name))
+        rows.append(row_of(name, tries))
         if not options.no_follow and not is_healthy(name):
-            done = followed_row(rows[-1])
+            done = followed_row(rows[-1], tries)
             followed += [] if done is None else [done]
         if options.peers:
             opinions[name] = opinions_on(name, options.traceml_python)

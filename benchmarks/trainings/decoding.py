@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import ConcatDataset, Dataset, default_collate
 
 from trainings.parts import Accepted, Load, Made, Model, several
 
@@ -182,6 +182,28 @@ def big_batches(_: Path, form: Any, workers: int, floats: int, batches: int) -> 
     return Made(load=load, model=Model(0.005))
 
 
+def shrunk(picture: Image.Image) -> torch.Tensor:
+    return torch.from_numpy(np.asarray(picture.resize((64, 64))).copy())
+
+
+def one_huge_file(folder: Path, form: Any, workers: int, size_px: int, batches: int) -> Made:
+    """A folder of small pictures, with a scan of a poster between them."""
+    from sklearn.datasets import load_sample_images
+    from torchvision.datasets import ImageFolder
+
+    (folder / "posters").mkdir()
+    photo = Image.fromarray(load_sample_images().images[0])
+    for number in range(160):
+        photo.resize((96, 64)).save(folder / "posters" / f"photo-{number:03}.jpg")
+    photo.resize((size_px, size_px)).save(folder / "posters" / "photo-077-scan.png")
+    dataset: Any = ConcatDataset([ImageFolder(str(folder), shrunk)] * (batches // 10))
+    if form == "module":
+        dataset = ImageFolder(str(folder), shrunk)
+        dataset.samples *= batches // 10
+    load = Load(dataset=dataset, form=form, options={"num_workers": workers})
+    return Made(load=load, model=Model(0.006))
+
+
 READING = Accepted(codes=("FD305",))
 COLLATION = Accepted(codes=("FD307",))
 
@@ -230,6 +252,18 @@ DECODING = [
             },
             "1000 px, FastDataModule": {
                 "kind": "jpeg", "form": "module", "workers": 1, "size": 1000, "batches": 40,
+            },
+        },
+    ),
+    *several(
+        "one huge file among small ones",
+        Accepted(codes=("FD302",), words=("photo-077-scan.png",)), one_huge_file,
+        {
+            "1800 px, FastDataModule": {
+                "form": "module", "workers": 1, "size_px": 1800, "batches": 120,
+            },
+            "2400 px, ConcatDataset": {
+                "form": "fast", "workers": 2, "size_px": 2400, "batches": 120,
             },
         },
     ),

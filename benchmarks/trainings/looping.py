@@ -305,7 +305,10 @@ LOOPING = [
     ),
     *several(
         "slow transfer_batch_to_device",
-        Accepted(codes=("FD312",), kinds=("balanced", "compute-bound"), cost="between steps"),
+        Accepted(
+            codes=("FD312",), kinds=("balanced", "compute-bound"),
+            words=("transfer_batch_to_device",), cost="between steps",
+        ),
         hooked,
         {
             "8 ms": {"form": "fast", "hook": "transfer", "seconds": 0.008},

@@ -20,9 +20,6 @@ CPUS = len(os.sched_getaffinity(0))
 Form: TypeAlias = Literal["torch", "fast", "module", "own"]
 Cost: TypeAlias = Literal["data", "between steps", "computing"]
 
-HEALTHY_CODES = ("FD001", "FD002", "FD301", "FD319")
-"""Nothing, or nothing urgent, is to be done for data."""
-
 
 def spin(seconds: float) -> None:
     """Use a CPU for so long, however often it is taken away meanwhile."""
@@ -44,6 +41,10 @@ class Accepted:
     cost: Cost = "data"
     """What a tool that tells no more than that has to name."""
 
+    def __str__(self) -> str:
+        named = f" with {', '.join(self.words[:3])}" if self.words else ""
+        return f"{'/'.join(self.codes)}{named}"
+
     def kind_is_right(self, verdict: Mapping[str, Any]) -> bool:
         """Return whether the verdict is of an accepted kind."""
         return verdict["kind"] in self.kinds
@@ -60,9 +61,12 @@ class Accepted:
 class Healthy(Accepted):
     """Whatever does not blame data, and calls nothing severe."""
 
-    codes: tuple[str, ...] = HEALTHY_CODES
-    kinds: tuple[str, ...] = ("compute-bound", "balanced")
+    codes: tuple[str, ...] = ()
+    kinds: tuple[str, ...] = ()
     cost: Cost = "computing"
+
+    def __str__(self) -> str:
+        return "data not blamed, nothing severe"
 
     def kind_is_right(self, verdict: Mapping[str, Any]) -> bool:
         return verdict["kind"] != "data-bound"

@@ -183,6 +183,11 @@ def slow_ones(_: Path, form: Any, every: int, slow_s: float, batches: int, **opt
     return Made(load=load, model=Model(0.006))
 
 
+def at_index(every: int) -> tuple[str, ...]:
+    """Return what a text has to hold one of that names a slow sample by its index."""
+    return tuple(f" {index} (" for index in range(7, 7000, every))
+
+
 DATA = Accepted(codes=("FD303",), words=("num_workers",))
 SHARED = Accepted(codes=("FD304",))
 
@@ -244,7 +249,7 @@ STORAGE = [
     ),
     *several(
         "one slow sample in 160",
-        Accepted(codes=("FD302",), words=tuple(str(7 + 160 * k) for k in range(40))), slow_ones,
+        Accepted(codes=("FD302",), words=at_index(160)), slow_ones,
         {
             "300 ms": {"form": "fast", "every": 160, "slow_s": 0.3, "batches": 150},
             "150 ms, FastDataModule": {
@@ -254,7 +259,7 @@ STORAGE = [
     ),
     *several(
         "one slow sample in 1000",
-        Accepted(codes=("FD302",), words=tuple(str(7 + 1000 * k) for k in range(10))), slow_ones,
+        Accepted(codes=("FD302",), words=at_index(1000)), slow_ones,
         {"800 ms": {"form": "fast", "every": 1000, "slow_s": 0.8, "batches": 250}},
     ),
 ]  # fmt: skip
