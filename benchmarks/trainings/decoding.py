@@ -306,10 +306,10 @@ DECODING = [
     *several(
         "collate_fn that mixes", COLLATION, collating,
         {
-            "4 rounds, 1 worker": {
+            "8 rounds, 1 worker": {
                 "kind": "mosaic", "form": "fast", "workers": 1, "size": 8, "batches": 120,
             },
-            "20 rounds, FastDataModule": {
+            "24 rounds, FastDataModule": {
                 "kind": "mosaic", "form": "module", "workers": 2, "size": 24, "batches": 80,
             },
         },

@@ -18,15 +18,14 @@ class Mapped(Dataset[torch.Tensor]):
     """Rows of a file that is mapped into memory."""
 
     def __init__(self, file: Path, count: int, floats: int) -> None:
-        self.file, self.count, self.floats = file, count, floats
         np.lib.format.open_memmap(file, "w+", np.float32, (count, floats))[:] = 0.5
+        self.rows = np.load(file, mmap_mode="r")
 
     def __len__(self) -> int:
-        return self.count
+        return len(self.rows)
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        rows = np.load(self.file, mmap_mode="r")
-        return torch.from_numpy(rows[index].copy())
+        return torch.from_numpy(self.rows[index].copy())
 
 
 class Chatty(Model):
