@@ -16,13 +16,14 @@ _SLACK = 0.9
 def setting_of(remedy: str) -> dict[str, Any]:
     """Return the loader options that a remedy begins with, apart from which it asks for nothing.
 
-    They are written ``LoaderOptions(...)`` or ``num_workers 0 -> 2``. What a remedy says after
-    ``", or"`` is another one; what it says after ``", and"`` belongs to it, and is no setting.
+    They are written ``LoaderOptions(...)``, ``FastDataLoader(...)`` or ``num_workers 0 -> 2``. What
+    a remedy says after ``", or"`` is another one; what it says after ``", and"`` belongs to it, and
+    is no setting.
     """
     changed = re.match(r"num_workers (\d+) -> (\d+)", remedy)
     if changed:
         return {"num_workers": int(changed[2])}
-    if not remedy.startswith("LoaderOptions("):
+    if not remedy.startswith(("LoaderOptions(", "FastDataLoader(")):
         return {}
     end = remedy.index(")") + 1
     if remedy[end:].startswith(", and"):

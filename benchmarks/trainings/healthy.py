@@ -78,7 +78,7 @@ QUIET: dict[str, dict[str, Any]] = {
 
 HEALTHY = [
     *several("healthy", Healthy(), healthy, QUIET),
-    *several("healthy beside a hog", Healthy(), healthy, QUIET, hogs=1),
+    *several("healthy beside a hog", Healthy(allowed=("FD315",)), healthy, QUIET, hogs=1),
     *several(
         "healthy on a device", Healthy(), healthy,
         {
