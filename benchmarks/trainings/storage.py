@@ -124,6 +124,7 @@ def serve(listening: socket.socket, bytes_per_s: float) -> None:
 
     while True:
         connection, _ = listening.accept()
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         threading.Thread(target=answer, args=(connection,), daemon=True).start()
 
 
