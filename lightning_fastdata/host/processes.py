@@ -93,10 +93,10 @@ def read_cpu_use(processes: Iterable[int], *, root: Path = Path("/")) -> CpuUse 
     return parse_cpu_use(machine, [_read_of(process, "stat", root) for process in processes])
 
 
-def read_queued(processes: Iterable[int], *, root: Path = Path("/")) -> tuple[int, int] | None:
-    """Nanoseconds on a CPU, and ready but without one, of processes together.
+def read_queued(processes: Iterable[int], *, root: Path = Path("/")) -> int | None:
+    """Nanoseconds in which processes were ready but without a CPU, together.
 
-    Of their main threads; None if none of them tells.
+    Of their main threads, since they began; None if none of them tells.
     https://docs.kernel.org/scheduler/sched-stats.html
 
     Args:
@@ -104,8 +104,8 @@ def read_queued(processes: Iterable[int], *, root: Path = Path("/")) -> tuple[in
         root: Folder that holds ``proc``.
     """
     texts = [_read_of(process, "schedstat", root).split() for process in processes]
-    told = [(int(text[0]), int(text[1])) for text in texts if len(text) >= 2]
-    return (sum(cpu for cpu, _ in told), sum(queued for _, queued in told)) if told else None
+    told = [int(text[1]) for text in texts if len(text) > 1]
+    return sum(told) if told else None
 
 
 def parse_pss(text: str) -> int | None:

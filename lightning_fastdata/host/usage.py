@@ -42,8 +42,8 @@ class HostUsage:
     """What this process and its workers have read, by process number."""
     cpu: CpuUse | None = None
     """CPU seconds of the machine, and of this process with its workers."""
-    queued_ns: tuple[int, int] | None = None
-    """Time on a CPU, and ready but without one, of the workers that are alive."""
+    queued_ns: int | None = None
+    """Time in which the workers that are alive were ready but without a CPU, together."""
     shm_used_share: float | None = None
     """Part of ``/dev/shm`` that is taken, 0 to 1. A full one kills workers with a bus error."""
 

@@ -65,8 +65,8 @@ class Evidence:
     runqueue_share: float | None = None
     """Part of the workers' busy time in which they were ready to run but had no CPU, 0 to 1."""
     workers_queued_share: float | None = None
-    """The same of all processes that were started as workers, as the kernel counts it: known of
-    loaders that take no stamps, too."""
+    """Part of their lives in which all processes that were started as workers were ready to run but
+    had no CPU, 0 to 1: known of loaders that take no stamps, too."""
     throttled_share: float | None = None
     """Part of the scheduler's periods in which the cgroup's CPU quota was used up, 0 to 1."""
     throttled_cpus: float | None = None

@@ -101,10 +101,10 @@ def host_evidence(
         others_s = (end.cpu.all_s - begin.cpu.all_s) - (end.cpu.own_s - begin.cpu.own_s)
         found["other_cpus"] = max(0.0, others_s) / (end.at_s - begin.at_s)
         found["machine_cpus"] = end.cpu.cpus
-    if end.queued_ns is not None:
-        cpu_ns, queued_ns = end.queued_ns
-        # Of workers that are alive at the end, since they began.
-        found["workers_queued_share"] = queued_ns / max(1, cpu_ns + queued_ns)
+    if end.queued_ns is not None and end.workers and end.at_s > begin.at_s:
+        # Of workers that are alive at the end; those that began in between lived less long.
+        lived_s = end.workers * (end.at_s - begin.at_s)
+        found["workers_queued_share"] = min(1.0, end.queued_ns / 1e9 / lived_s)
     if device_begin is not None and device_end is not None:
         found["alloc_retries"] = device_end.alloc_retries - device_begin.alloc_retries
         found["device_headroom_share"] = device_end.never_used_bytes / device_end.total_bytes

@@ -19,6 +19,7 @@ _KEPT_CALLS: Final = 8
 _FEWEST_NS: Final = 20_000_000
 """Of less reading that was looked at, nothing is said."""
 _MOST_OF_IT: Final = 0.5
+_MUCH_OF_IT: Final = 0.3
 _STANDS_OUT: Final = 0.2
 """Of reading, for a line to be named as the place of a cause."""
 _WAITS: Final = {
@@ -164,13 +165,15 @@ def where_text(evidence: Evidence, *, blocked: bool | None = None) -> str:
 
 
 def lock_between_processes(lines: Iterable[LineShare]) -> LineShare | None:
-    """Return the line that waits for most of reading, if what it waits for is such a lock.
+    """Return the line that waits for a lock which one process at a time has, if that is much.
 
-    A lock within a process may be that of a pool of threads whose work is waited for.
+    Two workers that read under a lock wait for it half of the time, more of them for longer. A lock
+    within a process may be that of a pool of threads whose work is waited for.
     """
     for line in lines:
-        if line.share > _MOST_OF_IT and line.waits:
-            return line if any(name in line.calls for name in _LOCKS_OF_PROCESSES) else None
+        known = any(name in line.calls for name in _LOCKS_OF_PROCESSES)
+        if known and line.waits and line.share > _MUCH_OF_IT:
+            return line
     return None
 
 
