@@ -22,7 +22,7 @@ FD310 starts of epochs above 5 % of the epoch, of two or more    persistent work
 FD311 page-locking is the largest part                           page_lock="register"
 FD312 transfer above 5 %                                         pinned memory, uint8
 FD313 augmentation on the device above 10 %                      fewer or cheaper transforms
-FD314 device idle above 10 %, though no batch was waited for     the host code between steps
+FD314 device idle 10 % and 1 ms, though no batch was waited for  the host code between steps
 FD315 waiting for CPUs above 20 %, but not for own work          the other load
 FD316 one rank stalls 3 % more than the mean                     its data or host
 FD317 allocator retries, memory never unused above 3 %           smaller batches

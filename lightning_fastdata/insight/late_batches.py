@@ -68,6 +68,7 @@ def _more_workers(
     leave: str,
     *,
     together: bool = False,
+    computing: bool = False,
 ) -> Finding:
     """Return the number of workers that the model recommends, or what is left if none helps.
 
@@ -79,9 +80,10 @@ def _more_workers(
         rest: What that gains.
         leave: What does not help.
         together: Workers may wait for something that they share, of which the model knows nothing.
+        computing: Workers compute, so that no more of them are of use than there are CPUs.
     """
     severity = severity_of(evidence.stall_share)
-    wanted, now = remedies.best_workers(evidence), evidence.setup
+    wanted, now = remedies.best_workers(evidence, computing=computing), evidence.setup
     if wanted is not None and now is not None:
         gain = remedies.gain_of_setup(evidence, wanted)
         if wanted.workers > now.workers and gain is not None and gain.worthwhile:
@@ -220,6 +222,7 @@ def few_workers(e: Evidence) -> Finding | None:
         _transforms(e),
         _gain_of_transforms(e),
         "storage: it is not what is waited for",
+        computing=True,
     )
 
 
@@ -250,11 +253,11 @@ def few_cpus(e: Evidence) -> Finding | None:
 
 
 def _one_interpreter(e: Evidence) -> Finding:
-    wanted = None if e.setup is None else remedies.with_workers(e.setup, max(1, int(e.setup.cpus)))
-    gain, processes = None, "processes instead of threads"
-    if wanted is not None:
-        gain = remedies.gain_of_costs(e, scaled(e.costs, blocked=0.0), wanted)
-        processes = f"LoaderOptions(executor='workers', num_workers={wanted.workers}), {processes}"
+    processes = "processes instead of threads"
+    if e.setup is not None:
+        workers = max(1, int(e.setup.cpus))
+        processes = f"LoaderOptions(executor='workers', num_workers={workers}), {processes}"
+    # No gain is told: what samples cost is not known while their readers take the lock in turn.
     return Finding(
         code="FD306",
         severity=severity_of(e.stall_share),
@@ -262,7 +265,6 @@ def _one_interpreter(e: Evidence) -> Finding:
         f"interpreter's lock, and together they use {e.interpreter_share or 0.0:.1f} CPUs"
         + where_text(e, blocked=False),
         remedy=f"{processes}; or transforms that release the lock",
-        gain=gain,
         leave_alone="more threads, and the storage: what looks like waiting for it is the lock",
     )
 

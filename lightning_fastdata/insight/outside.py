@@ -101,7 +101,8 @@ def outside_finding(summary: StageSummary, facts: LoaderFacts) -> Finding:
     code, cause, share, gained_ms = _largest_cost(summary, stall, facts)
     gain = None
     if gained_ms is not None:
-        gain = Gain(before_ms=step.mean_ms, after_ms=step.mean_ms - gained_ms, basis="floor")
+        after_ms = max(step.mean_ms - gained_ms, _least_ms(code, summary, facts))
+        gain = Gain(before_ms=step.mean_ms, after_ms=after_ms, basis="floor")
     return Finding(
         code=code,
         severity="fine" if code in ("FD001", "FD002") else severity_of(share),
@@ -110,6 +111,21 @@ def outside_finding(summary: StageSummary, facts: LoaderFacts) -> Finding:
         gain=gain,
         leave_alone=_leave_alone(summary, code) or "",
     )
+
+
+def _least_ms(code: str, summary: StageSummary, facts: LoaderFacts) -> float:
+    """Return what a step takes at least with as many workers as are recommended.
+
+    A step that waits takes as long as its batch, and workers make no more of these than they are.
+    """
+    wanted, step, stall = _wanted_workers(summary, facts), summary.step, summary.stall
+    if step is None or stall is None or not wanted:
+        return 0.0
+    if code == "FD101":
+        return stall.mean_ms / wanted
+    if code == "FD102" and facts.num_workers:
+        return step.mean_ms * facts.num_workers / wanted
+    return 0.0
 
 
 def timed_steps(summary: StageSummary) -> int:

@@ -130,12 +130,18 @@ def choose(
     return next(each for each in predicted if each[1] <= GOOD_ENOUGH * best)
 
 
-def best_workers(evidence: Evidence) -> LoaderSetup | None:
-    """Return the setup with the fewest workers within 3 % of the best; None without costs."""
+def best_workers(evidence: Evidence, *, computing: bool = False) -> LoaderSetup | None:
+    """Return the setup with the fewest workers within 3 % of the best; None without costs.
+
+    Args:
+        evidence: Of the stage.
+        computing: No more workers than there are CPUs.
+    """
     now = evidence.setup
     if now is None or not evidence.costs:
         return None
-    numbers = {n for n in WORKERS if n <= evidence.most_workers} | {now.workers}
+    most = min(evidence.most_workers, max(1, int(now.cpus))) if computing else evidence.most_workers
+    numbers = {n for n in WORKERS if n <= most} | {now.workers}
     candidates = [now if n == now.workers else with_workers(now, n) for n in sorted(numbers)]
     return choose(evidence.costs, candidates)[0]
 

@@ -24,6 +24,8 @@ _FREE: Final = 0.01
 _FEWEST_EPOCHS: Final = 2
 """Workers have to start once; how the first epoch starts says nothing of the others."""
 _GAP_HIGH: Final = 0.10
+_GAP_LEAST_MS: Final = 1.0
+"""What any training loop takes between two steps is no finding."""
 _HEADROOM_LOW: Final = 0.03
 
 
@@ -116,7 +118,7 @@ def augmentation(e: Evidence) -> Finding | None:
 def host_gap(e: Evidence) -> Finding | None:
     """FD314: the device waits for the host, not for data."""
     share = e.of_step(e.gap_ms)
-    if share is None or share < _GAP_HIGH:
+    if share is None or share < _GAP_HIGH or (e.gap_ms or 0.0) < _GAP_LEAST_MS:
         return None
     if pauses.callbacks(e) or pauses.checkpoints(e) or pauses.logging(e):
         return None  # which say whose work it is

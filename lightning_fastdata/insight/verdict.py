@@ -92,10 +92,12 @@ def judge(
     kind: Kind = "data-bound" if share > STALL_HIGH else "balanced"
     if share < STALL_LOW and outside.severity == "fine":
         kind = "compute-bound"
-    causes = _causes(outside, () if evidence is None else findings(evidence), share)
+    inside = () if evidence is None else findings(evidence)
+    causes = _causes(outside, inside, share)
     sentence = waiting_text(summary)
-    pause = None if evidence is None else pauses.worst_pause(evidence)
-    if pause is not None:
+    worst = None if evidence is None else pauses.worst_pause(evidence)
+    if worst is not None:
+        pause = next(each for each in inside if each.code == worst.code)
         kind, sentence = pauses.KINDS[pause.code], pause.cause
         causes = (pause, *(each for each in causes if each != pause))
     if kind == "data-bound" and causes[0].code == _NEIGHBOURS:

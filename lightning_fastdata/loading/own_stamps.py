@@ -18,7 +18,8 @@ class OwnStamps(NamedTuple):
     sampled_ns: tuple[tuple[int, int], ...] = ()
     """Begin and end of each call of the sampler or batch sampler."""
     unpacked_ns: tuple[tuple[int, int], ...] = ()
-    """Begin and end of each time that a batch was taken out of what it was sent in: unpickled."""
+    """Begin and end of each time that a batch was taken out of what it was sent in, above all
+    unpickled; as long as that took a CPU."""
     runqueue_ns: int | None = None
     """Time ready to run while other threads had the CPUs; None where the kernel does not tell."""
 
@@ -76,11 +77,12 @@ class WaitWatch:
 
     def unpacked(self, call: Callable[[], T]) -> T:
         """Return what a call returns that takes a batch out of what it was sent in."""
-        began_ns = time.monotonic_ns()
+        began_ns = time.thread_time_ns()
         try:
             return call()
         finally:
-            self._unpacked.append((began_ns, time.monotonic_ns()))
+            ended_ns = time.monotonic_ns()
+            self._unpacked.append((ended_ns - (time.thread_time_ns() - began_ns), ended_ns))
 
     def delivered(self) -> OwnStamps:
         """Return what was noted since the batch was asked for; it is delivered now."""

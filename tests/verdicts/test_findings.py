@@ -181,7 +181,7 @@ def test_threads_that_wait_for_the_interpreters_lock_are_told_to_be_processes():
     assert [each.code for each in found] == ["FD306"]
     assert "interpreter's lock" in found[0].cause
     assert "LoaderOptions(executor='workers', num_workers=8)" in found[0].remedy
-    assert found[0].gain.after_ms < found[0].gain.before_ms
+    assert found[0].gain is None
 
 
 @pytest.mark.parametrize("share", [None, 0.2, 2.5])

@@ -1,0 +1,40 @@
+"""What is said of loaders that take no stamps."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_fastdata.insight.metrics import PhaseSummary, StageSummary
+from lightning_fastdata.insight.outside import LoaderFacts, outside_finding
+
+
+def phase(mean_ms, share):
+    return PhaseSummary(
+        mean_ms=mean_ms, p50_ms=mean_ms, p95_ms=mean_ms, max_ms=mean_ms, share=share
+    )
+
+
+def waiting(stall_ms, step_ms=60.0):
+    stall = phase(stall_ms, stall_ms / step_ms)
+    return StageSummary(
+        stage="train", device="cuda", steps=100, samples=1600, duration_s=6.0,
+        step=phase(step_ms, 1.0), wait=stall, stall=stall,
+        compute=phase(step_ms - stall_ms, 1 - stall_ms / step_ms),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("workers", "cpus", "code", "after_ms"),
+    [
+        (1, 3, "FD102", 30.0),  # one CPU is for the training process
+        (2, 5, "FD102", 30.0),
+        (1, 17, "FD102", 10.0),  # no less than what is computed
+        (0, 5, "FD101", 12.5),
+    ],
+)
+def test_a_gain_is_no_larger_than_that_many_workers_can_make_it(workers, cpus, code, after_ms):
+    facts = LoaderFacts(num_workers=workers, usable_cpus=cpus)
+    found = outside_finding(waiting(50.0), facts)
+    assert found.code == code
+    assert found.gain.before_ms == pytest.approx(60.0)
+    assert found.gain.after_ms == pytest.approx(after_ms)
