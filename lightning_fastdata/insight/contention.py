@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 RUNQUEUE_HIGH: Final = 0.20
 """Of the time of workers or of the wait: CPUs are short."""
+OTHERS_LOW: Final = 0.2
+"""CPUs: if other programs use less, they hold up nothing."""
 _LOCK_TAKEN: Final = (0.7, 1.15)
 """CPUs that the reading threads of one process use if one of them at a time can run: at most 1, and
 some room for what is done without the lock; less by what switching takes."""
@@ -70,9 +72,14 @@ def throttled(e: Evidence) -> bool:
 
 
 def overcommitted(e: Evidence) -> bool:
-    """Return whether own work wants more CPUs than there are, or a quota stopped it."""
+    """Return whether own work wants more CPUs than there are, or a quota stopped it.
+
+    If it waits for CPUs although no other program uses them, it does, whatever the model says.
+    """
     if throttled(e):
         return True
+    if e.other_cpus is not None and e.other_cpus < OTHERS_LOW:
+        return runqueue_share(e) >= RUNQUEUE_HIGH
     wanted = e.wanted_cpus
     return e.setup is None or wanted is None or wanted > e.setup.cpus
 

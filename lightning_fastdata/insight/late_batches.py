@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 from lightning_fastdata.errors import printable
 from lightning_fastdata.insight import remedies
 from lightning_fastdata.insight.contention import (
+    OTHERS_LOW,
     RUNQUEUE_HIGH,
     crowded,
     locked,
@@ -32,7 +33,6 @@ _SHARED, _BY_THEMSELVES = 0.35, 0.75
 """Of what more workers should bring if each waits by itself: below, they wait for something that
 they share; above, they do not."""
 _PRESSURE_HIGH: Final = 20.0
-_OTHERS_TOLD: Final = 0.2
 _COMPUTE_SLOWER: Final = 1.10
 
 
@@ -315,7 +315,7 @@ def neighbours(e: Evidence) -> Finding | None:
     facts = [f"workers, or the training process, wait for a CPU for {runqueue:.0%} of the time"]
     if e.setup is not None and e.wanted_cpus is not None:
         facts.append(f"own work needs {e.wanted_cpus:.1f} of {e.setup.cpus:g} CPUs")
-    if (e.other_cpus or 0.0) >= _OTHERS_TOLD:
+    if (e.other_cpus or 0.0) >= OTHERS_LOW:
         facts.append(f"other programs use {e.other_cpus:.1f} CPUs of this machine")
     if slowed:
         facts.append(f"a step computes {e.compute_slowdown:.2f} times as long as beside idle CPUs")
