@@ -83,7 +83,10 @@ def _head(
     device = "" if first.get("device", "cpu") == "cpu" else f" on {first['device']}"
     now, free = first.get("samples_per_s"), first.get("headroom") or {}
     rate = free.get("samples_per_s", first.get("samples_per_s_if_data_were_free"))
-    basis = ", measured" if free.get("basis") == "measured" else ""
+    measured = free.get("basis") == "measured"
+    basis = ", measured" if measured else ""
+    if first.get("device", "cpu") == "cpu" and not measured:
+        rate = None  # nobody knows what the model would do with the CPUs that load
     whole = STAGE_WORDS.get(first["stage"], first["stage"])
     figures: list[Child] = [
         _figure(_rounded((wall or {}).get("samples_per_s")), f"samples/s in the whole {whole}"),

@@ -301,7 +301,8 @@ def _throughput_lines(stage: StageSummary, wall: WallTime | None, width: int) ->
         whole = STAGE_WORDS.get(stage.stage, stage.stage)
         yield [(f" {wall.samples_per_s:.0f} samples/s in the whole {whole}", "")]
     free = stage.headroom
-    if free is not None:
+    # Where the model computes on the CPUs that load, nobody knows what it would do with them.
+    if free is not None and (stage.device != "cpu" or free.basis == "measured"):
         basis = " (measured)" if free.basis == "measured" else ""
         gain = f"{free.samples_per_s / stage.samples_per_s:.2f}x to gain"
         line += [("  ·  ", "dim"), (f"{free.samples_per_s:.0f} if data were free{basis}", "")]

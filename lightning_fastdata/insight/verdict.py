@@ -7,10 +7,11 @@ Pure: numbers in, words out. How much data costs is told from outside the loader
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 from lightning_fastdata.insight import pauses
+from lightning_fastdata.insight.causes import PART_WORDS
 from lightning_fastdata.insight.finding import STALL_HIGH, STALL_LOW, Finding
 from lightning_fastdata.insight.findings import by_weight, findings
 from lightning_fastdata.insight.outside import (
@@ -21,6 +22,7 @@ from lightning_fastdata.insight.outside import (
 )
 
 if TYPE_CHECKING:
+    from lightning_fastdata.insight.attribution import WaitParts
     from lightning_fastdata.insight.evidence import Evidence
     from lightning_fastdata.insight.metrics import StageSummary
 
@@ -38,6 +40,8 @@ Kind: TypeAlias = Literal[
 ]
 
 _SLOW_RANK: Final = "FD316"
+_NEEDS_STAMPS: Final = ("FD104", "FD105")
+_TOLD_PARTS: Final = 3
 _NEIGHBOURS: Final = "FD315"
 _NO_CAUSE_OF_STALLS: Final = frozenset(
     {"FD301", "FD312", "FD313", "FD314", _SLOW_RANK, "FD317", "FD319"} | pauses.KINDS.keys()
@@ -93,6 +97,8 @@ def judge(
     if share < STALL_LOW and outside.severity == "fine":
         kind = "compute-bound"
     inside = () if evidence is None else findings(evidence)
+    if evidence is not None and evidence.parts is not None and outside.code in _NEEDS_STAMPS:
+        outside = replace(outside, remedy=_many_small_costs(evidence.parts))
     causes = _causes(outside, inside, share)
     sentence = waiting_text(summary)
     worst = None if evidence is None else pauses.worst_pause(evidence)
@@ -112,6 +118,13 @@ def judge(
         evidence=_evidence(summary, facts),
         findings=causes,
     )
+
+
+def _many_small_costs(parts: WaitParts) -> str:
+    """Return what to look at where no part of the wait stands out."""
+    largest = sorted(parts.shares().items(), key=lambda part: -part[1])[:_TOLD_PARTS]
+    told = "; ".join(f"{PART_WORDS[name + '_ms']}: {share:.0%}" for name, share in largest)
+    return f"no single cost stands out: {told} of the wait"
 
 
 def _causes(

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from lightning_fastdata.insight.attribution import WaitParts
+from lightning_fastdata.insight.evidence import Evidence
 from lightning_fastdata.insight.metrics import PhaseSummary, StageSummary
 from lightning_fastdata.insight.outside import LoaderFacts, outside_finding
+from lightning_fastdata.insight.verdict import judge
 
 
 def phase(mean_ms, share):
@@ -38,3 +41,13 @@ def test_a_gain_is_no_larger_than_that_many_workers_can_make_it(workers, cpus, c
     assert found.code == code
     assert found.gain.before_ms == pytest.approx(60.0)
     assert found.gain.after_ms == pytest.approx(after_ms)
+
+
+def test_who_takes_stamps_is_not_told_to_take_some():
+    facts = LoaderFacts(num_workers=4, usable_cpus=4)
+    parts = WaitParts(collate_ms=1.2, queued_ms=1.5, handover_ms=0.5, unpack_ms=0.6)
+    seen = Evidence(step_ms=60.0, wait_ms=20.0, stall_ms=20.0, parts=parts)
+    blind, told = (judge(waiting(20.0), facts, each).findings[0] for each in (None, seen))
+    assert blind.code == told.code == "FD104"
+    assert "FastDataLoader" in blind.remedy
+    assert told.remedy.startswith("no single cost stands out: the training process was ready")
