@@ -45,7 +45,9 @@ class Metrics(CSVLogger):
         self.own = []
 
     def log_metrics(self, metrics, step=None):
-        self.own.append({k: v for k, v in metrics.items() if k.startswith("own")} | {"at": step})
+        own = {k: v for k, v in metrics.items() if k.startswith("own")}
+        if own:  # what the callback logs comes as often as it is cheap
+            self.own.append(own | {"at": step})
 
 
 def trained(tmp_path, headroom, **arguments):
