@@ -103,6 +103,7 @@ def test_a_slow_sampler_is_named(executor, tmp_path):
     assert "sampler" in found.cause
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("executor", ["torch", "workers"])
 def test_unpickling_thousands_of_objects_is_named(executor, tmp_path):
     loader = FastDataLoader(

@@ -276,6 +276,7 @@ def test_one_line_tells_after_fifty_steps_what_limits_them(tmp_path, capsys, bar
     assert text.index("fastdata after 50 steps") < text.index("DATA-BOUND")
 
 
+@pytest.mark.slow
 def test_a_training_that_is_killed_leaves_the_report_of_its_epochs(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(f"""

@@ -61,6 +61,7 @@ def run(folder, method, *callbacks, steps=80, **options):
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="has no SIGKILL")
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("method", "name"), [("fit", "report"), ("predict", "report-predict")])
 def test_a_run_that_is_killed_in_its_only_epoch_leaves_a_report(tmp_path, method, name):
     script = tmp_path / "run.py"
