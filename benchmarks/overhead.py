@@ -5,7 +5,7 @@
 Each round trains once with each case of ``overhead_run.py``, in an order that turns from round to
 round; what a case costs is its difference to plain Lightning in the same round. Differences are of
 the process's CPU time, so that other programs on the machine matter little, except for a step of
-15 ms, of which they are wall time in per cent. TraceML starts the script itself, and is compared
+5 ms, of which they are wall time in per cent. TraceML starts the script itself, and is compared
 with a plain run in a process of its own; the process that collects its figures is not counted.
 Import times are wall times of fresh interpreters.
 """
@@ -26,7 +26,7 @@ from overhead_run import CASES, quiet, train
 from lightning_fastdata.host.machine import describe_machine, read_versions
 
 _TARGET_PERCENT = 1.0
-_STEP_MS = 15.0
+_STEP_MS = 5.0
 _LONG_CASES = (
     "plain",
     "plain, 2 workers",
@@ -141,7 +141,7 @@ def main():
         print(f"\nwall time of a step of {_STEP_MS:g} ms over plain Lightning, %\n{heading}")
         rounds = rounds_of(
             _LONG_CASES,
-            max(3, arguments.rounds // 2),
+            arguments.rounds,
             folder,
             steps=201,
             block=50,

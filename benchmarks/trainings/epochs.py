@@ -187,7 +187,7 @@ EPOCHS = [
     ),
     *several(
         "one loader of two, torch's",
-        Accepted(codes=("FD102", "FD303"), words=("unlabelled",)), combined,
+        Accepted(codes=("FD102", "FD303"), words=(") loader 'unlabelled':",)), combined,
         {"4 ms": {"key": "unlabelled", "kind": "store", "form": "torch", "sample_s": 0.004}},
     ),
     *several(

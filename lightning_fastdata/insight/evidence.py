@@ -233,6 +233,7 @@ def stage_evidence(
     if facts is not None:
         told |= {
             "pinned": facts.pinned,
+            "streamed": facts.streamed,
             "persistent_workers": facts.persistent_workers,
             "device_could_augment": device_could_augment(
                 summary.device, facts, seen=causes is not None and bool(causes.operations)

@@ -6,6 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from torch.utils.data import IterableDataset
 
 from lightning_fastdata.augment.switching import leaves_to_device
 from lightning_fastdata.host.cpu import read_cpu_limit
@@ -113,6 +114,7 @@ def _facts(loader: Any) -> LoaderFacts:
         augment_on=augment_on,
         augment_settled=settled,
         pinned=getattr(loader, "pin_memory", None),
+        streamed=isinstance(getattr(loader, "dataset", None), IterableDataset),
         persistent_workers=getattr(loader, "persistent_workers", None) if workers else None,
     )
 

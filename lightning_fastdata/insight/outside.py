@@ -79,6 +79,8 @@ class LoaderFacts:
     """Whether batches arrive in page-locked memory."""
     persistent_workers: bool | None = None
     """Whether workers live through the end of an epoch."""
+    streamed: bool | None = None
+    """Whether the dataset is an iterable one."""
     loader: str | None = None
     """Which of several loaders this is about, e.g. ``loader 'images'``; None: there is one."""
 

@@ -42,6 +42,13 @@ def epoch_starts(e: Evidence) -> Finding | None:
             f"have the dataset keep what its __iter__ opens: its first batch takes "
             f"{duration_text(own_s)} in each epoch, with new workers or kept ones"
         )
+    elif e.streamed and e.first_parts is None:
+        remedy = "have the dataset keep what its __iter__ opens"
+        if not e.persistent_workers:
+            remedy += (
+                ", or keep the workers (persistent_workers=True): FastDataLoader tells which of "
+                "the two takes the time"
+            )
     elif e.persistent_workers is False:
         remedy = "LoaderOptions(persistent_workers=True)"
     elif e.persistent_workers is None:

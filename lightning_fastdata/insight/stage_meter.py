@@ -6,8 +6,6 @@ import dataclasses
 import time
 from typing import TYPE_CHECKING, Any
 
-from torch.utils.data import IterableDataset
-
 from lightning_fastdata.host.spent import SpentMeter
 from lightning_fastdata.insight.evidence import evidence_of, stage_evidence
 from lightning_fastdata.insight.setups import setup_of, stage_times, step_cpus, step_queued
@@ -139,7 +137,6 @@ class StageMeter:
         setup = None
         if loader is not None and stamps:
             setup = setup_of(loader, cpus=left, step_cpus=own)
-            measured["streamed"] = isinstance(loader.dataset, IterableDataset)
             measured["stream_samples"] = self.stamps.stream_samples()
             measured["one_of"] = self._one_of(others, cpus, own)
         queued = step_queued(**times)

@@ -19,19 +19,25 @@ _NEARLY_ALL: Final = 0.9
 """Of the samples."""
 _FEW: Final = 0.5
 """Of the workers: if no more make nearly everything, the shares are uneven."""
+_TWICE: Final = 2.0
+"""Even shares: if the busiest worker makes as many, a stream takes twice as long as it could."""
 _NEEDS_ALL_WORKERS: Final = frozenset({"FD302", "FD303", "FD304", "FD305", "FD309"})
 """What these recommend or conclude is right where all workers work."""
 
 
 def uneven(e: Evidence) -> Finding | None:
-    """FD325: few of the workers make nearly all samples of a stream.
+    """FD325: few of the workers make nearly all samples of a stream, or one of them far too many.
 
     Workers that each yield the whole stream make as many samples as each other, and are not meant.
     """
     working = working_workers(e.stream_samples)
     workers = len(e.stream_samples)
-    if not working or working > _FEW * workers or not stalls(e):
+    if not working or not stalls(e):
         return None
+    if working > _FEW * workers:
+        working = 1
+        if max(e.stream_samples) * workers < _TWICE * sum(e.stream_samples):
+            return None
     share = sum(sorted(e.stream_samples)[-working:]) / sum(e.stream_samples)
     who = (
         f"one of {workers} workers makes"

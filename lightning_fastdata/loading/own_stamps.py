@@ -57,12 +57,13 @@ class WaitWatch:
         self._unpacked: list[tuple[int, int]] = []
         self.requested_ns = 0
 
-    def requested(self) -> None:
-        """Note that a batch is asked for now."""
-        thread = threading.get_native_id()
-        if thread != self._thread:  # the file speaks of the thread that opened it
-            self._thread, self._schedule = thread, ThreadSchedule()
-        self._queued = None if self._schedule is None else self._schedule.read_ns()
+    def requested(self, *, recorded: bool) -> None:
+        """Note that a batch is asked for now.
+
+        Args:
+            recorded: Somebody takes the stamps. Else the kernel is not asked, which costs a call.
+        """
+        self._queued = self._queued_so_far() if recorded else None
         self._sampled.clear()
         self._unpacked.clear()
         self.requested_ns = time.monotonic_ns()
@@ -83,6 +84,12 @@ class WaitWatch:
         finally:
             ended_ns = time.monotonic_ns()
             self._unpacked.append((ended_ns - (time.thread_time_ns() - began_ns), ended_ns))
+
+    def _queued_so_far(self) -> tuple[int, int] | None:
+        thread = threading.get_native_id()
+        if thread != self._thread:  # the file speaks of the thread that opened it
+            self._thread, self._schedule = thread, ThreadSchedule()
+        return None if self._schedule is None else self._schedule.read_ns()
 
     def delivered(self) -> OwnStamps:
         """Return what was noted since the batch was asked for; it is delivered now."""

@@ -294,7 +294,7 @@ class OpenedEnvelopes:
 
     def __next__(self) -> Any:
         ledger = self._ledger
-        ledger.wait.requested()
+        ledger.wait.requested(recorded=ledger.records is not None)
         envelope = next(self._envelopes)
         ledger.count += 1
         if ledger.records is not None:

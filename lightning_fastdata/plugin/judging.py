@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
+from torch.utils.data import IterableDataset
+
 from lightning_fastdata.augment.switching import leaves_to_device
 from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.insight.evidence import Evidence
@@ -94,6 +96,7 @@ class RunJudge:
             augment_on=augment_on,  # type: ignore[arg-type]
             augment_settled=settled,
             pinned=getattr(loader, "pin_memory", None),
+            streamed=isinstance(getattr(loader, "dataset", None), IterableDataset),
             persistent_workers=getattr(loader, "persistent_workers", None) if workers else None,
             loader=label,
         )
@@ -146,12 +149,17 @@ def predicted_step_ms(evidence: Evidence) -> float | None:
 
 
 def _costliest_loader(loaders: Any, summary: StageSummary | None) -> tuple[str | None, Any]:
-    """Return the label of the loader that is waited for most, and it; no label where one is all."""
+    """Return the label of the loader that is waited for most, and it; no label where one is all.
+
+    If it is not known which of several that is, the label names them all, and the first is meant.
+    """
     most = None if summary is None else costliest(summary.loaders)
-    for key, loader in keyed(loaders):
+    several = keyed(loaders)
+    for key, loader in several:
         if most is not None and key.label == most.label:
             return key.label, loader
-    return None, next(flattened(loaders), None)
+    labels = " or ".join(key.label for key, _ in several)
+    return labels or None, next(flattened(loaders), None)
 
 
 def _label(loader: LoaderWait | None) -> str | None:

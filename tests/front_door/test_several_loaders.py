@@ -170,6 +170,12 @@ def test_a_loader_without_stamps_is_waited_for_for_the_rest(tmp_path):
     assert any("batches of loader 'plain' were late is not known" in n for n in report.notes)
 
 
+def test_of_several_loaders_without_stamps_all_may_be_meant(tmp_path):
+    loaders = {key: DataLoader(Rows(SLOW_MS), BATCH, num_workers=0) for key in ("a", "b")}
+    found = fit(tmp_path, loaders).verdict.findings[0]
+    assert found.remedy.startswith("loader 'a' or loader 'b': num_workers")
+
+
 def test_a_short_loader_that_begins_anew_all_the_time_is_told_to_keep_its_workers(tmp_path):
     """Workers are started again in the middle of an epoch, which costs the steps there."""
     short = loader(batches=3, persistent_workers=False)

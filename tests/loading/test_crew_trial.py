@@ -8,10 +8,12 @@ from collections import deque
 
 import pytest
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate
 
 from lightning_fastdata import FastDataLoader
+from lightning_fastdata.loading.executors import open_executor
 from lightning_fastdata.loading.executors.crew_trial import CrewTrial
+from lightning_fastdata.loading.executors.fetch import FetchPlan
 from lightning_fastdata.loading.stamps import TaskStamps
 
 MS = 1_000_000
@@ -138,3 +140,21 @@ def test_nothing_is_lost_or_out_of_order_while_it_is_tried(shared):
     assert (rates.few, rates.many) == (1, 2)
     assert rates.few_per_s > 0
     assert rates.many_per_s > 0
+
+
+def test_all_workers_read_on_when_nobody_takes_stamps_any_more():
+    plan = FetchPlan(
+        dataset=Waits(4000, shared=False), collate_fn=default_collate, default_collation=True
+    )
+    pool = open_executor("workers", plan, workers=2)
+    try:
+        pool.record(deque())
+        pool.start_epoch([list(range(at, at + 8)) for at in range(0, 4000, 8)], 0)
+        while pool._trial.limit is None:
+            next(pool)
+        pool.record(None)
+        next(pool)
+        assert pool._may_give()
+        assert pool._trial.limit is None
+    finally:
+        pool.close()

@@ -7,54 +7,32 @@ something of the neighbours.
 from __future__ import annotations
 
 import os
-import resource
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Generic, TypeVar
+
+from lightning_fastdata.host.processes import CpuUse, read_cpu_use
 
 MOST_OTHERS = 0.15
 """Of one CPU, what other processes may take on average while a run is measured."""
 MOST_TRIES = 3
 """A run that was disturbed is repeated twice; the least disturbed one counts."""
 
-_BUSY = (0, 1, 2, 5, 6, 7)
-"""user, nice, system, irq, softirq and steal of the first line of /proc/stat, see proc(5)."""
-
 Result = TypeVar("Result")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CpuReading:
-    """Seconds since some moment in the past."""
-
-    wall_s: float
-    all_s: float | None
-    """Of all processes on all CPUs; None where the system does not tell."""
-    own_s: float
-    """Of this process and of those of its children that have ended and were waited for."""
+def _read() -> tuple[float, CpuUse | None]:
+    return time.monotonic(), read_cpu_use([os.getpid()])
 
 
-def read_cpus(stat: Path = Path("/proc/stat")) -> CpuReading:
-    """Return what was used of the CPUs so far."""
-    own = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    try:
-        ticks = stat.read_text().split("\n", 1)[0].split()[1:]
-        all_s = sum(int(ticks[i]) for i in _BUSY) / os.sysconf("SC_CLK_TCK")
-    except (OSError, IndexError, ValueError):
-        all_s = None
-    return CpuReading(
-        wall_s=time.monotonic(), all_s=all_s, own_s=sum(u.ru_utime + u.ru_stime for u in own)
-    )
-
-
-def others_cpus(before: CpuReading, after: CpuReading) -> float:
+def _others_cpus(before: tuple[float, CpuUse | None], after: tuple[float, CpuUse | None]) -> float:
     """Return how many CPUs others used between two readings; 0 where that is not known."""
-    if before.all_s is None or after.all_s is None:
+    (began_s, first), (ended_s, last) = before, after
+    if first is None or last is None:
         return 0.0
-    others_s = after.all_s - before.all_s - (after.own_s - before.own_s)
-    return max(0.0, others_s / max(1e-3, after.wall_s - before.wall_s))
+    others_s = last.all_s - first.all_s - (last.own_s - first.own_s)
+    return max(0.0, others_s / max(1e-3, ended_s - began_s))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,9 +60,9 @@ def undisturbed(
     """
     least: Undisturbed[Result] | None = None
     for number in range(1, tries + 1):
-        before = read_cpus()
+        before = _read()
         result = measure()
-        others = others_cpus(before, read_cpus())
+        others = _others_cpus(before, _read())
         if least is None or others < least.others_cpus:
             least = Undisturbed(result=result, others_cpus=others, tries=number)
         if least.others_cpus <= most_others:

@@ -452,6 +452,12 @@ def test_a_stream_whose_iter_opens_an_index_is_not_told_to_keep_its_workers():
     found = findings(replace(evidence, streamed=True))[0]
     assert "persistent_workers" not in found.remedy
     assert "__iter__" in found.remedy
+    unstamped = replace(evidence, streamed=True, first_parts=None)
+    found = findings(unstamped)[0]
+    assert "__iter__" in found.remedy
+    assert "persistent_workers=True" in found.remedy
+    found = findings(replace(unstamped, persistent_workers=True))[0]
+    assert "persistent_workers" not in found.remedy
 
 
 def test_hand_over_beside_busy_cpus_is_waiting_for_them():

@@ -53,9 +53,11 @@ def late(**other):
         ((50, 50, 50, 0), False),
         ((100, 0, 0), True),
         ((50, 50, 0), False),
+        ((120, 40, 40, 40), True),
+        ((120, 60, 60, 60), False),
     ],
 )
-def test_shares_are_uneven_if_half_of_the_workers_make_nearly_everything(samples, uneven):
+def test_shares_are_uneven_if_few_make_nearly_everything_or_one_twice_its_share(samples, uneven):
     evidence = late(setup=setup(max(2, len(samples))), stream_samples=samples)
     codes = [each.code for each in findings(evidence)]
     assert codes == (["FD325"] if uneven else ["FD303"])

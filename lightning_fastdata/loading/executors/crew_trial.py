@@ -92,7 +92,7 @@ class CrewTrial:
         return rates
 
     def given_up(self) -> None:
-        """End a trial that is under way, as another epoch begins."""
+        """End a trial that is under way: another epoch begins, or nobody takes stamps any more."""
         self.limit = self._since_ns = None
         self._with_half.clear()
         self._late.clear()

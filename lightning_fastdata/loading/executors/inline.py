@@ -38,7 +38,7 @@ class InlineExecutor:
         return self
 
     def __next__(self) -> Any:
-        self._wait.requested()
+        self._wait.requested(recorded=self._records is not None)
         indices = self._wait.sampled(self._batches)
         stamps = self._fetcher.stamps
         if stamps is not None:

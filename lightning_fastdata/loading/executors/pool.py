@@ -121,7 +121,7 @@ class PoolExecutor:
 
     def __next__(self) -> Any:
         until = time.monotonic() + self.plan.timeout_s if self.plan.timeout_s else None
-        self._wait.requested()
+        self._wait.requested(recorded=self._records is not None)
         ahead = -1
         while True:
             self._fill()
@@ -153,6 +153,8 @@ class PoolExecutor:
     def record(self, records: deque[BatchStamps] | None) -> None:
         """Append the stamps of each delivered batch from now on; None: no more."""
         self._records = records
+        if records is None:
+            self._trial.given_up()  # without stamps it would never end
         self._crew.tell("stamp", records is not None)
 
     def resize(self, workers: int) -> None:

@@ -122,7 +122,7 @@ class StreamExecutor:
 
     def __next__(self) -> Any:
         until = time.monotonic() + self.plan.timeout_s if self.plan.timeout_s else None
-        self._wait.requested()
+        self._wait.requested(recorded=self._records is not None)
         ahead = -1
         while True:
             self._fill()
