@@ -11,7 +11,6 @@ import torch
 
 from lightning_fastdata.augment.fields import describe, numpy_dtype
 from lightning_fastdata.augment.foreign import refuse_pixels
-from lightning_fastdata.augment.geometry import join_tapes
 from lightning_fastdata.augment.layouts import channels_as_given, channels_behind
 from lightning_fastdata.augment.program import Draws, compile_tapes
 from lightning_fastdata.augment.replay_torch import replay_image
@@ -119,8 +118,6 @@ def draw_samples(
     samples: int,
     key: SampleKey,
     targets: Sequence[Mapping[str, Any]] | None = None,
-    *,
-    joined: bool = False,
 ) -> ExplicitDraws:
     """Return what a pipeline draws for images and masks of which only the form is known.
 
@@ -131,7 +128,6 @@ def draw_samples(
         samples: how many; sample ``i`` draws with ``key.index + i``.
         key: key of the first sample.
         targets: boxes, keypoints and labels of each sample, as the pipeline takes them.
-        joined: join geometric operations that follow each other to one resampling.
 
     Raises:
         BatchError: ``targets`` are not of so many samples, or not what the pipeline needs.
@@ -155,7 +151,7 @@ def draw_samples(
         result, tape = recorder({**shown, **given}, sources)
         tapes.append(tape)
         returned.append({name: result[name] for name in given})
-    drawn = compile_tapes(join_tapes(tapes) if joined else tapes, ops)
+    drawn = compile_tapes(tapes, ops)
     return ExplicitDraws(drawn, form, None if targets is None else tuple(returned))
 
 

@@ -26,7 +26,6 @@ from lightning_fastdata.types import SampleKey
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from lightning_fastdata.augment.geometry import GeometryMode
     from lightning_fastdata.augment.program import Draws
     from lightning_fastdata.types import Batch
 
@@ -43,7 +42,6 @@ class ExplicitTransform(BatchTransform):
         fields: Fields,
         *,
         same_pixels: bool = False,
-        geometry: GeometryMode = "exact",
         form: OutputForm | None = None,
         strict: bool = False,
         on_cpu: OnCpu = "albumentations",
@@ -52,7 +50,6 @@ class ExplicitTransform(BatchTransform):
             compose,
             fields,
             same_pixels=same_pixels,
-            geometry=geometry,
             form=form,
             strict=strict,
             on_cpu=on_cpu,
@@ -137,9 +134,7 @@ class ExplicitTransform(BatchTransform):
             form.size, form.channels, (frozenset({form.values}),)
         )
         first = self._next_key(n, key)
-        return draw_samples(
-            recorder, self.ops, form, n, first, targets, joined=self._geometry == "fused"
-        )
+        return draw_samples(recorder, self.ops, form, n, first, targets)
 
     def replay(
         self,

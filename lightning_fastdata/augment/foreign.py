@@ -18,7 +18,6 @@ from lightning_fastdata.augment.fields import (
     numpy_dtype,
     put_fields,
 )
-from lightning_fastdata.augment.geometry import join_tapes
 from lightning_fastdata.augment.layouts import (
     channels_as_given,
     channels_behind,
@@ -34,7 +33,6 @@ from lightning_fastdata.augment.values import Values
 from lightning_fastdata.errors import OptionsError, TransformError
 
 if TYPE_CHECKING:
-    from lightning_fastdata.augment.geometry import GeometryMode
     from lightning_fastdata.augment.ops.operation import DeviceOp
     from lightning_fastdata.augment.plan import Plan
     from lightning_fastdata.augment.tape import Tape
@@ -69,7 +67,6 @@ class ForeignBatches:
         refusal: str | None,
         *,
         same_pixels: bool = False,
-        geometry: GeometryMode = "exact",
         strict: bool = False,
         on_cpu: OnCpu = "albumentations",
     ) -> None:
@@ -77,7 +74,6 @@ class ForeignBatches:
         self._ops = ops
         self._refusal = refusal
         self._same_pixels = same_pixels
-        self._geometry = geometry
         self._strict = strict
         self._on_cpu = on_cpu
         self._plans: dict[object, Plan] = {}
@@ -134,7 +130,6 @@ class ForeignBatches:
                 key,
                 recorder,
                 self._ops,
-                geometry=self._geometry,
                 strict=self._strict,
             )
         results = channels_as_given(results, turned, self._compose, images_are_chw=is_chw)
@@ -252,7 +247,6 @@ def replay_all(
     recorder: Recorder,
     ops: Mapping[str, DeviceOp],
     *,
-    geometry: GeometryMode = "exact",
     strict: bool = False,
 ) -> tuple[dict[str, torch.Tensor], bool]:
     """Draw every sample here and carry the draws out where the batch lies.
@@ -280,7 +274,6 @@ def replay_all(
         for name, tensor in tensors.items():
             if not callable(result[name]):
                 ran[name][row] = _as_tensor(result[name], tensor)
-    tapes = join_tapes(tapes) if geometry == "fused" else tapes
     draws = compile_tapes(tapes, ops).to(tensors["image"].device, non_blocking=True)
     results = {}
     for name, tensor in tensors.items():

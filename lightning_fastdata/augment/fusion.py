@@ -32,9 +32,7 @@ A sample may begin with one way of reading of its own:
 
 ====================  ==========================================================================
 ``WARP``              offset of float32 ``[3, 3]``; border mode, plus 8 for the nearest pixel, plus
-                      16 if projective, plus 32 for each stage between; offset of float32
-                      ``[3]``, the fill. Stages are float32 ``[17]``, as ``ops/joint_warp.py``
-                      has them, and come before the matrix
+                      16 if projective; offset of float32 ``[3]``, the fill
 ``BOTH_AXES``         offset of float32 ``[size]``; size; number of the image among such images
 ``PLANE``             offset of float32 ``[rows, columns]``; rows; columns; numbers between rows
 ``MEDIAN``            size
@@ -87,7 +85,6 @@ _NEAREST: Final = 0
 _LINEAR: Final = 1
 _WARPED_NEAREST: Final = 8
 _PROJECTIVE: Final = 16
-_BETWEEN: Final = 32
 
 
 def is_reading(instruction: Instruction) -> bool:
@@ -174,23 +171,9 @@ def warp(encoded: Encoded, offsets: Mapping[str, int]) -> list[Instruction] | No
     known = static["interpolation"] in {_NEAREST, _LINEAR} and not static["cells"]
     if len(encoded.arrays["fill"]) != CHANNELS or not known:
         return None
-    return [warp_reading(static, offsets["inverse"], offsets["fill"])]
-
-
-def warp_reading(
-    static: Mapping[str, Any], inverse: int, fill: int, *, between: int = 0
-) -> Instruction:
-    """Return the reading of a warp, given where in the blob its matrix and its fill lie.
-
-    Args:
-        static: its settings.
-        inverse: offset of its matrix, or of the first stage of a chain.
-        fill: offset of its fill.
-        between: stages of a chain before that of the image itself.
-    """
     how = static["border"] + _PROJECTIVE * static["projective"]
-    how += _WARPED_NEAREST * (static["interpolation"] == _NEAREST) + _BETWEEN * between
-    return WARP, inverse, how, fill
+    how += _WARPED_NEAREST * (static["interpolation"] == _NEAREST)
+    return [(WARP, offsets["inverse"], how, offsets["fill"])]
 
 
 def correlation(encoded: Encoded, offsets: Mapping[str, int]) -> list[Instruction] | None:

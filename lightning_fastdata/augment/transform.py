@@ -18,7 +18,6 @@ from lightning_fastdata.augment.fields import (
     to_hwc,
 )
 from lightning_fastdata.augment.foreign import ForeignBatches, OnCpu, checked_on_cpu
-from lightning_fastdata.augment.geometry_plan import checked, explain_joins
 from lightning_fastdata.augment.ops.output import OutputForm, check_form, output_form
 from lightning_fastdata.augment.plan import OF_BYTES, analyse
 from lightning_fastdata.augment.registry import registered_forms
@@ -36,7 +35,6 @@ from lightning_fastdata.errors import BatchError, FastDataWarning, TransformErro
 
 if TYPE_CHECKING:
     from lightning_fastdata.augment.explicit import ExplicitTransform
-    from lightning_fastdata.augment.geometry import GeometryMode
     from lightning_fastdata.augment.ops.operation import DeviceOp
     from lightning_fastdata.augment.plan import Plan
     from lightning_fastdata.augment.program import Draws
@@ -50,7 +48,6 @@ def as_batch_transform(
     image: int | str | None = None,
     mask: int | str | None = None,
     same_pixels: bool = False,
-    geometry: GeometryMode = "exact",
     out: str | None = None,
     channels_last: bool = False,
 ) -> StageTransform:
@@ -66,8 +63,6 @@ def as_batch_transform(
         same_pixels: for Albumentations, leave noise, elastic fields and other operations that draw
             numbers for every pixel to the worker. On the device they keep the distribution of
             Albumentations' result, not its pixels.
-        geometry: for Albumentations, ``"fused"`` joins geometric operations that follow each other
-            on the device to one resampling: sharper, but not Albumentations' pixels.
         out: for Albumentations, the dtype of the images that come out, ``"float32"``,
             ``"float16"`` or ``"bfloat16"``; None: what the pipeline makes. Numbers are not scaled.
         channels_last: for Albumentations behind ``ToTensorV2``, have the images that come out lie
@@ -82,9 +77,7 @@ def as_batch_transform(
     ready = isinstance(transform, StageTransform)
     if not ready and callable(transform) and not isinstance(transform, type):
         if is_albumentations_pipeline(transform):
-            return BatchTransform(
-                transform, fields, same_pixels=same_pixels, geometry=geometry, form=form
-            )
+            return BatchTransform(transform, fields, same_pixels=same_pixels, form=form)
         if not form.converts:
             return CallableTransform(transform, fields)
     if form.converts:
@@ -113,7 +106,6 @@ class BatchTransform:
         ops: Mapping[str, DeviceOp] | None = None,
         *,
         same_pixels: bool = False,
-        geometry: GeometryMode = "exact",
         form: OutputForm | None = None,
         strict: bool = False,
         on_cpu: OnCpu = "albumentations",
@@ -129,7 +121,6 @@ class BatchTransform:
         check_form(self.form, compose)
         self._ops = ops
         self._registered = registered_forms(compose)
-        self._geometry = checked(geometry)
         self._same_pixels = same_pixels
         self._strict = strict
         self._on_cpu = checked_on_cpu(on_cpu)
@@ -146,7 +137,6 @@ class BatchTransform:
         image: int | str | None = None,
         mask: int | str | None = None,
         same_pixels: bool = False,
-        geometry: GeometryMode = "exact",
         out: str | None = None,
         channels_last: bool = False,
         strict: bool = False,
@@ -159,7 +149,6 @@ class BatchTransform:
             image: key or index of the image in batches that are no bare tensor; None finds it.
             mask: key or index of the mask; None takes the key ``"mask"``.
             same_pixels: as :func:`as_batch_transform` takes it.
-            geometry: the same.
             out: the same.
             channels_last: the same.
             strict: refuse a pipeline of which anything would have to run on the CPU for batches on
@@ -182,7 +171,6 @@ class BatchTransform:
             compose,
             Fields(image=image, mask=mask),
             same_pixels=same_pixels,
-            geometry=geometry,
             form=output_form(out, channels_last=channels_last),
             strict=strict,
             on_cpu=on_cpu,
@@ -210,7 +198,7 @@ class BatchTransform:
                 )
 
     def _analyse(self, *, channels: int | None, values: Collection[States] = OF_BYTES) -> Plan:
-        plan = analyse(
+        return analyse(
             self.compose,
             self.ops,
             refusal=refusal(),
@@ -218,7 +206,6 @@ class BatchTransform:
             channels=channels,
             values=values,
         )
-        return self._explained(plan)
 
     def in_worker(self, *, on_device: bool) -> ComposeWorker:
         """Return the part that runs on each sample in the side process.
@@ -233,7 +220,6 @@ class BatchTransform:
             self._any_size if defers else None,
             self._ops,
             self._crop if defers else None,
-            geometry=self._geometry,
             registered=self._registered,
             form=None if on_device else self.form,  # On a device it is converted there.
         )
@@ -276,11 +262,8 @@ class BatchTransform:
         fitted._foreign = None
         fitted._any_size = self._analyse(channels=channels, values=values)
         fitted._crop = crop
-        fitted.plan = fitted._any_size if crop is None else self._explained(crop.plan)
+        fitted.plan = fitted._any_size if crop is None else crop.plan
         return fitted
-
-    def _explained(self, plan: Plan) -> Plan:
-        return explain_joins(plan, self.compose) if self._geometry == "fused" else plan
 
     def apply(self, batch: Batch, draws: Draws | None) -> Batch:
         """Carry out what was drawn.
@@ -321,7 +304,6 @@ class BatchTransform:
                 self.ops,
                 refusal(),
                 same_pixels=self._same_pixels,
-                geometry=self._geometry,
                 strict=self._strict,
                 on_cpu=self._on_cpu,
             )

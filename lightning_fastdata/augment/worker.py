@@ -22,7 +22,6 @@ from lightning_fastdata.augment.fields import (
     put_fields,
     to_hwc,
 )
-from lightning_fastdata.augment.geometry import join_tapes
 from lightning_fastdata.augment.ops.output import OutputForm, convert_output
 from lightning_fastdata.augment.program import Draws, compile_tapes
 from lightning_fastdata.augment.seeds import reseeder
@@ -32,7 +31,6 @@ from lightning_fastdata.augment.values import values_of
 
 if TYPE_CHECKING:
     from lightning_fastdata.augment.crop import CropOnDevice
-    from lightning_fastdata.augment.geometry import GeometryMode
     from lightning_fastdata.augment.ops.operation import DeviceOp
     from lightning_fastdata.augment.plan import Plan
     from lightning_fastdata.augment.tape import Role, Track
@@ -70,13 +68,11 @@ class ComposeWorker:
         ops: Mapping[str, DeviceOp] | None = None,
         crop: CropOnDevice | None = None,
         *,
-        geometry: GeometryMode = "exact",
         registered: Mapping[str, DeviceOp] | None = None,
         form: OutputForm | None = None,
     ) -> None:
         self._compose = compose
         self._ops = ops
-        self._geometry = geometry
         self._registered = registered
         self._form = form or OutputForm()
         self.needs_batches = self._form.converts
@@ -140,8 +136,7 @@ class ComposeWorker:
     ) -> Draws:
         """Return the tapes of a batch, packed in the order of its samples, and what goes beside."""
         known: list[Tape] = [tape if tape is not None else {} for tape in tapes]
-        joined = join_tapes(known) if self._geometry == "fused" else known
-        return compile_tapes(joined, device_ops(self._ops, self._registered), beside)
+        return compile_tapes(known, device_ops(self._ops, self._registered), beside)
 
     def finish(self, batch: Batch, drawn: Sequence[Any]) -> Batch:  # noqa: ARG002
         """Return the batch, on whose samples the pipeline has run, in its output form."""
@@ -201,15 +196,14 @@ def device_ops(
     """Return the device forms of a pipeline's transforms by name.
 
     Args:
-        ops: those of Albumentations' transforms; None: all there are, and what programs make of
-            several transforms.
+        ops: those of Albumentations' transforms; None: all there are.
         registered: those of other classes.
     """
     if ops is None:
         # Looked up where it is used: all of them need not travel with a pickled transform.
-        from lightning_fastdata.augment.ops import REPLAYED_OPS
+        from lightning_fastdata.augment.ops import DEVICE_OPS
 
-        ops = REPLAYED_OPS
+        ops = DEVICE_OPS
     return {**ops, **registered} if registered else ops
 
 

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_fastdata.augment.mixing import CutMix, MixUp, Mosaic, RandomErasing, mixed
 from lightning_fastdata.augment.mixing.pairs import OneOfMixes
-from lightning_fastdata.augment.ops import REPLAYED_OPS
+from lightning_fastdata.augment.ops import DEVICE_OPS
 from lightning_fastdata.augment.program import Draws
 from lightning_fastdata.augment.replay_torch import replay
 
@@ -128,7 +128,7 @@ def test_a_real_pipeline_is_replayed_without_asking_the_device(pretended, name):
         batch = np.zeros(shape if program.role == "image" else shape[:3], np.uint8)
 
         def act(batch=batch, program=program):
-            return replay(program, there(draws.blob), there(batch), REPLAYED_OPS, kernels=False)
+            return replay(program, there(draws.blob), there(batch), DEVICE_OPS, kernels=False)
 
         seen = watched(pretended, act)
         assert seen.copies == []
@@ -178,7 +178,7 @@ def test_a_device_without_float64_leaves_the_computing_to_the_cpu(pretended):
     with pretended, Arguments() as seen:
         blob = torch.empty(draws.blob.shape, dtype=torch.uint8, device="mps")
         batch = torch.empty(shape, dtype=torch.uint8, device="mps")
-        out = replay(draws.programs["image"], blob, batch, REPLAYED_OPS)
+        out = replay(draws.programs["image"], blob, batch, DEVICE_OPS)
     assert out.device == batch.device
     assert "mps" not in seen.float64_on
 

@@ -21,7 +21,7 @@ from lightning_fastdata import FastDataModule, LoaderOptions
 from lightning_fastdata.augment.fields import Fields
 from lightning_fastdata.augment.mixing import RandomErasing, mixed
 from lightning_fastdata.augment.ops import DEVICE_OPS
-from lightning_fastdata.augment.transform import BatchTransform, as_batch_transform
+from lightning_fastdata.augment.transform import BatchTransform
 from lightning_fastdata.loading.repeats import spreading
 
 USUAL = (30, 28)
@@ -135,22 +135,6 @@ def test_enlarged_crops_are_at_most_a_level_off():
     assert gap.max() <= 1
     assert (gap == 0).float().mean() >= 0.998
     assert torch.equal(got["mask"], want["mask"])
-
-
-def test_joined_to_a_warp_the_corner_ends_where_the_cropped_image_ends():
-    warp = A.Affine(rotate=(-40, 40), border_mode=cv2.BORDER_REFLECT, p=1)
-    compose = A.Compose([A.Resize(26, 24), warp, H()])
-    transform = as_batch_transform(compose, geometry="fused")
-    samples = dataset([USUAL, *ODD])
-    cropping = transform.for_samples(samples[:1])
-    assert cropping.plan.crop == 0
-    got = cropping.apply(*batch_of(cropping, samples, 0))
-    want = transform.apply(*batch_of(transform, samples, 0))
-    # Beside a cropped image in its corner everything is black.
-    for name in ("image", "mask"):
-        gap = (got[name][1:].int() - want[name][1:].int()).abs()
-        assert gap.max() <= 1
-        assert (gap == 0).float().mean() > 0.999
 
 
 def test_boxes_and_points_are_albumentations_own():

@@ -386,21 +386,6 @@ def test_what_a_loader_drew_is_not_replayed_on_other_tensors() -> None:
         aug.replay(drawn, IMAGES)
 
 
-def test_joined_geometry_is_what_a_loader_would_make_of_it() -> None:
-    compose = A.Compose([A.Rotate(p=1), A.Affine(scale=(0.8, 1.2), p=1), A.HorizontalFlip()])
-    aug = explicit(compose, geometry="fused")
-    part = aug.in_worker(on_device=True)
-    drawn = [
-        part({"image": image.numpy()}, KEY._replace(index=KEY.index + row))
-        for row, image in enumerate(IMAGES)
-    ]
-    batch = {"image": torch.stack([torch.as_tensor(one["image"]) for one, _ in drawn])}
-    loaded = aug.apply(batch, part.collate([tape for _, tape in drawn]))["image"]
-    draws = aug.draw(COUNT, size=(HEIGHT, WIDTH), key=KEY)
-    same(aug.replay(draws, IMAGES), loaded)
-    assert len(draws.describe(0)) < 3
-
-
 def test_masks_beside_a_batch_are_refused() -> None:
     aug = explicit(PIPELINE)
     with pytest.raises(BatchError, match="put the masks into that batch"):

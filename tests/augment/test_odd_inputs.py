@@ -12,11 +12,9 @@ import numpy as np
 import pytest
 import torch
 from augment.batches import in_worker, keys, on_device, pipeline
-from augment.joined import carry_out, names, noise, record
 from augment.parity import both, parity, photographs
 
 from lightning_fastdata.augment.bounds import warps
-from lightning_fastdata.augment.geometry import join_tapes
 from lightning_fastdata.augment.ops import DEVICE_OPS
 from lightning_fastdata.augment.parity import pixel_parity
 from lightning_fastdata.augment.plan import analyse
@@ -77,16 +75,6 @@ def test_a_batch_of_lines_is_turned_as_its_samples_are():
     images = torch.from_numpy(np.stack(photographs(1, 9))).permute(0, 3, 1, 2)
     turned = BatchTransform.from_albumentations(A.Compose([A.VerticalFlip(p=1), A.D4(p=0)]))
     assert torch.equal(turned(images), images)
-
-
-@pytest.mark.parametrize("dtype", [np.uint8, np.float32])
-def test_one_warp_of_two_channels_is_the_same_joined_or_not(dtype):
-    image = noise(dtype, channels=2)
-    tapes = record([A.Rotate(p=0.5), A.Perspective(p=0.5)], image, count=12)
-    ones = [row for row, tape in enumerate(tapes) if len(names(tape)) < 2]
-    assert 0 < len(ones) < 12
-    exact, fused = carry_out(tapes, image), carry_out(join_tapes(tapes), image)
-    np.testing.assert_array_equal(exact[ones], fused[ones])
 
 
 def test_holes_that_end_before_they_begin_have_no_random_values():

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from lightning_fastdata.augment.operation_trial import try_operations, turns
-from lightning_fastdata.augment.ops import REPLAYED_OPS
+from lightning_fastdata.augment.ops import DEVICE_OPS
 from lightning_fastdata.augment.plan import analyse
 
 GIVEN = {"image": np.random.default_rng(0).integers(20, 200, (24, 24, 3), np.uint8)}
@@ -18,14 +18,14 @@ GIVEN = {"image": np.random.default_rng(0).integers(20, 200, (24, 24, 3), np.uin
 
 def off_by(name, levels):
     """Return device forms of which one has a single value that is so many levels off."""
-    op = REPLAYED_OPS[name]
+    op = DEVICE_OPS[name]
 
     def image(batch, static, arrays):
         made = op.image(batch, static, arrays).clone()
         made[0, 3, 4, 1] += levels
         return made
 
-    return {**REPLAYED_OPS, name: dataclasses.replace(op, image=image)}
+    return {**DEVICE_OPS, name: dataclasses.replace(op, image=image)}
 
 
 def tried(transforms, ops, **options):
@@ -47,14 +47,14 @@ def faults(found):
 )
 def test_one_value_beyond_the_bound_is_a_fault(name, transform, allowed):
     assert faults(tried([transform()], off_by(name, allowed + 4))) == {name}
-    assert faults(tried([transform()], REPLAYED_OPS)) == set()
+    assert faults(tried([transform()], DEVICE_OPS)) == set()
 
 
 def test_every_branch_has_its_turn():
     inner = A.OneOf([A.RandomGamma(), A.Sequential([A.Posterize(), A.Solarize()])], p=0.1)
     some = A.SomeOf([A.InvertImg(), A.HorizontalFlip(), A.CLAHE()], n=1, p=0.1)
     other = A.OneOrOther(A.VerticalFlip(), A.RandomBrightnessContrast(), p=0.9)
-    names = {one.name for one in tried([A.OneOf([inner, A.ToSepia()]), some, other], REPLAYED_OPS)}
+    names = {one.name for one in tried([A.OneOf([inner, A.ToSepia()]), some, other], DEVICE_OPS)}
     assert names == {
         *("RandomGamma", "Posterize", "Solarize", "ToSepia", "InvertImg", "HorizontalFlip"),
         *("CLAHE", "VerticalFlip", "RandomBrightnessContrast", "Normalize", "ToTensorV2"),
@@ -64,7 +64,7 @@ def test_every_branch_has_its_turn():
 
 def test_nothing_is_tried_when_the_time_is_over():
     ticks = iter(range(100))
-    found = tried([A.RandomGamma()], REPLAYED_OPS, budget_s=2.5, clock_s=lambda: next(ticks))
+    found = tried([A.RandomGamma()], DEVICE_OPS, budget_s=2.5, clock_s=lambda: next(ticks))
     assert len(found) < 3
 
 
@@ -72,6 +72,6 @@ def test_the_pipeline_and_what_it_is_given_stay_as_they_are():
     compose = A.Compose([A.OneOf([A.Equalize(), A.HorizontalFlip()], p=0.1), A.ToTensorV2()])
     image = GIVEN["image"].copy()
     before = compose.to_dict()
-    try_operations(compose, {"image": image}, analyse(compose, REPLAYED_OPS), REPLAYED_OPS)
+    try_operations(compose, {"image": image}, analyse(compose, DEVICE_OPS), DEVICE_OPS)
     assert compose.to_dict() == before
     assert np.array_equal(image, GIVEN["image"])

@@ -7,7 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lightning_fastdata.augment.kernels.numbers import cut, even, read_anywhere
+from lightning_fastdata.augment.kernels.numbers import even, read_anywhere
 
 _FAR = tl.constexpr(1048576.0)
 
@@ -55,40 +55,20 @@ def _between(one, other, weight):
 
 
 @triton.jit
-def _blend(c00, c01, c10, c11, across, down, fill, seen):
+def _blend(c00, c01, c10, c11, across, down):
     upper = _between(c00.to(tl.float32), c01.to(tl.float32), across)
     lower = _between(c10.to(tl.float32), c11.to(tl.float32), across)
-    value = _between(upper, lower, down)
-    return even(_between(cut(even(tl.load(fill))), value, seen)).to(tl.int32)
-
-
-@triton.jit
-def _held(at, first, last):
-    return tl.minimum(tl.maximum(at, tl.load(first)), tl.load(last))
-
-
-@triton.jit
-def _seen(at, first, last, how):
-    """Return how much of an image with a constant border counts at a position."""
-    if how & 8 != 0:
-        at = even(at)
-    inside = tl.minimum(at - tl.load(first), tl.load(last) - at) + 1.0
-    inside = tl.minimum(tl.maximum(inside, 0.0), 1.0)
-    if how & 7 != 0:
-        inside = inside * 0.0 + 1.0
-    return inside
+    return even(_between(upper, lower, down)).to(tl.int32)
 
 
 @triton.jit
 def read_warped(image, inverse, how, fill, y, x, height, width, mask):
-    """Return red, green and blue where a warp, or a chain of warps, reads them.
+    """Return red, green and blue where a warp reads them.
 
     Args:
         image: uint8 ``[height, width, 3]``.
-        inverse: float32 ``[3, 3]``, from the result to the image; before it, as many stages
-            ``[17]`` of a chain as there are: ``ops/joint_warp.py``.
-        how: the border mode, plus 8 for the nearest pixel, plus 16 for a projective warp, plus 32
-            for each stage.
+        inverse: float32 ``[3, 3]``, from the result to the image.
+        how: the border mode, plus 8 for the nearest pixel, plus 16 for a projective warp.
         fill: float32 ``[3]``.
         y: rows of the result.
         x: columns of the result.
@@ -97,26 +77,11 @@ def read_warped(image, inverse, how, fill, y, x, height, width, mask):
         mask: which positions count.
     """
     mode = how & 7
-    columns = x.to(tl.float32)
-    rows = y.to(tl.float32)
-    seen = columns * 0.0 + 1.0
-    for number in range(how >> 5):
-        stage = inverse + number * 17
-        columns, rows = _back(stage, columns, rows, how)
-        columns = _held(columns, stage + 13, stage + 15)
-        rows = _held(rows, stage + 14, stage + 16)
-        across = _seen(columns, stage + 9, stage + 11, how)
-        seen = seen * (across * _seen(rows, stage + 10, stage + 12, how))
-        columns = _held(columns, stage + 9, stage + 11)
-        rows = _held(rows, stage + 10, stage + 12)
-    columns, rows = _back(inverse + (how >> 5) * 17, columns, rows, how)
+    columns, rows = _back(inverse, x, y, how)
     if how & 8 != 0:
         y0 = even(rows).to(tl.int32)
         x0 = even(columns).to(tl.int32)
         red, green, blue = read_anywhere(image, y0, x0, height, width, mode, fill, mask)
-        red = tl.where(seen > 0, red, cut(even(tl.load(fill))).to(tl.int32))
-        green = tl.where(seen > 0, green, cut(even(tl.load(fill + 1))).to(tl.int32))
-        blue = tl.where(seen > 0, blue, cut(even(tl.load(fill + 2))).to(tl.int32))
     else:
         top = tl.floor(rows)
         left = tl.floor(columns)
@@ -128,7 +93,7 @@ def read_warped(image, inverse, how, fill, y, x, height, width, mask):
         r01, g01, b01 = read_anywhere(image, y0, x0 + 1, height, width, mode, fill, mask)
         r10, g10, b10 = read_anywhere(image, y0 + 1, x0, height, width, mode, fill, mask)
         r11, g11, b11 = read_anywhere(image, y0 + 1, x0 + 1, height, width, mode, fill, mask)
-        red = _blend(r00, r01, r10, r11, across, down, fill, seen)
-        green = _blend(g00, g01, g10, g11, across, down, fill + 1, seen)
-        blue = _blend(b00, b01, b10, b11, across, down, fill + 2, seen)
+        red = _blend(r00, r01, r10, r11, across, down)
+        green = _blend(g00, g01, g10, g11, across, down)
+        blue = _blend(b00, b01, b10, b11, across, down)
     return red, green, blue

@@ -14,7 +14,6 @@ from lightning_fastdata.augment.ops import (
     elastic,
     histogram,
     index,
-    joint_warp,
     lens,
     noise,
     output,
@@ -43,8 +42,3 @@ DEVICE_OPS: Final[Mapping[str, DeviceOp]] = MappingProxyType(
     {op.name: op for family in _FAMILIES for op in family.OPS}
 )
 """Every transform with a device form, by the name of its class in Albumentations."""
-
-REPLAYED_OPS: Final[Mapping[str, DeviceOp]] = MappingProxyType(
-    {**DEVICE_OPS, joint_warp.NAME: joint_warp.JOINT_WARP}
-)
-"""The same, and what is made of several of them; everything that a program can name."""
