@@ -39,8 +39,8 @@ from torchvision.transforms import v2
 from turns import arguments, in_turn, ratio, spread, write
 
 from lightning_fastdata.augment.transform import as_batch_transform
+from lightning_fastdata.demo.photos import PHOTOGRAPHS, Cut, cut_photographs, open_photograph
 from lightning_fastdata.loading.loader import FastDataLoader
-from lightning_fastdata.photos import PHOTOGRAPHS, Cut, cut_photographs, open_photograph
 
 BATCH, SIZE = 64, 224
 LAST = [A.Normalize(), A.ToTensorV2()]

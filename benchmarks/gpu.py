@@ -33,8 +33,8 @@ from torch import nn
 
 
 def measure_overhead(run):
-    from lightning_fastdata.insight.clock import CudaClock
-    from lightning_fastdata.insight.timeline import StepTimeline
+    from lightning_fastdata.insight.measure.clock import CudaClock
+    from lightning_fastdata.insight.measure.timeline import StepTimeline
 
     name, steps = "overhead", 100 if run.quick else 2000
     timeline = StepTimeline(device=CudaClock() if run.cuda else None)

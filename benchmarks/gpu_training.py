@@ -16,7 +16,7 @@ from torch import nn
 def measure_guard(run):
     if not run.cuda:
         raise Skipped("a memory limit needs a CUDA device")
-    from lightning_fastdata.batch_size import (
+    from lightning_fastdata.plugin.guard.prediction import (
         CudaMemoryReader,
         Probe,
         decide,
@@ -92,7 +92,7 @@ def measure_training(run):
     missing = [name for name in ("torchvision", "skimage", "sklearn") if find_spec(name) is None]
     if missing:
         raise Skipped(f"not installed: {', '.join(missing)}")
-    from lightning_fastdata.photos import Cut, cut_photographs
+    from lightning_fastdata.demo.photos import Cut, cut_photographs
 
     side, batch_size = (64, 8) if run.quick else (224, 128)
     name = f"resnet18, {side} px, batch {batch_size}"

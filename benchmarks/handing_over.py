@@ -6,7 +6,7 @@ Batches of samples that are there already, read by two workers and by the traini
 CPU time of the training process and of the workers for each batch, from which a line through the
 batch sizes gives a part for each batch and one for each row; what the training process itself
 spends on reading and collating is taken off the workers'. The lowest of the rounds counts. Put the
-figures into ``loading/worker_count.py`` (and the known work into ``loading/probe.py``).
+figures into ``planning/worker_count.py`` (and the known work into ``planning/facts/probe.py``).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from torch.utils.data import DataLoader, Dataset
 from turns import arguments, write
 
 from lightning_fastdata import FastDataLoader
-from lightning_fastdata.loading.draws import GENERATORS
-from lightning_fastdata.loading.executors.fetch import seed_global_generators
-from lightning_fastdata.loading.probe import known_work
+from lightning_fastdata.executors.fetch import seed_global_generators
+from lightning_fastdata.planning.facts.probe import known_work
+from lightning_fastdata.randomness.global_generators import GENERATORS
 
 SIZES = (1, 32, 512)
 LEAST_BATCHES, ROWS = 40, 10_000

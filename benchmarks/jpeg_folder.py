@@ -38,8 +38,8 @@ from torch.utils.data import DataLoader
 from torchvision.datasets import ImageFolder
 
 from lightning_fastdata import FastDataLoader, FastDataModule, FastImageFolder
+from lightning_fastdata.demo.photos import PHOTOGRAPHS, Cut, cut_photographs
 from lightning_fastdata.host.machine import describe_machine, read_versions
-from lightning_fastdata.photos import PHOTOGRAPHS, Cut, cut_photographs
 
 BASE, LIMIT, SIDECAR = "DataLoader, ImageFolder", "decode alone, threads", "ours, sidecar"
 WORKERS, FOLDER = "ours, workers", "DataLoader, FastImageFolder"

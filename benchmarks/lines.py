@@ -17,8 +17,8 @@ import time
 import numpy as np
 from PIL import Image
 
-from lightning_fastdata.loading.lines import EVERY, LineWatch
-from lightning_fastdata.loading.stamps import TaskWatch
+from lightning_fastdata.stamps.batch_stamps import TaskWatch
+from lightning_fastdata.stamps.lines import EVERY, LineWatch
 
 
 def jpeg():

@@ -29,7 +29,8 @@ from albumentations import Compose
 from torch.utils.data import DataLoader
 
 from lightning_fastdata import DataThroughputCallback, FastDataModule, FastImageFolder
-from lightning_fastdata.demo import (
+from lightning_fastdata.demo.photos import cut_photographs
+from lightning_fastdata.demo.training import (
     BATCH_SIZE,
     CROP_SCALE,
     IMAGE_PX,
@@ -40,7 +41,6 @@ from lightning_fastdata.demo import (
 )
 from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.host.machine import describe_machine, read_versions
-from lightning_fastdata.photos import cut_photographs
 
 
 def plain(folder: Path, workers: int) -> dict:

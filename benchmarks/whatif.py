@@ -32,8 +32,8 @@ from torch.utils.data import Dataset, default_collate
 from turns import arguments, write
 
 from lightning_fastdata.host.cpu import read_affinity, read_cpu_limit
-from lightning_fastdata.insight.setups import setup_of, step_cpus, step_queued
-from lightning_fastdata.insight.simulate import batch_costs, simulate
+from lightning_fastdata.insight.model.setups import setup_of, step_cpus, step_queued
+from lightning_fastdata.insight.model.simulate import batch_costs, simulate
 from lightning_fastdata.loading.loader import FastDataLoader
 
 RECORDED = (2, True)

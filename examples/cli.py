@@ -7,8 +7,8 @@ from lightning.pytorch.cli import LightningCLI
 from torchvision.datasets import ImageFolder
 
 from lightning_fastdata import FastDataModule
-from lightning_fastdata.demo import PhotoClassifier, train_augmentation, val_augmentation
-from lightning_fastdata.photos import Cut, cut_photographs
+from lightning_fastdata.demo.photos import Cut, cut_photographs
+from lightning_fastdata.demo.training import PhotoClassifier, train_augmentation, val_augmentation
 
 
 class Photos(FastDataModule):

@@ -9,13 +9,13 @@ from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader
 
 from lightning_fastdata import DataThroughputCallback
-from lightning_fastdata.demo import (
+from lightning_fastdata.demo.photos import Cut, cut_photographs
+from lightning_fastdata.demo.training import (
     AugmentedPhotos,
     PhotoClassifier,
     train_augmentation,
     val_augmentation,
 )
-from lightning_fastdata.photos import Cut, cut_photographs
 
 SMALL = "--small" in sys.argv
 

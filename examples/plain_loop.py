@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from lightning_fastdata import FastDataLoader, StepTimer
-from lightning_fastdata.demo import AugmentedPhotos, train_augmentation, val_augmentation
-from lightning_fastdata.photos import PHOTOGRAPHS, Cut, cut_photographs
+from lightning_fastdata.demo.photos import PHOTOGRAPHS, Cut, cut_photographs
+from lightning_fastdata.demo.training import AugmentedPhotos, train_augmentation, val_augmentation
 
 SMALL = "--small" in sys.argv
 

@@ -25,7 +25,7 @@ from torch.utils.data import Dataset
 from torchvision.datasets import ImageFolder
 
 from lightning_fastdata import DataThroughputCallback, FastDataModule
-from lightning_fastdata.photos import Cut, cut_photographs
+from lightning_fastdata.demo.photos import Cut, cut_photographs
 
 SMALL = "--small" in sys.argv
 

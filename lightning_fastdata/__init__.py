@@ -10,31 +10,41 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lightning_fastdata.augment.transform import BatchTransform as BatchTransform
+    from lightning_fastdata.augment.transform import as_batch_transform as as_batch_transform
+    from lightning_fastdata.device.prefetch import prefetch as prefetch
     from lightning_fastdata.errors import FastDataError as FastDataError
     from lightning_fastdata.errors import FastDataWarning as FastDataWarning
+    from lightning_fastdata.executors.gather.columns import ColumnDataset as ColumnDataset
+    from lightning_fastdata.executors.gather.columns import TokenWindows as TokenWindows
     from lightning_fastdata.images.folder import FastImageFolder as FastImageFolder
     from lightning_fastdata.images.packed import PackedStrings as PackedStrings
     from lightning_fastdata.insight.step_timer import StepTimer as StepTimer
     from lightning_fastdata.loading.loader import FastDataLoader as FastDataLoader
-    from lightning_fastdata.loading.options import LoaderOptions as LoaderOptions
-    from lightning_fastdata.loading.prefetch import prefetch as prefetch
+    from lightning_fastdata.order.epoch_order import EpochOrder as EpochOrder
+    from lightning_fastdata.planning.options import LoaderOptions as LoaderOptions
     from lightning_fastdata.plugin.bindings import DataThroughputCallback as DataThroughputCallback
     from lightning_fastdata.plugin.bindings import FastDataModule as FastDataModule
+    from lightning_fastdata.types import SampleKey as SampleKey
 
 __version__ = "0.1.0"
 
 _HOME = {
     "BatchTransform": "augment.transform",
+    "ColumnDataset": "executors.gather.columns",
     "DataThroughputCallback": "plugin.bindings",
+    "EpochOrder": "order.epoch_order",
     "FastDataError": "errors",
     "FastDataLoader": "loading.loader",
     "FastDataModule": "plugin.bindings",
     "FastDataWarning": "errors",
     "FastImageFolder": "images.folder",
-    "LoaderOptions": "loading.options",
+    "LoaderOptions": "planning.options",
     "PackedStrings": "images.packed",
+    "SampleKey": "types",
     "StepTimer": "insight.step_timer",
-    "prefetch": "loading.prefetch",
+    "TokenWindows": "executors.gather.columns",
+    "as_batch_transform": "augment.transform",
+    "prefetch": "device.prefetch",
 }
 
 __all__ = sorted(_HOME)  # noqa: PLE0605

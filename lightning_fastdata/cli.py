@@ -30,7 +30,7 @@ def demo(
         crops: Training crops of each photograph.
     """
     os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
-    from lightning_fastdata.demo import run_demo
+    from lightning_fastdata.demo.training import run_demo
 
     run_demo(data=data, logs=logs, epochs=epochs, crops=crops)
 
@@ -68,16 +68,16 @@ def show_augment(
         seed: Of the draws.
         draws: Rows of the picture, one draw each.
     """
-    from lightning_fastdata.augment.show import (
+    from lightning_fastdata.augment.show.page import draw_grid
+    from lightning_fastdata.augment.show.pictures import (
         load_pipeline,
         own_ways,
         read_mask,
         read_picture,
         show_draws,
     )
-    from lightning_fastdata.augment.show_page import draw_grid
     from lightning_fastdata.augment.transform import as_batch_transform
-    from lightning_fastdata.photos import photograph_path
+    from lightning_fastdata.demo.photos import photograph_path
 
     pipeline = load_pipeline(compose)
     original = read_picture(photograph_path("cat") if image is None else image)
@@ -106,8 +106,8 @@ def augment_parity(markdown: str | None = None, draws: int = 2) -> None:
     """
     import numpy as np
 
-    from lightning_fastdata.augment import parity_page
-    from lightning_fastdata.photos import PHOTOGRAPHS, open_photograph
+    from lightning_fastdata.augment.show import parity_page
+    from lightning_fastdata.demo.photos import PHOTOGRAPHS, open_photograph
 
     if draws < 1:
         raise OptionsError(f"draws is {draws}; ask for at least 1.")
@@ -161,7 +161,7 @@ def compare(a: str, b: str, fail_if: Sequence[str] = (), json: bool = False) -> 
         SystemExit: With code 1 if a condition holds, with code 2 if a report or a condition cannot
             be read, or a condition cannot be decided.
     """
-    from lightning_fastdata.insight.compare import compare_files
+    from lightning_fastdata.insight.report.compare import compare_files
 
     try:
         comparison = compare_files(a, b, fail_if)

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from pytorch_lightning import Callback, LightningDataModule
 
-from lightning_fastdata.plugin.datamodule import DataModuleHooks
-from lightning_fastdata.plugin.guard_callback import GuardHooks
-from lightning_fastdata.plugin.throughput import ThroughputHooks
+from lightning_fastdata.plugin.data.datamodule import DataModuleHooks
+from lightning_fastdata.plugin.guard.callback import GuardHooks
+from lightning_fastdata.plugin.watch.throughput import ThroughputHooks
 
 
 class BatchSizeGuard(GuardHooks, Callback):  # type: ignore[misc]

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from thoroughness import max_examples
 
-from lightning_fastdata.batch_size import (
+from lightning_fastdata.errors import OptionsError
+from lightning_fastdata.plugin.guard.prediction import (
     GuardDecision,
     Probe,
     agree,
@@ -21,7 +22,6 @@ from lightning_fastdata.batch_size import (
     reserve_bytes,
     skipped,
 )
-from lightning_fastdata.errors import OptionsError
 
 GIB = 2**30
 MIB = 2**20

@@ -8,7 +8,8 @@ import math
 import pytest
 import torch
 
-from lightning_fastdata.demo import (
+from lightning_fastdata.demo.photos import PHOTOGRAPHS, Cut, cut_photographs
+from lightning_fastdata.demo.training import (
     IMAGE_PX,
     AugmentedPhotos,
     PhotoClassifier,
@@ -16,7 +17,6 @@ from lightning_fastdata.demo import (
     train_augmentation,
     val_augmentation,
 )
-from lightning_fastdata.photos import PHOTOGRAPHS, Cut, cut_photographs
 
 
 @pytest.fixture(scope="module")

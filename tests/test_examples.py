@@ -49,7 +49,7 @@ def test_every_example_is_run():
 
 def test_the_readme_shows_an_example_that_runs(tmp_path):
     """The first Python block of the README, after the photographs that it trains on are there."""
-    from lightning_fastdata.photos import Cut, cut_photographs
+    from lightning_fastdata.demo.photos import Cut, cut_photographs
 
     text = (ROOT / "README.md").read_text()
     block = text.split("```python\n", 1)[1].split("```", 1)[0]

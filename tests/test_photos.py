@@ -13,8 +13,7 @@ from PIL import Image
 from thoroughness import max_examples
 from torchvision.datasets import ImageFolder
 
-from lightning_fastdata.errors import DatasetError, OptionsError
-from lightning_fastdata.photos import (
+from lightning_fastdata.demo.photos import (
     PHOTOGRAPHS,
     Box,
     Cut,
@@ -24,6 +23,7 @@ from lightning_fastdata.photos import (
     photograph_path,
     regions,
 )
+from lightning_fastdata.errors import DatasetError, OptionsError
 
 if TYPE_CHECKING:
     from pathlib import Path

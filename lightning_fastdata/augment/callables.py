@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightning_fastdata.augment.fields import (
+from lightning_fastdata.augment.pipeline.fields import (
     Fields,
     find_fields,
     first_device,
@@ -19,7 +19,7 @@ from lightning_fastdata.augment.fields import (
 from lightning_fastdata.errors import BatchError
 
 if TYPE_CHECKING:
-    from lightning_fastdata.augment.program import Draws
+    from lightning_fastdata.augment.replay.program import Draws
     from lightning_fastdata.types import Batch, SampleKey
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from lightning_fastdata.augment.program import Draws
+    from lightning_fastdata.augment.replay.program import Draws
     from lightning_fastdata.types import Batch, SampleKey
 
 

@@ -16,18 +16,18 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from lightning_fastdata.augment.plan import OF_BYTES, analyse, changes_form, device_form
-from lightning_fastdata.augment.sizes import CHANGES_SIZE, Size, follow_sizes, size_after
-from lightning_fastdata.augment.tape import Tape, TapeOp
-from lightning_fastdata.augment.tree import list_leaves
+from lightning_fastdata.augment.pipeline.plan import OF_BYTES, analyse, changes_form, device_form
+from lightning_fastdata.augment.pipeline.sizes import CHANGES_SIZE, Size, follow_sizes, size_after
+from lightning_fastdata.augment.pipeline.tree import list_leaves
+from lightning_fastdata.augment.record.tape import Tape, TapeOp
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
     from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded
-    from lightning_fastdata.augment.plan import Plan
-    from lightning_fastdata.augment.tree import Leaf
-    from lightning_fastdata.augment.values import States
+    from lightning_fastdata.augment.pipeline.plan import Plan
+    from lightning_fastdata.augment.pipeline.tree import Leaf
+    from lightning_fastdata.augment.pipeline.values import States
 
 _RESAMPLES: Final = frozenset({"RandomResizedCrop", "RandomSizedCrop", "Resize"})
 """What costs the worker something. To cut out a window costs it less than a larger batch."""
@@ -84,7 +84,7 @@ def crop_on_device(
         ops: device forms by class name.
         size: ``(height, width)`` that images are believed to have.
         refusal: a reason to run everything in the worker.
-        same_pixels: as :func:`~lightning_fastdata.augment.plan.analyse` takes it.
+        same_pixels: as :func:`~lightning_fastdata.augment.pipeline.plan.analyse` takes it.
         channels: the same.
         values: the same.
     """

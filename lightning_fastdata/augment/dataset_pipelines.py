@@ -14,24 +14,24 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from lightning_fastdata.augment.batch_leaves import Path, replace_leaves, spelled
 from lightning_fastdata.augment.callables import plain_tensors, table
-from lightning_fastdata.augment.deferred import DeferredTensor, Waiting
-from lightning_fastdata.augment.fields import describe
-from lightning_fastdata.augment.pipeline_recorder import PipelineRecorder, Turn, Watch
-from lightning_fastdata.augment.plan import Plan, analyse, redrawn
-from lightning_fastdata.augment.program import Draws, compile_tapes
-from lightning_fastdata.augment.replay_torch import replay_image
-from lightning_fastdata.augment.seeds import find_composes
-from lightning_fastdata.augment.self_check import refusal
-from lightning_fastdata.augment.tail import Step, carry_out, operands
-from lightning_fastdata.augment.tree import is_container, list_leaves
-from lightning_fastdata.augment.worker import device_ops
+from lightning_fastdata.augment.pipeline.fields import describe
+from lightning_fastdata.augment.pipeline.plan import Plan, analyse, redrawn
+from lightning_fastdata.augment.pipeline.self_check import refusal
+from lightning_fastdata.augment.pipeline.tree import is_container, list_leaves
+from lightning_fastdata.augment.record.deferred import DeferredTensor, Waiting
+from lightning_fastdata.augment.record.pipeline_recorder import PipelineRecorder, Turn, Watch
+from lightning_fastdata.augment.record.tail import Step, carry_out, operands
+from lightning_fastdata.augment.record.worker import device_ops
+from lightning_fastdata.augment.replay.program import Draws, compile_tapes
+from lightning_fastdata.augment.replay.torch import replay_image
 from lightning_fastdata.errors import BatchError
+from lightning_fastdata.randomness.seeds import find_composes
+from lightning_fastdata.tree import Path, replace_leaves, spelled
 
 if TYPE_CHECKING:
     from lightning_fastdata.augment.ops.operation import DeviceOp
-    from lightning_fastdata.augment.switching import PlaceSwitch
+    from lightning_fastdata.augment.switch import PlaceSwitch
     from lightning_fastdata.types import Batch
 
 _PIXELS = "pixels"

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from lightning_fastdata.augment import fusion
-from lightning_fastdata.augment.ops.border import channels
 from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded
+from lightning_fastdata.augment.ops.positions.border import channels
 from lightning_fastdata.augment.ops.table import look_up, ramp_table
-from lightning_fastdata.augment.tree import list_leaves
+from lightning_fastdata.augment.pipeline.tree import list_leaves
+from lightning_fastdata.augment.replay import instructions
 from lightning_fastdata.errors import TransformError
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def register(
         encode=encode or encode_table,
         image=image or run_table,
         mask=mask,
-        fused=fusion.table if table else None,
+        fused=instructions.table if table else None,
         owner=kind,
         reads_pixels=_has_sampler(kind) if reads_pixels is None else reads_pixels,
     )

@@ -8,37 +8,37 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from lightning_fastdata.augment.callables import CallableTransform, plain_tensors, table
+from lightning_fastdata.augment.collated_batches import ForeignBatches, OnCpu, checked_on_cpu
 from lightning_fastdata.augment.contract import StageTransform
 from lightning_fastdata.augment.crop import CropOnDevice, crop_on_device
-from lightning_fastdata.augment.fields import (
+from lightning_fastdata.augment.ops.output import OutputForm, check_form, output_form
+from lightning_fastdata.augment.pipeline.fields import (
     Fields,
     describe,
     find_fields,
     get_field,
     to_hwc,
 )
-from lightning_fastdata.augment.foreign import ForeignBatches, OnCpu, checked_on_cpu
-from lightning_fastdata.augment.ops.output import OutputForm, check_form, output_form
-from lightning_fastdata.augment.plan import OF_BYTES, analyse
-from lightning_fastdata.augment.registry import registered_forms
-from lightning_fastdata.augment.replay_torch import replay_batch
-from lightning_fastdata.augment.self_check import refusal, what_it_means
-from lightning_fastdata.augment.tape import target_roles
-from lightning_fastdata.augment.tree import is_albumentations_pipeline
-from lightning_fastdata.augment.worker import (
+from lightning_fastdata.augment.pipeline.plan import OF_BYTES, analyse
+from lightning_fastdata.augment.pipeline.self_check import refusal, what_it_means
+from lightning_fastdata.augment.pipeline.tree import is_albumentations_pipeline
+from lightning_fastdata.augment.record.tape import target_roles
+from lightning_fastdata.augment.record.worker import (
     ComposeWorker,
     SampleForm,
     convert_images,
     device_ops,
 )
+from lightning_fastdata.augment.registry import registered_forms
+from lightning_fastdata.augment.replay.torch import replay_batch
 from lightning_fastdata.errors import BatchError, FastDataWarning, TransformError
 
 if TYPE_CHECKING:
-    from lightning_fastdata.augment.explicit import ExplicitTransform
+    from lightning_fastdata.augment.callable_transform import ExplicitTransform
     from lightning_fastdata.augment.ops.operation import DeviceOp
-    from lightning_fastdata.augment.plan import Plan
-    from lightning_fastdata.augment.program import Draws
-    from lightning_fastdata.augment.values import States
+    from lightning_fastdata.augment.pipeline.plan import Plan
+    from lightning_fastdata.augment.pipeline.values import States
+    from lightning_fastdata.augment.replay.program import Draws
     from lightning_fastdata.types import Batch, SampleKey
 
 
@@ -165,7 +165,7 @@ class BatchTransform:
             raise TransformError(
                 f"{compose!r} is no albumentations pipeline. Pass a Compose, an instance of it."
             )
-        from lightning_fastdata.augment.explicit import ExplicitTransform
+        from lightning_fastdata.augment.callable_transform import ExplicitTransform
 
         return ExplicitTransform(
             compose,

@@ -14,20 +14,20 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 import torch
 
-from lightning_fastdata.augment import fusion
-from lightning_fastdata.augment.batch_leaves import replace_leaves
-from lightning_fastdata.augment.fusion import fused_form
-from lightning_fastdata.augment.plan import device_form
-from lightning_fastdata.augment.program import Packer
-from lightning_fastdata.augment.replay_triton import Launch, is_movable, prepare, run_fused
-from lightning_fastdata.augment.runs import FusedRun, Geometry
-from lightning_fastdata.augment.sizes import Size, follow_sizes
-from lightning_fastdata.augment.tree import list_leaves
+from lightning_fastdata.augment.pipeline.plan import device_form
+from lightning_fastdata.augment.pipeline.sizes import Size, follow_sizes
+from lightning_fastdata.augment.pipeline.tree import list_leaves
+from lightning_fastdata.augment.replay import instructions
+from lightning_fastdata.augment.replay.instructions import fused_form
+from lightning_fastdata.augment.replay.program import Packer
+from lightning_fastdata.augment.replay.runs import FusedRun, Geometry
+from lightning_fastdata.augment.replay.triton import Launch, is_movable, prepare, run_fused
+from lightning_fastdata.tree import replace_leaves
 
 if TYPE_CHECKING:
     from lightning_fastdata.augment.ops.operation import DeviceOp
-    from lightning_fastdata.augment.plan import Plan
-    from lightning_fastdata.augment.tape import Role
+    from lightning_fastdata.augment.pipeline.plan import Plan
+    from lightning_fastdata.augment.record.tape import Role
 
 _REPLICATE: Final = 1
 _ALIGNED, _ODD = (4, 4), (5, 5)
@@ -36,10 +36,10 @@ others."""
 _READS: Final[Mapping[Any, Geometry]] = {
     "resize": "resize",
     "window": "window",
-    fusion.warp: "warp",
-    fusion.warp_mask: "warp",
-    fusion.correlation: "filter",
-    fusion.median: "filter",
+    instructions.warp: "warp",
+    instructions.warp_mask: "warp",
+    instructions.correlation: "filter",
+    instructions.median: "filter",
 }
 _ENDS: Final = {"normalize": "normalized", "to float": "divided"}
 
@@ -144,17 +144,19 @@ def _runs(forms: list[Any]) -> Iterator[tuple[str, bool, bool, Geometry, bool]]:
     geometries: list[Geometry] = list(
         dict.fromkeys(["none", *(_READS[one] for one in forms if one in _READS)])
     )
-    contrasts = fusion.jitter in forms
-    across = fusion.correlation in forms
+    contrasts = instructions.jitter in forms
+    across = instructions.correlation in forms
     cast = next((place for place, one in enumerate(forms) if one in _ENDS), None)
     behind = forms[cast + 1 :] if cast is not None else forms
     ends = "bytes" if cast is None else _ENDS[forms[cast]]
     writes = {(ends, "channels first" in behind)}
-    if cast is not None and any(one not in (fusion.holes, "channels first") for one in behind):
+    if cast is not None and any(
+        one not in (instructions.holes, "channels first") for one in behind
+    ):
         writes |= {(ends, False)}
     # A run ends before a step that no run takes, before a second reading, and a second contrast.
     inner = forms[:cast] if cast is not None else forms
-    if any(one is None or one in _READS or one is fusion.jitter for one in inner):
+    if any(one is None or one in _READS or one is instructions.jitter for one in inner):
         writes |= {("bytes", False)}
     for (end, planes), geometry in itertools.product(sorted(writes), geometries):
         yield end, planes, contrasts, geometry, across and geometry == "filter"
@@ -170,7 +172,7 @@ def _run(
     shape: tuple[int, int],
 ) -> tuple[FusedRun, torch.Tensor]:
     packer = Packer()
-    code = packer.add(np.zeros((1, 1, fusion.WIDTH), np.int32))
+    code = packer.add(np.zeros((1, 1, instructions.WIDTH), np.int32))
     where = None
     if geometry == "window":
         where = packer.add(np.zeros((1, 2), np.int32))

@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from lightning_fastdata.epochs import EpochCell
 from lightning_fastdata.errors import BatchError, OptionsError
 from lightning_fastdata.images.crops import CropRule, keyed_uniform
 from lightning_fastdata.images.decoders import choose_decoder
 from lightning_fastdata.images.index import scan_folder
 from lightning_fastdata.images.reading import MAX_PIXELS, open_image
 from lightning_fastdata.images.resample import plan_resample, render, settle_resample
+from lightning_fastdata.randomness.shared_epoch import EpochCell
 from lightning_fastdata.types import SampleKey
 
 if TYPE_CHECKING:

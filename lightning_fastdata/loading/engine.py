@@ -13,19 +13,19 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from lightning_fastdata.batches.page_lock import cuda_page_locks
+from lightning_fastdata.batches.staged import StagedBatch, pinned
 from lightning_fastdata.errors import FastDataWarning, WorkerError
-from lightning_fastdata.loading.executors import ArmingExecutor, open_executor
-from lightning_fastdata.loading.executors.crew_trial import CrewTrial
-from lightning_fastdata.loading.executors.fetch import decodes_in_place
-from lightning_fastdata.loading.page_lock import cuda_page_locks
-from lightning_fastdata.loading.staged import StagedBatch, pinned
+from lightning_fastdata.executors.contract import ArmingExecutor, open_executor
+from lightning_fastdata.executors.fetch import decodes_in_place
+from lightning_fastdata.executors.pool.crew_trial import CrewTrial
 
 if TYPE_CHECKING:
-    from lightning_fastdata.loading.executors import Executor, ExecutorName
-    from lightning_fastdata.loading.executors.fetch import FetchPlan
-    from lightning_fastdata.loading.order import EpochOrder
-    from lightning_fastdata.loading.page_lock import PageLockName
-    from lightning_fastdata.loading.stamps import BatchStamps
+    from lightning_fastdata.batches.page_lock import PageLockName
+    from lightning_fastdata.executors.contract import Executor, ExecutorName
+    from lightning_fastdata.executors.fetch import FetchPlan
+    from lightning_fastdata.order.epoch_order import EpochOrder
+    from lightning_fastdata.stamps.batch_stamps import BatchStamps
     from lightning_fastdata.types import Stage
 
 _THREADS_PER_PROCESS: Final = 8

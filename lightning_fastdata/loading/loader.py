@@ -14,16 +14,16 @@ from torch.utils.data import (
     Sampler,
 )
 
-from lightning_fastdata.augment.seeds import find_composes
-from lightning_fastdata.augment.unkeyed import warn_of_unkeyed
-from lightning_fastdata.epochs import EpochAskedTwice, EpochCell
+from lightning_fastdata.augment.pipeline.unkeyed import warn_of_unkeyed
+from lightning_fastdata.batches.keyed import tell_epoch
 from lightning_fastdata.errors import OptionsError, TransformError
-from lightning_fastdata.loading.automatic import plan_alone
-from lightning_fastdata.loading.checks import check, check_loader, checked_seed, is_seconds
 from lightning_fastdata.loading.engine import Engine
-from lightning_fastdata.loading.keyed import tell_epoch
 from lightning_fastdata.loading.source import Source, makes_batches, open_source, takes_stamps
-from lightning_fastdata.loading.stamped import Ledger, OpenedEnvelopes
+from lightning_fastdata.planning.automatic import plan_alone
+from lightning_fastdata.planning.checks import check, check_loader, checked_seed, is_seconds
+from lightning_fastdata.randomness.seeds import find_composes
+from lightning_fastdata.randomness.shared_epoch import EpochAskedTwice, EpochCell
+from lightning_fastdata.stamps.stamped import Ledger, OpenedEnvelopes
 
 if TYPE_CHECKING:
     import torch
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
     from lightning_fastdata.augment.contract import StageTransform
     from lightning_fastdata.augment.dataset_pipelines import DatasetRecording
-    from lightning_fastdata.loading.executors import ExecutorName
-    from lightning_fastdata.loading.loader_plan import LoaderPlan
-    from lightning_fastdata.loading.page_lock import PageLockName
-    from lightning_fastdata.loading.stamps import BatchStamps
+    from lightning_fastdata.batches.page_lock import PageLockName
+    from lightning_fastdata.executors.contract import ExecutorName
+    from lightning_fastdata.planning.loader_plan import LoaderPlan
+    from lightning_fastdata.stamps.batch_stamps import BatchStamps
     from lightning_fastdata.types import Batch, Stage
 
 

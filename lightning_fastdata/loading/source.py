@@ -16,31 +16,31 @@ from torch.utils.data import (
     default_collate,
 )
 
-from lightning_fastdata.host.memory import read_host_memory
-from lightning_fastdata.loading.collate import (
+from lightning_fastdata.batches.collate import (
     FirstOfPairs,
     RecordedCollate,
     StagingCollate,
     collate_samples,
 )
+from lightning_fastdata.batches.keyed import fetches_in_batches, keyed
+from lightning_fastdata.device.resident import ResidentBatches, device_of
+from lightning_fastdata.executors.fetch import FetchPlan
+from lightning_fastdata.host.memory import read_host_memory
 from lightning_fastdata.loading.engine import Engine
-from lightning_fastdata.loading.executors.fetch import FetchPlan
-from lightning_fastdata.loading.keyed import fetches_in_batches, keyed
-from lightning_fastdata.loading.order import epoch_order
-from lightning_fastdata.loading.own_generators import own_generators
-from lightning_fastdata.loading.repeats import spreading
-from lightning_fastdata.loading.resident import ResidentBatches, device_of
-from lightning_fastdata.loading.sampled import index_batches
-from lightning_fastdata.loading.stamped import ShowDataset, WatchedSampler, stampable, stamped
-from lightning_fastdata.loading.worker_count import look_ahead_batches
 from lightning_fastdata.loading.worker_start import WorkerStart
+from lightning_fastdata.order.epoch_order import epoch_order
+from lightning_fastdata.order.repeats import spreading
+from lightning_fastdata.order.sampled import index_batches
+from lightning_fastdata.planning.worker_count import look_ahead_batches
+from lightning_fastdata.randomness.own_generators import own_generators
+from lightning_fastdata.stamps.stamped import ShowDataset, WatchedSampler, stampable, stamped
 
 if TYPE_CHECKING:
     from lightning_fastdata.augment.contract import WorkerTransform
     from lightning_fastdata.augment.dataset_pipelines import DatasetRecording
-    from lightning_fastdata.epochs import EpochCell
     from lightning_fastdata.loading.loader import FastDataLoader
-    from lightning_fastdata.loading.own_stamps import WaitWatch
+    from lightning_fastdata.randomness.shared_epoch import EpochCell
+    from lightning_fastdata.stamps.own_stamps import WaitWatch
 
 Source: TypeAlias = "DataLoader[Any] | Engine | ResidentBatches"
 

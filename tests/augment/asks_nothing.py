@@ -28,8 +28,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_fastdata.augment.mixing import CutMix, MixUp, Mosaic, RandomErasing, mixed
 from lightning_fastdata.augment.mixing.pairs import OneOfMixes
 from lightning_fastdata.augment.ops import DEVICE_OPS
-from lightning_fastdata.augment.program import Draws
-from lightning_fastdata.augment.replay_torch import replay
+from lightning_fastdata.augment.replay.program import Draws
+from lightning_fastdata.augment.replay.torch import replay
 
 fake = pytest.importorskip("torch._subclasses.fake_tensor")
 ORDERS_DIFFER = {

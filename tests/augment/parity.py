@@ -15,7 +15,7 @@ import torch
 
 from lightning_fastdata.augment.ops import DEVICE_OPS
 from lightning_fastdata.augment.ops.operation import draw_params
-from lightning_fastdata.augment.replay_torch import run_whole
+from lightning_fastdata.augment.replay.torch import run_whole
 
 torch.set_num_threads(1)
 

@@ -9,7 +9,7 @@ from augment.batches import in_worker, on_device, pipeline
 from augment.parity import extremes, parity, photographs
 
 from lightning_fastdata.augment.ops import DEVICE_OPS
-from lightning_fastdata.augment.plan import analyse
+from lightning_fastdata.augment.pipeline.plan import analyse
 
 OWN = ("image", "image_per_channel", "min_max", "min_max_per_channel")
 DOUBLES = (np.float32(1) - np.float64(1)).dtype == (np.zeros(1, np.float32) - np.float64(1)).dtype

@@ -10,17 +10,17 @@ import torch
 from augment.batches import in_worker, keys, on_device
 from augment.parity import photographs
 
-from lightning_fastdata.augment.bounds import opencv_major
-from lightning_fastdata.augment.ops.border import CONSTANT, REFLECT_101
-from lightning_fastdata.augment.ops.cells import (
+from lightning_fastdata.augment.ops.positions.border import CONSTANT, REFLECT_101
+from lightning_fastdata.augment.ops.positions.cells import (
     CELLS,
     cells_of_field,
     cells_of_matrix,
     invert,
     sample_cells,
 )
-from lightning_fastdata.augment.ops.resample import CUBIC, LINEAR, NEAREST
-from lightning_fastdata.augment.replay_triton import takes
+from lightning_fastdata.augment.ops.positions.resample import CUBIC, LINEAR, NEAREST
+from lightning_fastdata.augment.pipeline.bounds import opencv_major
+from lightning_fastdata.augment.replay.triton import takes
 from lightning_fastdata.augment.transform import as_batch_transform
 
 HEIGHT, WIDTH = 7, 9

@@ -9,7 +9,7 @@ import pytest
 from augment.parity import photographs
 
 from lightning_fastdata.augment.ops import DEVICE_OPS
-from lightning_fastdata.augment.parity import (
+from lightning_fastdata.augment.show.parity import (
     both_ways,
     examples,
     make_example,

@@ -21,14 +21,14 @@ from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, de
 
 from lightning_fastdata import DataThroughputCallback, FastDataModule
 from lightning_fastdata.augment.dataset_pipelines import DatasetRecording, place_pipelines
-from lightning_fastdata.augment.deferred import DeferredTensor
+from lightning_fastdata.augment.record.deferred import DeferredTensor
 from lightning_fastdata.augment.registry import register
-from lightning_fastdata.loading.inspection import DatasetFacts
 from lightning_fastdata.loading.loader import FastDataLoader
-from lightning_fastdata.loading.pipeline_trial import try_recording
-from lightning_fastdata.plugin.pipelines import LoaderFacts, Pipelines
-from lightning_fastdata.plugin.stage_transforms import StageTransforms
-from lightning_fastdata.plugin.staging import finish
+from lightning_fastdata.planning.facts.inspection import DatasetFacts
+from lightning_fastdata.planning.facts.pipeline_trial import try_recording
+from lightning_fastdata.plugin.placing.pipelines import LoaderFacts, Pipelines
+from lightning_fastdata.plugin.placing.stage_transforms import StageTransforms
+from lightning_fastdata.plugin.placing.staging import finish
 
 COUNT = 14
 RNG = np.random.default_rng(0)

@@ -13,9 +13,9 @@ from augment.batches import BOXES, boxed, in_worker, keys, on_device, pipeline
 from augment.parity import photographs
 
 from lightning_fastdata.augment.ops import DEVICE_OPS
-from lightning_fastdata.augment.plan import analyse
-from lightning_fastdata.augment.seeds import reseed
-from lightning_fastdata.augment.tape import Recorder
+from lightning_fastdata.augment.pipeline.plan import analyse
+from lightning_fastdata.augment.record.tape import Recorder
+from lightning_fastdata.randomness.seeds import reseed
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

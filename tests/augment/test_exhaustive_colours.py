@@ -9,8 +9,13 @@ import pytest
 import torch
 
 from lightning_fastdata.augment.ops import DEVICE_OPS
-from lightning_fastdata.augment.ops.hsv import gray, hsv_bytes, opencv_lanes, rgb_bytes
-from lightning_fastdata.augment.ops.lab import lab_bytes, rgb_from_lab, rgb_from_ycrcb, ycrcb_bytes
+from lightning_fastdata.augment.ops.colors.hsv import gray, hsv_bytes, opencv_lanes, rgb_bytes
+from lightning_fastdata.augment.ops.colors.lab import (
+    lab_bytes,
+    rgb_from_lab,
+    rgb_from_ycrcb,
+    ycrcb_bytes,
+)
 
 WIDTH, HEIGHT = 4096, 512
 """Of the images that the colours are cut into; no row has a rest after OpenCV's vectors."""

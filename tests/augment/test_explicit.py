@@ -14,11 +14,11 @@ os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 import albumentations as A
 
 from lightning_fastdata import BatchTransform
+from lightning_fastdata.augment.collated_batches import ForeignBatches, replay_all
 from lightning_fastdata.augment.contract import StageTransform
-from lightning_fastdata.augment.foreign import ForeignBatches, replay_all
 from lightning_fastdata.augment.ops import DEVICE_OPS
-from lightning_fastdata.augment.seeds import reseed
 from lightning_fastdata.errors import BatchError, OptionsError, TransformError
+from lightning_fastdata.randomness.seeds import reseed
 from lightning_fastdata.types import SampleKey
 
 torch.set_num_threads(1)

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from thoroughness import max_examples
 
 from lightning_fastdata.augment.ops import DEVICE_OPS
-from lightning_fastdata.augment.program import compile_tapes
-from lightning_fastdata.augment.replay_torch import replay
-from lightning_fastdata.augment.replay_triton import has_kernels, is_fusible
-from lightning_fastdata.augment.tape import TapeOp, Track
+from lightning_fastdata.augment.record.tape import TapeOp, Track
+from lightning_fastdata.augment.replay.program import compile_tapes
+from lightning_fastdata.augment.replay.torch import replay
+from lightning_fastdata.augment.replay.triton import has_kernels, is_fusible
 from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.types import SampleKey
 

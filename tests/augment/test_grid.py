@@ -5,7 +5,7 @@ import pytest
 import torch
 from augment.parity import photographs
 
-from lightning_fastdata.augment.grid import batch_grid
+from lightning_fastdata.augment.show.grid import batch_grid
 from lightning_fastdata.errors import BatchError, OptionsError
 
 PHOTOS = torch.from_numpy(np.stack([*photographs(40, 60), *photographs(40, 60)]))

@@ -14,9 +14,9 @@ from augment.batches import keys
 from augment.test_pipelines import ALL, samples
 
 from lightning_fastdata.augment.ops import DEVICE_OPS
-from lightning_fastdata.augment.replay_torch import replay
-from lightning_fastdata.augment.replay_triton import prepare, takes
-from lightning_fastdata.augment.runs import launches
+from lightning_fastdata.augment.replay.runs import launches
+from lightning_fastdata.augment.replay.torch import replay
+from lightning_fastdata.augment.replay.triton import prepare, takes
 from lightning_fastdata.augment.transform import as_batch_transform
 
 BATCH = 32

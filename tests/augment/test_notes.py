@@ -10,10 +10,10 @@ import pytest
 from augment.test_dataset_pipelines import COUNT, IMAGES
 from torch.utils.data import Dataset
 
-from lightning_fastdata.augment.seeds import reseed
-from lightning_fastdata.augment.self_check import alike
+from lightning_fastdata.augment.pipeline.self_check import alike
 from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.loading.loader import FastDataLoader
+from lightning_fastdata.randomness.seeds import reseed
 from lightning_fastdata.types import SampleKey
 
 SAVING = A.Compose([A.HorizontalFlip(), A.RandomGamma(p=0.5)], save_applied_params=True)

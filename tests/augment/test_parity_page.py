@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lightning_fastdata.augment import parity_page
 from lightning_fastdata.augment.ops import DEVICE_OPS
-from lightning_fastdata.augment.parity import OperationParity, PixelParity, operation_parity
+from lightning_fastdata.augment.show import parity_page
+from lightning_fastdata.augment.show.parity import OperationParity, PixelParity, operation_parity
 from lightning_fastdata.cli import main
-from lightning_fastdata.photos import open_photograph
+from lightning_fastdata.demo.photos import open_photograph
 
 PAGE = Path(__file__).parents[2] / "docs" / "parity.md"
 

@@ -12,8 +12,8 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 import albumentations as A
 
-from lightning_fastdata.augment.code_parts import is_users
-from lightning_fastdata.augment.seeds import find_composes, reseed, reseeder
+from lightning_fastdata.randomness.code_parts import is_users
+from lightning_fastdata.randomness.seeds import find_composes, reseed, reseeder
 from lightning_fastdata.types import SampleKey
 
 IMAGE = np.zeros((8, 8, 3), np.uint8)
@@ -259,7 +259,7 @@ def test_only_top_level_pipelines_are_found_once_each_in_order() -> None:
 
 def test_looking_for_pipelines_never_imports_albumentations() -> None:
     code = (
-        "import sys; from lightning_fastdata.augment.seeds import find_composes;"
+        "import sys; from lightning_fastdata.randomness.seeds import find_composes;"
         "assert find_composes([object()]) == (); assert 'albumentations' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

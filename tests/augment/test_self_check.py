@@ -15,7 +15,7 @@ import torch
 
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 
-from lightning_fastdata.augment.self_check import alike, recording_fault, refusal
+from lightning_fastdata.augment.pipeline.self_check import alike, recording_fault, refusal
 
 ORIGINAL = Path(importlib.util.find_spec("albumentations").origin).parent
 
@@ -23,7 +23,7 @@ ORIGINAL = Path(importlib.util.find_spec("albumentations").origin).parent
 PIPELINE = """
 import warnings
 import numpy as np
-from lightning_fastdata.augment.seeds import reseed
+from lightning_fastdata.randomness.seeds import reseed
 from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.errors import FastDataWarning
 from lightning_fastdata.types import SampleKey

@@ -8,7 +8,8 @@ import pytest
 from augment.parity import photographs
 from PIL import Image
 
-from lightning_fastdata.augment.show import (
+from lightning_fastdata.augment.show.page import draw_grid
+from lightning_fastdata.augment.show.pictures import (
     DIFFERENCE_GAIN,
     as_picture,
     load_pipeline,
@@ -16,7 +17,6 @@ from lightning_fastdata.augment.show import (
     read_mask,
     show_draws,
 )
-from lightning_fastdata.augment.show_page import draw_grid
 from lightning_fastdata.cli import main
 
 PIPELINES = """

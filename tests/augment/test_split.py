@@ -21,12 +21,12 @@ from augment.test_trees import EXACTLY, HEADS, OPTIONS, SEEDS, TAILS
 from augment.trees import SIDE, compare, finish, logged, some_samples, targets, trees
 
 from lightning_fastdata.augment.ops import DEVICE_OPS
-from lightning_fastdata.augment.plan import analyse
-from lightning_fastdata.augment.seeds import reseed
-from lightning_fastdata.augment.self_check import alike
-from lightning_fastdata.augment.tape import Recorder
+from lightning_fastdata.augment.pipeline.plan import analyse
+from lightning_fastdata.augment.pipeline.self_check import alike
+from lightning_fastdata.augment.record.tape import Recorder
 from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.errors import FastDataWarning
+from lightning_fastdata.randomness.seeds import reseed
 from lightning_fastdata.types import SampleKey
 
 

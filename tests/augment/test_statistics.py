@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader, Dataset
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 import albumentations as A
 
-from lightning_fastdata.augment.seeds import find_composes, reseed
 from lightning_fastdata.loading.loader import FastDataLoader
+from lightning_fastdata.randomness.seeds import find_composes, reseed
 from lightning_fastdata.types import SampleKey
 
 torch.set_num_threads(1)

@@ -9,10 +9,10 @@ os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 import albumentations as A
 
 from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded
-from lightning_fastdata.augment.plan import analyse
-from lightning_fastdata.augment.seeds import reseed
-from lightning_fastdata.augment.tape import Recorder, phantom
+from lightning_fastdata.augment.pipeline.plan import analyse
+from lightning_fastdata.augment.record.tape import Recorder, phantom
 from lightning_fastdata.errors import TransformError
+from lightning_fastdata.randomness.seeds import reseed
 from lightning_fastdata.types import SampleKey
 
 SHAPE = (24, 24, 3)

@@ -19,10 +19,8 @@ from torch.utils.data import Dataset
 from lightning_fastdata import BatchTransform
 from lightning_fastdata.augment.dataset_pipelines import DatasetRecording
 from lightning_fastdata.augment.ops import DEVICE_OPS
-from lightning_fastdata.augment.parity import examples, make_example
-from lightning_fastdata.augment.plan import analyse
-from lightning_fastdata.augment.transform import as_batch_transform
-from lightning_fastdata.augment.values import (
+from lightning_fastdata.augment.pipeline.plan import analyse
+from lightning_fastdata.augment.pipeline.values import (
     BYTES,
     Values,
     follow_values,
@@ -31,9 +29,11 @@ from lightning_fastdata.augment.values import (
     takes_dtype,
     values_after,
 )
+from lightning_fastdata.augment.show.parity import examples, make_example
+from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.errors import BatchError
 from lightning_fastdata.loading.loader import FastDataLoader
-from lightning_fastdata.plugin.staging import finish
+from lightning_fastdata.plugin.placing.staging import finish
 from lightning_fastdata.types import SampleKey
 
 SIDE = 40

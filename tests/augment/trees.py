@@ -18,11 +18,11 @@ from albumentations.augmentations.crops.transforms import CropSizeError
 from hypothesis import strategies as st
 from torch.utils.data import default_collate
 
-from lightning_fastdata.augment.seeds import reseed
-from lightning_fastdata.augment.self_check import alike
-from lightning_fastdata.augment.tape import target_roles
+from lightning_fastdata.augment.pipeline.self_check import alike
+from lightning_fastdata.augment.pipeline.tree import list_leaves
+from lightning_fastdata.augment.record.tape import target_roles
 from lightning_fastdata.augment.transform import as_batch_transform
-from lightning_fastdata.augment.tree import list_leaves
+from lightning_fastdata.randomness.seeds import reseed
 from lightning_fastdata.types import SampleKey
 
 torch.set_num_threads(1)

@@ -22,7 +22,7 @@ from conformance.pieces import Linear, Rows, RowsModule, make_trainer
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_fastdata import FastDataModule, LoaderOptions
-from lightning_fastdata.plugin.hooks import HOOKS
+from lightning_fastdata.plugin.seams.hooks import HOOKS
 
 torch.set_num_threads(1)
 

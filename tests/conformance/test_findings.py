@@ -11,8 +11,8 @@ from conformance.pieces import Rows
 from conformance.test_causes import Waits, fit, module
 from torch.utils.data import DataLoader
 
-from lightning_fastdata.insight.metrics import TIMED
-from lightning_fastdata.plugin.judging import RunJudge
+from lightning_fastdata.insight.measure.metrics import TIMED
+from lightning_fastdata.plugin.watch.judging import RunJudge
 
 
 @pytest.mark.cases(1)

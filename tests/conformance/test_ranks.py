@@ -14,8 +14,8 @@ import pytest
 import torch.distributed as dist
 from conformance.forked_ranks import launched
 
-from lightning_fastdata.insight.metrics import StepHistory, StepTiming
-from lightning_fastdata.plugin.ranks import RankRecords, shared_store
+from lightning_fastdata.insight.measure.metrics import StepHistory, StepTiming
+from lightning_fastdata.plugin.watch.ranks import RankRecords, shared_store
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -13,7 +13,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader
 
-from lightning_fastdata.insight.metrics import Cold
+from lightning_fastdata.insight.measure.metrics import Cold
 
 BATCHES = 8
 

@@ -14,7 +14,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.utils.data import DataLoader
 
 from lightning_fastdata import DataThroughputCallback
-from lightning_fastdata.plugin import judging, measured_run
+from lightning_fastdata.plugin.watch import judging, measured_run
 
 
 class Model(LightningModule):

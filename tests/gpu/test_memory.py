@@ -10,8 +10,12 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from lightning_fastdata import FastDataModule, LoaderOptions
-from lightning_fastdata.batch_size import CudaMemoryReader, is_out_of_memory, reserve_bytes
 from lightning_fastdata.host.memory import read_device_memory
+from lightning_fastdata.plugin.guard.prediction import (
+    CudaMemoryReader,
+    is_out_of_memory,
+    reserve_bytes,
+)
 
 pytestmark = [
     *needs_cuda,

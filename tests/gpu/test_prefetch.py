@@ -14,12 +14,12 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lightning_fastdata import FastDataLoader, FastDataModule, LoaderOptions, prefetch
 from lightning_fastdata.augment.transform import as_batch_transform
+from lightning_fastdata.batches.moving import move
+from lightning_fastdata.batches.page_lock import CudaLockDriver, PageLocks
+from lightning_fastdata.batches.slots import SlotPool
+from lightning_fastdata.batches.streams import CudaStreams
+from lightning_fastdata.device.lookahead import SideLane
 from lightning_fastdata.errors import OptionsError
-from lightning_fastdata.loading.lookahead import SideLane
-from lightning_fastdata.loading.moving import move
-from lightning_fastdata.loading.page_lock import CudaLockDriver, PageLocks
-from lightning_fastdata.loading.slots import SlotPool
-from lightning_fastdata.loading.streams import CudaStreams
 
 pytestmark = [*needs_cuda, pytest.mark.filterwarnings("ignore::UserWarning:lightning")]
 NUMBERS = 2**20

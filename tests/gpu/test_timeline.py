@@ -7,8 +7,8 @@ import pytest
 import torch
 from gpu.device import DeviceWork, needs_cuda, no_waiting
 
-from lightning_fastdata.insight.clock import CudaClock
-from lightning_fastdata.insight.timeline import StepTimeline
+from lightning_fastdata.insight.measure.clock import CudaClock
+from lightning_fastdata.insight.measure.timeline import StepTimeline
 
 pytestmark = needs_cuda
 

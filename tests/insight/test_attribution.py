@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from thoroughness import max_examples
 from torch.utils.data import Dataset, default_collate
 
-from lightning_fastdata.insight.attribution import WaitCutter, WaitParts
-from lightning_fastdata.insight.causes import CauseTotals
-from lightning_fastdata.insight.simulate import batch_costs
+from lightning_fastdata.insight.model.simulate import batch_costs
+from lightning_fastdata.insight.waits.attribution import WaitCutter, WaitParts
+from lightning_fastdata.insight.waits.causes import CauseTotals
 from lightning_fastdata.loading.loader import FastDataLoader
-from lightning_fastdata.loading.own_stamps import OwnStamps
-from lightning_fastdata.loading.stamps import BatchStamps, TaskStamps
+from lightning_fastdata.stamps.batch_stamps import BatchStamps, TaskStamps
+from lightning_fastdata.stamps.own_stamps import OwnStamps
 
 MS = 1_000_000
 

@@ -11,19 +11,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_fastdata.insight.attribution import WaitCutter, WaitParts
-from lightning_fastdata.insight.causes import (
+from lightning_fastdata.insight.measure.metrics import StepHistory, StepTiming
+from lightning_fastdata.insight.report.run_report import RunReport
+from lightning_fastdata.insight.verdicts.verdict import judge
+from lightning_fastdata.insight.waits.attribution import WaitCutter, WaitParts
+from lightning_fastdata.insight.waits.causes import (
     CauseTotals,
     cause_lines,
     operations_table,
     sample_times,
 )
-from lightning_fastdata.insight.metrics import StepHistory, StepTiming
-from lightning_fastdata.insight.report import RunReport
-from lightning_fastdata.insight.verdict import judge
-from lightning_fastdata.loading.operations import OperationTime
-from lightning_fastdata.loading.sample_times import BUCKETS, bucket_of
-from lightning_fastdata.loading.stamps import BatchStamps, TaskStamps
+from lightning_fastdata.stamps.batch_stamps import BatchStamps, TaskStamps
+from lightning_fastdata.stamps.operations import OperationTime
+from lightning_fastdata.stamps.sample_times import BUCKETS, bucket_of
 
 MS = 1_000_000
 

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_fastdata.errors import OptionsError
-from lightning_fastdata.insight.compare import compare, compare_files
-from lightning_fastdata.insight.conditions import parse_condition
-from lightning_fastdata.insight.metrics import StepHistory, StepTiming
-from lightning_fastdata.insight.recorded import METRICS, report_metrics
-from lightning_fastdata.insight.report import RunReport
+from lightning_fastdata.insight.measure.metrics import StepHistory, StepTiming
+from lightning_fastdata.insight.report.compare import compare, compare_files
+from lightning_fastdata.insight.report.conditions import parse_condition
+from lightning_fastdata.insight.report.recorded import METRICS, report_metrics
+from lightning_fastdata.insight.report.run_report import RunReport
 
 PLAIN = st.floats(min_value=0.01, max_value=1e5, allow_nan=False)
 

@@ -7,8 +7,12 @@ from hypothesis import strategies as st
 from lightning_fastdata.host.cpu import CpuThrottling
 from lightning_fastdata.host.processes import ReadBytes
 from lightning_fastdata.host.usage import DeviceUsage, HostUsage
-from lightning_fastdata.insight.evidence import Evidence
-from lightning_fastdata.insight.host_metrics import device_scalars, host_evidence, host_scalars
+from lightning_fastdata.insight.measure.host_metrics import (
+    device_scalars,
+    host_evidence,
+    host_scalars,
+)
+from lightning_fastdata.insight.model.evidence import Evidence
 
 
 def usage(at_s, *, read=None, periods=None, throttled=0, held_us=0, **counters):

@@ -13,15 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_fastdata.errors import printable
-from lightning_fastdata.insight.attribution import SlowSample, WaitParts
-from lightning_fastdata.insight.causes import OperationShare, WaitCauses
-from lightning_fastdata.insight.chart import axis, timeline_chart
-from lightning_fastdata.insight.headroom import Headroom
-from lightning_fastdata.insight.html import report_html
-from lightning_fastdata.insight.markup import Markup, element
-from lightning_fastdata.insight.metrics import StepHistory, StepTiming
-from lightning_fastdata.insight.report import RunReport
-from lightning_fastdata.insight.verdict import judge
+from lightning_fastdata.insight.measure.headroom import Headroom
+from lightning_fastdata.insight.measure.metrics import StepHistory, StepTiming
+from lightning_fastdata.insight.report.chart import axis, timeline_chart
+from lightning_fastdata.insight.report.html import report_html
+from lightning_fastdata.insight.report.markup import Markup, element
+from lightning_fastdata.insight.report.run_report import RunReport
+from lightning_fastdata.insight.verdicts.verdict import judge
+from lightning_fastdata.insight.waits.attribution import SlowSample, WaitParts
+from lightning_fastdata.insight.waits.causes import OperationShare, WaitCauses
 
 HOSTILE = """/data/<script>alert(1)</script>"'&.jpg"""
 

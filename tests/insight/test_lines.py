@@ -7,16 +7,16 @@ from dataclasses import asdict
 
 import pytest
 
-from lightning_fastdata.insight.causes import OperationShare
-from lightning_fastdata.insight.evidence import Evidence
-from lightning_fastdata.insight.lines import (
+from lightning_fastdata.insight.model.evidence import Evidence
+from lightning_fastdata.insight.waits.causes import OperationShare
+from lightning_fastdata.insight.waits.lines import (
     LineShare,
     LineTotals,
     line_text,
     lines_table,
     where_text,
 )
-from lightning_fastdata.loading.lines import LineTime
+from lightning_fastdata.stamps.lines import LineTime
 
 MS = 1_000_000
 

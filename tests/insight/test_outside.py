@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_fastdata.insight.attribution import WaitParts
-from lightning_fastdata.insight.evidence import Evidence
-from lightning_fastdata.insight.metrics import PhaseSummary, StageSummary
-from lightning_fastdata.insight.outside import LoaderFacts, outside_finding
-from lightning_fastdata.insight.verdict import judge
+from lightning_fastdata.insight.measure.metrics import PhaseSummary, StageSummary
+from lightning_fastdata.insight.model.evidence import Evidence
+from lightning_fastdata.insight.verdicts.verdict import judge
+from lightning_fastdata.insight.verdicts.without_stamps import LoaderFacts, outside_finding
+from lightning_fastdata.insight.waits.attribution import WaitParts
 
 
 def phase(mean_ms, share):

@@ -12,11 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from thoroughness import max_examples
 
-from lightning_fastdata.insight.evidence import Evidence
-from lightning_fastdata.insight.findings import findings
-from lightning_fastdata.insight.metrics import StepHistory, StepTiming, columns_of
-from lightning_fastdata.insight.outside import LoaderFacts
-from lightning_fastdata.insight.ranks import (
+from lightning_fastdata.insight.measure.metrics import StepHistory, StepTiming, columns_of
+from lightning_fastdata.insight.model.evidence import Evidence
+from lightning_fastdata.insight.report.run_report import RunReport
+from lightning_fastdata.insight.verdicts.catalogue import findings
+from lightning_fastdata.insight.verdicts.verdict import judge
+from lightning_fastdata.insight.verdicts.without_stamps import LoaderFacts
+from lightning_fastdata.insight.waits.ranks import (
     RankTiming,
     mean_stall_ms,
     rank_evidence,
@@ -26,8 +28,6 @@ from lightning_fastdata.insight.ranks import (
     slowest,
     together,
 )
-from lightning_fastdata.insight.report import RunReport
-from lightning_fastdata.insight.verdict import judge
 
 MS = st.none() | st.floats(0, 1e4)
 TIMINGS = st.builds(

@@ -20,7 +20,7 @@ from torch.utils.data import (
 )
 
 from lightning_fastdata.augment.transform import as_batch_transform
-from lightning_fastdata.insight.setups import setup_of, splits_batches, step_cpus, step_queued
+from lightning_fastdata.insight.model.setups import setup_of, splits_batches, step_cpus, step_queued
 from lightning_fastdata.loading.loader import FastDataLoader
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")

@@ -12,15 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from thoroughness import max_examples
 
-from lightning_fastdata.insight.replay import slowdowns
-from lightning_fastdata.insight.simulate import (
+from lightning_fastdata.insight.model.events import slowdowns
+from lightning_fastdata.insight.model.simulate import (
     BatchCost,
     LoaderSetup,
     batch_costs,
     scaled,
     simulate,
 )
-from lightning_fastdata.loading.stamps import BatchStamps, TaskStamps
+from lightning_fastdata.stamps.batch_stamps import BatchStamps, TaskStamps
 
 MS = 1e6
 SCHEDULINGS = ("batch", "queue", "sample")

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import Dataset
 
 from lightning_fastdata import FastDataLoader
-from lightning_fastdata.insight.stage_stamps import StageStamps
+from lightning_fastdata.insight.measure.stage_stamps import StageStamps
 
 
 class Files(Dataset):

@@ -7,16 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from thoroughness import max_examples
 
-from lightning_fastdata.insight.evidence import Evidence
-from lightning_fastdata.insight.findings import findings
-from lightning_fastdata.insight.pauses import worst_pause
-from lightning_fastdata.insight.wall import (
+from lightning_fastdata.insight.measure.wall import (
     PART_NAMES,
     Activity,
     WallClock,
     WallTime,
     wall_text,
 )
+from lightning_fastdata.insight.model.evidence import Evidence
+from lightning_fastdata.insight.verdicts.catalogue import findings
+from lightning_fastdata.insight.verdicts.pauses import worst_pause
 
 
 class Clock:

@@ -9,11 +9,15 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from lightning_fastdata.loading import draws
-from lightning_fastdata.loading.draws import DrawWatch, PythonGenerator, kept_random_state
-from lightning_fastdata.loading.executors.fetch import seed_global_generators
+from lightning_fastdata.executors.fetch import seed_global_generators
 from lightning_fastdata.loading.loader import FastDataLoader
-from lightning_fastdata.loading.own_generators import OwnGenerators
+from lightning_fastdata.randomness import global_generators as draws
+from lightning_fastdata.randomness.global_generators import (
+    DrawWatch,
+    PythonGenerator,
+    kept_random_state,
+)
+from lightning_fastdata.randomness.own_generators import OwnGenerators
 
 DRAWS = {
     "random": random.random,

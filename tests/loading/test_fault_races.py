@@ -22,11 +22,11 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from lightning_fastdata.errors import WorkerError
-from lightning_fastdata.loading.executors.fetch import FetchPlan
-from lightning_fastdata.loading.executors.pool import PoolExecutor
-from lightning_fastdata.loading.executors.processes import SideProcess
-from lightning_fastdata.loading.executors.queue import read_packet
-from lightning_fastdata.loading.executors.stream import StreamExecutor
+from lightning_fastdata.executors.fetch import FetchPlan
+from lightning_fastdata.executors.pool.process import SideProcess
+from lightning_fastdata.executors.pool.scheduler import PoolExecutor
+from lightning_fastdata.executors.pool.task_queue import read_packet
+from lightning_fastdata.executors.stream import StreamExecutor
 
 
 def listed(samples: list[Any]) -> Any:
@@ -408,8 +408,8 @@ def test_a_process_that_starts_late_draws_for_the_epoch_that_is_under_way() -> N
 CROWD = """
 import ctypes, os, resource, socket, time
 import torch
-from lightning_fastdata.loading.executors.fetch import FetchPlan
-from lightning_fastdata.loading.executors.pool import PoolExecutor
+from lightning_fastdata.executors.fetch import FetchPlan
+from lightning_fastdata.executors.pool.scheduler import PoolExecutor
 
 class Rows(torch.utils.data.Dataset):
     def __getitem__(self, index):
@@ -480,8 +480,8 @@ def test_a_batch_without_memory_is_an_error_of_its_own(collate: Any) -> None:
 THREADED = """
 import threading, time, torch
 from torch.utils.data import default_collate
-from lightning_fastdata.loading.executors.fetch import FetchPlan
-from lightning_fastdata.loading.executors.pool import PoolExecutor
+from lightning_fastdata.executors.fetch import FetchPlan
+from lightning_fastdata.executors.pool.scheduler import PoolExecutor
 
 class Slow(torch.utils.data.Dataset):
     def __getitem__(self, index):

@@ -21,9 +21,9 @@ from thoroughness import LONG
 from torch.utils.data import Dataset, default_collate
 
 from lightning_fastdata.errors import WorkerError
-from lightning_fastdata.loading.executors.fetch import FetchPlan
-from lightning_fastdata.loading.executors.pool import PoolExecutor
-from lightning_fastdata.loading.executors.wire import Wire, wire_pair
+from lightning_fastdata.executors.fetch import FetchPlan
+from lightning_fastdata.executors.pool.scheduler import PoolExecutor
+from lightning_fastdata.executors.pool.wire import Wire, wire_pair
 
 
 def listed(samples: list[Any]) -> Any:
@@ -168,8 +168,8 @@ import signal, sys, time, torch
 # A shell that runs its tests in the background hands down a SIGINT that is ignored.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 from torch.utils.data import default_collate
-from lightning_fastdata.loading.executors.fetch import FetchPlan
-from lightning_fastdata.loading.executors.pool import PoolExecutor
+from lightning_fastdata.executors.fetch import FetchPlan
+from lightning_fastdata.executors.pool.scheduler import PoolExecutor
 class Slow(torch.utils.data.Dataset):
     def __getitem__(self, index):
         time.sleep(0.01)

@@ -26,15 +26,15 @@ from torch.utils.data import (
     random_split,
 )
 
+from lightning_fastdata.batches.slots import SlotPool
 from lightning_fastdata.errors import DatasetError, OptionsError
-from lightning_fastdata.loading.columns import ColumnDataset, TokenWindows
-from lightning_fastdata.loading.executors import open_executor
-from lightning_fastdata.loading.executors.arrow import UnsuitedError, arrays_of
-from lightning_fastdata.loading.executors.fetch import FetchPlan
-from lightning_fastdata.loading.executors.gather import GatherExecutor, Job
-from lightning_fastdata.loading.executors.rows import gatherable, rows_of
+from lightning_fastdata.executors.contract import open_executor
+from lightning_fastdata.executors.fetch import FetchPlan
+from lightning_fastdata.executors.gather.arrow import UnsuitedError, arrays_of
+from lightning_fastdata.executors.gather.columns import ColumnDataset, TokenWindows
+from lightning_fastdata.executors.gather.executor import GatherExecutor, Job
+from lightning_fastdata.executors.gather.rows import gatherable, rows_of
 from lightning_fastdata.loading.loader import FastDataLoader
-from lightning_fastdata.loading.slots import SlotPool
 
 GENERATOR = np.random.default_rng(0)
 TENSOR_TYPES = [

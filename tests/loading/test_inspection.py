@@ -14,14 +14,14 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, get_worker_info
 
 from lightning_fastdata.errors import DatasetError
-from lightning_fastdata.loading.executors.suited import Batches
-from lightning_fastdata.loading.inspection import (
+from lightning_fastdata.planning.choose_executor import Batches
+from lightning_fastdata.planning.facts.inspection import (
     DatasetFacts,
     Questions,
     inspect_dataset,
     refuse_empty,
 )
-from lightning_fastdata.loading.probe_process import try_apart
+from lightning_fastdata.planning.facts.probe_process import try_apart
 
 EVERYTHING = Questions(sample=True, further=3, trial=(0, None), look=Batches(True, False))
 

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import default_collate
 
+from lightning_fastdata.batches.collate import collate_samples, for_writing
+from lightning_fastdata.batches.packed import LateStack, pack, unpack, write_leaves
 from lightning_fastdata.errors import BatchError
-from lightning_fastdata.loading.collate import collate_samples, for_writing
-from lightning_fastdata.loading.leaves import LateStack, pack, unpack, write_leaves
 
 Pair = namedtuple("Pair", "image label")
 

@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 from lightning_fastdata.host.thread_waits import ThreadProbe
-from lightning_fastdata.loading.line_names import key_of, name_of, place_of, short_file
-from lightning_fastdata.loading.lines import LineWatch
-from lightning_fastdata.loading.stamps import TaskStamps, TaskWatch
+from lightning_fastdata.stamps.batch_stamps import TaskStamps, TaskWatch
+from lightning_fastdata.stamps.line_names import key_of, name_of, place_of, short_file
+from lightning_fastdata.stamps.lines import LineWatch
 
 LOCK = threading.Lock()
 

@@ -23,10 +23,10 @@ import albumentations as A
 from torchvision.transforms import transforms as v1
 from torchvision.transforms import v2
 
-from lightning_fastdata.augment.seeds import reseed
 from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.loading.loader import FastDataLoader
-from lightning_fastdata.loading.operations import OperationWatch
+from lightning_fastdata.randomness.seeds import reseed
+from lightning_fastdata.stamps.operations import OperationWatch
 from lightning_fastdata.types import SampleKey
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (24, 20, 3), dtype=np.uint8)

@@ -15,11 +15,11 @@ from thoroughness import max_examples
 from torch.utils.data import Dataset
 
 from lightning_fastdata import FastDataLoader, FastDataModule, LoaderOptions
+from lightning_fastdata.batches.page_lock import CudaLockDriver, PageLocks, cuda_page_locks
+from lightning_fastdata.batches.slots import SlotPool
 from lightning_fastdata.errors import FastDataWarning, OptionsError
-from lightning_fastdata.loading.executors import open_executor
-from lightning_fastdata.loading.executors.fetch import FetchPlan
-from lightning_fastdata.loading.page_lock import CudaLockDriver, PageLocks, cuda_page_locks
-from lightning_fastdata.loading.slots import SlotPool
+from lightning_fastdata.executors.contract import open_executor
+from lightning_fastdata.executors.fetch import FetchPlan
 
 torch.set_num_threads(1)
 SIZE = 64 * 1024

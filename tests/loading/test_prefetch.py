@@ -37,10 +37,10 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from lightning_fastdata import FastDataLoader, prefetch
 from lightning_fastdata.augment.transform import as_batch_transform
+from lightning_fastdata.batches.moving import leaves, move, shows_its_memory
+from lightning_fastdata.batches.staged import StagedBatch
+from lightning_fastdata.device.lookahead import OneAhead, SideLane, is_ready
 from lightning_fastdata.errors import OptionsError, TransformError
-from lightning_fastdata.loading.lookahead import OneAhead, SideLane, is_ready
-from lightning_fastdata.loading.moving import leaves, move, shows_its_memory
-from lightning_fastdata.loading.staged import StagedBatch
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")

@@ -25,12 +25,9 @@ from torch.utils.data import (
 
 from lightning_fastdata.host.cpu import CpuLimit, cpu_limit
 from lightning_fastdata.host.memory import HostMemory
-from lightning_fastdata.loading.draws import DrawWatch
-from lightning_fastdata.loading.executors.suited import DatasetLook, look_at, suited_executor
 from lightning_fastdata.loading.loader import FastDataLoader
-from lightning_fastdata.loading.loader_plan import Suited, plan_loader
-from lightning_fastdata.loading.options import LoaderOptions
-from lightning_fastdata.loading.probe import (
+from lightning_fastdata.planning.choose_executor import DatasetLook, look_at, suited_executor
+from lightning_fastdata.planning.facts.probe import (
     SampleCost,
     drawn_indices,
     further_samples,
@@ -39,7 +36,9 @@ from lightning_fastdata.loading.probe import (
     queued_s,
     spread_indices,
 )
-from lightning_fastdata.loading.worker_count import (
+from lightning_fastdata.planning.loader_plan import Suited, plan_loader
+from lightning_fastdata.planning.options import LoaderOptions
+from lightning_fastdata.planning.worker_count import (
     alone_ms,
     by_workers_ms,
     enough_workers,
@@ -49,6 +48,7 @@ from lightning_fastdata.loading.worker_count import (
     workers_for,
     workers_that_wait,
 )
+from lightning_fastdata.randomness.global_generators import DrawWatch
 
 BLOCK = bytes(400_000)
 GIB = 2**30

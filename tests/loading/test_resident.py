@@ -19,9 +19,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from lightning_fastdata import FastDataLoader, FastDataModule, LoaderOptions, prefetch
 from lightning_fastdata.augment.transform import as_batch_transform
+from lightning_fastdata.batches.staged import StagedBatch
+from lightning_fastdata.device.resident import ResidentBatches, device_of, free_bytes_on
 from lightning_fastdata.errors import OptionsError
-from lightning_fastdata.loading.resident import ResidentBatches, device_of, free_bytes_on
-from lightning_fastdata.loading.staged import StagedBatch
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")

@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from thoroughness import max_examples
 
+from lightning_fastdata.batches.packed import pack, unpack, write_leaves
+from lightning_fastdata.batches.slots import SlotPool, create_shared_memory
 from lightning_fastdata.errors import WorkerError
-from lightning_fastdata.loading.leaves import pack, unpack, write_leaves
-from lightning_fastdata.loading.slots import SlotPool, create_shared_memory
 
 MIB = 2**20
 DTYPES = [

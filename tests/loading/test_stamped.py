@@ -22,11 +22,11 @@ from torch.utils.data import (
 )
 from torch.utils.data.datapipes.iter import IterableWrapper
 
-from lightning_fastdata.insight.attribution import WaitCutter, WaitParts
+from lightning_fastdata.batches.staged import StagedBatch
+from lightning_fastdata.insight.waits.attribution import WaitCutter, WaitParts
 from lightning_fastdata.loading.loader import FastDataLoader
-from lightning_fastdata.loading.staged import StagedBatch
-from lightning_fastdata.loading.stamped import Envelope
-from lightning_fastdata.loading.stamps import BatchStamps, TaskWatch
+from lightning_fastdata.stamps.batch_stamps import BatchStamps, TaskWatch
+from lightning_fastdata.stamps.stamped import Envelope
 
 
 class Draws(Dataset):

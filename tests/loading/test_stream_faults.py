@@ -16,8 +16,8 @@ import torch
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
 from lightning_fastdata.errors import WorkerError
-from lightning_fastdata.loading.executors.fetch import FetchPlan
-from lightning_fastdata.loading.executors.stream import StreamExecutor
+from lightning_fastdata.executors.fetch import FetchPlan
+from lightning_fastdata.executors.stream import StreamExecutor
 from lightning_fastdata.loading.loader import FastDataLoader
 
 

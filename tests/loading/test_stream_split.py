@@ -12,8 +12,8 @@ from torch.utils.data import ChainDataset, IterableDataset, get_worker_info
 from torch.utils.data import get_worker_info as which_worker
 from torch.utils.data.datapipes.iter import IterableWrapper
 
-from lightning_fastdata.loading.stream_split import StreamSplit, splits_itself
-from lightning_fastdata.loading.worker_count import workers_of_stream
+from lightning_fastdata.planning.stream_split import StreamSplit, splits_itself
+from lightning_fastdata.planning.worker_count import workers_of_stream
 
 
 class Stream(IterableDataset):

@@ -16,9 +16,9 @@ from PIL import Image
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
 from lightning_fastdata import FastDataModule, LoaderOptions
+from lightning_fastdata.executors.gather.columns import ColumnDataset, TokenWindows
 from lightning_fastdata.images.folder import FastImageFolder
-from lightning_fastdata.loading.columns import ColumnDataset, TokenWindows
-from lightning_fastdata.loading.executors.suited import look_at, suited_executor
+from lightning_fastdata.planning.choose_executor import look_at, suited_executor
 
 
 class Rows(Dataset):

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch.utils.data import Dataset, default_collate
 
-from lightning_fastdata.loading.executors.fetch import FetchPlan
-from lightning_fastdata.loading.executors.pool import PoolExecutor
-from lightning_fastdata.loading.layout import MisfitError, layout_of
+from lightning_fastdata.batches.layout import MisfitError, layout_of
+from lightning_fastdata.executors.fetch import FetchPlan
+from lightning_fastdata.executors.pool.scheduler import PoolExecutor
 
 Pair = namedtuple("Pair", ["x", "y"])
 ROWS = np.random.default_rng(0).random((300, 16), np.float32)

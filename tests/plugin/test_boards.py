@@ -16,13 +16,13 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_fastdata import DataThroughputCallback, FastDataLoader
-from lightning_fastdata.insight.finding import gain_text
-from lightning_fastdata.insight.html import report_html
-from lightning_fastdata.insight.metrics import StepHistory, StepTiming
-from lightning_fastdata.insight.verdict import judge
-from lightning_fastdata.insight.window import window_means
-from lightning_fastdata.plugin import boards
-from lightning_fastdata.plugin.scalars import PREDICTED_STEP, chosen, custom_scalar_layout
+from lightning_fastdata.insight.measure.metrics import StepHistory, StepTiming
+from lightning_fastdata.insight.measure.window import window_means
+from lightning_fastdata.insight.report.html import report_html
+from lightning_fastdata.insight.verdicts.finding import gain_text
+from lightning_fastdata.insight.verdicts.verdict import judge
+from lightning_fastdata.plugin.loggers import boards
+from lightning_fastdata.plugin.loggers.scalars import PREDICTED_STEP, chosen, custom_scalar_layout
 
 
 @pytest.fixture

@@ -28,10 +28,10 @@ PARTS = (
     + """
 import torch
 from lightning_fastdata import FastDataLoader
-from lightning_fastdata.insight.stage_meter import StageMeter
-from lightning_fastdata.insight.stage_stamps import StageStamps
-from lightning_fastdata.loading.operations import OperationTime
-from lightning_fastdata.loading.stamps import BatchStamps, TaskStamps
+from lightning_fastdata.insight.measure.stage_meter import StageMeter
+from lightning_fastdata.insight.measure.stage_stamps import StageStamps
+from lightning_fastdata.stamps.operations import OperationTime
+from lightning_fastdata.stamps.batch_stamps import BatchStamps, TaskStamps
 
 steps, traced = int(sys.argv[1]), sys.argv[2] == "traced"
 loader = FastDataLoader(torch.arange(4.0), batch_size=2)

@@ -17,10 +17,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import CatMetric
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_fastdata.batch_size import Probe, reserve_bytes
 from lightning_fastdata.errors import BatchSizeError, FastDataWarning, OptionsError
-from lightning_fastdata.plugin.guard import apply_decision, run_guard
-from lightning_fastdata.plugin.undo import remember
+from lightning_fastdata.plugin.guard.prediction import Probe, reserve_bytes
+from lightning_fastdata.plugin.guard.steps import apply_decision, run_guard
+from lightning_fastdata.plugin.placing.undo import remember
 
 GIB = 2**30
 ROWS = 48

@@ -27,32 +27,32 @@ from torch.utils.data import IterableDataset
 from lightning_fastdata import DataThroughputCallback, FastDataModule, LoaderOptions
 from lightning_fastdata.augment.mixing import CutMix, mixed
 from lightning_fastdata.augment.placement import PlaceCosts, SampleCosts, StepSeen, choose_place
-from lightning_fastdata.augment.switching import (
+from lightning_fastdata.augment.switch import (
     PlaceSwitch,
     SwitchedTransform,
     leaves_to_device,
     redrawn_on_device,
 )
 from lightning_fastdata.augment.transform import as_batch_transform
-from lightning_fastdata.insight.clock import CudaClock, HostClock
-from lightning_fastdata.insight.timeline import StepTimeline
-from lightning_fastdata.loading.staged import StagedBatch
-from lightning_fastdata.plugin.judging import RunJudge
-from lightning_fastdata.plugin.place_costs import (
+from lightning_fastdata.batches.staged import StagedBatch
+from lightning_fastdata.insight.measure.clock import CudaClock, HostClock
+from lightning_fastdata.insight.measure.timeline import StepTimeline
+from lightning_fastdata.plugin.placing.costs import (
     PlaceTask,
     ProcessTimes,
     read_place_costs,
     time_on_device,
 )
-from lightning_fastdata.plugin.placing import Placing
-from lightning_fastdata.plugin.recording import Recording
-from lightning_fastdata.plugin.step_watch import StepWatch
+from lightning_fastdata.plugin.placing.step_watch import StepWatch
+from lightning_fastdata.plugin.placing.trial import Placing
+from lightning_fastdata.plugin.watch.judging import RunJudge
+from lightning_fastdata.plugin.watch.recording import Recording
 from lightning_fastdata.types import SampleKey
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")
 EPOCHS = 4
-LOG = "lightning_fastdata.plugin.placing"
+LOG = "lightning_fastdata.plugin.placing.trial"
 
 
 def pipeline():

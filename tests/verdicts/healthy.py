@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
-from lightning_fastdata.insight.evidence import Evidence
-from lightning_fastdata.insight.findings import findings
+from lightning_fastdata.insight.model.evidence import Evidence
+from lightning_fastdata.insight.verdicts.catalogue import findings
 from verdicts.workloads import CPUS, Samples, Training, spin
 
 HEALTHY = 50

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from lightning_fastdata.insight.evidence import Evidence
-from lightning_fastdata.loading.stamps import ReadRates
+from lightning_fastdata.insight.model.evidence import Evidence
+from lightning_fastdata.stamps.batch_stamps import ReadRates
 from verdicts.workloads import (
     CPUS,
     Samples,

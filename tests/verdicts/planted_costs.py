@@ -24,7 +24,7 @@ import torch
 import torch.distributed
 import torch.nn.functional
 
-from lightning_fastdata.insight.evidence import Evidence
+from lightning_fastdata.insight.model.evidence import Evidence
 from verdicts.planted import BATCH, Plant, of_training
 from verdicts.virtual_stream import VirtualStream
 from verdicts.workloads import Samples, Stage, Training, sleep_for, spin, train

@@ -13,16 +13,21 @@ from hypothesis import strategies as st
 from thoroughness import max_examples
 
 import lightning_fastdata
-from lightning_fastdata.insight.attribution import SlowSample, WaitParts
-from lightning_fastdata.insight.causes import OperationShare
-from lightning_fastdata.insight.evidence import Evidence
-from lightning_fastdata.insight.finding import gain_text
-from lightning_fastdata.insight.findings import findings
-from lightning_fastdata.insight.remedies import GOOD_ENOUGH, best_workers, choose, with_workers
-from lightning_fastdata.insight.replay import left_over
-from lightning_fastdata.insight.simulate import BatchCost, LoaderSetup, simulate
-from lightning_fastdata.insight.wall import Activity, WallTime
-from lightning_fastdata.loading.stamps import ReadRates
+from lightning_fastdata.insight.measure.wall import Activity, WallTime
+from lightning_fastdata.insight.model.events import left_over
+from lightning_fastdata.insight.model.evidence import Evidence
+from lightning_fastdata.insight.model.remedies import (
+    GOOD_ENOUGH,
+    best_workers,
+    choose,
+    with_workers,
+)
+from lightning_fastdata.insight.model.simulate import BatchCost, LoaderSetup, simulate
+from lightning_fastdata.insight.verdicts.catalogue import findings
+from lightning_fastdata.insight.verdicts.finding import gain_text
+from lightning_fastdata.insight.waits.attribution import SlowSample, WaitParts
+from lightning_fastdata.insight.waits.causes import OperationShare
+from lightning_fastdata.stamps.batch_stamps import ReadRates
 
 MS = 1e6
 CODES = [*(f"FD3{row:02}" for row in range(1, 20)), "FD323", "FD324"]

@@ -12,7 +12,7 @@ import sys
 import pytest
 import torch
 
-from lightning_fastdata.insight.findings import findings
+from lightning_fastdata.insight.verdicts.catalogue import findings
 from verdicts.healthy import HEALTHY, blames_data, healthy
 from verdicts.machine_load import MOST_OTHERS, MOST_TRIES, undisturbed
 from verdicts.planted import LOADING

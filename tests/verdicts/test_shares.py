@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from thoroughness import max_examples
 
-from lightning_fastdata.insight.attribution import WaitParts
-from lightning_fastdata.insight.evidence import Evidence
-from lightning_fastdata.insight.findings import findings
-from lightning_fastdata.insight.several_loaders import LoaderKey, OneOfSeveral, least_step_ms
-from lightning_fastdata.insight.simulate import BatchCost, LoaderSetup, simulate
-from lightning_fastdata.insight.uneven_workers import working_workers
-from lightning_fastdata.plugin.sources import keyed
+from lightning_fastdata.insight.model.evidence import Evidence
+from lightning_fastdata.insight.model.simulate import BatchCost, LoaderSetup, simulate
+from lightning_fastdata.insight.verdicts.catalogue import findings
+from lightning_fastdata.insight.verdicts.uneven_workers import working_workers
+from lightning_fastdata.insight.waits.attribution import WaitParts
+from lightning_fastdata.insight.waits.several_loaders import LoaderKey, OneOfSeveral, least_step_ms
+from lightning_fastdata.plugin.seams.sources import keyed
 
 MS = 1e6
 

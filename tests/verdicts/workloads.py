@@ -12,9 +12,9 @@ import torch
 from torch.utils.data import Dataset, default_collate
 
 from lightning_fastdata.host.cpu import read_cpu_limit
-from lightning_fastdata.insight.evidence import Evidence, stage_evidence
-from lightning_fastdata.insight.setups import setup_of
-from lightning_fastdata.insight.timeline import StepTimeline
+from lightning_fastdata.insight.measure.timeline import StepTimeline
+from lightning_fastdata.insight.model.evidence import Evidence, stage_evidence
+from lightning_fastdata.insight.model.setups import setup_of
 from lightning_fastdata.loading.loader import FastDataLoader
 
 CPUS = read_cpu_limit().usable_cpus

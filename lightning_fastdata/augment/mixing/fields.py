@@ -9,7 +9,9 @@ import numpy as np
 import torch
 
 from lightning_fastdata.augment.callables import plain_tensors
-from lightning_fastdata.augment.fields import (
+from lightning_fastdata.augment.mixing.parts import MixStep, Parts
+from lightning_fastdata.augment.ops.output import OutputForm
+from lightning_fastdata.augment.pipeline.fields import (
     Fields,
     Location,
     channels_first,
@@ -19,8 +21,6 @@ from lightning_fastdata.augment.fields import (
     has_field,
     put_fields,
 )
-from lightning_fastdata.augment.mixing.parts import MixStep, Parts
-from lightning_fastdata.augment.ops.output import OutputForm
 from lightning_fastdata.errors import BatchError
 
 if TYPE_CHECKING:

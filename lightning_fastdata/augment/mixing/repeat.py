@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightning_fastdata.augment.fields import put_fields
+from lightning_fastdata.augment.pipeline.fields import put_fields
 
 if TYPE_CHECKING:
     from lightning_fastdata.types import Batch, SampleKey

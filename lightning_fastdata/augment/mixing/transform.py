@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lightning_fastdata.augment.callables import plain_tensors, table
-from lightning_fastdata.augment.fields import Fields, find_fields, get_field
 from lightning_fastdata.augment.mixing.fields import Mixer, Places
 from lightning_fastdata.augment.mixing.parts import MixStep
 from lightning_fastdata.augment.mixing.repeat import (
@@ -18,14 +17,15 @@ from lightning_fastdata.augment.mixing.repeat import (
     repeated_key,
 )
 from lightning_fastdata.augment.ops.output import OutputForm, check_form, output_form
-from lightning_fastdata.augment.program import Draws, compile_tapes
+from lightning_fastdata.augment.pipeline.fields import Fields, find_fields, get_field
+from lightning_fastdata.augment.record.worker import convert_images
+from lightning_fastdata.augment.replay.program import Draws, compile_tapes
 from lightning_fastdata.augment.transform import BatchTransform, as_batch_transform
-from lightning_fastdata.augment.worker import convert_images
 from lightning_fastdata.errors import OptionsError, TransformError
 
 if TYPE_CHECKING:
-    from lightning_fastdata.augment.tape import Tape
-    from lightning_fastdata.augment.worker import ComposeWorker
+    from lightning_fastdata.augment.record.tape import Tape
+    from lightning_fastdata.augment.record.worker import ComposeWorker
     from lightning_fastdata.types import Batch, SampleKey
 
 _NUMBERS, _ORDER = "mixing numbers", "mixing order"

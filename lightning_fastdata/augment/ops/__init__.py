@@ -5,24 +5,15 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
-from lightning_fastdata.augment.ops import (
-    blur,
-    color,
+from lightning_fastdata.augment.ops import dropout, noise, output, sensor, table
+from lightning_fastdata.augment.ops.colors import color, histogram, principal
+from lightning_fastdata.augment.ops.filters import blur, downscale, rank, sharpen
+from lightning_fastdata.augment.ops.positions import (
     distortion,
-    downscale,
-    dropout,
     elastic,
-    histogram,
     index,
     lens,
-    noise,
-    output,
-    principal,
-    rank,
     resample,
-    sensor,
-    sharpen,
-    table,
     tiles,
     warp,
 )

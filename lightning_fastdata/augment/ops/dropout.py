@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from lightning_fastdata.augment import fusion
-from lightning_fastdata.augment.ops.border import as_channels_last, channels
 from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded
+from lightning_fastdata.augment.ops.positions.border import as_channels_last, channels
 from lightning_fastdata.augment.ops.splitmix import uniform
+from lightning_fastdata.augment.replay import instructions
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -132,7 +132,7 @@ OPS = tuple(
         image=_fill("fill"),
         mask=_fill("fill_mask"),
         draws_pixels=lambda transform: transform.fill == "random",
-        fused=fusion.holes,
+        fused=instructions.holes,
     )
     for name in (
         "CoarseDropout",

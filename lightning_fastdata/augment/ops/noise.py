@@ -10,9 +10,8 @@ import numpy as np
 import torch
 from torch.nn.functional import interpolate
 
-from lightning_fastdata.augment import fusion
-from lightning_fastdata.augment.ops.border import as_channels_last, channels
 from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded
+from lightning_fastdata.augment.ops.positions.border import as_channels_last, channels
 from lightning_fastdata.augment.ops.splitmix import (
     normal,
     peek_seed,
@@ -22,6 +21,7 @@ from lightning_fastdata.augment.ops.splitmix import (
     words,
 )
 from lightning_fastdata.augment.ops.table import change_value, encode_value, look_up, ramp_table
+from lightning_fastdata.augment.replay import instructions
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -307,7 +307,7 @@ OPS = (
         image=_multiply,
         draw=_draw_factors,
         draws_pixels=lambda transform: transform.elementwise,
-        fused=fusion.table,
+        fused=instructions.table,
     ),
     DeviceOp(
         name="SaltAndPepper",

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-    from lightning_fastdata.augment.fusion import Fused
+    from lightning_fastdata.augment.replay.instructions import Fused
 
 Shape: TypeAlias = tuple[int, ...]
 """``(height, width)`` or ``(height, width, channels)``, as Albumentations sees one image."""

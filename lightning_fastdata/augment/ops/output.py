@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import torch
 
-from lightning_fastdata.augment.ops.border import channels
+from lightning_fastdata.augment.ops.colors.own_range import dtype_of, encode_own, normalize_own
 from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded
-from lightning_fastdata.augment.ops.own_range import dtype_of, encode_own, normalize_own
-from lightning_fastdata.augment.tree import list_leaves
+from lightning_fastdata.augment.ops.positions.border import channels
+from lightning_fastdata.augment.pipeline.tree import list_leaves
 from lightning_fastdata.errors import OptionsError, TransformError
 
 if TYPE_CHECKING:

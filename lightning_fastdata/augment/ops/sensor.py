@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import torch
 
-from lightning_fastdata.augment.ops.border import channels
 from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded
+from lightning_fastdata.augment.ops.positions.border import channels
 from lightning_fastdata.augment.ops.splitmix import normal, uniform
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from lightning_fastdata.augment import fusion
-from lightning_fastdata.augment.ops.border import channels
 from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded
+from lightning_fastdata.augment.ops.positions.border import channels
+from lightning_fastdata.augment.replay import instructions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -143,7 +143,7 @@ def change_value(
 
 
 OPS = tuple(
-    DeviceOp(name=name, encode=encode_value, image=change_value, fused=fusion.table)
+    DeviceOp(name=name, encode=encode_value, image=change_value, fused=instructions.table)
     for name in (
         "InvertImg",
         "PlanckianJitter",

@@ -1,0 +1,213 @@
+"""An Albumentations pipeline that is called with batches, without a loader of ours."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lightning_fastdata.augment.callables import plain_tensors, table
+from lightning_fastdata.augment.collated_batches import OnCpu
+from lightning_fastdata.augment.ops.output import OutputForm, convert_output
+from lightning_fastdata.augment.pipeline.fields import (
+    Fields,
+    describe,
+    find_fields,
+    get_field,
+    put_fields,
+)
+from lightning_fastdata.augment.record.drawn import (
+    ExplicitDraws,
+    ImageForm,
+    carry_out,
+    draw_samples,
+)
+from lightning_fastdata.augment.record.worker import convert_images
+from lightning_fastdata.augment.replay.layouts import places_of
+from lightning_fastdata.augment.transform import BatchTransform
+from lightning_fastdata.errors import BatchError
+from lightning_fastdata.types import SampleKey
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from lightning_fastdata.augment.replay.program import Draws
+    from lightning_fastdata.types import Batch
+
+
+class ExplicitTransform(BatchTransform):
+    """A pipeline that is called with batches; ``BatchTransform.from_albumentations`` makes one.
+
+    It can be given to ``FastDataModule(augment=...)`` too. Not for several threads at once.
+    """
+
+    def __init__(
+        self,
+        compose: Any,
+        fields: Fields,
+        *,
+        same_pixels: bool = False,
+        form: OutputForm | None = None,
+        strict: bool = False,
+        on_cpu: OnCpu = "albumentations",
+    ) -> None:
+        super().__init__(
+            compose,
+            fields,
+            same_pixels=same_pixels,
+            form=form,
+            strict=strict,
+            on_cpu=on_cpu,
+        )
+        self._drawn = 0
+        if strict:
+            self._on_batches().recorder_without_pixels()
+
+    def __call__(
+        self, images: Any, masks: torch.Tensor | None = None, *, key: SampleKey | None = None
+    ) -> Any:
+        """Return a batch with the pipeline carried out, where it lies.
+
+        On the CPU Albumentations itself runs on each sample, unless ``on_cpu`` says otherwise; so
+        it does, on a device, on samples for which an operation without a device form was drawn,
+        and where there is no form for images of their dtype.
+
+        Args:
+            images: uint8, float32 in [0, 1], or what else Albumentations takes of NumPy's dtypes,
+                ``[n, H, W, C]``, ``[n, C, H, W]`` or ``[n, H, W]``, on any device; or a dict or
+                tuple that holds them.
+            masks: ``[n, H, W]``, ``[n, H, W, C]`` or ``[n, C, H, W]``, if ``images`` is a tensor.
+            key: sample ``i`` draws with ``key.index + i``. None: with the seed of torch
+                (``torch.initial_seed()``), epoch 0 and a number that counts all samples this object
+                has drawn for, from 0. Ranks of one seed then draw alike: give each its own key.
+
+        Returns:
+            The images, or images and masks, or a batch like the one that was given. Images come
+            out as ``[n, C, H, W]`` behind ``ToTensorV2``, else in the layout that they had.
+
+        Raises:
+            BatchError: there are no such images.
+            TransformError: the pipeline transforms boxes or keypoints (see :meth:`draw`), or
+                needs the CPU while ``strict``.
+        """
+        bare = isinstance(images, torch.Tensor)
+        if masks is not None and not bare:
+            raise BatchError(
+                f"masks= goes with a tensor of images, not with {describe(images)}: put the masks "
+                "into that batch, and say where with mask=."
+            )
+        batch = {"image": images, "mask": masks} if bare else images
+        fields = Fields() if bare else self._fields
+        samples = len(get_field(batch, find_fields(batch, fields, batched=True).image))
+        done = self._run_unprepared(batch, self._next_key(samples, key), fields)
+        if not bare:
+            return done
+        return done["image"] if masks is None else (done["image"], done["mask"])
+
+    def draw(
+        self,
+        n: int,
+        *,
+        size: tuple[int, int],
+        key: SampleKey | None = None,
+        channels: int = 3,
+        dtype: torch.dtype = torch.uint8,
+        targets: Sequence[Mapping[str, Any]] | None = None,
+    ) -> ExplicitDraws:
+        """Return what Albumentations draws for images that are not at hand.
+
+        Args:
+            n: samples.
+            size: height and width of the images in pixels.
+            key: as in :meth:`__call__`.
+            channels: channels of the images.
+            dtype: ``torch.uint8`` or ``torch.float32``.
+            targets: for a pipeline with ``bbox_params`` or ``keypoint_params``, the boxes,
+                keypoints and label fields of each sample, e.g. ``{"bboxes": ..., "labels": ...}``.
+
+        Returns:
+            The draws, for :meth:`apply` and :meth:`replay`, on the CPU; ``targets`` of it are what
+            the pipeline made of them.
+
+        Raises:
+            TransformError: an operation needs the pixels to be drawn or to run; it is named.
+            BatchError: the targets are not what the pipeline needs.
+            OptionsError: there are no such images.
+        """
+        form = ImageForm(size=(int(size[0]), int(size[1])), channels=channels, dtype=dtype)
+        recorder = self._on_batches().recorder_without_pixels(
+            form.size, form.channels, (frozenset({form.values}),)
+        )
+        first = self._next_key(n, key)
+        return draw_samples(recorder, self.ops, form, n, first, targets)
+
+    def replay(
+        self,
+        draws: ExplicitDraws,
+        images: torch.Tensor | None = None,
+        masks: torch.Tensor | None = None,
+    ) -> Any:
+        """Return tensors with the same draws carried out, as often as you like.
+
+        Args:
+            draws: from :meth:`draw`.
+            images: of the form that was drawn for, ``[n, H, W, C]`` or ``[n, C, H, W]``.
+            masks: of that size and any dtype, e.g. depth; read at the nearest pixel.
+
+        Returns:
+            The images, or the masks, or both.
+
+        Raises:
+            BatchError: a tensor is of another form than was drawn for, or the draws are not from
+                :meth:`draw`.
+        """
+        if not isinstance(draws, ExplicitDraws):
+            raise BatchError(
+                f"replay() takes what draw() returned, not {type(draws).__name__}: what a loader "
+                "drew belongs to its batch, and goes to apply()."
+            )
+        given = {"image": images, "mask": masks}
+        tensors = {name: tensor for name, tensor in given.items() if tensor is not None}
+        if not tensors:
+            raise BatchError("There is nothing to replay on: give images, masks, or both.")
+        with plain_tensors():
+            done = carry_out(tensors, draws, self.ops, self.compose)
+            if images is not None:
+                done["image"] = convert_output(done["image"], self.form)
+        return tuple(done.values()) if len(done) == 2 else next(iter(done.values()))
+
+    def apply(self, batch: Batch, draws: Draws | None) -> Batch:
+        """Carry out on a batch what :meth:`draw` drew, or what our loader drew for its batch.
+
+        Of what :meth:`draw` drew it carries out what the batch has, in the layouts that
+        :meth:`replay` takes.
+
+        Raises:
+            BatchError: a field is missing, or of another form than was drawn for.
+        """
+        if not isinstance(draws, ExplicitDraws):
+            return super().apply(batch, draws)
+        with plain_tensors():
+            places = places_of(batch, self._fields, self.compose)
+            tensors = {name: get_field(batch, place) for name, place in places.items()}
+            done = carry_out(tensors, draws, self.ops, self.compose)
+            batch = put_fields(batch, {places[name]: done[name] for name in places})
+            return convert_images(batch, self._fields, self._roles, self.form)
+
+    def explain(self, size: tuple[int, int] | None = None) -> str:
+        """Return a table: operation, where it runs, why.
+
+        Args:
+            size: height and width of images that are collated already; None: images of a dataset,
+                which may differ in size until an operation makes them one size.
+        """
+        if size is None:
+            return super().explain()
+        places = self._on_batches().plan(size).placements
+        return table([(place.name, place.where, place.why) for place in places])
+
+    def _next_key(self, samples: int, key: SampleKey | None) -> SampleKey:
+        if key is not None:
+            return key
+        first, self._drawn = self._drawn, self._drawn + samples
+        return SampleKey(torch.initial_seed(), 0, first)

@@ -1,0 +1,307 @@
+"""A pipeline on a batch that another loader has collated."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, cast, get_args
+
+import numpy as np
+import torch
+
+from lightning_fastdata.augment.pipeline.fields import (
+    Fields,
+    channels_first,
+    get_field,
+    mask_as_given,
+    numpy_dtype,
+    put_fields,
+)
+from lightning_fastdata.augment.pipeline.plan import OF_BYTES, analyse
+from lightning_fastdata.augment.pipeline.values import Values
+from lightning_fastdata.augment.record.tape import Recorder, phantom, target_roles
+from lightning_fastdata.augment.replay.layouts import (
+    channels_as_given,
+    channels_behind,
+    check_images,
+    places_of,
+)
+from lightning_fastdata.augment.replay.program import compile_tapes
+from lightning_fastdata.augment.replay.torch import put_rows, replay_image
+from lightning_fastdata.errors import OptionsError, TransformError
+from lightning_fastdata.randomness.seeds import reseed
+
+if TYPE_CHECKING:
+    from lightning_fastdata.augment.ops.operation import DeviceOp
+    from lightning_fastdata.augment.pipeline.plan import Plan
+    from lightning_fastdata.augment.pipeline.values import States
+    from lightning_fastdata.augment.record.tape import Tape
+    from lightning_fastdata.types import Batch, SampleKey
+
+
+OnCpu: TypeAlias = Literal["albumentations", "torch"]
+"""What makes the pixels of a batch that lies on the CPU: Albumentations itself, or what would make
+them on a device."""
+
+_ANY_SIZE: Final = (1024, 1024)
+"""Images of this size can run on a device wherever images of some size can."""
+
+
+class ForeignBatches:
+    """Runs one pipeline on batches that another loader has collated.
+
+    Args:
+        compose: the pipeline.
+        ops: device forms by name.
+        refusal: why nothing may run on a device, or None.
+        same_pixels: leave to the CPU what draws numbers for every pixel.
+        strict: refuse what would need the CPU for a batch on a device.
+        on_cpu: what makes the pixels of a batch that lies on the CPU.
+    """
+
+    def __init__(
+        self,
+        compose: Any,
+        ops: Mapping[str, DeviceOp],
+        refusal: str | None,
+        *,
+        same_pixels: bool = False,
+        strict: bool = False,
+        on_cpu: OnCpu = "albumentations",
+    ) -> None:
+        self._compose = copy.deepcopy(compose)
+        self._ops = ops
+        self._refusal = refusal
+        self._same_pixels = same_pixels
+        self._strict = strict
+        self._on_cpu = on_cpu
+        self._plans: dict[object, Plan] = {}
+        self._recorders: dict[object, Recorder | None] = {}
+        self._looked = False
+
+    def run(self, batch: Batch, fields: Fields, key: SampleKey) -> Batch:
+        """Return the batch with the pipeline carried out on its images and masks.
+
+        Args:
+            batch: a collated batch, on any device.
+            fields: where its image ``[n, C, H, W]`` or ``[n, H, W, C]`` and its mask are.
+            key: key of the first sample; sample ``i`` draws with ``key.index + i``.
+
+        Raises:
+            BatchError: the image is no batch, or one of floats outside of [0, 1].
+            TransformError: the pipeline needs boxes or keypoints; or some of it needs the CPU, and
+                that is not wanted.
+        """
+        if getattr(self._compose, "processors", None):
+            names = " and ".join(sorted(self._compose.processors))
+            raise TransformError(
+                f"The pipeline transforms {names} too, and those cannot be told apart in a batch "
+                "that another loader has collated. Give the pipeline to "
+                "FastDataModule(augment=...) and let FastDataModule load the data, or give them to "
+                "draw(..., targets=[...])."
+            )
+        places = places_of(batch, fields, self._compose)
+        image = get_field(batch, places["image"])
+        check_images(image, values=not self._looked)
+        # A device is asked once, as the host waits for it.
+        self._looked = image.device.type != "cpu"
+        first = image.ndim == 4 and channels_first(tuple(image.shape[1:]))
+        height, width = image.shape[2:] if first else image.shape[1:3]
+        size = int(height), int(width)
+        given = {name: get_field(batch, place) for name, place in places.items()}
+        tensors, turned = channels_behind(given, size)
+        channels = int(tensors["image"].shape[3]) if image.ndim == 4 else None
+        roles = target_roles(self._compose)
+        values = tuple(
+            frozenset({Values(numpy_dtype(tensor.dtype))})
+            for name, tensor in tensors.items()
+            if roles[name] == "image"
+        )
+        if self._strict:
+            refuse_cpu(self.plan(size, channels, values))
+        shortcut = image.device.type == "cpu" and self._on_cpu == "albumentations"
+        recorder = None if shortcut else self.recorder(size, channels, values)
+        if recorder is None:
+            results, is_chw = run_each(tensors, key, self._compose)
+        else:
+            results, is_chw = replay_all(
+                tensors,
+                key,
+                recorder,
+                self._ops,
+                strict=self._strict,
+            )
+        results = channels_as_given(results, turned, self._compose, images_are_chw=is_chw)
+        return put_fields(batch, {places[name]: results[name] for name in places})
+
+    def recorder_without_pixels(
+        self,
+        size: tuple[int, int] = _ANY_SIZE,
+        channels: int | None = 3,
+        values: tuple[States, ...] = OF_BYTES,
+    ) -> Recorder:
+        """Return the recorder for images of one shape that nobody has at hand.
+
+        Raises:
+            TransformError: an operation needs the pixels.
+        """
+        refuse_cpu(self.plan(size, channels, values))
+        recorder = self.recorder(size, channels, values)
+        if recorder is None:
+            raise TransformError("A container of the pipeline runs its transforms in its own way.")
+        return recorder
+
+    def plan(
+        self,
+        size: tuple[int, int],
+        channels: int | None = 3,
+        values: tuple[States, ...] = OF_BYTES,
+    ) -> Plan:
+        """Return where operations run for images of one shape and dtype."""
+        form = (size, channels, values)
+        if form not in self._plans:
+            self._plans[form] = analyse(
+                self._compose,
+                self._ops,
+                size=size,
+                refusal=self._refusal,
+                same_pixels=self._same_pixels,
+                channels=channels,
+                values=values,
+            )
+        return self._plans[form]
+
+    def recorder(
+        self,
+        size: tuple[int, int],
+        channels: int | None = 3,
+        values: tuple[States, ...] = OF_BYTES,
+    ) -> Recorder | None:
+        """Return the recorder for images of one form, or None if nothing may be deferred."""
+        form = (size, channels, values)
+        if form not in self._recorders:
+            plan = self.plan(size, channels, values)
+            possible = (plan.defers or not plan.placements) and plan.opaque_until < 0
+            self._recorders[form] = Recorder(self._compose, plan, self._ops) if possible else None
+        return self._recorders[form]
+
+
+def checked_on_cpu(on_cpu: OnCpu) -> OnCpu:
+    """Return the option, or raise OptionsError if it is none."""
+    if on_cpu not in get_args(OnCpu):
+        raise OptionsError(f"on_cpu is {on_cpu!r}; choose one of {', '.join(get_args(OnCpu))}.")
+    return on_cpu
+
+
+def refuse_cpu(plan: Plan) -> None:
+    """Raise TransformError naming what would need the CPU, if anything does."""
+    rows = zip(plan.placements, plan.sees_pixels, strict=True)
+    needs = [
+        f"{place.name} ({place.why})" for place, sees in rows if place.where == "worker" or sees
+    ]
+    if needs:
+        raise TransformError(
+            f"Without the pixels on the CPU this pipeline cannot run: {'; '.join(needs)}. Take "
+            "that out of the pipeline or give it a device form (register), or call the transform "
+            "on the images without strict=True: it then visits the CPU for the samples that need "
+            "it."
+        )
+
+
+def refuse_pixels(reader: str, sample: int) -> TransformError:
+    """Return the error that an operation asks for the pixels of a sample on the CPU."""
+    return TransformError(
+        f"{reader} needs the pixels of sample {sample} on the CPU, for what it drew there. Call "
+        "the transform on the images without strict=True: it visits the CPU for such samples."
+    )
+
+
+def run_each(
+    tensors: Mapping[str, torch.Tensor], key: SampleKey, compose: Any
+) -> tuple[dict[str, torch.Tensor], bool]:
+    """Run a pipeline on every sample on the CPU; also say whether images came out as CHW."""
+    device = tensors["image"].device
+    arrays = {name: tensor.cpu().numpy() for name, tensor in tensors.items()}
+    outs: dict[str, list[torch.Tensor]] = {name: [] for name in tensors}
+    is_chw = False
+    for row in range(len(tensors["image"])):
+        reseed((compose,), key._replace(index=key.index + row))
+        # Copies: Albumentations writes to a gray image that it equalizes.
+        result = compose(**{name: array[row].copy() for name, array in arrays.items()})
+        is_chw = isinstance(result["image"], torch.Tensor)
+        for name in tensors:
+            outs[name].append(_as_tensor(result[name], tensors[name]))
+    for name, rows in outs.items():
+        if len(sizes := {tuple(one.shape) for one in rows}) > 1:
+            raise TransformError(
+                f"The pipeline makes {name}s of different shapes of one batch: {sorted(sizes)}. "
+                "End it with an operation that makes them one size: Resize, RandomCrop, ..."
+            )
+    return {name: torch.stack(rows).to(device) for name, rows in outs.items()}, is_chw
+
+
+def replay_all(
+    tensors: Mapping[str, torch.Tensor],
+    key: SampleKey,
+    recorder: Recorder,
+    ops: Mapping[str, DeviceOp],
+    *,
+    strict: bool = False,
+) -> tuple[dict[str, torch.Tensor], bool]:
+    """Draw every sample here and carry the draws out where the batch lies.
+
+    Samples in which an operation needs real pixels are fetched, one by one, and put back, or are
+    an error if it is ``strict``.
+    """
+    samples = len(tensors["image"])
+    shown = {
+        name: phantom(tuple(tensor.shape[1:]), numpy_dtype(tensor.dtype))
+        for name, tensor in tensors.items()
+    }
+    tapes: list[Tape] = []
+    is_chw = False
+    ran: dict[str, dict[int, torch.Tensor]] = {name: {} for name in tensors}
+    for row in range(samples):
+        reseed((recorder.compose,), key._replace(index=key.index + row))
+        sources = {
+            name: functools.partial(_fetch, tensor, row, recorder if strict else None)
+            for name, tensor in tensors.items()
+        }
+        result, tape = recorder(shown, sources)
+        tapes.append(tape)
+        is_chw = is_chw or isinstance(result["image"], torch.Tensor)
+        for name, tensor in tensors.items():
+            if not callable(result[name]):
+                ran[name][row] = _as_tensor(result[name], tensor)
+    draws = compile_tapes(tapes, ops).to(tensors["image"].device, non_blocking=True)
+    results = {}
+    for name, tensor in tensors.items():
+        current = _with_rows(tensor, ran[name])
+        program = draws.programs.get(name)
+        results[name] = current
+        if program is not None:
+            results[name] = replay_image(program, draws.blob, current, ops)
+        if name == "image" and program is not None:
+            is_chw = is_chw or any(step.name == "ToTensorV2" for step in program.steps)
+    return results, is_chw
+
+
+def _fetch(tensor: torch.Tensor, row: int, refuser: Recorder | None) -> np.ndarray:
+    if refuser is not None:
+        raise refuse_pixels(refuser.reading, row)
+    pixels: np.ndarray = tensor[row].cpu().numpy()
+    return pixels
+
+
+def _as_tensor(made: Any, batch: torch.Tensor) -> torch.Tensor:
+    return cast("torch.Tensor", mask_as_given(torch.from_numpy(np.asarray(made).copy()), batch))
+
+
+def _with_rows(tensor: torch.Tensor, rows: Mapping[int, torch.Tensor]) -> torch.Tensor:
+    if not rows:
+        return tensor
+    stacked = torch.stack(list(rows.values())).to(tensor.device)
+    if len(rows) == len(tensor):
+        return stacked
+    return put_rows(tensor.clone(), torch.tensor(list(rows), device=tensor.device), stacked)

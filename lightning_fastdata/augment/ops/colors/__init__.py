@@ -1,0 +1,1 @@
+"""Operations on the colours of a pixel."""

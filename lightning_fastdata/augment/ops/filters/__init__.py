@@ -1,0 +1,1 @@
+"""Operations on the neighbourhood of a pixel."""

@@ -1,0 +1,174 @@
+"""Warps whose positions lie on a grid of 1/32 pixel, in the integers of OpenCV 4."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Final, TypeVar
+
+import numpy as np
+import torch
+
+from lightning_fastdata.augment.ops.positions.border import read
+from lightning_fastdata.augment.ops.positions.resample import CUBIC, NEAREST
+
+_BITS: Final = 5
+CELLS: Final = 1 << _BITS
+"""Positions per pixel."""
+_AFFINE: Final = 1024
+"""OpenCV adds up rows and columns of an affine warp in parts of a pixel."""
+_FAR: Final = 1 << 15
+"""Positions are limited to this many pixels: OpenCV keeps them in 16 bits."""
+_WEIGHT_BITS: Final = 15
+_Numbers = TypeVar("_Numbers", torch.Tensor, np.ndarray)
+
+
+@cache
+def on_cells() -> bool:
+    """Return whether this OpenCV rounds positions to 1/32 pixel.
+
+    A ramp is read a third of a pixel further.
+    """
+    import cv2
+
+    ramp = np.arange(64, dtype=np.float32).reshape(1, 64)
+    third = np.array([[1, 0, -1 / 3], [0, 1, 0]])
+    return bool(abs(cv2.warpAffine(ramp, third, (64, 1))[0, 32] - (32 + 1 / 3)) > 1e-3)
+
+
+def determinant(matrix: np.ndarray) -> float:
+    """Return the determinant of a 3x3 matrix."""
+    (a, b, c), (d, e, f), (g, h, i) = matrix.tolist()
+    return float(a * (e * i - f * h) - b * (d * i - f * g) + c * (d * h - e * g))
+
+
+def invert(matrix: np.ndarray, *, projective: bool) -> np.ndarray:
+    """Return the inverse of a 3x3 matrix, float64, in the order of OpenCV's operations."""
+    m = np.asarray(matrix, np.float64)
+    if not projective:
+        # Numbers, not arrays of two: a sample has one of these.
+        (a, b, c), (d, e, f), _ = m.tolist()
+        by = 1 / (a * e - b * d)
+        a, b, d, e = e * by, b * -by, d * -by, a * by
+        return np.array([[a, b, -a * c - b * f], [d, e, -d * c - e * f], [0, 0, 1]])
+    cofactors = np.array([np.cross(m[1], m[2]), np.cross(m[2], m[0]), np.cross(m[0], m[1])])
+    inverse: np.ndarray = cofactors.T * (1 / (m[0] @ cofactors[0]))
+    return inverse
+
+
+def cells_of_matrix(
+    inverse: torch.Tensor, size: tuple[int, int], *, projective: bool, nearest: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return where each output pixel comes from: rows and columns, int64 ``[n, height, width]``.
+
+    Args:
+        inverse: float64 ``[n, 3, 3]``, from output to input.
+        size: height and width of the output.
+        projective: as ``cv2.warpPerspective``, else as ``cv2.warpAffine``.
+        nearest: in pixels; else in 1/32 pixels.
+    """
+    y = torch.arange(size[0], device=inverse.device, dtype=inverse.dtype)[:, None]
+    x = torch.arange(size[1], device=inverse.device, dtype=inverse.dtype)[None, :]
+    m = inverse[:, :, :, None, None]
+    if projective:
+        columns, rows, depth = (
+            m[:, row, 0] * x + (m[:, row, 1] * y + m[:, row, 2]) for row in range(3)
+        )
+        unit = torch.full_like(depth, 1 if nearest else CELLS) / depth
+        unit = torch.where(depth == 0, 0.0, unit)
+        return _whole(rows * unit, nearest), _whole(columns * unit, nearest)
+    # Half of what the shift below cuts off.
+    half = _AFFINE // 2 if nearest else _AFFINE // CELLS // 2
+    shift = 10 if nearest else 10 - _BITS
+
+    def line(row: int) -> torch.Tensor:
+        start = ((m[:, row, 1] * y + m[:, row, 2]) * _AFFINE).round()
+        found = start + half + (m[:, row, 0] * x * _AFFINE).round()
+        return found.clamp(-_FAR * _AFFINE, _FAR * _AFFINE).long() >> shift
+
+    return line(1), line(0)
+
+
+def cells_of_field(where: torch.Tensor, *, nearest: bool) -> torch.Tensor:
+    """Return float32 positions in pixels as whole pixels, or as numbers of 1/32 pixels: int64."""
+    return _whole(where if nearest else where * CELLS, nearest)
+
+
+def _whole(where: torch.Tensor, nearest: bool) -> torch.Tensor:
+    limit = _FAR * (1 if nearest else CELLS)
+    return torch.nan_to_num(where, nan=0.0).round().clamp(-limit, limit).long()
+
+
+def sample_cells(
+    images: torch.Tensor,
+    rows: torch.Tensor,
+    columns: torch.Tensor,
+    interpolation: int,
+    mode: int,
+    fill: torch.Tensor,
+) -> torch.Tensor:
+    """Return the values at positions in 1/32 pixels; with NEAREST in whole pixels.
+
+    Args:
+        images: ``[n, H, W, C]``.
+        rows: int64 ``[n, h, w]``, also outside the image.
+        columns: the same.
+        interpolation: NEAREST, LINEAR or CUBIC.
+        mode: ``BORDER_*``.
+        fill: value outside the image for CONSTANT, ``[n, C]``, in the dtype of ``images``.
+
+    Returns:
+        ``[n, h, w, C]`` in the dtype of ``images``.
+    """
+    if interpolation == NEAREST:
+        return read(images, rows, columns, mode, fill)
+    taps, first = (4, -1) if interpolation == CUBIC else (2, 0)
+    y, x = rows >> _BITS, columns >> _BITS
+    part = (rows & (CELLS - 1)) * CELLS + (columns & (CELLS - 1))
+    # Of other integers OpenCV takes the mean in float32.
+    whole = images.dtype == torch.uint8
+    table = _weights(interpolation == CUBIC, whole, images.device)
+    total = torch.zeros((), dtype=table.dtype, device=images.device)
+    for tap in range(taps * taps):
+        pixels = read(images, y + (first + tap // taps), x + (first + tap % taps), mode, fill)
+        weight = table[tap].index_select(0, part.view(-1)).view(part.shape)
+        total = total + pixels.to(table.dtype) * weight.unsqueeze(-1)
+    if images.is_floating_point():
+        return total.to(images.dtype)
+    rounded = (total + (1 << (_WEIGHT_BITS - 1))) >> _WEIGHT_BITS if whole else total.round()
+    limits = torch.iinfo(images.dtype)
+    return rounded.clamp(limits.min, limits.max).to(images.dtype)
+
+
+def cubic_weights(part: _Numbers) -> list[_Numbers]:
+    """Return OpenCV's weights of four neighbours, for parts of a pixel in float32.
+
+    After Keys, "Cubic convolution interpolation for digital image processing" (1981), with -0.75.
+    """
+    a = -0.75
+    after, left = part + 1, 1 - part
+    first = ((a * after - 5 * a) * after + 8 * a) * after - 4 * a
+    second = ((a + 2) * part - (a + 3)) * part * part + 1
+    third = ((a + 2) * left - (a + 3)) * left * left + 1
+    return [first, second, third, 1 - first - second - third]
+
+
+@cache
+def _weights(cubic: bool, whole: bool, device: torch.device) -> torch.Tensor:
+    """Return the weight of each tap for each part of a pixel, ``[taps, 1024]``; made once."""
+    part = np.arange(CELLS, dtype=np.float32) / np.float32(CELLS)
+    line = np.stack(cubic_weights(part) if cubic else [1 - part, part], -1)
+    taps = line.shape[1]
+    table = line[:, None, :, None] * line[None, :, None, :]
+    if not whole:
+        return torch.from_numpy(table.reshape(-1, taps * taps).T.copy()).to(device)
+    one = 1 << _WEIGHT_BITS
+    numbers = np.rint(table * one).astype(np.int32)
+    missing = one - numbers.sum((2, 3))
+    if cubic:
+        # OpenCV gives what is missing to the largest of four taps, and takes what is too much
+        # from the smallest.
+        for down, across in zip(*np.nonzero(missing), strict=True):
+            four = numbers[down, across, 2:, 2:]
+            best = four.argmax() if missing[down, across] > 0 else four.argmin()
+            four[best // 2, best % 2] += missing[down, across]
+    return torch.from_numpy(numbers.reshape(-1, taps * taps).T.copy()).to(device)

@@ -1,0 +1,1 @@
+"""What an Albumentations pipeline is, and what of it can run on a device."""

@@ -1,0 +1,363 @@
+"""Where each operation of an Albumentations pipeline runs, and why; decided before any sample.
+
+The rules, in order:
+
+1. Everything up to and including the operation that makes the image size the same for all samples
+   (``Resize``, ``RandomResizedCrop``, ...) runs in the worker: dataset images may vary in size.
+   A pipeline without such an operation can only be collated when the dataset's images already have
+   one size, so nothing is held back for it. Where they are known to,
+   :mod:`~lightning_fastdata.augment.crop` leaves that operation to the device as well.
+2. Everything up to the operation that gives all samples one dtype again runs in the worker, where
+   one before it changes the dtype of some samples only (``OneOf([InvertImg(), ToFloat()])``); all
+   of the pipeline, if none does: a batch is one tensor. See
+   :mod:`~lightning_fastdata.augment.pipeline.values`.
+3. An operation without a device form runs in the worker on real pixels, and so do the ones before
+   it, but only in samples that drew it. A form is for certain dtypes, and some are for floats in
+   [0, 1] alone, which they are not behind ``Normalize``.
+4. An operation that changes the shape or dtype of an image runs on the device only when every
+   sample takes it and no later operation may ask for real pixels: a batch must stay one tensor.
+4. A quarter turn or a transposition does not change a square. Where the size is not known before
+   any image is seen, it runs on the device in those samples whose shape it leaves as it is, and in
+   the worker in the others.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
+
+import numpy as np
+
+from lightning_fastdata.augment.ops.operation import draw_params
+from lightning_fastdata.augment.pipeline.sizes import (
+    CHANGES_SIZE,
+    SWAPS_AXES,
+    Size,
+    follow_sizes,
+    size_after,
+)
+from lightning_fastdata.augment.pipeline.tree import (
+    Leaf,
+    is_albumentations,
+    keeps_params,
+    last_opaque,
+    list_leaves,
+)
+from lightning_fastdata.augment.pipeline.values import (
+    BYTES,
+    CASTS,
+    Followed,
+    States,
+    Values,
+    dtypes_of,
+    follow_values,
+    why_not,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
+    from lightning_fastdata.augment.ops.operation import DeviceOp
+
+Where: TypeAlias = Literal["worker", "device", "either"]
+
+_SOME_SIZE: Final = (1 << 16, 3 << 14)
+"""Not square, and larger than any crop."""
+_CHANGES_DTYPE_OR_LAYOUT: Final = CASTS | {"ToTensorV2"}
+OF_BYTES: Final[tuple[States, ...]] = (frozenset({BYTES}),)
+"""What samples with one image of uint8 have."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpPlacement:
+    """Where one operation runs."""
+
+    name: str
+    """Class name of the transform."""
+    where: Where
+    """``worker``: through Albumentations on the CPU. ``device``: on the batch. ``either``: on the
+    device, except in samples in which a later operation needs real pixels."""
+    why: str
+    """The reason, in a few words."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Where every operation of one pipeline runs."""
+
+    placements: tuple[OpPlacement, ...]
+    """One per leaf transform, in the order in which they are written."""
+    conditional: tuple[bool, ...]
+    """Per leaf: whether some samples may go without it on the device, where those that do not go
+    without have to keep their form."""
+    sees_pixels: tuple[bool, ...]
+    """Per leaf: whether its sampler must be given the real image."""
+    opaque_until: int
+    """Number of the last leaf that must run unobserved, because something calls its transforms in
+    its own way; -1 for none."""
+    crop: int = -1
+    """Number of the leaf that makes all images one size, where it runs on the device, although a
+    sample may still come from the worker cropped; -1 for none."""
+
+    @property
+    def defers(self) -> bool:
+        """Whether any operation may run on the device."""
+        return any(placement.where != "worker" for placement in self.placements)
+
+
+def analyse(
+    compose: Any,
+    ops: Mapping[str, DeviceOp],
+    *,
+    size: tuple[int, int] | None = None,
+    refusal: str | None = None,
+    same_pixels: bool = False,
+    channels: int | None = 3,
+    values: Collection[States] = OF_BYTES,
+    crop: int = -1,
+) -> Plan:
+    """Decide where each operation of a pipeline runs.
+
+    Args:
+        compose: an ``A.Compose``.
+        ops: device forms by class name.
+        size: ``(height, width)`` when all images are known to have it.
+        refusal: a reason to run everything in the worker.
+        same_pixels: keep in the worker what would draw numbers for every pixel on the device.
+        channels: of the images; None for images ``[H, W]``.
+        values: of each image that a sample has: what values it may have.
+        crop: number of the leaf that makes all images one size, if samples may come from the worker
+            cropped or not; -1 for none.
+
+    Returns:
+        The plan; the same for every sample.
+    """
+    leaves = list_leaves(compose)
+    refusal = refusal or _refusal(leaves)
+    own_pixels = "same_pixels: the device would make other pixels of the same distribution"
+    if not same_pixels and keeps_params(compose):
+        same_pixels = True
+        own_pixels = "the pipeline returns what it drew, and the device would draw other numbers"
+    opaque = last_opaque(compose)
+    forms = [device_form(leaf.transform, ops) for leaf in leaves]
+    keeps = frozenset(op.owner for op in forms if op is not None and op.owner is not None)
+    sizes = follow_sizes(compose, Size(size, size), keeps)
+    # With a size that all images share, though it may be unknown.
+    shared = follow_sizes(compose, Size(size or _SOME_SIZE, None), keeps)
+    shape = (64, 48) if channels is None else (64, 48, channels)
+    followed = [follow_values(compose, states, keeps, shape) for states in values]
+    boundary = max(sizes.boundary, opaque, *(one.boundary for one in followed))
+    placed: list[OpPlacement] = []
+    sees = [_reads_pixels(leaf.transform, op) for leaf, op in zip(leaves, forms, strict=True)]
+    conditional = [leaf.conditional for leaf in leaves]
+    barrier_after: str | None = None
+    for index in range(len(leaves) - 1, -1, -1):
+        leaf = leaves[index]
+        name = type(leaf.transform).__name__
+        op = forms[index]
+        why_worker = refusal
+        if why_worker is None and index <= boundary:
+            why_worker = _why_before(index, opaque, sizes.boundary, followed, leaves)
+        states = frozenset[Values]().union(*(one.before[index] for one in followed))
+        why_worker = why_worker or _why_worker(leaf, op, sizes.before[index], states, barrier_after)
+        if why_worker is None and sizes.before[index].exact is None and name in CHANGES_SIZE:
+            padded = _some_are_padded(leaves[boundary + 1 : index])
+            if shared.before[index].exact is None or padded:
+                why_worker = "images differ in size before it"
+        draws = op is not None and op.draws_pixels(leaf.transform)
+        freedom = f"; {op.freedom}" if op is not None and draws else ""
+        if why_worker is None and draws and same_pixels:
+            why_worker = own_pixels
+        if why_worker is None and op is not None:
+            # What the worker has done by then, or may do for some samples, leaves one form.
+            # After a crop on the device, what the worker resizes again would have a third size.
+            again = 0 <= crop < index and name in CHANGES_SIZE
+            earlier = leaves[crop if again else max(boundary, crop) + 1 : index]
+            size_here = sizes.before[index].exact or (64, 64)
+            if not _encodes_after(earlier, leaf, ops, size_here, channels, states):
+                why_worker = "no device form for its settings, or for the images it is given"
+        turns = why_worker is None and _depends_on_shape(leaf, op, sizes.before[index])
+        where, why = _where(name, why_worker, barrier_after, turns=turns, sees=sees[index])
+        why += freedom if where != "worker" else ""
+        placed.append(OpPlacement(name=name, where=where, why=why))
+        sees[index] |= where == "worker"
+        conditional[index] |= turns
+        barrier_after = name if sees[index] or turns else barrier_after
+    return Plan(
+        placements=tuple(reversed(placed)),
+        conditional=tuple(conditional),
+        sees_pixels=tuple(sees),
+        opaque_until=opaque,
+    )
+
+
+def redrawn(compose: Any, plan: Plan, ops: Mapping[str, DeviceOp]) -> tuple[str, ...]:
+    """Return the operations of which a device makes other pixels of the same distribution."""
+    names = []
+    for leaf, placement in zip(list_leaves(compose), plan.placements, strict=True):
+        op = device_form(leaf.transform, ops)
+        if placement.where != "worker" and op is not None and op.draws_pixels(leaf.transform):
+            names.append(placement.name)
+    return tuple(dict.fromkeys(names))
+
+
+def device_form(transform: Any, ops: Mapping[str, DeviceOp]) -> DeviceOp | None:
+    """Return the device form of a transform; a user's subclass never inherits one."""
+    kind = type(transform)
+    own = next((op for op in ops.values() if op.owner is kind), None)
+    return ops.get(kind.__name__) if own is None and is_albumentations(transform) else own
+
+
+def _where(
+    name: str, why_worker: str | None, barrier_after: str | None, *, turns: bool, sees: bool
+) -> tuple[Where, str]:
+    """Return where an operation runs, and why.
+
+    Args:
+        name: Of its class.
+        why_worker: Why it has to run in the worker, if it has to.
+        barrier_after: The next operation that may need real pixels.
+        turns: Whether it depends on the sample if it changes the shape of its image.
+        sees: Whether its sampler must be given the real image.
+    """
+    if why_worker is not None:
+        return "worker", why_worker
+    unless = f", unless {barrier_after} was drawn after it" if barrier_after is not None else ""
+    if turns:
+        return "either", f"on the batch, where it leaves the shape as it is (square images){unless}"
+    if sees:
+        return "either", f"needs the pixels to draw ({name}), then on the batch"
+    return ("either" if unless else "device"), f"on the batch{unless}"
+
+
+def _depends_on_shape(leaf: Leaf, op: DeviceOp | None, before: Size) -> bool:
+    """Return whether it depends on the sample if an operation changes the shape of its image."""
+    unknown = before.exact is None and op is not None and op.owner is None
+    return unknown and type(leaf.transform).__name__ in SWAPS_AXES
+
+
+def _why_worker(
+    leaf: Leaf, op: DeviceOp | None, before: Size, states: States, barrier_after: str | None
+) -> str | None:
+    if op is None:
+        return "no device form"
+    if (strange := why_not(op, states)) is not None:
+        return strange
+    if op.owner is not None:
+        return None
+    if _depends_on_shape(leaf, op, before):
+        return None
+    # Images of an unknown but common size are taken to be any, so not square.
+    one_size = before.exact or (64, 48)
+    made = size_after(leaf.transform, Size(one_size, one_size)).exact
+    if made is None:
+        return "its output size differs between samples"
+    crops = hasattr(leaf.transform, "size")
+    if crops and leaf.transform.area_for_downscale is not None and made != one_size:
+        return "makes some samples smaller, by areas, which has no device form"
+    if not changes_form(leaf.transform):
+        return None
+    if getattr(leaf.transform, "dtype", "uint8") != "uint8":  # of FromFloat
+        return "no device form for this dtype"
+    if leaf.conditional:
+        return "changes the shape or dtype of some samples only"
+    if barrier_after is not None:
+        return f"changes the shape or dtype, and {barrier_after} after it may need the pixels"
+    return None
+
+
+def _refusal(leaves: list[Leaf]) -> str | None:
+    if len({id(leaf.transform) for leaf in leaves}) < len(leaves):
+        return "the same transform object appears twice in the pipeline"
+    if any(getattr(leaf.transform, "replay_mode", False) for leaf in leaves):
+        return "the pipeline replays what another one has drawn"
+    return None
+
+
+def _why_before(
+    index: int, opaque: int, sized: int, followed: Collection[Followed], leaves: list[Leaf]
+) -> str:
+    """Return why a leaf that comes before something runs in the worker."""
+    if index <= opaque:
+        return "a container around or after it calls its transforms in its own way"
+    if index <= sized:
+        return "up to the operation that makes the image size the same for all samples"
+    latest = max(followed, key=lambda one: one.boundary)
+    if latest.ends_mixed:
+        several = " or ".join(dtypes_of(latest.after))
+        return f"the pipeline leaves some samples {several}, and a batch has one dtype"
+    several = " or ".join(dtypes_of(latest.before[latest.boundary]))
+    name = type(leaves[latest.boundary].transform).__name__
+    return f"samples may be {several} until {name} gives all of them one dtype"
+
+
+def _some_are_padded(leaves: list[Leaf]) -> bool:
+    """Return whether images of one size may have two, if it is small."""
+    return any(
+        leaf.conditional and type(leaf.transform).__name__ == "PadIfNeeded" for leaf in leaves
+    )
+
+
+def changes_form(transform: Any) -> bool:
+    """Return whether a transform may change the shape or dtype of images."""
+    name = type(transform).__name__
+    if name in _CHANGES_DTYPE_OR_LAYOUT or name in CHANGES_SIZE:
+        return True
+    # ToRGB is there for images of one channel.
+    return name == "ToRGB" or bool(name == "ToGray" and transform.num_output_channels != 3)
+
+
+def _reads_pixels(transform: Any, op: DeviceOp | None) -> bool:
+    name = type(transform).__name__
+    if op is not None and op.owner is not None:
+        return op.reads_pixels
+    if not is_albumentations(transform):
+        return True
+    if name == "RandomBrightnessContrast":
+        return not transform.brightness_by_max
+    return name == "Equalize" and callable(transform.mask)
+
+
+def _encodes_after(
+    before: list[Leaf],
+    leaf: Leaf,
+    ops: Mapping[str, DeviceOp],
+    size: tuple[int, int],
+    channels: int | None,
+    states: States,
+    draws: int = 4,
+) -> bool:
+    """Whether an operation behind one that changes shape or dtype has a device form for sure.
+
+    Before those, parameters without a device form send one sample to the CPU. Behind them that
+    would leave images of two forms in one batch, so it is tried out here.
+    """
+    name, op = type(leaf.transform).__name__, device_form(leaf.transform, ops)
+    changes = [other.transform for other in before if changes_form(other.transform)]
+    names = {type(other).__name__ for other in changes}
+    last = name in _CHANGES_DTYPE_OR_LAYOUT and name != "FromFloat"
+    if op is None or last or not changes or "ToTensorV2" in names:
+        return True
+    for other in changes:
+        channels = getattr(other, "num_output_channels", channels)
+    dtypes = {values.dtype for values in states}
+    shape = size if channels is None else (*size, channels)
+    transform = copy.deepcopy(leaf.transform)
+    try:
+        return all(_encodes(transform, op, np.zeros(shape, dtype), draws) for dtype in dtypes)
+    except Exception:
+        # It refuses images of this size or kind, in whatever way (a division by the size of a tiny
+        # one, too): Albumentations will say so, to a real one.
+        return True
+
+
+def _encodes(transform: Any, op: DeviceOp, image: np.ndarray, draws: int) -> bool:
+    for _ in range(draws):
+        data = {"image": image}
+        params = transform.update_transform_params(transform.get_params(), data)
+        sampler = transform.get_params_dependent_on_data
+        params.update(draw_params(op, transform, sampler, params, data, whole=False))
+        if op.encode(transform, params, image.shape, image.dtype) is None:
+            return False
+    return True

@@ -1,0 +1,276 @@
+"""Dtypes and ranges of image values that follow from a pipeline alone, before any image is seen.
+
+A device form is right for certain images: of a dtype that it knows, and, where it mixes channels or
+adds noise to floats, with values in [0, 1]. And a batch is one tensor: all of its images have one
+dtype when they leave the worker. Both have to be known before the first sample, see
+:mod:`~lightning_fastdata.augment.pipeline.plan`.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import warnings
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+
+import numpy as np
+
+from lightning_fastdata.augment.pipeline.tree import (
+    count_leaves,
+    in_sequence,
+    is_albumentations,
+    is_container,
+)
+
+if TYPE_CHECKING:
+    from lightning_fastdata.augment.ops.operation import DeviceOp, Shape
+
+CASTS: Final = frozenset({"FromFloat", "Normalize", "ToFloat"})
+"""Transforms that are there to change the dtype."""
+_USUAL: Final = frozenset({np.dtype(np.uint8), np.dtype(np.float32)})
+"""Dtypes that Albumentations is made for: of these its other transforms keep the dtype."""
+_OF_ANY_DTYPE: Final = frozenset(
+    {
+        *("CenterCrop", "Crop", "D4", "HorizontalFlip", "NoOp", "Pad", "PadIfNeeded", "RandomCrop"),
+        *("RandomRotate90", "SquareSymmetry", "TimeReverse", "ToTensorV2", "Transpose"),
+        "VerticalFlip",
+    }
+)
+"""Transforms whose device forms move values, and never look at them."""
+_OF_UNIT_RANGE: Final = frozenset(
+    {
+        *("AdditiveNoise", "ColorJitter", "FancyPCA", "GaussNoise", "ISONoise"),
+        *("MultiplicativeNoise", "RandomGamma", "SaltAndPepper", "ShotNoise", "UnsharpMask"),
+    }
+)
+"""Transforms whose device forms are right for floats in [0, 1] alone."""
+_BETWEEN_NEIGHBOURS: Final = frozenset({0, 1, 3, 5, 6})
+"""OpenCV's interpolations whose results lie between the values that they read."""
+_TRIES: Final = 2
+"""Draws with which an unknown transform is tried."""
+
+
+class Values(NamedTuple):
+    """What is known of the values of an image."""
+
+    dtype: np.dtype[Any]
+    """Their dtype."""
+    unit: bool = True
+    """Whether floats are sure to lie in [0, 1]; True for integers."""
+
+
+BYTES: Final = Values(np.dtype(np.uint8))
+States: TypeAlias = frozenset[Values]
+"""What may be known of the image at one place of a pipeline, by what a sample drew before."""
+
+
+class Followed(NamedTuple):
+    """How the values of one image develop along a pipeline."""
+
+    before: tuple[States, ...]
+    """Per leaf: its input."""
+    after: States
+    """What the pipeline returns."""
+
+    @property
+    def boundary(self) -> int:
+        """Number of the last leaf before or behind which samples may have several dtypes, or -1."""
+        places = [*self.before, self.after]
+        mixed = [index for index, states in enumerate(places) if len(dtypes_of(states)) > 1]
+        return min(mixed[-1], len(self.before) - 1) if mixed else -1
+
+    @property
+    def ends_mixed(self) -> bool:
+        """Whether samples may come out with several dtypes."""
+        return len(dtypes_of(self.after)) > 1
+
+
+def dtypes_of(states: States) -> tuple[str, ...]:
+    """Return the names of the dtypes that images may have, sorted."""
+    return tuple(sorted({str(values.dtype) for values in states}))
+
+
+def values_of(image: np.ndarray) -> Values:
+    """Return what there is to know of the values of an image."""
+    return Values(image.dtype, in_unit_range(image))
+
+
+def in_unit_range(image: np.ndarray) -> bool:
+    """Return whether the values of an image are integers, or lie in [0, 1]."""
+    if image.dtype.kind != "f" or not image.size:
+        return True
+    return bool(image.min() >= 0 and image.max() <= 1)
+
+
+def takes_dtype(op: DeviceOp, dtype: np.dtype[Any]) -> bool:
+    """Return whether a device form knows images of a dtype."""
+    return dtype in _USUAL or (op.owner is None and op.name in _OF_ANY_DTYPE)
+
+
+def takes_any_range(op: DeviceOp) -> bool:
+    """Return whether a device form is right for floats outside of [0, 1] too."""
+    return op.owner is not None or op.name not in _OF_UNIT_RANGE
+
+
+def why_not(op: DeviceOp, states: Collection[Values]) -> str | None:
+    """Return why a device form cannot have such images, or None."""
+    strange = [values.dtype for values in states if not takes_dtype(op, values.dtype)]
+    if strange:
+        return f"no device form for images of {strange[0]}"
+    if not takes_any_range(op) and not all(values.unit for values in states):
+        return "its device form is for floats in [0, 1], and these may lie outside"
+    return None
+
+
+def follow_values(
+    compose: Any, given: States, keeps: Collection[type] = (), shape: Shape = (64, 48, 3)
+) -> Followed:
+    """Follow what is known of the values of an image through a pipeline.
+
+    Args:
+        compose: the pipeline.
+        given: what is known of its input.
+        keeps: classes that keep the dtype, whatever else would be thought of them.
+        shape: of the images that unknown transforms are tried with.
+    """
+    before: list[States] = []
+
+    def walk(node: Any, states: States, *, some: bool = False, chosen: bool = False) -> States:
+        name, own = type(node).__name__, is_albumentations(node)
+        applied = chosen or node.p >= 1 or name == "OneOrOther"
+        some = some or chosen or not applied
+        if not is_container(node):
+            before.append(states)
+            after = _joined(
+                values_after(node, values, keeps, shape, tried=some) for values in states
+            )
+        elif in_sequence(node):
+            after = states
+            for child in node.transforms:
+                after = walk(child, after, some=some)
+        elif own and name in {"OneOf", "OneOrOther"}:
+            after = _joined(walk(child, states, chosen=True) for child in node.transforms)
+        else:
+            after = any_order(node, states)
+        never = node.p <= 0 and not applied
+        return states if never or not count_leaves(node) else after if applied else after | states
+
+    def any_order(node: Any, states: States) -> States:
+        first = len(before)
+        while True:
+            reached = states | _joined(walk(child, states, some=True) for child in node.transforms)
+            if reached == states:
+                return states
+            states = reached
+            del before[first:]
+
+    after = walk(compose, given)
+    return Followed(tuple(before), after)
+
+
+def _joined(found: Iterator[States]) -> States:
+    return frozenset().union(*found)
+
+
+def values_after(
+    transform: Any,
+    values: Values,
+    keeps: Collection[type] = (),
+    shape: Shape = (64, 48, 3),
+    *,
+    tried: bool = True,
+) -> States:
+    """Return what is known of the values of an image after a transform was applied.
+
+    Args:
+        transform: the transform.
+        values: of the image before.
+        keeps: as :func:`follow_values` takes it.
+        shape: the same.
+        tried: try out transforms that people wrote themselves. They may do more than one can see,
+            so it is done only where some samples go without them: where all go through them, a
+            recorder sees in time what they make.
+    """
+    name, dtype = type(transform).__name__, values.dtype
+    own = is_albumentations(transform) and name != "Lambda"
+    known = dtype in _USUAL and name not in CASTS
+    keeps_dtype = (known or name in _OF_ANY_DTYPE) if own else not tried
+    if type(transform) in keeps or keeps_dtype:
+        made = {dtype}
+    else:
+        made = _tried_dtypes(transform, dtype, shape)
+    return frozenset(Values(one, unit_after(transform, values, one)) for one in made)
+
+
+def unit_after(transform: Any, values: Values, made: np.dtype[Any]) -> bool:
+    """Return whether values are sure to lie in [0, 1], or be integers, after a transform.
+
+    Args:
+        transform: the transform.
+        values: of the image before.
+        made: dtype of the image after.
+    """
+    if made.kind != "f":
+        return True
+    name = type(transform).__name__
+    if name == "Lambda" or not is_albumentations(transform):
+        return False
+    if name == "Normalize":
+        return bool(transform.normalization.startswith("min_max"))
+    if name == "ToFloat" and values.dtype.kind in "iu":
+        largest = np.iinfo(values.dtype).max
+        return transform.max_value is None or bool(transform.max_value >= largest)
+    if values.dtype.kind != "f" or not values.unit:
+        return False
+    return _reads_between(transform) and _fills_within(transform)
+
+
+def _reads_between(transform: Any) -> bool:
+    used = {getattr(transform, "interpolation", 0)}
+    pair = getattr(transform, "interpolation_pair", None)
+    used |= {pair["downscale"], pair["upscale"]} if isinstance(pair, dict) else set()
+    return used <= _BETWEEN_NEIGHBOURS
+
+
+def _fills_within(transform: Any) -> bool:
+    for name in ("fill", "drop_value"):
+        fill = getattr(transform, name, None)
+        numbers = fill if isinstance(fill, list | tuple | np.ndarray) else [fill]
+        if any(isinstance(one, int | float) and not 0 <= one <= 1 for one in numbers):
+            return False
+    return True
+
+
+def _tried_dtypes(transform: Any, dtype: np.dtype[Any], shape: Shape) -> set[np.dtype[Any]]:
+    """Return the dtypes that a transform makes of images of one; that one, if it refuses them."""
+    made: set[np.dtype[Any]] = set()
+    rng = np.random.default_rng(0)
+    noise = rng.random(shape)
+    image = (noise if dtype.kind == "f" else noise * 255).astype(dtype)
+    data = {"image": image, "mask": np.zeros(shape[:2], np.uint8)}
+    tries = 1 if type(transform).__name__ in CASTS else _TRIES
+    with _as_before(), warnings.catch_warnings(), np.errstate(all="ignore"):
+        warnings.simplefilter("ignore")
+        try:
+            twin = copy.deepcopy(transform)
+            twin.deterministic = False  # in a ReplayCompose it looks for a place to write to
+            twin.set_random_state(np.random.default_rng(0), random.Random(0))
+            for _ in range(tries):
+                given = {name: array.copy() for name, array in data.items()}
+                made.add(np.asarray(twin(force_apply=True, **given)["image"]).dtype)
+        except Exception:  # Code of users may raise anything; a real sample will say so.
+            return made or {dtype}
+    return made
+
+
+@contextmanager
+def _as_before() -> Iterator[None]:
+    """Leave the random numbers of the process as they are: transforms of users may draw there."""
+    numpy_state, python_state = np.random.get_state(), random.getstate()
+    try:
+        yield
+    finally:
+        np.random.set_state(numpy_state)
+        random.setstate(python_state)

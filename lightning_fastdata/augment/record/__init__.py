@@ -1,0 +1,1 @@
+"""What a pipeline draws for one sample, recorded without its pixel work."""

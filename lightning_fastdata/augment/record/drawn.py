@@ -1,0 +1,240 @@
+"""Draws that are made without a batch at hand, and carried out on any tensors of their form."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+import torch
+
+from lightning_fastdata.augment.collated_batches import refuse_pixels
+from lightning_fastdata.augment.pipeline.fields import describe, numpy_dtype
+from lightning_fastdata.augment.pipeline.values import Values
+from lightning_fastdata.augment.record.tape import phantom, target_roles
+from lightning_fastdata.augment.replay.layouts import channels_as_given, channels_behind
+from lightning_fastdata.augment.replay.program import Draws, compile_tapes
+from lightning_fastdata.augment.replay.torch import replay_image
+from lightning_fastdata.errors import BatchError, OptionsError
+from lightning_fastdata.randomness.seeds import reseed
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from lightning_fastdata.augment.ops.operation import DeviceOp
+    from lightning_fastdata.augment.record.tape import Recorder, Tape
+    from lightning_fastdata.types import SampleKey
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageForm:
+    """What draws depend on of the images that they are for."""
+
+    size: tuple[int, int]
+    """Height and width in pixels, of masks too."""
+    channels: int
+    """Channels of the images."""
+    dtype: torch.dtype
+    """``torch.uint8``, or ``torch.float32`` for values in [0, 1]."""
+
+    @property
+    def values(self) -> Values:
+        """What is known of the values of the images."""
+        return Values(numpy_dtype(self.dtype))
+
+    def __post_init__(self) -> None:
+        if self.dtype not in {torch.uint8, torch.float32}:
+            raise OptionsError(f"dtype is {self.dtype}; draw for torch.uint8 or torch.float32.")
+        if min(*self.size, self.channels) < 1:
+            raise OptionsError(
+                f"size is {self.size} and channels is {self.channels}; give the height, the width "
+                "and the channels of the images, each at least 1."
+            )
+
+
+class ExplicitDraws(Draws):
+    """What a pipeline drew for images of one form that nobody has shown to it; picklable."""
+
+    __slots__ = ("form", "targets")
+
+    def __init__(
+        self, drawn: Draws, form: ImageForm, targets: tuple[dict[str, Any], ...] | None
+    ) -> None:
+        super().__init__(drawn.samples, drawn.programs, drawn.blob, drawn.beside)
+        self.form = form
+        """Images that they are for."""
+        self.targets = targets
+        """Boxes, keypoints and labels of each sample as the pipeline returns them; None if none
+        were given."""
+
+    def pin_memory(self, device: str | None = None) -> ExplicitDraws:
+        """Return the same draws in page-locked memory."""
+        return ExplicitDraws(super().pin_memory(device), self.form, self.targets)
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> ExplicitDraws:
+        """Return the same draws on a device; one copy."""
+        return ExplicitDraws(super().to(device, non_blocking), self.form, self.targets)
+
+    def describe(self, sample: int, target: str = "image") -> list[tuple[str, dict[str, Any]]]:
+        """Return the operations that one sample drew, in the order in which they are carried out.
+
+        It reads what is sent to the device, and waits for the device if the draws are there.
+
+        Args:
+            sample: number of the sample, from 0.
+            target: the image or mask that they are carried out on.
+
+        Returns:
+            Class names, and settings and numbers by name: of some operations what was drawn, of
+            others what follows from it, such as a matrix or a table of 256 values.
+
+        Raises:
+            OptionsError: there is no such sample or target.
+        """
+        if not 0 <= sample < self.samples or target not in self.programs:
+            raise OptionsError(
+                f"There is no {target!r} of sample {sample}: drawn were {self.samples} samples, "
+                f"each with {', '.join(self.programs)}."
+            )
+        blob = self.blob.cpu()
+        described = []
+        for step in self.programs[target].steps:
+            for part in step.parts:
+                every = list(range(self.samples))
+                rows = every if part.rows is None else part.rows.view(blob).tolist()
+                if sample in rows:
+                    place = rows.index(sample)
+                    arrays = {name: slot.view(blob)[place] for name, slot in part.arrays.items()}
+                    numbers = {name: array.tolist() for name, array in arrays.items()}
+                    described.append((step.name, {**dict(part.static), **numbers}))
+        return described
+
+
+def draw_samples(
+    recorder: Recorder,
+    ops: Mapping[str, DeviceOp],
+    form: ImageForm,
+    samples: int,
+    key: SampleKey,
+    targets: Sequence[Mapping[str, Any]] | None = None,
+) -> ExplicitDraws:
+    """Return what a pipeline draws for images and masks of which only the form is known.
+
+    Args:
+        recorder: of the pipeline, for images of this size.
+        ops: device forms by name.
+        form: what the images will be.
+        samples: how many; sample ``i`` draws with ``key.index + i``.
+        key: key of the first sample.
+        targets: boxes, keypoints and labels of each sample, as the pipeline takes them.
+
+    Raises:
+        BatchError: ``targets`` are not of so many samples, or not what the pipeline needs.
+        TransformError: what was drawn needs the pixels.
+    """
+    needed = _needed_targets(recorder.compose)
+    _check_targets(targets, needed, samples)
+    roles = target_roles(recorder.compose)
+    shown = {
+        name: phantom((*form.size, form.channels), form.values.dtype)
+        if role == "image"
+        else phantom(form.size, np.dtype(np.uint8))
+        for name, role in roles.items()
+    }
+    tapes: list[Tape] = []
+    returned: list[dict[str, Any]] = []
+    for row in range(samples):
+        reseed((recorder.compose,), key._replace(index=key.index + row))
+        sources = dict.fromkeys(roles, functools.partial(_refuse, recorder, row))
+        given = {} if targets is None else dict(targets[row])
+        result, tape = recorder({**shown, **given}, sources)
+        tapes.append(tape)
+        returned.append({name: result[name] for name in given})
+    drawn = compile_tapes(tapes, ops)
+    return ExplicitDraws(drawn, form, None if targets is None else tuple(returned))
+
+
+def carry_out(
+    tensors: Mapping[str, torch.Tensor],
+    draws: ExplicitDraws,
+    ops: Mapping[str, DeviceOp],
+    compose: Any,
+) -> dict[str, torch.Tensor]:
+    """Return images and masks, by the pipeline's names for them, with the draws carried out.
+
+    Args:
+        tensors: images ``[n, H, W, C]`` or ``[n, C, H, W]`` (``[n, H, W]`` of one channel), masks
+            ``[n, H, W]``, ``[n, H, W, C]`` or ``[n, C, H, W]``, all on one device.
+        draws: the draws; they follow the tensors to their device.
+        ops: device forms by name.
+        compose: the pipeline that drew.
+
+    Raises:
+        BatchError: a tensor is of another form than was drawn for.
+    """
+    roles = target_roles(compose)
+    for name, tensor in tensors.items():
+        _check_tensor(name, tensor, draws, is_image=roles[name] == "image")
+    behind, turned = channels_behind(tensors, draws.form.size)
+    device = next(iter(tensors.values())).device
+    local = draws if draws.blob.device == device else draws.to(device, non_blocking=True)
+    results = {}
+    images_are_chw = any(step.name == "ToTensorV2" for step in draws.programs["image"].steps)
+    for name, tensor in behind.items():
+        results[name] = replay_image(local.programs[name], local.blob, tensor, ops)
+    return channels_as_given(results, turned, compose, images_are_chw=images_are_chw)
+
+
+def _refuse(recorder: Recorder, row: int) -> NoReturn:
+    raise refuse_pixels(recorder.reading, row)
+
+
+def _needed_targets(compose: Any) -> tuple[str, ...]:
+    return tuple(
+        name
+        for processor in compose.processors.values()
+        for name in (processor.default_data_name, *(processor.params.label_fields or ()))
+    )
+
+
+def _check_targets(
+    targets: Sequence[Mapping[str, Any]] | None, needed: Sequence[str], samples: int
+) -> None:
+    if samples < 1:
+        raise OptionsError(f"n is {samples}; draw for at least 1 sample.")
+    if targets is None and not needed:
+        return
+    example = ", ".join(f"{name!r}: ..." for name in needed)
+    if targets is None or len(targets) != samples:
+        got = "none" if targets is None else len(targets)
+        raise BatchError(
+            f"The pipeline needs targets for {samples} samples, but got {got}: give "
+            f"targets=[{{{example}}}, ...], one for each sample."
+        )
+    for row, one in enumerate(targets):
+        if set(one) != set(needed):
+            raise BatchError(
+                f"The targets of sample {row} are {sorted(one)}. The pipeline takes "
+                f"{sorted(needed) or 'none: it has no bbox_params or keypoint_params'}."
+            )
+
+
+def _check_tensor(name: str, tensor: Any, draws: ExplicitDraws, *, is_image: bool) -> None:
+    form, ok = draws.form, isinstance(tensor, torch.Tensor) and tensor.ndim in {3, 4}
+    if ok:
+        shape, height_width = tuple(tensor.shape[1:]), form.size
+        layouts = {(*height_width, form.channels), (form.channels, *height_width)}
+        if is_image:
+            flat = form.channels == 1 and shape == height_width
+            ok = (flat or shape in layouts) and tensor.dtype == form.dtype
+        else:
+            ok = height_width in {shape[:2], shape[-2:]}
+        ok = ok and len(tensor) == draws.samples
+    if not ok:
+        what = f"{form.dtype} with {form.channels} channels" if is_image else "any dtype"
+        raise BatchError(
+            f"The {name} is {describe(tensor)}, but was drawn for {draws.samples} samples of "
+            f"{form.size[0]} x {form.size[1]} pixels (height x width), {what}. Draw with the n, "
+            "size, channels and dtype of the tensors."
+        )

@@ -1,0 +1,290 @@
+"""The part of an Albumentations pipeline that runs on each sample in the side process."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import numpy as np
+import torch
+
+from lightning_fastdata.augment.ops.output import OutputForm, convert_output
+from lightning_fastdata.augment.pipeline.fields import (
+    Fields,
+    Found,
+    Location,
+    find_fields,
+    get_field,
+    is_pil,
+    mask_as_given,
+    mask_to_numpy,
+    put_fields,
+    to_hwc,
+)
+from lightning_fastdata.augment.pipeline.tree import list_nodes
+from lightning_fastdata.augment.pipeline.values import values_of
+from lightning_fastdata.augment.record.tape import Recorder, Tape, target_roles
+from lightning_fastdata.augment.replay.program import Draws, compile_tapes
+from lightning_fastdata.randomness.seeds import reseeder
+
+if TYPE_CHECKING:
+    from lightning_fastdata.augment.crop import CropOnDevice
+    from lightning_fastdata.augment.ops.operation import DeviceOp
+    from lightning_fastdata.augment.pipeline.plan import Plan
+    from lightning_fastdata.augment.pipeline.values import Values
+    from lightning_fastdata.augment.record.tape import Role, Track
+    from lightning_fastdata.types import Batch, SampleKey
+
+_VOLUMES: Final = frozenset({"images", "volume", "volumes", "mask3d", "masks3d"})
+_SEVERAL: Final = _VOLUMES | {"masks"}
+_MASKS: Final = frozenset({"masks", "mask3d", "masks3d"})
+
+
+class SampleForm(NamedTuple):
+    """What a plan depends on of the images and masks of a sample."""
+
+    size: tuple[int, int] | None
+    """Height and width of all of them; None if they differ."""
+    channels: int | None
+    """Of the image; None if it is ``[H, W]``."""
+    values: Mapping[str, Values]
+    """Dtype and range of each image, by the pipeline's name for it."""
+
+
+class ComposeWorker:
+    """The part of a pipeline that runs on each sample in the side process; picklable.
+
+    Several threads may call it: each has its own copy of the pipeline. It carries the forms that
+    were registered for the pipeline's own classes: a process that was spawned knows no others.
+    """
+
+    def __init__(
+        self,
+        compose: Any,
+        fields: Fields,
+        plan: Plan | None,
+        ops: Mapping[str, DeviceOp] | None = None,
+        crop: CropOnDevice | None = None,
+        *,
+        registered: Mapping[str, DeviceOp] | None = None,
+        form: OutputForm | None = None,
+    ) -> None:
+        self._compose = compose
+        self._ops = ops
+        self._registered = registered
+        self._form = form or OutputForm()
+        self.needs_batches = self._form.converts
+        self._fields = fields
+        self._plan = plan
+        self._crop = crop
+        self._roles = target_roles(compose)
+        self._masks = _MASKS | {name for name, role in self._roles.items() if role == "mask"}
+        self._taken = argument_names(compose)
+        self._local = threading.local()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_local"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _local=threading.local())
+
+    def __call__(self, sample: Any, key: SampleKey) -> tuple[Any, Tape | None]:
+        """Return the sample as the worker leaves it, and what the device has still to do to it.
+
+        The tape is None when everything was done here. Images and masks of the sample are tensors
+        ``[H, W, C]`` or ``[H, W]`` when there is a tape, else whatever the pipeline yields.
+
+        Raises:
+            BatchError: the sample has no image.
+        """
+        found = find_fields(sample, self._fields, batched=False)
+        data, places = self._arguments(sample, found)
+        if self._plan is None:
+            compose, seed = self._own("whole", self._copied)
+            seed(key)
+            result, tape = compose(**data), None
+        else:
+            recorder, seed = self._recorder(self._plan, data)
+            seed(key)
+            result, tape = recorder(data)
+            if self._crop is not None:
+                result, tape = self._crop.fit(result, tape)
+            for target in self._roles:
+                if target in places and isinstance(result[target], np.ndarray):
+                    pixels = _with_channel(result[target], data[target], tape.get(target))
+                    result[target] = _own_tensor(pixels)
+        for name in data.keys() & self._masks:
+            result[name] = mask_as_given(result[name], data[name])
+        given = put_fields(sample, {places[name]: result[name] for name in places})
+        # What a pipeline adds (`replay`, `applied_transforms`) has a place where fields have names.
+        added = result.keys() - data.keys() if isinstance(sample, Mapping) else ()
+        return put_fields(given, {name: result[name] for name in added}) if added else given, tape
+
+    def form_of(self, sample: Any) -> SampleForm:
+        """Return what the images and masks of a sample look like."""
+        found = find_fields(sample, self._fields, batched=False)
+        data = self._arguments(sample, found)[0]
+        shape = data["image"].shape
+        images = [name for name, role in self._roles.items() if role == "image"]
+        values = {name: values_of(data[name]) for name in images if data.get(name) is not None}
+        return SampleForm(self._size(data), shape[2] if len(shape) == 3 else None, values)
+
+    def collate(
+        self, tapes: Sequence[Tape | None], beside: Mapping[str, np.ndarray] | None = None
+    ) -> Draws:
+        """Return the tapes of a batch, packed in the order of its samples, and what goes beside."""
+        known: list[Tape] = [tape if tape is not None else {} for tape in tapes]
+        return compile_tapes(known, device_ops(self._ops, self._registered), beside)
+
+    def finish(self, batch: Batch, drawn: Sequence[Any]) -> Batch:  # noqa: ARG002
+        """Return the batch, on whose samples the pipeline has run, in its output form."""
+        return convert_images(batch, self._fields, self._roles, self._form)
+
+    def _own(self, name: str, make: Callable[..., Any], *arguments: Any) -> Any:
+        own = vars(self._local)
+        if name not in own:
+            own[name] = make(*arguments)
+        return own[name]
+
+    def _copied(self) -> tuple[Any, Callable[[SampleKey], None]]:
+        compose = copy.deepcopy(self._compose)
+        return compose, reseeder(compose)
+
+    def _recorder(
+        self, plan: Plan, data: Mapping[str, Any]
+    ) -> tuple[Recorder, Callable[[SampleKey], None]]:
+        name = "any size"
+        if self._crop is not None and self._size(data) == self._crop.size:
+            name, plan = "one size", self._crop.plan
+        own: tuple[Recorder, Callable[[SampleKey], None]] = self._own(
+            name, self._new_recorder, plan
+        )
+        return own
+
+    def _new_recorder(self, plan: Plan) -> tuple[Recorder, Callable[[SampleKey], None]]:
+        recorder = Recorder(self._compose, plan, device_ops(self._ops, self._registered))
+        return recorder, reseeder(recorder.compose)
+
+    def _size(self, data: Mapping[str, Any]) -> tuple[int, int] | None:
+        pixels = [data[name] for name in self._roles if data.get(name) is not None]
+        sizes = {value.shape[:2] for value in pixels}
+        return sizes.pop() if len(sizes) == 1 else None
+
+    def _arguments(self, sample: Any, found: Found) -> tuple[dict[str, Any], dict[str, Location]]:
+        """Return the arguments of the pipeline, and where each of them sits in the sample."""
+        places: dict[str, Location] = {"image": found.image}
+        if found.mask is not None:
+            places["mask"] = found.mask
+        if isinstance(sample, Mapping):
+            for name in sample:
+                if name in self._taken and name not in places and _fits(name, sample[name]):
+                    places[name] = name
+        data = {}
+        for name, place in places.items():
+            value, role = get_field(sample, place), self._roles.get(name)
+            if role is not None and value is not None:
+                value = _own_if_gray(value) if role == "image" else mask_to_numpy(value)
+            data[name] = _as_arrays(value, image=name == "images") if name in _SEVERAL else value
+        return data, places
+
+
+def device_ops(
+    ops: Mapping[str, DeviceOp] | None = None, registered: Mapping[str, DeviceOp] | None = None
+) -> Mapping[str, DeviceOp]:
+    """Return the device forms of a pipeline's transforms by name.
+
+    Args:
+        ops: those of Albumentations' transforms; None: all there are.
+        registered: those of other classes.
+    """
+    if ops is None:
+        # Looked up where it is used: all of them need not travel with a pickled transform.
+        from lightning_fastdata.augment.ops import DEVICE_OPS
+
+        ops = DEVICE_OPS
+    return {**ops, **registered} if registered else ops
+
+
+def convert_images(
+    batch: Batch, fields: Fields, roles: Mapping[str, Role], form: OutputForm
+) -> Batch:
+    """Return a batch with its images in their output form.
+
+    Args:
+        batch: a collated batch, whose images are uint8 or float32.
+        fields: where its image is.
+        roles: names of a pipeline for what it takes; other images are keys of a dict.
+        form: what to convert to.
+    """
+    if not form.converts:
+        return batch
+    places: list[Location] = [find_fields(batch, fields, batched=True).image]
+    if isinstance(batch, Mapping):
+        named = (name for name, role in roles.items() if role == "image" and name != "image")
+        places += [name for name in named if isinstance(batch.get(name), torch.Tensor)]
+    converted = {place: convert_output(get_field(batch, place), form) for place in places}
+    return put_fields(batch, converted)
+
+
+def argument_names(compose: Any) -> frozenset[str]:
+    """Return the names of everything that a pipeline takes from a sample beside its image.
+
+    Boxes and keypoints only where it was told their format; without that they mean nothing to it.
+    """
+    names = {"masks", *getattr(compose, "available_keys", ())}
+    kinds = {name: name for name in names}
+    for node in list_nodes(compose):
+        kinds |= getattr(node, "additional_targets", {})
+    told = getattr(compose, "processors", kinds)
+    return frozenset(
+        name for name, kind in kinds.items() if kind not in {"bboxes", "keypoints"} or kind in told
+    )
+
+
+def _fits(name: str, value: Any) -> bool:
+    # Samples may use the names of volumes for something else: a loudness, file names.
+    if value is None or name not in _VOLUMES:
+        return value is not None
+    listed = isinstance(value, list | tuple) and len(value) > 0
+    values = value if listed else [value]
+    return all(isinstance(one, np.ndarray | torch.Tensor) or is_pil(one) for one in values)
+
+
+def _as_arrays(value: Any, *, image: bool) -> Any:
+    """Return images, masks or a volume as Albumentations wants them."""
+    if isinstance(value, list | tuple):
+        return [to_hwc(one)[0] if image else mask_to_numpy(one) for one in value]
+    if not isinstance(value, torch.Tensor):
+        return value
+    return np.stack([to_hwc(one)[0] for one in value]) if image else value.detach().cpu().numpy()
+
+
+def _own_if_gray(value: Any) -> np.ndarray:
+    """Return an image; of one channel a copy, as Albumentations writes to one that it equalizes.
+
+    The dataset may hand out the same array in each epoch.
+    """
+    image, layout = to_hwc(value)
+    is_gray = layout != "pil" and (image.ndim == 2 or image.shape[2] == 1)
+    return image.copy() if is_gray else image
+
+
+def _with_channel(pixels: np.ndarray, given: np.ndarray, left: Track | None) -> np.ndarray:
+    """Return an image ``[H, W, 1]`` as such, if an operation made ``[H, W]`` of it.
+
+    OpenCV's inpainting does, in the samples that drew it. It is one again behind ``ToTensorV2``, so
+    that a batch is possible.
+    """
+    lost = left is not None and left.role == "image" and pixels.ndim == 2 < given.ndim
+    ends = lost and left is not None and any(op.name == "ToTensorV2" for op in left.ops)
+    return pixels[..., None] if ends else pixels
+
+
+def _own_tensor(array: np.ndarray) -> torch.Tensor:
+    # The pipeline may hand back the dataset's own read-only array (a memory map).
+    array = np.ascontiguousarray(array)
+    # NumPy takes a turned axis of one pixel for contiguous; torch does not.
+    ready = array.flags.writeable and min(array.strides) >= 0
+    return torch.from_numpy(array if ready else array.copy())

@@ -1,0 +1,1 @@
+"""What was drawn for a batch, carried out on its device."""

@@ -1,0 +1,252 @@
+"""What an operation is within a run of steps that one kernel carries out.
+
+A run reads each pixel of its result from the images, changes it by operations that make a pixel
+from itself alone, and writes it. How it reads is the run's geometry. Each sample has its own
+instructions, in its own order; what it skips costs nothing. Instructions are rows of five int32:
+what to do, and where in the blob the numbers for it lie.
+
+====================  ==========================================================================
+code                  numbers
+====================  ==========================================================================
+``NOP``               none
+``MIRROR``            sum of 4: rows become columns, then 1: left and right, 2: top and bottom
+``TABLE``             offset of uint8 ``[256, count]``; count, 1 or 3
+``HSV``               offset of uint8 ``[256, 3]``; OpenCV's lanes
+``SCALE``             offset of a float64 factor
+``CONTRAST``          offset of a float64 factor
+``SATURATION``        offset of a float64 factor
+``HUE``               offset of uint8 ``[256]``; OpenCV's lanes
+``GRAY``              none
+``HOLES``             offset of int32 ``[count, 4]``; count; offset of float32 ``[values]``; values
+``SHUFFLE``           channel that becomes red; green; blue
+``DROP``              sum of 1: red, 2: green, 4: blue; the value that they get
+====================  ==========================================================================
+
+Behind Normalize or ToFloat, a sample may have one more:
+
+====================  ==========================================================================
+``LATE_HOLES``        those of ``HOLES``
+====================  ==========================================================================
+
+A sample may begin with one way of reading of its own:
+
+====================  ==========================================================================
+``WARP``              offset of float32 ``[3, 3]``; border mode, plus 8 for the nearest pixel, plus
+                      16 if projective; offset of float32 ``[3]``, the fill
+``BOTH_AXES``         offset of float32 ``[size]``; size; number of the image among such images
+``PLANE``             offset of float32 ``[rows, columns]``; rows; columns; numbers between rows
+``MEDIAN``            size
+====================  ==========================================================================
+"""
+
+# ruff: noqa: ARG001 - all functions that make instructions share one signature
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, get_args
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded
+    from lightning_fastdata.augment.record.tape import Role
+
+NOP, MIRROR, TABLE, HSV, SCALE, CONTRAST, SATURATION, HUE, GRAY, HOLES, SHUFFLE, DROP = range(12)
+WARP, BOTH_AXES, PLANE, MEDIAN = range(12, 16)
+LATE_HOLES: Final = 16
+WIDTH: Final = 5
+"""Numbers of an instruction."""
+CHANNELS: Final = 3
+"""Of the images that are fused: others take one step after the other."""
+
+Instruction: TypeAlias = tuple[int, ...]
+Instructions: TypeAlias = "Callable[[Encoded, Mapping[str, int]], list[Instruction] | None]"
+End: TypeAlias = Literal["normalize", "to float", "channels first"]
+Geometry: TypeAlias = Literal["window", "resize"]
+Fused: TypeAlias = "Instructions | Geometry | End"
+"""What an operation is within a run: a way of reading, a change of each pixel, or its end."""
+ENDS: Final[frozenset[object]] = frozenset(get_args(End))
+"""What makes something else of bytes ``[n, H, W, C]``, so that no other run follows."""
+
+_TRANSPOSED: Final = 4
+_MIRRORS: Final = {
+    (False, 0): 0,
+    (True, 3): 1,
+    (True, 1): 2,
+    (False, 2): 3,
+    (True, 0): _TRANSPOSED,
+    (False, 3): _TRANSPOSED + 1,
+    (False, 1): _TRANSPOSED + 2,
+    (True, 2): _TRANSPOSED + 3,
+}
+"""The symmetries of a square, named by a transposition and the quarter turns after it."""
+_NEAREST: Final = 0
+_LINEAR: Final = 1
+_WARPED_NEAREST: Final = 8
+_PROJECTIVE: Final = 16
+
+
+def is_reading(instruction: Instruction) -> bool:
+    """Return whether an instruction says how a sample is read."""
+    return WARP <= instruction[0] <= MEDIAN
+
+
+def is_transposing(instruction: Instruction) -> bool:
+    """Return whether an instruction makes columns of rows, which takes square images."""
+    return instruction[0] == MIRROR and instruction[1] >= _TRANSPOSED
+
+
+def mirror(encoded: Encoded, offsets: Mapping[str, int]) -> list[Instruction]:
+    """Return the instruction of a symmetry of the square."""
+    static = dict(encoded.static)
+    moves = _MIRRORS[static["transposed"], static["turns"]]
+    return [(MIRROR, moves)] if moves else []
+
+
+def table(encoded: Encoded, offsets: Mapping[str, int]) -> list[Instruction] | None:
+    """Return the instruction of a table for uint8, or None."""
+    if dict(encoded.static).get("form") != "table":
+        return None
+    count = encoded.arrays["table"].shape[1]
+    return [(TABLE, offsets["table"], count)] if count in (1, CHANNELS) else None
+
+
+def hsv(encoded: Encoded, offsets: Mapping[str, int]) -> list[Instruction] | None:
+    """Return the instruction of tables for hue, saturation and value, or None."""
+    static: dict[str, Any] = dict(encoded.static)
+    if static["form"] == "same":
+        return []
+    return [(HSV, offsets["table"], static["lanes"])] if static["form"] == "hsv" else None
+
+
+def jitter(encoded: Encoded, offsets: Mapping[str, int]) -> list[Instruction]:
+    """Return the instructions of ColorJitter in the sample's order."""
+    factors, static = encoded.arrays["factors"], dict(encoded.static)
+    made: list[Instruction] = []
+    for turn in encoded.arrays["order"].tolist():
+        if turn == 3:
+            if factors[3] != 0:
+                made.append((HUE, offsets["hue_table"], static["lanes"]))
+        elif factors[turn] != 1:
+            code = (SCALE, CONTRAST, SATURATION)[turn]
+            made.append((code, offsets["factors"] + 8 * turn))
+    return made
+
+
+def gray(encoded: Encoded, offsets: Mapping[str, int]) -> list[Instruction] | None:
+    """Return the instruction of OpenCV's luminance, or None."""
+    static = dict(encoded.static)
+    if static["method"] != "weighted_average" or static["channels"] != CHANNELS:
+        return None
+    return [(GRAY,)]
+
+
+def holes(encoded: Encoded, offsets: Mapping[str, int]) -> list[Instruction] | None:
+    """Return the instruction of rectangles of a constant, or None."""
+    if "fill" not in encoded.arrays:
+        return None
+    holes, fill = encoded.arrays["holes"], encoded.arrays["fill"]
+    return [(HOLES, offsets["holes"], len(holes), offsets["fill"], len(fill))]
+
+
+def shuffle(encoded: Encoded, offsets: Mapping[str, int]) -> list[Instruction] | None:
+    """Return the instruction of channels in another order, or None."""
+    order = encoded.arrays["order"].tolist()
+    return [(SHUFFLE, *order)] if len(order) == CHANNELS else None
+
+
+def drop(encoded: Encoded, offsets: Mapping[str, int]) -> list[Instruction] | None:
+    """Return the instruction of channels that become a constant, or None."""
+    dropped, fill = encoded.arrays["dropped"], dict(encoded.static)["fill"]
+    if len(dropped) != CHANNELS or not isinstance(fill, int):
+        return None
+    return [(DROP, sum(1 << channel for channel in range(CHANNELS) if dropped[channel]), fill)]
+
+
+def warp(encoded: Encoded, offsets: Mapping[str, int]) -> list[Instruction] | None:
+    """Return the reading of an affine or projective warp, or None."""
+    static = dict(encoded.static)
+    # The kernel reads between the pixels as OpenCV 5 does: without a grid of positions.
+    known = static["interpolation"] in {_NEAREST, _LINEAR} and not static["cells"]
+    if len(encoded.arrays["fill"]) != CHANNELS or not known:
+        return None
+    how = static["border"] + _PROJECTIVE * static["projective"]
+    how += _WARPED_NEAREST * (static["interpolation"] == _NEAREST)
+    return [(WARP, offsets["inverse"], how, offsets["fill"])]
+
+
+def correlation(encoded: Encoded, offsets: Mapping[str, int]) -> list[Instruction] | None:
+    """Return the reading of a blur or another correlation, or None.
+
+    Zeros around the kernel, which let samples share steps, are left out: they add nothing.
+    """
+    static, kernel = dict(encoded.static), encoded.arrays["kernel"]
+    if static.get("method", "kernel") != "kernel" or any(size % 2 == 0 for size in kernel.shape):
+        return None
+    margins = [_margin(kernel, axis) for axis in range(kernel.ndim)]
+    sizes = [size - 2 * margin for size, margin in zip(kernel.shape, margins, strict=True)]
+    between = kernel.shape[-1]
+    if kernel.ndim == 1:
+        return [(BOTH_AXES, offsets["kernel"] + 4 * margins[0], sizes[0])]
+    first = offsets["kernel"] + 4 * (margins[0] * between + margins[1])
+    return [(PLANE, first, *sizes, between)]
+
+
+def median(encoded: Encoded, offsets: Mapping[str, int]) -> list[Instruction]:
+    """Return the reading of medians."""
+    return [(MEDIAN, dict(encoded.static)["size"])]
+
+
+def _margin(kernel: np.ndarray, axis: int) -> int:
+    """Return how many rows (0) or columns (1) of zeros lie on both sides of a kernel."""
+    others = tuple(other for other in range(kernel.ndim) if other != axis)
+    used = np.flatnonzero(kernel.any(axis=others)).tolist()
+    length = int(kernel.shape[axis])
+    return min(used[0], length - 1 - used[-1]) if used else length // 2
+
+
+def nothing(encoded: Encoded, offsets: Mapping[str, int]) -> list[Instruction]:
+    """Return no instructions: the operation leaves a mask as it is."""
+    return []
+
+
+def warp_mask(encoded: Encoded, offsets: Mapping[str, int]) -> list[Instruction] | None:
+    """Return the reading of a mask through a warp at the nearest pixels, or None."""
+    static = dict(encoded.static)
+    if static["mask_interpolation"] != _NEAREST or static["cells"]:
+        return None
+    how = static["border"] + _WARPED_NEAREST + _PROJECTIVE * static["projective"]
+    return [(WARP, offsets["inverse"], how, offsets["fill_mask"])]
+
+
+def mask_holes(encoded: Encoded, offsets: Mapping[str, int]) -> list[Instruction]:
+    """Return the instruction of rectangles of a constant in a mask, if they are painted there."""
+    if "fill_mask" not in encoded.arrays:
+        return []
+    holes, fill = encoded.arrays["holes"], encoded.arrays["fill_mask"]
+    return [(HOLES, offsets["holes"], len(holes), offsets["fill_mask"], len(fill))]
+
+
+def mask_to_tensor(encoded: Encoded, offsets: Mapping[str, int]) -> list[Instruction] | None:
+    """Return no instructions, or None if the channels of masks are to come first."""
+    return None if dict(encoded.static)["transpose_mask"] else []
+
+
+_OF_MASKS: Final[Mapping[Fused, Fused]] = {
+    mirror: mirror,
+    warp: warp_mask,
+    holes: mask_holes,
+    "channels first": mask_to_tensor,
+    "window": "window",
+    "resize": "resize",
+}
+
+
+def fused_form(op: DeviceOp, role: Role) -> Fused | None:
+    """Return what an operation is within a run on images or on masks; None: no run takes it."""
+    if role == "image":
+        return op.fused
+    if op.mask is None:
+        return nothing
+    return None if op.fused is None else _OF_MASKS.get(op.fused)

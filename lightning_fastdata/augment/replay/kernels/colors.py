@@ -1,0 +1,138 @@
+"""Colours: ``ops/colors/hsv.py`` and ``ops/colors/color.py``."""
+
+# mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from lightning_fastdata.augment.replay.kernels.numbers import cut, even
+
+
+@triton.jit
+def luminance(red, green, blue):
+    """Return OpenCV's gray, 0 to 255."""
+    return (red * 9798 + green * 19235 + blue * 3735 + 16384) >> 15
+
+
+@triton.jit
+def to_hsv(red, green, blue):
+    """Return hue in 0 .. 179, saturation and value: ``hsv_bytes`` of ``ops/colors/hsv.py``."""
+    value = tl.maximum(tl.maximum(red, green), blue)
+    spread = value - tl.minimum(tl.minimum(red, green), blue)
+    by_value = (tl.div_rn(1044480.0, tl.maximum(value, 1).to(tl.float32)) + 0.5).to(tl.int32)
+    by_spread = (tl.div_rn(122880.0, tl.maximum(spread, 1).to(tl.float32)) + 0.5).to(tl.int32)
+    saturation = (spread * by_value + 2048) >> 12
+    hue = tl.where(
+        value == red,
+        green - blue,
+        tl.where(value == green, blue - red + 2 * spread, red - green + 4 * spread),
+    )
+    hue = (hue * by_spread + 2048) >> 12
+    return tl.where(hue < 0, hue + 180, hue), saturation, value
+
+
+@triton.jit
+def _byte(x, truncated):
+    x = x * 255.0
+    return tl.where(truncated, x, even(x)).to(tl.int32)
+
+
+@triton.jit
+def to_rgb(hue, saturation, value, x, width, lanes):
+    """Return red, green and blue: ``rgb_bytes`` of ``ops/colors/hsv.py``."""
+    sixths = hue.to(tl.float32) * 0.03333333507180214  # 6 / 180 in float32
+    s = saturation.to(tl.float32) * 0.003921568859368563  # 1 / 255 in float32
+    v = value.to(tl.float32) * 0.003921568859368563
+    floor = tl.floor(sixths)
+    part = sixths - floor
+    sector = floor.to(tl.int32) % 6
+    low = v * (1.0 - s)
+    falling = v * (1.0 - s * part)
+    rising = v * (1.0 - s * (1.0 - part))
+    red = tl.where(
+        (sector == 0) | (sector == 5),
+        v,
+        tl.where(sector == 1, falling, tl.where(sector == 4, rising, low)),
+    )
+    green = tl.where(
+        (sector == 1) | (sector == 2),
+        v,
+        tl.where(sector == 3, falling, tl.where(sector == 0, rising, low)),
+    )
+    blue = tl.where(
+        (sector == 3) | (sector == 4),
+        v,
+        tl.where(sector == 5, falling, tl.where(sector == 2, rising, low)),
+    )
+    # Whole groups of OpenCV's lanes are truncated, the rest of a row is rounded.
+    rest = tl.where(lanes > 0, width % tl.maximum(lanes, 1), width)
+    truncated = (x < width - rest) | (lanes == 1)
+    return _byte(red, truncated), _byte(green, truncated), _byte(blue, truncated)
+
+
+@triton.jit
+def _line(value, factor, offset):
+    return cut(value.to(tl.float32) * factor + offset).to(tl.int32)
+
+
+@triton.jit
+def scaled(red, green, blue, factor, offset):
+    """Return ``factor * value + offset``, cut off to bytes."""
+    return _line(red, factor, offset), _line(green, factor, offset), _line(blue, factor, offset)
+
+
+@triton.jit
+def contrasted(red, green, blue, exact, total, pixels):
+    """Change the contrast by a factor, around the mean of ``total`` luminance on ``pixels``."""
+    mean = total.to(tl.float64) / pixels.to(tl.float64)
+    offset = (mean * (1.0 - exact)).to(tl.float32)
+    offset = tl.where(exact == 0.0, tl.floor(mean + 0.5).to(tl.float32), offset)
+    return scaled(red, green, blue, exact.to(tl.float32), offset)
+
+
+@triton.jit
+def _mixed(value, factor, light):
+    return cut(even(value.to(tl.float32) * factor + light)).to(tl.int32)
+
+
+@triton.jit
+def saturated(red, green, blue, factor):
+    """Change the saturation by a factor."""
+    light = luminance(red, green, blue).to(tl.float32) * (1.0 - factor)
+    return _mixed(red, factor, light), _mixed(green, factor, light), _mixed(blue, factor, light)
+
+
+@triton.jit
+def looked_up(red, green, blue, table, count):
+    """Return what a table ``[256, count]`` has for each value; one column stands for all three."""
+    shared = count == 1
+    red = tl.load(table + red * count).to(tl.int32)
+    green = tl.load(table + green * count + tl.where(shared, 0, 1)).to(tl.int32)
+    blue = tl.load(table + blue * count + tl.where(shared, 0, 2)).to(tl.int32)
+    return red, green, blue
+
+
+@triton.jit
+def shifted_hsv(red, green, blue, table, x, width, lanes):
+    """Change hue, saturation and value by a table ``[256, 3]``."""
+    hue, saturation, value = to_hsv(red, green, blue)
+    hue = tl.load(table + hue * 3).to(tl.int32)
+    saturation = tl.load(table + saturation * 3 + 1).to(tl.int32)
+    value = tl.load(table + value * 3 + 2).to(tl.int32)
+    return to_rgb(hue, saturation, value, x, width, lanes)
+
+
+@triton.jit
+def shifted_hue(red, green, blue, table, x, width, lanes):
+    """Change the hue by a table ``[256]``."""
+    hue, saturation, value = to_hsv(red, green, blue)
+    hue = tl.load(table + hue).to(tl.int32)
+    return to_rgb(hue, saturation, value, x, width, lanes)
+
+
+@triton.jit
+def chosen(red, green, blue, channel):
+    """Return the channel of a number."""
+    return tl.where(channel == 0, red, tl.where(channel == 1, green, blue))

@@ -1,0 +1,199 @@
+"""The kernel of a run: reads, changes and writes each pixel once."""
+
+# ruff: noqa: N803, PLR0912, PLR0915 - Triton writes constants in capitals, and one kernel is one
+# function.
+# mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call"
+
+from __future__ import annotations
+
+from typing import Final
+
+import triton
+import triton.language as tl
+
+from lightning_fastdata.augment.replay.kernels.colors import (
+    chosen,
+    contrasted,
+    looked_up,
+    luminance,
+    saturated,
+    scaled,
+    shifted_hsv,
+    shifted_hue,
+)
+from lightning_fastdata.augment.replay.kernels.filters import read_down, read_median, read_plane
+from lightning_fastdata.augment.replay.kernels.moves import came_from, covered, went_to
+from lightning_fastdata.augment.replay.kernels.numbers import as_kind, part, read, read_anywhere
+from lightning_fastdata.augment.replay.kernels.resize import read_resized
+from lightning_fastdata.augment.replay.kernels.warp import read_warped
+
+
+@triton.jit
+def _filtered(image, code, floats, middle, y, x, height, width, mask, BLOCK: tl.constexpr):
+    """Return red, green and blue through the filter of a sample, or as they are."""
+    kind = tl.load(code)
+    one = tl.load(code + 1)
+    two = tl.load(code + 2)
+    three = tl.load(code + 3)
+    if kind == 13:
+        plane = middle + three.to(tl.int64) * height * width * 3
+        red, green, blue = read_down(
+            plane, floats + one // 4, two, y, x, height, width, mask, BLOCK
+        )
+    elif kind == 14:
+        red, green, blue = read_plane(
+            image, floats + one // 4, two, three, tl.load(code + 4), y, x, height, width, mask,
+            BLOCK,
+        )  # fmt: skip
+    elif kind == 15:
+        red, green, blue = read_median(image, one, y, x, height, width, mask, BLOCK)
+    else:
+        red, green, blue = read(image, y, x, width, mask)
+    return red, green, blue
+
+
+_VARYING: Final = (
+    *("code_at", "where_at", "border", "fill_at", "mean_at", "gain_at"),
+    *("height", "width", "out_height", "out_width", "length"),
+)
+"""Of other integers Triton compiles a kernel again if they are 1 or become multiples of 16, and
+where the numbers of a batch lie is another place in each batch."""
+
+
+@triton.jit(do_not_specialize=_VARYING)
+def fused_kernel(
+    source, target, bytes_, ints, floats, doubles, sums, middle,
+    code_at, where_at, border, fill_at, mean_at, gain_at,
+    height, width, out_height, out_width, length, pixels,
+    GEOMETRY: tl.constexpr, SUMS: tl.constexpr, ENDS: tl.constexpr,
+    PLANES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Carry out a run on one block of output pixels of one sample.
+
+    ``GEOMETRY`` says how the image is read: 0 as it is, 1 a window, 2 resized, 3 warped in those
+    samples whose first instruction says so, 4 filtered in those samples.
+
+    ``ENDS`` says what is written: 0 bytes, 1 normalized, 2 divided by a limit, which lies where
+    normalized samples have their mean.
+
+    ``pixels`` is the height times the width of the result: where that is a multiple of 16, several
+    values are written at once.
+
+    With ``SUMS``, add up the luminance of the pixels as a sample's CONTRAST finds them, and write
+    no pixels.
+    """
+    sample, at = part(pixels, BLOCK)
+    mask = at < pixels
+    code = ints + code_at + sample * length * 5
+    y, x = came_from(code, length, at // out_width, at % out_width, out_height, out_width)
+    image = source + sample.to(tl.int64) * height * width * 3
+    if GEOMETRY == 0:
+        red, green, blue = read(image, y, x, width, mask)
+    elif GEOMETRY == 1:
+        corner = ints + where_at + sample * 2
+        red, green, blue = read_anywhere(
+            image, y + tl.load(corner), x + tl.load(corner + 1), height, width, border,
+            floats + fill_at + sample * 3, mask,
+        )  # fmt: skip
+    elif GEOMETRY == 2:
+        box = ints + where_at + sample * 4
+        red, green, blue = read_resized(image, box, y, x, width, out_height, out_width, mask)
+    elif GEOMETRY == 3:
+        if tl.load(code) == 12:
+            inverse = floats + tl.load(code + 1) // 4
+            fill = floats + tl.load(code + 3) // 4
+            red, green, blue = read_warped(
+                image, inverse, tl.load(code + 2), fill, y, x, height, width, mask
+            )
+        else:
+            red, green, blue = read(image, y, x, width, mask)
+    else:
+        red, green, blue = _filtered(image, code, floats, middle, y, x, height, width, mask, BLOCK)
+    running = True
+    for number in range(length):
+        step = code + number * 5
+        kind = tl.load(step)
+        one = tl.load(step + 1)
+        two = tl.load(step + 2)
+        three = tl.load(step + 3)
+        if running:
+            if kind == 1:
+                y, x = went_to(one, y, x, out_height, out_width)
+            elif kind == 2:
+                red, green, blue = looked_up(red, green, blue, bytes_ + one, two)
+            elif kind == 3:
+                red, green, blue = shifted_hsv(red, green, blue, bytes_ + one, x, out_width, two)
+            elif kind == 4:
+                factor = tl.load(doubles + one // 8).to(tl.float32)
+                red, green, blue = scaled(red, green, blue, factor, 0.0)
+            elif kind == 5:
+                if SUMS:
+                    light = tl.where(mask, luminance(red, green, blue), 0)
+                    tl.atomic_add(sums + sample, tl.sum(light, 0).to(tl.int64))
+                    running = False
+                else:
+                    red, green, blue = contrasted(
+                        red, green, blue, tl.load(doubles + one // 8), tl.load(sums + sample),
+                        out_height * out_width,
+                    )  # fmt: skip
+            elif kind == 6:
+                factor = tl.load(doubles + one // 8).to(tl.float32)
+                red, green, blue = saturated(red, green, blue, factor)
+            elif kind == 7:
+                red, green, blue = shifted_hue(red, green, blue, bytes_ + one, x, out_width, two)
+            elif kind == 8:
+                red = luminance(red, green, blue)
+                green = red
+                blue = red
+            elif kind == 9:
+                hidden = covered(ints + one // 4, two, y, x, mask)
+                fill = floats + three // 4
+                many = tl.load(step + 4) > 1
+                red = tl.where(hidden, tl.load(fill).to(tl.uint8).to(tl.int32), red)
+                second = tl.load(fill + tl.where(many, 1, 0)).to(tl.uint8).to(tl.int32)
+                third = tl.load(fill + tl.where(many, 2, 0)).to(tl.uint8).to(tl.int32)
+                green = tl.where(hidden, second, green)
+                blue = tl.where(hidden, third, blue)
+            elif kind == 10:
+                red, green, blue = (
+                    chosen(red, green, blue, one),
+                    chosen(red, green, blue, two),
+                    chosen(red, green, blue, three),
+                )
+            elif kind == 11:
+                red = tl.where((one & 1) != 0, two, red)
+                green = tl.where((one & 2) != 0, two, green)
+                blue = tl.where((one & 4) != 0, two, blue)
+    if not SUMS:
+        out = target + sample.to(tl.int64) * pixels * 3
+        if PLANES:
+            first = out + at
+            between = pixels
+        else:
+            first = out + at * 3
+            between = 1
+        if ENDS == 1:
+            mean = floats + mean_at + sample * 3
+            gain = floats + gain_at + sample * 3
+            red = (red.to(tl.float32) - tl.load(mean)) * tl.load(gain)
+            green = (green.to(tl.float32) - tl.load(mean + 1)) * tl.load(gain + 1)
+            blue = (blue.to(tl.float32) - tl.load(mean + 2)) * tl.load(gain + 2)
+        elif ENDS == 2:
+            limit = tl.load(floats + mean_at + sample)
+            red = tl.div_rn(red.to(tl.float32), limit)
+            green = tl.div_rn(green.to(tl.float32), limit)
+            blue = tl.div_rn(blue.to(tl.float32), limit)
+        if ENDS != 0:
+            for number in range(length):
+                step = code + number * 5
+                if tl.load(step) == 16:
+                    hidden = covered(ints + tl.load(step + 1) // 4, tl.load(step + 2), y, x, mask)
+                    fill = floats + tl.load(step + 3) // 4
+                    many = tl.load(step + 4) > 1
+                    red = tl.where(hidden, tl.load(fill), red)
+                    green = tl.where(hidden, tl.load(fill + tl.where(many, 1, 0)), green)
+                    blue = tl.where(hidden, tl.load(fill + tl.where(many, 2, 0)), blue)
+        kind_out = target.dtype.element_ty
+        tl.store(first, as_kind(red, kind_out), mask)
+        tl.store(first + between, as_kind(green, kind_out), mask)
+        tl.store(first + 2 * between, as_kind(blue, kind_out), mask)

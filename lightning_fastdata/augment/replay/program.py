@@ -1,0 +1,249 @@
+"""The tapes of a batch, packed into one tensor, in the order in which the device runs them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import torch
+
+from lightning_fastdata.augment.replay.instructions import fused_form
+from lightning_fastdata.augment.replay.runs import FusedRun, Step, fuse
+from lightning_fastdata.errors import BatchError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded
+    from lightning_fastdata.augment.record.tape import Role, Tape, TapeOp, Track
+
+_ALIGN: Final = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Where one array lies in the blob of its batch."""
+
+    offset: int
+    """First byte; a multiple of 16."""
+    dtype: torch.dtype
+    """Type of its elements."""
+    shape: tuple[int, ...]
+    """Its shape."""
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes from one sample's part of the array to the next one's."""
+        return math.prod(self.shape[1:]) * self.dtype.itemsize
+
+    def view(self, blob: torch.Tensor) -> torch.Tensor:
+        """Return the array as a view of the blob, wherever that is."""
+        count = math.prod(self.shape) * self.dtype.itemsize
+        return blob[self.offset : self.offset + count].view(self.dtype).view(self.shape)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPart:
+    """Samples that take one step with the same settings and array shapes: one launch."""
+
+    rows: Slot | None
+    """Positions of the samples in the batch (int64); None when it is all of them, in order."""
+    static: tuple[tuple[str, Any], ...]
+    """Settings that they share."""
+    arrays: Mapping[str, Slot]
+    """Their drawn numbers, stacked to ``[samples, ...]``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProgramStep:
+    """One operation of the pipeline on all samples that take it now."""
+
+    leaf: int
+    """Number of the transform in its pipeline."""
+    name: str
+    """Class name of the transform."""
+    parts: tuple[StepPart, ...]
+    """No sample is in two parts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """Everything that is still to be done to one image or mask field of a batch."""
+
+    role: Role
+    """Whether the field is an image or a mask."""
+    steps: tuple[ProgramStep, ...]
+    """In order."""
+    runs: tuple[FusedRun, ...] = ()
+    """Steps that one kernel can carry out together, in order."""
+
+
+class Draws:
+    """What the pipeline drew for a batch, on its way to the device beside the batch."""
+
+    __slots__ = ("beside", "blob", "programs", "samples")
+
+    def __init__(
+        self,
+        samples: int,
+        programs: Mapping[str, Program],
+        blob: torch.Tensor,
+        beside: Mapping[str, Slot] | None = None,
+    ) -> None:
+        self.samples = samples
+        """Samples in the batch."""
+        self.programs = programs
+        """One program per image or mask, by the name that the pipeline knows it by."""
+        self.blob = blob
+        """uint8, one dimension: every array of every step."""
+        self.beside = beside or {}
+        """Where in the blob other arrays lie, by name: what was drawn for the batch as a whole."""
+
+    def pin_memory(self, device: str | None = None) -> Draws:  # noqa: ARG002 - torch's signature
+        """Return the same draws in page-locked memory."""
+        return Draws(self.samples, self.programs, self.blob.pin_memory(), self.beside)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return the tensors that are moved."""
+        return [self.blob]
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Draws:
+        """Return the same draws on a device; one copy."""
+        return Draws(
+            self.samples, self.programs, _moved(self.blob, device, non_blocking), self.beside
+        )
+
+
+def _moved(blob: torch.Tensor, device: torch.device | str, non_blocking: bool) -> torch.Tensor:
+    kind = torch.device(device).type
+    if non_blocking and kind == "cuda" and blob.is_cpu and not blob.is_pinned():
+        # Out of ordinary memory the host would wait for what the device has still to do. torch uses
+        # this memory again only when the copy is done.
+        blob = blob.pin_memory()
+    # What comes back is read at once.
+    return blob.to(device, non_blocking=non_blocking and kind != "cpu")
+
+
+class Packer:
+    """Packs arrays into the blob of a batch, each at a multiple of 16 bytes."""
+
+    def __init__(self) -> None:
+        self._chunks: list[np.ndarray] = []
+        self._size = 0
+        self._known: dict[tuple[object, ...], Mapping[str, Slot]] = {}
+
+    def add(self, array: np.ndarray) -> Slot:
+        """Pack an array, and return where it lies."""
+        array = np.ascontiguousarray(array)
+        slot = Slot(self._size, torch.from_numpy(array[:0]).dtype, array.shape)
+        padding = -array.nbytes % _ALIGN
+        self._chunks.append(array.reshape(-1).view(np.uint8))
+        self._chunks.append(np.zeros(padding, np.uint8))
+        self._size += array.nbytes + padding
+        return slot
+
+    def stack(self, encoded: Sequence[Encoded]) -> Mapping[str, Slot]:
+        """Pack what samples have drawn, stacked, and return where each array lies."""
+        # An image and the mask beside it share their parameters: packed once.
+        key = tuple(map(id, encoded))
+        if key not in self._known:
+            self._known[key] = {
+                name: self.add(np.array([one.arrays[name] for one in encoded]))
+                for name in encoded[0].arrays
+            }
+        return self._known[key]
+
+    def blob(self) -> torch.Tensor:
+        """Return everything that was packed."""
+        if not self._chunks:
+            return torch.empty(0, dtype=torch.uint8)
+        return torch.from_numpy(np.concatenate(self._chunks))
+
+
+def compile_tapes(
+    tapes: Sequence[Tape],
+    ops: Mapping[str, DeviceOp] | None = None,
+    beside: Mapping[str, np.ndarray] | None = None,
+) -> Draws:
+    """Order and pack the tapes of a batch, and the arrays ``beside`` them.
+
+    The sample order is the order of the batch. Each sample keeps its own order of operations; a
+    step takes the operation that is written first among those that come next, with all samples
+    whose turn it is.
+
+    Args:
+        tapes: Of each sample.
+        ops: Device forms by name, which know what can be fused; None: nothing is.
+        beside: Arrays by name that travel with the tapes, for what comes after them.
+
+    Raises:
+        BatchError: images come from the workers with several dtypes.
+    """
+    packer = Packer()
+    programs = {}
+    for key in dict.fromkeys(name for tape in tapes for name in tape):
+        role = next(tape[key].role for tape in tapes if key in tape)
+        if role == "image":
+            _check_dtypes(key, [tape[key] for tape in tapes if key in tape])
+        tracks = [tape[key].ops if key in tape else () for tape in tapes]
+        steps, known = _schedule(tracks, packer, ops or {}, role)
+        runs = fuse(known, len(tapes), packer.add, role)
+        programs[key] = Program(role=role, steps=steps, runs=runs)
+    slots = {name: packer.add(array) for name, array in (beside or {}).items()}
+    return Draws(len(tapes), programs, packer.blob(), slots)
+
+
+def _check_dtypes(key: str, tracks: Sequence[Track]) -> None:
+    # One tensor would be made of them, with other numbers than operations were drawn for.
+    dtypes = sorted({str(track.dtype) for track in tracks if track.dtype is not None})
+    if len(dtypes) > 1 and any(track.ops for track in tracks):
+        raise BatchError(
+            f"The {key}s of one batch are {' and '.join(dtypes)}, and what is left to the device "
+            "is for one dtype: have the dataset return one, or set augment_on='cpu' "
+            "(on_device=False)."
+        )
+
+
+def _schedule(
+    tracks: Sequence[Sequence[TapeOp]], packer: Packer, ops: Mapping[str, DeviceOp], role: Role
+) -> tuple[tuple[ProgramStep, ...], list[Step]]:
+    # What each sample has still to do, last to first.
+    waiting = {row: list(reversed(track)) for row, track in enumerate(tracks) if track}
+    steps, known = [], []
+    while waiting:
+        leaf, name = min((left[-1].leaf, left[-1].name) for left in waiting.values())
+        groups: dict[object, tuple[list[int], list[Encoded]]] = {}
+        for row, left in waiting.items():
+            op = left[-1]
+            if op.leaf == leaf and op.name == name:
+                rows, encoded = groups.setdefault(_form(op.encoded), ([], []))
+                rows.append(row)
+                encoded.append(left.pop().encoded)
+        waiting = {row: left for row, left in waiting.items() if left}
+        parts = tuple(
+            StepPart(
+                rows=None if len(rows) == len(tracks) else packer.add(np.array(rows, np.int64)),
+                static=encoded[0].static,
+                arrays=packer.stack(encoded),
+            )
+            for rows, encoded in groups.values()
+        )
+        steps.append(ProgramStep(leaf=leaf, name=name, parts=parts))
+        known.append(
+            Step(
+                fused=fused_form(ops[name], role) if name in ops else None,
+                rows=tuple(tuple(rows) for rows, _ in groups.values()),
+                encoded=tuple(tuple(encoded) for _, encoded in groups.values()),
+                arrays=tuple(part.arrays for part in parts),
+            )
+        )
+    return tuple(steps), known
+
+
+def _form(encoded: Encoded) -> object:
+    if not encoded.arrays:
+        return encoded.static
+    shapes = [(name, one.shape, one.dtype.char) for name, one in encoded.arrays.items()]
+    return encoded.static, tuple(shapes)

@@ -1,0 +1,283 @@
+"""Carry out the program of a batch on whatever device the batch is on, with torch and kernels."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any, Final, cast
+
+import numpy as np
+import torch
+
+from lightning_fastdata.augment.pipeline.fields import (
+    Fields,
+    Location,
+    describe,
+    find_fields,
+    get_field,
+    put_fields,
+)
+from lightning_fastdata.augment.replay.triton import has_kernels, run_fused, takes
+from lightning_fastdata.errors import BatchError, TransformError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded, Run
+    from lightning_fastdata.augment.ops.output import OutputForm
+    from lightning_fastdata.augment.replay.program import Draws, Program, ProgramStep
+    from lightning_fastdata.types import Batch
+
+_WITHOUT_FLOAT64: Final = frozenset({"mps"})
+"""Devices on which positions cannot be computed as exactly as OpenCV does: for these the CPU
+computes."""
+
+_SIGNED: Final = {
+    torch.uint16: torch.int16,
+    torch.uint32: torch.int32,
+    torch.uint64: torch.int64,
+}
+_BY_WAY_OF: Final = {
+    torch.uint16: torch.float32,
+    torch.uint32: torch.int64,
+    torch.uint64: torch.int64,
+}
+"""Dtypes that torch stores, but that older ones (2.11) hardly compute with: they have no
+``index_select``. And those that are computed with instead."""
+
+
+def replay(
+    program: Program,
+    blob: torch.Tensor,
+    batch: torch.Tensor,
+    ops: Mapping[str, DeviceOp],
+    *,
+    kernels: bool | None = None,
+    out_dtype: torch.dtype | None = None,
+    channels_last: bool = False,
+) -> torch.Tensor:
+    """Return a batch of images or masks after all steps of its program.
+
+    Args:
+        program: what to do.
+        blob: the arrays of the program, on the device of ``batch``.
+        batch: images ``[n, H, W, C]`` or masks ``[n, H, W]`` / ``[n, H, W, C]``; never written to.
+        ops: device forms by name.
+        kernels: carry out fused runs by one kernel each, where they know the form of the batch;
+            None: on CUDA. On the CPU they need Triton's interpreter (``TRITON_INTERPRET=1`` before
+            Triton is imported).
+        out_dtype: dtype of the result, ``.to(out_dtype)``; None: what the last step makes.
+        channels_last: lay a result of four dimensions out as ``torch.channels_last``. The kernel
+            of a run that is the last writes this form itself.
+
+    Raises:
+        TransformError: a step would give some samples another shape or dtype than the others.
+    """
+    carry_out = partial(
+        _carry_out, program, ops, kernels=kernels, out_dtype=out_dtype, channels_last=channels_last
+    )
+    kind = batch.device.type
+    if kind in _WITHOUT_FLOAT64:
+        return carry_out(blob.cpu(), batch.cpu()).to(batch.device)
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        # Matrix products of half precision would be other pixels.
+        with torch.autocast(kind, enabled=False):
+            return carry_out(blob, batch)
+    return carry_out(blob, batch)
+
+
+def _carry_out(
+    program: Program,
+    ops: Mapping[str, DeviceOp],
+    blob: torch.Tensor,
+    batch: torch.Tensor,
+    *,
+    kernels: bool | None,
+    out_dtype: torch.dtype | None,
+    channels_last: bool,
+) -> torch.Tensor:
+    given = batch.dtype
+    kind = _computed_as(given, batch.device)
+    current, owned = batch.to(kind), kind != given
+    kernels = has_kernels(batch.device) if kernels is None else kernels
+    runs = {run.first: run for run in program.runs} if kernels else {}
+    number = 0
+    while number < len(program.steps):
+        run = runs.get(number)
+        if run is not None and run.idle:
+            number = run.last + 1
+            continue
+        if run is not None and takes(run, current):
+            ends = run.last + 1 == len(program.steps)
+            current = run_fused(
+                run,
+                blob,
+                current,
+                out_dtype=out_dtype if ends else None,
+                channels_last=ends and channels_last,
+            )
+            owned = True
+            number = run.last + 1
+            continue
+        step = program.steps[number]
+        current, owned = _run_step(step, program, blob, current, ops, owned=owned)
+        current = current if kind == given else _within(current, given)
+        number += 1
+    current = current if kind == given else current.to(given)
+    current = current if out_dtype is None else current.to(out_dtype)
+    if channels_last and current.ndim == 4:
+        current = current.contiguous(memory_format=torch.channels_last)
+    return current
+
+
+def replay_batch(
+    batch: Batch,
+    draws: Draws,
+    fields: Fields,
+    ops: Mapping[str, DeviceOp],
+    form: OutputForm | None = None,
+) -> Batch:
+    """Return a batch as the workers left it with the programs of its images and masks carried out.
+
+    Args:
+        batch: its images are ``[n, H, W, C]`` or ``[n, H, W]``.
+        draws: what was drawn for it, on its device.
+        fields: where its image and mask are.
+        ops: device forms by name.
+        form: of the images that come out; None: as the pipeline makes them.
+
+    Raises:
+        BatchError: a field is missing, or has another number of samples than was drawn.
+    """
+    if not draws.programs:
+        return batch
+    found = find_fields(batch, fields, batched=True)
+    values: dict[Location, torch.Tensor] = {}
+    for target, program in draws.programs.items():
+        location = {"image": found.image, "mask": found.mask}.get(target, target)
+        value = get_field(batch, location)
+        if not isinstance(value, torch.Tensor) or len(value) != draws.samples:
+            raise BatchError(
+                f"The field {location!r} should be a tensor of {draws.samples} samples, "
+                f"as many as were drawn for, but is {describe(value)}. A collate_fn must "
+                "stack the images of a batch in order, and keep them at their place."
+            )
+        values[location] = replay_image(program, draws.blob, value, ops, form)
+    return put_fields(batch, values)
+
+
+def replay_image(
+    program: Program,
+    blob: torch.Tensor,
+    batch: torch.Tensor,
+    ops: Mapping[str, DeviceOp],
+    form: OutputForm | None = None,
+) -> torch.Tensor:
+    """Do as :func:`replay`, and take images ``[n, H, W]`` for images of one channel.
+
+    Images come out in ``form``; masks as their pipeline makes them.
+    """
+    add_channel = program.role == "image" and batch.ndim == 3
+    form = form if program.role == "image" else None
+    value = replay(
+        program,
+        blob,
+        batch.unsqueeze(-1) if add_channel else batch,
+        ops,
+        out_dtype=None if form is None else form.dtype,
+        channels_last=form is not None and form.channels_last,
+    )
+    tensor_form = any(step.name == "ToTensorV2" for step in program.steps)
+    drop = add_channel and not tensor_form and value.shape[-1] == 1
+    return value.squeeze(-1) if drop else value
+
+
+def replay_one(op: DeviceOp, encoded: Encoded, is_image: bool, pixels: np.ndarray) -> np.ndarray:
+    """Return one image or mask ``[H, W]`` or ``[H, W, C]`` after one operation, on the CPU."""
+    run = cast("Run", op.image if is_image else op.mask)
+    arrays = {name: torch.from_numpy(array[None]) for name, array in encoded.arrays.items()}
+    batch = torch.from_numpy(np.array(pixels)).view(1, *pixels.shape[:2], -1)
+    return run_whole(run, batch, dict(encoded.static), arrays).reshape(pixels.shape).numpy()
+
+
+def run_whole(
+    run: Run, batch: torch.Tensor, static: Mapping[str, Any], arrays: Mapping[str, torch.Tensor]
+) -> torch.Tensor:
+    """Return a batch of any dtype after one operation."""
+    kind = _computed_as(batch.dtype, batch.device)
+    if kind == batch.dtype:
+        return run(batch, static, arrays)
+    return _within(run(batch.to(kind), static, arrays), batch.dtype).to(batch.dtype)
+
+
+def _within(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return values rounded and cut off to those of an integer dtype."""
+    if not values.is_floating_point():
+        return values
+    limits = torch.iinfo(dtype)
+    return values.round().clamp(limits.min, limits.max)
+
+
+@cache
+def _computed_as(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """Return the dtype that torch is to compute with for another, on a device."""
+    if dtype not in _BY_WAY_OF:
+        return dtype
+    one = torch.zeros(1, dtype=dtype, device=device)
+    first = torch.zeros(1, dtype=torch.int64, device=device)
+    try:
+        torch.where(first > 0, one.flip(0), one.index_select(0, first))
+    except NotImplementedError:
+        return _BY_WAY_OF[dtype]
+    return dtype
+
+
+def _run_step(
+    step: ProgramStep,
+    program: Program,
+    blob: torch.Tensor,
+    current: torch.Tensor,
+    ops: Mapping[str, DeviceOp],
+    *,
+    owned: bool,
+) -> tuple[torch.Tensor, bool]:
+    op = ops[step.name]
+    run = op.image if program.role == "image" else op.mask
+    if run is None:
+        return current, owned
+    results: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for part in step.parts:
+        arrays = {name: slot.view(blob) for name, slot in part.arrays.items()}
+        if part.rows is None:
+            out = run(current, dict(part.static), arrays)
+            return out, owned or not _same_memory(out, current)
+        rows = part.rows.view(blob)
+        results.append((rows, run(current.index_select(0, rows), dict(part.static), arrays)))
+    forms = {(out.shape[1:], out.dtype) for _, out in results}
+    if forms == {(current.shape[1:], current.dtype)}:
+        target = current if owned else current.clone()
+    elif len(forms) == 1 and sum(len(rows) for rows, _ in results) == len(current):
+        first = results[0][1]
+        target = first.new_empty((len(current), *first.shape[1:]))
+    else:
+        raise TransformError(
+            f"{step.name} would turn some images of the batch into another shape or dtype than "
+            f"the others: {sorted(map(str, forms))} beside {current.dtype} "
+            f"{tuple(current.shape[1:])}. Apply it to every image (p=1), or use "
+            "on_device=False (augment='cpu')."
+        )
+    for rows, out in results:
+        put_rows(target, rows, out)
+    return target, True
+
+
+def put_rows(batch: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Write samples to their places ``rows`` in a batch of the same dtype, and return the batch."""
+    # torch writes no rows of unsigned integers wider than a byte; as signed ones they have the same
+    # bits.
+    signed = _SIGNED.get(batch.dtype, batch.dtype)
+    batch.view(signed).index_copy_(0, rows, values.view(signed))
+    return batch
+
+
+def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()

@@ -1,0 +1,1 @@
+"""Pictures and pages that show what pipelines make of images."""

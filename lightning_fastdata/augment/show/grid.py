@@ -1,0 +1,127 @@
+"""One picture of a batch, for a logger or a notebook."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from lightning_fastdata.augment.pipeline.fields import (
+    Fields,
+    channels_first,
+    describe,
+    find_fields,
+    get_field,
+)
+from lightning_fastdata.errors import BatchError, OptionsError
+
+if TYPE_CHECKING:
+    from lightning_fastdata.augment.show.normalized import Normalized
+    from lightning_fastdata.types import Batch
+
+_GAP_PX = 2
+
+
+def batch_grid(
+    batch: Batch,
+    *,
+    image: int | str | None = None,
+    most: int = 32,
+    normalized: Normalized | None = None,
+) -> np.ndarray:
+    """Return the images of a batch side by side, as the model gets them.
+
+    uint8 is shown as it is, and floats as they were before they were normalised. Where that is not
+    known, floats in [0, 1] are shown as they are, and of others each channel is stretched, in the
+    whole batch alike, so that all but its outermost hundredths are visible. It waits for the device
+    and copies the images that are shown, nothing else.
+
+    Args:
+        batch: a batch on any device whose images are ``[n, C, H, W]``, ``[n, H, W, C]`` or
+            ``[n, H, W]``, uint8 or floating point.
+        image: key or index of the images; None finds them.
+        most: images to show at most, the first ones.
+        normalized: how floats were normalised; None: not known.
+
+    Returns:
+        uint8 ``[height, width, 3]``; gray images are shown gray, and of more than three channels
+        the first three.
+
+    Raises:
+        BatchError: there are no images.
+        OptionsError: ``most`` is below 1.
+    """
+    if most < 1:
+        raise OptionsError(f"most is {most}; show at least 1 image.")
+    images = find_images(batch, image)[:most].detach().cpu()
+    if not len(images):
+        raise BatchError("The batch is empty, so there is nothing to show.")
+    pixels = _as_bytes(images, normalized)
+    count, height, width, _ = pixels.shape
+    across = math.ceil(math.sqrt(count * height / width))
+    across = min(count, max(1, across))
+    down = math.ceil(count / across)
+    page = np.full(
+        (down * (height + _GAP_PX) - _GAP_PX, across * (width + _GAP_PX) - _GAP_PX, 3),
+        255,
+        np.uint8,
+    )
+    for number, one in enumerate(pixels):
+        top = number // across * (height + _GAP_PX)
+        left = number % across * (width + _GAP_PX)
+        page[top : top + height, left : left + width] = one
+    return page
+
+
+def find_images(batch: Batch, image: int | str | None = None) -> torch.Tensor:
+    """Return the images of a batch as ``[n, H, W, C]``, where they are.
+
+    Args:
+        batch: as :func:`batch_grid` takes it.
+        image: key or index of the images; None finds them.
+
+    Raises:
+        BatchError: there are none, or in another form.
+    """
+    place: Any = image
+    if image is None:
+        place = find_fields(batch, Fields(), batched=True).image
+    found = get_field(batch, place)
+    if (
+        not isinstance(found, torch.Tensor)
+        or found.ndim not in {3, 4}
+        or not (found.dtype == torch.uint8 or found.is_floating_point())
+    ):
+        raise BatchError(
+            f"The field {place!r} is {describe(found)}. Expected images [n, C, H, W], "
+            "[n, H, W, C] or [n, H, W], uint8 or floating point."
+        )
+    if found.ndim == 3:
+        return found.unsqueeze(-1)
+    return found.permute(0, 2, 3, 1) if channels_first(tuple(found.shape[1:])) else found
+
+
+def _as_bytes(images: torch.Tensor, normalized: Normalized | None) -> np.ndarray:
+    if images.dtype == torch.uint8:
+        return _three_channels(images.numpy())
+    values = np.nan_to_num(images.float().numpy())
+    if normalized is not None and len(normalized.mean) in (1, values.shape[-1]):
+        return to_levels(_three_channels(normalized.undone(values)))
+    values = _three_channels(values)
+    low, high = values.min(), values.max()
+    if low < 0 or high > 1:
+        bounds = np.percentile(values.reshape(-1, 3), (1, 99), axis=0)
+        values = (values - bounds[0]) / np.maximum(bounds[1] - bounds[0], 1e-6)
+    return to_levels(values)
+
+
+def _three_channels(values: np.ndarray) -> np.ndarray:
+    return values[..., :3] if values.shape[-1] >= 3 else np.repeat(values[..., :1], 3, -1)
+
+
+def to_levels(values: np.ndarray) -> np.ndarray:
+    """Return values in [0, 1] as uint8, rounded; what is beyond is cut off."""
+    out: np.ndarray = (values * 255).round().clip(0, 255).astype(np.uint8)
+    return out

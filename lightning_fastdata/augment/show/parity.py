@@ -1,0 +1,265 @@
+"""How far the pixels of device forms are from Albumentations' own, measured on real images."""
+
+from __future__ import annotations
+
+import copy
+import os
+import warnings
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import torch
+
+from lightning_fastdata.augment.callables import plain_tensors
+from lightning_fastdata.augment.ops import DEVICE_OPS
+from lightning_fastdata.augment.pipeline.bounds import SAME
+from lightning_fastdata.augment.pipeline.plan import analyse
+from lightning_fastdata.augment.pipeline.self_check import refusal
+from lightning_fastdata.augment.pipeline.tree import list_leaves
+from lightning_fastdata.augment.pipeline.values import values_of
+from lightning_fastdata.augment.record.tape import Recorder
+from lightning_fastdata.augment.replay.program import compile_tapes
+from lightning_fastdata.augment.replay.torch import replay
+from lightning_fastdata.errors import TransformError
+from lightning_fastdata.randomness.seeds import reseed
+from lightning_fastdata.types import SampleKey
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+_EXAMPLES: Final[dict[str, tuple[dict[str, Any], ...]]] = {
+    "AdditiveNoise": ({}, {"noise_type": "gaussian", "spatial_mode": "per_pixel"}),
+    "Affine": (
+        {"scale": (0.7, 1.3), "rotate": (-40, 40), "shear": (-9, 9)},
+        {"rotate": (-40, 40), "interpolation": 0},
+        {"rotate": (-40, 40), "border_mode": 4},
+        {"rotate": (-40, 40), "interpolation": 2},
+    ),
+    "CenterCrop": ({"height": 96, "width": 128},),
+    "CoarseDropout": ({}, {"fill": "random_uniform"}, {"fill": "random"}),
+    "ColorJitter": ({}, {"hue": 0}),
+    "Crop": ({"x_min": 8, "y_min": 16, "x_max": 136, "y_max": 112},),
+    "Downscale": ({}, {"interpolation_pair": {"downscale": 3, "upscale": 1}}),
+    "ElasticTransform": ({"alpha": 40, "sigma": 6},),
+    "Equalize": ({}, {"mode": "pil", "by_channels": False}),
+    "MultiplicativeNoise": ({}, {"per_channel": True}, {"elementwise": True}),
+    "Normalize": (
+        {},
+        {"normalization": "image"},
+        {"normalization": "image_per_channel"},
+        {"normalization": "min_max"},
+        {"normalization": "min_max_per_channel"},
+    ),
+    "OpticalDistortion": ({}, {"mode": "fisheye"}),
+    "Pad": ({"padding": 9},),
+    "PadIfNeeded": (
+        {"min_height": 256, "min_width": 256, "border_mode": 4},
+        {
+            "min_height": None,
+            "min_width": None,
+            "pad_height_divisor": 64,
+            "pad_width_divisor": 96,
+        },
+    ),
+    "RandomBrightnessContrast": ({}, {"brightness_by_max": False}),
+    "RandomCrop": ({"height": 96, "width": 128},),
+    "RandomResizedCrop": ({"size": (128, 128)},),
+    "RandomSizedCrop": ({"min_max_height": (60, 120), "size": (128, 128)},),
+    "Resize": (
+        {"height": 120, "width": 100},
+        {"height": 300, "width": 260},
+        {"height": 120, "width": 100, "interpolation": 0},
+    ),
+    "Sharpen": ({}, {"method": "gaussian"}),
+    "ToGray": ({}, {"method": "from_lab"}),
+    "XYMasking": (
+        {
+            "num_masks_x": (1, 3),
+            "num_masks_y": (1, 3),
+            "mask_x_length": (3, 15),
+            "mask_y_length": (3, 15),
+        },
+    ),
+}
+"""Arguments that an operation is measured with; the default ones where nothing is said."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PixelParity:
+    """How far two sets of images are apart, in levels: 255 of them span the range of an image."""
+
+    largest: float
+    """Largest difference of two values; 0 if all are equal to a thousandth of a level."""
+    mean: float
+    """Mean absolute difference."""
+    equal: float
+    """Share of values that are equal to a thousandth of a level, 0..1."""
+    on_device: float
+    """Share of the images that the device form worked on, 0..1; Albumentations itself makes the
+    others, which are equal for that reason."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperationParity:
+    """One operation with certain arguments, against Albumentations."""
+
+    name: str
+    """Class name of the transform."""
+    arguments: str
+    """What it was called with beside ``p=1``, as text; empty for the defaults."""
+    where: str
+    """``device`` or ``worker``, for images of one size."""
+    same_law: bool
+    """Whether the device draws or chooses in its own way: the result then has the distribution of
+    Albumentations' result and not its pixels, and the differences mean nothing."""
+    from_bytes: PixelParity
+    """On uint8 images."""
+    from_floats: PixelParity
+    """On float32 images in [0, 1]."""
+
+
+def examples() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the name and the arguments of every operation with a device form, once or more."""
+    for name in sorted(DEVICE_OPS):
+        for arguments in _EXAMPLES.get(name, ({},)):
+            yield name, arguments
+
+
+def make_example(name: str, arguments: dict[str, Any]) -> Any:
+    """Return a transform of Albumentations that is always applied."""
+    os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
+    import albumentations
+
+    with warnings.catch_warnings():
+        # Some say that they are slow, or have got a new name.
+        warnings.simplefilter("ignore", UserWarning)
+        return getattr(albumentations, name)(**arguments, p=1)
+
+
+def operation_parity(
+    name: str, arguments: dict[str, Any], images: Sequence[np.ndarray], *, draws: int = 2
+) -> OperationParity:
+    """Compare one operation with Albumentations.
+
+    Args:
+        name: class name of the transform.
+        arguments: what to call it with.
+        images: uint8 ``[H, W, 3]``, all of one size.
+        draws: how often each image is transformed.
+    """
+    transform = make_example(name, arguments)
+    floats = [(image / 255).astype(np.float32) for image in images]
+    plan = analyse(_compose(transform), DEVICE_OPS, size=images[0].shape[:2], refusal=refusal())
+    return OperationParity(
+        name=name,
+        arguments=", ".join(f"{key}={value!r}" for key, value in arguments.items()),
+        where="worker" if plan.placements[0].where == "worker" else "device",
+        same_law=DEVICE_OPS[name].draws_pixels(transform),
+        from_bytes=pixel_parity(transform, images, draws=draws),
+        from_floats=pixel_parity(transform, floats, draws=draws),
+    )
+
+
+def pixel_parity(compose: Any, images: Sequence[np.ndarray], *, draws: int = 1) -> PixelParity:
+    """Compare what a pipeline makes of images here with what the device forms make of them.
+
+    Args:
+        compose: an ``A.Compose`` or a single transform.
+        images: uint8 or float32 ``[H, W, C]``, all of one size and dtype.
+        draws: how often each image is transformed.
+
+    Raises:
+        TransformError: the two differ in shape or dtype.
+    """
+    compose = _compose(compose)
+    unit = levels_per_unit(compose, images[0].dtype)
+    largest = total = 0.0
+    values = equal = on_device = 0
+    for draw in range(draws):
+        wanted, got, deferred = both_ways(compose, images, SampleKey(0, draw, 0))
+        on_device += deferred
+        for want, image in zip(wanted, got, strict=True):
+            if want.shape != image.shape or want.dtype != image.dtype:
+                raise TransformError(
+                    f"The device form gives {image.dtype} {image.shape} where Albumentations gives "
+                    f"{want.dtype} {want.shape}."
+                )
+            gap = np.abs(want.astype(np.float64) - image) * unit
+            gap[gap < SAME] = 0
+            largest = max(largest, float(gap.max(initial=0)))
+            total += float(gap.sum())
+            equal += int((gap == 0).sum())
+            values += gap.size
+    return PixelParity(
+        largest=largest,
+        mean=total / max(values, 1),
+        equal=equal / max(values, 1),
+        on_device=on_device / (draws * len(images)),
+    )
+
+
+def both_ways(
+    compose: Any, images: Sequence[np.ndarray], key: SampleKey
+) -> tuple[list[np.ndarray], list[np.ndarray], int]:
+    """Return the images by Albumentations alone and by device forms, with the same draws.
+
+    Image ``i`` draws with ``key.index + i``. The third value is how many images the device forms
+    worked on. The rest of the batch is Albumentations' own.
+    """
+    size = (int(images[0].shape[0]), int(images[0].shape[1]))
+    compose = copy.deepcopy(compose)
+    values = (frozenset(map(values_of, images)),)
+    plan = analyse(compose, DEVICE_OPS, size=size, refusal=refusal(), values=values)
+    recorder = Recorder(compose, plan, DEVICE_OPS)
+    wanted, left, tapes = [], [], []
+    for row, image in enumerate(images):
+        own = key._replace(index=key.index + row)
+        # Copies: Albumentations writes to a gray image that it equalizes.
+        reseed((compose,), own)
+        wanted.append(np.asarray(compose(image=image.copy())["image"]))
+        reseed((recorder.compose,), own)
+        result, tape = recorder({"image": image.copy()})
+        left.append(torch.from_numpy(np.array(result["image"])))
+        tapes.append(tape)
+    deferred = sum(bool("image" in tape and tape["image"].ops) for tape in tapes)
+    if not deferred:
+        return wanted, [image.numpy() for image in left], 0
+    draws = compile_tapes(tapes)
+    with plain_tensors():
+        batch = torch.stack(left)
+        grayscale = batch.ndim == 3
+        batch = replay(
+            draws.programs["image"],
+            draws.blob,
+            batch.unsqueeze(-1) if grayscale else batch,
+            DEVICE_OPS,
+        )
+    return wanted, list(batch.numpy()), deferred
+
+
+def levels_per_unit(compose: Any, dtype: np.dtype[Any]) -> Any:
+    """Return how many of 255 levels a difference of 1 in the output of a pipeline is.
+
+    A number, or an array that can be multiplied with an output image.
+    """
+    unit: Any = 1.0 if dtype == np.uint8 else 255.0
+    first = False
+    for leaf in list_leaves(compose):
+        name = type(leaf.transform).__name__
+        if name == "ToFloat":
+            unit = 255.0
+        elif name == "ToTensorV2":
+            first = True
+        elif name == "FromFloat":
+            unit = 1.0
+        elif name == "Normalize" and leaf.transform.normalization == "standard":
+            unit = 255.0 * np.asarray(leaf.transform.std, np.float64)
+    return unit[:, None, None] if first and np.ndim(unit) else unit
+
+
+def _compose(transform: Any) -> Any:
+    import albumentations
+
+    is_compose = isinstance(transform, albumentations.Compose)
+    return transform if is_compose else albumentations.Compose([transform])

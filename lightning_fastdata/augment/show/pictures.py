@@ -1,0 +1,306 @@
+"""A picture of what a pipeline makes of an image here, beside what Albumentations makes of it."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import torch
+
+from lightning_fastdata.augment.mixing.transform import MixedTransform
+from lightning_fastdata.augment.pipeline.plan import device_form
+from lightning_fastdata.augment.pipeline.tree import list_leaves
+from lightning_fastdata.augment.show.parity import levels_per_unit
+from lightning_fastdata.augment.transform import BatchTransform, as_batch_transform
+from lightning_fastdata.errors import DatasetError, OptionsError, TransformError
+from lightning_fastdata.types import SampleKey
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+DIFFERENCE_GAIN: Final = 100
+"""Brightness of one level in the picture of the differences."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShownDraw:
+    """One draw of a pipeline, both ways, as pictures: uint8 ``[H, W, 3]``."""
+
+    theirs: np.ndarray
+    """Albumentations' own."""
+    ours: np.ndarray
+    """By worker and device forms, with the same draws."""
+    difference: np.ndarray
+    """Absolute difference, times ``DIFFERENCE_GAIN``."""
+    largest: float
+    """Largest difference of two values in levels; 255 span the range of an image."""
+    equal: float
+    """Share of equal values, 0..1."""
+    on_device: tuple[str, ...]
+    """Operations that were left to the device, in order."""
+    own_numbers: tuple[str, ...] = ()
+    """Those of them that draw numbers of their own for every pixel there."""
+    masks: tuple[np.ndarray, np.ndarray] | None = None
+    """The mask both ways, Albumentations' own first, ``[H, W]``; None: there is none."""
+
+    def caption(self) -> str:
+        """Return what is to be said of it in one line."""
+        device = ", ".join(self.on_device) or "nothing"
+        mask = "" if self.masks is None else f"; mask {_share_equal(*self.masks)}"
+        return f"{self._compared()}{mask}; on device: {device}"
+
+    def _compared(self) -> str:
+        if self.largest == 0:
+            return "equal"
+        if self.own_numbers:
+            return f"other pixels: {', '.join(self.own_numbers)} drew its own numbers"
+        levels = "1 level" if self.largest == 1 else f"{self.largest:.3g} levels"
+        return f"at most {levels} off, {self.equal:.4%} equal"
+
+
+def _share_equal(theirs: np.ndarray, ours: np.ndarray) -> str:
+    share = float((theirs == ours).mean())
+    return "equal" if share == 1 else f"{share:.4%} equal"
+
+
+def load_pipeline(spec: str) -> Any:
+    """Return the pipeline that ``package.module:name`` or ``file.py:name`` names.
+
+    Of ``mixed(...)`` it is the pipeline before the mixing, which needs more than one image.
+
+    Raises:
+        TransformError: there is no such module or name, or it is no ``A.Compose``.
+    """
+    os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
+    module_name, _, name = spec.rpartition(":")
+    if not module_name or not name:
+        raise TransformError(
+            f"{spec!r} does not say where the pipeline is. Write MODULE:NAME, for example "
+            "train:augment for `augment = A.Compose([...])` in train.py."
+        )
+    found: Any = _import(module_name)
+    for part in name.split("."):
+        if not hasattr(found, part):
+            have = ", ".join(_pipelines_in(found)) or "no A.Compose"
+            raise TransformError(f"{module_name} has no {name!r}. It holds: {have}.")
+        found = getattr(found, part)
+    import albumentations
+
+    if isinstance(found, MixedTransform) and found.pipeline is not None:
+        return found.pipeline
+    known = albumentations.Compose | albumentations.BasicTransform | BatchTransform
+    if not isinstance(found, known):
+        raise TransformError(
+            f"{spec} is {type(found).__name__}, not an albumentations Compose. Name a variable "
+            "that holds the pipeline itself; a function that makes it is not called."
+        )
+    return found
+
+
+def _import(name: str) -> ModuleType:
+    path = Path(name)
+    try:
+        if path.suffix == ".py":
+            if not path.is_file():
+                raise TransformError(f"There is no file {path}, which should hold the pipeline.")
+            spec = importlib.util.spec_from_file_location(path.stem, path)
+            if spec is None or spec.loader is None:
+                raise TransformError(f"{path} cannot be imported as a Python file.")
+            module = importlib.util.module_from_spec(spec)
+            sys.modules[spec.name] = module
+            spec.loader.exec_module(module)
+            return module
+        # As `python -m` does: a console script does not look in the folder it is called in.
+        if "" not in sys.path:
+            sys.path.insert(0, "")
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise TransformError(
+            f"{name!r} cannot be imported: there is no module {error.name!r}. Call this from the "
+            "folder that holds it, or give the path of the file: path/to/file.py:NAME."
+        ) from error
+    except (TransformError, KeyboardInterrupt):
+        raise
+    except Exception as error:
+        raise TransformError(
+            f"Importing {name!r} raised {type(error).__name__}: {error}. Move the pipeline to a "
+            "module that can be imported on its own."
+        ) from error
+
+
+def _pipelines_in(module: Any) -> list[str]:
+    import albumentations
+
+    return [name for name, one in vars(module).items() if isinstance(one, albumentations.Compose)]
+
+
+def read_picture(path: str | Path) -> np.ndarray:
+    """Return an image file as uint8 ``[H, W, 3]``.
+
+    Raises:
+        DatasetError: there is no such file, or it is no image that Pillow reads.
+    """
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        with Image.open(path) as image:
+            return np.array(image.convert("RGB"))
+    except UnidentifiedImageError as error:
+        raise DatasetError(f"{path} is not an image that Pillow can read.") from error
+    except OSError as error:
+        raise DatasetError(f"The image {path} cannot be read: {error}.") from error
+
+
+def read_mask(path: str | Path, size: tuple[int, int]) -> np.ndarray:
+    """Return an image file as a mask: its gray values or numbers of colours, ``[H, W]``.
+
+    Args:
+        path: the file.
+        size: height and width of the image that it belongs to.
+
+    Raises:
+        DatasetError: there is no such file, it is no image, or it has another size.
+    """
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        with Image.open(path) as image:
+            kept = image if image.mode in {"L", "P", "I", "I;16"} else image.convert("L")
+            mask = np.array(kept)
+    except UnidentifiedImageError as error:
+        raise DatasetError(f"{path} is not an image that Pillow can read.") from error
+    except OSError as error:
+        raise DatasetError(f"The mask {path} cannot be read: {error}.") from error
+    if mask.shape != size:
+        raise DatasetError(
+            f"The mask {path} has {mask.shape[0]} x {mask.shape[1]} pixels, and the image "
+            f"{size[0]} x {size[1]}. Give the image that it belongs to with --image."
+        )
+    return mask
+
+
+def show_draws(
+    compose: Any,
+    image: np.ndarray,
+    *,
+    mask: np.ndarray | None = None,
+    seed: int = 0,
+    draws: int = 4,
+) -> tuple[ShownDraw, ...]:
+    """Draw a pipeline several times for one image, and carry each draw out both ways.
+
+    Args:
+        compose: an ``A.Compose``, or a single transform.
+        image: uint8 or float32 ``[H, W, C]``.
+        mask: its mask, ``[H, W]`` of any integer dtype; None: no mask.
+        seed: of all draws. Draw ``i`` is what a run of this seed makes of sample 0 in epoch ``i``.
+        draws: how many.
+
+    Raises:
+        OptionsError: ``draws`` is below 1.
+        TransformError: the pipeline needs more than that (a mask, metadata), or raised.
+    """
+    if draws < 1:
+        raise OptionsError(f"draws is {draws}; ask for at least 1.")
+    transform = as_batch_transform(compose)
+    if not isinstance(transform, BatchTransform):
+        raise TransformError(f"{compose!r} is not an albumentations Compose.")
+    unit = levels_per_unit(transform.compose, image.dtype)
+    own = own_ways(compose)
+    given = {"image": image} if mask is None else {"image": image, "mask": mask}
+    shown = []
+    for draw in range(draws):
+        both, names = _both_ways(transform, given, SampleKey(seed, draw, 0))
+        theirs, ours = (one["image"] for one in both)
+        gap = np.abs(theirs.astype(np.float64) - ours) * unit
+        gap[gap < 1e-3] = 0
+        pictures = [as_picture(values, transform.compose) for values in (theirs, ours)]
+        levels = np.abs(pictures[0].astype(np.int32) - pictures[1]) * DIFFERENCE_GAIN
+        shown.append(
+            ShownDraw(
+                theirs=pictures[0],
+                ours=pictures[1],
+                difference=levels.clip(0, 255).astype(np.uint8),
+                largest=float(gap.max(initial=0)),
+                equal=float((gap == 0).mean()),
+                on_device=names,
+                own_numbers=tuple(dict.fromkeys(name for name in names if name in own)),
+                masks=None if mask is None else (both[0]["mask"], both[1]["mask"]),
+            )
+        )
+    return tuple(shown)
+
+
+def own_ways(compose: Any) -> tuple[str, ...]:
+    """Return the operations whose pixels on the device have only the same distribution."""
+    transform = as_batch_transform(compose)
+    if not isinstance(transform, BatchTransform):
+        return ()
+    leaves = list_leaves(transform.compose)
+    names = [
+        place.name
+        for place, leaf in zip(transform.plan.placements, leaves, strict=True)
+        if place.where != "worker"
+        and (op := device_form(leaf.transform, transform.ops)) is not None
+        and op.draws_pixels(leaf.transform)
+    ]
+    return tuple(dict.fromkeys(names))
+
+
+def _both_ways(
+    transform: BatchTransform, given: dict[str, np.ndarray], key: SampleKey
+) -> tuple[tuple[dict[str, np.ndarray], dict[str, np.ndarray]], tuple[str, ...]]:
+    """Return what Albumentations makes of an image and its mask, what we do, and on the device."""
+    whole, part = (transform.in_worker(on_device=on_device) for on_device in (False, True))
+    nothing: dict[str, Any] = {}
+    for processor in transform.compose.processors.values():
+        names = (processor.default_data_name, *(processor.params.label_fields or ()))
+        nothing.update({name: [] for name in names})
+    try:
+        theirs, _ = whole({**_copied(given), **nothing}, key)
+        sample, tape = part({**_copied(given), **nothing}, key)
+    except Exception as error:
+        # Whatever a transform of the user's raises is about the image that it was shown.
+        needs = "" if "mask" in given else " If it needs a mask, give one with --mask."
+        raise TransformError(
+            f"The pipeline raised {type(error).__name__} on this image: {error}.{needs} Else show "
+            "a pipeline that can do with an image, or a larger image with --image."
+        ) from error
+    batch = {name: torch.as_tensor(np.asarray(sample[name])).unsqueeze(0) for name in given}
+    done = transform.apply(batch, part.collate([tape]))
+    ops = tape["image"].ops if tape is not None and "image" in tape else ()
+    ours = {name: done[name][0].cpu().numpy() for name in given}
+    return ({name: np.asarray(theirs[name]) for name in given}, ours), tuple(op.name for op in ops)
+
+
+def _copied(given: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {name: array.copy() for name, array in given.items()}
+
+
+def as_picture(values: np.ndarray, compose: Any) -> np.ndarray:
+    """Return what a pipeline yields as a picture that people can look at: uint8 ``[H, W, 3]``.
+
+    ``ToTensorV2`` and ``Normalize`` are undone. Of more than three channels the first are shown.
+    """
+    names = {type(leaf.transform).__name__: leaf.transform for leaf in list_leaves(compose)}
+    picture = values.transpose(1, 2, 0) if "ToTensorV2" in names else values
+    picture = picture[..., None] if picture.ndim == 2 else picture
+    if picture.dtype != np.uint8:
+        normalize = names.get("Normalize")
+        if normalize is None:
+            picture = picture * 255.0
+        elif normalize.normalization == "standard":
+            std, mean = (np.asarray(one, np.float64) for one in (normalize.std, normalize.mean))
+            picture = (picture * std + mean) * 255
+        else:
+            low, high = picture.min(), picture.max()
+            picture = (picture - low) * (255 / max(high - low, 1e-6))
+        picture = picture.round().clip(0, 255).astype(np.uint8)
+    count = picture.shape[2]
+    return picture[..., :3] if count >= 3 else np.repeat(picture[..., :1], 3, 2)

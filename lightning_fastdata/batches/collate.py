@@ -1,0 +1,366 @@
+"""Samples to one batch: torch's own collation, and dataclasses besides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
+from dataclasses import fields, is_dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+import numpy as np
+import torch
+from torch.utils.data import default_collate
+from torch.utils.data._utils.collate import collate, collate_tensor_fn, default_collate_fn_map
+
+from lightning_fastdata.augment.record.deferred import DeferredTensor, stack_deferred
+from lightning_fastdata.batches.packed import LateStack, is_plain
+from lightning_fastdata.batches.staged import StagedBatch
+from lightning_fastdata.errors import BatchError, OptionsError
+
+if TYPE_CHECKING:
+    from lightning_fastdata.augment.contract import WorkerTransform
+    from lightning_fastdata.augment.dataset_pipelines import DatasetDraws, DatasetRecording
+    from lightning_fastdata.types import Batch, Stage
+
+_Collate: TypeAlias = Callable[[Any], Any]
+_KNOWN: Final = frozenset(
+    {torch.Tensor, DeferredTensor, LateStack, np.ndarray, np.memmap, int, float, bool, str, bytes}
+)
+"""Types whose collation, as part of a sample or of a batch, runs no code of the user's."""
+_IMAGE_DIMENSIONS: Final = 3
+
+_REMEDIES: Final = {
+    "PIL": "Turn images into arrays or tensors (numpy.asarray, torchvision's PILToTensor)",
+    "torch_geometric": "Pass collate_fn=torch_geometric.data.Batch.from_data_list",
+    "torchio": "Return the tensors of a subject ({name: image.data})",
+}
+"""What to do about types of these packages."""
+
+
+def collate_samples(samples: Sequence[Any]) -> Batch:
+    """Return the samples as one batch: ``default_collate``, extended to dataclasses.
+
+    What an Albumentations pipeline has written down of its draws (``applied_transforms``,
+    ``replay``) differs from sample to sample, and is a list in the batch.
+
+    Args:
+        samples: At least one sample; all of the same structure.
+
+    Raises:
+        BatchError: The samples cannot be stacked, for example because their shapes differ.
+    """
+    return _collate_samples(samples, _collate)
+
+
+def _collate_samples(samples: Sequence[Any], collate_fields: _Collate) -> Batch:
+    try:
+        return _collate_but_notes(samples, collate_fields)
+    except (TypeError, RuntimeError, ValueError, KeyError) as error:
+        raise BatchError(
+            f"These {len(samples)} samples cannot be made into one batch: "
+            f"{str(error).rstrip('.')}. {_advice(samples)}"
+        ) from error
+
+
+def uncollatable(sample: Any) -> str | None:
+    """Return what in a sample torch cannot collate by default, and what to do; None: nothing."""
+    found = _stranger(sample, "")
+    return None if found is None else _about_stranger(*found)
+
+
+def _advice(samples: Sequence[Any]) -> str:
+    """Return what hinders the collation of samples, as far as it can be seen, and what to do."""
+    for number, sample in enumerate(samples):
+        found = _stranger(sample, "")
+        if found is not None:
+            return f"In sample {number} of them: {_about_stranger(*found)}"
+    if isinstance(samples[0], Mapping):
+        keys = list(dict.fromkeys(str(list(s)) for s in samples if isinstance(s, Mapping)))
+        if len(keys) > 1:
+            return f"Keys found: {', '.join(keys[:4])}. Give samples the same keys."
+    shapes = sorted({str(tuple(s.shape)) for s in _array_leaves(samples)})
+    seen = f"Shapes found: {', '.join(shapes[:6])}. " if len(shapes) > 1 else ""
+    return (
+        f"{seen}Give samples one size (for images: a Resize or a crop; for lists and sequences: "
+        "padding), or pass a collate_fn. If samples are batches already, as of a stream that "
+        "batches itself, make the loader with batch_size=None."
+    )
+
+
+def _stranger(sample: Any, where: str) -> tuple[str, Any] | None:
+    """Return the first value of a sample that torch cannot collate, and where it is."""
+    items: Iterable[tuple[str, Any]]
+    if isinstance(sample, np.ndarray) and sample.dtype.kind in "OUS":
+        return where, sample
+    if isinstance(sample, tuple(default_collate_fn_map)):
+        return None
+    if isinstance(sample, Mapping):
+        items = [
+            (f"{where}[{key!r}]", value)
+            for key, value in sample.items()
+            if not _is_note(key, value)
+        ]
+    elif is_dataclass(sample) and not isinstance(sample, type):
+        items = [(f"{where}.{f.name}", getattr(sample, f.name)) for f in fields(sample)]
+    elif isinstance(sample, Sequence):
+        items = [(f"{where}[{number}]", value) for number, value in enumerate(sample)]
+    elif isinstance(sample, DeferredTensor | LateStack | np.generic):
+        return None
+    else:
+        return where, sample
+    return next(filter(None, (_stranger(value, at) for at, value in items)), None)
+
+
+def _about_stranger(where: str, value: Any) -> str:
+    at = f"At {where} it holds" if where else "It is"
+    if value is None:
+        return (
+            f"{at} None, of which no batch can be made. Leave such samples out of the dataset, "
+            "return a value that says that there is none (as -1 or an empty tensor), or pass a "
+            "collate_fn that sorts them out."
+        )
+    kind = type(value)
+    if isinstance(value, np.ndarray):
+        return (
+            f"{at} an array of {value.dtype}, and batches hold numbers. Return a list, or numbers."
+        )
+    remedy = _REMEDIES.get(kind.__module__.partition(".")[0], "Return tensors, arrays or numbers")
+    return (
+        f"{at} a {kind.__module__}.{kind.__qualname__}, which torch's collation does not know. "
+        f"{remedy}, or pass a collate_fn."
+    )
+
+
+def collate_privately(samples: Any) -> Any:
+    """Return what ``default_collate`` returns in the training process.
+
+    In a worker torch collates into new shared memory for each batch, which costs a page fault for
+    every 4 KiB, and refuses types that it promotes elsewhere.
+    """
+    return collate(samples, collate_fn_map={**default_collate_fn_map, torch.Tensor: _stack})
+
+
+def _stack(samples: Any, *, collate_fn_map: Any = None) -> Any:
+    if samples[0].is_nested or samples[0].layout is not torch.strided:
+        return collate_tensor_fn(samples, collate_fn_map=collate_fn_map)
+    return torch.stack(samples)
+
+
+def in_own_side_process() -> None:
+    """Have this process collate into its own memory, since torch will not move its batches."""
+    global _default  # noqa: PLW0603  # a property of the process
+    _default = collate_privately
+
+
+_default: _Collate = default_collate
+
+
+def for_writing(collate_fn: _Collate) -> _Collate:
+    """Return what collates likewise for :func:`~lightning_fastdata.batches.packed.pack` alone.
+
+    Where all of a collation is ours, so that nobody looks at the batch before it is packed, stacks
+    are left for then (:class:`~lightning_fastdata.batches.packed.LateStack`).
+    """
+    if collate_fn is default_collate:
+        return partial(_collate_late, otherwise=collate_privately)
+    if collate_fn is collate_samples:
+        fields_late = partial(_collate_late, otherwise=_collate)
+        return partial(_collate_samples, collate_fields=fields_late)
+    if isinstance(collate_fn, StagingCollate | RecordedCollate | FirstOfPairs):
+        return collate_fn.for_writing()
+    return collate_fn
+
+
+def _collate_late(samples: Sequence[Any], otherwise: _Collate) -> Any:
+    if not _runs_no_user_code(samples[0]):
+        return otherwise(samples)
+    return collate(samples, collate_fn_map={**default_collate_fn_map, torch.Tensor: _stack_late})
+
+
+def _runs_no_user_code(value: Any) -> bool:
+    """Whether a sample becomes part of a batch, or a batch is rebuilt, without the user's code."""
+    kind = type(value)
+    if kind is dict:
+        value = value.values()
+    elif kind is not list and kind is not tuple:
+        return kind in _KNOWN or isinstance(value, np.generic)
+    return all(map(_runs_no_user_code, value))
+
+
+def _stack_late(samples: Any, *, collate_fn_map: Any = None) -> Any:
+    first = samples[0]
+    late = all(
+        type(sample) is torch.Tensor
+        and is_plain(sample)
+        and sample.dtype == first.dtype
+        and sample.shape == first.shape
+        # Of more dimensions, torch keeps channels that come last in memory.
+        and (sample.dim() <= _IMAGE_DIMENSIONS or sample.is_contiguous())
+        and not sample.requires_grad
+        for sample in samples
+    )
+    return LateStack(samples) if late else _stack(samples, collate_fn_map=collate_fn_map)
+
+
+def _collate_but_notes(samples: Sequence[Any], collate_fields: _Collate) -> Batch:
+    first = samples[0]
+    notes = [key for key in first if _is_note(key, first[key])] if type(first) is dict else []
+    if not notes:
+        return collate_fields(samples)
+    rest = [{key: value for key, value in s.items() if key not in notes} for s in samples]
+    return {**collate_fields(rest), **{key: [s[key] for s in samples] for key in notes}}
+
+
+def _is_note(key: Any, value: Any) -> bool:
+    """Whether a field is what ``save_applied_params`` or ReplayCompose adds to a result."""
+    if key == "applied_transforms":
+        return type(value) is list
+    return type(value) is dict and "__class_fullname__" in value
+
+
+def _collate(samples: Sequence[Any]) -> Batch:
+    first = samples[0]
+    if not _holds_dataclass(first):
+        return _default(list(samples))
+    if is_dataclass(first) and not isinstance(first, type):
+        columns = {f.name: _collate([getattr(s, f.name) for s in samples]) for f in fields(first)}
+        return type(first)(**columns)
+    if isinstance(first, Mapping):
+        return {key: _collate([s[key] for s in samples]) for key in first}
+    columns_ = [_collate(column) for column in zip(*samples, strict=True)]
+    return type(first)(*columns_) if hasattr(first, "_fields") else columns_
+
+
+def _holds_dataclass(sample: Any) -> bool:
+    if type(sample) in _KNOWN:  # asked of each batch, and most samples are made of these
+        return False
+    if is_dataclass(sample):
+        return True
+    if isinstance(sample, Mapping):
+        return any(_holds_dataclass(value) for value in sample.values())
+    return isinstance(sample, list | tuple) and any(_holds_dataclass(value) for value in sample)
+
+
+def _array_leaves(value: Any) -> list[Any]:
+    if isinstance(value, torch.Tensor) and value.is_nested:  # it has no shape
+        return []
+    if hasattr(value, "shape"):
+        return [value]
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    elif is_dataclass(value) and not isinstance(value, type):
+        value = [getattr(value, f.name) for f in fields(value)]
+    if isinstance(value, list | tuple):
+        return [leaf for item in value for leaf in _array_leaves(item)]
+    return []
+
+
+class StagingCollate:
+    """Collates samples and, beside them, what was drawn for their transform on the device."""
+
+    def __init__(
+        self,
+        collate_fn: Callable[[list[Any]], Batch],
+        transform: WorkerTransform | None,
+        stage: Stage,
+    ) -> None:
+        self.collate_fn = collate_fn
+        self.transform = transform
+        self.stage = stage
+        self._collate_handed_on = collate_fn
+
+    def __call__(self, samples: list[Any]) -> StagedBatch:
+        """Return the staged batch of samples, or of ``(sample, tape)`` pairs."""
+        if self.transform is None:
+            return StagedBatch(self._collate_handed_on(samples), None, self.stage)
+        drawn = [tape for _sample, tape in samples]
+        samples = [sample for sample, _tape in samples]
+        draws = self.transform.collate(drawn)
+        if draws is None:
+            batch = self.transform.finish(self.collate_fn(samples), drawn)
+        else:
+            batch = self._collate_handed_on(samples)
+        return StagedBatch(batch, draws, self.stage)
+
+    def for_writing(self) -> StagingCollate:
+        """Return the same for batches that are packed next; see :func:`for_writing`."""
+        late = copy(self)
+        late._collate_handed_on = for_writing(self.collate_fn)
+        return late
+
+
+class RecordedCollate:
+    """Collates samples, and what their dataset's own pipelines have left to the device."""
+
+    def __init__(
+        self,
+        collate_fn: Callable[[list[Any]], Batch],
+        recording: DatasetRecording,
+        stage: Stage,
+    ) -> None:
+        self.collate_fn = collate_fn
+        self.recording = recording
+        self.stage = stage
+        self._collate_handed_on = collate_fn
+        self._collate_pixels: _Collate = collate_samples
+
+    def __call__(self, samples: list[Any]) -> StagedBatch:
+        """Return the staged batch of samples."""
+        batch, draws = self.taken(self.collated(samples))
+        return StagedBatch(batch, draws, self.stage)
+
+    def collated(self, samples: list[Any]) -> Batch:
+        """Return the batch, in which what is left to the device still waits."""
+        # Also where the user's collation calls torch's: in each process that collates.
+        default_collate_fn_map.setdefault(DeferredTensor, stack_deferred)
+        return self._collate_handed_on(samples)
+
+    def taken(self, batch: Batch) -> tuple[Batch, DatasetDraws | None]:
+        """Return a batch with the pixels that its fields start from, and what waits for them."""
+        collate_pixels = self._collate_pixels if _runs_no_user_code(batch) else collate_samples
+        return self.recording.take(batch, collate_pixels)
+
+    def for_writing(self) -> RecordedCollate:
+        """Return the same for batches that are packed next; see :func:`for_writing`."""
+        late = copy(self)
+        late._collate_handed_on = for_writing(self.collate_fn)
+        late._collate_pixels = for_writing(collate_samples)
+        return late
+
+
+class FirstOfPairs:
+    """Collates the samples of ``(sample, tape)`` pairs, where nothing is left to a device.
+
+    Raises:
+        OptionsError: The transform needs batches, and the loader makes none.
+    """
+
+    def __init__(
+        self, collate_fn: Callable[[Any], Any], transform: WorkerTransform, *, single: bool
+    ) -> None:
+        if single and transform.needs_batches:
+            raise OptionsError(
+                "The transform mixes the samples of a batch or converts whole batches (out=, "
+                "channels_last=), but batch_size=None makes no batches. Set batch_size, or do it "
+                "where the batches are made."
+            )
+        self.collate_fn = collate_fn
+        self.transform = transform
+        self.single = single
+        self._collate_handed_on = collate_fn
+
+    def __call__(self, pairs: Any) -> Any:
+        """Return the batch of the samples, or what becomes of the single one."""
+        if self.single:
+            return self.collate_fn(pairs[0])
+        samples = [sample for sample, _tape in pairs]
+        if not self.transform.needs_batches:
+            return self._collate_handed_on(samples)
+        return self.transform.finish(self.collate_fn(samples), [tape for _sample, tape in pairs])
+
+    def for_writing(self) -> FirstOfPairs:
+        """Return the same for batches that are packed next; see :func:`for_writing`."""
+        late = copy(self)
+        late._collate_handed_on = for_writing(self.collate_fn)
+        return late

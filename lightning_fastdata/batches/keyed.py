@@ -1,0 +1,229 @@
+"""Datasets whose randomness is keyed by sample: (seed, epoch, index) and nothing else.
+
+Albumentations 2.0.8 hands every worker process the same generator, so workers draw the same
+stream and epochs repeat. Here each sample's transforms are seeded before they run, which makes
+the draws independent of the number of workers, the batch size and the resume point.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import Dataset, IterableDataset, StackDataset, Subset, get_worker_info
+
+from lightning_fastdata.attributes import held
+from lightning_fastdata.errors import BatchError
+from lightning_fastdata.randomness.seeds import find_composes, reseed
+from lightning_fastdata.randomness.shared_epoch import EpochCell
+from lightning_fastdata.types import SampleKey
+
+if TYPE_CHECKING:
+    from lightning_fastdata.augment.contract import WorkerTransform
+    from lightning_fastdata.augment.dataset_pipelines import DatasetRecording
+
+
+class _Keying:
+    """Seeds the Albumentations pipelines of a dataset and runs our own transform after it."""
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        seed: int,
+        epoch: EpochCell,
+        transform: Callable[[Any, SampleKey], Any] | None,
+        recording: DatasetRecording | None,
+    ) -> None:
+        self.dataset = dataset
+        self.seed = seed
+        self.epoch = epoch
+        self.transform = transform
+        self.recording = recording
+        self._composes: Sequence[Any] | None = None
+        self._found_in_epoch = 0
+
+    def key(self, index: int) -> SampleKey:
+        return SampleKey(self.seed, self.epoch.get(), index)
+
+    def seed_for(self, key: SampleKey) -> None:
+        # Found on first use, because a worker process holds its own copies of the pipelines, and
+        # in each epoch, because a callback may have given the dataset others.
+        if self._composes is None or key.epoch != self._found_in_epoch:
+            self._composes = find_composes(self.dataset)
+            self._found_in_epoch = key.epoch
+        if self._composes:
+            reseed(self._composes, key)
+
+    def reading(self, key: SampleKey) -> AbstractContextManager[None]:
+        if self.recording is None:
+            return nullcontext()
+        return self.recording.reading(self.dataset, key.epoch)
+
+    def finish(self, sample: Any, key: SampleKey) -> Any:
+        return sample if self.transform is None else self.transform(sample, key)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_composes": None}
+
+
+class _Stand:
+    """Stands for a dataset: attributes are read from and written to that.
+
+    So a ``worker_init_fn`` that configures ``get_worker_info().dataset`` reaches it.
+    """
+
+    def __init__(self, keying: _Keying) -> None:
+        object.__setattr__(self, "_keying", keying)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_keying":
+            raise AttributeError(name)
+        return getattr(self._keying.dataset, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._keying.dataset, name, value)
+
+
+class KeyedDataset(_Stand, Dataset[Any]):
+    """A map-style dataset, each of whose samples is drawn under its own key."""
+
+    _keying: _Keying
+
+    def __len__(self) -> int:
+        return len(self._keying.dataset)  # type: ignore[arg-type]
+
+    def set_epoch(self, epoch: int) -> None:
+        """Draw for this epoch from now on, counted from 0."""
+        self._keying.epoch.set(epoch)
+        tell_epoch(self._keying.dataset, epoch)
+
+    def __getitem__(self, index: Any) -> Any:
+        keying = self._keying
+        key = keying.key(_as_int(index))
+        keying.seed_for(key)
+        with keying.reading(key):
+            sample = keying.dataset[index]
+        return keying.finish(sample, key)
+
+    @property
+    def __getitems__(self) -> Callable[[Sequence[int]], list[Any]] | None:
+        """Torch's fetcher asks for it and takes None for "one sample at a time"."""
+        return self._fetch if fetches_in_batches(self._keying.dataset) else None
+
+    def _fetch(self, indices: Sequence[int]) -> list[Any]:
+        keying = self._keying
+        keys = [keying.key(_as_int(index)) for index in indices]
+        # One call draws for all its samples, so its first key has to speak for them.
+        keying.seed_for(keys[0])
+        with keying.reading(keys[0]):
+            samples = keying.dataset.__getitems__(indices)  # type: ignore[attr-defined]
+        if keying.transform is None:
+            return samples  # type: ignore[no-any-return]
+        if not isinstance(samples, Sequence) or len(samples) != len(keys):
+            raise BatchError(
+                f"{type(keying.dataset).__name__}.__getitems__ returned "
+                f"{type(samples).__name__} for {len(keys)} indices; a transform of single samples "
+                "needs a list of that many samples."
+            )
+        return [keying.finish(sample, key) for sample, key in zip(samples, keys, strict=True)]
+
+
+class KeyedIterableDataset(_Stand, IterableDataset[Any]):
+    """An iterable dataset whose i-th sample in worker w has the key index ``i * workers + w``."""
+
+    _keying: _Keying
+
+    def set_epoch(self, epoch: int) -> None:
+        """Draw for this epoch from now on, counted from 0."""
+        keying: _Keying = self._keying
+        keying.epoch.set(epoch)
+        tell_epoch(keying.dataset, epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        keying: _Keying = self._keying
+        info = get_worker_info()
+        worker, workers = (info.id, info.num_workers) if info is not None else (0, 1)
+        keying.seed_for(keying.key(worker))
+        samples: Iterable[Any] = keying.dataset  # type: ignore[assignment]
+        for position, sample in enumerate(samples):
+            key = keying.key(position * workers + worker)
+            yield keying.finish(sample, key)
+            keying.seed_for(key._replace(index=key.index + workers))
+
+
+def keyed(
+    dataset: Dataset[Any],
+    *,
+    seed: int,
+    epoch: EpochCell,
+    transform: WorkerTransform | None,
+    recording: DatasetRecording | None = None,
+) -> Dataset[Any]:
+    """Return the dataset with keyed randomness, or the dataset itself if it has none to key.
+
+    With a ``recording``, the own pipelines of a map-style dataset leave to the device what they
+    can.
+    """
+    if transform is None and not find_composes(dataset):
+        return dataset
+    keying = _Keying(dataset, seed, epoch, transform, recording)
+    if isinstance(dataset, IterableDataset):
+        return KeyedIterableDataset(keying)
+    return KeyedDataset(keying)
+
+
+def tell_epoch(dataset: Dataset[Any], epoch: int) -> None:
+    """Call ``set_epoch`` of a dataset that has one, also below datasets that wrap it.
+
+    :class:`FastImageFolder` and Hugging Face's iterable datasets draw by it. Only what wrappers
+    hold themselves is looked at: a property may open what is to be opened in the workers.
+    """
+    waiting: list[Any] = [dataset]
+    told: set[int] = set()
+    while waiting:
+        one = waiting.pop()
+        if id(one) in told:
+            continue
+        told.add(id(one))
+        if callable(getattr(type(one), "set_epoch", None)):
+            one.set_epoch(epoch)
+        else:
+            waiting.extend(_wrapped(one))
+
+
+def _wrapped(dataset: Any) -> Iterator[Any]:
+    """Yield the datasets that a dataset holds, by themselves or in lists."""
+    for value in list(getattr(dataset, "__dict__", {}).values()):
+        if isinstance(value, Dataset):
+            yield value
+        elif type(value) in (list, tuple) and value and isinstance(value[0], Dataset):
+            yield from (part for part in value if isinstance(part, Dataset))
+
+
+def fetches_in_batches(dataset: Dataset[Any]) -> bool:
+    """Return whether the dataset answers ``__getitems__`` itself, also below torch's wrappers.
+
+    A ``Subset`` and a ``StackDataset`` have it whatever they hold; without one below they would
+    read sample by sample under the key of the first.
+    """
+    if type(dataset) is Subset:
+        return fetches_in_batches(dataset.dataset)
+    if type(dataset) is StackDataset:
+        parts = dataset.datasets
+        values = parts.values() if isinstance(parts, dict) else parts
+        return any(fetches_in_batches(part) for part in values)
+    own = getattr(type(dataset), "__getitems__", None)
+    if isinstance(own, property):  # our own wrappers have one, which is None for "one at a time"
+        own = getattr(dataset, "__getitems__", None)
+    return callable(own) or callable(held(dataset, "__getitems__"))
+
+
+def _as_int(index: Any) -> int:
+    try:
+        return int(index)
+    except (TypeError, ValueError):
+        # Samplers may yield anything the dataset understands; equal keys still draw equal numbers.
+        import zlib
+
+        return zlib.crc32(repr(index).encode())

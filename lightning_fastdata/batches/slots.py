@@ -1,0 +1,360 @@
+"""Reusable batch memory: written by side processes, viewed by tensors, never overwritten.
+
+A slot is one anonymous file in memory (``memfd_create``): it has no name that could be left over,
+its pages are reserved before they are used, and it is gone when the last process that maps it is.
+Tensors of a batch view the slot; it is written again only when none of them is alive.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import sys
+import tempfile
+import warnings
+import weakref
+from collections import deque
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from lightning_fastdata.errors import FastDataWarning, WorkerError
+from lightning_fastdata.host.memory import read_host_memory
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from numpy.typing import NDArray
+
+    from lightning_fastdata.batches.page_lock import Fence, Locked, PageLocks
+
+_PAGE_BYTES: Final = 4096
+_HUGE_PAGE_BYTES: Final = 2**21
+_LARGE_BYTES: Final = 2**25
+_NO_MEMORY: Final = (
+    "No memory for a batch of {mib:,.1f} MiB ({why}). Use a smaller batch_size or prefetch_factor, "
+    "or give the job more memory."
+)
+
+
+_NO_FILES: Final = (
+    "This process has all the {limit} files open that it may have, so that no memory can be shared "
+    "with its workers. Raise the limit (ulimit -n {more}), or use fewer workers."
+)
+_NO_SHARING: Final = (
+    "This system gives no memory that processes can share (memfd_create: {refused}; /dev/shm: "
+    '{why}). Use executor="torch" or "inline", or allow memfd_create.'
+)
+_IN_SHM: Final = (
+    "memfd_create is refused here ({refused}), by a seccomp filter as a rule. Batches of the "
+    "workers are held in /dev/shm instead, which has to have room for them."
+)
+_COPIES: Final = (
+    "Batches come as copies from now on: {slots} that were kept or are under way take two open "
+    "files each, and this process may have {limit}. Raise the limit (ulimit -n {more}) or keep "
+    "fewer batches."
+)
+_said: set[str] = set()
+_REFUSED: Final = (errno.EPERM, errno.ENOSYS, errno.EACCES)
+_FEW_FILES: Final = (errno.EMFILE, errno.ENFILE)
+_FILES_PER_SLOT: Final = 8
+"""Two in the training process, three in a forked worker, and other loaders need some as well."""
+
+
+def shared_slots_supported() -> bool:
+    """Return whether this system has memory files without a name (Linux)."""
+    if not sys.platform.startswith("linux"):
+        return False
+    try:
+        os.close(_memory_file())
+    except OSError as error:
+        return error.errno in _FEW_FILES
+    except WorkerError:
+        return False
+    return True
+
+
+def _memory_file() -> int:
+    try:
+        return os.memfd_create("fastdata", os.MFD_CLOEXEC)
+    except OSError as error:
+        if error.errno not in _REFUSED:
+            raise
+        refused = os.strerror(error.errno)
+    try:
+        with tempfile.TemporaryFile(dir="/dev/shm") as file:
+            descriptor = os.dup(file.fileno())
+    except OSError as error:
+        if error.errno in _FEW_FILES:
+            raise
+        raise WorkerError(_NO_SHARING.format(refused=refused, why=error.strerror)) from error
+    if refused not in _said:
+        _said.add(refused)
+        warnings.warn(_IN_SHM.format(refused=refused), FastDataWarning, stacklevel=2)
+    return descriptor
+
+
+def _open_file_limit() -> int | None:
+    import resource
+
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def _available_bytes() -> int:
+    return read_host_memory().available_bytes
+
+
+def create_shared_memory(
+    size_bytes: int, *, available_bytes: Callable[[], int] = _available_bytes
+) -> int:
+    """Return the descriptor of an anonymous memory file whose pages are reserved.
+
+    Args:
+        size_bytes: How much.
+        available_bytes: Asked before large reservations, because the kernel answers one that is
+            too large by killing processes, not with an error.
+
+    Raises:
+        WorkerError: There is not so much memory, or there are too many open files.
+    """
+    if size_bytes >= _LARGE_BYTES and size_bytes > available_bytes():
+        raise WorkerError(_NO_MEMORY.format(mib=size_bytes / 2**20, why="more than is available"))
+    try:
+        descriptor = _memory_file()
+    except OSError as error:
+        raise _as_worker_error(error, size_bytes) from error
+    try:
+        os.ftruncate(descriptor, size_bytes)
+        os.posix_fallocate(descriptor, 0, size_bytes)
+    except OSError as error:
+        os.close(descriptor)
+        raise _as_worker_error(error, size_bytes) from error
+    return descriptor
+
+
+def _as_worker_error(error: OSError, size_bytes: int) -> WorkerError:
+    limit = _open_file_limit()
+    if error.errno in _FEW_FILES and limit is not None:
+        return WorkerError(_NO_FILES.format(limit=limit, more=2 * limit))
+    return WorkerError(_NO_MEMORY.format(mib=size_bytes / 2**20, why=error.strerror))
+
+
+def map_shared_memory(descriptor: int) -> mmap.mmap:
+    """Map a memory file for reading and writing.
+
+    Raises:
+        WorkerError: There are too many open files, or too many mappings.
+    """
+    try:
+        if sys.version_info >= (3, 13):  # the mapping needs no descriptor of its own
+            return _advised(mmap.mmap(descriptor, 0, trackfd=False))
+        return _advised(mmap.mmap(descriptor, 0))
+    except OSError as error:
+        raise _as_worker_error(error, os.fstat(descriptor).st_size) from error
+
+
+def _private_memory(size_bytes: int) -> mmap.mmap:
+    # Without the flag these are pages of a memory file, whose first use costs more.
+    private = getattr(mmap, "MAP_PRIVATE", None)
+    return mmap.mmap(-1, size_bytes) if private is None else mmap.mmap(-1, size_bytes, private)
+
+
+def _advised(mapping: mmap.mmap) -> mmap.mmap:
+    if len(mapping) >= _HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+        try:
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+        except OSError:  # a kernel built without huge pages
+            return mapping
+    return mapping
+
+
+class Slot:
+    """One piece of batch memory. Made by a pool only."""
+
+    __slots__ = ("_lease", "descriptor", "locked", "mapping", "number", "size_bytes")
+
+    def __init__(
+        self,
+        number: int,
+        descriptor: int | None,
+        mapping: mmap.mmap,
+        locked: Locked | None = None,
+    ) -> None:
+        self.number = number
+        self.locked = locked
+        self.descriptor = descriptor
+        self.mapping = mapping
+        self.size_bytes = len(mapping)
+        self._lease: weakref.ref[NDArray[np.uint8]] | None = None
+
+    def lease(self, returned: deque[Slot]) -> NDArray[np.uint8]:
+        """Return an array over the slot; when it and all its views are gone, the slot returns."""
+        owner = np.frombuffer(self.mapping, np.uint8)
+        if self.locked is not None:
+            # The slot outlives a pool that is dropped before: it is unlocked after its last tensor.
+            weakref.finalize(owner, returned.append, self).atexit = False
+            return owner
+        # Deque appends are atomic, and a collected tensor may end its life in any thread.
+        self._lease = weakref.ref(owner, lambda _: returned.append(self))
+        return owner
+
+
+class SlotPool:
+    """The slots of one executor.
+
+    Args:
+        limit_bytes: How much memory the slots may take together. Two slots are granted in any
+            case, since a batch is read while the next is written.
+        shared: Memory that side processes can map; False: private memory of this process.
+        page_locks: Locks the slots for a device that reads them; None: they are not locked.
+    """
+
+    def __init__(
+        self, *, limit_bytes: int, shared: bool = True, page_locks: PageLocks | None = None
+    ) -> None:
+        self.limit_bytes = limit_bytes
+        self._page_locks = page_locks
+        self._fenced: deque[tuple[Fence, Slot]] = deque()
+        self.shared = shared
+        self._files = _open_file_limit() if shared else None
+        self._most = sys.maxsize
+        if self._files is not None:
+            opened = sum(1 for _ in Path("/proc/self/fd").iterdir())
+            self._most = max(2, (self._files - opened) // _FILES_PER_SLOT)
+        self._told = False
+        self._numbers = 0
+        self._slots: dict[int, Slot] = {}
+        self._free: list[Slot] = []
+        self._returned: deque[Slot] = deque()
+        self.dropped: deque[int] = deque()
+        """Numbers of slots given up since this was last emptied; side processes unmap them."""
+        weakref.finalize(self, _close_files, self._slots).atexit = False
+
+    @property
+    def size_bytes(self) -> int:
+        """What the slots take together."""
+        return sum(slot.size_bytes for slot in self._slots.values())
+
+    @property
+    def free_count(self) -> int:
+        """Slots that nobody writes or views."""
+        self._collect()
+        return len(self._free)
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def take(self, size_bytes: int) -> Slot | None:
+        """Return a slot of at least so many bytes, or None while the bound allows no more."""
+        self._collect()
+        fitting = [slot for slot in self._free if slot.size_bytes >= size_bytes]
+        if fitting:
+            # The one used last is still in the processor's cache.
+            slot = min(reversed(fitting), key=lambda slot: slot.size_bytes)
+            self._free.remove(slot)
+            return slot
+        size_bytes = _rounded(size_bytes)
+        while self._free and not self._fits(size_bytes):
+            self._drop(self._free[0])
+        if not self._allows(size_bytes):
+            return None
+        if self.shared:
+            descriptor = create_shared_memory(size_bytes)
+            return self._add(descriptor, map_shared_memory(descriptor))
+        return self._add(None, _advised(_private_memory(size_bytes)))
+
+    def adopt(self, descriptor: int) -> Slot:
+        """Take over memory that a side process made because its batch fitted into no slot."""
+        return self._add(descriptor, map_shared_memory(descriptor))
+
+    def may_grow(self, size_bytes: int) -> bool:
+        """Return whether a slot of so many bytes is free or may still be made."""
+        self._collect()
+        return any(s.size_bytes >= size_bytes for s in self._free) or self._allows(size_bytes)
+
+    def has_to_copy(self, slot: Slot) -> bool:
+        """Return whether a batch has to be copied out of its slot, since there are no others.
+
+        So a user who keeps batches gets memory of their own once the slots are used up.
+        """
+        if self.may_grow(slot.size_bytes):
+            return False
+        if len(self._slots) >= self._most and not self._told and self._files is not None:
+            self._told = True
+            counts = {"slots": len(self._slots), "limit": self._files, "more": 4 * self._files}
+            warnings.warn(_COPIES.format(**counts), FastDataWarning, stacklevel=2)
+        return True
+
+    def lease(self, slot: Slot) -> NDArray[np.uint8]:
+        """Return the slot's memory, uint8 [size]; the slot is free when no view of it is left."""
+        return slot.lease(self._returned)
+
+    def give_back(self, slot: Slot) -> None:
+        """Free a slot that was taken and is not leased."""
+        self._returned.append(slot)
+
+    def close(self) -> None:
+        """Let go of all slots; tensors that view one keep its memory alive."""
+        for slot in list(self._slots.values()):
+            self._drop(slot)
+        self._returned.clear()
+        self._fenced.clear()
+
+    def _allows(self, size_bytes: int) -> bool:
+        return len(self._slots) < 2 or self._fits(size_bytes)
+
+    def _fits(self, size_bytes: int) -> bool:
+        few = len(self._slots) < self._most
+        return few and self.size_bytes + size_bytes <= self.limit_bytes
+
+    def _add(self, descriptor: int | None, mapping: mmap.mmap) -> Slot:
+        locked = None if self._page_locks is None else self._page_locks.lock(mapping)
+        slot = Slot(self._numbers, descriptor, mapping, locked)
+        self._numbers += 1
+        self._slots[slot.number] = slot
+        return slot
+
+    def _drop(self, slot: Slot) -> None:
+        del self._slots[slot.number]
+        if slot in self._free:
+            self._free.remove(slot)
+        if slot.descriptor is not None:
+            os.close(slot.descriptor)
+            slot.descriptor = None
+            self.dropped.append(slot.number)
+
+    def _collect(self) -> None:
+        while self._returned:
+            slot = self._returned.popleft()
+            if self._page_locks is not None and slot.locked is not None:
+                # The device may still copy from it.
+                self._fenced.append((self._page_locks.fence(), slot))
+            else:
+                self._reuse(slot)
+        while self._fenced and self._fenced[0][0].passed():
+            self._reuse(self._fenced.popleft()[1])
+
+    def _reuse(self, slot: Slot) -> None:
+        if slot.number not in self._slots:
+            return
+        self._free.append(slot)
+        # Sizes that batches have outgrown would otherwise pile up.
+        crowded = self.size_bytes > self.limit_bytes or len(self._slots) > self._most
+        if crowded and len(self._slots) > 2:
+            self._drop(slot)
+
+
+def _close_files(slots: dict[int, Slot]) -> None:
+    """Close the files of a pool that was dropped; what still views a slot has it mapped."""
+    for slot in slots.values():
+        if slot.descriptor is not None:
+            os.close(slot.descriptor)
+            slot.descriptor = None
+
+
+def _rounded(size_bytes: int) -> int:
+    unit = _HUGE_PAGE_BYTES if size_bytes > _HUGE_PAGE_BYTES else _PAGE_BYTES
+    return max(1, -(-size_bytes // unit)) * unit

@@ -1,0 +1,1 @@
+"""One training on real photographs, loaded the usual way and with FastDataModule."""

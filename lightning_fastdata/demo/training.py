@@ -1,0 +1,278 @@
+"""The demo: one training on real photographs, loaded the usual way and with FastDataModule.
+
+Both trainings have the same photographs, augmentation, network, seed and number of epochs, and
+both are measured by the same callback; without a GPU, both compute on half of the cores. The usual
+way is a ``DataLoader`` as tutorials have it: no workers, one sample after the other through
+Albumentations.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import warnings
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as lightning
+import numpy as np
+import torch
+from lightning.pytorch.loggers import TensorBoardLogger
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_fastdata import DataThroughputCallback, FastDataModule, FastImageFolder
+from lightning_fastdata.demo.photos import PHOTOGRAPHS, Cut, cut_photographs
+from lightning_fastdata.errors import FastDataError
+from lightning_fastdata.host.cpu import read_cpu_limit
+from lightning_fastdata.insight.report.run_report import comparison_text
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from lightning_fastdata.insight.report.run_report import RunReport
+
+IMAGE_PX = 112
+BATCH_SIZE = 64
+CROP_SCALE = (0.3, 1.0)
+_SEED = 7
+
+
+def train_augmentation(size_px: int = IMAGE_PX) -> Any:
+    """Return an ``albumentations.Compose`` as people write it for training on photographs."""
+    albumentations = _albumentations()
+    return albumentations.Compose(
+        [
+            albumentations.RandomResizedCrop((size_px, size_px), scale=CROP_SCALE),
+            albumentations.HorizontalFlip(),
+            albumentations.ColorJitter(),
+            albumentations.Normalize(),
+            albumentations.ToTensorV2(),
+        ]
+    )
+
+
+def val_augmentation(size_px: int = IMAGE_PX) -> Any:
+    """Return the ``albumentations.Compose`` that brings photographs to one size, unchanged else."""
+    albumentations = _albumentations()
+    return albumentations.Compose(
+        [
+            albumentations.Resize(size_px, size_px),
+            albumentations.Normalize(),
+            albumentations.ToTensorV2(),
+        ]
+    )
+
+
+class AugmentedPhotos(Dataset[tuple[torch.Tensor, int]]):
+    """An image folder whose samples go through Albumentations one by one, the usual way."""
+
+    def __init__(self, folder: str | Path, transform: Callable[..., Any]) -> None:
+        self._photos = photo_folder(folder)
+        self._transform = transform
+
+    def __len__(self) -> int:
+        return len(self._photos)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        image, label = self._photos[index]
+        return self._transform(image=np.asarray(image))["image"], label
+
+
+class PhotoClassifier(lightning.LightningModule):
+    """A small convolutional network that tells which photograph a crop comes from.
+
+    Input: float32 ``[n, 3, H, W]``, normalized, ``H`` and ``W`` multiples of 16. Output: logits
+    ``[n, classes]``. A batch is ``(images, labels)`` with labels int64 ``[n]``. Logs ``train_loss``
+    and ``val_accuracy`` (0 to 1).
+    """
+
+    def __init__(self, classes: int = len(PHOTOGRAPHS), learning_rate: float = 6e-3) -> None:
+        super().__init__()
+        self.learning_rate = learning_rate
+        self.network = nn.Sequential(
+            *_convolution(3, 32, size=4, stride=4),
+            *_convolution(32, 64, size=3, stride=2),
+            *_convolution(64, 128, size=3, stride=2),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+            nn.Linear(128, classes),
+        )
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Return the logits of normalized images."""
+        logits: torch.Tensor = self.network(images)
+        return logits
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        """Return the cross entropy of a batch ``(images, labels)``."""
+        images, labels = batch
+        loss = nn.functional.cross_entropy(self(images), labels)
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch: Any) -> None:
+        """Log the accuracy of a batch ``(images, labels)``."""
+        images, labels = batch
+        accuracy = (self(images).argmax(1) == labels).float().mean()
+        self.log("val_accuracy", accuracy, prog_bar=True, batch_size=len(labels))
+
+    def configure_optimizers(self) -> Any:
+        """Return AdamW on a one-cycle schedule over the whole training."""
+        optimizer = torch.optim.AdamW(self.parameters(), self.learning_rate)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(
+            optimizer,
+            max_lr=self.learning_rate,
+            total_steps=int(self.trainer.estimated_stepping_batches),
+        )
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": schedule, "interval": "step"},
+        }
+
+
+def photo_folder(folder: str | Path) -> Any:
+    """Return torchvision's ``ImageFolder`` of a folder of class folders."""
+    from torchvision.datasets import ImageFolder
+
+    return ImageFolder(str(folder))
+
+
+def run_demo(
+    data: str | Path = "demo_data/photos",
+    logs: str | Path = "demo_logs",
+    *,
+    epochs: int = 3,
+    crops: int = 192,
+    say: Callable[[str], object] = lambda text: sys.stdout.write(text + "\n"),
+) -> dict[str, RunReport]:
+    """Train three times, print the comparison, and return the report of each training by name.
+
+    Args:
+        data: Folder for the photographs; reused when it is complete.
+        logs: Folder for the TensorBoard files.
+        epochs: Epochs of each training.
+        crops: Training crops of each photograph; validation has about a fifth of it.
+        say: Prints one text.
+
+    Raises:
+        DatasetError: A photograph is missing, or ``data`` holds other files.
+    """
+    cut = Cut(train_per_class=crops, val_per_class=max(8, crops * 5 // 24))
+    photos = cut_photographs(data, cut)
+    say(
+        f"{len(PHOTOGRAPHS)} photographs, cut into {len(PHOTOGRAPHS) * cut.train_per_class} "
+        f"training and {len(PHOTOGRAPHS) * cut.val_per_class} validation JPEG files: {photos}"
+    )
+    reports = {}
+
+    say("\n1  the usual way: DataLoader(num_workers=0), Albumentations sample by sample")
+    reports["DataLoader"], _ = _train(
+        logs,
+        "usual",
+        epochs,
+        train_dataloaders=DataLoader(
+            AugmentedPhotos(photos / "train", train_augmentation()), BATCH_SIZE, shuffle=True
+        ),
+        val_dataloaders=DataLoader(AugmentedPhotos(photos / "val", val_augmentation()), BATCH_SIZE),
+    )
+
+    say("\n2  FastDataModule, all options automatic, the same photographs and pipeline")
+    module = FastDataModule.from_datasets(
+        photo_folder(photos / "train"),
+        photo_folder(photos / "val"),
+        batch_size=BATCH_SIZE,
+        augment={"train": train_augmentation(), "val": val_augmentation()},
+    )
+    with _model_leaves_cpus_to_workers(say):
+        reports["FastDataModule"], _ = _train(logs, "fastdata", epochs, datamodule=module)
+    say(module.explain())
+
+    say("\n3  the same, and FastImageFolder decodes, crops and resizes")
+    module = FastDataModule.from_datasets(
+        FastImageFolder(photos / "train", size=IMAGE_PX, scale=CROP_SCALE),
+        FastImageFolder(photos / "val", size=IMAGE_PX, crop="stretch"),
+        batch_size=BATCH_SIZE,
+        augment={
+            "train": _without_first(train_augmentation()),
+            "val": _without_first(val_augmentation()),
+        },
+    )
+    with _model_leaves_cpus_to_workers(say):
+        reports["+ FastImageFolder"], accuracy = _train(logs, "folder", epochs, datamodule=module)
+
+    say("\n" + comparison_text(reports))
+    say(f"\nvalidation accuracy of the last: {accuracy:.1%}")
+    say(f"TensorBoard files: {logs}   (tensorboard --logdir {logs})")
+    return reports
+
+
+def _without_first(compose: Any) -> Any:
+    """Return a pipeline without its first operation, which FastImageFolder does."""
+    return _albumentations().Compose(compose.transforms[1:])
+
+
+@contextmanager
+def _model_leaves_cpus_to_workers(say: Callable[[str], object]) -> Iterator[None]:
+    """Without a GPU, let the model compute on half of the CPUs while the workers load.
+
+    The threads of the model wait for each other, so that a worker on one of their CPUs slows all
+    of them down. torch's default, as many threads as CPUs, suits a training without workers.
+    """
+    threads = torch.get_num_threads()
+    if torch.cuda.is_available():
+        yield
+        return
+    fewer = max(1, read_cpu_limit().usable_cpus // 2)
+    say(f"   no GPU: torch.set_num_threads({fewer}) instead of {threads}, to leave CPUs to workers")
+    torch.set_num_threads(fewer)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _train(logs: str | Path, name: str, epochs: int, **loaders: Any) -> tuple[RunReport, float]:
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    lightning.seed_everything(_SEED, verbose=False)
+    throughput = DataThroughputCallback()
+    with warnings.catch_warnings():
+        # The first training is to have too few workers.
+        warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+        # Lightning 2.6 with torch 2.9 and newer; nothing that a reader of the demo can change.
+        warnings.filterwarnings("ignore", message=".*treespec, LeafSpec.*")
+        trainer = lightning.Trainer(
+            max_epochs=epochs,
+            accelerator="gpu" if torch.cuda.is_available() else "cpu",
+            devices=1,
+            logger=TensorBoardLogger(str(logs), name=name),
+            callbacks=[throughput],
+            enable_checkpointing=False,
+            enable_model_summary=False,
+            enable_progress_bar=sys.stdout.isatty(),
+            num_sanity_val_steps=0,
+            log_every_n_steps=5,
+        )
+        trainer.fit(PhotoClassifier(), **loaders)
+    report = throughput.report
+    if report is None:
+        raise FastDataError(f"The training {name!r} ended before its first step was measured.")
+    return report, float(trainer.callback_metrics["val_accuracy"])
+
+
+def _convolution(channels: int, filters: int, *, size: int, stride: int) -> list[nn.Module]:
+    return [
+        nn.Conv2d(channels, filters, size, stride, padding=int(size == 3), bias=False),
+        nn.BatchNorm2d(filters),
+        nn.ReLU(inplace=True),
+    ]
+
+
+def _albumentations() -> Any:
+    # Albumentations asks the network for its newest version at import unless this is set.
+    os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
+    import albumentations
+
+    return albumentations

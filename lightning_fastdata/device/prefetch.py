@@ -1,0 +1,192 @@
+"""To the device one batch ahead, for any loop: ``for batch in prefetch(loader, device)``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lightning_fastdata.augment.transform import as_batch_transform
+from lightning_fastdata.batches.moving import leaves, move
+from lightning_fastdata.batches.staged import StagedBatch
+from lightning_fastdata.batches.streams import device_streams
+from lightning_fastdata.device.lookahead import OneAhead, SideLane
+from lightning_fastdata.errors import BatchError, OptionsError
+from lightning_fastdata.executors.fetch import seed_global_generators
+from lightning_fastdata.randomness.global_generators import kept_random_state
+from lightning_fastdata.types import SampleKey
+
+if TYPE_CHECKING:
+    from lightning_fastdata.augment.contract import StageTransform
+    from lightning_fastdata.batches.streams import DeviceStreams
+    from lightning_fastdata.device.lookahead import Crossing
+    from lightning_fastdata.types import Batch
+
+
+def prefetch(
+    loader: Iterable[Batch],
+    device: torch.device | str | int,
+    transform: Callable[..., Any] | None = None,
+    *,
+    seed: int = 0,
+    streams: Callable[[torch.device], DeviceStreams | None] = device_streams,
+) -> Prefetched:
+    """Return the batches of a loader on a device, transformed there, each one batch ahead.
+
+    On CUDA a batch is copied and transformed on a side stream while the step before it computes;
+    the copy runs beside only if the loader has ``pin_memory=True``. On other devices it is moved
+    and transformed when it is asked for. The batches are the same either way.
+
+    Args:
+        loader: A ``FastDataLoader``, any ``DataLoader``, any iterable of batches.
+        device: Where the batches go.
+        transform: What runs on each batch on the device: a callable or ``nn.Module`` from batch to
+            batch, or an Albumentations pipeline. A ``FastDataLoader(transform=..., on_device=True,
+            staged=...)`` brings its own, which runs first. It runs while the step before still
+            computes, so it must not read what the training writes (weights, running means).
+        seed: Seed of the transform's draws, which depend on it, the epoch and the number of the
+            batch, and on nothing else. ``random``, ``numpy.random`` and torch's generators of the
+            CPU and of the device are put back after it.
+        streams: The streams of a device; None where it has none.
+
+    Returns:
+        An iterable that can be iterated again, of the loader's length if it has one. Other
+        attributes are the loader's. ``set_epoch`` sets the epoch of the draws and of the samplers;
+        without it epochs are counted from 0.
+
+    Raises:
+        TransformError: ``transform`` cannot transform a batch.
+
+    Example:
+        >>> for epoch in range(epochs):
+        ...     batches.set_epoch(epoch)
+        ...     for images, labels in batches:  # on the device, augmented
+        ...         step(images, labels)
+    """
+    if isinstance(device, int):
+        device = torch.device("cuda", device)
+    return Prefetched(loader, torch.device(device), transform, seed=seed, streams=streams)
+
+
+class Prefetched:
+    """What :func:`prefetch` returns."""
+
+    def __init__(
+        self,
+        loader: Iterable[Batch],
+        device: torch.device,
+        transform: Callable[..., Any] | None,
+        *,
+        seed: int,
+        streams: Callable[[torch.device], DeviceStreams | None],
+    ) -> None:
+        if not hasattr(loader, "__iter__"):
+            raise OptionsError(
+                f"prefetch() got {loader!r} for a loader, which cannot be iterated; pass a "
+                "DataLoader or another iterable of batches."
+            )
+        self.loader = loader
+        self.device = device
+        self.seed = seed
+        self._streams = streams
+        self._lane: SideLane | None = None
+        self._transform = None if transform is None else as_batch_transform(transform)
+        self._epochs = 0
+        self._next_epoch: int | None = None
+
+    def __len__(self) -> int:
+        """Batches of the loader; a TypeError if it has no length."""
+        return len(self.loader)  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "loader":
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the next iteration, and of the loader's samplers that have one."""
+        self._next_epoch = epoch
+        loader: Any = self.loader
+        sampler = getattr(loader, "sampler", None)
+        batch_sampler = getattr(loader, "batch_sampler", None)
+        inner = getattr(batch_sampler, "sampler", None)
+        told: list[Any] = []
+        for one in (loader, sampler, batch_sampler, inner):
+            tell = getattr(one, "set_epoch", None)
+            if callable(tell) and not any(one is other for other in told):
+                tell(epoch)
+                told.append(one)
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Begin an epoch."""
+        epoch = self._epochs if self._next_epoch is None else self._next_epoch
+        self._next_epoch, self._epochs = None, epoch + 1
+        if self._lane is None:
+            streams = self._streams(self.device)
+            self._lane = None if streams is None else SideLane(streams)
+        work = _Work(self, epoch, aside=self._lane is not None)
+        batches = iter(self.loader)
+        if self._lane is None:
+            return map(work, batches)
+        lane = self._lane
+        # What was drawn by sample reads the batch and nothing else; a callable may read anything.
+        waits = self._transform is not None
+        return OneAhead(batches, lambda batch: lane.send(batch, work, after_consumer=waits), _land)
+
+
+def _land(crossing: Crossing) -> Batch:
+    return crossing.land()
+
+
+class _Work:
+    """Moves and transforms the batches of one epoch."""
+
+    def __init__(self, owner: Prefetched, epoch: int, *, aside: bool) -> None:
+        self._device = owner.device
+        self._aside = aside
+        self._seed, self._epoch = owner.seed, epoch
+        loader: Any = owner.loader
+        on_device = getattr(loader, "on_device", False)
+        self._prepared = getattr(loader, "transform", None) if on_device else None
+        self._transform: StageTransform | None = owner._transform
+        self._batches = self._samples = 0
+
+    def __call__(self, batch: Batch) -> Batch:
+        moved = move(batch, self._device, non_blocking=self._aside)
+        number, self._batches = self._batches, self._batches + 1
+        if isinstance(moved, StagedBatch):
+            if moved.draws is not None:
+                if self._prepared is None:
+                    raise BatchError(
+                        "The loader gave a StagedBatch with draws, but has no transform= with "
+                        "on_device=True that they were drawn for. Pass the FastDataLoader itself."
+                    )
+                moved = self._prepared.apply(moved.batch, moved.draws)
+            else:
+                moved = moved.batch
+        if self._transform is None:
+            return moved
+        key = SampleKey(self._seed, self._epoch, self._samples)
+        self._samples += next((len(t) for t in leaves(moved) if getattr(t, "ndim", 0)), 1)
+        with _drawn_under(self._seed, self._epoch, number, self._device):
+            return self._transform.apply_unprepared(moved, key)
+
+
+@contextmanager
+def _drawn_under(seed: int, epoch: int, number: int, device: torch.device) -> Iterator[None]:
+    """Seed the global generators for one batch, and put them back."""
+    with kept_random_state():
+        seed_global_generators(seed, epoch, ("batch", number))
+        if device.type != "cuda":
+            yield
+            return
+        index = torch.cuda.current_device() if device.index is None else device.index
+        generator = torch.cuda.default_generators[index]
+        before = generator.get_state()
+        generator.manual_seed(int(torch.randint(2**62, ())))
+        try:
+            yield
+        finally:
+            generator.set_state(before)

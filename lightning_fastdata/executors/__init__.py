@@ -1,0 +1,1 @@
+"""Who fetches the batches: one contract, several executors."""

@@ -1,0 +1,1 @@
+"""Batches gathered from tensors and arrays, one call for each column."""

@@ -1,0 +1,316 @@
+"""Batches gathered from tensors and arrays in one call per column, into reused memory."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import accumulate, islice
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from lightning_fastdata.batches.packed import tensor_over
+from lightning_fastdata.batches.slots import SlotPool
+from lightning_fastdata.errors import OptionsError
+from lightning_fastdata.executors.fetch import Fetcher
+from lightning_fastdata.executors.gather.rows import in_bounds, rows_of
+from lightning_fastdata.stamps.batch_stamps import BatchStamps, TaskStamps
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from lightning_fastdata.batches.page_lock import PageLocks
+    from lightning_fastdata.executors.fetch import FetchPlan
+    from lightning_fastdata.executors.gather.rows import Rows
+
+_ALIGNMENT_BYTES: Final = 64
+_SMALL_BYTES: Final = 16 * 1024
+"""Columns up to this size are handed over as copies, so that labels a user keeps hold no images."""
+_JOB_BYTES: Final = 2**22
+_MAX_GROUP: Final = 32
+"""Small batches are gathered together, as waking a thread costs some 10 us."""
+_PIECE_BYTES: Final = 2**20
+_PIECES: Final = 8
+_MAX_THREADS: Final = 4
+_NAME: Final = "fastdata gather"
+_LONG_S: Final = 0.0003
+"""A job that takes longer than this is worth a thread, however small it is (a slow disk)."""
+
+_NO_MEMORY: Final = np.empty(0, np.uint8)
+
+
+class Job:
+    """Rows of one or more batches on their way into one piece of memory.
+
+    Any number of threads may work on it at once; each takes piece after piece of the rows.
+
+    Args:
+        rows: The dataset.
+        index: Which rows, int64 [count], from 0 and within bounds.
+        ends: Where each batch ends among them.
+        pool: Where the memory comes from.
+    """
+
+    def __init__(
+        self, rows: Rows, index: NDArray[np.int64], ends: list[int], pool: SlotPool
+    ) -> None:
+        self.rows = rows
+        self.index = index
+        self.ends = ends
+        count, size_bytes = len(index), 0
+        self._places = []
+        for column in rows.columns:
+            self._places.append(size_bytes)
+            size_bytes += -(-column.row_bytes * count // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        self.size_bytes = max(1, size_bytes)
+        slot = pool.take(self.size_bytes)
+        self._owner = np.empty(self.size_bytes, np.uint8) if slot is None else pool.lease(slot)
+        self._outs = [
+            np.ndarray((count, *column.shape), column.stored, self._owner, place)
+            for column, place in zip(rows.columns, self._places, strict=True)
+        ]
+        self.pieces = max(1, min(_PIECES, size_bytes // _PIECE_BYTES))
+        self._step = -(-count // self.pieces)
+        self._lock = threading.Lock()
+        self._next = 0
+        self._left = count
+        self._error: BaseException | None = None
+        self._done = threading.Lock()
+        self._done.acquire()
+
+    def work(self) -> None:
+        """Copy rows until there is none left to begin with."""
+        count = len(self.index)
+        while True:
+            with self._lock:
+                start = self._next
+                stop = self._next = min(start + self._step, count)
+            if start == stop:
+                return
+            try:
+                index = self.index[start:stop]
+                for column, out in zip(self.rows.columns, self._outs, strict=True):
+                    column.take(index, out[start:stop])
+            except BaseException as error:  # raised again where the batch is asked for
+                self._error = error
+            with self._lock:
+                self._left -= stop - start
+                if self._left == 0:
+                    self._done.release()
+
+    def cancel(self) -> None:
+        """Begin with no more rows."""
+        with self._lock:
+            self._next = len(self.index)
+
+    def batches(self) -> Iterator[Any]:
+        """Help until all rows are there, and yield the batches; to be called once."""
+        self.work()
+        self._done.acquire()
+        # A thread may come to this job late, and would keep the memory until then.
+        owner, self._owner = self._owner, _NO_MEMORY
+        self._outs = []
+        if self._error is not None:
+            raise self._error
+        start = 0
+        for end in self.ends:
+            tensors = []
+            for column, place in zip(self.rows.columns, self._places, strict=True):
+                size_bytes = (end - start) * column.row_bytes
+                shape = (end - start, *column.shape)
+                tensor = tensor_over(owner, column.dtype, shape, place + start * column.row_bytes)
+                tensors.append(tensor.clone() if size_bytes <= _SMALL_BYTES else tensor)
+            start = end
+            yield self.rows.batch(tensors)
+
+
+@dataclass(frozen=True, slots=True)
+class _Odd:
+    """A batch that the dataset itself has to make, or to refuse."""
+
+    indices: Any
+    """As the sampler gave them."""
+
+
+class GatherExecutor:
+    """Gathers at the moment a batch is asked for, or ahead of that in threads.
+
+    Args:
+        plan: What to fetch; the dataset is one that :func:`rows_of` recognises.
+        threads: Threads that gather ahead, of which 4 at most are used; the caller helps them when
+            it has to wait. 0: the caller gathers a batch when it asks for it, and reads no other.
+        page_locks: Locks the memory of batches for a device that reads it.
+
+    Raises:
+        OptionsError: The dataset has no columns, or its batches are not torch's default ones.
+    """
+
+    def __init__(
+        self, plan: FetchPlan, *, threads: int = 1, page_locks: PageLocks | None = None
+    ) -> None:
+        if not (plan.default_collation and plan.batched) or rows_of(plan.dataset) is None:
+            raise OptionsError(
+                f"executor is 'gather', but {type(plan.dataset).__name__} is neither tensors nor "
+                "arrays, or its batches are not torch's default ones. Use 'auto' or 'workers'."
+            )
+        self._plan = plan
+        self._odd = Fetcher(replace(plan, seed=None))
+        self._threads = min(threads, _MAX_THREADS)
+        self._started = 0
+        self._tasks: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._pool = SlotPool(
+            limit_bytes=plan.memory_limit_bytes, shared=False, page_locks=page_locks
+        )
+        self._rows: Rows | None = None
+        self._indices: Iterator[Any] = iter(())
+        self._epoch = 0
+        self._group = 1
+        self._wanted = 1
+        self._long = False
+        self._jobs: deque[Job | _Odd] = deque()
+        self._ready: deque[Any] = deque()
+        self._records: deque[BatchStamps] | None = None
+        self._count = 0
+        self._first = True
+        self._stop = weakref.finalize(self, _end_threads, self._tasks)
+
+    def start_epoch(self, batches: Iterable[Any], epoch: int) -> None:
+        """Begin an epoch; what is left of the one before is dropped."""
+        self._drop()
+        # Tensors of a dataset may have been replaced, and indices of a subset shuffled.
+        self._rows = rows_of(self._plan.dataset, tried=False)
+        self._indices, self._epoch = iter(batches), epoch
+        self._first = True
+
+    def __iter__(self) -> GatherExecutor:
+        return self
+
+    def __next__(self) -> Any:
+        if self._records is None:
+            return self._next()
+        requested_ns = time.monotonic_ns()
+        batch = self._next()
+        ended_ns = time.monotonic_ns()
+        self._count += 1
+        # Who copied which row is not noted; all of the wait is for rows to be there.
+        spent = ended_ns - requested_ns
+        rows = TaskStamps(-1, 0, requested_ns, ended_ns, None, None, 0, spent, 0, 0, None)
+        first, self._first = self._first, False
+        self._records.append(BatchStamps.of_caller(self._count, requested_ns, rows, first=first))
+        return batch
+
+    def _next(self) -> Any:
+        if not self._ready:
+            self._look_ahead()
+            if not self._jobs:
+                raise StopIteration
+            job = self._jobs.popleft()
+            if isinstance(job, _Odd):
+                indices = job.indices
+                if isinstance(indices, np.ndarray):
+                    indices = indices.tolist()
+                return self._odd.batch(indices, self._epoch)
+            began = time.perf_counter()
+            self._ready.extend(job.batches())
+            self._long |= time.perf_counter() - began > _LONG_S
+        return self._ready.popleft()
+
+    def record(self, records: deque[BatchStamps] | None) -> None:
+        """Append the stamps of each batch from now on; None: no more."""
+        self._records = records
+
+    def resize(self, workers: int) -> None:
+        """Gather ahead in so many threads, 4 at most, from now on."""
+        self._threads = min(workers, _MAX_THREADS)
+
+    def close(self) -> None:
+        """End the threads; batches handed out stay valid."""
+        self._drop()
+        self._stop()
+        self._started = 0
+
+    def _drop(self) -> None:
+        for job in self._jobs:
+            if isinstance(job, Job):
+                job.cancel()
+        self._jobs.clear()
+        self._ready.clear()
+        self._indices = iter(())
+
+    def _look_ahead(self) -> None:
+        while len(self._jobs) < self._wanted:
+            group = list(islice(self._indices, self._group))
+            if not group:
+                return
+            self._begin(group)
+
+    def _begin(self, group: list[Any]) -> None:
+        rows = self._rows
+        parts = [part for part in map(_as_array, group) if part is not None]
+        index = None
+        if rows is not None and len(parts) == len(group):
+            index = in_bounds(np.concatenate(parts) if len(parts) > 1 else parts[0], rows.length)
+        if rows is None or index is None:
+            if len(group) > 1:
+                for indices in group:
+                    self._begin([indices])
+            else:
+                self._jobs.append(_Odd(group[0]))
+            return
+        job = Job(rows, index, list(accumulate(len(part) for part in parts)), self._pool)
+        self._jobs.append(job)
+        if not self._threads:
+            self._group = self._wanted = 1
+            return
+        # Samplers of the user may watch the training, and are not asked long before.
+        most = _MAX_GROUP if type(group[0]) is np.ndarray else self._plan.look_ahead // 4
+        # With more large pieces in turn the batches would leave the processor's cache.
+        self._wanted = 2 if job.size_bytes > _JOB_BYTES else 3
+        self._group = max(1, min(most, _JOB_BYTES * len(group) // job.size_bytes))
+        if self._long or job.size_bytes >= _PIECE_BYTES:
+            self._offer(job)
+
+    def _offer(self, job: Job) -> None:
+        while self._started < self._threads:
+            if not self._stop.alive:  # closed before
+                self._tasks = queue.SimpleQueue()
+                self._stop = weakref.finalize(self, _end_threads, self._tasks)
+            thread = threading.Thread(target=_run, args=(self._tasks,), daemon=True, name=_NAME)
+            thread.start()
+            self._started += 1
+        for _ in range(min(self._threads, job.pieces)):
+            self._tasks.put(job)
+
+
+def _run(tasks: queue.SimpleQueue[Job | None]) -> None:
+    while _worked(tasks.get()):
+        pass
+    tasks.put(None)  # for the next thread
+
+
+def _worked(job: Job | None) -> bool:
+    if job is not None:
+        job.work()
+    return job is not None
+
+
+def _end_threads(tasks: queue.SimpleQueue[Job | None]) -> None:
+    tasks.put(None)
+
+
+def _as_array(indices: Any) -> NDArray[np.int64] | None:
+    """Return the indices of a batch as an array, or None if they are none or not whole numbers."""
+    try:
+        index = np.asarray(indices)
+    except (TypeError, ValueError):
+        return None
+    if index.ndim != 1 or not len(index) or index.dtype.kind not in "iu":
+        return None
+    if index.dtype == np.int64:
+        return index
+    return index.astype(np.int64) if np.can_cast(index.dtype, np.int64) else None

@@ -1,0 +1,343 @@
+"""Datasets whose batches are rows of tensors and arrays: recognised, and read as columns."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset, default_collate
+
+from lightning_fastdata.batches.keyed import fetches_in_batches
+from lightning_fastdata.executors.gather.arrow import UnsuitedError, arrays_of, is_hugging_face
+from lightning_fastdata.executors.gather.columns import ColumnDataset, TokenWindows
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+_SAME_WIDTH = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
+
+
+class NotRowsError(Exception):
+    """Batches of the dataset have to be made sample by sample."""
+
+
+class Column:
+    """One leaf of the samples, over all rows.
+
+    Args:
+        array: Where the rows lie, [rows, *shape]; integers as wide where numpy has no such numbers.
+        dtype: What the default collation makes of them.
+        stored: How numpy writes a batch of ``dtype``; default: as the array.
+        select: Row of the array for each index of the dataset; None: they are the same.
+    """
+
+    __slots__ = ("array", "dtype", "plain", "row_bytes", "row_numbers", "select", "shape", "stored")
+
+    def __init__(
+        self,
+        array: NDArray[Any],
+        dtype: torch.dtype,
+        stored: np.dtype[Any] | None = None,
+        select: NDArray[np.int64] | None = None,
+    ) -> None:
+        self.array = array
+        self.dtype = dtype
+        self.stored = array.dtype if stored is None else stored
+        self.select = select
+        self.shape = array.shape[1:]
+        self.row_numbers = math.prod(self.shape)
+        self.row_bytes = self.row_numbers * self.stored.itemsize
+        self.plain = array.flags.c_contiguous and array.dtype == self.stored
+
+    def __len__(self) -> int:
+        return len(self.array if self.select is None else self.select)
+
+    def selected(self, select: NDArray[np.int64]) -> Column:
+        """Return the same column over some of the rows, each within bounds and from 0."""
+        if self.select is not None:
+            select = self.select[select]
+        return Column(self.array, self.dtype, self.stored, select)
+
+    def take(self, index: NDArray[np.int64], out: NDArray[Any]) -> None:
+        """Copy rows, whose indices are within bounds and from 0, into an array."""
+        if self.select is not None:
+            index = self.select[index]
+        if self.plain:
+            # With "raise" the rows would go through a buffer.
+            self.array.take(index, 0, out, "clip")
+        else:
+            # take() would first copy the whole array.
+            out[...] = self.array[index]
+
+
+class JoinedColumn(Column):
+    """The same leaf of several datasets, one after the other.
+
+    Args:
+        parts: Columns with the same shape of rows and the same types.
+    """
+
+    __slots__ = ("parts", "starts")
+
+    def __init__(self, parts: tuple[Column, ...], select: NDArray[np.int64] | None = None) -> None:
+        first = parts[0]
+        super().__init__(first.array, first.dtype, first.stored, select)
+        self.parts = parts
+        self.starts = np.cumsum([0, *map(len, parts)])
+
+    def __len__(self) -> int:
+        return int(self.starts[-1]) if self.select is None else len(self.select)
+
+    def selected(self, select: NDArray[np.int64]) -> Column:
+        """Return the same column over some of the rows, each within bounds and from 0."""
+        return JoinedColumn(self.parts, select if self.select is None else self.select[select])
+
+    def take(self, index: NDArray[np.int64], out: NDArray[Any]) -> None:
+        """Copy rows, whose indices are within bounds and from 0, into an array."""
+        if self.select is not None:
+            index = self.select[index]
+        part_of = np.searchsorted(self.starts, index, side="right") - 1
+        for number, part in enumerate(self.parts):
+            (at,) = np.nonzero(part_of == number)
+            if len(at):
+                rows = np.empty((len(at), *self.shape), self.stored)
+                part.take(index[at] - self.starts[number], rows)
+                out[at] = rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """All samples of a dataset."""
+
+    columns: tuple[Column, ...]
+    """The leaves of a sample."""
+    form: Any
+    """A batch with numbers of columns in the places of tensors."""
+    length: int
+    """Samples."""
+
+    def batch(self, tensors: list[torch.Tensor]) -> Any:
+        """Return a batch of the tensors of its columns, in the form of the default collation."""
+        return _filled(self.form, tensors)
+
+
+def rows_of(dataset: Any, *, tried: bool = True) -> Rows | None:
+    """Return the columns of a dataset, or None if it has none that could be gathered.
+
+    They are found in a ``TensorDataset``, a :class:`ColumnDataset`, :class:`TokenWindows`, a
+    tensor, an array, a ``datasets.Dataset`` of numbers in the torch or numpy format, and in a
+    ``Subset``, ``StackDataset`` or ``ConcatDataset`` of those; all of them of that very type, since
+    a subclass may change its samples.
+
+    Args:
+        dataset: Any dataset.
+        tried: Compare the first and last row with what the default collation makes of them.
+    """
+    columns: list[Column] = []
+    try:
+        form = _form(dataset, columns)
+        if not columns or len({len(column) for column in columns}) != 1:
+            return None
+        rows = Rows(columns=tuple(columns), form=form, length=len(columns[0]))
+        if len(dataset) != rows.length or (tried and not _as_collated(rows, dataset, batched=True)):
+            return None
+    except NotRowsError:
+        return None
+    return rows
+
+
+def gatherable(dataset: Any) -> bool:
+    """Return whether batches of the dataset can be gathered; see :func:`rows_of`."""
+    return rows_of(dataset) is not None
+
+
+def _form(dataset: Any, columns: list[Column]) -> Any:
+    kind = type(dataset)
+    if kind is TensorDataset:
+        return [_leaf(_tensor_column(tensor), columns) for tensor in dataset.tensors]
+    if kind is ColumnDataset:
+        parts: Any = dataset.columns
+        if isinstance(parts, dict):
+            return {name: _leaf(_typed_column(part), columns) for name, part in parts.items()}
+        return [_leaf(_typed_column(part), columns) for part in parts]
+    if kind is TokenWindows:
+        column = Column(dataset.windows(), dataset.dtype, _stored(dataset.dtype))
+        return _leaf(column, columns)
+    if kind is StackDataset:
+        parts = dataset.datasets
+        if isinstance(parts, dict):
+            return {name: _form(part, columns) for name, part in parts.items()}
+        return [_form(part, columns) for part in parts]
+    if kind is ConcatDataset:
+        return _form_of_joined(dataset, columns)
+    if kind is Subset:
+        return _form_of_subset(dataset, columns)
+    if kind is torch.Tensor:
+        return _leaf(_tensor_column(dataset), columns)
+    if kind is np.ndarray or kind is np.memmap:
+        return _leaf(_array_column(dataset), columns)
+    if is_hugging_face(dataset):
+        try:
+            arrays, select = arrays_of(dataset)
+        except UnsuitedError as error:
+            raise NotRowsError from error
+        return {
+            name: _leaf(Column(array, dtype, _stored(dtype), select), columns)
+            for name, (array, dtype) in arrays.items()
+        }
+    raise NotRowsError
+
+
+def _stored(dtype: torch.dtype) -> np.dtype[Any]:
+    return torch.empty(0, dtype=dtype).numpy().dtype
+
+
+def _leaf(column: Column, columns: list[Column]) -> int:
+    columns.append(column)
+    return len(columns) - 1
+
+
+def _form_of_subset(dataset: Any, columns: list[Column]) -> Any:
+    inner: list[Column] = []
+    form = _form(dataset.dataset, inner)
+    select = np.asarray(dataset.indices)
+    if select.size == 0:
+        select = np.empty(0, np.int64)
+    if select.ndim != 1 or select.dtype.kind not in "iu":
+        raise NotRowsError
+    within = in_bounds(select.astype(np.int64, copy=False), len(dataset.dataset))
+    if within is None:  # the sample that is out of range is to raise it, and no other
+        raise NotRowsError
+    start = len(columns)
+    columns.extend(column.selected(within) for column in inner)
+    return _shifted(form, start)
+
+
+def _form_of_joined(dataset: Any, columns: list[Column]) -> Any:
+    forms, joined = [], []
+    for part in dataset.datasets:
+        inner: list[Column] = []
+        forms.append(_form(part, inner))
+        rows = Rows(columns=tuple(inner), form=forms[-1], length=len(part))
+        # Parts are asked for single samples, and only the ends of the whole are compared later.
+        if not rows.length or not _as_collated(rows, part, batched=False):
+            raise NotRowsError
+        joined.append(inner)
+    kinds = [[(c.dtype, c.stored, c.shape) for c in inner] for inner in joined]
+    if any(form != forms[0] for form in forms) or any(kind != kinds[0] for kind in kinds):
+        raise NotRowsError
+    start = len(columns)
+    columns.extend(JoinedColumn(parts) for parts in zip(*joined, strict=True))
+    return _shifted(forms[0], start)
+
+
+def in_bounds(index: NDArray[np.int64], length: int) -> NDArray[np.int64] | None:
+    """Return the indices counted from the start, or None if one is out of range."""
+    # As unsigned numbers the negative ones are the largest, so that one pass sees to both ends.
+    if not len(index) or np.maximum.reduce(index.view(np.uint64)) < length:
+        return index
+    if index.min() < -length or index.max() >= length:
+        return None
+    return np.where(index < 0, index + length, index)
+
+
+def _tensor_column(tensor: Any) -> Column:
+    plain = (
+        type(tensor) is torch.Tensor
+        and tensor.layout is torch.strided
+        and tensor.device.type == "cpu"
+        and tensor.dim() > 0
+        and not (tensor.requires_grad or tensor.is_quantized or tensor.is_nested)
+        and not (tensor.is_conj() or tensor.is_neg())
+    )
+    if not plain:
+        raise NotRowsError
+    try:
+        array = tensor.numpy()
+    except TypeError:  # bfloat16 and the like
+        whole = _SAME_WIDTH.get(tensor.element_size())
+        if whole is None:
+            raise NotRowsError from None
+        array = tensor.view(torch.from_numpy(np.empty(0, whole)).dtype).numpy()
+    return Column(array, tensor.dtype)
+
+
+def _typed_column(column: Any) -> Column:
+    # A ColumnDataset makes tensors of rows itself, so that the type of numbers stays.
+    if isinstance(column, torch.Tensor):
+        return _tensor_column(column)
+    dtype = torch.as_tensor(np.empty(0, column.dtype)).dtype
+    return Column(np.asarray(column), dtype)
+
+
+def _array_column(array: Any) -> Column:
+    if array.ndim == 0 or array.dtype.kind not in "biufc":
+        raise NotRowsError
+    # The default collation makes no tensor of numbers in the same way as of arrays. (Which bits of
+    # a not-a-number it keeps is left open here.)
+    like = array[0] if array.ndim == 1 and len(array) else np.empty(0, array.dtype)
+    try:
+        dtype = default_collate([like]).dtype
+    except (TypeError, ValueError, OverflowError):
+        raise NotRowsError from None
+    stored = _stored(dtype)
+    if not np.can_cast(array.dtype, stored, "safe"):
+        raise NotRowsError
+    return Column(np.asarray(array), dtype, stored)
+
+
+def _shifted(form: Any, by: int) -> Any:
+    if isinstance(form, dict):
+        return {name: _shifted(part, by) for name, part in form.items()}
+    return [_shifted(part, by) for part in form] if isinstance(form, list) else form + by
+
+
+def _filled(form: Any, tensors: list[torch.Tensor]) -> Any:
+    if isinstance(form, dict):
+        return {name: _filled(part, tensors) for name, part in form.items()}
+    return [_filled(part, tensors) for part in form] if isinstance(form, list) else tensors[form]
+
+
+def _as_collated(rows: Rows, dataset: Any, *, batched: bool) -> bool:
+    if not rows.length:
+        return True
+    ends = np.array([0, rows.length - 1])
+    tensors = []
+    for column in rows.columns:
+        out = np.empty((2, *column.shape), column.stored)
+        column.take(ends, out)
+        tensors.append(torch.from_numpy(out).view(column.dtype))
+    try:
+        if batched and fetches_in_batches(dataset):
+            samples = dataset.__getitems__(ends.tolist())
+        else:
+            samples = [dataset[0], dataset[rows.length - 1]]
+        with warnings.catch_warnings():
+            # torch warns of arrays that are read-only, as it would take them as they are.
+            warnings.simplefilter("ignore")
+            theirs = default_collate(samples)
+    except Exception:  # the true collation is to raise it, on the true batch
+        return False
+    return _same(rows.batch(tensors), theirs)
+
+
+def _same(ours: Any, theirs: Any) -> bool:
+    if type(ours) is not type(theirs):
+        return False
+    if isinstance(ours, dict):
+        return list(ours) == list(theirs) and all(_same(ours[k], theirs[k]) for k in ours)
+    if isinstance(ours, list):
+        return len(ours) == len(theirs) and all(map(_same, ours, theirs))
+    if ours.dtype != theirs.dtype or ours.shape != theirs.shape or not theirs.is_contiguous():
+        return False
+    # NaN equals NaN here, as the bytes are what matters.
+    return bool(_bytes(ours) == _bytes(theirs))
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    flat = tensor.reshape(-1)
+    return b"" if not flat.numel() else flat.view(torch.uint8).numpy().tobytes()

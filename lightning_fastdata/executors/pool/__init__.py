@@ -1,0 +1,1 @@
+"""Side processes that fetch, what they are told, and what happens when they die."""

@@ -1,0 +1,125 @@
+"""A short trial with half of the workers, which shows whether the other half reads any faster.
+
+What workers wait for may be there for each of them, as the latency of a network is, or be shared by
+all, as a lock or a full line is. With all of them at work all the time, both look the same. So once
+in a run, while batches are waited for anyway, only half of them are given tasks for a moment.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Final
+
+from lightning_fastdata.stamps.batch_stamps import ReadRates
+
+if TYPE_CHECKING:
+    from lightning_fastdata.stamps.batch_stamps import TaskStamps
+
+_ROUNDS: Final = 3
+"""Tasks that each of the workers in the trial does."""
+_KEPT: Final = 6
+"""Tasks of each worker before the trial that it is compared with."""
+_MOST_OF_RUN: Final = 0.03
+"""Part of the time so far that a trial may cost; it is made once, so that most runs lose less."""
+_REQUESTS: Final = 16
+_LATE: Final = 12
+"""Of the newest 16 batches, so many have to be late: else the training sets the pace."""
+_BLOCKED: Final = 0.3
+"""Part of the time to read: where workers wait for less, nothing that is shared costs much."""
+
+
+class CrewTrial:
+    """Says how many tasks may be under way, and compares what is read with all and with half.
+
+    Args:
+        hands: Threads of all side processes together.
+        clock_ns: Monotonic time.
+    """
+
+    def __init__(self, hands: int, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
+        self.hands = hands
+        self.limit: int | None = None
+        """Tasks that may be under way; None: as many as there are."""
+        self._clock_ns = clock_ns
+        self._began_ns: int | None = None
+        self._late: deque[bool] = deque(maxlen=_REQUESTS)
+        self._with_all: deque[TaskStamps] = deque(maxlen=_KEPT * hands)
+        self._with_half: list[TaskStamps] = []
+        self._since_ns: int | None = None
+        self._over = hands < 2
+
+    def delivered(self, *, late: bool) -> None:
+        """Note a batch that was delivered, and begin the trial if it is time for it."""
+        if self._over or self.limit is not None:
+            return
+        if self._began_ns is None:
+            self._began_ns = self._clock_ns()
+        self._late.append(late)
+        if sum(self._late) >= _LATE and self._blocks() and self._affordable():
+            self.limit = self.hands // 2
+
+    def answered(self, task: TaskStamps | None, under_way: int) -> ReadRates | None:
+        """Note a task that has ended; return what was found if the trial is over.
+
+        Args:
+            task: Its stamps; None: nobody takes any.
+            under_way: Tasks that are still under way.
+        """
+        if self._over or task is None or not task.samples:
+            return None
+        if self.limit is None:
+            self._with_all.append(task)
+            return None
+        if self._since_ns is None:
+            if under_way < self.limit:  # those given before the trial have ended
+                self._since_ns = self._clock_ns()
+            return None
+        if task.began_ns >= self._since_ns:
+            self._with_half.append(task)
+        if len(self._with_half) < _ROUNDS * self.limit:
+            return None
+        half, before = self._with_half, self._with_all
+        # Between two tasks of the trial a worker may wait for the training to give it the next.
+        busy_ns = sum(task.ended_ns - task.began_ns for task in half) // self.limit
+        # With all at work, those that a lock leaves waiting longest have not ended yet.
+        span_ns = before[-1].ended_ns - before[0].ended_ns
+        rates = ReadRates(
+            self.limit, _per_s(half, busy_ns), self.hands, _per_s(list(before)[1:], span_ns)
+        )
+        self._over, self.limit = True, None
+        return rates
+
+    def given_up(self) -> None:
+        """End a trial that is under way: another epoch begins, or nobody takes stamps any more."""
+        self.limit = self._since_ns = None
+        self._with_half.clear()
+        self._late.clear()
+
+    def _blocks(self) -> bool:
+        told = [task for task in self._with_all if task.cpu_ns is not None]
+        length = sum(task.ended_ns - task.began_ns for task in told)
+        busy = sum((task.cpu_ns or 0) + (task.runqueue_ns or 0) for task in told)
+        full = len(self._with_all) == self._with_all.maxlen
+        return full and length > 0 and 1 - busy / length >= _BLOCKED
+
+    def _affordable(self) -> bool:
+        each_ns = sum(task.ended_ns - task.began_ns for task in self._with_all) / max(
+            1, len(self._with_all)
+        )
+        lost_ns = (_ROUNDS + 0.5) * each_ns * (1 - (self.hands // 2) / self.hands)
+        return lost_ns <= _MOST_OF_RUN * (self._clock_ns() - (self._began_ns or 0))
+
+
+def _per_s(tasks: Sequence[TaskStamps], span_ns: int) -> float:
+    """Return the samples a second that were read, had there been a CPU whenever it was wanted.
+
+    Args:
+        tasks: Those that were done in some time.
+        span_ns: That time.
+    """
+    length = sum(task.ended_ns - task.began_ns for task in tasks)
+    queued = sum(task.runqueue_ns or 0 for task in tasks)
+    samples = sum(task.samples for task in tasks)
+    return samples / max(1e-9, span_ns * (1 - queued / max(1, length))) * 1e9

@@ -1,0 +1,216 @@
+"""What the training process says about side processes that fail, hang or die."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import warnings
+from typing import TYPE_CHECKING, Any, Final
+
+from lightning_fastdata.errors import FastDataWarning, WorkerError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from lightning_fastdata.executors.fetch import FetchPlan
+    from lightning_fastdata.executors.pool.process import PendingBatch, SideProcess
+
+_IDLE_SIDES: Final = 4
+_STALL_S: Final = 120.0
+_STALL_TASKS: Final = 20
+_LOOK_S: Final = 1.0
+_BUSY_SHARE: Final = 0.05
+_BUSY_WEIGHT: Final = 0.1
+"""While processes start, or compute as one that builds an index does, time counts for so much.
+Where other programs take the CPUs, they have a small share of them."""
+
+
+class StallWatch:
+    """Notices that the side processes get nowhere while the training process waits for them.
+
+    Args:
+        limit_s: How long that may go on; 0: for ever; None: 120 s, or 20 times the longest task.
+    """
+
+    def __init__(self, limit_s: float | None) -> None:
+        self._given = limit_s
+        self._longest_s = 0.0
+        self._stalled_s = 0.0
+        self._seen: Any = None
+        self._cpu_s = 0.0
+        self._warned = False
+
+    @property
+    def next_look(self) -> float | None:
+        """Until when (``monotonic``) to wait before :meth:`look`; None: there is no limit."""
+        return None if self._given == 0 else time.monotonic() + self._step_s
+
+    @property
+    def _step_s(self) -> float:
+        return min(_LOOK_S, (self._given or _STALL_S) / 8)
+
+    def heard(self, task_ns: int = 0) -> None:
+        """Note that a task has ended, which took so long."""
+        self._stalled_s = 0.0
+        self._longest_s = max(self._longest_s, task_ns / 1e9)
+
+    def look(self, sides: Iterable[SideProcess], doing: Callable[[], list[str]]) -> None:
+        """Say so if nothing has moved for long; called when nobody answered until the next look.
+
+        Args:
+            sides: The processes.
+            doing: Tells what each of them does.
+
+        Raises:
+            WorkerError: Nothing has moved for too long.
+        """
+        sides = list(sides)
+        seen = [(side.process.pid, side.marks.tobytes()) for side in sides]
+        cpu_s = sum(_cpu_s(side.process.pid) for side in sides)
+        busy = cpu_s - self._cpu_s > _BUSY_SHARE * self._step_s
+        busy = busy or any(side.is_starting for side in sides)
+        moved, self._seen, self._cpu_s = seen != self._seen, seen, cpu_s
+        if moved:
+            self._stalled_s = 0.0
+            return
+        # Counted in steps, so that time in which the whole program was stopped is none.
+        self._stalled_s += self._step_s * (_BUSY_WEIGHT if busy else 1)
+        limit_s = self._given or max(_STALL_S, _STALL_TASKS * self._longest_s)
+        if self._stalled_s >= limit_s:
+            raise WorkerError("\n".join([_stalled(limit_s), *doing()]))
+        if self._stalled_s >= limit_s / 2 and not self._warned:
+            self._warned = True
+            text = "\n".join([_stalled(limit_s / 2), f"At {limit_s:g} s it is an error.", *doing()])
+            warnings.warn(text, FastDataWarning, stacklevel=2)
+
+
+def _stalled(seconds: float) -> str:
+    return (
+        f"No sample was read and no batch was made for {seconds:g} s while the training waited for "
+        "one. The workers are stuck, or one sample takes very long (to build an index, to reach a "
+        "server). If it only takes long, raise stall_timeout (LoaderOptions: stall_timeout_s); 0 "
+        "waits for ever. The side processes:"
+    )
+
+
+def _cpu_s(pid: int | None) -> float:
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as stat:  # noqa: PTH123
+            fields = stat.read().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def stillborn(number: int, code: int | None, times: int) -> WorkerError:
+    """Return the error for a side process that dies before it has read a sample."""
+    return WorkerError(
+        f"Side process {number} {_death(code)} {times} times before it read a sample. Its own "
+        'message is on the standard error output. With the start methods "spawn" and '
+        '"forkserver" the script needs `if __name__ == "__main__":`.'
+    )
+
+
+def stream_broken(number: int, code: int | None, delivered: int, *, answered: bool) -> WorkerError:
+    """Return the error for a side process that dies before the end of its stream.
+
+    Args:
+        number: Of the process.
+        code: Its exit code.
+        delivered: Batches of this epoch that it had made and the training has got.
+        answered: It has ever made a batch.
+    """
+    start = (
+        ""
+        if answered
+        else ' With the start methods "spawn" and "forkserver" the script needs '
+        '`if __name__ == "__main__":`.'
+    )
+    return WorkerError(
+        f"Side process {number} {_death(code)} before the end of its stream. The {delivered} "
+        "batches that it had made in this epoch were delivered; the rest of its stream is "
+        "missing, because a stream cannot be read again from its middle. Begin the epoch anew, or "
+        f"use a dataset with __getitem__, whose samples are read again.{start}"
+    )
+
+
+def stream_timed_out(timeout_s: float, sides: Iterable[SideProcess]) -> WorkerError:
+    """Return the error for a batch of a stream that is late, with what the processes do."""
+    late = f"No batch within timeout={timeout_s:g} s."
+    head = f"{late} Reading may be slow (raise the timeout) or stuck:"
+    return WorkerError("\n".join([head, *doing_in_streams(sides)]))
+
+
+def doing_in_streams(sides: Iterable[SideProcess]) -> list[str]:
+    """Return what the side processes that read a stream are doing."""
+    return [
+        f"side process {side.number} (pid {side.process.pid}), reading its stream:\n{side.stack()}"
+        for side in sides
+        if side.tasks
+    ]
+
+
+def poisonous(index: Any, code: int | None, times: int) -> WorkerError:
+    """Return the error for a sample that ends whichever process reads it."""
+    return WorkerError(
+        f"Sample {index!r} of the dataset was being read each of the {times} times that a side "
+        f"process {_death(code)}. Read dataset[{index!r}] in a script of its own to see why, and "
+        "leave it out or repair it."
+    )
+
+
+def timed_out(
+    plan: FetchPlan, batches: Iterable[PendingBatch], sides: list[SideProcess]
+) -> WorkerError:
+    """Return the error for a batch that is late, with what each side process is doing."""
+    late = f"No batch within timeout={plan.timeout_s:g} s."
+    head = f"{late} Reading may be slow (raise the timeout) or stuck:"
+    return WorkerError("\n".join([head, *doing(plan, batches, sides)]))
+
+
+def doing(plan: FetchPlan, batches: Iterable[PendingBatch], sides: list[SideProcess]) -> list[str]:
+    """Return what each side process is doing: the samples it reads, and its stacks."""
+    by_number = {batch.number: batch for batch in batches}
+    reading = {
+        side.number: [
+            repr(by_number[number].indices[at] if plan.batched else at)
+            for number, at in side.working_on()
+            if number in by_number
+        ]
+        for side in sides
+    }
+    busy = [side for side in sides if reading[side.number] or side.tasks or side.is_stopped()]
+    # Where nobody seems to have anything to do, some of them are to tell what they do instead.
+    return [
+        f"side process {side.number} (pid {side.process.pid}), reading sample "
+        f"{', '.join(reading[side.number]) or 'none'}:\n{side.stack()}"
+        for side in (busy or sides[:_IDLE_SIDES])
+    ]
+
+
+def _death(code: int | None) -> str:
+    if code is not None and code < 0:
+        hint = " (the kernel kills so when memory runs out)" if code == -signal.SIGKILL else ""
+        return f"was ended by {signal.Signals(-code).name}{hint}"
+    return f"left with exit code {code}"
+
+
+def as_error(kind: type[BaseException], number: int, text: str) -> BaseException:
+    """Return an error of the same class as one that was raised in a side process."""
+    message = f"Caught {kind.__name__} in side process {number} {text}"
+    if issubclass(kind, StopIteration) or not issubclass(kind, Exception):
+        # Raised from __next__, it would end the epoch, or the program, early and without a word.
+        return RuntimeError(message)
+    try:
+        # A KeyError shows its argument quoted, which no traceback survives.
+        return kind(_Verbatim(message)) if issubclass(kind, KeyError) else kind(message)
+    except Exception:  # whatever an exception class of the user asks of its arguments
+        return RuntimeError(message)
+
+
+class _Verbatim(str):
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)

@@ -1,0 +1,360 @@
+"""Side processes that fetch: ``workers`` with one thread each, ``sidecar`` with many in one.
+
+The training process keeps the indices of everything that is under way, so whatever a process that
+died had not finished is given to another one. Two side processes share a queue of tasks, of which
+the kernel gives each to one of them, and nothing that one could leave locked or half written.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections import Counter, deque
+from collections.abc import Iterable
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+from lightning_fastdata.batches.slots import SlotPool
+from lightning_fastdata.errors import OptionsError, WorkerError
+from lightning_fastdata.executors.pool.child import MAX_THREADS
+from lightning_fastdata.executors.pool.crew import Answer, Crew, Loss
+from lightning_fastdata.executors.pool.crew_trial import CrewTrial
+from lightning_fastdata.executors.pool.faults import (
+    StallWatch,
+    as_error,
+    doing,
+    poisonous,
+    timed_out,
+)
+from lightning_fastdata.executors.pool.process import EpochRun, PendingBatch, Task
+from lightning_fastdata.executors.pool.splitter import Splitter
+from lightning_fastdata.stamps.own_stamps import WaitWatch
+
+if TYPE_CHECKING:
+    from lightning_fastdata.batches.layout import SampleLayout
+    from lightning_fastdata.batches.page_lock import PageLocks
+    from lightning_fastdata.executors.fetch import FetchPlan
+    from lightning_fastdata.executors.pool.process import SideProcess
+    from lightning_fastdata.order.epoch_order import EpochOrder
+    from lightning_fastdata.stamps.batch_stamps import BatchStamps, ReadRates
+
+_CRASHES: Final = 2
+_KILLS: Final = 4
+"""SIGKILL comes from outside, so a sample that was under way need not be the cause."""
+
+
+class PoolExecutor:
+    """Fetches batches in ``processes`` side processes of ``threads`` threads each."""
+
+    def __init__(
+        self,
+        plan: FetchPlan,
+        *,
+        processes: int,
+        threads: int = 1,
+        page_locks: PageLocks | None = None,
+        trial: CrewTrial | None = None,
+    ) -> None:
+        self.plan = plan
+        self._alone = threads == 1
+        self._crew = Crew(plan, processes=processes, threads=threads)
+        self._slots = SlotPool(limit_bytes=plan.memory_limit_bytes, page_locks=page_locks)
+        self._splitter = Splitter(plan, self._slots)
+        self._trial = CrewTrial(processes * threads) if trial is None else trial
+        self._rates: ReadRates | None = None
+        self._now = EpochRun(0, 0, iter(()), exhausted=True)
+        self._armed: EpochRun | None = None
+        self._wait = WaitWatch()
+        self._records: deque[BatchStamps] | None = None
+        self._first = True
+        self._batches: deque[PendingBatch] = deque()
+        self._todo: deque[Task] = deque()
+        self._count = 0
+        self._stall = StallWatch(plan.stall_timeout_s)
+        self._deaths: Counter[tuple[int, int]] = Counter()
+
+    @property
+    def respawned(self) -> int:
+        """Side processes that died and were replaced."""
+        return self._crew.respawned
+
+    @property
+    def sides(self) -> dict[int, SideProcess]:
+        """The side processes by their numbers."""
+        return self._crew.sides
+
+    def start_epoch(
+        self, batches: Iterable[Any], epoch: int, order: EpochOrder | None = None
+    ) -> None:
+        """Begin an epoch, with the batches under way if it is the one that was armed.
+
+        What is left of the epoch before is dropped.
+        """
+        armed, self._armed = self._armed, None
+        self._first = True
+        if order is not None and armed is not None and armed.order == order:
+            self._now = armed
+        else:
+            # An armed epoch that is not to be has the generation between.
+            self._now = EpochRun(epoch, self._now.generation + 2, iter(batches))
+        self._crew.start_epoch(self._now.generation, epoch)
+        left = [batch for batch in self._batches if self._is_old(batch)]
+        self._batches = deque(batch for batch in self._batches if not self._is_old(batch))
+        for task in [task for task in self._todo if self._is_old(task.batch)]:
+            self._todo.remove(task)
+            task.batch.open_tasks -= 1
+        for batch in left:
+            if not batch.open_tasks:
+                batch.release(self._slots)
+        self._deaths.clear()
+        if self._now is not armed:
+            self._trial.given_up()
+        self._fill()
+
+    def arm(self, order: EpochOrder) -> None:
+        """Fetch the first batches of the next epoch as soon as there is nothing else to fetch."""
+        generation = self._now.generation + 1
+        self._armed = EpochRun(order.epoch, generation, order.batches(), order)
+
+    def __iter__(self) -> PoolExecutor:
+        return self
+
+    def __next__(self) -> Any:
+        until = time.monotonic() + self.plan.timeout_s if self.plan.timeout_s else None
+        self._wait.requested(recorded=self._records is not None)
+        ahead = -1
+        while True:
+            self._fill()
+            batch = self._next_ready()
+            if batch is not None:
+                delivered = self._wait.unpacked(partial(self._deliver, batch))
+                if self._records is not None:
+                    rates, self._rates = self._rates, None
+                    stamps = batch.delivered(
+                        self._wait, max(0, ahead), first=self._first, rates=rates
+                    )
+                    self._records.append(stamps)
+                    self._trial.delivered(late=ahead >= 0)
+                self._first = False
+                return delivered
+            if ahead < 0 and self._records is not None:
+                ahead = sum(not other.open_tasks for other in self._batches)
+            if self._now.exhausted and not any(map(self._is_current, self._batches)):
+                raise StopIteration
+            self._receive(until)
+
+    def ready(self) -> bool:
+        """Return whether the next batch, or the end, can be had without waiting."""
+        self._fill()
+        self._receive(None, waiting=False)
+        ended = self._now.exhausted and not any(map(self._is_current, self._batches))
+        return ended or self._first_ready() is not None
+
+    def record(self, records: deque[BatchStamps] | None) -> None:
+        """Append the stamps of each delivered batch from now on; None: no more."""
+        self._records = records
+        if records is None:
+            self._trial.given_up()  # without stamps it would never end
+        self._crew.tell("stamp", records is not None)
+
+    def resize(self, workers: int) -> None:
+        """Have so many side processes from now on; those too many finish their work first."""
+        self._crew.resize(workers)
+        self._trial = CrewTrial(workers * self._crew.threads)
+
+    def set_threads(self, threads: int) -> None:
+        """Have each side process work in so many threads from now on, without losing a task.
+
+        Args:
+            threads: 1 to 64.
+
+        Raises:
+            OptionsError: There are not so many, or the executor began with one thread, which may
+                rest on being alone with the global random generators.
+        """
+        if self._alone or not 1 <= threads <= MAX_THREADS:
+            raise OptionsError(
+                f"threads is {threads!r}; a sidecar has 1 to {MAX_THREADS}, and workers have 1 "
+                "each. Use resize() to change the number of processes."
+            )
+        self._crew.set_threads(threads)
+        self._trial = CrewTrial(self._crew.wanted * threads)
+
+    def close(self) -> None:
+        """Stop all side processes and let go of the memory; batches handed out stay valid."""
+        self._crew.close()
+        self._slots.close()
+        self._batches.clear()
+        self._todo.clear()
+        self._now.exhausted, self._armed = True, None
+
+    # What is under way
+
+    def _fill(self) -> None:
+        while len(self._batches) < self.plan.look_ahead:
+            if not self._splitter.has_place(self._batches, self._crew):
+                break
+            found = self._next_indices()
+            if found is None:
+                break
+            run, indices = found
+            self._count += 1
+            if self.plan.batched and hasattr(indices, "tolist"):
+                indices = indices.tolist()
+            batch = PendingBatch(self._count, run.generation, run.number, indices)
+            self._batches.append(batch)
+            self._todo.extend(self._splitter.tasks(batch, self._batches, self._crew))
+        while self._todo and self._may_give():
+            if not self._crew.give(self._todo[0], self._message(self._todo[0])):
+                break
+            self._todo.popleft()
+
+    def _may_give(self) -> bool:
+        limit = self._trial.limit
+        return limit is None or self._crew.under_way < limit
+
+    def _next_indices(self) -> tuple[EpochRun, Any] | None:
+        for run in (self._now, self._armed):
+            if run is not None and not run.exhausted:
+                try:
+                    return run, self._wait.sampled(run.source)
+                except StopIteration:
+                    run.exhausted = True
+        return None
+
+    def _message(self, task: Task) -> tuple[Any, ...]:
+        batch = task.batch
+        while self._slots.dropped:
+            self._crew.forget(self._slots.dropped.popleft())
+        if batch.slot is not None:
+            self._crew.share(batch.slot)
+        rows = len(batch.indices) if self.plan.batched else 1
+        place = None if batch.slot is None else batch.slot.number
+        indices = task.indices[:1] if task.kind == "first" else task.indices
+        what = (task.start, indices, rows, place)
+        return (task.kind, batch.generation, batch.number, batch.epoch, *what)
+
+    # What comes back
+
+    def _receive(self, until: float | None, *, waiting: bool = True) -> None:
+        look = self._stall.next_look if waiting and until is None else None
+        events = self._crew.wait((look or until) if waiting else 0.0)
+        if events is None and waiting:
+            sides = list(self._crew.sides.values())
+            if look is None:
+                raise timed_out(self.plan, self._batches, sides)
+            self._stall.look(sides, lambda: doing(self.plan, self._batches, sides))
+        for event in events or ():
+            if isinstance(event, Loss):
+                self._redo(event)
+            else:
+                self._answer(event)
+
+    def _answer(self, answer: Answer) -> None:
+        side, task, message, files = answer.side, answer.task, answer.message, answer.files
+        kind, batch = message[0], task.batch
+        batch.open_tasks -= 1
+        self._stall.heard(message[2])
+        if kind != "stale" and message[3] is not None:
+            batch.stamps.append(message[3])
+            self._rates = self._trial.answered(message[3], self._crew.under_way) or self._rates
+        if kind == "rows":
+            self._splitter.note_time(message[2] / len(task.indices))
+        elif kind == "layout":
+            rest = self._learn(message[4], task)
+            self._crew.answer_first(side, None if rest is None else (rest, self._message(rest)))
+        elif kind == "whole":
+            self._wait.unpacked(partial(batch.take_parts, message[4], files, self._slots))
+            self._splitter.note_size(batch.packed.size_bytes)
+        elif kind == "misfit":
+            batch.misfit, self._splitter.in_place = True, False
+        elif kind == "error":
+            at, error = message[4], as_error(message[5], side.number, message[6])
+            if batch.error is None or at < batch.error[0]:
+                batch.error = at, error
+        if not batch.open_tasks:
+            self._finish(batch)
+
+    def _learn(self, layout: SampleLayout | None, task: Task) -> Task | None:
+        """Return what the process that read the first sample of a task, and kept it, is to do next.
+
+        The first layout that is found is that of all samples.
+        """
+        batch = task.batch
+        if self._splitter.in_place is None:
+            self._splitter.learn(layout)
+            self._crew.tell("layout", layout)
+        if self._is_old(batch) or batch.misfit:
+            return None
+        try:
+            placed = self._splitter.place(batch)
+        except WorkerError as error:  # no memory for it, which is said when it is its turn
+            batch.error = 0, error
+            return None
+        if not placed:
+            batch.misfit = True
+            return None
+        batch.open_tasks += 1
+        return Task("rows", batch, task.start, task.indices)
+
+    def _finish(self, batch: PendingBatch) -> None:
+        if self._is_old(batch):
+            batch.release(self._slots)
+        elif batch.misfit and batch.error is None:
+            # True collation decides what becomes of samples that differ, as it would in torch.
+            batch.release(self._slots)
+            batch.misfit = batch.in_place = False
+            self._todo.extendleft(self._splitter.tasks(batch, self._batches, self._crew))
+
+    def _is_old(self, batch: PendingBatch) -> bool:
+        return batch.generation < self._now.generation
+
+    def _is_current(self, batch: PendingBatch) -> bool:
+        return batch.generation == self._now.generation
+
+    def _next_ready(self) -> PendingBatch | None:
+        batch = self._first_ready()
+        if batch is not None:
+            self._batches.remove(batch)
+        return batch
+
+    def _first_ready(self) -> PendingBatch | None:
+        for batch in self._batches:
+            if not self._is_current(batch):
+                break
+            if not batch.open_tasks:
+                return batch
+            if self.plan.in_order:
+                break
+        return None
+
+    def _deliver(self, batch: PendingBatch) -> Any:
+        if batch.error is not None:
+            batch.release(self._slots)
+            raise batch.error[1]
+        return batch.data(self._slots, self._splitter.layout)
+
+    def _redo(self, loss: Loss) -> None:
+        """Do again what a side process died with, but for a sample that ends all who read it."""
+        self._deaths.update(loss.guilty)
+        limit = _KILLS if loss.code == -signal.SIGKILL else _CRASHES
+        for task in reversed(loss.tasks):
+            batch = task.batch
+            read = range(task.start, task.start + len(task.indices) if self.plan.batched else 1)
+            poison = next(
+                (
+                    at
+                    for number, at in loss.guilty
+                    if number == batch.number and at in read and self._deaths[number, at] >= limit
+                ),
+                None,
+            )
+            if poison is not None:
+                index = batch.indices[poison] if self.plan.batched else batch.indices
+                batch.error = poison, poisonous(index, loss.code, limit)
+            if poison is None and not self._is_old(batch):
+                self._todo.appendleft(task)
+                continue
+            batch.open_tasks -= 1
+            if not batch.open_tasks:
+                self._finish(batch)

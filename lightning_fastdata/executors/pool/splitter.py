@@ -1,0 +1,160 @@
+"""How a batch is divided into tasks, and where its samples are written."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from lightning_fastdata.batches.keyed import fetches_in_batches
+from lightning_fastdata.errors import WorkerError
+from lightning_fastdata.executors.pool.process import Task
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from lightning_fastdata.batches.layout import SampleLayout
+    from lightning_fastdata.batches.slots import SlotPool
+    from lightning_fastdata.executors.fetch import FetchPlan
+    from lightning_fastdata.executors.pool.crew import Crew
+    from lightning_fastdata.executors.pool.process import PendingBatch
+
+_AHEAD_BYTES: Final = 2**28
+"""More than one batch for each process is fetched ahead only within this."""
+_TASK_NS: Final = 2_000_000
+"""Cheap samples share a task of about this length, as a message costs some 20 us."""
+_LONG_TASK_NS: Final = 25_000_000
+"""Of a batch that is not needed soon: each task costs the training process some 40 us."""
+_TASKS_PER_HAND: Final = 3
+"""Of all batches under way, so that nobody has to wait for one that takes long."""
+
+
+class Splitter:
+    """Divides batches, by what was learnt of the samples so far.
+
+    Args:
+        plan: What is fetched.
+        slots: Where batches are written.
+    """
+
+    def __init__(self, plan: FetchPlan, slots: SlotPool) -> None:
+        self.plan = plan
+        self.layout: SampleLayout | None = None
+        samples = plan.default_collation and plan.batched and not fetches_in_batches(plan.dataset)
+        self.in_place: bool | None = None if samples else False
+        """Whether samples are written in place; None until the first one was read."""
+        self._slots = slots
+        self._whole_bytes = 0
+        self._sample_ns: float | None = None
+
+    def learn(self, layout: SampleLayout | None) -> None:
+        """Take the layout of the first sample for that of all."""
+        self.in_place, self.layout = layout is not None, layout
+
+    def note_time(self, sample_ns: float) -> None:
+        """Note how long each sample of a task took."""
+        known = self._sample_ns
+        self._sample_ns = sample_ns if known is None else 0.9 * known + 0.1 * sample_ns
+
+    def note_size(self, size_bytes: int) -> None:
+        """Note how large a batch was that was collated as a whole."""
+        self._whole_bytes = max(self._whole_bytes, size_bytes)
+
+    def has_place(self, batches: Sequence[PendingBatch], crew: Crew) -> bool:
+        """Return whether another batch may be begun beside those that are under way."""
+        if not batches:
+            return True
+        if self.in_place is None:  # until a sample was seen, each thread has one to read
+            return _open_tasks(batches) < _hands(crew)
+        size = self._whole_bytes
+        if self.in_place and self.layout is not None:
+            size = self.layout.offsets(len(batches[-1].indices))[1]
+        # Large batches take long to use, so that few of them bridge as much time.
+        count = len(batches)
+        if count >= max(2, crew.wanted) and (count + 1) * size > _AHEAD_BYTES:
+            return False
+        return not self.in_place or self._slots.may_grow(size)
+
+    def tasks(self, batch: PendingBatch, batches: Sequence[PendingBatch], crew: Crew) -> list[Task]:
+        """Return the tasks of a batch: none if there is no memory for it.
+
+        Args:
+            batch: Which.
+            batches: All that are under way, in the order in which they were begun.
+            crew: Who is to do them.
+        """
+        try:
+            return self._split(batch, batches, _hands(crew))
+        except WorkerError as error:  # said when it is its turn
+            batch.open_tasks, batch.error = 0, (0, error)
+            return []
+
+    def place(self, batch: PendingBatch) -> bool:
+        """Return whether the samples of a batch have a place to be written to.
+
+        Raises:
+            WorkerError: There is no memory for it.
+        """
+        if self.in_place and batch.slot is None and self.layout is not None:
+            batch.slot = self._slots.take(self.layout.offsets(len(batch.indices))[1])
+            batch.in_place = batch.slot is not None
+        return batch.in_place
+
+    def _split(
+        self, batch: PendingBatch, batches: Sequence[PendingBatch], hands: int
+    ) -> list[Task]:
+        indices = batch.indices
+        if self.in_place is None and indices:
+            # Workers may wait for each other in their first samples: there is one for each.
+            free = max(1, hands - _open_tasks(batches))
+            return _parts("first", batch, -(-len(indices) // free))
+        if indices and self.place(batch):
+            rows = rows_per_task(
+                len(indices),
+                self._sample_ns,
+                hands=hands,
+                before=batches.index(batch),
+                look_ahead=self.plan.look_ahead,
+            )
+            return _parts("rows", batch, rows)
+        batch.open_tasks = 1
+        if self._whole_bytes:
+            batch.slot = self._slots.take(self._whole_bytes)
+        return [Task("whole", batch, 0, indices)]
+
+
+def _parts(kind: str, batch: PendingBatch, size: int) -> list[Task]:
+    indices = batch.indices
+    starts = range(0, len(indices), size)
+    batch.open_tasks = len(starts)
+    return [Task(kind, batch, at, indices[at : at + size]) for at in starts]
+
+
+def _hands(crew: Crew) -> int:
+    return crew.wanted * crew.threads
+
+
+def _open_tasks(batches: Sequence[PendingBatch]) -> int:
+    return sum(batch.open_tasks for batch in batches)
+
+
+def rows_per_task(
+    samples: int, sample_ns: float | None, *, hands: int, before: int, look_ahead: int
+) -> int:
+    """Return how many samples of a batch whoever is free reads in one go.
+
+    Args:
+        samples: In the batch.
+        sample_ns: To read one; None: not known yet.
+        hands: Threads that read, of all processes.
+        before: Batches under way that are needed before this one.
+        look_ahead: Batches under way at once.
+    """
+    spread = -(-samples // hands)
+    if sample_ns is None:
+        return spread
+    sample_ns = max(1.0, sample_ns)
+    at_once = max(1, round(_TASK_NS / sample_ns))
+    rows = samples if at_once >= samples else min(spread, at_once)
+    if before < 2:
+        return rows
+    share = -(-samples * look_ahead // (_TASKS_PER_HAND * hands))
+    return max(rows, min(-(-samples // 2), share, round(_LONG_TASK_NS / sample_ns)))

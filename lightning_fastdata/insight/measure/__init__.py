@@ -1,0 +1,1 @@
+"""Clocks, and what they say of the steps of a stage."""

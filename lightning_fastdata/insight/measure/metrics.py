@@ -1,0 +1,336 @@
+"""From step timings to numbers: the newest steps, means for loggers, a summary of a stage."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from itertools import islice
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_fastdata.errors import OptionsError
+from lightning_fastdata.insight.measure.headroom import Headroom, modelled_headroom
+from lightning_fastdata.insight.report.drawing import duration_text
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from lightning_fastdata.insight.waits.causes import WaitCauses
+    from lightning_fastdata.insight.waits.several_loaders import LoaderWait
+
+Columns: TypeAlias = Mapping[str, npt.NDArray[np.float64]]
+"""Field name of `StepTiming` -> one float64 per step, oldest first; NaN = not measured."""
+
+
+class Cold(IntEnum):
+    """Why a step is counted apart from the others."""
+
+    NO = 0
+    """It is not: a warm step."""
+    EPOCH = 1
+    """The first of an epoch: workers start, queues are empty. In the first one of a run memory is
+    allocated and ``torch.compile`` compiles, too. That it compiles anew later on, as for a last
+    batch of another size, has no public sign and is not told apart."""
+    RESUMED = 2
+    """The first after a validation within an epoch: queues are full, caches are not."""
+
+
+class StepTiming(NamedTuple):
+    """What one step cost. None = not measured, never 0.
+
+    A tuple and not a frozen dataclass, because one is made in every step, at a quarter of the cost.
+    """
+
+    step: int
+    """Number of the step in its stage, counted from 0 over all epochs."""
+    samples: int
+    """Samples in the batch."""
+    cold: int
+    """One of `Cold`: 0 for a warm step."""
+    wait_ms: float | None = None
+    """Host time spent asking for the batch. Part of it may be hidden behind a busy device."""
+    stall_ms: float | None = None
+    """Time the device stood idle because of data; equals ``wait_ms`` where the host is the device.
+    This, not ``wait_ms``, is what faster data would save."""
+    transfer_ms: float | None = None
+    """Host-to-device copy, without the augmentation that runs within the transfer hooks."""
+    augment_ms: float | None = None
+    """Batch transforms on the device."""
+    compute_ms: float | None = None
+    """From the last of these marks to the end of the step: forward, backward, optimizer."""
+    gap_ms: float | None = None
+    """From the end of the previous step to the first wait of this one, and from the batch's arrival
+    to the work on it: callbacks, logging, checkpoints, validation. Not part of ``step_ms``."""
+    step_ms: float | None = None
+    """``stall + transfer + augment + compute``: the step as the device saw it."""
+
+
+_COLUMNS = StepTiming._fields
+_FIRST_TIMED = _COLUMNS.index("wait_ms")
+TIMED = _COLUMNS[_FIRST_TIMED:]
+_STEP_MS = TIMED.index("step_ms")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseSummary:
+    """One phase over the warm steps of a stage."""
+
+    mean_ms: float
+    """Mean over all steps that measured it."""
+    p50_ms: float
+    """Median over the newest steps."""
+    p95_ms: float
+    """95th percentile over the newest steps: far above the median means bursts."""
+    max_ms: float
+    """Largest of all steps."""
+    share: float
+    """Part of the total step time, 0 to 1. The shares of stall, transfer, augment and compute add
+    up to 1; ``wait`` may exceed the stall, and ``gap`` lies outside the step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class StageSummary:
+    """Where the warm steps of one stage went; the others (`Cold`) are counted apart."""
+
+    stage: str
+    """``train``, ``val``, ``test`` or ``predict``."""
+    device: str = "cpu"
+    """Type of the device that computed: ``cpu``, ``cuda``, ..."""
+    steps: int
+    """All steps, cold ones included: one for each batch, however many make an update."""
+    samples: int
+    """Samples in all steps."""
+    duration_s: float
+    """Wall time from the first to the last step, gaps included."""
+    wait: PhaseSummary | None = None
+    stall: PhaseSummary | None = None
+    transfer: PhaseSummary | None = None
+    augment: PhaseSummary | None = None
+    compute: PhaseSummary | None = None
+    gap: PhaseSummary | None = None
+    step: PhaseSummary | None = None
+    cold_steps: int = 0
+    """Steps that were first in an epoch."""
+    cold_wait_ms: float | None = None
+    """Mean host wait of the cold steps: what starting an epoch costs."""
+    resumed_steps: int = 0
+    """Steps that came right after a validation within an epoch."""
+    updates: int | None = None
+    """Batches after which an optimizer stepped; fewer than ``steps`` where gradients are
+    accumulated. None: not counted."""
+    samples_per_s: float | None = None
+    """Samples of warm steps over their ``step_ms``."""
+    samples_per_s_if_data_were_free: float | None = None
+    """The same with the stall taken away: the most that faster data can give."""
+    headroom: Headroom | None = None
+    """The step without waits, if that was measured on request, else modelled from these steps;
+    None: cannot be told."""
+    dropped_steps: int = 0
+    """Steps whose device figures were given up because the device lagged too far behind."""
+    causes: WaitCauses | None = None
+    """Why batches were late; None where no loader of this package took stamps. Of several loaders,
+    about the one that is waited for most."""
+    loaders: tuple[LoaderWait, ...] = ()
+    """What each of several loaders costs, in their order; empty where there is one."""
+
+    def __repr__(self) -> str:
+        parts = [f"{self.stage} {self.steps} steps in {duration_text(self.duration_s)}"]
+        if self.stall_share is not None:
+            parts.append(f"wait {self.stall_share:.0%}")
+        if self.samples_per_s is not None:
+            parts.append(f"{self.samples_per_s:.0f} samples/s")
+        return f"<StageSummary: {', '.join(parts)}>"
+
+    @property
+    def stall_share(self) -> float | None:
+        """Part of the step in which the device stood idle because of data, 0 to 1."""
+        return None if self.stall is None else self.stall.share
+
+    @property
+    def speedup_possible(self) -> float | None:
+        """How many times faster the step would be if data were free; None if not measured."""
+        if not self.samples_per_s or self.samples_per_s_if_data_were_free is None:
+            return None
+        return self.samples_per_s_if_data_were_free / self.samples_per_s
+
+
+class StepHistory:
+    """Totals over all steps and the single values of the newest, in memory that never grows.
+
+    Args:
+        window: how many of the newest steps keep their single values.
+
+    Raises:
+        OptionsError: if ``window`` is not positive.
+
+    Attributes:
+        steps: all steps so far.
+        samples: samples in all steps so far.
+        cold_steps: steps so far that were the first of an epoch.
+        resumed_steps: steps so far that were the first after a validation within an epoch.
+    """
+
+    __slots__ = (
+        "_count",
+        "_max",
+        "_measured_samples",
+        "_rows",
+        "_sum",
+        "cold_steps",
+        "resumed_steps",
+        "samples",
+        "steps",
+    )
+
+    def __init__(self, window: int = 1024) -> None:
+        if window < 1:
+            raise OptionsError(f"The window must keep at least 1 step, but is {window}.")
+        self._rows: deque[StepTiming] = deque(maxlen=window)
+        # Plain lists: a step has few numbers, and numpy's price is one per call.
+        # One entry for each member of Cold.
+        self._sum = [[0.0] * len(TIMED) for _ in Cold]
+        self._count = [[0] * len(TIMED) for _ in Cold]
+        self._max = [[-np.inf] * len(TIMED) for _ in Cold]
+        self._measured_samples = [0 for _ in Cold]
+        self.steps = 0
+        self.samples = 0
+        self.cold_steps = 0
+        self.resumed_steps = 0
+
+    def append(self, timing: StepTiming) -> None:
+        """Count one step; the oldest leaves the window when it is full."""
+        self._rows.append(timing)
+        kind = int(timing.cold)
+        total, count, largest = self._sum[kind], self._count[kind], self._max[kind]
+        for i, value in enumerate(timing[_FIRST_TIMED:]):
+            if value is not None:
+                total[i] += value
+                count[i] += 1
+                largest[i] = max(largest[i], value)
+        if timing.step_ms is not None:
+            self._measured_samples[kind] += timing.samples
+        self.steps += 1
+        self.samples += timing.samples
+        self.cold_steps += kind == Cold.EPOCH
+        self.resumed_steps += kind == Cold.RESUMED
+
+    def newest(self, steps: int | None = None) -> Columns:
+        """Return copies of the newest steps, oldest first.
+
+        Args:
+            steps: how many; None or more than there are means all in the window.
+        """
+        have = len(self._rows)
+        take = have if steps is None else max(0, min(steps, have))
+        newest = list(islice(self._rows, have - take, None))
+        # None becomes NaN.
+        rows = np.array(newest, dtype=np.float64).reshape(take, len(_COLUMNS))
+        return {name: rows[:, i].copy() for i, name in enumerate(_COLUMNS)}
+
+    def summarize(
+        self, stage: str, *, duration_s: float, device: str = "cpu", dropped_steps: int = 0
+    ) -> StageSummary:
+        """Return where all steps so far went.
+
+        Warm steps only, unless there are none.
+
+        Args:
+            stage: name of the stage.
+            duration_s: wall time of the stage.
+            device: type of the device that computed.
+            dropped_steps: steps without device figures.
+        """
+        kind = next((kind for kind in Cold if any(self._count[kind])), Cold.NO)
+        columns = warm_steps(self.newest())
+        totals, counts = self._sum[kind], self._count[kind]
+        step_total, measured = totals[_STEP_MS], self._measured_samples[kind]
+        phases: dict[str, PhaseSummary | None] = {}
+        for i, name in enumerate(TIMED):
+            phases[name.removesuffix("_ms")] = _phase(
+                columns[name], totals[i], counts[i], self._max[kind][i], step_total
+            )
+        free_total = step_total - totals[TIMED.index("stall_ms")]
+        summary = StageSummary(
+            stage=stage,
+            device=device,
+            steps=self.steps,
+            samples=self.samples,
+            duration_s=duration_s,
+            cold_steps=self.cold_steps,
+            resumed_steps=self.resumed_steps,
+            cold_wait_ms=self._sum[1][0] / self._count[1][0] if self._count[1][0] else None,
+            samples_per_s=_per_second(measured, step_total),
+            samples_per_s_if_data_were_free=(
+                _per_second(measured, free_total) if phases["stall"] else None
+            ),
+            dropped_steps=dropped_steps,
+            causes=None,
+            updates=None,
+            headroom=None,
+            loaders=(),
+            **phases,
+        )
+        return replace(summary, headroom=modelled_headroom(summary))
+
+
+def columns_of(steps: Sequence[StepTiming]) -> Columns:
+    """Return the columns of single timings, in their order."""
+    return {
+        name: np.array([_or_nan(getattr(step, name)) for step in steps], dtype=np.float64)
+        for name in _COLUMNS
+    }
+
+
+def _or_nan(value: float | None) -> float:
+    return np.nan if value is None else value
+
+
+def measured(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Return the values that were measured."""
+    return values[~np.isnan(values)]
+
+
+def p50_and_p95(values: npt.NDArray[np.float64]) -> tuple[float, float]:
+    """Return what ``np.percentile`` would, at a tenth of its price for so few values."""
+    ordered = np.sort(values).tolist()
+    last = len(ordered) - 1
+
+    def percentile(share: float) -> float:
+        below = int(share * last)
+        low, high = ordered[below], ordered[min(below + 1, last)]
+        return float(low + (share * last - below) * (high - low))
+
+    return percentile(0.5), percentile(0.95)
+
+
+def warm_steps(columns: Columns) -> Columns:
+    """Return the warm steps; all steps if there are none."""
+    warm = columns["cold"] == 0
+    return {name: values[warm] for name, values in columns.items()} if warm.any() else columns
+
+
+def _per_second(samples: int, total_ms: float) -> float | None:
+    return float(samples * 1e3 / total_ms) if total_ms > 0 and samples else None
+
+
+def _phase(
+    newest: npt.NDArray[np.float64], total: float, count: int, largest: float, step_total: float
+) -> PhaseSummary | None:
+    values = measured(newest)
+    if not count:
+        return None
+    if not values.size:
+        # Measured once, but not in the window: the mean is all that is known.
+        values = np.array([total / count])
+    p50, p95 = p50_and_p95(values)
+    return PhaseSummary(
+        mean_ms=float(total / count),
+        p50_ms=p50,
+        p95_ms=p95,
+        max_ms=largest,
+        share=float(total / step_total) if step_total > 0 else 0.0,
+    )

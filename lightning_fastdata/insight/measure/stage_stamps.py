@@ -1,0 +1,378 @@
+"""The stamps of a stage's loaders: who takes them, and what the waits were made of."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from torch.utils.data import IterableDataset
+
+from lightning_fastdata.insight.model.evidence import busy_share
+from lightning_fastdata.insight.waits.causes import CauseTotals
+from lightning_fastdata.insight.waits.sample_files import sample_path
+from lightning_fastdata.insight.waits.several_loaders import LoaderWait, OneOfSeveral
+from lightning_fastdata.loading.loader import FastDataLoader
+
+if TYPE_CHECKING:
+    from lightning_fastdata.insight.waits.causes import WaitCauses
+    from lightning_fastdata.insight.waits.several_loaders import LoaderKey
+    from lightning_fastdata.stamps.batch_stamps import BatchStamps, ReadRates
+
+_MOST_UNCUT: Final = 256
+"""Waits are cut when somebody asks, but at the latest when so many have come together."""
+_NS_PER_MS: Final = 1e6
+_EACH_STEP: Final = 0.9
+"""Batches a step: a loader with fewer does not set the pace of all steps."""
+_KEPT_STAMPS: Final = 512
+"""The newest batches of each loader are kept for predictions."""
+
+
+class StampQueue(deque["BatchStamps"]):
+    """Stamps that a loader records for somebody who lets others take the loader over."""
+
+
+class _Source:
+    """What the batches of one loader cost, whichever object delivers them in each epoch."""
+
+    def __init__(self, key: LoaderKey | None, prefix: str) -> None:
+        self.key = key
+        self.totals = CauseTotals(prefix)
+        self.rates: ReadRates | None = None
+        """What half of its workers and all of them read, if that was tried."""
+        self.made: Counter[int] = Counter()
+        """Samples, by the number of the process that made them."""
+        # Of the steps that are not first in an epoch:
+        self.batches = 0
+        self.waited_ns = 0
+        self.begins = self.begins_ns = 0
+        """Passes over the loader that began, and of the wait, that for their first batches."""
+        self.window_batches = 0
+        """Batches since the last metrics."""
+
+    def add(self, batch: BatchStamps, loader: int, *, opening: bool) -> None:
+        """Count a batch of a loader, which may have come in the first step of an epoch."""
+        for task in batch.tasks:
+            self.made[task.process] += task.samples
+        self.rates = batch.rates or self.rates
+        waited_ns = batch.delivered_ns - batch.requested_ns
+        if not opening:
+            self.batches += 1
+            self.window_batches += 1
+            self.waited_ns += waited_ns
+            if batch.first:
+                self.begins += 1
+                self.begins_ns += waited_ns
+        if self.key is not None:
+            # Of several loaders, one may begin anew within an epoch, and its step is as the others.
+            batch = batch._replace(first=opening)
+        self.totals.add(batch, loader)
+
+
+class _Watched:
+    """The stamps of one loader, which is not kept alive."""
+
+    def __init__(
+        self, number: int, loader: FastDataLoader, key: LoaderKey | None, *, lendable: bool
+    ) -> None:
+        self.number = number
+        self.key = key
+        self.loader = weakref.ref(loader)
+        # Bounded, as nobody cuts the stamps of batches that are read outside of the steps.
+        kind = StampQueue if lendable else deque
+        self.records: deque[BatchStamps] = kind(maxlen=2 * _MOST_UNCUT)
+        self.newest: deque[BatchStamps] = deque(maxlen=_KEPT_STAMPS)
+
+    @property
+    def waited_ns(self) -> int:
+        return sum(batch.delivered_ns - batch.requested_ns for batch in self.newest)
+
+
+class StageStamps:
+    """The stamps of one stage's loaders, and what the waits for their batches were made of.
+
+    Where several loaders are known by their keys, each is told by itself, and :meth:`summary`,
+    :meth:`slowest_loader` and what is derived from it are about the one that is waited for most.
+
+    Args:
+        prefix: Of the names for loggers: ``data`` for training, ``data_val`` for validation.
+        lendable: Let a later one take over a loader, and take over those of earlier ones that do.
+
+    Attributes:
+        step_wait_ms: What a step waits for all loaders, the mean over the steps that are not first
+            in an epoch, as the loop measured it; None: not known.
+    """
+
+    def __init__(self, prefix: str, *, lendable: bool = False) -> None:
+        self.prefix = prefix
+        self.step_wait_ms: float | None = None
+        self._lendable = lendable
+        self._sources: dict[LoaderKey | None, _Source] = {}
+        self._watched: list[_Watched] = []
+        self._loaders = 0
+        self._keys: dict[LoaderKey, str] = {}
+        """Of several loaders, in their order: why one is not watched; empty: it is."""
+        self._unwatched: dict[str, None] = {}
+        self._stamped = False
+        self._opening = True
+        """The first step of an epoch is under way."""
+        self._steps = self._window_steps = 0
+        """Steps that were not the first of an epoch: all, and since the last metrics."""
+
+    def watch(self, loaders: Iterable[Any], keys: Sequence[LoaderKey] = ()) -> None:
+        """Have each FastDataLoader among some loaders record its stamps, if nobody else does.
+
+        Args:
+            loaders: Of the stage.
+            keys: Their keys where they are several that are read in the same steps or in turn;
+                none: they are told together.
+        """
+        loaders = list(loaders)
+        key_of = {id(loader): key for loader, key in zip(loaders, keys, strict=False)}
+        unknown = {id(each) for each in loaders if not self._recognized(each)}
+        if unknown:
+            self.cut()
+            self._watched = [each for each in self._watched if each.loader() is not None]
+        for loader in loaders:
+            key = key_of.get(id(loader))
+            why = self._begin_watching(loader, key) if id(loader) in unknown else ""
+            if why:
+                self._unwatched[why] = None
+            if key is not None:
+                self._keys[key] = why
+
+    def _begin_watching(self, loader: Any, key: LoaderKey | None) -> str:
+        """Have a loader record its stamps, or return why it does not."""
+        if not isinstance(loader, FastDataLoader):
+            return f"a {type(loader).__name__} takes no stamps, as FastDataLoader does"
+        mine = self._lendable and isinstance(loader.records, StampQueue)
+        if loader.records is not None and not mine:
+            return "somebody else takes the stamps of its loader"
+        loader.record_stamps(self._watched_of(loader, key).records)
+        return ""
+
+    def _recognized(self, loader: Any) -> bool:
+        """Note a loader that records for us: maybe one that Lightning made from one of ours."""
+        for watched in self._watched:
+            if getattr(loader, "records", None) is watched.records:
+                watched.loader = weakref.ref(loader)
+                return True
+        return False
+
+    def _watched_of(self, loader: FastDataLoader, key: LoaderKey | None) -> _Watched:
+        for watched in self._watched:
+            if watched.loader() is loader:  # it was taken over in between
+                return watched
+        self._watched.append(_Watched(self._loaders, loader, key, lendable=self._lendable))
+        self._loaders += 1
+        return self._watched[-1]
+
+    def restart(self) -> None:
+        """Forget what was recorded so far."""
+        self._sources.clear()
+        self._opening, self._steps, self._window_steps = True, 0, 0
+        self.drop_uncut()
+        for watched in self._watched:
+            watched.newest.clear()
+
+    def drop_uncut(self) -> None:
+        """Forget what was recorded since stamps were last cut: of batches of no step."""
+        for watched in self._watched:
+            watched.records.clear()
+
+    def stop(self) -> None:
+        """Take no more stamps; what was taken is kept."""
+        for watched in self._watched:
+            loader = watched.loader()
+            if loader is not None and loader.records is watched.records:
+                loader.record_stamps(None)
+
+    def epoch_began(self) -> None:
+        """Note that the next step is the first of an epoch."""
+        self.cut()
+        self._opening = True
+
+    def step_ended(self) -> None:
+        """Cut what has come together, if it is much or of the first step of an epoch."""
+        if self._opening:
+            self.cut()
+            self._opening = False
+            return
+        self._steps += 1
+        self._window_steps += 1
+        for watched in self._watched:
+            if len(watched.records) > _MOST_UNCUT:
+                self.cut()
+                return
+
+    def metrics(self) -> dict[str, float]:
+        """Return the mean parts of the waits since the last call, by their names for loggers.
+
+        Of a batch; of a step where several loaders are known by their keys.
+        """
+        self.cut()
+        steps, self._window_steps = self._window_steps, 0
+        found: dict[str, float] = {}
+        for source in self._sources.values():
+            batches, source.window_batches = source.window_batches, 0
+            per_step = 1.0 if source.key is None else batches / max(1, steps)
+            for name, ms in source.totals.window().items():
+                found[name] = found.get(name, 0.0) + ms * per_step
+        return found
+
+    def summary(self) -> WaitCauses | None:
+        """Return why batches were late, or None without stamps."""
+        source = self._slowest_source()
+        return None if source is None else source.totals.summary(self._path_of)
+
+    def loader_waits(self) -> tuple[LoaderWait, ...]:
+        """Return what each of several loaders costs, in their order; empty where there is one."""
+        self.cut()
+        waits = self._waits_ms()
+        found = []
+        for key in self._keys:
+            source = self._sources.get(key)
+            found.append(
+                LoaderWait(
+                    name=key.name,
+                    label=key.label,
+                    wait_ms=waits[key],
+                    batches=None if source is None else source.batches,
+                    causes=None if source is None else source.totals.summary(self._path_of),
+                )
+            )
+        return tuple(found)
+
+    def _waits_ms(self) -> dict[LoaderKey, float | None]:
+        """Return what a step waits for each of several loaders; None: not known."""
+        found: dict[LoaderKey, float | None] = dict.fromkeys(self._keys)
+        if not self._steps:
+            return found
+        mine = {key: self._sources[key] for key in self._keys if key in self._sources}
+        stamped = {key: each.waited_ns / self._steps / _NS_PER_MS for key, each in mine.items()}
+        found |= stamped
+        if self.step_wait_ms is None:
+            return found
+        # No stamp tells what it takes to end a pass over a loader and to begin the next one.
+        left_ms = max(0.0, self.step_wait_ms - sum(stamped.values()))
+        silent = [key for key in self._keys if key not in mine]
+        begins = sum(each.begins for each in mine.values())
+        if len(silent) == 1:
+            found[silent[0]] = left_ms
+        elif begins and not silent:
+            found |= {
+                key: stamped[key] + left_ms * each.begins / begins for key, each in mine.items()
+            }
+        return found
+
+    def _slowest_source(self) -> _Source | None:
+        self.cut()
+        waits = self._waits_ms()
+        keyed = [each for each in self._sources.values() if each.key is not None]
+        if not keyed:
+            return self._sources.get(None)
+        return max(keyed, key=lambda each: (waits.get(each.key) or 0.0) if each.key else 0.0)
+
+    def slowest_loader(self) -> tuple[FastDataLoader | None, list[BatchStamps]]:
+        """Return the loader that was waited for most of late, and its newest stamps.
+
+        The loader is None if it is gone, and there are no stamps if none were taken.
+        """
+        source = self._slowest_source()
+        return (None, []) if source is None else self._newest_of(source.key)
+
+    def _newest_of(self, key: LoaderKey | None) -> tuple[FastDataLoader | None, list[BatchStamps]]:
+        mine = [watched for watched in self._watched if watched.key == key]
+        slowest = max(mine, key=lambda each: each.waited_ns, default=None)
+        return (None, []) if slowest is None else (slowest.loader(), list(slowest.newest))
+
+    def read_rates(self) -> ReadRates | None:
+        """Return what half of that loader's workers and all of them read; None if not tried."""
+        source = self._slowest_source()
+        return None if source is None else source.rates
+
+    def one_of(self) -> OneOfSeveral | None:
+        """Return which of several loaders is waited for most; None where there is one."""
+        source = self._slowest_source()
+        if source is None or source.key is None or not self._steps:
+            return None
+        waits = self._waits_ms()
+        mine_ms, all_ms = waits[source.key] or 0.0, sum(each or 0.0 for each in waits.values())
+        within_ms = (source.waited_ns - source.begins_ns) / self._steps / _NS_PER_MS
+        return OneOfSeveral(
+            label=source.key.label,
+            wait_ms=mine_ms,
+            wait_share=mine_ms / all_ms if all_ms else 0.0,
+            batches_per_step=source.batches / self._steps,
+            begins_ms=mine_ms - within_ms if source.begins else 0.0,
+        )
+
+    def other_loaders(self) -> list[tuple[LoaderKey, FastDataLoader, list[BatchStamps]]]:
+        """Return the loaders beside that one that nearly every step takes a batch of.
+
+        With the newest stamps of each.
+        """
+        slowest, found = self._slowest_source(), []
+        for source in self._sources.values():
+            loader, stamps = self._newest_of(source.key)
+            paces = source.batches >= _EACH_STEP * self._steps
+            if source is not slowest and source.key and loader is not None and stamps and paces:
+                found.append((source.key, loader, stamps))
+        return found
+
+    def stream_samples(self) -> tuple[int, ...]:
+        """Return the samples that each worker of that loader made of a stream.
+
+        Empty where it reads no stream, has one worker at most, or delivers batches out of order:
+        then workers make as much as they are fast.
+        """
+        source, (loader, _) = self._slowest_source(), self.slowest_loader()
+        if source is None or loader is None or loader.num_workers < 2 or not loader.in_order:
+            return ()
+        if not isinstance(loader.dataset, IterableDataset):
+            return ()
+        return tuple(source.made[number] for number in range(loader.num_workers))
+
+    def busy_share(self) -> float | None:
+        """Return the part of the time in which that loader's workers had a task; None if unknown.
+
+        Over its newest batches, 0 to 1, the mean over workers.
+        """
+        loader, stamps = self.slowest_loader()
+        return None if loader is None else busy_share(stamps, loader.num_workers)
+
+    def missing(self) -> str | None:
+        """Return why nothing is known about the waits; None if something is."""
+        self.cut()
+        if self._stamped:
+            return None
+        executors = {
+            f"executor {loader.executor!r} takes no stamps": None
+            for watched in self._watched
+            if (loader := watched.loader()) is not None
+        }
+        return ", ".join(self._unwatched or executors) or "no stamps were taken"
+
+    def missing_loaders(self) -> dict[str, str]:
+        """Return which of several loaders take no stamps, and why, where others do."""
+        return {key.label: why for key, why in self._keys.items() if why and self._stamped}
+
+    def cut(self) -> None:
+        """Cut the waits of all batches that were recorded."""
+        for watched in self._watched:
+            self._stamped |= bool(watched.records)
+            while watched.records:
+                batch = watched.records.popleft()
+                source = self._sources.get(watched.key)
+                if source is None:
+                    source = self._sources[watched.key] = _Source(watched.key, self.prefix)
+                source.add(batch, watched.number, opening=self._opening)
+                watched.newest.append(batch)
+
+    def _path_of(self, number: int, index: Any) -> str | None:
+        for watched in self._watched:
+            loader = watched.loader()
+            if watched.number == number and loader is not None:
+                return sample_path(loader.dataset, index)
+        return None

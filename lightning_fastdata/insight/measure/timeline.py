@@ -1,0 +1,292 @@
+"""The marks of each step become timings: how long it waited, moved, augmented and computed.
+
+One step, in the order of its marks, on the host and (as events) on the device::
+
+    gap | wait_began .. wait_ended | transfer_began .. transfer_ended | gap |
+                                        augment_began .. augment_ended
+          work_began .. work_ended | gap
+
+Any of them may be missing; what was not marked is None, never 0.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from lightning_fastdata.insight.measure.clock import DeviceClock, HostClock
+from lightning_fastdata.insight.measure.metrics import Cold, StepHistory, StepTiming
+
+_POLL_AT = 16
+"""Ended steps to collect before they are recorded. In one go they cost a third of what each costs
+in the middle of a training step, where nothing of this is in the processor's caches."""
+
+
+class _Phase:
+    """All intervals of one phase within the open step."""
+
+    __slots__ = ("began", "pairs")
+
+    def __init__(self) -> None:
+        self.began: int | None = None
+        self.pairs: list[tuple[int, int]] = []
+
+    def elapsed_ms(self, clock: DeviceClock) -> float | None:
+        if not self.pairs:
+            return None
+        return sum(clock.elapsed_ms(begin, end) for begin, end in self.pairs)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Step:
+    """One step between its first mark and the moment the device has passed its last one."""
+
+    stall: _Phase
+    transfer: _Phase
+    augment: _Phase
+    wait_began: int | None = None
+    """Host mark of the wait that is under way."""
+    wait_ms: float | None = None
+    first_mark: int | None = None
+    """Oldest device mark of the step: where to give marks back from."""
+    compute_began: int | None = None
+    """Newest completed end mark: what follows it is compute."""
+    before_work: tuple[int, int] | None = None
+    """What lay between the batch's arrival and the work on it: a part of the gap."""
+    work_ended: int | None = None
+    """Mark of the end of the step, where it came before the end was counted."""
+    lost: bool = False
+    """True once the device clock had no room: no device figure of this step can be trusted."""
+    touched: bool = False
+    """True once any mark was made."""
+    # Filled at the end of the step.
+    index: int = 0
+    samples: int = 0
+    cold: Cold = Cold.NO
+    ended: int = 0
+    previous_end: int | None = None
+
+
+def _new_step() -> _Step:
+    return _Step(stall=_Phase(), transfer=_Phase(), augment=_Phase())
+
+
+class StepTimeline:
+    """Receives the marks of one stage's steps and keeps what they cost.
+
+    It knows no training loop: the caller marks, in the order of one step. Waits may come several
+    times before one `compute_ended` (loaders of unknown length fetch ahead; several loaders) and
+    then add up. An ``..._ended`` without its ``..._began`` is ignored; a second ``..._began``
+    replaces the first. A step is recorded when the device has passed its last mark, in order, with
+    no synchronisation, so the newest steps of a GPU are a little late in `history`.
+
+    Args:
+        host: the clock for waits.
+        device: the clock for everything that the device does; None when the host is the device,
+            and then ``stall_ms`` is exactly ``wait_ms``.
+        window: how many of the newest steps keep their single values.
+
+    Attributes:
+        dropped_steps: steps without device figures because the device clock was full.
+    """
+
+    __slots__ = (
+        "_cold",
+        "_device",
+        "_history",
+        "_host",
+        "_index",
+        "_pending",
+        "_previous_end",
+        "_same",
+        "_step",
+        "dropped_steps",
+    )
+
+    def __init__(
+        self,
+        *,
+        host: HostClock | None = None,
+        device: DeviceClock | None = None,
+        window: int = 1024,
+    ) -> None:
+        self._host = HostClock() if host is None else host
+        self._device: DeviceClock = self._host if device is None else device
+        self._same = self._device is self._host
+        self._step = _new_step()
+        self._pending: deque[_Step] = deque()
+        self._previous_end: int | None = None
+        self._index = 0
+        self._cold = Cold.EPOCH
+        self.dropped_steps = 0
+        self._history = StepHistory(window)
+
+    @property
+    def history(self) -> StepHistory:
+        """All steps that the device has passed by now: their totals, and the newest ones."""
+        self.poll()
+        return self._history
+
+    @property
+    def pending_steps(self) -> int:
+        """Ended steps that are not in the history yet."""
+        return len(self._pending)
+
+    def epoch_began(self) -> None:
+        """The next step to end is the first of an epoch; the first step of all is one anyway."""
+        self._cold = Cold.EPOCH
+
+    def resumed(self) -> None:
+        """The next step to end comes after a pause within its epoch."""
+        self._cold = self._cold or Cold.RESUMED
+
+    def wait_began(self) -> None:
+        """The host asks for a batch."""
+        step = self._step
+        step.wait_began = self._host.mark()
+        step.stall.began = self._mark(host_mark=step.wait_began)
+
+    def wait_ended(self) -> None:
+        """The host has the batch."""
+        step = self._step
+        if step.wait_began is None:
+            return
+        now = self._host.mark()
+        step.wait_ms = (step.wait_ms or 0.0) + self._host.elapsed_ms(step.wait_began, now)
+        step.wait_began = None
+        self._close(step.stall, self._mark(host_mark=now))
+
+    def transfer_began(self) -> None:
+        """The batch starts its way to the device."""
+        self._step.transfer.began = self._mark()
+
+    def transfer_ended(self) -> None:
+        """The batch is on the device; an augmentation within is taken off the transfer."""
+        self._close(self._step.transfer, self._mark())
+
+    def augment_began(self) -> None:
+        """Transforms start on the device."""
+        self._step.augment.began = self._mark()
+
+    def augment_ended(self) -> None:
+        """Transforms on the device are done."""
+        step = self._step
+        began, end = step.augment.began, self._mark()
+        self._close(step.augment, end)
+        if began is not None and end is not None and step.transfer.began is not None:
+            # During a transfer: cut it there, so that the two never count the same time.
+            if step.transfer.began <= began:
+                step.transfer.pairs.append((step.transfer.began, began))
+            step.transfer.began = end
+
+    def work_began(self) -> None:
+        """The step itself starts; what was done since the batch arrived is gap."""
+        step = self._step
+        began = self._mark()
+        if began is not None and step.compute_began is not None:
+            step.before_work = step.compute_began, began
+            step.compute_began = began
+
+    def work_ended(self) -> None:
+        """The last work of the step is given to the device; what comes after it is gap."""
+        self._step.work_ended = self._mark()
+
+    def compute_ended(self, samples: int) -> None:
+        """The step is over; it ended at the last `work_ended`, or else now.
+
+        Args:
+            samples: number of samples in its batch.
+        """
+        step = self._step
+        end = self._mark() if step.work_ended is None else step.work_ended
+        step.index, step.samples, step.cold = self._index, samples, self._cold
+        step.previous_end = self._previous_end
+        self._index += 1
+        self._cold = Cold.NO
+        self._step = _new_step()
+        if end is None or step.lost:
+            self._give_back(step)
+            self._previous_end = None
+            self.dropped_steps += 1
+            self._history.append(self._without_device(step))
+        else:
+            step.ended = self._previous_end = end
+            self._pending.append(step)
+        if len(self._pending) >= _POLL_AT:
+            self.poll()
+
+    def drop_open_step(self) -> None:
+        """Forget the marks since the last `compute_ended`: an exhausted loader, an aborted step."""
+        step = self._step
+        if not step.touched:
+            return
+        self._give_back(step)
+        # What lay between is not a gap: part of it was a step.
+        self._previous_end = None
+        self._step = _new_step()
+
+    def poll(self) -> int:
+        """Record the steps that the device has passed since; return how many. Never blocks."""
+        recorded = 0
+        while self._pending and self._device.ready(self._pending[0].ended):
+            step = self._pending.popleft()
+            self._history.append(self._timing(step))
+            # The last mark stays: the gap to the next step begins there.
+            self._device.forget_before(step.ended)
+            recorded += 1
+        return recorded
+
+    def _mark(self, host_mark: int | None = None) -> int | None:
+        step = self._step
+        step.touched = True
+        if step.lost:
+            return None
+        mark = host_mark if self._same and host_mark is not None else self._device.mark()
+        if mark is None:
+            step.lost = True
+        elif step.first_mark is None:
+            step.first_mark = mark
+        return mark
+
+    def _close(self, phase: _Phase, end: int | None) -> None:
+        if phase.began is not None and end is not None:
+            phase.pairs.append((phase.began, end))
+            self._step.compute_began = end
+            self._step.work_ended = None
+        phase.began = None
+
+    def _give_back(self, step: _Step) -> None:
+        if step.first_mark is not None:
+            self._device.forget_from(step.first_mark)
+
+    def _timing(self, step: _Step) -> StepTiming:
+        clock = self._device
+        stall_ms = step.wait_ms if self._same else step.stall.elapsed_ms(clock)
+        transfer_ms = step.transfer.elapsed_ms(clock)
+        augment_ms = step.augment.elapsed_ms(clock)
+        compute_ms = gap_ms = step_ms = None
+        if step.compute_began is not None:
+            compute_ms = clock.elapsed_ms(step.compute_began, step.ended)
+            step_ms = (stall_ms or 0.0) + (transfer_ms or 0.0) + (augment_ms or 0.0) + compute_ms
+        if step.previous_end is not None and step.stall.pairs:
+            gap_ms = clock.elapsed_ms(step.previous_end, step.stall.pairs[0][0])
+            if step.before_work is not None:
+                gap_ms += clock.elapsed_ms(*step.before_work)
+        return StepTiming(
+            step=step.index,
+            wait_ms=step.wait_ms,
+            stall_ms=stall_ms,
+            transfer_ms=transfer_ms,
+            augment_ms=augment_ms,
+            compute_ms=compute_ms,
+            gap_ms=gap_ms,
+            step_ms=step_ms,
+            samples=step.samples,
+            cold=step.cold,
+        )
+
+    @staticmethod
+    def _without_device(step: _Step) -> StepTiming:
+        return StepTiming(
+            step=step.index, wait_ms=step.wait_ms, samples=step.samples, cold=step.cold
+        )

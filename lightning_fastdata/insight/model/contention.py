@@ -1,0 +1,116 @@
+"""Whether loading waits for CPUs or for the interpreter's lock, and who has them meanwhile."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from lightning_fastdata.insight.model.simulate import scaled, simulate
+from lightning_fastdata.insight.verdicts.finding import stalls
+
+if TYPE_CHECKING:
+    from lightning_fastdata.insight.model.evidence import Evidence
+
+RUNQUEUE_HIGH: Final = 0.20
+"""Of the time of workers or of the wait: CPUs are short."""
+OTHERS_LOW: Final = 0.2
+"""CPUs: if other programs use less, they hold up nothing."""
+_LOCK_TAKEN: Final = (0.7, 1.15)
+"""CPUs that the reading threads of one process use if one of them at a time can run: at most 1, and
+some room for what is done without the lock; less by what switching takes."""
+_LOCK_MET: Final = 0.25
+_HANDED_OVER_ALONE: Final = 0.1
+_MUCH: Final = 0.25
+_OTHERS_MOST: Final = 0.5
+"""If more than this part of the wait would go on a free machine, others are the cause."""
+
+
+def part_shares(e: Evidence) -> dict[str, float]:
+    """Return the parts of the wait, 0 to 1; reading that is not told apart counts as blocked.
+
+    None while data is no matter, or while threads wait for the interpreter's lock: then the parts
+    say no more than where threads were when they lost it.
+    """
+    return {} if locked(e) else _measured_shares(e)
+
+
+def _measured_shares(e: Evidence) -> dict[str, float]:
+    if e.parts is None or not stalls(e):
+        return {}
+    shares = e.parts.shares()
+    if shares:
+        shares["read_blocked"] += shares.pop("read")
+    return shares
+
+
+def runqueue_share(e: Evidence) -> float:
+    """Return how much of the wait, or of the workers' time, is spent ready but without a CPU."""
+    of_workers = e.workers_queued_share if e.runqueue_share is None else e.runqueue_share
+    return max(queued_share(e), of_workers or 0.0)
+
+
+def queued_share(e: Evidence) -> float:
+    """Return how much of the wait went because workers or the training had no CPU, 0 to 1."""
+    shares = part_shares(e)
+    return shares.get("read_runqueue", 0.0) + shares.get("queued", 0.0)
+
+
+def throttled(e: Evidence) -> bool:
+    """Return whether a fifth of the wait or more could go if no quota held anything back.
+
+    A thread lost no more than its part of the time in which CPUs were held back, and no more than
+    the periods in which the quota was used up. No wait gets shorter by more than that.
+    """
+    if not e.throttled_share or not e.step_ms or not e.wait_ms:
+        return False
+    lost = e.throttled_share
+    if e.throttled_cpus is not None and e.setup is not None:
+        busy = 1.0 if e.busy_share is None else e.busy_share
+        threads = e.setup.workers * busy + e.setup.step_cpus
+        lost = min(lost, e.throttled_cpus / max(1.0, threads))
+    return lost * e.step_ms >= RUNQUEUE_HIGH * e.wait_ms
+
+
+def overcommitted(e: Evidence) -> bool:
+    """Return whether own work wants more CPUs than there are, or a quota stopped it.
+
+    If it waits for CPUs although no other program uses them, it does, whatever the model says.
+    """
+    if throttled(e):
+        return True
+    if e.other_cpus is not None and e.other_cpus < OTHERS_LOW:
+        return runqueue_share(e) >= RUNQUEUE_HIGH
+    wanted = e.wanted_cpus
+    return e.setup is None or wanted is None or wanted > e.setup.cpus
+
+
+def locked(e: Evidence) -> bool:
+    """Return whether reading threads of one process wait for the interpreter's lock.
+
+    Together they use as much as one CPU, though there are more. And whoever needs the lock for a
+    moment only, to collate, to hand over or to take the next task, waits for it, too: where threads
+    wait for storage, the lock is free and these parts are short.
+    """
+    share, (low, high) = e.interpreter_share, _LOCK_TAKEN
+    if share is None or not low <= share <= high or e.setup is None or e.setup.cpus <= high:
+        return False
+    shares = _measured_shares(e)
+    return sum(shares.get(name, 0.0) for name in ("collate", "handover", "idle")) >= _LOCK_MET
+
+
+def crowded(e: Evidence) -> bool:
+    """Return whether own work would fit, and most of the wait would go if it were alone.
+
+    The model knows what the batches cost without waiting for CPUs, and how own work shares them.
+    Complete batches wait for a CPU on their way, too. Where there is no model, other programs are
+    taken for the cause if they use a good part of the CPUs.
+    """
+    if not stalls(e) or locked(e) or throttled(e) or runqueue_share(e) < RUNQUEUE_HIGH:
+        return False
+    if e.setup is None and e.machine_cpus and e.other_cpus is not None:
+        return e.other_cpus >= _MUCH * e.machine_cpus
+    if e.setup is None or overcommitted(e) or not e.costs or not e.wait_ms:
+        return False
+    alone = scaled(e.costs, handover=_HANDED_OVER_ALONE)
+    alone_ms = simulate(alone, replace(e.setup, other_cpus=0.0)).wait_ms
+    return e.wait_ms - alone_ms > _OTHERS_MOST * e.wait_ms

@@ -1,0 +1,380 @@
+"""What was measured of a stage, as far as it was: the ground on which findings stand."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Final
+
+from lightning_fastdata.insight.model.simulate import BatchCost, LoaderSetup, batch_costs
+from lightning_fastdata.insight.verdicts.finding import STALL_LOW
+from lightning_fastdata.insight.verdicts.without_stamps import device_could_augment
+from lightning_fastdata.insight.waits.attribution import SlowSample, WaitParts
+from lightning_fastdata.insight.waits.causes import CauseTotals, OperationShare
+from lightning_fastdata.insight.waits.lines import LineShare
+
+if TYPE_CHECKING:
+    from lightning_fastdata.insight.measure.metrics import StageSummary
+    from lightning_fastdata.insight.measure.wall import WallTime
+    from lightning_fastdata.insight.verdicts.without_stamps import LoaderFacts
+    from lightning_fastdata.insight.waits.several_loaders import OneOfSeveral
+    from lightning_fastdata.stamps.batch_stamps import BatchStamps, ReadRates
+
+_NS_PER_MS: Final = 1e6
+_SEVERAL_THREADS: Final = 1.3
+"""CPUs: up to there, what sends batches away explains it."""
+_MOST_COSTS: Final = 400
+"""The model replays no more of the newest batches: more make it slower, hardly better."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """Measured facts of one stage, the means over its steps. None: was not measured.
+
+    Findings that rest on a fact which is None are not made.
+    """
+
+    step_ms: float | None = None
+    """From the begin of one step to the begin of the next."""
+    wait_ms: float | None = None
+    """Of that, the time the training process waited for the batch."""
+    stall_ms: float | None = None
+    """Of the wait, what the device saw: the part that hid behind no work of it."""
+    parts: WaitParts | None = None
+    """Where the loader's wait for one batch went."""
+    overtaken_share: float | None = None
+    """Part of the batches that came after later ones were complete, 0 to 1."""
+    slow_samples: tuple[SlowSample, ...] = ()
+    """Samples that held up a batch, slowest first."""
+    operations: tuple[OperationShare, ...] = ()
+    """What operations on samples take, the most expensive first."""
+    lines: tuple[LineShare, ...] = ()
+    """Which lines of the user's code reading is in, the longest first."""
+    setup: LoaderSetup | None = None
+    """The loader as it is now."""
+    costs: tuple[BatchCost, ...] = ()
+    """Of recorded batches, for predictions; none are made without."""
+    most_workers: int = 32
+    """No more workers are recommended, as memory or open files would not suffice."""
+    stream_samples: tuple[int, ...] = ()
+    """Samples of a stream that each of its workers made; empty: no stream, or not several."""
+    busy_share: float | None = None
+    """Part of the time in which a worker had a task, 0 to 1, the mean over workers."""
+    runqueue_share: float | None = None
+    """Part of the workers' busy time in which they were ready to run but had no CPU, 0 to 1."""
+    workers_queued_share: float | None = None
+    """Part of their lives in which all processes that were started as workers were ready to run but
+    had no CPU, 0 to 1: known of loaders that take no stamps, too."""
+    throttled_share: float | None = None
+    """Part of the scheduler's periods in which the cgroup's CPU quota was used up, 0 to 1."""
+    throttled_cpus: float | None = None
+    """CPUs, the mean over time, that had threads to run and were held back by the quota."""
+    interpreter_share: float | None = None
+    """CPUs that the reading threads of one side process use together, the most of any. About 1
+    where they hold the interpreter's lock in turn, more where they compute side by side. None where
+    no process has several threads."""
+    pressure_percent: float | None = None
+    """PSI of the CPUs, ``some avg10``: of the last 10 s, when something runnable had no CPU."""
+    other_cpus: float | None = None
+    """CPUs of the machine that other programs used, the mean over time."""
+    machine_cpus: float | None = None
+    """CPUs of the machine; more than there are for this training, maybe."""
+    compute_slowdown: float | None = None
+    """Compute time of a step over that of the same step while workers were idle; 1: no effect."""
+    read_rates: ReadRates | None = None
+    """What few of the workers read together, and what all do, while batches were waited for."""
+    epochs: int | None = None
+    """Epochs that were begun."""
+    epoch_wait_ms: float | None = None
+    """Wait for the first batch of an epoch."""
+    steps_per_epoch: float | None = None
+    """Steps of one epoch."""
+    persistent_workers: bool | None = None
+    """Workers live through the end of an epoch."""
+    device_could_augment: bool | None = None
+    """Workers transform samples beside a device that could, and that is not known to be slower."""
+    device: str | None = None
+    """Type of what computes, e.g. ``"cuda"``."""
+    settings_in: str = "LoaderOptions"
+    """Where the loader's settings are written: there, or in ``FastDataLoader`` itself."""
+    streamed: bool | None = None
+    """The loader reads an iterable dataset."""
+    first_parts: WaitParts | None = None
+    """Where the loader's wait for the first batch of an epoch went."""
+    transfer_ms: float | None = None
+    """To move the batch to the device."""
+    transfer_hook: str = ""
+    """The user's hook that moves it, e.g. ``"Net.transfer_batch_to_device"``; empty: none."""
+    pinned: bool | None = None
+    """Batches arrive in page-locked memory."""
+    augment_ms: float | None = None
+    """To augment on the device."""
+    augment_hook: str = ""
+    """The user's hook that does, e.g. ``"Net.on_after_batch_transfer"``; empty: none."""
+    compute_ms: float | None = None
+    """Forward, backward and optimizer."""
+    gap_ms: float | None = None
+    """The device had nothing to do, although no batch was waited for."""
+    alloc_retries: int | None = None
+    """How often the device's allocator had to free its cache and try again."""
+    device_headroom_share: float | None = None
+    """Part of the device's memory that was never used, 0 to 1."""
+    rank_stalls_ms: tuple[float, ...] = ()
+    """Stall of each rank, by rank."""
+    rank_hosts: tuple[str, ...] = ()
+    """Name of the machine of each rank, by rank."""
+    rank_reasons: tuple[str, ...] = ()
+    """What each rank's own stamps say of its late batches, by rank; empty text: nothing."""
+    val_stall_share: float | None = None
+    """Part of the validation steps that waited for data, 0 to 1."""
+    val_loader: str | None = None
+    """Of several validation loaders, the one that is waited for most."""
+    one_of: OneOfSeveral | None = None
+    """Of several loaders, the one that the parts of the wait, the setup, the costs and what is
+    derived from them are about; None: there is one."""
+    wall: WallTime | None = None
+    """Where the wall time of the whole run went."""
+
+    def of_step(self, ms: float | None) -> float | None:
+        """Return a time as a share of the step, 0 to 1; None if either was not measured."""
+        if ms is None or not self.step_ms:
+            return None
+        return ms / self.step_ms
+
+    @property
+    def stall_share(self) -> float | None:
+        """Part of the step in which the device waited for data, 0 to 1."""
+        return self.of_step(self.stall_ms)
+
+    @property
+    def slow_rank(self) -> int | None:
+        """The rank that stalls longest, if 3 % of the step longer than the mean of all."""
+        stalls = self.rank_stalls_ms
+        if len(stalls) < 2:
+            return None
+        worst = max(stalls)
+        share = self.of_step(worst - statistics.fmean(stalls))
+        return stalls.index(worst) if share is not None and share >= STALL_LOW else None
+
+    @property
+    def held_up(self) -> bool:
+        """Whether that rank stalls 3 % of the step longer than this one."""
+        rank = self.slow_rank
+        if rank is None or self.stall_ms is None:
+            return False
+        return (self.of_step(self.rank_stalls_ms[rank] - self.stall_ms) or 0.0) >= STALL_LOW
+
+    @property
+    def epoch_start_share(self) -> float | None:
+        """Part of an epoch that the wait for its first batch took, 0 to 1."""
+        if self.epoch_wait_ms is None or not self.steps_per_epoch or not self.step_ms:
+            return None
+        rest_ms = self.step_ms * max(0.0, self.steps_per_epoch - 1)
+        return self.epoch_wait_ms / max(1e-9, self.epoch_wait_ms + rest_ms)
+
+    @property
+    def wanted_cpus(self) -> float | None:
+        """CPUs that the busy workers and the training would use if they were alone, from costs."""
+        if self.setup is None or not self.costs:
+            return None
+        cpu = sum(cost.cpu_ns + cost.collate_ns for cost in self.costs)
+        whole = cpu + sum(cost.blocked_ns for cost in self.costs)
+        cpu *= self.setup.worker_threads
+        busy = 1.0 if self.busy_share is None else self.busy_share
+        own = self.setup.step_cpus
+        if self.stall_share is not None:
+            own *= 1 - min(1.0, self.stall_share)
+        return self.setup.workers * busy * cpu / max(1.0, whole) + own
+
+
+def stage_evidence(
+    summary: StageSummary,
+    stamps: Sequence[BatchStamps] = (),
+    setup: LoaderSetup | None = None,
+    facts: LoaderFacts | None = None,
+    **measured: Any,
+) -> Evidence:
+    """Return what is known of a stage that was measured.
+
+    Args:
+        summary: Where its steps went.
+        stamps: The newest ones of the loader that it waited for most; none of a foreign loader.
+        setup: That loader; None if the model does not know its kind.
+        facts: What it says about itself.
+        measured: Further fields of :class:`Evidence`, or arguments of :func:`evidence_of`.
+    """
+    causes = summary.causes
+    means: dict[str, Any] = {
+        name: None if phase is None else phase.mean_ms
+        for name, phase in (
+            ("wait_ms", summary.wait),
+            ("stall_ms", summary.stall),
+            ("transfer_ms", summary.transfer),
+            ("augment_ms", summary.augment),
+            ("compute_ms", summary.compute),
+            ("gap_ms", summary.gap),
+        )
+    }
+    step_ms = None
+    if summary.step is not None:
+        step_ms = summary.step.mean_ms + (means["gap_ms"] or 0.0)
+    told: dict[str, Any] = {}
+    if causes is not None:
+        told = {
+            "parts": causes.wait,
+            "overtaken_share": causes.overtaken_share,
+            "slow_samples": causes.slow_samples,
+            "operations": causes.operations,
+            "first_parts": causes.first_wait,
+            "lines": causes.lines,
+        }
+    if facts is not None:
+        told |= {
+            "pinned": facts.pinned,
+            "streamed": facts.streamed,
+            "persistent_workers": facts.persistent_workers,
+            "device_could_augment": device_could_augment(
+                summary.device, facts, seen=causes is not None and bool(causes.operations)
+            ),
+        }
+    return evidence_of(
+        stamps,
+        setup,
+        device=summary.device,
+        step_ms=step_ms,
+        epochs=summary.cold_steps,
+        epoch_wait_ms=summary.cold_wait_ms,
+        steps_per_epoch=summary.steps / summary.cold_steps if summary.cold_steps else None,
+        **means,
+        **{**told, **measured},
+    )
+
+
+def evidence_of(
+    stamps: Sequence[BatchStamps],
+    setup: LoaderSetup | None,
+    *,
+    step_queued: float = 0.0,
+    **measured: Any,
+) -> Evidence:
+    """Return what the stamps of a plain loop tell; each wait counts as a stall.
+
+    Args:
+        stamps: Of one loader, in the order in which batches were delivered.
+        setup: The loader as it was; None: no predictions are made.
+        step_queued: Part of the steps in which the training was ready but had no CPU, 0 to 1.
+        measured: Further fields of :class:`Evidence`, or other values for those from the stamps,
+            e.g. ``stall_ms`` where a device hides waits.
+    """
+    if setup is not None:
+        setup = replace(
+            setup,
+            other_cpus=_taken_cpus(setup.cpus, **measured),
+            worker_threads=_worker_threads(stamps),
+        )
+    epochs = _epochs(stamps)
+    costs = [cost for epoch in epochs for cost in batch_costs(epoch, step_queued=step_queued)]
+    totals = CauseTotals()
+    for batch in stamps:
+        totals.add(batch)
+    causes = totals.summary()
+    steady = [pair for epoch in epochs for pair in pairwise(epoch[1:])]
+    steps = [later.requested_ns - batch.requested_ns for batch, later in steady]
+    waits = [batch.delivered_ns - batch.requested_ns for batch, _ in steady]
+    cold = [epoch[0].delivered_ns - epoch[0].requested_ns for epoch in epochs if epoch[0].first]
+    found = Evidence(
+        step_ms=_mean_ms(steps),
+        wait_ms=_mean_ms(waits),
+        stall_ms=_mean_ms(waits),
+        parts=None if causes is None else causes.wait,
+        overtaken_share=None if causes is None else causes.overtaken_share,
+        slow_samples=() if causes is None else causes.slow_samples,
+        operations=() if causes is None else causes.operations,
+        lines=() if causes is None else causes.lines,
+        setup=setup,
+        costs=tuple(costs[-_MOST_COSTS:]),
+        busy_share=None if setup is None else busy_share(stamps, setup.workers),
+        runqueue_share=_runqueue_share(stamps),
+        interpreter_share=_interpreter_share(epochs),
+        epochs=len(epochs),
+        epoch_wait_ms=_mean_ms(cold),
+        steps_per_epoch=statistics.fmean(map(len, epochs)) if cold else None,
+    )
+    return replace(found, **measured)
+
+
+def _epochs(stamps: Sequence[BatchStamps]) -> list[list[BatchStamps]]:
+    epochs: list[list[BatchStamps]] = []
+    for batch in stamps:
+        if batch.first or not epochs:
+            epochs.append([])
+        epochs[-1].append(batch)
+    return epochs
+
+
+def _mean_ms(times_ns: Sequence[float]) -> float | None:
+    return statistics.fmean(times_ns) / _NS_PER_MS if times_ns else None
+
+
+def busy_share(stamps: Sequence[BatchStamps], workers: int) -> float | None:
+    """Return the busy part of the time that the steady batches of all epochs took, 0 to 1.
+
+    Args:
+        stamps: Of one loader, in the order in which batches were delivered.
+        workers: That shared the work; None is returned for 0.
+    """
+    busy = span = 0.0
+    for epoch in _epochs(stamps):
+        began, ended = epoch[0].delivered_ns, epoch[-1].delivered_ns
+        span += ended - began
+        for batch in epoch:
+            for task in batch.tasks:
+                busy += max(0, min(task.ended_ns, ended) - max(task.began_ns, began))
+    return min(1.0, busy / span / workers) if workers and span > 0 else None
+
+
+def _taken_cpus(
+    cpus: float,
+    other_cpus: float | None = None,
+    machine_cpus: float | None = None,
+    **_: Any,
+) -> float:
+    """Return how many of the CPUs for this training other programs use."""
+    if other_cpus is None or machine_cpus is None:
+        return 0.0
+    return min(cpus, max(0.0, cpus - (machine_cpus - other_cpus)))
+
+
+def _worker_threads(stamps: Sequence[BatchStamps]) -> float:
+    """Return how many CPUs a worker uses while its reading thread computes, at least 1."""
+    told = [task for batch in stamps for task in batch.tasks if task.helpers_ns is not None]
+    own = sum(task.cpu_ns or 0 for task in told)
+    found = 1 + sum(task.helpers_ns or 0 for task in told) / own if own else 1.0
+    return found if found >= _SEVERAL_THREADS else 1.0
+
+
+def _runqueue_share(stamps: Sequence[BatchStamps]) -> float | None:
+    told = [task for batch in stamps for task in batch.tasks if task.runqueue_ns is not None]
+    length = sum(task.ended_ns - task.began_ns for task in told)
+    return sum(task.runqueue_ns or 0 for task in told) / length if length else None
+
+
+def _interpreter_share(epochs: Sequence[Sequence[BatchStamps]]) -> float | None:
+    """Return how many CPUs the reading threads of the busiest process used."""
+    ran: dict[int, float] = {}
+    threads: dict[int, set[int]] = {}
+    span = 0.0
+    for epoch in epochs:
+        began, ended = epoch[0].delivered_ns, epoch[-1].delivered_ns
+        span += ended - began
+        for task in (task for batch in epoch for task in batch.tasks):
+            inside = min(task.ended_ns, ended) - max(task.began_ns, began)
+            if task.cpu_ns is None or inside <= 0:
+                continue
+            used = task.cpu_ns * inside / max(1, task.ended_ns - task.began_ns)
+            ran[task.process] = ran.get(task.process, 0.0) + used
+            threads.setdefault(task.process, set()).add(task.thread)
+    shares = [used / span for process, used in ran.items() if len(threads[process]) > 1 and span]
+    return max(shares, default=None)

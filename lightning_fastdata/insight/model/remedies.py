@@ -1,0 +1,180 @@
+"""What a change would gain, and which change of the loader to recommend."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final, Literal
+
+from lightning_fastdata.insight.model.simulate import LoaderSetup, simulate
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from lightning_fastdata.insight.model.evidence import Evidence
+    from lightning_fastdata.insight.model.simulate import BatchCost
+
+WORKERS: Final = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+"""Numbers of workers that are tried."""
+GOOD_ENOUGH: Final = 1.03
+"""The smallest change within 3 % of the best one is taken."""
+_BATCHES_AHEAD: Final = 2
+_LEAST_AHEAD: Final = 8
+"""The loader is so many batches ahead even if a worker would be fewer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gain:
+    """What a step takes now, and would take."""
+
+    before_ms: float
+    """Measured."""
+    after_ms: float
+    """Expected."""
+    basis: Literal["simulated", "independent", "measured", "floor"]
+    """``"simulated"``: the recorded batches in the other setup. ``"independent"``: the same, if the
+    workers share nothing that they wait for, as a lock or a full line would be. ``"measured"``: a
+    measured cost, taken away. ``"floor"``: no less is possible, as the cost cannot vanish as a
+    whole."""
+
+    @property
+    def factor(self) -> float:
+        """How many times as fast."""
+        return self.before_ms / self.after_ms if self.after_ms > 0 else math.inf
+
+    @property
+    def worthwhile(self) -> bool:
+        """It is more than what is good enough."""
+        return self.factor > GOOD_ENOUGH
+
+
+def without(evidence: Evidence, ms: float | None) -> Gain | None:
+    """Return the step without a measured cost: no less is possible."""
+    if evidence.step_ms is None or ms is None:
+        return None
+    after = max(0.0, evidence.step_ms - ms)
+    return Gain(before_ms=evidence.step_ms, after_ms=after, basis="floor")
+
+
+def gain_of_setup(evidence: Evidence, setup: LoaderSetup) -> Gain | None:
+    """Return what another setup would gain; None without recorded batches.
+
+    The model's ratio of the two setups is applied to the measured step, so that what the model
+    misses of both counts for neither.
+    """
+    return _gain(evidence, evidence.costs, setup, "simulated")
+
+
+def gain_of_costs(
+    evidence: Evidence, costs: Sequence[BatchCost], setup: LoaderSetup | None = None
+) -> Gain | None:
+    """Return what would be gained by batches that cost this, in this setup or in another."""
+    setup = evidence.setup if setup is None else setup
+    return None if setup is None else _gain(evidence, costs, setup, "floor")
+
+
+def _gain(
+    evidence: Evidence,
+    costs: Sequence[BatchCost],
+    setup: LoaderSetup,
+    basis: Literal["simulated", "floor"],
+) -> Gain | None:
+    if evidence.step_ms is None or evidence.setup is None or not evidence.costs:
+        return None
+    now = simulate(evidence.costs, evidence.setup).step_ms
+    then = simulate(costs, setup).step_ms
+    after = scaled_step_ms(evidence, then / now if now > 0 else 1.0)
+    return Gain(before_ms=evidence.step_ms, after_ms=after, basis=basis)
+
+
+def scaled_step_ms(evidence: Evidence, ratio: float) -> float:
+    """Return the measured step, of which the loader's own time between batches has changed."""
+    step_ms = evidence.step_ms or 0.0
+    one_of = evidence.one_of
+    return step_ms * ratio if one_of is None else one_of.changed_step_ms(step_ms, ratio)
+
+
+def with_workers(setup: LoaderSetup, workers: int) -> LoaderSetup:
+    """Return the setup with another number of workers.
+
+    Where each makes whole batches, each is as many ahead as before; where all make one together,
+    all of them are.
+    """
+    least = min(setup.look_ahead, _LEAST_AHEAD) if setup.workers else _LEAST_AHEAD
+    if setup.scheduling == "sample":
+        return replace(setup, workers=workers, look_ahead=max(least, setup.look_ahead))
+    each = _BATCHES_AHEAD
+    if setup.workers and setup.look_ahead > _LEAST_AHEAD:
+        each = math.ceil(setup.look_ahead / setup.workers)
+    return replace(setup, workers=workers, look_ahead=max(least, each * workers))
+
+
+def choose(
+    costs: Sequence[BatchCost], candidates: Iterable[LoaderSetup]
+) -> tuple[LoaderSetup, float]:
+    """Return the first setup that is within 3 % of the best, and its predicted step.
+
+    Args:
+        costs: Of recorded batches, at least one.
+        candidates: The smallest first; at least one.
+
+    Returns:
+        The setup, and milliseconds.
+
+    Raises:
+        ValueError: There are no costs or no candidates.
+    """
+    predicted = [(setup, simulate(costs, setup).step_ms) for setup in candidates]
+    best = min(step_ms for _, step_ms in predicted)
+    return next(each for each in predicted if each[1] <= GOOD_ENOUGH * best)
+
+
+def best_workers(evidence: Evidence, *, computing: bool = False) -> LoaderSetup | None:
+    """Return the setup with the fewest workers within 3 % of the best; None without costs.
+
+    Args:
+        evidence: Of the stage.
+        computing: No more workers than there are CPUs.
+    """
+    now = evidence.setup
+    if now is None or not evidence.costs:
+        return None
+    most = min(evidence.most_workers, max(1, int(now.cpus))) if computing else evidence.most_workers
+    numbers = {n for n in WORKERS if n <= most} | {now.workers}
+    candidates = [now if n == now.workers else with_workers(now, n) for n in sorted(numbers)]
+    return choose(evidence.costs, candidates)[0]
+
+
+def best_against_slow_samples(evidence: Evidence) -> LoaderSetup | None:
+    """Return the smallest change that lets batches pass or outrun slow ones.
+
+    In this order: nothing, further ahead, out of order, both, more workers; where the training
+    process reads by itself, workers.
+    """
+    now = evidence.setup
+    if now is None or not evidence.costs:
+        return None
+    if not now.workers:
+        return best_workers(evidence)
+    ahead = (now.look_ahead, 2 * now.look_ahead, 4 * now.look_ahead)
+    orders = (True, False) if now.in_order else (False,)
+    candidates = [replace(now, look_ahead=n, in_order=order) for order in orders for n in ahead]
+    most = max(evidence.most_workers, now.workers)
+    more = [with_workers(now, n) for n in (2 * now.workers, 4 * now.workers) if n <= most]
+    return choose(evidence.costs, [*candidates, *more])[0]
+
+
+def options_text(now: LoaderSetup, wanted: LoaderSetup) -> str:
+    """Return the change as it is written in code, e.g. ``LoaderOptions(num_workers=6)``."""
+    changes = []
+    if now.inline and wanted.workers:
+        changes.append("executor='workers'")
+    if wanted.workers != now.workers:
+        changes.append(f"num_workers={wanted.workers}")
+    unasked = now if wanted.workers == now.workers else with_workers(now, wanted.workers)
+    if wanted.workers and wanted.look_ahead != unasked.look_ahead:
+        changes.append(f"prefetch_factor={math.ceil(wanted.look_ahead / wanted.workers)}")
+    if wanted.in_order != now.in_order:
+        changes.append(f"in_order={wanted.in_order}")
+    return f"LoaderOptions({', '.join(changes)})"

@@ -1,0 +1,189 @@
+"""How a loader is set up, as :mod:`~lightning_fastdata.insight.model.simulate` knows it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from torch.utils.data import IterableDataset, default_collate
+
+from lightning_fastdata.batches.collate import collate_samples
+from lightning_fastdata.batches.keyed import fetches_in_batches
+from lightning_fastdata.insight.model.simulate import LoaderSetup
+from lightning_fastdata.loading.source import makes_batches, reads_with_torch
+from lightning_fastdata.planning.worker_count import look_ahead_batches
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from lightning_fastdata.host.spent import SpentTime
+    from lightning_fastdata.insight.measure.metrics import StageSummary
+    from lightning_fastdata.insight.model.simulate import Scheduling
+    from lightning_fastdata.loading.loader import FastDataLoader
+    from lightning_fastdata.stamps.batch_stamps import BatchStamps
+
+_TORCH_PREFETCH: Final = 2
+"""Torch's own default."""
+_ONE_THREAD: Final = 1.1
+_NS_PER_S: Final = 1e9
+
+
+def setup_of(loader: FastDataLoader, *, cpus: float, step_cpus: float) -> LoaderSetup | None:
+    """Return the setup of a loader; None for what the model does not know.
+
+    It knows loaders whose workers read by themselves: torch's own, ``"workers"`` and ``"sidecar"``,
+    and those that read in the training process when a batch is asked for. It knows neither
+    ``"gather"``, whose caller helps its threads, nor datasets that stay on the device.
+
+    Whether the samples of a batch can be shared out is decided by the first one that is read: the
+    setup says ``"sample"`` where the loader would, also if the samples then turn out to differ in
+    shape. How far a loader is ahead may be less than is said here where memory is short.
+
+    Args:
+        loader: As it is set up now; it is not iterated.
+        cpus: CPUs this process and its workers may use.
+        step_cpus: CPUs the training process uses between two requests, see :func:`step_cpus`.
+    """
+    streamed = isinstance(loader.dataset, IterableDataset)
+    torchs = reads_with_torch(loader)
+    gathers = loader.executor == "gather" and not streamed and not torchs
+    if gathers or loader.device_resident is not False:
+        return None
+    workers = loader.num_workers if torchs or loader.executor != "inline" else 0
+    asked = loader.asked_prefetch_factor
+    scheduling: Scheduling = "sample" if splits_batches(loader) else "queue"
+    if torchs or streamed:
+        scheduling = "batch"
+    if workers == 0:
+        ahead = 1
+    elif scheduling == "batch":
+        ahead = workers * (asked or _TORCH_PREFETCH)
+    else:
+        ahead = look_ahead_batches(
+            workers,
+            prefetch=asked,
+            batch_size=loader.batch_size or 1,
+            split=scheduling == "sample",
+        )
+    return LoaderSetup(
+        workers=workers,
+        look_ahead=ahead,
+        scheduling=scheduling,
+        in_order=loader.in_order,
+        cpus=cpus,
+        step_cpus=step_cpus,
+        worker_nice=loader.worker_nice,
+        inline=loader.executor == "inline",
+    )
+
+
+def stage_times(
+    summary: StageSummary, stamps: Sequence[BatchStamps], used: SpentTime
+) -> dict[str, float]:
+    """Return the arguments of :func:`step_cpus` and :func:`step_queued` for a measured stage.
+
+    Args:
+        summary: Of the stage.
+        stamps: The newest ones of its loader.
+        used: What the training process used during that stage.
+    """
+    return {
+        "cpu_s": used.cpu_s,
+        "wall_s": used.wall_s,
+        "waited_s": _waited_s(summary),
+        "runqueue_s": used.runqueue_s,
+        "loading_cpu_s": _own_loading_s(stamps) * summary.steps,
+    }
+
+
+def splits_batches(loader: FastDataLoader) -> bool:
+    """Return whether this package's executors share out the samples of one batch among workers.
+
+    They do where samples of one form, read one at a time, are collated by default.
+    """
+    transform = loader.transform
+    drawn = transform is not None and transform.in_worker(on_device=loader.on_device) is not None
+    default = loader.collate_fn in (default_collate, collate_samples) and not drawn
+    return default and makes_batches(loader) and not fetches_in_batches(loader.dataset)
+
+
+def step_cpus(
+    *,
+    cpu_s: float,
+    wall_s: float,
+    waited_s: float,
+    runqueue_s: float = 0.0,
+    loading_cpu_s: float = 0.0,
+) -> float:
+    """Return how many CPUs the training process uses between two requests if it is alone.
+
+    All of the same interval, e.g. an epoch without its start:
+
+    Args:
+        cpu_s: CPU seconds of the training process (``time.process_time``), without its workers.
+        wall_s: Seconds that passed.
+        waited_s: Of these, the seconds waited for batches.
+        runqueue_s: Of these, the seconds in which the thread that trains was ready but had no CPU:
+            the second number of ``/proc/thread-self/schedstat``, in ns. 0 where it is not known,
+            which gives too few CPUs if there are fewer than would be used.
+        loading_cpu_s: Of ``cpu_s``, what threads took that load, and not the training.
+
+    Returns:
+        CPUs, at least 0; 1 if a single thread computes all the time, next to 0 if it waits for a
+        device. What is up to 10 % above 1 counts as 1: taking batches uses a CPU, too.
+    """
+    working_s = wall_s - waited_s - runqueue_s
+    found = max(0.0, (cpu_s - loading_cpu_s) / working_s) if working_s > 0 else 0.0
+    return min(1.0, found) if found <= _ONE_THREAD else found
+
+
+def step_queued(
+    *,
+    cpu_s: float,
+    wall_s: float,
+    waited_s: float,
+    runqueue_s: float = 0.0,
+    loading_cpu_s: float = 0.0,
+) -> float:
+    """Return which part of the steps the training was ready in but had no CPU, for ``batch_costs``.
+
+    Waits for batches are woken up from, which queues for a CPU as well. A step that uses few CPUs
+    is hardly ever queued, so that as much of ``runqueue_s`` counts as it uses CPUs.
+
+    Args:
+        cpu_s: As of :func:`step_cpus`, like all of the others.
+        wall_s: Seconds.
+        waited_s: Seconds.
+        runqueue_s: Seconds.
+        loading_cpu_s: Seconds.
+
+    Returns:
+        A share of the time between delivery and the next request, 0 to 1.
+    """
+    own = step_cpus(
+        cpu_s=cpu_s,
+        wall_s=wall_s,
+        waited_s=waited_s,
+        runqueue_s=runqueue_s,
+        loading_cpu_s=loading_cpu_s,
+    )
+    steps_s = wall_s - waited_s
+    return min(1.0, runqueue_s / steps_s) * min(1.0, own) if steps_s > 0 else 0.0
+
+
+def _waited_s(summary: StageSummary) -> float:
+    """Return the time that all steps waited for batches."""
+    warm_ms = 0.0 if summary.wait is None else summary.wait.mean_ms
+    cold_ms = summary.cold_wait_ms or 0.0
+    warm_steps = summary.steps - summary.cold_steps
+    return (warm_ms * warm_steps + cold_ms * summary.cold_steps) / 1e3
+
+
+def _own_loading_s(stamps: Sequence[BatchStamps]) -> float:
+    """Return the CPU time per batch that the training process itself took to load."""
+    own = [
+        task.ended_ns - task.began_ns if task.cpu_ns is None else task.cpu_ns
+        for batch in stamps
+        for task in batch.tasks
+        if task.process < 0
+    ]
+    return sum(own) / max(1, len(stamps)) / _NS_PER_S

@@ -1,0 +1,249 @@
+"""What a step would take with another loader: the recorded batches, replayed through a model.
+
+Each batch costs what its stamps say: time on a CPU, time blocked, collation, hand-over, and the
+training's own time until it asks for the next one. The model schedules these costs as torch's
+DataLoader does (one batch a task, workers in turn) or as this package does (samples of one batch
+over all workers), and lets everything that needs a CPU at the same time share the CPUs there are.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+
+from lightning_fastdata.insight.model.events import Replay
+from lightning_fastdata.insight.waits.attribution import held_ns
+
+if TYPE_CHECKING:
+    from lightning_fastdata.stamps.batch_stamps import BatchStamps, TaskStamps
+
+Scheduling: TypeAlias = Literal["batch", "queue", "sample"]
+
+_NS_PER_MS: Final = 1e6
+_MIN_STEPS: Final = 200
+_SHORT: Final = 0.25
+"""So many of a thread's pauses are no longer than it takes to get on with what is there."""
+_NEXT_TASKS: Final = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchCost:
+    """What one batch costs, whoever makes it; times in nanoseconds without any waiting for CPUs."""
+
+    samples: int
+    """Samples in it."""
+    cpu_ns: float
+    """To read its samples: time on a CPU."""
+    blocked_ns: float
+    """To read its samples: time neither on a CPU nor waiting for one."""
+    collate_ns: float
+    """To collate it: time on a CPU."""
+    slowest_ns: float
+    """Of ``cpu_ns + blocked_ns``, what its slowest sample takes."""
+    handover_ns: float
+    """From the end of its last task until the training has it, if the training is waiting."""
+    taking_ns: float
+    """To take it, if it was complete when it was asked for."""
+    step_ns: float
+    """From then until the training asks for the next batch."""
+    task_ns: float = 0.0
+    """To begin and end one of the tasks that it is made in: time on a CPU, not in ``cpu_ns``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoaderSetup:
+    """A loader as the model knows it."""
+
+    workers: int
+    """Side processes or threads that read; 0: the training process does."""
+    look_ahead: int
+    """Batches under way at once; torch: ``workers * prefetch_factor``."""
+    scheduling: Scheduling = "sample"
+    """``"batch"``: a worker makes a whole batch, in turn, as torch has it. ``"queue"``: whoever is
+    free does. ``"sample"``: whoever is free makes some samples of a batch."""
+    in_order: bool = True
+    """Batches are delivered in order."""
+    cpus: float = 1.0
+    """CPUs this process and its workers may use."""
+    step_cpus: float = 1.0
+    """CPUs the training process uses between two requests: 1 where it drives a device, more where
+    it computes on the host."""
+    worker_nice: int = 0
+    """Niceness of the workers above that of the training, 0 to 19."""
+    inline: bool = False
+    """Its executor reads in the training process, however many workers it has."""
+    other_cpus: float = 0.0
+    """Of ``cpus``, those that other programs use when they have to share."""
+    worker_threads: float = 1.0
+    """CPUs that a worker uses while it computes: above 1 where it starts threads of its own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """What the model says of a steady run."""
+
+    step_ms: float
+    """From one request to the next, the mean."""
+    wait_ms: float
+    """Of that, the time waited for the batch."""
+
+
+def batch_costs(stamps: Sequence[BatchStamps], *, step_queued: float = 0.0) -> list[BatchCost]:
+    """Return what each recorded batch cost but for the last, whose step is not known.
+
+    Where the kernel does not tell time on a CPU from time blocked, all counts as blocked.
+
+    Args:
+        stamps: Of one loader, in the order in which batches were delivered.
+        step_queued: Part of the recorded steps, waits for batches left out, in which the training
+            was ready to run but had no CPU, 0 to 1.
+    """
+    handover, taking = _transit(stamps)
+    pause = min(handover, _quantile(list(_pauses(stamps)), _SHORT))
+    task_ns = pause + _quantile(
+        [
+            task.ended_ns - task.began_ns - task.read_ns - task.collate_ns
+            for batch in stamps
+            for task in batch.tasks
+        ],
+        _SHORT,
+    )
+    costs = []
+    for batch, following in pairwise(stamps):
+        busy = collate = queued = slowest = 0.0
+        tasks_ns = task_ns * len(batch.tasks)
+        reading = pause * len(batch.tasks) - tasks_ns
+        for task in batch.tasks:
+            # What the kernel tells of short tasks is late, but right in the sum: a batch's.
+            scale = 1.0
+            if task.cpu_ns is not None:
+                scale = min(1.0, task.cpu_ns / max(1, task.collate_ns))
+                busy += task.cpu_ns - task.collate_ns * scale
+            collate += task.collate_ns * scale
+            queued += task.runqueue_ns or 0
+            reading += task.ended_ns - task.began_ns - task.collate_ns * scale
+            slowest = max(slowest, task.slowest_ns)
+        cpu = max(0.0, busy - tasks_ns)
+        blocked = max(0.0, reading - queued - cpu)
+        costs.append(
+            BatchCost(
+                samples=max(1, batch.samples),
+                cpu_ns=cpu,
+                blocked_ns=blocked,
+                collate_ns=collate,
+                slowest_ns=min(slowest, cpu + blocked),
+                handover_ns=handover,
+                taking_ns=taking,
+                step_ns=max(0, following.requested_ns - batch.delivered_ns) * (1 - step_queued),
+                task_ns=task_ns,
+            )
+        )
+    return costs
+
+
+def _transit(stamps: Sequence[BatchStamps]) -> tuple[float, float]:
+    """Return the hand-over of a batch that is waited for, and the taking of one that is there."""
+    late: list[float] = []
+    there: list[float] = []
+    following: dict[tuple[int, int], list[TaskStamps]] = {}
+    for batch in reversed(stamps):
+        if not batch.tasks:
+            continue
+        last = max(batch.tasks, key=lambda task: task.ended_ns)
+        made = max(last.ended_ns, batch.requested_ns)
+        # A worker that computes in Python holds the interpreter that the hand-over waits for. It
+        # would not if it were idle: that time is what its next batch costs.
+        busy = sum(
+            held_ns(task, made, batch.delivered_ns)
+            for task in following.get((last.process, last.thread), ())
+        )
+        queued = batch.own.runqueue_ns or 0
+        way = max(0, batch.delivered_ns - made - busy - queued)
+        (late if last.ended_ns > batch.requested_ns else there).append(way)
+        for task in batch.tasks:
+            kept = following.setdefault((task.process, task.thread), [])
+            kept.append(task)
+            del kept[:-_NEXT_TASKS]
+    taking = statistics.fmean(there or late or [0])
+    return max(taking, statistics.median(late or there or [0])), taking
+
+
+def _pauses(stamps: Sequence[BatchStamps]) -> Iterator[int]:
+    """Yield the times between the tasks of each thread."""
+    ended: dict[tuple[int, int], int] = {}
+    tasks = [task for batch in stamps for task in batch.tasks]
+    for task in sorted(tasks, key=lambda task: task.began_ns):
+        thread = task.process, task.thread
+        if thread in ended:
+            yield max(0, task.began_ns - ended[thread])
+        ended[thread] = task.ended_ns
+
+
+def _quantile(values: Sequence[float], part: float) -> float:
+    return sorted(values)[int(len(values) * part)] if values else 0.0
+
+
+def scaled(
+    costs: Sequence[BatchCost],
+    *,
+    cpu: float = 1.0,
+    blocked: float = 1.0,
+    collate: float = 1.0,
+    handover: float = 1.0,
+    slow_samples: bool = True,
+) -> list[BatchCost]:
+    """Return the costs with some of them scaled; 0 removes one.
+
+    Args:
+        costs: As recorded.
+        cpu: Factor on the time that reading is on a CPU.
+        blocked: Factor on the time that reading is blocked.
+        collate: Factor on collation.
+        handover: Factor on the hand-over.
+        slow_samples: False: no sample takes longer than the others of its batch.
+    """
+    found = []
+    for cost in costs:
+        read = cost.cpu_ns + cost.blocked_ns
+        keep = 1.0
+        if not slow_samples and cost.samples > 1 and read > 0:
+            keep = min(1.0, (read - cost.slowest_ns) / read * cost.samples / (cost.samples - 1))
+        slowest = cost.slowest_ns if keep == 1.0 else read * keep / cost.samples
+        factor = (cost.cpu_ns * cpu + cost.blocked_ns * blocked) / read if read > 0 else 1.0
+        found.append(
+            replace(
+                cost,
+                cpu_ns=cost.cpu_ns * cpu * keep,
+                blocked_ns=cost.blocked_ns * blocked * keep,
+                collate_ns=cost.collate_ns * collate,
+                slowest_ns=slowest * factor,
+                handover_ns=cost.handover_ns * handover,
+                taking_ns=cost.taking_ns * handover,
+            )
+        )
+    return found
+
+
+def simulate(costs: Sequence[BatchCost], setup: LoaderSetup) -> Prediction:
+    """Return what a steady run of these batches, over and over, would take in this setup.
+
+    Args:
+        costs: Of the recorded batches, at least one.
+        setup: The loader to model.
+
+    Raises:
+        ValueError: There are no costs.
+    """
+    if not costs:
+        raise ValueError("There is nothing to simulate: no batch was recorded.")
+    if setup.workers == 0:
+        waits = [c.cpu_ns + c.blocked_ns + c.collate_ns for c in costs]
+        step = statistics.fmean(w + c.step_ns for w, c in zip(waits, costs, strict=True))
+        return Prediction(step_ms=step / _NS_PER_MS, wait_ms=statistics.fmean(waits) / _NS_PER_MS)
+    # Whole rounds, in which every batch counts as often as every other.
+    steps = -(-_MIN_STEPS // len(costs)) * len(costs)
+    step, wait = Replay(costs, setup).run(setup.look_ahead + 2 * setup.workers, steps)
+    return Prediction(step_ms=step / _NS_PER_MS, wait_ms=wait / _NS_PER_MS)

@@ -1,0 +1,276 @@
+"""Two runs compared: what became slower or faster, and whether it may."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from lightning_fastdata.errors import OptionsError, printable
+from lightning_fastdata.insight.report.conditions import (
+    Condition,
+    Outcome,
+    number_text,
+    parse_condition,
+    signed_text,
+)
+from lightning_fastdata.insight.report.recorded import (
+    RUN_METRICS,
+    WAIT_METRICS,
+    read_report,
+    report_metrics,
+)
+
+if TYPE_CHECKING:
+    import os
+
+    from rich.console import Console, ConsoleOptions, RenderResult
+
+_SHOWN: Final = (
+    "run_samples_per_s",
+    "samples_per_s",
+    "samples_per_s_if_data_were_free",
+    "stall_percent",
+    "step_ms",
+    "step_p95_ms",
+    "stall_ms",
+    "stall_p95_ms",
+    "wait_ms",
+    "transfer_ms",
+    "augment_ms",
+    "compute_ms",
+    "gap_ms",
+    "cold_wait_ms",
+    *WAIT_METRICS,
+    *RUN_METRICS[1:],
+)
+_SHOWN_OF_OTHERS: Final = ("samples_per_s", "stall_percent", "step_ms")
+_HIGHER_IS_BETTER: Final = frozenset(
+    ("samples_per_s", "samples_per_s_if_data_were_free", "run_samples_per_s")
+)
+_NEITHER_IS_BETTER: Final = frozenset(("steps", "samples", "speedup_possible"))
+_OUTCOME_STYLE: Final = {True: "bold red", False: "green"}
+_VISIBLE_CHANGE: Final = 0.02
+"""Smaller relative changes get no colour."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One metric of both runs."""
+
+    metric: str
+    """Its name, with the stage before it if that is not training."""
+    a: float | None
+    """In the first run; None = not measured."""
+    b: float | None
+    """In the second run; None = not measured."""
+
+    @property
+    def difference(self) -> float | None:
+        """``b - a``; None if either was not measured."""
+        return None if self.a is None or self.b is None else self.b - self.a
+
+    @property
+    def change_percent(self) -> float | None:
+        """``100 (b - a) / a``; infinite if only a is 0, None if either was not measured."""
+        if self.a is None or self.b is None:
+            return None
+        if self.a == 0:
+            return 0.0 if self.b == 0 else math.inf
+        return 100.0 * (self.b - self.a) / self.a
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Two runs, their metrics, and the conditions that were asked for.
+
+    ``print(comparison.text())`` gives plain text; rich consoles print it in colours.
+    """
+
+    a: str
+    """Name of the first run: what the other is compared with."""
+    b: str
+    """Name of the second run."""
+    rows: tuple[Row, ...]
+    """Every metric that either run measured."""
+    outcomes: tuple[Outcome, ...] = ()
+    """One for each condition, in their order."""
+    notes: tuple[str, ...] = ()
+    """What else differs and may be the reason: machine, versions, verdict."""
+
+    @property
+    def failed(self) -> bool:
+        """Whether a condition holds."""
+        return any(outcome.holds for outcome in self.outcomes)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain JSON types; infinite changes are None."""
+        return {
+            "a": self.a,
+            "b": self.b,
+            "failed": self.failed,
+            "metrics": {
+                row.metric: {
+                    "a": row.a,
+                    "b": row.b,
+                    "difference": row.difference,
+                    "change_percent": _finite(row.change_percent),
+                }
+                for row in self.rows
+            },
+            "conditions": [
+                {"text": one.condition.text, "found": _finite(one.found), "holds": one.holds}
+                for one in self.outcomes
+            ],
+            "notes": list(self.notes),
+        }
+
+    def text(self, width: int = 80) -> str:
+        """Return the comparison as plain ASCII text, but for what names and paths hold.
+
+        Args:
+            width: columns to wrap notes at; the table takes 80 and is never cut.
+        """
+        return "\n".join(text.rstrip() for text, _ in self._lines(width))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        from rich.text import Text
+
+        for text, style in self._lines(options.max_width):
+            yield Text(text, style=style, no_wrap=True, overflow="ignore")
+
+    def _lines(self, width: int) -> Iterable[tuple[str, str]]:
+        """Yield each line with its rich style."""
+        yield f" a  {printable(self.a, keep='')}", ""
+        yield f" b  {printable(self.b, keep='')}", ""
+        yield "", ""
+        asked = {one.condition.metric for one in self.outcomes}
+        shown = [row for row in self.rows if _is_shown(row) or row.metric in asked]
+        names = max((len(row.metric) for row in shown), default=6)
+        yield f" {'metric':<{names}}  {'a':>9}  {'b':>9}  {'b - a':>9}  {'change':>8}", "bold"
+        for row in shown:
+            numbers = (
+                f"{number_text(row.a):>9}  {number_text(row.b):>9}  "
+                f"{signed_text(row.difference):>9}  {signed_text(row.change_percent, '%'):>8}"
+            )
+            yield f" {row.metric:<{names}}  {numbers}", _style(row)
+        if self.outcomes:
+            yield "", ""
+        texts = max((len(one.condition.text) for one in self.outcomes), default=0)
+        for one in self.outcomes:
+            told = f"{one.condition.text:<{texts}}  it is {one.found_text}"
+            yield f" {'FAIL' if one.holds else 'ok':<4}  {told}", _OUTCOME_STYLE[one.holds]
+        for i, note in enumerate(self.notes):
+            if i == 0:
+                yield "", ""
+            yield from (
+                (line, "dim")
+                for line in textwrap.wrap(
+                    printable(note),
+                    max(40, width),
+                    initial_indent=" note  ",
+                    subsequent_indent=" " * 7,
+                )
+            )
+
+
+def compare_files(
+    a: str | os.PathLike[str], b: str | os.PathLike[str], fail_if: Iterable[str] = ()
+) -> Comparison:
+    """Return the comparison of two files that `RunReport.write_json` wrote.
+
+    Args:
+        a: The run to compare with.
+        b: The run that is compared.
+        fail_if: Conditions, in the grammar of `lightning_fastdata.insight.report.conditions`.
+
+    Raises:
+        OptionsError: A file cannot be read or is no such report; a condition cannot be read, names
+            an unknown metric, or one that was not measured in both runs.
+    """
+    conditions = [parse_condition(text) for text in fail_if]
+    names = str(a), str(b)
+    return compare(read_report(Path(a)), read_report(Path(b)), conditions, names=names)
+
+
+def compare(
+    a: Mapping[str, Any],
+    b: Mapping[str, Any],
+    conditions: Iterable[Condition] = (),
+    *,
+    names: tuple[str, str] = ("a", "b"),
+) -> Comparison:
+    """Return the comparison of two reports, as `RunReport.as_dict` gives them.
+
+    Args:
+        a: The run to compare with.
+        b: The run that is compared.
+        conditions: From `parse_condition`.
+        names: What to call the runs.
+
+    Raises:
+        OptionsError: A condition is about a metric that was not measured in both runs.
+    """
+    of_a, of_b = report_metrics(a), report_metrics(b)
+    known = dict.fromkeys((*of_a, *of_b))
+    rows = [Row(metric=name, a=of_a.get(name), b=of_b.get(name)) for name in known]
+    by_name = {row.metric: row for row in rows}
+    return Comparison(
+        a=names[0],
+        b=names[1],
+        rows=tuple(row for row in rows if row.a is not None or row.b is not None),
+        outcomes=tuple(_outcome(one, by_name, names) for one in conditions),
+        notes=tuple(_other_differences(a, b)),
+    )
+
+
+def _outcome(condition: Condition, rows: Mapping[str, Row], names: tuple[str, str]) -> Outcome:
+    row = rows.get(condition.metric, Row(metric=condition.metric, a=None, b=None))
+    missing = [name for name, value in zip(names, (row.a, row.b), strict=True) if value is None]
+    if missing:
+        raise OptionsError(
+            f"The condition {condition.text!r} cannot be decided: {condition.metric} was not "
+            f"measured in {' and '.join(missing)}. Leave the condition out, or record both runs "
+            "so that they measure it."
+        )
+    found = {"value": row.b, "difference": row.difference, "percent": row.change_percent}
+    return Outcome(condition=condition, found=found[condition.of] or 0.0)
+
+
+def _other_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterable[str]:
+    """Yield what else differs and may be the reason, or what the reader wants to know."""
+    kinds = [_verdict(report) for report in (a, b)]
+    if kinds[0] != kinds[1]:
+        yield f"verdict: {kinds[0]} in a, {kinds[1]} in b"
+    for group in ("machine", "versions"):
+        of_a, of_b = a.get(group) or {}, b.get(group) or {}
+        for name in dict.fromkeys((*of_a, *of_b)):
+            if of_a.get(name) != of_b.get(name):
+                yield f"{name}: {of_a.get(name, 'none')} in a, {of_b.get(name, 'none')} in b"
+
+
+def _verdict(report: Mapping[str, Any]) -> str:
+    verdict = report.get("verdict") or {}
+    return f"{verdict['kind']} [{verdict['code']}]" if verdict else "none"
+
+
+def _is_shown(row: Row) -> bool:
+    stage, _, name = row.metric.rpartition(".")
+    if not row.a and not row.b:
+        return False
+    return name in (_SHOWN_OF_OTHERS if stage else _SHOWN)
+
+
+def _style(row: Row) -> str:
+    """Return red for a visible change for the worse, green for the better."""
+    name, change = row.metric.rpartition(".")[2], row.change_percent
+    if name in _NEITHER_IS_BETTER or change is None or abs(change) < 100 * _VISIBLE_CHANGE:
+        return ""
+    return "green" if (change > 0) == (name in _HIGHER_IS_BETTER) else "red"
+
+
+def _finite(value: float | None) -> float | None:
+    return None if value is None or math.isinf(value) else value

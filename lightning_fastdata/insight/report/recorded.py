@@ -1,0 +1,124 @@
+"""A report read back from its file: what it measured, by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, Final
+
+from lightning_fastdata.errors import OptionsError
+from lightning_fastdata.insight.measure.wall import PART_NAMES
+from lightning_fastdata.insight.waits.attribution import WaitParts
+
+READABLE_SCHEMAS: Final = (2, 3, 4, 5)
+"""Versions of the JSON report that can be compared, also with each other."""
+
+MAIN_STAGE: Final = "train"
+_PHASES: Final = ("step", "stall", "wait", "transfer", "augment", "compute", "gap")
+_STATISTICS: Final = {"": "mean_ms", "_p50": "p50_ms", "_p95": "p95_ms", "_max": "max_ms"}
+_PHASE_METRICS: Final = {
+    f"{phase}{suffix}_ms": (phase, field)
+    for phase in _PHASES
+    for suffix, field in _STATISTICS.items()
+}
+_STAGE_METRICS: Final = (
+    "samples_per_s",
+    "samples_per_s_if_data_were_free",
+    "speedup_possible",
+    "stall_share",
+    "cold_wait_ms",
+    "duration_s",
+    "steps",
+    "samples",
+    "dropped_steps",
+)
+WAIT_METRICS: Final = {f"wait_{part.name}": part.name for part in fields(WaitParts)}
+
+_METRICS_OF_STAGE: Final = (
+    *_PHASE_METRICS,
+    "stall_percent",
+    *_STAGE_METRICS,
+    "overtaken_share",
+    *WAIT_METRICS,
+)
+_RUN_PARTS: Final = {f"run_{part}_s": part for part in PART_NAMES}
+RUN_METRICS: Final = ("run_samples_per_s", "run_s", *_RUN_PARTS)
+METRICS: Final = (*_METRICS_OF_STAGE, *RUN_METRICS)
+"""What can be compared. ``PHASE_ms`` is a mean, ``PHASE_{p50,p95,max}_ms`` are what they say,
+``wait_PART_ms`` is a part of the mean wait for a batch (`WaitParts`), ``run_PART_s`` a part of the
+wall time of the whole run (`WallTime`)."""
+
+
+def read_report(path: Path) -> Mapping[str, Any]:
+    """Return a JSON report that `RunReport.write_json` wrote.
+
+    Raises:
+        OptionsError: The file cannot be read, or is no report of a known schema version.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        reason = error.strerror or error
+        raise OptionsError(
+            f"The report {path} cannot be read: {reason}. The callback writes report.json into "
+            "the trainer's log_dir, now and then and when a fit ends."
+        ) from error
+    except UnicodeDecodeError as error:
+        raise OptionsError(f"{path} is no report: it is not text in UTF-8.") from error
+    try:
+        report: Any = json.loads(text, parse_constant=_no_number)
+    except ValueError as error:
+        raise OptionsError(f"{path} is no report: it is not JSON ({error}).") from error
+    if not isinstance(report, dict) or "schema_version" not in report:
+        raise OptionsError(
+            f"{path} is no report of this package: it has no schema_version. Name a report.json."
+        )
+    version = report["schema_version"]
+    if version not in READABLE_SCHEMAS:
+        raise OptionsError(
+            f"{path} has schema version {version!r}; this version of fastdata reads "
+            f"{READABLE_SCHEMAS[0]} to {READABLE_SCHEMAS[-1]}. Compare with the version that wrote "
+            "it, or record the run again."
+        )
+    stages = report.get("stages")
+    if not isinstance(stages, dict) or not all(isinstance(one, dict) for one in stages.values()):
+        raise OptionsError(f"{path} is no whole report: its stages are missing. Record it again.")
+    return report
+
+
+def report_metrics(report: Mapping[str, Any]) -> dict[str, float | None]:
+    """Return all metrics of a report by name; None = not measured."""
+    metrics: dict[str, float | None] = {}
+    for stage, values in report.get("stages", {}).items():
+        prefix = "" if stage == MAIN_STAGE else f"{stage}."
+        metrics |= {f"{prefix}{name}": value for name, value in _stage_metrics(values).items()}
+    return metrics | _run_metrics(report.get("wall") or {})
+
+
+def _no_number(text: str) -> float:
+    # Not a number is neither above nor below any limit, so that every condition would pass.
+    raise ValueError(f"{text} is not a number")
+
+
+def _stage_metrics(stage: Mapping[str, Any]) -> dict[str, float | None]:
+    found = {
+        name: (stage.get(phase) or {}).get(field) for name, (phase, field) in _PHASE_METRICS.items()
+    }
+    found |= {name: stage.get(name) for name in _STAGE_METRICS}
+    share = found["stall_share"]
+    found["stall_percent"] = None if share is None else 100.0 * share
+    causes = stage.get("causes") or {}
+    found["overtaken_share"] = causes.get("overtaken_share")
+    parts = causes.get("wait") or {}
+    found |= {name: parts.get(part) for name, part in WAIT_METRICS.items()}
+    return {name: found[name] for name in _METRICS_OF_STAGE}
+
+
+def _run_metrics(wall: Mapping[str, Any]) -> dict[str, float | None]:
+    parts = wall.get("parts_s") or {}
+    found = {"run_samples_per_s": wall.get("samples_per_s"), "run_s": wall.get("total_s")}
+    if wall:  # what took no time took 0 s, unless nobody counted
+        found |= {name: parts.get(part, 0.0) for name, part in _RUN_PARTS.items()}
+    return {name: found.get(name) for name in RUN_METRICS}

@@ -1,0 +1,112 @@
+"""Findings about what the training process itself does for a batch that is complete."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from lightning_fastdata.insight.model import remedies
+from lightning_fastdata.insight.model.contention import (
+    RUNQUEUE_HIGH,
+    crowded,
+    part_shares,
+    runqueue_share,
+)
+from lightning_fastdata.insight.verdicts.finding import Finding, severity_of
+from lightning_fastdata.insight.verdicts.late_batches import largest, of_wait
+
+if TYPE_CHECKING:
+    from lightning_fastdata.insight.model.evidence import Evidence
+
+_HIGH: Final = 0.20
+"""Part of the wait, from which on something is told."""
+_DOMINANT: Final = 0.40
+_LEAST_MS, _OF_STEP = 1.0, 0.05
+"""What costs a step less is not told, however short the wait is."""
+
+
+def sampler(e: Evidence) -> Finding | None:
+    """FD323: the sampler takes long to say what comes next."""
+    return _own(
+        e,
+        "sampler",
+        "FD323",
+        "asking the sampler or batch sampler which samples come next, in the training process,",
+        "a sampler that computes the order of an epoch once, in __iter__, and then gives numbers "
+        "of an array",
+        "the number of workers: the sampler runs in the training process",
+    )
+
+
+def unpacking(e: Evidence) -> Finding | None:
+    """FD324: batches take long to unpickle."""
+    return _own(
+        e,
+        "unpack",
+        "FD324",
+        "unpickling batches in the training process",
+        "batches of few large tensors or arrays: many small objects (lists, dicts, strings) are "
+        "made anew one by one; have collate_fn put them together in the workers",
+        "the number of workers: batches are unpickled in the training process",
+    )
+
+
+def _own(e: Evidence, part: str, code: str, what: str, remedy: str, leave: str) -> Finding | None:
+    share = part_shares(e).get(part, 0.0)
+    if not _tells(e, share):
+        return None
+    return Finding(
+        code=code,
+        severity=severity_of(e.stall_share),
+        cause=of_wait(e, share, what),
+        remedy=remedy,
+        gain=remedies.without(e, share * (e.stall_ms or 0.0)),
+        leave_alone=leave,
+    )
+
+
+def _tells(e: Evidence, share: float) -> bool:
+    """Return whether a part of the wait costs enough to be told."""
+    spent_ms = share * (e.stall_ms or 0.0)
+    return share >= _HIGH and spent_ms >= _LEAST_MS and (e.of_step(spent_ms) or 0.0) >= _OF_STEP
+
+
+def handover(e: Evidence) -> Finding | None:
+    """FD308: complete batches are long on their way."""
+    share = part_shares(e).get("handover", 0.0)
+    gain = remedies.without(e, share * (e.stall_ms or 0.0))
+    if crowded(e) or (runqueue_share(e) >= RUNQUEUE_HIGH and share < _DOMINANT):
+        return None  # who sends a batch away waits for a CPU as those do who make it
+    # Page-locking is on the way, too, and then the longer part.
+    if not _tells(e, share) or largest(e)[0] == "pin":
+        return None
+    if (gain is not None and not gain.worthwhile) or (e.setup is not None and not e.setup.workers):
+        return None
+    remedy = "tensors or arrays and default collation, with LoaderOptions(executor='workers'), "
+    remedy += "which hands over memory instead of copies"
+    if e.setup is not None and e.setup.scheduling == "sample":
+        # Batches are handed over as memory already.
+        remedy = "find threads of the training process that compute, such as loggers and "
+        remedy += "callbacks, as they hold the interpreter's lock; then smaller batches"
+    return Finding(
+        code="FD308",
+        severity=severity_of(e.stall_share),
+        cause=of_wait(e, share, "handing complete batches over"),
+        remedy=remedy,
+        gain=gain,
+        leave_alone="the number of workers",
+    )
+
+
+def pinning(e: Evidence) -> Finding | None:
+    """FD311: page-locking is what is waited for."""
+    name, share = largest(e)
+    if name != "pin":
+        return None
+    return Finding(
+        code="FD311",
+        severity=severity_of(e.stall_share),
+        cause=of_wait(e, share, "copying batches into page-locked memory"),
+        remedy="LoaderOptions(executor='workers', page_lock='register')",
+        gain=remedies.without(e, None if e.stall_ms is None else share * e.stall_ms),
+        leave_alone="the number of workers",
+    )

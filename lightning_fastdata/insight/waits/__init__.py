@@ -1,0 +1,1 @@
+"""Why batches were late: waits cut into parts, added up and named."""

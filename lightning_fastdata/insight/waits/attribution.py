@@ -1,0 +1,271 @@
+"""Every wait for a batch, cut along the way that the batch took.
+
+A batch is late because its last task ended late. The wait for it is what that task's thread did
+meanwhile: this task, the tasks it had before, or nothing; and the hand-over after it. A complete
+batch whose thread has gone on to the next one and is on a CPU with it waits for that: in Python it
+holds the interpreter that the hand-over needs. The parts of a wait add up to the wait.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from lightning_fastdata.stamps.batch_stamps import BatchStamps, TaskStamps
+
+_NS_PER_MS: Final = 1e6
+_SLOW_FACTOR: Final = 4.0
+"""A sample this many times as long as a typical one holds up the batches behind it."""
+_KEPT_TASKS: Final = 64
+_TYPICAL_WEIGHT: Final = 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WaitParts:
+    """Where the time of one or more waits went. The sum of all parts is the time waited."""
+
+    read_cpu_ms: float = 0.0
+    """Samples were read, decoded or transformed, on a CPU."""
+    read_runqueue_ms: float = 0.0
+    """Reading was ready to run, but other threads had the CPUs."""
+    read_blocked_ms: float = 0.0
+    """Reading waited for storage, a network or a lock."""
+    read_ms: float = 0.0
+    """Samples were read, on a system that does not tell how."""
+    slow_sample_ms: float = 0.0
+    """One sample took several times as long as the others."""
+    collate_ms: float = 0.0
+    """Samples were collated, or written into the batch."""
+    pin_ms: float = 0.0
+    """The batch was copied into page-locked memory."""
+    sampler_ms: float = 0.0
+    """The training process asked the sampler or batch sampler what comes next."""
+    unpack_ms: float = 0.0
+    """The training process took the batch out of what it was sent in, above all unpickled it."""
+    queued_ms: float = 0.0
+    """The training process was ready to take the batch, but other threads had the CPUs."""
+    handover_ms: float = 0.0
+    """The batch was complete and on its way to the training process."""
+    idle_ms: float = 0.0
+    """Nothing was done for the batch: processes were starting, or had nothing to do."""
+
+    @property
+    def total_ms(self) -> float:
+        """The time waited."""
+        return float(sum(getattr(self, part.name) for part in fields(self)))
+
+    def __add__(self, other: WaitParts) -> WaitParts:
+        return WaitParts(
+            **{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
+        )
+
+    def shares(self) -> dict[str, float]:
+        """Return each part as a share of the total, 0 to 1; nothing if there was no wait."""
+        total = self.total_ms
+        if total <= 0:
+            return {}
+        return {f.name.removesuffix("_ms"): getattr(self, f.name) / total for f in fields(self)}
+
+
+_PARTS: Final = fields(WaitParts)
+_CPU, _RUNQUEUE, _BLOCKED, _READ, _SLOW, _COLLATE, _PIN = range(7)
+_SAMPLER, _UNPACK, _QUEUED, _HANDOVER, _IDLE = range(7, len(_PARTS))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlowSample:
+    """A sample that held up its batch."""
+
+    index: Any
+    """Its index in the dataset."""
+    ms: float
+    """How long it took."""
+    typical_ms: float
+    """How long samples take as a rule."""
+    path: str | None = None
+    """Its file, if the dataset tells."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wait:
+    """One wait, cut."""
+
+    parts: WaitParts
+    """Where it went."""
+    overtaken: bool
+    """Later batches were complete before this one was asked for: it was held up on its own."""
+    slow_sample: SlowSample | None
+    """The sample that held it up, if one did."""
+
+
+class WaitCutter:
+    """Cuts the waits of one loader, in the order of its batches."""
+
+    def __init__(self) -> None:
+        self._threads: dict[tuple[int, int], deque[TaskStamps]] = {}
+        self._typical_ns: float | None = None
+
+    @property
+    def typical_sample_ms(self) -> float | None:
+        """A running estimate of the median time to read one sample; None before the first."""
+        return None if self._typical_ns is None else self._typical_ns / _NS_PER_MS
+
+    def note(self, batch: BatchStamps) -> None:
+        """Keep the tasks of a batch that was delivered, some of which others may wait for."""
+        for task in batch.tasks:
+            thread = task.process, task.thread
+            kept = self._threads.get(thread)
+            if kept is None:
+                kept = self._threads[thread] = deque(maxlen=_KEPT_TASKS)
+            kept.append(task)
+
+    def complete(self, batch: BatchStamps) -> bool:
+        """Return whether it is known what the thread that ended a batch did until it was taken."""
+        if not batch.tasks:
+            return True
+        last = max(batch.tasks, key=_end_of)
+        return self._threads[last.process, last.thread][-1] is not last
+
+    def cut(self, batch: BatchStamps) -> Wait:
+        """Note a batch and return where the wait for it went, as far as is known then."""
+        self.note(batch)
+        typical_ms = self.typical_sample_ms or 0.0
+        ns, slowest = self.cut_ns(batch)
+        slow = None
+        if slowest is not None:
+            slow = SlowSample(
+                index=slowest.slowest_index,
+                ms=slowest.slowest_ns / _NS_PER_MS,
+                typical_ms=typical_ms,
+            )
+        parts = WaitParts(
+            **{part.name: value / _NS_PER_MS for part, value in zip(_PARTS, ns, strict=True)}
+        )
+        return Wait(parts=parts, overtaken=batch.ready_ahead > 0, slow_sample=slow)
+
+    def cut_ns(self, batch: BatchStamps) -> tuple[list[float], TaskStamps | None]:
+        """Return where the wait for a noted batch went, at a third of the price of :meth:`cut`.
+
+        Returns:
+            The parts in nanoseconds, in the order of the fields of :class:`WaitParts`, and the task
+            of the slow sample that held up the batch, if one did.
+        """
+        ns = [0.0] * len(_PARTS)
+        start, end = batch.requested_ns, batch.delivered_ns
+        tasks = batch.tasks
+        if not tasks:
+            ns[_IDLE] = end - start
+            return ns, None
+        last = tasks[0] if len(tasks) == 1 else max(tasks, key=_end_of)
+        made = min(max(last.ended_ns, start), end)
+        if batch.pinned_ns is not None:
+            pin_began_ns, pin_ended_ns = batch.pinned_ns
+            ns[_PIN] = max(0, min(pin_ended_ns, end) - max(pin_began_ns, made))
+        idle, handover = made - start, end - made - ns[_PIN]
+        handover -= self._own_work(batch, made, handover, ns)
+        worst: TaskStamps | None = None
+        for task in reversed(self._threads[last.process, last.thread]):
+            overlap = min(task.ended_ns, made) - max(task.began_ns, start)
+            after = held_ns(task, made, end)
+            if after > 0:
+                after = min(after, handover)
+                handover -= after
+                self._work(task, after, ns)
+            if overlap > 0:
+                idle -= overlap
+                self._work(task, overlap, ns)
+                if worst is None or task.slowest_ns > worst.slowest_ns:
+                    worst = task
+            elif task.ended_ns <= start:
+                break
+        queued = min(handover, batch.own.runqueue_ns or 0)
+        ns[_QUEUED] += queued
+        ns[_HANDOVER] += handover - queued
+        # Nobody can work on what the sampler has not told yet.
+        sampled = min(max(0, idle), _overlap_ns(batch.own.sampled_ns, start, made))
+        ns[_SAMPLER] += sampled
+        ns[_IDLE] = max(0, idle - sampled)
+        self._learn(tasks)
+        return ns, worst if ns[_SLOW] else None
+
+    def _own_work(
+        self, batch: BatchStamps, made_ns: float, most_ns: float, ns: list[float]
+    ) -> float:
+        """Add what the training process did by itself after a batch was made; return how long."""
+        end = batch.delivered_ns
+        own = batch.own
+        sampled = min(most_ns, _overlap_ns(own.sampled_ns, made_ns, end))
+        unpacked = min(most_ns - sampled, _overlap_ns(own.unpacked_ns, made_ns, end))
+        ns[_SAMPLER] += sampled
+        ns[_UNPACK] += unpacked
+        return sampled + unpacked
+
+    def _work(self, task: TaskStamps, overlap_ns: float, ns: list[float]) -> None:
+        """Add the time of a task that overlaps a wait to the parts it belongs to."""
+        length = max(1, task.ended_ns - task.began_ns)
+        excess = self._excess_ns(task)
+        slow = min(overlap_ns, excess)
+        rest = overlap_ns - slow
+        usual = max(1.0, length - excess)
+        read = rest * min(1.0, max(0.0, task.read_ns - excess) / usual)
+        collate = min(rest - read, rest * task.collate_ns / usual)
+        if task.cpu_ns is None or task.runqueue_ns is None:
+            ns[_READ] += read
+        else:
+            # Collation hardly blocks; what the thread waited for, it waited for while it read.
+            waited = max(0, length - task.cpu_ns)
+            busy = max(0.0, task.read_ns - waited)
+            whole = max(1.0, busy + waited)
+            runqueue = read * min(task.runqueue_ns, waited) / whole
+            blocked = read * max(0, waited - task.runqueue_ns) / whole
+            ns[_CPU] += read - runqueue - blocked
+            ns[_RUNQUEUE] += runqueue
+            ns[_BLOCKED] += blocked
+        ns[_SLOW] += slow
+        ns[_COLLATE] += collate
+        ns[_HANDOVER] += rest - read - collate
+
+    def _excess_ns(self, task: TaskStamps) -> float:
+        typical = self._typical_ns
+        # While other threads had the CPUs, no sample was slow: any of them would have been.
+        slowest_ns = task.slowest_ns - (task.runqueue_ns or 0)
+        if typical is None or slowest_ns < _SLOW_FACTOR * typical:
+            return 0.0
+        return slowest_ns - typical
+
+    def _learn(self, tasks: Iterable[TaskStamps]) -> None:
+        """Move the estimate towards the tasks' samples, each without its slowest one."""
+        for task in tasks:
+            if task.samples > 1 and task.slowest_ns:
+                each = (task.read_ns - task.slowest_ns) / (task.samples - 1)
+            elif task.samples:
+                each = task.read_ns / task.samples
+            else:
+                continue
+            known = self._typical_ns
+            if known is None:
+                self._typical_ns = each
+            elif each < _SLOW_FACTOR * known:
+                self._typical_ns = known + _TYPICAL_WEIGHT * (each - known)
+            else:
+                # One slow sample alone in its task says little about the others.
+                self._typical_ns = known * (1 + _TYPICAL_WEIGHT)
+
+
+def held_ns(task: TaskStamps, began_ns: float, ended_ns: float) -> float:
+    """Return how much of an interval a task was on a CPU, by its mean; 0 if that is not known."""
+    overlap = min(task.ended_ns, ended_ns) - max(task.began_ns, began_ns)
+    if overlap <= 0 or task.cpu_ns is None:
+        return 0.0
+    return overlap * min(1.0, task.cpu_ns / max(1, task.ended_ns - task.began_ns))
+
+
+def _overlap_ns(spans_ns: Iterable[tuple[int, int]], began_ns: float, ended_ns: float) -> float:
+    return sum(max(0, min(end, ended_ns) - max(begin, began_ns)) for begin, end in spans_ns)
+
+
+def _end_of(task: TaskStamps) -> int:
+    return task.ended_ns

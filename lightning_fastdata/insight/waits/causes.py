@@ -1,0 +1,349 @@
+"""Why batches were late: the waits of a stage added up, in numbers and in words."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import accumulate
+from operator import add
+from typing import TYPE_CHECKING, Any, Final
+
+from lightning_fastdata.errors import printable
+from lightning_fastdata.insight.waits.attribution import SlowSample, WaitCutter, WaitParts
+from lightning_fastdata.insight.waits.lines import LineShare, LineTotals, line_text
+from lightning_fastdata.stamps.sample_times import BUCKETS, bounds_ns
+
+if TYPE_CHECKING:
+    from lightning_fastdata.stamps.batch_stamps import BatchStamps
+
+_NS_PER_MS: Final = 1e6
+_PARTS: Final = tuple(part.name for part in fields(WaitParts))
+_TOLD: Final = ("read_cpu_ms", "read_runqueue_ms", "read_blocked_ms")
+_OPTIONAL: Final = ("read_ms", "pin_ms", "sampler_ms", "unpack_ms", "queued_ms")
+_SLOWEST: Final = 5
+_MOST_HELD: Final = 32
+_FEWEST_TIMES: Final = 100
+"""Percentiles of fewer samples are not put into words."""
+_KEPT_SLOW: Final = 256
+WORTH_SAYING: Final = 0.05
+"""Smaller shares are not put into words."""
+
+PART_WORDS: Final[Mapping[str, str]] = {
+    "read_cpu_ms": "reading and transforming samples, on a CPU",
+    "read_runqueue_ms": "reading was ready to go on, but other threads had the CPUs",
+    "read_blocked_ms": "reading waited for storage, a network or a lock",
+    "read_ms": "reading and transforming samples",
+    "slow_sample_ms": "single samples that took several times as long as the others",
+    "collate_ms": "collating samples, or writing them into the batch",
+    "pin_ms": "copying batches into page-locked memory",
+    "sampler_ms": "asking the sampler which samples come next, in the training process",
+    "unpack_ms": "unpickling batches, in the training process",
+    "queued_ms": "the training process was ready to take batches, but others had the CPUs",
+    "handover_ms": "handing complete batches over to the training process",
+    "idle_ms": "nothing was being done for the batch: workers started, or had nothing to do",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperationShare:
+    """What one operation inside a dataset's compositions takes."""
+
+    name: str
+    """Name of its class or function."""
+    calls: int
+    """How often it was timed; one of 32 tasks is."""
+    mean_ms: float
+    """Of one call."""
+    share: float
+    """Of the time to read the samples it was timed with, 0 to 1. What all operations leave is what
+    reading and decoding took."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleTimes:
+    """How long samples take to read: percentiles, to a quarter of their value."""
+
+    samples: int
+    """Samples whose time was kept; one of 8 tasks is."""
+    p50_ms: float
+    p95_ms: float
+    p99_ms: float
+    histogram: tuple[tuple[float, int], ...]
+    """Upper bounds in ms, and the samples from the bound before to there; without empty ones."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WaitCauses:
+    """Why the batches of a stage were late."""
+
+    batches: int
+    """Batches whose waits were cut; without the first ones of epochs, if there were others."""
+    wait: WaitParts
+    """Where the wait for one batch went, the mean over all of them. It is the loader's own wait,
+    without what the training loop spends around it."""
+    first_wait: WaitParts | None = None
+    """Where the wait for the first batch of an epoch went, the mean; None: there was no such batch
+    beside others."""
+    overtaken_share: float
+    """Part of the batches for which later ones were complete before they were asked for, 0 to 1:
+    single slow batches, rather than too little of everything."""
+    slow_samples: tuple[SlowSample, ...] = ()
+    """The slowest samples that held up a batch, slowest first."""
+    operations: tuple[OperationShare, ...] = ()
+    """The timed operations, the most expensive first."""
+    sample_times: SampleTimes | None = None
+    """How long samples take; None where they are not read one at a time."""
+    lines: tuple[LineShare, ...] = ()
+    """The lines of the user's code that reading is in, the longest first, at most 20."""
+
+
+class _Total:
+    __slots__ = ("batches", "ns", "overtaken")
+
+    def __init__(self) -> None:
+        self.batches = 0
+        self.overtaken = 0
+        self.ns = [0.0] * len(_PARTS)
+
+    def add(self, ns: list[float], overtaken: bool) -> None:
+        self.batches += 1
+        self.overtaken += overtaken
+        self.ns = [*map(add, self.ns, ns)]
+
+    def merge(self, other: _Total) -> None:
+        self.batches += other.batches
+        self.overtaken += other.overtaken
+        self.ns = [*map(add, self.ns, other.ns)]
+
+    def means(self) -> dict[str, float]:
+        unit = self.batches * _NS_PER_MS
+        return {name: value / unit for name, value in zip(_PARTS, self.ns, strict=True)}
+
+
+class CauseTotals:
+    """Adds up the waits of one stage, whose batches may come from several loaders.
+
+    Args:
+        prefix: Of the names for loggers: ``data`` for training, ``data_val`` for validation.
+    """
+
+    def __init__(self, prefix: str = "data") -> None:
+        self._prefix = prefix
+        self._cutters: dict[int, WaitCutter] = {}
+        self._held: dict[int, deque[BatchStamps]] = {}
+        # Of warm batches: since the last window was taken, and before.
+        self._window, self._before, self._cold = _Total(), _Total(), _Total()
+        self._slow: dict[tuple[int, Any], SlowSample] = {}
+        self._operations: dict[str, tuple[int, int]] = {}
+        self._timed_ns = 0
+        self._lines = LineTotals()
+        self._times = [0] * BUCKETS
+
+    def add(self, batch: BatchStamps, loader: int = 0) -> None:
+        """Cut the wait for a batch and add it; to be called in the order of a loader's batches.
+
+        Args:
+            batch: Its stamps.
+            loader: Which loader it came from.
+        """
+        cutter = self._cutters.get(loader)
+        if cutter is None:
+            if not batch.tasks:
+                return  # made before stamps were taken
+            cutter = self._cutters[loader] = WaitCutter()
+        cutter.note(batch)
+        # What held up a batch may be told by the next ones.
+        held = self._held.setdefault(loader, deque())
+        held.append(batch)
+        while held and (len(held) > _MOST_HELD or cutter.complete(held[0])):
+            self._cut(held.popleft(), loader)
+
+    def _cut_held(self) -> None:
+        for loader, held in self._held.items():
+            while held:
+                self._cut(held.popleft(), loader)
+
+    def _cut(self, batch: BatchStamps, loader: int) -> None:
+        cutter = self._cutters[loader]
+        typical_ms = cutter.typical_sample_ms or 0.0
+        ns, slowest = cutter.cut_ns(batch)
+        overtaken = batch.ready_ahead > 0
+        (self._cold if batch.first else self._window).add(ns, overtaken)
+        if slowest is not None:
+            self._note_slow(loader, slowest.slowest_index, slowest.slowest_ns, typical_ms)
+        for task in batch.tasks:
+            for bucket in task.sample_times or ():
+                self._times[bucket] += 1
+            if task.operations is not None:
+                self._timed_ns += task.read_ns
+                for name, calls, total_ns in task.operations:
+                    before = self._operations.get(name, (0, 0))
+                    self._operations[name] = before[0] + calls, before[1] + total_ns
+            if task.lines is not None:
+                self._lines.add(task.lines)
+
+    def _note_slow(self, loader: int, index: Any, slowest_ns: int, typical_ms: float) -> None:
+        sample = SlowSample(index=_plain(index), ms=slowest_ns / _NS_PER_MS, typical_ms=typical_ms)
+        key = loader, sample.index
+        known = self._slow.get(key)
+        if known is None or known.ms < sample.ms:
+            self._slow[key] = sample
+        if len(self._slow) > _KEPT_SLOW:
+            worst = sorted(self._slow.items(), key=lambda item: -item[1].ms)
+            self._slow = dict(worst[: _KEPT_SLOW // 2])
+
+    def window(self) -> dict[str, float]:
+        """Return the mean parts of the waits since the last call, by their names for loggers.
+
+        Returns:
+            ``{prefix}_wait/read_cpu_ms`` and so on, one for each part of :class:`WaitParts` that
+            was measured; they add up to the loader's mean wait. First batches of epochs are left
+            out.
+        """
+        self._cut_held()
+        window, self._window = self._window, _Total()
+        self._before.merge(window)
+        if not window.batches:
+            return {}
+        return {f"{self._prefix}_wait/{k}": v for k, v in _measured(window.means()).items()}
+
+    def summary(
+        self, path_of: Callable[[int, Any], str | None] = lambda _loader, _index: None
+    ) -> WaitCauses | None:
+        """Return why batches were late, or None if there are no stamps.
+
+        Args:
+            path_of: Returns the file of a loader's sample, by its index, if that is known.
+        """
+        self._cut_held()
+        warm = _Total()
+        for each in (self._before, self._window):
+            warm.merge(each)
+        total = warm if warm.batches else self._cold
+        if not total.batches:
+            return None
+        slow = sorted(self._slow.items(), key=lambda item: -item[1].ms)[:_SLOWEST]
+        return WaitCauses(
+            batches=total.batches,
+            wait=WaitParts(**total.means()),
+            first_wait=WaitParts(**self._cold.means()) if self._cold.batches else None,
+            overtaken_share=total.overtaken / total.batches,
+            slow_samples=tuple(
+                replace(sample, path=path_of(loader, sample.index)) for (loader, _), sample in slow
+            ),
+            operations=self._shares(),
+            sample_times=sample_times(self._times),
+            lines=self._lines.shares(),
+        )
+
+    def _shares(self) -> tuple[OperationShare, ...]:
+        return tuple(
+            OperationShare(
+                name=name,
+                calls=calls,
+                mean_ms=total_ns / calls / _NS_PER_MS,
+                share=min(1.0, total_ns / max(1, self._timed_ns)),
+            )
+            for name, (calls, total_ns) in sorted(
+                self._operations.items(), key=lambda item: -item[1][1]
+            )
+        )
+
+
+def sample_times(counts: Sequence[int]) -> SampleTimes | None:
+    """Return the percentiles of times by their counts on the scale of ``bucket_of``; None if empty.
+
+    A percentile is the middle of the step of the scale in which it lies.
+    """
+    samples = sum(counts)
+    if not samples:
+        return None
+
+    reached = list(accumulate(counts))
+
+    def percentile(percent: int) -> float:
+        bucket = bisect_left(reached, samples * percent / 100)
+        return sum(bounds_ns(bucket)) / 2 / _NS_PER_MS
+
+    return SampleTimes(
+        samples=samples,
+        p50_ms=percentile(50),
+        p95_ms=percentile(95),
+        p99_ms=percentile(99),
+        histogram=tuple(
+            (bounds_ns(bucket)[1] / _NS_PER_MS, count)
+            for bucket, count in enumerate(counts)
+            if count
+        ),
+    )
+
+
+def cause_lines(causes: WaitCauses, *, brief: bool = False) -> list[str]:
+    """Return the causes in words: a line for each part of the wait above 5 %, largest first.
+
+    Then the slowest samples, and the operations and lines of code above 5 % of the time to read a
+    sample.
+
+    Args:
+        causes: Why batches were late.
+        brief: Only the largest part, the slowest sample, the operations, and the first line.
+    """
+    lines = []
+    total_ms = causes.wait.total_ms
+    parts = {name: getattr(causes.wait, name) for name in _PARTS}
+    largest = sorted(parts.items(), key=lambda item: -item[1])[: 1 if brief else None]
+    for name, ms in largest:
+        if total_ms > 0 and ms / total_ms > WORTH_SAYING:
+            lines.append(
+                f"{ms / total_ms:.0%} of the wait ({ms:.1f} ms a batch): {PART_WORDS[name]}"
+            )
+    if causes.overtaken_share > WORTH_SAYING and not brief:
+        lines.append(f"{causes.overtaken_share:.0%} of the batches came after later ones were done")
+    if parts["slow_sample_ms"] > WORTH_SAYING * total_ms:
+        for sample in causes.slow_samples[: 1 if brief else 3]:
+            name = f"sample {sample.index}" + (f" ({sample.path})" if sample.path else "")
+            name = printable(name, keep="")
+            lines.append(f"{name} took {sample.ms:.0f} ms, others {sample.typical_ms:.2g} ms")
+    times = causes.sample_times
+    if times is not None and times.samples >= _FEWEST_TIMES and not brief:
+        lines.append(
+            f"reading a sample takes {times.p50_ms:.2g} ms in the middle, {times.p95_ms:.2g} at "
+            f"the 95th percentile, {times.p99_ms:.2g} at the 99th"
+        )
+    shown = [each for each in causes.operations if each.share > WORTH_SAYING]
+    if shown:
+        listed = ", ".join(f"{printable(each.name, keep='')} {each.share:.0%}" for each in shown)
+        lines.append(f"of the time to read a sample: {listed}")
+    places = [each for each in causes.lines if each.share > WORTH_SAYING]
+    lines += [line_text(each) for each in places[: 1 if brief else 3]]
+    return lines
+
+
+def operations_table(causes: WaitCauses) -> str:
+    """Return the timed operations as a markdown table, the most expensive first."""
+    lines = ["| operation | share of reading | ms a call | calls |", "|---|---:|---:|---:|"]
+    lines += [
+        f"| {printable(each.name, keep='')} | {each.share:.0%} | {each.mean_ms:.3g} "
+        f"| {each.calls} |"
+        for each in causes.operations
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _measured(means: Mapping[str, float]) -> dict[str, float]:
+    """Leave out what was not measured: how reading went, or that it went, or any pinning."""
+    unknown = means["read_ms"] > 0 and not any(means[name] for name in _TOLD)
+    left_out = {name for name in _OPTIONAL if not means[name]} | set(_TOLD if unknown else ())
+    return {name: value for name, value in means.items() if name not in left_out}
+
+
+def _plain(index: Any) -> Any:
+    """Return an index as JSON can hold it."""
+    if isinstance(index, int | str) or index is None:
+        return index
+    try:
+        return int(index)
+    except Exception:  # whatever the user's own keys raise
+        return repr(index)

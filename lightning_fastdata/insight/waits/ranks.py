@@ -1,0 +1,169 @@
+"""What the steps of each rank took, and which rank holds up the others. Pure.
+
+Where ranks compute in step, all their steps are equally long: the rank whose data is late stalls,
+and the others wait for it inside their backward pass, which counts as compute. So the rank that
+holds up the others is the one that stalls most, and its compute is the shortest.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from lightning_fastdata.insight.verdicts.finding import STALL_LOW
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from lightning_fastdata.insight.measure.metrics import Columns
+
+_MEANS = ("step_ms", "stall_ms", "wait_ms", "compute_ms")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankTiming:
+    """What the training steps of one rank took, the means over its steps. None: not measured."""
+
+    rank: int
+    """Global rank, counted from 0."""
+    host: str
+    """Name of the machine it runs on."""
+    steps: int
+    """Steps the means are over; first steps of epochs are left out if there are others."""
+    step_ms: float | None = None
+    """The whole step as the device saw it."""
+    stall_ms: float | None = None
+    """Of that, the time in which the device had nothing to do because of data."""
+    wait_ms: float | None = None
+    """Time the host waited for data; equals ``stall_ms`` where the host computes."""
+    compute_ms: float | None = None
+    """Forward, backward and optimizer, and in there the waiting for slower ranks."""
+    reason: str = ""
+    """What the stamps of its loader say of most of its waits; empty: nothing, or it hardly waits.
+    """
+
+    def as_json(self) -> str:
+        """Return it as a short line of JSON."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, line: str | bytes) -> RankTiming:
+        """Return what :meth:`as_json` wrote."""
+        return cls(**json.loads(line))
+
+
+def rank_timing(steps: Columns, *, rank: int, host: str, reason: str = "") -> RankTiming:
+    """Return the means of a rank's steps.
+
+    Args:
+        steps: Timings, as from :meth:`StepHistory.newest`; may be none at all.
+        rank: Global rank.
+        host: Name of its machine.
+        reason: Why its batches are late.
+    """
+    counted = steps["cold"] == 0
+    if not counted.any():
+        counted = np.ones_like(counted)
+    means = {name: _mean(steps[name][counted]) for name in _MEANS}
+    return RankTiming(rank=rank, host=host, steps=int(counted.sum()), reason=reason, **means)
+
+
+def together(timings: Sequence[RankTiming]) -> RankTiming:
+    """Return several timings of one rank as one: means over all of their steps.
+
+    Args:
+        timings: At least one, oldest first.
+    """
+    newest = timings[-1]
+    means: dict[str, Any] = {
+        name: _weighted((getattr(t, name), t.steps) for t in timings) for name in _MEANS
+    }
+    return replace(newest, steps=sum(timing.steps for timing in timings), **means)
+
+
+def slowest(ranks: Iterable[RankTiming]) -> RankTiming | None:
+    """Return the rank whose data holds up the others most: the largest stall, then least compute.
+
+    None if no stall was measured on two ranks or more.
+    """
+    told = _told(ranks)
+    if len(told) < 2:
+        return None
+    return max(told, key=lambda each: (each.stall_ms or 0.0, -(each.compute_ms or 0.0)))
+
+
+def mean_stall_ms(ranks: Iterable[RankTiming]) -> float | None:
+    """Return the mean over the ranks whose stall was measured; None if it was on none."""
+    told = _told(ranks)
+    return sum(each.stall_ms or 0.0 for each in told) / len(told) if told else None
+
+
+def rank_metrics(ranks: Sequence[RankTiming]) -> dict[str, float]:
+    """Return the scalars for loggers; what was not measured has no key.
+
+    Returns:
+        Over the ranks: ``data_ranks/stall_{max,mean,min}_ms``, ``data_ranks/step_max_ms`` and
+        ``data_ranks/compute_{max,min}_ms``; ``data_ranks/slowest_rank`` is the rank with the
+        largest stall. Empty with fewer than two ranks.
+    """
+    if len(ranks) < 2:
+        return {}
+    found: dict[str, float | None] = {"stall_mean_ms": mean_stall_ms(ranks)}
+    for name, figures in {"stall": (max, min), "compute": (max, min), "step": (max,)}.items():
+        values = [v for each in ranks if (v := getattr(each, f"{name}_ms")) is not None]
+        for figure in figures:
+            found[f"{name}_{figure.__name__}_ms"] = figure(values, default=None)
+    worst = slowest(ranks)
+    found["slowest_rank"] = None if worst is None else float(worst.rank)
+    return {f"data_ranks/{name}": v for name, v in sorted(found.items()) if v is not None}
+
+
+def ranks_line(ranks: Sequence[RankTiming]) -> str | None:
+    """Return one sentence on the ranks; None if there are no two to compare."""
+    worst, mean = slowest(ranks), mean_stall_ms(ranks)
+    if worst is None or mean is None:
+        return None
+    stall = worst.stall_ms or 0.0
+    if worst.step_ms and (stall - mean) / worst.step_ms >= STALL_LOW:
+        return (
+            f"rank {worst.rank} on {worst.host} stalls {stall:.1f} ms a step, the mean is "
+            f"{mean:.1f}"
+        )
+    told = _told(ranks)
+    hosts = len({each.host for each in told})
+    return (
+        f"{len(told)} ranks on {hosts} host{'s' if hosts > 1 else ''} stall alike, {mean:.1f} ms a "
+        f"step, at most {stall:.1f}"
+    )
+
+
+def rank_evidence(ranks: Sequence[RankTiming]) -> dict[str, tuple[Any, ...]]:
+    """Return the fields of :class:`Evidence` that are about ranks.
+
+    Empty if a stall is missing: a rank that is not known may be the one that is looked for.
+    """
+    if len(_told(ranks)) < max(2, len(ranks)) or [r.rank for r in ranks] != [*range(len(ranks))]:
+        return {}
+    return {
+        "rank_stalls_ms": tuple(each.stall_ms for each in ranks),
+        "rank_hosts": tuple(each.host for each in ranks),
+        "rank_reasons": tuple(each.reason for each in ranks),
+    }
+
+
+def _told(ranks: Iterable[RankTiming]) -> list[RankTiming]:
+    return [each for each in ranks if each.stall_ms is not None]
+
+
+def _mean(values: Any) -> float | None:
+    values = values[~np.isnan(values)]
+    return float(values.mean()) if values.size else None
+
+
+def _weighted(values: Iterable[tuple[float | None, int]]) -> float | None:
+    told = [(value, steps) for value, steps in values if value is not None and steps]
+    total = sum(steps for _, steps in told)
+    return sum(value * steps for value, steps in told) / total if total else None

@@ -1,0 +1,1 @@
+"""Which sample is read when."""

@@ -1,0 +1,1 @@
+"""Which loader fits a dataset and this machine, and why."""

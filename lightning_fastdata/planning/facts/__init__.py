@@ -1,0 +1,1 @@
+"""What is found out about a dataset before its workers start."""

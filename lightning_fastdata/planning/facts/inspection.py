@@ -1,0 +1,335 @@
+"""What is found out about a dataset before its workers start, without touching it here."""
+
+from __future__ import annotations
+
+import errno
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import torch.utils.data._utils.worker as torch_worker
+from torch.utils.data import IterableDataset, Subset
+
+from lightning_fastdata.batches.collate import uncollatable
+from lightning_fastdata.errors import DatasetError
+from lightning_fastdata.executors.gather.rows import gatherable
+from lightning_fastdata.order.epoch_order import dataset_length
+from lightning_fastdata.planning.choose_executor import Batches, DatasetLook, look_at
+from lightning_fastdata.planning.facts.pipeline_trial import Trial, try_recording
+from lightning_fastdata.planning.facts.probe import further_samples, probe_indices
+from lightning_fastdata.planning.facts.probe_process import Failure, Findings, Tell, try_apart
+from lightning_fastdata.randomness.global_generators import kept_random_state
+
+if TYPE_CHECKING:
+    from torch.utils.data import Dataset
+
+_HANDLE_ERRORS: Final = (errno.EBADF, errno.EINVAL, errno.ESPIPE, errno.EPIPE)
+"""What a system says of an open file that is not what the program thinks it is."""
+_KEYS: Final = 64
+"""Of a sampler of the user's, to read samples by."""
+_READ_ONLY: Final = 3
+"""Masks the access mode in the flags of an open file; 0 is reading alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Questions:
+    """What is to be found out; each costs the reading of a few samples."""
+
+    sample: bool = False
+    """Sample 0, to be checked."""
+    collated: bool = False
+    """Whether torch can collate that sample."""
+    further: int = 0
+    """So many samples from all over the dataset."""
+    trial: tuple[int, Callable[[list[Any]], Any] | None] | None = None
+    """Whether the dataset's own pipelines can be left to a device: the seed of their draws, and the
+    user's collate function or None."""
+    look: Batches | None = None
+    """What the executor is chosen by, for batches such as these."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DatasetFacts:
+    """What was found out; None or empty where it was not asked for or could not be had."""
+
+    sampled: bool = False
+    """Whether there is a sample."""
+    sample: Any = None
+    """The first one."""
+    stranger: str | None = None
+    """What in the sample torch cannot collate, and what to do; None: nothing."""
+    further: tuple[Any, ...] = ()
+    """Samples from all over the dataset."""
+    trial: Trial | None = None
+    """Of the dataset's own pipelines, without its places; None: it has none."""
+    trial_failed: str | None = None
+    """Why there is no trial; None: there is one, or none was asked for."""
+    look: DatasetLook | None = None
+    """What the executor is chosen by."""
+    start_method: str | None = None
+    """How workers have to be started, where the usual way was seen to fail; None: as usual."""
+    shared_file: str | None = None
+    """A file that the training process has opened and the dataset reads by its position, which
+    forked workers would share; None: there is none."""
+    warnings: tuple[str, ...] = ()
+    """What the user should know, each a sentence or more."""
+
+
+def inspect_dataset(
+    dataset: Dataset[Any],
+    questions: Questions,
+    *,
+    name: str,
+    start_method: str | None = None,
+    worker_init_fn: Callable[[int], None] | None = None,
+    sampler: Any = None,
+    batch_sampler: Any = None,
+    read: bool = True,
+    reads_here: bool = False,
+) -> DatasetFacts:
+    """Find out what is asked about a dataset, in a process that is started as its workers will be.
+
+    Datasets of rows (see :func:`~lightning_fastdata.executors.gather.rows.rows_of`), which hold no
+    code of the user and nothing that is opened, are read here. A stream is not read.
+
+    Args:
+        dataset: Any dataset.
+        questions: What to find out.
+        name: How the user knows it, for the messages, e.g. ``"Photos.train_dataset()"``.
+        start_method: Of the workers, as set by the user; None: the default of Python, or
+            ``"forkserver"`` where a forked process cannot read the dataset.
+        worker_init_fn: Called before, as in a worker.
+        sampler: The user's, which gives the keys of samples; None: these are numbers from 0.
+        batch_sampler: The user's, likewise.
+        read: Whether any sample may be read.
+        reads_here: The training process will read the dataset itself, so that what a process
+            makes of open files and clients means nothing.
+
+    Raises:
+        DatasetError: Sample 0 was asked for and reading it raised.
+    """
+    method = start_method or multiprocessing.get_start_method()
+    # Another process takes seconds to start if it is not forked, and the first batch tells as much.
+    pays = method == "fork" or not (reads_here or questions == Questions(sample=True))
+    if questions == Questions() or not (read and pays) or isinstance(dataset, IterableDataset):
+        return _facts(dataset, questions, Findings())
+    if gatherable(dataset):
+        values: dict[str, Any] = {}
+        with kept_random_state():
+            _answer(dataset, questions, None, None, values.__setitem__)
+        return _facts(dataset, questions, Findings(values=values))
+    orders = None if sampler is None and batch_sampler is None else (sampler, batch_sampler)
+    work = partial(try_apart, _answer, dataset, questions, worker_init_fn, orders)
+    findings = work(start_method=method)
+    facts = _facts(dataset, questions, findings)
+    failure = findings.failure
+    if reads_here and (failure is None or _suspects_fork(failure)):
+        return replace(facts, shared_file=None)
+    if failure is None and facts.shared_file is None:
+        return facts
+    if start_method is None and method == "fork" and _suspects_fork(failure) and _can_respawn():
+        again = work(start_method="forkserver")
+        if again.failure is None:
+            what = _what_forking_did(facts, failure)
+            facts = _facts(dataset, questions, again)
+            return replace(facts, start_method="forkserver", warnings=(_forkserver(what),))
+    if failure is None:
+        return facts
+    if failure.error is not None and questions.sample:
+        key = findings.values.get("key", 0)
+        raise _unreadable(dataset, name, key, failure, ordered=orders is not None)
+    return replace(facts, warnings=(*facts.warnings, _decided_without(failure)))
+
+
+def refuse_empty(dataset: Dataset[Any], name: str) -> None:
+    """Raise DatasetError if a dataset has no samples; ``name`` is how the user knows it."""
+    if dataset_length(dataset) == 0:
+        raise DatasetError(
+            f"{name} returned an empty {type(dataset).__name__} (length 0). "
+            "Check the path or the filter that made it."
+        )
+
+
+def _answer(
+    dataset: Any,
+    questions: Questions,
+    worker_init_fn: Callable[[int], None] | None,
+    orders: tuple[Any, Any] | None,
+    tell: Tell,
+) -> None:
+    """Read what the questions need; runs where nothing else uses the dataset or its sampler."""
+    before = _open_files()
+    if worker_init_fn is not None:
+        # What torch.utils.data.get_worker_info() returns.
+        torch_worker._worker_info = torch_worker.WorkerInfo(
+            id=0, num_workers=1, seed=0, dataset=dataset
+        )
+        worker_init_fn(0)
+    if orders is not None:
+        sampler, batch_sampler = orders
+        keys = probe_indices(
+            dataset, _KEYS, sampler=sampler, batch_sampler=batch_sampler, peek=True
+        )
+        if not keys:
+            return
+        tell("key", keys[0])
+        dataset = Subset(dataset, keys)
+    if questions.sample:
+        sample = dataset[0]
+        tell("sample", sample)
+        tell("stranger", uncollatable(sample) if questions.collated else None)
+        tell("moved", _moved(before))
+    if questions.further:
+        tell("further", tuple(further_samples(dataset, questions.further)))
+    if questions.trial is not None:
+        seed, collate_fn = questions.trial
+        trial = try_recording(dataset, seed=seed, collate_fn=collate_fn)
+        # Of the places the training process has its own, which hold the user's pipelines.
+        tell("trial", None if trial is None else trial._replace(places=(), registered={}))
+    if questions.look is not None:
+        tell("look", look_at(dataset, **questions.look._asdict()))
+    tell("moved", _moved(before))
+
+
+def _facts(dataset: Any, questions: Questions, findings: Findings) -> DatasetFacts:
+    values = findings.values
+    look = values.get("look")
+    if look is None and questions.look is not None:
+        look = look_at(dataset, **questions.look._asdict(), read=False)
+    failed, failure = None, findings.failure
+    if isinstance(dataset, IterableDataset):
+        failed = "it is a stream, of which no sample can be tried without losing it"
+    elif questions.trial is not None and "trial" not in values:
+        # Where there was no process, or its outcome could not be pickled, there is none to name.
+        tried = "it was tried in a side process, which {}"
+        failed = "it was not tried" if failure is None else tried.format(failure.what)
+    return DatasetFacts(
+        sampled="sample" in values,
+        sample=values.get("sample"),
+        stranger=values.get("stranger"),
+        further=values.get("further", ()),
+        trial=values.get("trial"),
+        trial_failed=failed,
+        look=look,
+        shared_file=next(iter(values.get("moved", ())), None),
+    )
+
+
+def _open_files() -> dict[str, tuple[str, int]]:
+    """Return name and position of the regular files that are open for reading, by descriptor."""
+    files = {}
+    for entry in _listed(Path("/proc/self/fd")):
+        try:
+            target = str(entry.readlink())
+            words = (Path("/proc/self/fdinfo") / entry.name).read_text().split()
+        except OSError:  # closed meanwhile
+            continue
+        told = dict(zip(words[::2], words[1::2], strict=False))
+        read_only = int(told.get("flags:", "1"), 8) & _READ_ONLY == os.O_RDONLY
+        if read_only and int(entry.name) > 2 and Path(target).is_file():
+            files[entry.name] = target, int(told.get("pos:", "0"))
+    return files
+
+
+def _listed(folder: Path) -> list[Path]:
+    try:
+        return list(folder.iterdir())
+    except OSError:  # not Linux
+        return []
+
+
+def _moved(before: dict[str, tuple[str, int]]) -> list[str]:
+    """Return the files whose position has moved since, of those that were open before."""
+    now = _open_files()
+    return [
+        name
+        for number, (name, position) in before.items()
+        if number in now and now[number][0] == name and now[number][1] != position
+    ]
+
+
+def _suspects_fork(failure: Failure | None) -> bool:
+    """Whether a process of another kind may do better; None: it read files that it shares."""
+    if failure is None or failure.kind in ("stuck", "died"):
+        return True
+    error = failure.error
+    if isinstance(error, OSError) and type(error).__module__ == "builtins":
+        return error.errno is None or error.errno in _HANDLE_ERRORS
+    # A mistake of the dataset raises an ordinary error; what a library says of a fork is its own.
+    return isinstance(error, RuntimeError) or type(error).__module__ != "builtins"
+
+
+def _can_respawn() -> bool:
+    """Return whether another process may import the program's script once more."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return False
+    script = getattr(sys.modules.get("__main__"), "__file__", None)
+    try:
+        return script is None or "__main__" in Path(script).read_text(errors="replace")
+    except OSError:
+        return False
+
+
+def _what_forking_did(facts: DatasetFacts, failure: Failure | None) -> str:
+    if failure is None:
+        return (
+            f"reads {facts.shared_file} by a position that it shares with the training process, "
+            "which opened the file"
+        )
+    return failure.what + _with_stack(failure)
+
+
+def _forkserver(what: str) -> str:
+    return (
+        "workers are started by forkserver instead of fork: the dataset is read well by a process "
+        f"that was started so, whereas a forked one {what}. Something that the training process "
+        "opened or started (a file, a client with threads, CUDA) does not survive a fork. Open it "
+        "on first use in __getitem__ and not in __init__, or set "
+        'multiprocessing_context="forkserver", and this message goes away.'
+    )
+
+
+def _decided_without(failure: Failure) -> str:
+    return (
+        f"a process that tried the dataset {failure.what}, so settings are chosen without having "
+        "measured it. If the training hangs or fails at its first batch, look for what the "
+        "dataset opens or starts in __init__, and open it on first use in __getitem__."
+        f"{_with_stack(failure)}"
+    )
+
+
+def _with_stack(failure: Failure) -> str:
+    return f". What it was doing:\n{failure.stack}" if failure.stack else ""
+
+
+def _unreadable(
+    dataset: object, name: str, key: Any, failure: Failure, *, ordered: bool
+) -> DatasetError:
+    keys = ""
+    if isinstance(failure.error, KeyError | TypeError) and not ordered:
+        keys = (
+            " If its keys are others than the numbers from 0, build the loader with "
+            "make_loader(dataset, sampler=...), whose sampler gives them."
+        )
+    error = DatasetError(
+        f"Reading sample {key!r} of {name} ({type(dataset).__name__}) {failure.what}. The training "
+        "would have failed at its first batch; the cause is in the traceback above."
+        f"{keys}{_inherited(failure)}"
+    )
+    error.__cause__ = failure.error
+    return error
+
+
+def _inherited(failure: Failure) -> str:
+    if not _suspects_fork(failure):
+        return ""
+    return (
+        " It was read in a side process, as workers read it. If the dataset works in the training "
+        "process alone, it holds something there that other processes cannot use: open that on "
+        "first use in __getitem__, or set num_workers=0."
+    )

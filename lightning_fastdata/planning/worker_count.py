@@ -1,0 +1,207 @@
+"""How many workers fetch, and how far they are ahead: pure decisions."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from lightning_fastdata.host.cpu import CpuLimit
+    from lightning_fastdata.host.memory import HostMemory
+    from lightning_fastdata.planning.facts.probe import SampleCost
+    from lightning_fastdata.planning.stream_split import StreamSplit
+    from lightning_fastdata.types import Stage
+
+_MOST_WAITING: Final = 64
+_SHORTEST_WAIT_MS: Final = 0.2
+"""Handing a sample out and taking it back waits for about as long."""
+_HANDOVER_MS: Final = 0.1
+"""CPU time a sample costs besides reading it: its messages, its key, its copy into the batch."""
+_LOOK_AHEAD_BATCHES: Final = 8
+WORTH_IT: Final = 0.8
+"""Side processes are started to save a fifth of the time of a batch: less is not certain enough, as
+they also wait for each other and for CPUs."""
+_GIVE_MS: Final = 0.17
+"""CPU time of the training process to give out a batch and take it in, and ``_GIVE_ROW_MS`` for
+each of its rows. ``benchmarks/handing_over.py`` measures these five, where ``SampleCost.pace`` is
+1."""
+_GIVE_ROW_MS: Final = 0.0006
+_TAKE_MS: Final = 0.16
+"""CPU time of a side process for a batch besides reading and collating it, and ``_TAKE_ROW_MS``
+for each row."""
+_TAKE_ROW_MS: Final = 0.0016
+_KEY_MS: Final = 0.006
+"""CPU time for seeding the generator that a sample draws from, if it is one of the three."""
+_EPOCHS: Final = 10
+"""Of a training, where a dataset keeps what it has read."""
+_FORKED_BYTES: Final = 48 * 2**20
+_FRESH_BYTES: Final = 400 * 2**20
+"""A process that imports torch anew; a forked one shares its parent's pages."""
+_ONE_STREAM: Final = (
+    "num_workers is 1 of {count} possible, because several workers may each read the whole stream, "
+    "so that samples would come several times: {why}. If the dataset splits itself "
+    "(torch.utils.data.get_worker_info), set num_workers={count}; otherwise set num_workers=1 and "
+    "this message goes away."
+)
+
+
+def waits(cost: SampleCost | None) -> bool:
+    """Return whether a sample waits for most of its time, so that CPUs would stand idle."""
+    return cost is not None and cost.wait_ms >= _SHORTEST_WAIT_MS and cost.wait_ms >= cost.cpu_ms
+
+
+def over_epochs(cost: SampleCost, readers: int) -> SampleCost:
+    """Return what a sample costs on the mean of the first epochs, as far as it is kept when read.
+
+    Each process keeps what it has read itself, and which one reads a sample is chance: in the n-th
+    epoch it is new to its reader with a probability of ``(1 - 1 / readers) ** n``.
+
+    Args:
+        cost: Of a sample that is read for the first time.
+        readers: Processes that share the work.
+    """
+    if cost.again_ms is None:
+        return cost
+    new = sum((1 - 1 / readers) ** epoch for epoch in range(_EPOCHS)) / _EPOCHS
+    mean_ms = new * cost.cpu_ms + (1 - new) * cost.again_ms
+    return replace(cost, cpu_ms=mean_ms, wall_ms=mean_ms + new * cost.wait_ms)
+
+
+def alone_ms(cost: SampleCost, batch_size: int, *, keyed: bool = False) -> float:
+    """Return the milliseconds in which the training process makes one batch itself.
+
+    Args:
+        cost: Of a sample.
+        batch_size: Samples in a batch.
+        keyed: Its samples draw, so that generators are seeded for each.
+    """
+    return batch_size * (cost.wall_ms + cost.collate_ms + cost.pace * keyed * _KEY_MS)
+
+
+def by_workers_ms(cost: SampleCost, batch_size: int, *, cpus: int, keyed: bool = False) -> float:
+    """Return the milliseconds from batch to batch if side processes make them.
+
+    As long as the slowest takes of the training process, which gives and takes batches one by one,
+    the CPUs, which all of them share, and the side processes, as many as there would be.
+
+    Args:
+        cost: Of a sample.
+        batch_size: Samples in a batch.
+        cpus: That all processes share.
+        keyed: Its samples draw, so that generators are seeded for each.
+    """
+    gives = _gives_ms(cost, batch_size)
+    each = cost.cpu_ms + cost.collate_ms + cost.pace * (keyed * _KEY_MS + _TAKE_ROW_MS)
+    makes = cost.pace * _TAKE_MS + batch_size * each
+    waits_ms = batch_size * cost.wait_ms
+    workers = _MOST_WAITING if waits(cost) else cpus
+    return max(gives, (gives + makes) / cpus, (makes + waits_ms) / workers)
+
+
+def enough_workers(cost: SampleCost, batch_size: int) -> int:
+    """Return how many workers make batches as fast as the training process can take them."""
+    return max(1, math.ceil(alone_ms(cost, batch_size) / _gives_ms(cost, batch_size)))
+
+
+def _gives_ms(cost: SampleCost, batch_size: int) -> float:
+    return cost.pace * (_GIVE_MS + batch_size * _GIVE_ROW_MS)
+
+
+def workers_for(
+    stage: Stage, cpu: CpuLimit, *, on_cpu: bool, batches: int | None
+) -> tuple[int, str]:
+    """Return how many workers keep the CPUs of this rank busy with samples that compute, and why.
+
+    Args:
+        stage: What the loader is for; the workers of training stay alive during validation.
+        cpu: CPUs of this rank.
+        on_cpu: The model computes on them, too.
+        batches: In an epoch; None if unknown.
+    """
+    count, why = cpu.usable_cpus, "the training process mostly waits for the device"
+    if on_cpu:
+        # A worker that is ahead sleeps, and one that is late has the CPU that the model waits on.
+        why = "one for each CPU, which the model takes back as long as batches are ready"
+    elif count > 2:
+        count, why = count - 1, "one CPU is left for the training process"
+    if stage == "val":
+        count, why = max(1, count // 2), f"half of {count}, as the training workers stay alive"
+    if batches is not None and batches < count:
+        return batches, f"no more than there are batches ({batches})"
+    return count, f"{why} ({cpu.reason})"
+
+
+def workers_of_stream(
+    computing: int, why: str, stream: StreamSplit | None
+) -> tuple[int, str, list[str]]:
+    """Return how many workers read a stream, why, and what to tell the user where it is not known.
+
+    Args:
+        computing: How many there would be if it had an index, more than one.
+        why: The reason for that.
+        stream: Whether it shares itself out among them; None: unknown.
+    """
+    if stream is None or not stream.splits:
+        unseen = "it was not looked at" if stream is None else stream.why
+        told = _ONE_STREAM.format(count=computing, why=unseen)
+        return 1, f"several might each read the whole stream: {unseen}", [told]
+    most = stream.most_workers
+    if most is not None and most < computing:
+        return max(1, most), f"no more than it has shards: {stream.why}", []
+    return computing, f"{why}; {stream.why}", []
+
+
+def workers_that_wait(
+    computing: int,
+    cost: SampleCost,
+    *,
+    tasks: int | None,
+    memory: HostMemory,
+    ranks: int,
+    forked: bool,
+) -> tuple[int, str]:
+    """Return how many workers keep the CPUs busy although each of them waits, and why.
+
+    A worker that computes for c and waits for w keeps a CPU busy for c / (c + w) of the time, so
+    that 1 + w / c of them fill it; c is the sample's ``cpu_ms`` and 0.1 ms for handing it over.
+
+    Args:
+        computing: How many would do if samples did not wait.
+        cost: Of a sample.
+        tasks: Samples or batches in an epoch, whichever is handed to a worker; None if unknown.
+        memory: Of this host.
+        ranks: That share the memory.
+        forked: Workers are forked from the training process.
+    """
+    wanted = math.ceil(computing * (1 + cost.wait_ms / (cost.cpu_ms + _HANDOVER_MS)))
+    why = f"a sample waits {cost.wait_ms:.3g} of its {cost.wall_ms:.3g} ms"
+    each = _FORKED_BYTES if forked else _FRESH_BYTES
+    bounds = [
+        (_MOST_WAITING, f"no more than {_MOST_WAITING}"),
+        (memory.available_bytes // (4 * ranks * each), "bounded by RAM"),
+    ]
+    if memory.open_files_soft is not None:
+        bounds.append((memory.open_files_soft // (8 * ranks), "bounded by the open-file limit"))
+    if tasks is not None:
+        bounds.append((tasks, f"no more than there are to fetch ({tasks})"))
+    bound, bound_why = min(bounds)
+    if wanted > bound:
+        return max(1, bound), f"{why}; {bound_why}"
+    return wanted, f"{why}, so that {computing} CPUs feed {wanted}"
+
+
+def look_ahead_batches(workers: int, *, prefetch: int | None, batch_size: int, split: bool) -> int:
+    """Return how many batches are under way at once.
+
+    Args:
+        workers: That fetch.
+        prefetch: Batches for each of them, as set by the user; None: chosen here.
+        batch_size: Samples in a batch.
+        split: The samples of one batch are given to several workers.
+    """
+    if prefetch is not None:
+        return max(_LOOK_AHEAD_BATCHES, workers * prefetch)
+    if split:
+        return _LOOK_AHEAD_BATCHES + math.ceil(workers / batch_size)
+    return max(_LOOK_AHEAD_BATCHES, workers * 2)

@@ -1,0 +1,227 @@
+"""Checks of the arguments of the public classes, and of those that a subclass keeps to itself."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from lightning_fastdata.errors import FastDataWarning, OptionsError
+from lightning_fastdata.planning.options import LoaderOptions
+from lightning_fastdata.types import STAGES
+
+if TYPE_CHECKING:
+    from lightning_fastdata.types import Stage
+
+C = TypeVar("C", bound=type)
+_TAKEN_OVER: Final = ("batch_size", "drop_last", "seed")
+"""Arguments that are looked up when a loader is made; what others say has gone into objects."""
+LOADER_ARGUMENTS: Final = ("num_workers", "pin_memory", "persistent_workers", "prefetch_factor")
+"""Arguments of torch's DataLoader that are options of the same name."""
+_SECONDS: Final = {"timeout": "timeout_s", "stall_timeout": "stall_timeout_s"}
+"""Arguments that are options of another name."""
+
+
+def check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
+    """Raise OptionsError if a value is not one of those allowed."""
+    if value not in allowed:
+        raise OptionsError(f"{name}={value!r} is not one of {', '.join(map(repr, allowed))}.")
+
+
+def checked_batch_size(batch_size: object) -> int:
+    """Return the batch size.
+
+    Raises:
+        OptionsError: It is not a whole number of at least 1.
+    """
+    if batch_size is None:
+        raise OptionsError(
+            "batch_size=None has to be a whole number of at least 1, as a data module makes "
+            "batches. For a dataset that gives batches already, override train_dataloader() to "
+            'return self.make_loader(dataset, stage="train", batch_size=None).'
+        )
+    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+        raise OptionsError(f"batch_size={batch_size!r} has to be a whole number of at least 1.")
+    return batch_size
+
+
+def remembers_given(cls: C) -> C:
+    """Have the objects of a class remember which arguments their constructor was given.
+
+    An attribute that a subclass has set before it calls the constructor counts as given.
+    """
+    construct: Callable[..., None] = vars(cls)["__init__"]
+    parameters = inspect.signature(construct)
+
+    @functools.wraps(construct)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        before = {name: vars(self)[name] for name in _TAKEN_OVER if name in vars(self)}
+        construct(self, *args, **kwargs)
+        given = parameters.bind(self, *args, **kwargs).arguments
+        vars(self).update({name: before[name] for name in before if name not in given})
+        self._not_given = {
+            name: parameter.default
+            for name, parameter in parameters.parameters.items()
+            if name not in {"self", *given, *before}
+        }
+
+    __init__.remembers = True  # type: ignore[attr-defined]
+    cls.__init__ = __init__  # type: ignore[misc]
+    return cls
+
+
+def take_over_hyperparameters(module: Any) -> None:
+    """Use what a subclass was given, has saved as hyperparameter, and has not passed on.
+
+    Lightning's usual data module takes ``batch_size``, calls ``super().__init__()`` and then
+    ``save_hyperparameters()``. Its batch size, seed and drop_last are used; for other arguments of
+    :class:`FastDataModule` that have come no further there is a warning.
+    """
+    saved, defaults = module.hparams_initial, vars(module).get("_not_given") or {}
+    lost = []
+    for name in [name for name in defaults if name in saved]:
+        default = defaults.pop(name)
+        now = getattr(module, name, default)
+        if saved[name] == default or now not in (default, LoaderOptions()):
+            continue  # as it is here, or set by the subclass
+        if name in _TAKEN_OVER:
+            value = saved[name]
+            setattr(module, name, checked_batch_size(value) if name == "batch_size" else value)
+        else:
+            lost.append(name)
+    if lost:
+        _warn_of_lost(module, lost)
+
+
+def warn_of_lost_batch_size(module: Any, overrides: Collection[str]) -> None:
+    """Warn of a subclass that takes ``batch_size`` and keeps it to itself.
+
+    Args:
+        module: The data module, whose hyperparameters were taken over.
+        overrides: Names of what is set for the one loader that is being made.
+    """
+    defaults, construct = vars(module).get("_not_given") or {}, type(module).__init__
+    if "batch_size" in overrides or hasattr(construct, "remembers"):
+        return
+    taken = "batch_size" in inspect.signature(construct).parameters
+    if taken and module.batch_size == defaults.pop("batch_size", None):
+        _warn_of_lost(module, ["batch_size"])
+
+
+def _warn_of_lost(module: Any, names: Sequence[str]) -> None:
+    named = ", ".join(f"{name}={name}" for name in names)
+    warnings.warn(
+        f"{type(module).__name__} takes {' and '.join(names)} and does not pass it on, so that the "
+        f"default of FastDataModule is used. Call super().__init__({named}).",
+        FastDataWarning,
+        stacklevel=3,
+    )
+
+
+def joined_options(
+    options: LoaderOptions | Mapping[str, LoaderOptions] | None, given: Mapping[str, Any]
+) -> LoaderOptions | dict[Stage, LoaderOptions]:
+    """Return the options of a data module, for all stages or for each.
+
+    Args:
+        options: As the user gave them.
+        given: Arguments of :data:`LOADER_ARGUMENTS`; None and ``"auto"``: not given.
+
+    Raises:
+        OptionsError: They are no options, name a stage that does not exist, or contradict an
+            argument.
+    """
+    names = {field.name for field in fields(LoaderOptions)}
+    if isinstance(options, Mapping) and not names & set(options):
+        check_stages("options", options)
+        return {stage: joined(options.get(stage), given, f"options[{stage!r}]") for stage in STAGES}
+    return joined(options, given, "options")
+
+
+def joined(options: object, given: Mapping[str, Any], name: str = "options") -> LoaderOptions:
+    """Return one stage's options with the arguments in their place; see `joined_options`."""
+    if options is None:
+        options = LoaderOptions()
+    if not isinstance(options, LoaderOptions):
+        raise OptionsError(
+            f"{name}={options!r} is a {type(options).__name__}; pass LoaderOptions(...), or a dict "
+            f"of them by stage ({', '.join(STAGES)})."
+        )
+    asked = {key: value for key, value in given.items() if value is not None and value != "auto"}
+    for key, value in asked.items():
+        other = getattr(options, key)
+        if other not in ("auto", value):
+            raise OptionsError(
+                f"{key}={value!r} and {name}=LoaderOptions({key}={other!r}) contradict each other. "
+                "Set it in one place."
+            )
+    return replace(options, **asked)
+
+
+def options_of(options: LoaderOptions | Mapping[Any, LoaderOptions], stage: Stage) -> LoaderOptions:
+    """Return the options of one stage; those of a stage that is missing are the defaults."""
+    if isinstance(options, LoaderOptions):
+        return options
+    return options.get(stage, LoaderOptions())
+
+
+def options_from(
+    options: LoaderOptions, overrides: Mapping[str, Any]
+) -> tuple[LoaderOptions, dict[str, Any]]:
+    """Return the options with the arguments of a loader that are options, and those that are not.
+
+    So a plan knows of them. ``multiprocessing_context`` may also be a context, which is none.
+
+    Args:
+        options: Of the loader's stage; an argument wins.
+        overrides: Arguments of :class:`FastDataLoader`; None for an option leaves it as it is.
+    """
+    names = {field.name for field in fields(LoaderOptions)} | set(_SECONDS)
+    asked, others = {}, {}
+    for name, value in overrides.items():
+        option = name in names and not (name == "multiprocessing_context" and _is_context(value))
+        if not option:
+            others[name] = value
+        elif value is not None:
+            asked[_SECONDS.get(name, name)] = value
+    return replace(options, **asked), others
+
+
+def _is_context(value: object) -> bool:
+    return value is not None and not isinstance(value, str)
+
+
+def checked_shuffle(shuffle: object) -> bool | Mapping[str, bool] | None:
+    """Return whether to shuffle: training, or the stages of a dict; None: training is shuffled.
+
+    Raises:
+        OptionsError: It is something else, or names a stage that does not exist.
+    """
+    if isinstance(shuffle, Mapping):
+        check_stages("shuffle", shuffle)
+    values = shuffle.values() if isinstance(shuffle, Mapping) else (shuffle,)
+    if not all(value is None or isinstance(value, bool) for value in values):
+        raise OptionsError(
+            f"shuffle={shuffle!r} has to be True or False, for training, or a dict of them by "
+            f"stage ({', '.join(STAGES)})."
+        )
+    return shuffle  # type: ignore[return-value]  # each value was looked at
+
+
+def shuffles(shuffle: bool | Mapping[str, bool] | None, stage: Stage) -> bool | None:
+    """Return whether a stage is to be shuffled; None: the user did not say."""
+    if isinstance(shuffle, Mapping):
+        return shuffle.get(stage)
+    return shuffle if stage == "train" else None
+
+
+def check_stages(name: str, by_stage: Mapping[str, Any]) -> None:
+    """Raise OptionsError if a key is no stage."""
+    for stage in by_stage:
+        if stage not in STAGES:
+            raise OptionsError(
+                f"{name} has the key {stage!r}, which is no stage. Stages are {', '.join(STAGES)}."
+            )

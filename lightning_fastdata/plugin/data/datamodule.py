@@ -1,0 +1,404 @@
+"""What FastDataModule does, for either of Lightning's two package names.
+
+``lightning.pytorch`` and ``pytorch_lightning`` are separate class trees; this module imports
+neither, and :mod:`lightning_fastdata.plugin.bindings` joins it to one of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, get_args
+
+from lightning_fastdata.batches.streams import DeviceStreams, device_streams
+from lightning_fastdata.loading.loader import FastDataLoader
+from lightning_fastdata.planning.checks import check, check_callable, checked_seed
+from lightning_fastdata.planning.option_names import NeedsConstruction, refuses_unknown_names
+from lightning_fastdata.planning.options import Auto, LoaderOptions
+from lightning_fastdata.plugin.data.arguments import (
+    LOADER_ARGUMENTS,
+    check_choice,
+    checked_batch_size,
+    checked_shuffle,
+    joined_options,
+    remembers_given,
+    take_over_hyperparameters,
+)
+from lightning_fastdata.plugin.data.construction import of_datasets, of_loaders
+from lightning_fastdata.plugin.data.datasets import in_form_of, named
+from lightning_fastdata.plugin.data.module_loaders import ModuleLoaders
+from lightning_fastdata.plugin.guard.callback import attach_guard, first_rows, guard_rows
+from lightning_fastdata.plugin.guard.prediction import GuardPolicy
+from lightning_fastdata.plugin.loggers.pictures import ImageForm
+from lightning_fastdata.plugin.placing.pipelines import Pipelines
+from lightning_fastdata.plugin.placing.prefetching import Prefetching, PrefetchName
+from lightning_fastdata.plugin.placing.stage_transforms import StageTransforms
+from lightning_fastdata.plugin.placing.staging import inside
+from lightning_fastdata.plugin.placing.trial import AugmentOn, Placing
+from lightning_fastdata.plugin.seams.hooks import (
+    HOOKS,
+    overridden_hook,
+    silence_shared_hook_warning,
+)
+from lightning_fastdata.types import Stage
+
+if TYPE_CHECKING:
+    import torch
+    from torch.utils.data import Dataset
+
+    from lightning_fastdata.types import Batch
+
+_OF_THE_CLASS: Any = object()
+"""Stands for an argument that was not given, whose default is that of the constructor."""
+
+
+@refuses_unknown_names
+@remembers_given
+class DataModuleHooks(NeedsConstruction):
+    """Builds tuned loaders for every stage from the datasets that a subclass returns.
+
+    A subclass writes ``train_dataset()``, ``val_dataset()`` and, if wanted, ``test_dataset()`` and
+    ``predict_dataset()``. Each returns a dataset; a dict or list of datasets becomes one loader per
+    dataset, combined by Lightning.
+
+    A subclass with a constructor of its own passes on what it takes of these arguments. Of
+    ``batch_size``, ``drop_last`` and ``seed`` that it does not pass on, what it saves by
+    ``save_hyperparameters()`` is used; whatever else stops there is warned of.
+
+    Args:
+        batch_size: Samples per batch and rank, for all stages.
+        options: How to load; every ``"auto"`` is chosen for this machine. See
+            :class:`LoaderOptions`. For all stages, or a dict with stages as keys.
+        num_workers: Short for the option of this name, for all stages; as are the next three.
+        pin_memory: As above.
+        persistent_workers: As above.
+        prefetch_factor: As above.
+        shuffle: Whether training is shuffled, by ``seed`` and epoch; or a dict with stages as keys.
+            Default: training is, nothing else.
+        augment: What runs on the batches: an ``albumentations.Compose``, or any callable or
+            ``nn.Module`` that takes a batch and returns it. For training only, or a dict with
+            stages (``train``, ``val``, ``test``, ``predict``) as keys.
+        augment_on: Where the pixels of an Albumentations pipeline are computed, of ``augment`` or
+            of one that the dataset calls itself. ``"gpu"``: on the trainer's device, in
+            ``on_after_batch_transfer``; ``"cpu"``: in the workers, by Albumentations itself;
+            ``"auto"``: where it is measured to be faster; training is measured again as it goes on.
+            The random draws are the same.
+        image: Where the image is in a sample: a key of a dict or a position of a tuple. Default:
+            ``"image"`` in a dict, else the first element that is an image.
+        mask: Where the mask is, if there is one. Default: ``"mask"`` in a dict, else none.
+        guard: What to do if the batch is predicted not to fit the GPU's free memory: ``"warn"``;
+            ``"accumulate"`` smaller batches to the same effective size; ``"reduce"`` the batch;
+            ``"raise"`` an error; ``"off"``: predict nothing.
+        prefetch: On a CUDA GPU, move batches beside the computing. ``"stream"``: when it is their
+            turn, for a host that runs ahead of the device; ``"lookahead"``: one batch ahead, for
+            one that waits for it in each step; ``"auto"``: what fits; ``"off"``: not. What
+            Albumentations drew runs there, too. The batches are the same in any case.
+        collate_fn: Samples to batch. Default: torch's collation, extended to dataclasses.
+        drop_last: Leave out the last training batch if it is not full.
+        seed: Seed of order and augmentation. Default: the one of ``seed_everything``, else 0.
+
+    Raises:
+        OptionsError: An argument has an impossible value.
+        TransformError: ``augment`` is not a transform, or names a stage that does not exist.
+    """
+
+    def __init__(
+        self,
+        batch_size: int = 32,
+        *,
+        options: LoaderOptions | Mapping[str, LoaderOptions] | None = None,
+        num_workers: int | Auto | None = None,
+        pin_memory: bool | Auto | None = None,
+        persistent_workers: bool | Auto | None = None,
+        prefetch_factor: int | Auto | None = None,
+        shuffle: bool | Mapping[str, bool] | None = None,
+        augment: Callable[..., Any] | Mapping[str, Callable[..., Any]] | None = None,
+        augment_on: AugmentOn = "auto",
+        image: str | int | None = None,
+        mask: str | int | None = None,
+        guard: GuardPolicy = "warn",
+        prefetch: PrefetchName = "off",
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        drop_last: bool = False,
+        seed: int | None = None,
+    ) -> None:
+        self._constructed = True
+        self._trainer: Any = None
+        super().__init__()
+        check_choice("guard", guard, get_args(GuardPolicy))
+        check_choice("augment_on", augment_on, get_args(AugmentOn))
+        check_callable("collate_fn", collate_fn, "the samples of a batch and returns the batch")
+        check("drop_last", drop_last, isinstance(drop_last, bool), "True and False")
+        for name, field in (("image", image), ("mask", mask)):
+            fine = field is None or isinstance(field, str | int)
+            check(name, field, fine, "None, a key of the samples and a position in them")
+        self.batch_size = checked_batch_size(batch_size)
+        given = (num_workers, pin_memory, persistent_workers, prefetch_factor)
+        self.options = joined_options(options, dict(zip(LOADER_ARGUMENTS, given, strict=True)))
+        self.shuffle = checked_shuffle(shuffle)
+        self.guard: GuardPolicy = guard
+        self.collate_fn = collate_fn
+        self.drop_last = drop_last
+        self.seed = None if seed is None else checked_seed(seed)
+        self._transforms = StageTransforms(augment, image=image, mask=mask)
+        self._prefetching = Prefetching(prefetch)
+        pipelines = Pipelines(self._transforms, augment_on)
+        self._loaders = ModuleLoaders(self._transforms, pipelines, self._prefetching)
+        self.notes: list[str] = []
+
+    _guard_callback: type | None = None
+
+    @property
+    def placing(self) -> Placing:
+        """Where the pixels of pipelines are computed, and why."""
+        return self._loaders.pipelines.placing
+
+    @placing.setter
+    def placing(self, placing: Placing) -> None:
+        self._loaders.pipelines.placing = placing
+
+    @property
+    def augment_on(self) -> AugmentOn:
+        """Where the pixels of an Albumentations pipeline are computed, as it was asked for."""
+        return self.placing.asked
+
+    @augment_on.setter
+    def augment_on(self, asked: AugmentOn) -> None:
+        self.placing.asked = asked
+
+    @property
+    def trainer(self) -> Any:
+        """The trainer that uses this data module; None before the first fit."""
+        return self._trainer
+
+    @trainer.setter
+    def trainer(self, trainer: Any) -> None:
+        self._trainer = trainer
+        if trainer is None:
+            return
+        take_over_hyperparameters(self)
+        self.placing.attached()
+        # Attaching is the one moment that no subclass overrides.
+        if self.guard != "off" and self._guard_callback is not None:
+            attach_guard(trainer, self._guard_callback)
+        written = self.written_hooks()
+        for name in HOOKS:
+            # A subclass's own hook may leave out super(), and then the warning is right.
+            if name not in written and overridden_hook(self._module(), name) is not None:
+                silence_shared_hook_warning(name)
+
+    # -- what a subclass writes ------------------------------------------------------------------
+
+    def train_dataset(self) -> Any:
+        """Return the dataset to train on."""
+        return None
+
+    def val_dataset(self) -> Any:
+        """Return the dataset to validate on; None to train without validation."""
+        return None
+
+    def test_dataset(self) -> Any:
+        """Return the dataset to test on."""
+        return None
+
+    def predict_dataset(self) -> Any:
+        """Return the dataset to predict."""
+        return None
+
+    # -- construction ----------------------------------------------------------------------------
+
+    @classmethod
+    def from_datasets(  # type: ignore[no-untyped-def]
+        cls,
+        train_dataset: Any = None,
+        val_dataset: Any = None,
+        test_dataset: Any = None,
+        predict_dataset: Any = None,
+        batch_size: int = _OF_THE_CLASS,
+        num_workers: int | Auto | None = None,
+        **arguments: Any,
+    ):
+        """Return a data module of datasets that exist already.
+
+        Args:
+            train_dataset: Dataset to train on.
+            val_dataset: Dataset to validate on.
+            test_dataset: Dataset to test on.
+            predict_dataset: Dataset to predict.
+            batch_size: Samples per batch and rank. Default: the constructor's.
+            num_workers: Processes that read samples. Default: chosen for this machine.
+            **arguments: The other arguments of the constructor.
+        """
+        datasets = (train_dataset, val_dataset, test_dataset, predict_dataset)
+        given = {"num_workers": num_workers, **arguments}
+        if batch_size is not _OF_THE_CLASS:
+            given["batch_size"] = checked_batch_size(batch_size)
+        return of_datasets(cls, datasets, given)
+
+    @classmethod
+    def from_loaders(  # type: ignore[no-untyped-def]
+        cls,
+        train: Any = None,
+        val: Any = None,
+        test: Any = None,
+        predict: Any = None,
+        *,
+        keep_workers: bool = False,
+        **arguments: Any,
+    ):
+        """Return a data module of the datasets of DataLoaders, in the same batches.
+
+        Each is a ``torch.utils.data.DataLoader``, a list or dict of them, or Lightning's
+        ``CombinedLoader``. Of a loader are kept: dataset, sampler or batch sampler, batch size,
+        ``drop_last``, ``collate_fn``, ``worker_init_fn``, ``generator``, ``timeout``,
+        ``multiprocessing_context`` and ``in_order``. A plain ``shuffle=True`` becomes this
+        package's shuffle by seed and epoch. ``batch_size`` of the data module is that of the first
+        training loader; setting it, as ``Tuner.scale_batch_size`` and the guard do, scales those of
+        all loaders in proportion.
+
+        Args:
+            train: To train on.
+            val: To validate on.
+            test: To test on.
+            predict: To predict.
+            keep_workers: Keep ``num_workers``, ``prefetch_factor``, ``persistent_workers`` and
+                ``pin_memory`` too. Otherwise they are chosen for this machine, except for the
+                workers of a stream, since the number of those decides its batches.
+            **arguments: The other arguments of the constructor, except ``batch_size`` and
+                ``shuffle``.
+
+        Raises:
+            OptionsError: Something is no DataLoader, or one that makes its batches in its own way.
+        """
+        loaders: dict[Stage, Any] = {"train": train, "val": val, "test": test, "predict": predict}
+        return of_loaders(cls, loaders, arguments, keep_workers=keep_workers)
+
+    def register_transform(self, transform: Any, *, stage: Stage = "train") -> Callable[[], None]:
+        """Add a transform that runs on every batch of a stage, on the device.
+
+        Transforms run in the order of their registration. An Albumentations pipeline starts in the
+        workers, so there can be one per stage, and it comes first.
+
+        Args:
+            transform: An ``albumentations.Compose``, or a callable or ``nn.Module`` on batches.
+            stage: The stage to run in; Lightning's sanity check counts as ``val``.
+
+        Returns:
+            A function that removes the transform again.
+
+        Raises:
+            TransformError: The stage does not exist, the transform is of no known kind, or it
+                would be a second Albumentations pipeline or one that comes too late.
+        """
+        return self._transforms.register(transform, stage)
+
+    # -- loaders -----------------------------------------------------------------------------------
+
+    def train_dataloader(self) -> Any:
+        """Return the loader of ``train_dataset()``; Lightning calls it."""
+        return self._loaders.of_stage(self, "train")
+
+    def val_dataloader(self) -> Any:
+        """Return the loader of ``val_dataset()``; Lightning calls it."""
+        return self._loaders.of_stage(self, "val")
+
+    def test_dataloader(self) -> Any:
+        """Return the loader of ``test_dataset()``; Lightning calls it."""
+        return self._loaders.of_stage(self, "test")
+
+    def predict_dataloader(self) -> Any:
+        """Return the loader of ``predict_dataset()``; Lightning calls it."""
+        return self._loaders.of_stage(self, "predict")
+
+    def make_loader(
+        self, dataset: Dataset[Any], *, stage: Stage, name: str | None = None, **overrides: Any
+    ) -> FastDataLoader:
+        """Return the loader for a dataset, as the ``*_dataloader`` methods build it.
+
+        Several ranks share what is evaluated by an :class:`EvaluationBatchSampler`: each sample
+        once, and as many batches on each rank.
+
+        Args:
+            dataset: Any map-style or iterable dataset.
+            stage: Decides shuffling, transforms and the number of workers.
+            name: How messages and :meth:`explain` call it. Default: the stage's dataset method.
+            **overrides: Arguments of :class:`FastDataLoader` that win over the chosen ones, such as
+                ``sampler`` or ``batch_size``.
+
+        Raises:
+            DatasetError: The dataset is empty, or its first sample cannot be read.
+            BatchError: A transform for images was registered and the samples hold none.
+        """
+        return self._loaders.make(self, dataset, stage, name, overrides)
+
+    def batch_for_guard(self, rows: int) -> Batch:
+        """Return a training batch with that many rows, for the batch-size guard."""
+        datasets = self.train_dataset()
+        return in_form_of(datasets, [first_rows(self, d, rows) for _, d in named(datasets, "")])
+
+    def rows_for_guard(self) -> int | None:
+        """Return the number of training samples, or None if no batch can be made of any size."""
+        return guard_rows(dataset for _, dataset in named(self.train_dataset(), ""))
+
+    def explain(self) -> str:
+        """Return every choice that was made, its value and its reason, as text.
+
+        Loaders that were not built yet are planned for, which calls the dataset methods.
+        """
+        return self._loaders.explain(self)
+
+    def augments_on_device(self, stage: Stage) -> bool:
+        """Return whether :meth:`on_after_batch_transfer` transforms the batches of a stage."""
+        return self._loaders.pipelines.run_on_device(stage, self._trainer)
+
+    def augmentation_settled(self, stage: Stage) -> bool:
+        """Return whether it was found out in this run where pixels of a stage are best computed."""
+        return self._loaders.pipelines.settled(stage)
+
+    def repeats_of(self, stage: Stage) -> int:
+        """Return how often each sample is in a batch that the steps of a stage get."""
+        return self._transforms.repeats(stage)
+
+    def image_form(self, stage: Stage) -> ImageForm:
+        """Return what is known of the images that the steps of a stage get."""
+        return self._transforms.image_form(stage)
+
+    # -- Lightning's transfer hooks: the one place where batches are transformed -------------------
+
+    def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
+        """Run the LightningModule's hook of this name, if it has one."""
+        hook = overridden_hook(self._module(), "on_before_batch_transfer")
+        return batch if hook is None else inside(batch, lambda b: hook(b, dataloader_idx))
+
+    def transfer_batch_to_device(
+        self, batch: Batch, device: torch.device, dataloader_idx: int
+    ) -> Batch:
+        """Move the batch and what was drawn for its transform to the device."""
+        hook = overridden_hook(self._module(), "transfer_batch_to_device")
+        move = super().transfer_batch_to_device if hook is None else hook  # type: ignore[misc]
+        return self._prefetching.transfer(
+            batch, lambda b: move(b, device, dataloader_idx), device, self._transforms
+        )
+
+    def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
+        """Run the stage's transforms, then the LightningModule's hook of this name."""
+        batch, transformed = self.placing.finish(batch, self._transforms)
+        hook = overridden_hook(self._module(), "on_after_batch_transfer")
+        if hook is not None:
+            batch = hook(batch, dataloader_idx)
+        if transformed:
+            # Lightning converts to the precision's dtype before the transfer; uint8 images became
+            # floating point only now.
+            batch = self._trainer.precision_plugin.convert_input(batch)
+        return batch
+
+    def device_streams(self, device: torch.device) -> DeviceStreams | None:
+        """Return the streams of a device on which ``prefetch`` moves batches; None: it has none."""
+        return device_streams(device)
+
+    def written_hooks(self) -> frozenset[str]:
+        """Return the transfer hooks that the class itself overrides."""
+        cls = type(self)
+        return frozenset(n for n in HOOKS if getattr(cls, n) is not getattr(DataModuleHooks, n))
+
+    def _module(self) -> Any:
+        return None if self._trainer is None else self._trainer.lightning_module

@@ -1,0 +1,1 @@
+"""Whether a batch fits the memory of the GPU."""

@@ -1,0 +1,186 @@
+"""The callback through which a FastDataModule checks its batch size before training."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import IterableDataset
+
+from lightning_fastdata.errors import DatasetError, FastDataWarning
+from lightning_fastdata.order.epoch_order import dataset_length
+from lightning_fastdata.plugin.data.given_loaders import GivenLoader, taken_apart
+from lightning_fastdata.plugin.guard.prediction import CudaMemoryReader, skipped
+from lightning_fastdata.plugin.guard.steps import apply_decision, run_guard
+from lightning_fastdata.plugin.seams.trainer_facts import has_cuda
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from lightning_fastdata.plugin.guard.prediction import GuardDecision, MemoryReader
+    from lightning_fastdata.types import Batch
+
+
+class GuardHooks:
+    """Runs the batch-size guard of the trainer's FastDataModule when a fit starts.
+
+    A FastDataModule adds it to a trainer on CUDA; it does nothing for other data modules.
+
+    Args:
+        reader: Reads the device's memory. Default: the CUDA device of the trainer; on another
+            device nothing is checked.
+    """
+
+    def __init__(self, reader: MemoryReader | None = None) -> None:
+        super().__init__()
+        self.reader = reader
+        self.decision: GuardDecision | None = None
+        self._resumed: dict[str, int] | None = None
+        self._undo: Callable[[], None] | None = None
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the sizes that were changed, so that a resumed run trains with the same."""
+        decision = self.decision
+        if decision is None or decision.action not in ("accumulate", "reduce"):
+            return {}
+        return {
+            "batch_size": decision.batch_size,
+            "accumulate_grad_batches": decision.accumulate_grad_batches,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        """Take the sizes of the run that is resumed."""
+        self._resumed = dict(state_dict) or None
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Measure two small training steps, decide, and apply the decision."""
+        datamodule = trainer.datamodule
+        guard: Any = getattr(datamodule, "guard", "off")
+        device = trainer.strategy.root_device
+        if guard == "off" or not hasattr(datamodule, "batch_for_guard"):
+            return
+        reader = self.reader
+        if reader is None:
+            if device.type != "cuda":
+                return
+            reader = CudaMemoryReader(device)
+        self._undo = _sizes_as_now(trainer, datamodule)
+        rows = datamodule.rows_for_guard()
+        if self._resumed is not None:
+            self.decision = _as_before(self._resumed, trainer, datamodule)
+        elif rows is None:
+            why = (
+                "the training data is a stream, has a batch sampler of its own, or comes from the "
+                "module's own train_dataloader(), so that no batch of another size can be made"
+            )
+            self.decision = skipped(datamodule.batch_size, trainer.accumulate_grad_batches, why)
+        else:
+            try:
+                self.decision = run_guard(
+                    trainer,
+                    pl_module,
+                    batch_of=datamodule.batch_for_guard,
+                    batch_size=datamodule.batch_size,
+                    policy=guard,
+                    reader=reader,
+                    dataset_rows=rows,
+                )
+            except DatasetError as error:  # the training may read by other keys, and tells else
+                why = f"no batch could be made of the first samples: {error}"
+                self.decision = skipped(datamodule.batch_size, trainer.accumulate_grad_batches, why)
+            self.decision = _with_repeats(self.decision, datamodule.repeats_of("train"))
+        datamodule.notes[:] = [apply_decision(self.decision, trainer, datamodule)]
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ARG002
+        """Give the data module and the trainer back the sizes that the user asked for."""
+        self._restore_sizes()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:  # noqa: ARG002
+        """Do the same after an exception, when Lightning calls no teardown."""
+        self._restore_sizes()
+
+    def _restore_sizes(self) -> None:
+        undo, self._undo, self._resumed = self._undo, None, None
+        if undo is not None:
+            undo()
+
+
+def _sizes_as_now(trainer: Any, datamodule: Any) -> Callable[[], None]:
+    batch_size, accumulate = datamodule.batch_size, trainer.accumulate_grad_batches
+
+    def restore() -> None:
+        datamodule.batch_size, trainer.accumulate_grad_batches = batch_size, accumulate
+
+    return restore
+
+
+def _with_repeats(decision: GuardDecision, repeats: int) -> GuardDecision:
+    """Return a decision that says what its rows are, where the model gets several of each."""
+    if repeats == 1 or decision.action == "skipped":
+        return decision
+    note = f"These are rows of the loader; the model gets {repeats} of each (repeats={repeats})."
+    return replace(decision, reason=f"{decision.reason} {note}")
+
+
+def _as_before(sizes: dict[str, int], trainer: Any, datamodule: Any) -> GuardDecision:
+    """Return the decision of the run that is resumed: its place in the data counts its batches."""
+    asked = datamodule.batch_size
+    same = skipped(asked, trainer.accumulate_grad_batches, "the run is resumed")
+    return replace(
+        same,
+        **sizes,
+        action="accumulate",
+        reason=f"The run is resumed with the batch size of {sizes['batch_size']} that its guard "
+        f"chose instead of {asked}.",
+    )
+
+
+def attach_guard(trainer: Any, guard: type) -> None:
+    """Add the guard to a trainer that runs on CUDA, unless it has one.
+
+    Lightning calls callbacks in order, so the guard comes first and decides before anything else
+    looks at the batch size.
+    """
+    if has_cuda(trainer) and not any(isinstance(own, guard) for own in trainer.callbacks):
+        trainer.callbacks.insert(0, guard())
+
+
+def guard_rows(datasets: Iterable[Any]) -> int | None:
+    """Return the samples of the longest dataset; None if one is a stream, or there is none."""
+    known = list(datasets)
+    if any(isinstance(item, GivenLoader) and item.batch_size is None for item in known):
+        return None
+    known = [taken_apart(item, 1)[0] for item in known]
+    lengths = [None if isinstance(d, IterableDataset) else dataset_length(d) for d in known]
+    return None if None in lengths else max((n for n in lengths if n is not None), default=None)
+
+
+def first_rows(datamodule: Any, dataset: Any, rows: int) -> Batch:
+    """Return one training batch with that many rows, from the first samples of the dataset.
+
+    Short datasets repeat. The loader is the real one, with its transforms. One worker reads, so
+    that nothing of the dataset is opened in the training process before all workers start.
+    """
+    dataset, known = taken_apart(dataset, rows)
+    rows = known.get("batch_size", rows)
+    length = len(dataset)
+    with warnings.catch_warnings():
+        # What there is to say of the dataset is said when its own loader is made.
+        warnings.simplefilter("ignore", FastDataWarning)
+        loader = datamodule.make_loader(
+            dataset,
+            stage="train",
+            batch_size=rows,
+            collate_fn=known.get("collate_fn", datamodule.collate_fn),
+            sampler=[i % length for i in range(rows)],
+            drop_last=False,
+            num_workers=1,
+            persistent_workers=False,
+        )
+    if loader.executor == "inline":
+        loader.executor = "workers"
+    try:
+        return next(iter(loader))
+    finally:
+        loader.close()

@@ -1,0 +1,355 @@
+"""Whether a batch fits the GPU: measured at small sizes, predicted at the asked one.
+
+.. code-block:: text
+
+    next_probe_rows -> (somebody runs a training step) -> Probe -> decide -> GuardDecision
+
+Nothing here knows Lightning or runs a model. :mod:`~lightning_fastdata.plugin.guard.steps` does.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from bisect import bisect_left
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, get_args
+
+import torch
+
+from lightning_fastdata.errors import OptionsError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+GuardPolicy: TypeAlias = Literal["accumulate", "reduce", "raise", "warn", "off"]
+"""What to do with a batch that does not fit.
+
+``accumulate`` loads smaller batches and accumulates gradients over more of them, ``reduce`` only
+loads smaller batches, ``raise`` stops the run, ``warn`` lets it go on, ``off`` does not look.
+"""
+
+GuardAction: TypeAlias = Literal["keep", "accumulate", "reduce", "raise", "warn", "skipped"]
+
+_MIB, _GIB = 2**20, 2**30
+# cuDNN gives these three for a workspace that it could not get
+_OUT_OF_MEMORY = re.compile(
+    "(CUDA|HIP|XPU|MPS backend)( error:)? out of memory|CUBLAS_STATUS_ALLOC_FAILED"
+    "|CUDNN_STATUS_(ALLOC_FAILED|NOT_SUPPORTED|INTERNAL_ERROR)"
+    "|DefaultCPUAllocator: (can't allocate|not enough) memory"
+)
+
+
+class MemoryReader(Protocol):
+    """Reads the memory of one device. All numbers are bytes."""
+
+    def reset_peak(self) -> None:
+        """Give cached memory back to the driver and start to measure a new peak."""
+
+    def peak_bytes(self) -> int:
+        """Return the most this process held since the last reset, live tensors included."""
+
+    def free_bytes(self) -> int:
+        """Return what this process could hold at most, comparable to ``peak_bytes``.
+
+        The memory that the driver says is free (other processes are thereby counted), plus all
+        that our own allocator holds already: cached blocks and live tensors.
+        """
+
+    def total_bytes(self) -> int:
+        """Return the memory of the whole device."""
+
+
+class CudaMemoryReader:
+    """Reads the memory of one CUDA (or ROCm) device from the driver and from torch's allocator.
+
+    The peak is that of allocated, not of reserved memory: the allocator reserves segments of 2 to
+    20 MiB, so that at a few rows the reserved memory often does not grow at all. The difference,
+    fragmentation, is part of what :func:`reserve_bytes` is for.
+    """
+
+    def __init__(self, device: torch.device | int | str = "cuda") -> None:
+        named = torch.device(device)
+        # Some of torch's memory functions take a device only with its index.
+        index: int | None = named.index
+        self._device = torch.device(
+            named.type, torch.cuda.current_device() if index is None else index
+        )
+
+    def reset_peak(self) -> None:
+        """Give cached memory back to the driver and start to measure a new peak."""
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def peak_bytes(self) -> int:
+        """Return the most that live tensors of this process took since the last reset."""
+        return torch.cuda.max_memory_allocated(self._device)
+
+    def free_bytes(self) -> int:
+        """Return what the driver says is free plus what this process has reserved already."""
+        free, _total = torch.cuda.mem_get_info(self._device)
+        return min(free + torch.cuda.memory_reserved(self._device), self.total_bytes())
+
+    def total_bytes(self) -> int:
+        """Return the memory of the device, or the part of it that this process may use."""
+        # Absent before torch 2.7; without it a limit set by the user is not seen.
+        read_fraction = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)
+        total = torch.cuda.mem_get_info(self._device)[1]
+        return int(total * read_fraction(self._device))
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """What one training step at a small batch size took."""
+
+    rows: int
+    """Rows of the batch."""
+    peak_bytes: int | None
+    """Most memory held during the step; None if the device ran out of memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GuardDecision:
+    """What the guard decided about one batch size, and why."""
+
+    asked_batch_size: int
+    """Rows per batch that the user asked for; 0 if the loader does not batch."""
+    batch_size: int
+    """Rows per batch to load. Never more than was asked for."""
+    accumulate_grad_batches: int
+    """Batches to accumulate gradients over before each optimizer step."""
+    predicted_peak_bytes: int | None
+    """Predicted peak of a training step at the asked size; None if unknown."""
+    budget_bytes: int | None
+    """What a training step may take: free memory less the reserve; None if not read."""
+    action: GuardAction
+    """``keep``: it fits. ``accumulate``, ``reduce``: it does not, load smaller batches. ``raise``,
+    ``warn``: it does not, stop or tell. ``skipped``: not looked at, nothing is known."""
+    reason: str
+    """The decision and its cause as sentences for a person."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error says that a device, or torch's host allocator, ran out of memory.
+
+    Besides ``torch.OutOfMemoryError`` these are plain ``RuntimeError`` that name an allocator, a
+    cuBLAS handle, or a cuDNN workspace. The cuDNN statuses ``NOT_SUPPORTED`` and ``INTERNAL_ERROR``
+    have other causes too; such an error comes back at the smallest batch.
+    """
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error)) is not None
+
+
+def reserve_bytes(total_bytes: int) -> int:
+    """Return the memory to leave free: the larger of 5 % of the device and 512 MiB.
+
+    It covers what :func:`predict_peak_bytes` misses, fragmentation, and growth of others.
+    """
+    return max(math.ceil(total_bytes / 20), 512 * _MIB)
+
+
+def next_probe_rows(asked: int, probes: Sequence[Probe]) -> int | None:
+    """Return the batch size to try next, or None when enough is known.
+
+    Two sizes that run are enough: ``b`` and ``2 b`` with ``b`` from 2 to 4. Where one does not run,
+    a smaller one is tried; one row, which is no batch for batch normalisation, only if two do not.
+    """
+    ran = [probe.rows for probe in probes if probe.peak_bytes is not None]
+    failed = [probe.rows for probe in probes if probe.peak_bytes is None]
+    if not probes:
+        return min(asked, max(2, min(4, asked // 4)))
+    if len(ran) >= 2:
+        return None
+    if not ran:
+        return min(failed) // 2 or None
+    if not failed:
+        return min(2 * ran[0], asked) if ran[0] < asked else None
+    between = (ran[0] + min(failed)) // 2
+    return ran[0] // 2 if ran[0] >= 4 else between if between > ran[0] else None
+
+
+def probe_sizes(asked: int, measure: Callable[[int], Probe]) -> tuple[Probe, ...]:
+    """Return the probes that ``measure(rows)`` gives at the sizes of :func:`next_probe_rows`."""
+    probes: tuple[Probe, ...] = ()
+    while (rows := next_probe_rows(asked, probes)) is not None:
+        probes = (*probes, measure(rows))
+    return probes
+
+
+def predict_peak_bytes(probes: Sequence[Probe], rows: int) -> int | None:
+    """Return the predicted peak in bytes of a training step on ``rows`` rows.
+
+    It is the straight line through the two largest sizes that ran, never falling: parameters,
+    gradients and optimizer state do not depend on the rows, activations are proportional to them.
+    Real curves are convex at small sizes (the peak moves from the optimizer step, which does not
+    depend on the rows, into the backward pass), so that the line is 2 to 3 % low at large sizes;
+    the reserve of 5 % covers it.
+    With one size that ran, all its memory is taken to grow with the rows: too much rather than too
+    little. Returns None if no size ran.
+    """
+    ran = sorted((probe.rows, probe.peak_bytes) for probe in probes if probe.peak_bytes is not None)
+    if not ran:
+        return None
+    last_rows, last_peak = ran[-1]
+    if len(ran) == 1:
+        return max(last_peak, math.ceil(last_peak * rows / last_rows))
+    before_rows, before_peak = ran[-2]
+    # whole numbers, so that nothing is lost at tens of gigabytes
+    rise = max(0, last_peak - before_peak) * (rows - last_rows)
+    return last_peak - (-rise // (last_rows - before_rows))
+
+
+def decide(
+    *,
+    asked: int,
+    probes: Sequence[Probe],
+    budget_bytes: int,
+    policy: GuardPolicy,
+    accumulate_now: int = 1,
+    dataset_rows: int | None = None,
+) -> GuardDecision:
+    """Return what to do about a batch of ``asked`` rows.
+
+    With ``accumulate`` the batch is cut into the fewest parts that fit. Up to twice as many are
+    taken if they divide it evenly: then each optimizer step sees exactly as many rows as before.
+    Otherwise the reason says by how many rows the optimizer step differs.
+
+    Args:
+        asked: Rows per batch that the user asked for, at least 1.
+        probes: Training steps measured at small sizes.
+        budget_bytes: What a training step may take, in bytes.
+        policy: What to do if the batch does not fit. If not even one row fits, ``accumulate`` and
+            ``reduce`` become ``raise``.
+        accumulate_now: Batches over which gradients are accumulated already. Default 1.
+        dataset_rows: Rows of the dataset, if known: no batch has more.
+
+    Raises:
+        OptionsError: The policy is unknown, or ``asked`` or ``accumulate_now`` is less than 1.
+    """
+    if policy not in get_args(GuardPolicy):
+        known = ", ".join(map(repr, get_args(GuardPolicy)))
+        raise OptionsError(f"The batch-size guard has no policy {policy!r}. Choose one of {known}.")
+    if asked < 1 or accumulate_now < 1:
+        raise OptionsError(
+            f"The batch size ({asked}) and the batches to accumulate ({accumulate_now}) must be at "
+            "least 1."
+        )
+    if policy == "off":
+        return skipped(asked, accumulate_now, "the guard is off")
+    if not probes:
+        return skipped(asked, accumulate_now, "no training step was measured")
+
+    full = asked if dataset_rows is None else max(1, min(asked, dataset_rows))
+
+    def too_large(rows: int) -> bool:
+        predicted = predict_peak_bytes(probes, rows)
+        out_of_memory = any(p.peak_bytes is None and p.rows <= rows for p in probes)
+        return out_of_memory or predicted is None or predicted > budget_bytes
+
+    predicted = predict_peak_bytes(probes, full)
+    need = f"A training step on {full} rows needs {_needed(probes, full, predicted)} of GPU memory"
+    have = f"{_size(budget_bytes)} may be used"
+    keep = GuardDecision(
+        asked_batch_size=asked,
+        batch_size=asked,
+        accumulate_grad_batches=accumulate_now,
+        predicted_peak_bytes=predicted,
+        budget_bytes=budget_bytes,
+        action="keep",
+        reason=f"{need}, {have}: the batch size stays.",
+    )
+    if not too_large(full):
+        return keep
+    largest = bisect_left(range(1, full + 1), True, key=too_large)
+    return _act(keep, policy, full, largest, f"{need}, but {have}")
+
+
+def _act(
+    keep: GuardDecision, policy: GuardPolicy, full: int, largest: int, short: str
+) -> GuardDecision:
+    """Return what the policy does about ``full`` rows of which at most ``largest`` fit."""
+    if policy == "warn":
+        fits = f"At most {largest} rows fit" if largest else "Not even one row fits"
+        advice = "expect an out-of-memory error, or let the guard act with policy 'accumulate'"
+        return replace(keep, action="warn", reason=f"{short}. {fits}: {advice}.")
+    if largest == 0:
+        fits = "and not even one row fits. Free memory on the device, use a smaller model"
+        advice = "or smaller samples, or set the guard's policy to 'warn' to try nevertheless"
+        return replace(keep, action="raise", reason=f"{short}, {fits} {advice}.")
+    if policy == "raise":
+        fits = f"At most {largest} rows fit: set the batch size to {largest} or less"
+        advice = "or let the guard act with policy 'accumulate' or 'reduce'"
+        return replace(keep, action="raise", reason=f"{short}. {fits}, {advice}.")
+    parts = _parts(full, largest) if policy == "accumulate" else 1
+    rows = math.ceil(full / parts) if policy == "accumulate" else largest
+    batches = keep.accumulate_grad_batches * parts
+    before, after = full * keep.accumulate_grad_batches, rows * batches
+    seen = f"still sees {after}" if after == before else f"sees {after} instead of {before}"
+    over = f" and gradients accumulate over {batches} batches" if batches > 1 else ""
+    return replace(
+        keep,
+        batch_size=rows,
+        accumulate_grad_batches=batches,
+        action="accumulate" if policy == "accumulate" else "reduce",
+        reason=f"{short}: the loader now gives {rows} rows at a time{over}. Each optimizer step "
+        f"{seen} rows.",
+    )
+
+
+def agree(decisions: Sequence[GuardDecision]) -> GuardDecision:
+    """Return the one decision that all ranks can follow: that of the rank with the least memory.
+
+    A rank that raises wins; otherwise the smallest batch size does, and among equals the larger
+    accumulation, then the lower rank.
+
+    Args:
+        decisions: One per rank, in the order of the ranks.
+
+    Raises:
+        OptionsError: There are none.
+    """
+    if not decisions:
+        raise OptionsError("There is no decision to agree on: give one per rank.")
+
+    def tightness(rank: int) -> tuple[bool, int, int]:
+        own = decisions[rank]
+        return own.action != "raise", own.batch_size, -own.accumulate_grad_batches
+
+    rank = min(range(len(decisions)), key=tightness)
+    tightest = decisions[rank]
+    if all(own.batch_size == tightest.batch_size for own in decisions):
+        return tightest
+    return replace(tightest, reason=f"Rank {rank} has the least room. {tightest.reason}")
+
+
+def skipped(asked: int, accumulate_now: int, why: str) -> GuardDecision:
+    """Return the decision to leave everything as it is because nothing could be measured."""
+    return GuardDecision(
+        asked_batch_size=asked,
+        batch_size=asked,
+        accumulate_grad_batches=accumulate_now,
+        predicted_peak_bytes=None,
+        budget_bytes=None,
+        action="skipped",
+        reason=f"The batch size was not checked against the GPU's memory: {why}.",
+    )
+
+
+def _parts(rows: int, largest: int) -> int:
+    """Return into how many batches to cut ``rows`` so that none has more than ``largest``."""
+    fewest = math.ceil(rows / largest)
+    # Beyond twice as many, e.g. 127 batches of one row for 127, speed is worth more than the rest.
+    even = (parts for parts in range(fewest, 2 * fewest + 1) if rows % parts == 0)
+    return next(even, fewest)
+
+
+def _needed(probes: Sequence[Probe], rows: int, predicted: int | None) -> str:
+    failed = [probe.rows for probe in probes if probe.peak_bytes is None and probe.rows <= rows]
+    if failed:
+        return f"more than there is (a step on {min(failed)} rows ran out of memory)"
+    return f"about {_size(predicted or 0)}"
+
+
+def _size(count: int) -> str:
+    return f"{count / _GIB:.2f} GiB" if abs(count) >= _GIB else f"{count / _MIB:.0f} MiB"

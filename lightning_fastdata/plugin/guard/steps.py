@@ -1,0 +1,293 @@
+"""The batch-size guard on a Lightning trainer: two training steps before the fit, then a decision.
+
+Made to be called from ``Callback.on_fit_start``: the model is on the device, its optimizers exist,
+and no batch has been trained on. The same functions serve ``lightning.pytorch`` and
+``pytorch_lightning``: nothing of either is imported here.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import inspect
+import logging
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from lightning_fastdata.errors import BatchSizeError, FastDataWarning, OptionsError
+from lightning_fastdata.plugin.guard.prediction import (
+    GuardDecision,
+    GuardPolicy,
+    MemoryReader,
+    Probe,
+    decide,
+    is_out_of_memory,
+    probe_sizes,
+    reserve_bytes,
+    skipped,
+)
+from lightning_fastdata.plugin.placing.undo import Undo, remember, remember_random_states
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+
+    from lightning_fastdata.types import Batch
+
+_LOG = logging.getLogger(__name__)
+_STEPS = 2  # the second one has the optimizer's state and the gradients of the first in memory
+_SMALLEST = 3  # at one or two rows there is nothing to extrapolate from
+_PACKAGES = ("lightning.pytorch.", "pytorch_lightning.")
+
+
+def run_guard(
+    trainer: Trainer,
+    pl_module: LightningModule,
+    *,
+    batch_of: Callable[[int], Batch],
+    batch_size: int | None,
+    policy: GuardPolicy,
+    reader: MemoryReader,
+    dataset_rows: int | None = None,
+) -> GuardDecision:
+    """Return what to do about the batch size, from training steps on a few rows.
+
+    Each size is tried in two real training steps: precision plugin, transfer hooks,
+    ``training_step``, backward, gradient clipping, optimizer step. Callbacks, loggers and the
+    profiler do not see them, ``self.log`` does nothing, and modules are in the train or eval mode
+    in which training will find them. Afterwards all is as it was: parameters, buffers, metric
+    states, modes, plain attributes and containers of the modules, optimizers, schedulers, gradient
+    scaler, gradients (none), and the random states of Python, numpy and torch; the copies are kept
+    in host memory. Not undone: what a step does to other objects, and to the world outside.
+
+    Args:
+        trainer: A trainer that has set up its strategy for a fit.
+        pl_module: The module it trains.
+        batch_of: Gives a batch with that many rows, on the CPU, as the loader delivers it.
+        batch_size: Rows per batch that the user asked for; None if the loader does not batch.
+        policy: What to do if it does not fit.
+        reader: Reads the memory of the device that the module is on.
+        dataset_rows: Rows of the training dataset, if known: no batch has more.
+
+    Returns:
+        The decision. It is ``skipped``, with the reason, where steps cannot be tried or undone
+        safely. Nothing is applied yet, see :func:`apply_decision`.
+
+    Raises:
+        Exception: Whatever a training step raises, out of memory excepted.
+    """
+    asked = batch_size or 0
+    accumulate_now = trainer.accumulate_grad_batches
+    if why := _why_not(trainer, pl_module, asked, policy):
+        return skipped(asked, accumulate_now, why)
+    largest = asked if dataset_rows is None else max(1, min(asked, dataset_rows))
+    restore_random = remember_random_states()
+    try:
+        with _unseen(trainer, pl_module):
+            restore = remember(
+                pl_module,
+                *trainer.strategy.optimizers,
+                *(config.scheduler for config in trainer.lr_scheduler_configs),
+                getattr(trainer.precision_plugin, "scaler", None),
+            )
+            measure = partial(
+                _measure, trainer, pl_module, batch_of=batch_of, reader=reader, restore=restore
+            )
+            gc.collect()
+            reader.reset_peak()
+            free_before = reader.free_bytes()
+            probes = probe_sizes(largest, measure)
+    except _NoLossError:
+        return skipped(asked, accumulate_now, "training_step returned no loss")
+    finally:
+        restore_random()
+        if "torch._dynamo" in sys.modules:
+            # else a compiled module has seen two sizes and compiles for any size from now on
+            torch.compiler.reset()
+    # read again: kernels loaded by the first step take memory outside of torch's allocator
+    free = min(free_before, reader.free_bytes())
+    decision = decide(
+        asked=asked,
+        probes=probes,
+        budget_bytes=free - reserve_bytes(reader.total_bytes()),
+        policy=policy,
+        accumulate_now=accumulate_now,
+        dataset_rows=dataset_rows,
+    )
+    normalised = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+    if decision.batch_size != asked and any(
+        isinstance(module, normalised) and module.training for module in pl_module.modules()
+    ):
+        note = f"Batch normalisation now averages over {decision.batch_size} rows."
+        return replace(decision, reason=f"{decision.reason} {note}")
+    return decision
+
+
+def apply_decision(
+    decision: GuardDecision, trainer: Trainer, datamodule: LightningDataModule
+) -> str:
+    """Set the batch size and the accumulation that were decided, and return the reason.
+
+    Sets ``datamodule.batch_size`` and ``trainer.accumulate_grad_batches``. A training loader that
+    the trainer has built already (``configure_optimizers`` asked for
+    ``trainer.estimated_stepping_batches``) is asked for again.
+
+    Raises:
+        BatchSizeError: The batch does not fit and may not be changed.
+        OptionsError: The batch size is to be changed, but the data module has no ``batch_size``.
+    """
+    if decision.action == "raise":
+        raise BatchSizeError(decision.reason)
+    if decision.action == "warn":
+        warnings.warn(decision.reason, FastDataWarning, stacklevel=2)
+    if decision.action in ("accumulate", "reduce"):
+        if not hasattr(datamodule, "batch_size"):
+            raise OptionsError(
+                f"The batch-size guard cannot set {type(datamodule).__name__}.batch_size to "
+                f"{decision.batch_size}: there is no such attribute. Read the batch size of your "
+                "loaders from `self.batch_size`, or set the guard's policy to 'raise'."
+            )
+        datamodule.batch_size = decision.batch_size
+        trainer.accumulate_grad_batches = decision.accumulate_grad_batches
+        # No public way leads to a new loader here; Lightning's batch-size finder does the same.
+        if getattr(trainer.fit_loop, "_combined_loader", None) is not None:
+            trainer.fit_loop._combined_loader = None
+    _LOG.info(decision.reason)
+    return decision.reason
+
+
+def _why_not(trainer: Any, pl_module: Any, batch_size: int, policy: GuardPolicy) -> str | None:
+    """Return why training steps cannot be tried and undone here, or None if they can."""
+    optimizers = trainer.strategy.optimizers
+    lbfgs = any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers)
+    strategies = [kind.__name__ for kind in type(trainer.strategy).__mro__]
+    callbacks = {kind.__name__ for own in trainer.callbacks for kind in type(own).__mro__}
+    scheduled = policy == "accumulate" and "GradientAccumulationScheduler" in callbacks
+    tensors = (*pl_module.parameters(), *pl_module.buffers())
+    arguments = inspect.signature(pl_module.training_step).parameters
+    reasons = {
+        "the guard is off": policy == "off",
+        "the loader does not batch by itself": batch_size < 1,
+        f"below a batch size of {batch_size} there is little to measure": batch_size < _SMALLEST,
+        "fast_dev_run is on": trainer.fast_dev_run,
+        "the resumed run would lose its place in the data": trainer.ckpt_path is not None,
+        "training_step is not written": not _overrides("training_step", pl_module),
+        "training_step takes the loader's iterator": "dataloader_iter" in arguments,
+        "the module optimizes by hand": not pl_module.automatic_optimization,
+        # one rank that runs out of memory would leave the others waiting in a collective
+        f"{trainer.world_size} processes train together": trainer.world_size > 1,
+        f"{strategies[0]} is not for one device": "SingleDeviceStrategy" not in strategies,
+        f"there are {len(optimizers)} optimizers, not one": len(optimizers) != 1,
+        "LBFGS runs training_step several times per step": lbfgs,
+        "lazy layers get their shape from the first batch": any(map(nn.parameter.is_lazy, tensors)),
+        "GradientAccumulationScheduler sets the accumulation itself": scheduled,
+    }
+    return next((why for why, holds in reasons.items() if holds), None)
+
+
+class _NoLossError(Exception):
+    """``training_step`` returned None, so that there is no backward pass to measure."""
+
+
+def _measure(
+    trainer: Any,
+    pl_module: Any,
+    rows: int,
+    *,
+    batch_of: Callable[[int], Batch],
+    reader: MemoryReader,
+    restore: Undo,
+) -> Probe:
+    """Return the peak of training steps on that many rows; everything is restored and freed."""
+    batch = batch_of(rows)
+    reader.reset_peak()
+    try:
+        for _ in range(_STEPS):
+            _training_step(trainer, pl_module, batch)
+        return Probe(rows, reader.peak_bytes())
+    except Exception as error:
+        if is_out_of_memory(error):
+            return Probe(rows, None)
+        error.add_note(
+            f"Raised in a training step on {rows} rows that the batch-size guard tried before the "
+            "fit. If training itself would not raise it, set the guard's policy to 'off'."
+        )
+        raise
+    finally:
+        restore()
+        gc.collect()
+        reader.reset_peak()
+
+
+def _training_step(trainer: Any, pl_module: Any, batch: Batch) -> None:
+    """Do what the fit loop does with the first batch, in its order."""
+    strategy = trainer.strategy
+    optimizer = strategy.optimizers[0]
+    datamodule: Any = getattr(trainer, "datamodule", None)
+    hook = "on_before_batch_transfer"
+    owned = datamodule is not None and _overrides(hook, datamodule)
+    owner = datamodule if owned else pl_module
+    batch = owner.on_before_batch_transfer(trainer.precision_plugin.convert_input(batch), 0)
+    batch = strategy.batch_to_device(batch, dataloader_idx=0)
+    wanted = inspect.signature(pl_module.training_step).parameters.values()
+    with_index = len(wanted) > 1 or any(own.kind is own.VAR_POSITIONAL for own in wanted)
+
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    if scaler is not None and scaler.is_enabled():
+        # At its usual first scale gradients often overflow; the optimizer step, and the state that
+        # it allocates, would then be left out.
+        scaler.load_state_dict({**scaler.state_dict(), "scale": 1.0})
+
+    @torch.enable_grad()
+    def closure() -> Any:
+        output = strategy.training_step(batch, *((0,) if with_index else ()))
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        if loss is None:
+            raise _NoLossError
+        pl_module.optimizer_zero_grad(trainer.current_epoch, 0, optimizer)
+        strategy.backward(loss / trainer.accumulate_grad_batches, optimizer)
+        return loss.detach()
+
+    # through `optimizers()`, because its `step` goes by the strategy and the precision plugin
+    pl_module.optimizer_step(trainer.current_epoch, 0, pl_module.optimizers(), closure)
+
+
+def _overrides(name: str, owner: object) -> bool:
+    """Return whether an owner has more than Lightning's own method; on the instance counts, too."""
+    own = getattr(getattr(owner, name), "__func__", getattr(owner, name))
+    cores = tuple(f"{package}core." for package in _PACKAGES)
+    roots = (kind for kind in type(owner).__mro__ if kind.__module__.startswith(cores))
+    return all(own is not getattr(root, name, None) for root in roots)
+
+
+@contextmanager
+def _unseen(trainer: Any, pl_module: Any) -> Iterator[None]:
+    """Keep callbacks, loggers and the profiler from seeing what happens; ``self.log`` is silent."""
+    modules = (kind.__module__ for kind in type(trainer).__mro__)
+    package = next(name for name in modules if name.startswith(_PACKAGES)).split(".trainer")[0]
+    loggers = importlib.import_module(f"{package}.loggers.logger")
+    profilers = importlib.import_module(f"{package}.profilers")
+    kept = trainer.callbacks, trainer.loggers, trainer.profiler
+    attributes = vars(pl_module)
+    shadows = {name: attributes.get(name) for name in ("log", "log_dict")}
+    trainer.callbacks = []
+    trainer.loggers = [loggers.DummyLogger() for _ in trainer.loggers]
+    trainer.profiler = profilers.PassThroughProfiler()
+    attributes.update(dict.fromkeys(shadows, lambda *_, **__: None))
+    try:
+        yield
+    finally:
+        trainer.callbacks, trainer.loggers, trainer.profiler = kept
+        for name, shadow in shadows.items():
+            del attributes[name]
+            if shadow is not None:
+                attributes[name] = shadow

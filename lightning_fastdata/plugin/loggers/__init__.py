@@ -1,0 +1,1 @@
+"""What goes to loggers: scalars, texts, pictures and reports."""

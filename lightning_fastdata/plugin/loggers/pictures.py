@@ -1,0 +1,224 @@
+"""Pictures of training batches for the loggers: what the training step gets, to be looked at."""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from lightning_fastdata.augment.show.grid import batch_grid, find_images
+from lightning_fastdata.augment.show.normalized import Normalized, find_normalized
+from lightning_fastdata.errors import BatchError, FastDataWarning, OptionsError
+from lightning_fastdata.plugin.loggers.boards import log_image
+from lightning_fastdata.plugin.seams.sources import flattened
+
+if TYPE_CHECKING:
+    import torch
+
+    from lightning_fastdata.types import Batch
+
+TAG: Final = "data/batch"
+"""What the pictures are called on a board."""
+_USUAL_IMAGES: Final = 16
+_PAGE_PX: Final = 400
+_LARGEST_SCALE: Final = 8
+_LINE_PX: Final = 18
+_FONT_PX: Final = 13
+_LETTER_PX: Final = 6.6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageForm:
+    """What is known of the images of a batch."""
+
+    image: int | str | None = None
+    """Key or index of the images; None: to be found."""
+    normalized: Normalized | None = None
+    """How they were normalised; None: not known."""
+
+
+def image_form(transforms: Iterable[Any], image: int | str | None) -> ImageForm:
+    """Return what is known of the images behind some transforms.
+
+    Args:
+        transforms: what runs on the batches of a stage, in order.
+        image: key or index of the images; None: to be found.
+    """
+    return ImageForm(image=image, normalized=find_normalized(list(transforms)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PictureSettings:
+    """When a picture of a training batch is logged, and of how many images."""
+
+    most: int
+    """Images in a picture at most; 0: no pictures."""
+    every_n_epochs: int | None
+    """Epochs from picture to picture; None: one picture in a fit."""
+
+    @classmethod
+    def checked(cls, log_images: bool | int, every_n_epochs: int | None) -> PictureSettings:
+        """Return the settings for what the user wrote.
+
+        Raises:
+            OptionsError: a number is not positive, or epochs are given without images.
+        """
+        if not isinstance(log_images, int) or log_images < 0:
+            raise OptionsError(
+                f"log_images={log_images!r} has to be True, False, or a number of images."
+            )
+        few = not isinstance(every_n_epochs, int) or every_n_epochs < 1
+        if every_n_epochs is not None and (few or not log_images):
+            raise OptionsError(
+                f"images_every_n_epochs={every_n_epochs!r} with log_images={log_images!r}: give a "
+                "number of epochs from 1, and set log_images=True, or leave it at None."
+            )
+        most = _USUAL_IMAGES if log_images is True else int(log_images)
+        return cls(most=most, every_n_epochs=every_n_epochs)
+
+
+def pictures_of(
+    trainer: Any, settings: PictureSettings, augment: Any, image: int | str | None
+) -> BatchPictures | None:
+    """Return what logs the pictures of a fit; None on ranks that log none, or if none are wanted.
+
+    Args:
+        trainer: the trainer.
+        settings: when, and of how many images.
+        augment: the transform of a callback, for batches of loaders that are not ours; or None.
+        image: key or index of the images that the user gave with it.
+    """
+    if not settings.most or not trainer.is_global_zero:
+        return None
+    module = trainer.lightning_module
+    if "dataloader_iter" in inspect.signature(module.training_step).parameters:
+        warnings.warn(
+            f"log_images shows nothing: {type(module).__name__}.training_step(dataloader_iter) "
+            "fetches its batches itself. Use training_step(batch, batch_idx).",
+            FastDataWarning,
+            stacklevel=2,
+        )
+        return None
+    known = getattr(trainer.datamodule, "image_form", None)
+    form = image_form([augment], image) if known is None else known("train")
+    if form.normalized is None:
+        loaders = flattened(trainer.train_dataloader)
+        datasets = [getattr(loader, "dataset", None) for loader in loaders]
+        form = replace(form, normalized=find_normalized(datasets))
+    return BatchPictures(settings, form if image is None else replace(form, image=image))
+
+
+class BatchPictures:
+    """Logs the pictures of one fit.
+
+    Args:
+        settings: when, and of how many images.
+        form: what is known of the images.
+    """
+
+    def __init__(self, settings: PictureSettings, form: ImageForm) -> None:
+        self._settings = settings
+        self._form = form
+        self._last_epoch: int | None = None
+
+    def is_due(self, epoch: int) -> bool:
+        """Return whether the next batch of this epoch is to be shown."""
+        if self._last_epoch is None:
+            return True
+        every = self._settings.every_n_epochs
+        return every is not None and epoch != self._last_epoch and epoch % every == 0
+
+    def batch_began(self, loggers: Sequence[Any], batch: Batch, *, epoch: int, step: int) -> None:
+        """Show a batch on every logger that takes images, if it is time; say once if none does.
+
+        Args:
+            loggers: Lightning loggers.
+            batch: as the training step gets it, on any device; None where a loader gave none.
+            epoch: counted from 0.
+            step: position on the step axis.
+        """
+        if batch is None or not self.is_due(epoch):
+            return
+        first, self._last_epoch = self._last_epoch is None, epoch
+        # Lightning puts this in the place of a logger where nothing is to be logged.
+        own = [one for one in loggers if type(one).__name__ != "DummyLogger"]
+        if loggers and not own:
+            return
+        why = self._log(own, batch, epoch, step)
+        if first and why is not None:
+            warnings.warn(f"log_images shows nothing: {why}", FastDataWarning, stacklevel=2)
+
+    def _log(self, loggers: Sequence[Any], batch: Batch, epoch: int, step: int) -> str | None:
+        """Show a batch, and return why no logger does; None if one does."""
+        try:
+            images = find_images(_of_one_loader(batch, self._form.image), self._form.image)
+            grid = batch_grid(images, most=self._settings.most, normalized=self._form.normalized)
+        except BatchError as error:
+            return str(error)
+        caption = describe_picture(images, self._settings.most, self._form, epoch, step)
+        if log_image(loggers, TAG, captioned(grid, caption), caption, step):
+            return None
+        names = ", ".join(type(one).__name__ for one in loggers)
+        have = f"{names} takes no images" if loggers else "the trainer has no logger"
+        return f"{have}. Use a TensorBoardLogger, WandbLogger or MLFlowLogger."
+
+
+def describe_picture(
+    images: torch.Tensor, most: int, form: ImageForm, epoch: int, step: int
+) -> str:
+    """Return what a picture shows, in a sentence."""
+    count = len(images)
+    how_many = f"{min(most, count)} of {count}"
+    how = ""
+    if images.is_floating_point():
+        how = ", Normalize undone" if form.normalized else ", contrast stretched if not in [0, 1]"
+    dtype = str(images.dtype).removeprefix("torch.")
+    height, width = images.shape[1:3]
+    return (
+        f"Training batch as the training step gets it: {how_many} images, {height} x {width}, "
+        f"{dtype}{how}. Epoch {epoch}, step {step}."
+    )
+
+
+def captioned(grid: np.ndarray, caption: str) -> np.ndarray:
+    """Return a grid with a caption above it; small grids are enlarged by a whole number.
+
+    Args:
+        grid: uint8 ``[H, W, 3]``.
+        caption: text; wrapped to the width.
+
+    Returns:
+        uint8 ``[height, width, 3]``, with the grid in its lower left corner.
+    """
+    from PIL import Image, ImageDraw, ImageFont
+
+    scale = min(_LARGEST_SCALE, max(1, _PAGE_PX // max(grid.shape[:2])))
+    grid = grid.repeat(scale, 0).repeat(scale, 1)
+    width = max(_PAGE_PX, grid.shape[1])
+    lines = textwrap.wrap(caption, int(width / _LETTER_PX))
+    top = _LINE_PX * len(lines)
+    page = Image.new("RGB", (width, top + grid.shape[0]), "white")
+    pen, font = ImageDraw.Draw(page), ImageFont.load_default(_FONT_PX)
+    for number, line in enumerate(lines):
+        pen.text((2, _LINE_PX * number), line, fill="black", font=font)
+    page.paste(Image.fromarray(grid), (0, top))
+    return np.asarray(page)
+
+
+def _of_one_loader(batch: Batch, image: int | str | None) -> Batch:
+    """Return a batch that holds images; of combined loaders, that of the first that has some."""
+    parts = batch.values() if isinstance(batch, Mapping) else batch
+    combined = isinstance(parts, Iterable) and not hasattr(parts, "shape")
+    nested = [one for one in parts if isinstance(one, Mapping | list | tuple)] if combined else []
+    for one in (batch, *nested):
+        try:
+            find_images(one, image)
+        except BatchError:
+            continue
+        return one
+    return batch

@@ -1,0 +1,133 @@
+"""What a training leaves behind: its report as JSON, as a page, and on the terminal.
+
+Measuring and reporting never end a training: what fails in them is a warning.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from lightning_fastdata.errors import FastDataWarning, printable
+
+if TYPE_CHECKING:
+    from lightning_fastdata.insight.report.run_report import RunReport
+
+_Hook = TypeVar("_Hook", bound=Callable[..., Any])
+
+
+class Misfortunes:
+    """Errors of measuring and reporting, each told once as a warning."""
+
+    def __init__(self) -> None:
+        self._told: set[tuple[str, type]] = set()
+
+    def tell(self, what: str, error: Exception) -> None:
+        """Warn of an error, unless one of its kind was warned of.
+
+        Args:
+            what: Came of it, as in ``"The report was not written"``.
+            error: What was raised.
+        """
+        kind = (what, type(error))
+        if kind in self._told:
+            return
+        self._told.add(kind)
+        message = f"{what}: {type(error).__name__}: {error}. The training itself is not affected."
+        warnings.warn(message, FastDataWarning, stacklevel=3)
+
+    def survived_by(self, what: str, call: Callable[..., object]) -> Callable[..., None]:
+        """Return a function that does the same and warns of errors.
+
+        Args:
+            what: As for :meth:`tell`.
+            call: What is to be done.
+        """
+
+        def guarded(*args: Any) -> None:
+            try:
+                call(*args)
+            except Exception as error:
+                self.tell(what, error)
+
+        return guarded
+
+    @contextmanager
+    def survived(self, what: str) -> Iterator[None]:
+        """Make a warning of an error in the block.
+
+        Args:
+            what: As for :meth:`tell`.
+        """
+        try:
+            yield
+        except Exception as error:
+            self.tell(what, error)
+
+
+def harmless(what: str) -> Callable[[_Hook], _Hook]:
+    """Make a hook of a callback warn of its errors, which are kept in its ``misfortunes``.
+
+    Args:
+        what: As for :meth:`Misfortunes.tell`.
+    """
+
+    def guard(hook: _Hook) -> _Hook:
+        @wraps(hook)
+        def guarded(self: Any, *args: Any, **kwargs: Any) -> None:
+            try:
+                hook(self, *args, **kwargs)
+            except Exception as error:
+                self.misfortunes.tell(what, error)
+
+        return cast("_Hook", guarded)
+
+    return guard
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportFiles:
+    """Where the report of a run is written."""
+
+    data: Path
+    """The JSON."""
+    page: Path
+    """The page, beside it."""
+
+    @classmethod
+    def of(cls, path: str | Path | bool, log_dir: str, method: str) -> ReportFiles | None:
+        """Return the files that were asked for; None: none were.
+
+        Args:
+            path: Of the JSON of a fit; ``True``: ``report.json`` in ``log_dir``; ``False``: none.
+            log_dir: The trainer's.
+            method: Of the trainer. What is no fit has files of its own: ``report-test.json``.
+        """
+        if path is False:
+            return None
+        file = Path(log_dir) / "report.json" if path is True else Path(path)
+        if method != "fit":
+            file = file.with_name(f"{file.stem}-{method}{file.suffix}")
+        data = file.with_suffix(".json") if file.suffix == ".html" else file
+        return cls(data=data, page=file.with_suffix(".html"))
+
+    def write(self, report: RunReport) -> None:
+        """Write a report; readers see the files before or the new ones, never a part of one."""
+        report.write_json(self.data)
+        report.write_html(self.page)
+
+
+def print_report(report: RunReport, page: Path | None) -> None:
+    """Print a report, and where its page is."""
+    from rich.console import Console
+
+    console = Console()
+    console.print(report)
+    if page is not None:
+        shown = f" page  {printable(str(page), keep='')}"
+        console.print(shown, soft_wrap=True, highlight=False, markup=False)

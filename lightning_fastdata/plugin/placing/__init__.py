@@ -1,0 +1,1 @@
+"""Where the pixels of a pipeline are computed: workers or device."""

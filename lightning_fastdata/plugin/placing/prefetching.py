@@ -1,0 +1,214 @@
+"""Whether a data module moves batches beside the computing, and how."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+
+from lightning_fastdata.augment.dataset_pipelines import DatasetDraws
+from lightning_fastdata.batches.moving import move
+from lightning_fastdata.batches.staged import StagedBatch
+from lightning_fastdata.device.lookahead import Crossing, OneAhead, SideLane
+from lightning_fastdata.errors import FastDataWarning
+from lightning_fastdata.plugin.data.arguments import check_choice
+from lightning_fastdata.plugin.placing.staging import transfer
+from lightning_fastdata.plugin.seams.hooks import overridden_hook
+
+if TYPE_CHECKING:
+    import torch
+
+    from lightning_fastdata.plugin.placing.stage_transforms import StageTransforms
+    from lightning_fastdata.types import Batch, Stage
+
+PrefetchName: TypeAlias = Literal["auto", "off", "stream", "lookahead"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefetchChoice:
+    """How batches are moved."""
+
+    how: Literal["off", "stream", "lookahead"]
+    """``"off"``: on the stream of the computing. ``"stream"``: on one beside it, when it is the
+    batch's turn. ``"lookahead"``: there, one batch ahead."""
+    why: str
+    """The reason."""
+    refused: bool = False
+    """Whether the user asked for something else."""
+
+
+def choose_prefetch(
+    asked: PrefetchName,
+    *,
+    has_streams: bool,
+    ranks: int,
+    precision: str,
+    hooks: frozenset[str] = frozenset(),
+    hooks_of_module: frozenset[str] = frozenset(),
+) -> PrefetchChoice:
+    """Decide how batches are moved.
+
+    Args:
+        asked: What the user set.
+        has_streams: Whether the device has streams that run side by side.
+        ranks: Training processes. With several, Lightning has the host wait for the device before
+            each step, so that only a batch that was sent earlier crosses beside the computing.
+        precision: Lightning's name of it. The scaler of ``"16-mixed"`` waits for the device, too.
+        hooks: Transfer hooks that a subclass of the data module has written.
+        hooks_of_module: Those that the LightningModule has.
+    """
+    if asked == "off":
+        return PrefetchChoice(how="off", why="not asked for")
+    if not has_streams:
+        why = "only CUDA devices copy beside their computing"
+        return PrefetchChoice(how="off", why=why)
+    if "transfer_batch_to_device" in hooks_of_module:
+        why = "the LightningModule moves batches itself, in transfer_batch_to_device"
+        return PrefetchChoice(how="off", why=why, refused=asked != "auto")
+    waits = ranks > 1 or precision.startswith("16-mixed")
+    how: Literal["stream", "lookahead"] = "lookahead" if waits else "stream"
+    why = "the host runs ahead of the device"
+    if waits:
+        reason = f"{ranks} ranks" if ranks > 1 else precision
+        why = f"the host waits for the device in each step ({reason})"
+    if asked != "auto":
+        how, why = asked, "set by you"
+    early = (hooks | hooks_of_module) - {"on_after_batch_transfer"}
+    if how == "lookahead" and early:
+        why = f"{', '.join(sorted(early))} of yours runs in the batch's own step, not one ahead"
+        return PrefetchChoice(how="stream", why=why, refused=asked != "auto")
+    return PrefetchChoice(how=how, why=why)
+
+
+class Prefetching:
+    """Moves the batches of one data module.
+
+    Args:
+        asked: What the user set.
+
+    Raises:
+        OptionsError: There is no such way to prefetch.
+    """
+
+    def __init__(self, asked: PrefetchName) -> None:
+        check_choice("prefetch", asked, get_args(PrefetchName))
+        self.asked: PrefetchName = asked
+        self.choice = PrefetchChoice(how="off", why="decided when the training starts")
+        self._lanes: dict[torch.device, SideLane | None] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Streams belong to one process.
+        return {**vars(self), "_lanes": {}}
+
+    def decide(self, module: Any, trainer: Any, written: frozenset[str]) -> None:
+        """Decide for a trainer.
+
+        Args:
+            module: The data module; asked for the streams of the trainer's device.
+            trainer: The trainer; None: nothing is moved.
+            written: Transfer hooks that the data module's own class overrides.
+        """
+        if trainer is None or self.asked == "off":
+            return
+        device = trainer.strategy.root_device
+        if device not in self._lanes:
+            streams = module.device_streams(device)
+            self._lanes[device] = None if streams is None else SideLane(streams)
+        names = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+        theirs = trainer.lightning_module
+        self.choice = choose_prefetch(
+            self.asked,
+            has_streams=self._lanes[device] is not None,
+            ranks=trainer.world_size,
+            precision=str(trainer.precision),
+            hooks=written,
+            hooks_of_module=frozenset(n for n in names if overridden_hook(theirs, n) is not None),
+        )
+        if self.choice.refused:
+            message = f"prefetch={self.asked!r} became {self.choice.how!r}: {self.choice.why}."
+            warnings.warn(message, FastDataWarning, stacklevel=3)
+
+    def transfer(
+        self,
+        batch: Batch,
+        move_batch: Callable[[Batch], Batch],
+        device: torch.device,
+        transforms: StageTransforms,
+    ) -> Batch:
+        """Return a batch, or several combined, on the device, for use on the current stream."""
+        lane = self._lanes.get(device) if self.choice.how == "stream" else None
+        if lane is None:
+            return transfer(batch, move_batch, device)
+
+        def work(batch: Batch) -> Batch:
+            return drawn_carried_out(transfer(batch, move_batch, device), transforms)
+
+        return lane.send(batch, work, after_consumer=False).land()
+
+    def look_ahead(
+        self, trainer: Any, stage: Stage, transforms: StageTransforms
+    ) -> Callable[[Iterator[Batch]], Iterator[Batch]] | None:
+        """Return what sends the batches of a loader one ahead; None if they are not."""
+        if self.choice.how != "lookahead":
+            return None
+        return partial(self.one_ahead, trainer, stage, transforms)
+
+    def one_ahead(
+        self, trainer: Any, stage: Stage, transforms: StageTransforms, batches: Iterator[Batch]
+    ) -> Iterator[Batch]:
+        """Return the batches of an epoch as :class:`StagedBatch` that cross to the device."""
+        device = trainer.strategy.root_device
+        lane = self._lanes.get(device)
+        if lane is None:  # a copy of the loader in another process
+            return batches
+
+        def work(batch: Batch) -> Batch:
+            return drawn_carried_out(move(batch, device, non_blocking=True), transforms)
+
+        def send(batch: Batch) -> Crossing:
+            return lane.send(batch, work, after_consumer=True)
+
+        def receive(crossing: Crossing) -> StagedBatch:
+            return StagedBatch(None, None, stage, _Converted(crossing, trainer.precision_plugin))
+
+        return OneAhead(batches, send, receive)
+
+    def explain(self) -> str:
+        """Return how batches are moved, and why."""
+        return f"prefetch  {self.choice.how}  {self.choice.why}"
+
+
+class _Converted:
+    """A crossing whose batch Lightning would have converted to the precision's dtype before."""
+
+    def __init__(self, crossing: Crossing, precision: Any) -> None:
+        self._crossing = crossing
+        self._precision = precision
+
+    def land(self) -> Batch:
+        batch = self._crossing.land()
+        if isinstance(batch, StagedBatch):
+            return batch
+        return self._precision.convert_input(batch)
+
+
+def drawn_carried_out(batch: Batch, transforms: StageTransforms) -> Batch:
+    """Carry out what the workers drew for a batch, or for several combined, on the device.
+
+    Only that: it reads the batch and nothing else. Callables may read what the training writes and
+    draw from generators that it draws from, so they run where they would without prefetching.
+    """
+    if isinstance(batch, StagedBatch):
+        if isinstance(batch.draws, DatasetDraws):
+            return StagedBatch(batch.draws.apply(batch.batch), None, batch.stage)
+        first = transforms.worker_part(batch.stage)
+        if batch.draws is None or first is None:
+            return batch
+        return StagedBatch(first.apply(batch.batch, batch.draws), None, batch.stage)
+    if type(batch) is dict:
+        return {key: drawn_carried_out(value, transforms) for key, value in batch.items()}
+    if type(batch) in (list, tuple):
+        return type(batch)(drawn_carried_out(value, transforms) for value in batch)
+    return batch

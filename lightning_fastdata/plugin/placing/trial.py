@@ -1,0 +1,335 @@
+"""Where a data module has the pixels of its pipelines computed: asked for, or measured and kept.
+
+``augment_on="auto"`` decides for each stage when its loader is made. For training it decides again
+at the border of each epoch, from the steps that were measured. The border is where a loader asks
+for the number of its epoch. Nobody has begun a sample of that epoch, unless the loader's workers
+stay and fetch the first batches of an epoch while the one before ends: with those a change takes
+effect one epoch later.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
+
+from lightning_fastdata.augment.placement import (
+    MOST_CHANGES,
+    Choice,
+    Place,
+    PlaceCosts,
+    StepSeen,
+    choose_place,
+)
+from lightning_fastdata.augment.switch import PlaceSwitch, SwitchedTransform
+from lightning_fastdata.batches.staged import StagedBatch
+from lightning_fastdata.host.cpu import read_cpu_limit
+from lightning_fastdata.plugin.placing.costs import PlaceTask, ReadingProcesses, read_place_costs
+from lightning_fastdata.plugin.placing.prefetching import drawn_carried_out
+from lightning_fastdata.plugin.placing.staging import finish
+from lightning_fastdata.plugin.placing.step_watch import StepWatch
+from lightning_fastdata.plugin.seams.trainer_facts import device_type
+
+if TYPE_CHECKING:
+    import torch
+    from torch.utils.data import Dataset
+
+    from lightning_fastdata.augment.contract import StageTransform
+    from lightning_fastdata.loading.loader import FastDataLoader
+    from lightning_fastdata.planning.facts.pipeline_trial import Trial
+    from lightning_fastdata.plugin.placing.stage_transforms import StageTransforms
+    from lightning_fastdata.types import Batch, Stage
+
+AugmentOn: TypeAlias = Literal["auto", "gpu", "cpu"]
+"""What a user sets."""
+Ahead: TypeAlias = Callable[[Iterator["Batch"]], Iterator["Batch"]]
+
+_LOG = logging.getLogger(__name__)
+_ON_CPU: Final = (
+    "the trainer has no accelerator, so that torch computes these pixels on the CPU in the "
+    "training process, which takes many times as long as Albumentations in the workers"
+)
+
+
+@dataclass(slots=True, eq=False)
+class _Held:
+    """What was decided for one stage of a run."""
+
+    costs: PlaceCosts
+    choice: Choice
+    place: Place
+    """Of the epochs that are to come."""
+    name: str
+    """Of the loader that was measured."""
+    switch: PlaceSwitch | None = None
+    """Of its newest loader, if that can be changed."""
+    watch: StepWatch | None = None
+    """Of its steps, while a change is possible."""
+    watched: Place | None = None
+    """Where the pixels of the watched steps are."""
+    seen: dict[Place, StepSeen] = field(default_factory=dict)
+    """The newest measured steps by place."""
+    changes: int = 0
+    delay_epochs: int = 0
+    """From the border at which a change is decided to the epoch that it begins with."""
+    others: set[str] = field(default_factory=set)
+    """Other loaders of the stage."""
+
+
+class Placing:
+    """Decides where pixels are computed, for one data module.
+
+    Args:
+        asked: What the user set.
+        accelerator: Returns the device type of a trainer.
+        costs: Measures what a pipeline costs; see :func:`read_place_costs`.
+        watch: Makes what measures the steps on a device.
+    """
+
+    def __init__(
+        self,
+        asked: AugmentOn,
+        *,
+        accelerator: Callable[[Any], str] = device_type,
+        costs: Callable[..., PlaceCosts] = read_place_costs,
+        watch: Callable[[torch.device], StepWatch] = StepWatch,
+    ) -> None:
+        self.asked: AugmentOn = asked
+        self._accelerator = accelerator
+        self._read_costs = costs
+        self._new_watch = watch
+        self._held: dict[Stage, _Held] = {}
+        self._known_step_ms: float | None = None
+        self._said = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Decisions and their measurements belong to one run in one process.
+        return {**vars(self), "_held": {}}
+
+    def attached(self) -> None:
+        """Forget the decisions of the run before: a trainer begins another one."""
+        self._held = {}
+        self._said = False
+
+    def choice(self, stage: Stage) -> Choice | None:
+        """Return what was decided for a stage in this run, and why; None: nothing yet."""
+        held = self._held.get(stage)
+        return None if held is None else held.choice
+
+    def may_use_device(self, stage: Stage, trainer: Any) -> bool:
+        """Return whether the device may have to finish batches of a stage."""
+        if trainer is None or self.asked == "cpu":
+            return False
+        held = self._held.get(stage)
+        if self.asked == "gpu":
+            return True
+        if held is None:
+            return self._accelerator(trainer) != "cpu"
+        return held.place == "device" or held.switch is not None
+
+    def settings(
+        self,
+        transforms: StageTransforms,
+        transform: StageTransform | None,
+        own: Trial | None,
+        *,
+        stage: Stage,
+        dataset: Dataset[Any],
+        settings: Mapping[str, Any],
+        workers: int,
+        processes: ReadingProcesses,
+        name: str,
+        trainer: Any,
+    ) -> dict[str, Any]:
+        """Decide for a loader that is to be made, and return what it takes for it.
+
+        Args:
+            transforms: Of all stages.
+            transform: What starts in the workers, as it suits the dataset.
+            own: Of the pipelines that the dataset calls itself, if they leave anything over.
+            stage: What the loader is for.
+            dataset: What it reads.
+            settings: Its other settings; of these ``epoch`` and ``ahead`` are replaced.
+            workers: Its side processes.
+            processes: How samples may be read before it is opened.
+            name: How the user knows it.
+            trainer: The trainer; None: everything is left to the workers.
+        """
+        starts = transform is not None or own is not None
+        if not starts or trainer is None or self.asked != "auto":
+            on_device = starts and self.may_use_device(stage, trainer)
+            if on_device:
+                self._say_once(stage, trainer)
+            made = _taken(transform, own, on_device=on_device)
+        else:
+            task = _task(transform, own, stage, dataset, settings, workers, processes, trainer)
+            made = self._auto(task, settings, name, trainer)
+        # Without a trainer there is no hook to finish the batches, so they come finished.
+        later = made["recording"] is not None
+        later |= transforms.run_on_device(stage, pipeline=self.may_use_device(stage, trainer))
+        return {**made, "staged": stage if trainer is not None and later else None}
+
+    def _auto(
+        self, task: PlaceTask, settings: Mapping[str, Any], name: str, trainer: Any
+    ) -> dict[str, Any]:
+        held = self._decide(task, name, trainer)
+        weighed = held.costs.sample is not None and held.costs.device_ms is not None
+        if task.stage != "train" or not weighed:
+            return _taken(task.transform, task.own, on_device=held.place == "device")
+        if held.watch is None:
+            held.watch = self._new_watch(task.device)
+        held.switch = PlaceSwitch(held.place)
+        return {
+            **_taken(task.transform, task.own, on_device=True, switch=held.switch),
+            "epoch": partial(self._border, task.stage, settings["epoch"], trainer),
+            "ahead": partial(_watched, held.watch, settings["ahead"]),
+        }
+
+    def _decide(self, task: PlaceTask, name: str, trainer: Any) -> _Held:
+        stage = task.stage
+        held = self._held.get(stage)
+        resized = held is not None and held.costs.batch_size != task.batch_size
+        if held is None or (resized and not held.changes):
+            costs = self._read_costs(task, accelerator=self._accelerator(trainer) != "cpu")
+            choice = choose_place(costs, known_step_ms=self._known_step_ms)
+            held = _Held(costs=costs, choice=choice, place=choice.place, name=name)
+            self._held[stage] = held
+            self._tell(stage, choice, trainer)
+        elif name != held.name:
+            held.others.add(name)
+        return held
+
+    def opened(self, stage: Stage, loader: FastDataLoader) -> None:
+        """Note when a change takes effect in a loader that was made."""
+        held = self._held.get(stage)
+        if held is not None:
+            early = loader.executor != "torch" and loader.persistent_workers
+            held.delay_epochs = int(early)
+
+    def finish(self, batch: Batch, transforms: StageTransforms) -> tuple[Batch, bool]:
+        """Run what a batch waits for, and return it plain, with whether anything ran."""
+        held = self._held.get("train")
+        watch = None if held is None else held.watch
+        ours = isinstance(batch, StagedBatch) and batch.stage == "train"
+        if watch is None or not (ours and batch.draws is not None and watch.watching):
+            return finish(batch, transforms)
+        # Other transforms of the stage run on the device wherever the pipeline's pixels are.
+        watch.timeline.augment_began()
+        batch = drawn_carried_out(batch, transforms)
+        watch.timeline.augment_ended()
+        return finish(batch, transforms)
+
+    def where(self, stage: Stage, trainer: Any) -> tuple[Place, str]:
+        """Return where the pixels of a stage are computed, and why, as far as it is known."""
+        if self.asked == "cpu":
+            return "workers", 'augment_on="cpu"'
+        if self.asked == "gpu":
+            why = 'augment_on="gpu"'
+            if trainer is None:
+                return "device", why
+            return "device", f"{why}; {_ON_CPU}" if self._accelerator(trainer) == "cpu" else why
+        held = self._held.get(stage)
+        if held is not None:
+            since = ""
+            if held.switch is not None and held.switch.since_epoch:
+                since = f"since epoch {held.switch.since_epoch}: "
+            return held.place, since + held.choice.reason
+        if self._accelerator(trainer) == "cpu":
+            return "workers", "there is no accelerator to run on"
+        return "device", "unless a trial before the training finds the workers to be faster"
+
+    def _border(self, stage: Stage, epoch: Callable[[], int], trainer: Any) -> int:
+        number = epoch()
+        held = self._held.get(stage)
+        if held is None or held.switch is None or held.watch is None:
+            return number
+        self._decide_again(stage, held, number, trainer)
+        place = held.switch.place(number)
+        if held.watched != place:
+            held.watched = place
+            held.watch.restart()
+        if held.changes >= MOST_CHANGES or held.others:
+            held.watch.stop()
+        return number
+
+    def _decide_again(self, stage: Stage, held: _Held, epoch: int, trainer: Any) -> None:
+        switch, watch = held.switch, held.watch
+        if switch is None or watch is None or held.watched != switch.newest or held.others:
+            return
+        step: StepSeen | None = watch.seen(switch.newest)
+        if step is None or not step.enough:
+            return
+        self._known_step_ms = step.step_ms
+        held.seen[step.place] = step
+        elsewhere = held.seen.get("workers" if step.place == "device" else "device")
+        held.choice = choose_place(held.costs, step, elsewhere=elsewhere, changes=held.changes)
+        watch.restart()
+        if held.choice.place == held.place:
+            return
+        held.place = held.choice.place
+        held.changes += 1
+        since = epoch + held.delay_epochs
+        switch.change(held.place, from_epoch=since)
+        self._tell(stage, held.choice, trainer, f" from epoch {since}")
+
+    def _tell(self, stage: Stage, choice: Choice, trainer: Any, since: str = "") -> None:
+        ranks = getattr(trainer, "world_size", 1)
+        rank = f"rank {trainer.global_rank}, " if ranks > 1 else ""
+        where = "on the device" if choice.place == "device" else "all in the workers"
+        _LOG.info('augment_on="auto", %s%s: %s%s: %s.', rank, stage, where, since, choice.reason)
+
+    def _say_once(self, stage: Stage, trainer: Any) -> None:
+        if self.asked != "gpu" or trainer is None or self._said:
+            return
+        if self._accelerator(trainer) == "cpu":
+            self._said = True
+            _LOG.info('augment_on="gpu", %s: %s.', stage, _ON_CPU)
+
+
+def _task(
+    transform: StageTransform | None,
+    own: Trial | None,
+    stage: Stage,
+    dataset: Dataset[Any],
+    settings: Mapping[str, Any],
+    workers: int,
+    processes: ReadingProcesses,
+    trainer: Any,
+) -> PlaceTask:
+    return PlaceTask(
+        dataset=dataset,
+        transform=transform,
+        own=own,
+        stage=stage,
+        device=trainer.strategy.root_device,
+        batch_size=settings["batch_size"],
+        workers=workers,
+        processes=processes,
+        cpus=read_cpu_limit(local_ranks=trainer.num_devices).usable_cpus,
+        collate_fn=settings["collate_fn"],
+        seed=settings["seed"],
+    )
+
+
+def _taken(
+    transform: StageTransform | None,
+    own: Trial | None,
+    *,
+    on_device: bool,
+    switch: PlaceSwitch | None = None,
+) -> dict[str, Any]:
+    """Return what a loader takes for pixels on the device; with a switch, in some epochs."""
+    recording = own.recording(switch) if own is not None and on_device else None
+    if transform is not None and switch is not None:
+        transform = SwitchedTransform(transform, switch)
+    return {
+        "transform": transform,
+        "on_device": transform is not None and on_device,
+        "recording": recording,
+    }
+
+
+def _watched(watch: StepWatch, ahead: Ahead | None, batches: Iterator[Batch]) -> Iterator[Batch]:
+    return watch.batches(batches if ahead is None else ahead(batches))

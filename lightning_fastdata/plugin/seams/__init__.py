@@ -1,0 +1,1 @@
+"""What is asked of Lightning beyond its documented hooks."""

@@ -1,0 +1,149 @@
+"""What DataThroughputCallback hears of validation, test and prediction, within a fit or alone."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from lightning_fastdata.batches.moving import batch_samples
+from lightning_fastdata.plugin.loggers.report_files import harmless
+from lightning_fastdata.plugin.seams.trainer_facts import steps_logged_by
+
+if TYPE_CHECKING:
+    from lightning_fastdata.plugin.loggers.report_files import Misfortunes
+    from lightning_fastdata.plugin.watch.measured_run import MeasuredRun
+
+NOT_MEASURED: Final = "A step was not measured"
+_NOT_LOGGED: Final = "An evaluation was not logged"
+
+
+class EvaluationHooks:
+    """The hooks of a callback around the steps of ``validate``, ``test`` and ``predict``."""
+
+    _run: MeasuredRun | None
+    misfortunes: Misfortunes
+
+    @harmless(NOT_MEASURED)
+    def on_sanity_check_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
+        """Count the sanity check as validation."""
+        if self._run is not None:
+            self._run.recording.wall.validation_began()
+
+    @harmless(NOT_MEASURED)
+    def on_sanity_check_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
+        """Go back to the setup."""
+        if self._run is not None:
+            self._run.recording.wall.validation_ended()
+
+    @harmless(NOT_MEASURED)
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
+        """Count what follows as validation."""
+        self._began()
+
+    @harmless(NOT_MEASURED)
+    def on_test_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
+        """Begin to measure."""
+        self._began()
+
+    @harmless(NOT_MEASURED)
+    def on_predict_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
+        """Begin to measure."""
+        self._began()
+
+    @harmless(NOT_MEASURED)
+    def on_validation_epoch_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
+        """The first step of each validation is counted apart."""
+        run = self._run
+        if run is None or trainer.sanity_checking:
+            return
+        if run.recording.fits:
+            run.recording.main.paused()
+            run.recording.main.timeline.resumed()
+        run.recording.evaluated.epoch_opens()
+
+    @harmless(NOT_MEASURED)
+    def on_validation_batch_end(
+        self,
+        trainer: Any,
+        pl_module: Any,  # noqa: ARG002
+        outputs: Any,  # noqa: ARG002
+        batch: Any,
+        batch_idx: int,  # noqa: ARG002
+        dataloader_idx: int = 0,  # noqa: ARG002
+    ) -> None:
+        """Close a validation step."""
+        if not trainer.sanity_checking:
+            self._step_ended(batch)
+
+    @harmless(NOT_MEASURED)
+    def on_test_batch_end(
+        self,
+        trainer: Any,  # noqa: ARG002
+        pl_module: Any,  # noqa: ARG002
+        outputs: Any,  # noqa: ARG002
+        batch: Any,
+        batch_idx: int,  # noqa: ARG002
+        dataloader_idx: int = 0,  # noqa: ARG002
+    ) -> None:
+        """Close a test step."""
+        self._step_ended(batch)
+
+    @harmless(NOT_MEASURED)
+    def on_predict_batch_end(
+        self,
+        trainer: Any,  # noqa: ARG002
+        pl_module: Any,  # noqa: ARG002
+        outputs: Any,  # noqa: ARG002
+        batch: Any,
+        batch_idx: int,  # noqa: ARG002
+        dataloader_idx: int = 0,  # noqa: ARG002
+    ) -> None:
+        """Close a prediction step."""
+        self._step_ended(batch)
+
+    @harmless(_NOT_LOGGED)
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
+        """Log the means of this validation."""
+        if not trainer.sanity_checking:
+            self._ended(trainer)
+
+    @harmless(_NOT_LOGGED)
+    def on_test_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
+        """Log the means of this test."""
+        self._ended(trainer)
+
+    @harmless(_NOT_LOGGED)
+    def on_predict_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
+        """Log the means of this prediction."""
+        self._ended(trainer)
+
+    def _began(self) -> None:
+        run = self._run
+        if run is None:
+            return
+        if run.recording.fits:
+            run.recording.wall.validation_began()
+        else:
+            run.began()
+
+    def _step_ended(self, batch: Any) -> None:
+        run = self._run
+        if run is None:
+            return
+        run.recording.evaluated.step_ended(batch_samples(batch))
+        if not run.recording.fits:
+            run.batches += 1
+            if run.verdict_is_due(run.batches):
+                run.judged()
+
+    def _ended(self, trainer: Any) -> None:
+        run = self._run
+        if run is None:
+            return
+        recording = run.recording
+        if recording.fits:
+            recording.wall.validation_ended()
+        else:
+            recording.wall.ended()
+        recording.evaluated.timeline.drop_open_step()
+        recording.evaluated.paused()
+        run.log(recording.evaluated.metrics(), steps_logged_by(trainer, recording.batches_stepped))

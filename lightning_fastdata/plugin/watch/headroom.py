@@ -1,0 +1,173 @@
+"""Measures what a training step takes when its batch is there already, on a copy of the model."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import random
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import torch
+
+from lightning_fastdata.batches.moving import batch_samples
+from lightning_fastdata.insight.measure.headroom import measured_headroom
+
+if TYPE_CHECKING:
+    from lightning_fastdata.insight.measure.headroom import Headroom
+    from lightning_fastdata.insight.measure.metrics import StageSummary
+    from lightning_fastdata.types import Batch
+
+_KEPT: Final = 4
+"""Batches that are replayed. On a GPU they take memory during the whole training."""
+_ROUNDS: Final = 3
+"""Rounds over them that are timed, at least; one more comes before."""
+_MOST_ROUNDS: Final = 50
+_LEAST_S: Final = 1.0
+"""Short rounds are repeated for so long."""
+
+
+class Replay:
+    """Keeps the first batches of a training and replays them when it has ended.
+
+    Args:
+        clock_s: Monotonic time in seconds.
+    """
+
+    def __init__(self, clock_s: Callable[[], float] = time.perf_counter) -> None:
+        self._clock_s = clock_s
+        self._batches: list[Batch] = []
+        self._rounds_ms: list[float] = []
+        self._samples = self._steps = 0
+        self._failed: str | None = None
+
+    def keep(self, batch: Batch) -> None:
+        """Keep a batch as the training step got it, if there are not enough yet."""
+        if len(self._batches) < _KEPT:
+            self._batches.append(batch)
+
+    def run(self, trainer: Any, pl_module: Any) -> None:
+        """Replay the training step, backward and the optimizer's step, and forget the batches.
+
+        They run on copies of the module and its optimizers, without a trainer: nothing is logged,
+        no hook of a callback or a scheduler is called, and all weights, buffers, gradients and
+        random generators are as they were.
+        """
+        batches, self._batches = self._batches, []
+        self._failed = _obstacle(trainer, pl_module)
+        if not batches or self._failed is not None:
+            return
+        device = trainer.strategy.root_device
+        try:
+            with _untouched(pl_module, device), warnings.catch_warnings():
+                # A module without a trainer warns that it cannot log.
+                warnings.simplefilter("ignore")
+                step = _Step(trainer, pl_module)
+                self._rounds_ms = self._timed(step, batches, device)
+        except Exception as error:  # whatever a step does that needs its trainer
+            first_line = str(error).partition("\n")[0].rstrip(".")
+            self._failed = f"{type(error).__name__}: {first_line}"
+            return
+        self._samples = sum(batch_samples(batch) for batch in batches)
+        self._steps = len(batches)
+
+    def headroom(self, stage: StageSummary) -> Headroom | None:
+        """Return what was measured, for the summary of the training; None if nothing was."""
+        if not self._rounds_ms:
+            return None
+        return measured_headroom(stage, self._rounds_ms, steps=self._steps, samples=self._samples)
+
+    def notes(self) -> tuple[str, ...]:
+        """Return why nothing could be measured, if that is so."""
+        if self._failed is None:
+            return ()
+        return (f"The headroom is modelled, as it could not be measured: {self._failed}.",)
+
+    def _timed(self, step: _Step, batches: list[Batch], device: torch.device) -> list[float]:
+        rounds_ms: list[float] = []
+        first_s = 0.0
+        for number in range(_MOST_ROUNDS + 1):
+            began_s = self._clock_s()
+            for index, batch in enumerate(batches):
+                step(batch, index)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)  # the training is over: nobody is held up
+            ended_s = self._clock_s()
+            if number == 0:
+                first_s = ended_s  # compiles, and fills the caches
+                continue
+            rounds_ms.append((ended_s - began_s) * 1e3)
+            if number >= _ROUNDS and ended_s - first_s > _LEAST_S:
+                break
+        return rounds_ms
+
+
+class _Step:
+    """The training step of a copy of a module, with its backward and its optimizers."""
+
+    def __init__(self, trainer: Any, pl_module: Any) -> None:
+        # Together, so that the copied optimizers hold the copied weights.
+        self._twin, self._optimizers = copy.deepcopy((pl_module, list(trainer.optimizers)))
+        parameters = inspect.signature(pl_module.training_step).parameters
+        self._takes_index = len(parameters) > 1
+        self._every = trainer.accumulate_grad_batches
+        self._clip = trainer.gradient_clip_val
+        self._context: Callable[[], AbstractContextManager[Any]] = getattr(
+            trainer.precision_plugin, "train_step_context", nullcontext
+        )
+        self._done = 0
+
+    def __call__(self, batch: Batch, index: int) -> None:
+        with self._context():
+            loss = self._twin.training_step(*((batch, index) if self._takes_index else (batch,)))
+        loss = loss["loss"] if isinstance(loss, Mapping) else loss
+        if loss is not None:
+            (loss / self._every).backward()
+        self._done += 1
+        if self._done % self._every == 0:
+            if self._clip:
+                torch.nn.utils.clip_grad_norm_(self._twin.parameters(), self._clip)
+            for optimizer in self._optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+def _obstacle(trainer: Any, pl_module: Any) -> str | None:
+    """Return why the step of a module cannot be replayed; None if it may."""
+    if trainer.world_size > 1:
+        return "with several devices a step needs them all"
+    if not pl_module.automatic_optimization:
+        return "with manual optimization the step asks the trainer for its optimizers"
+    if "dataloader_iter" in inspect.signature(pl_module.training_step).parameters:
+        return "training_step(dataloader_iter) fetches its batches itself"
+    if "training_step" in vars(pl_module) or getattr(pl_module, "_compiler_ctx", None) is not None:
+        return "a compiled or replaced training_step belongs to the module that was trained"
+    return None
+
+
+@contextmanager
+def _untouched(module: Any, device: torch.device) -> Iterator[None]:
+    """Leave random generators, gradients and buffers as they were, whatever the block does.
+
+    A copy of a module may still reach the original one, through a closure for example.
+    """
+    gradients = [(weight, weight.grad) for weight in module.parameters()]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    python, numpy_state = random.getstate(), np.random.get_state()
+    for weight, _ in gradients:
+        weight.grad = None
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy_state)
+        for weight, gradient in gradients:
+            weight.grad = gradient
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)

@@ -1,0 +1,313 @@
+"""What DataThroughputCallback does, for either of Lightning's two package names."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+from lightning_fastdata.augment.transform import as_batch_transform
+from lightning_fastdata.batches.moving import batch_samples
+from lightning_fastdata.errors import OptionsError
+from lightning_fastdata.insight.report.run_report import RunReport, first_word
+from lightning_fastdata.insight.waits.ranks import rank_metrics
+from lightning_fastdata.planning.checks import check, check_among
+from lightning_fastdata.planning.option_names import NeedsConstruction, refuses_unknown_names
+from lightning_fastdata.plugin.loggers import boards
+from lightning_fastdata.plugin.loggers.pictures import PictureSettings, pictures_of
+from lightning_fastdata.plugin.loggers.report_files import Misfortunes, harmless, print_report
+from lightning_fastdata.plugin.loggers.scalars import PREDICTED_STEP, Scalars, wall_scalars
+from lightning_fastdata.plugin.seams.foreign import augment_foreign_batches
+from lightning_fastdata.plugin.seams.profiler_tee import Listener, attach
+from lightning_fastdata.plugin.seams.progress_bar import close_progress_bar, print_line
+from lightning_fastdata.plugin.seams.sources import watch_sources
+from lightning_fastdata.plugin.seams.trainer_facts import (
+    augmenting_stages,
+    check_hooks_run,
+    steps_logged_by,
+)
+from lightning_fastdata.plugin.watch.evaluation_hooks import NOT_MEASURED, EvaluationHooks
+from lightning_fastdata.plugin.watch.headroom import Replay
+from lightning_fastdata.plugin.watch.judging import predicted_step_ms
+from lightning_fastdata.plugin.watch.measured_run import FIRST_WORD_STEPS, MeasuredRun
+from lightning_fastdata.plugin.watch.ranks import meet
+from lightning_fastdata.plugin.watch.recording import Recording
+
+_MOST_FIGURES = 20
+
+
+@refuses_unknown_names
+class ThroughputHooks(EvaluationHooks, NeedsConstruction):
+    """Measures where each step goes, logs it, and runs augmentation on the device.
+
+    Works with every Trainer: with a FastDataModule, other data modules, plain loaders, and the
+    loaders of the LightningModule. Measured are the wait for data, the transfer, the augmentation
+    and the compute time of each step, on a GPU by events that are read late and never waited for.
+    Validation, checkpoints and sanity checks are not part of any of them. ``fit``, ``validate``,
+    ``test`` and ``predict`` each get a report of their own.
+
+    Args:
+        augment: What runs on each training batch on the device: an ``albumentations.Compose``, or
+            any callable or ``nn.Module`` that takes a batch and returns it.
+        image: Where the image is in a batch: a key of a dict or a position of a tuple. Default:
+            found by itself.
+        mask: Where the mask is, if there is one.
+        every_n_steps: Log every that many optimizer steps. Default: the trainer's
+            ``log_every_n_steps``, or more rarely if loggers would need above 1 % of the time.
+        log_images: Show the first training batch of the fit, as the training step gets it, to
+            loggers that take images (TensorBoard, W&B, MLflow): ``True``, or how many images of
+            it. ``Normalize`` is undone in the picture, where it is known.
+        images_every_n_epochs: Show a batch again every that many epochs. Default: once in a fit.
+        figures: Add a figure of the step's phases per epoch to loggers that show figures.
+        summary: Print the summary when a run of the trainer ends.
+        headroom: Where the step without waits is known from: ``"modelled"`` takes the stall away
+            from the measured step; ``"measured"`` keeps the first 4 batches where they are and,
+            when the training ends, replays them for about a second on a copy of the module and
+            its optimizers, which takes as much memory again. The module itself stays as it is.
+        report: Where to write the report of a fit as JSON; beside it, it is written as a page, with
+            the suffix ``.html``. Default: ``report.json`` in the trainer's ``log_dir``; ``False``
+            writes none. ``validate``, ``test`` and ``predict`` write ``report-validate.json``,
+            ``report-test.json`` and ``report-predict.json`` (of ``x.json``: ``x-test.json``). It is
+            written after 50 steps, every two minutes, at ends of epochs and of the run, as long as
+            judging takes below 1 % of the time; then loggers that keep files get it (W&B, MLflow,
+            Comet, Lightning's own).
+        scalars: What loggers get: ``"main"``, 20 scalars at most, or ``"all"`` that is measured.
+
+    Attributes:
+        report: The report of the last run as :class:`RunReport`; None before.
+        reports: The last report of each: ``"fit"``, ``"validate"``, ``"test"``, ``"predict"``.
+
+    Raises:
+        OptionsError: ``every_n_steps`` or a number of images is not positive, or ``headroom`` or
+            ``scalars`` not one of its values.
+        TransformError: ``augment`` is not a transform; when a fit starts: the training step fetches
+            its batches itself, so that no transfer hook would run.
+    """
+
+    def __init__(
+        self,
+        augment: Callable[..., Any] | None = None,
+        *,
+        image: str | int | None = None,
+        mask: str | int | None = None,
+        every_n_steps: int | None = None,
+        log_images: bool | int = False,
+        images_every_n_epochs: int | None = None,
+        figures: bool = True,
+        summary: bool = True,
+        headroom: Literal["modelled", "measured"] = "modelled",
+        report: str | Path | bool = True,
+        scalars: Literal["main", "all"] = "main",
+    ) -> None:
+        self._constructed = True
+        super().__init__()
+        if every_n_steps is not None and (type(every_n_steps) is not int or every_n_steps < 1):
+            raise OptionsError(f"every_n_steps={every_n_steps!r} has to be at least 1, or None.")
+        fine = isinstance(report, bool | str | os.PathLike)
+        check("report", report, fine, "True, False and a path")
+        self.augment = None
+        if augment is not None:
+            self.augment = as_batch_transform(augment, image=image, mask=mask)
+        self.every_n_steps = every_n_steps
+        self.image = image
+        self.picture_settings = PictureSettings.checked(log_images, images_every_n_epochs)
+        self.figures = figures
+        self.summary = summary
+        if headroom not in ("modelled", "measured"):
+            raise OptionsError(f'headroom={headroom!r} has to be "modelled" or "measured".')
+        check_among("scalars", scalars, ("main", "all"))
+        self.scalars: Scalars = scalars
+        self.headroom = headroom
+        self.report_path = report
+        self.report: RunReport | None = None
+        self.reports: dict[str, RunReport] = {}
+        self.misfortunes = Misfortunes()
+        self._run: MeasuredRun | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A run belongs to one trainer; a copy of the callback (and of the trainer) starts afresh.
+        return {**self.__dict__, "_run": None}
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Register the augmentation and start to listen; Lightning calls it before any loader."""
+        self._end_run()
+        self.misfortunes = Misfortunes()
+        # An enum of Lightning's that is equal to its word, but is printed otherwise.
+        recording = Recording(trainer, self, str(getattr(stage, "value", stage)))
+        if stage == "fit" and self.augment is not None:
+            check_hooks_run(pl_module)
+        undo: list[Callable[[], None]] = []
+        self._run = MeasuredRun(trainer, recording, undo, self)
+        if stage == "fit" and self.augment is not None:
+            undo.append(self._register(trainer, pl_module, recording))
+        guard = self.misfortunes.survived_by
+        watch = guard("A loader is not measured", recording.watch)
+        undo.append(watch_sources(trainer, recording.stages, watch))
+        recording.augments = augmenting_stages(trainer, pl_module)
+
+        def find(action: str) -> Listener | None:
+            listener = recording.listener(action)
+            if listener is None:
+                return None
+            began, ended = listener
+            return guard(NOT_MEASURED, began), guard(NOT_MEASURED, ended)
+
+        undo.append(attach(trainer, find))
+
+    def _register(self, trainer: Any, pl_module: Any, recording: Recording) -> Callable[[], None]:
+        register = getattr(trainer.datamodule, "register_transform", None)
+        if register is not None:
+            return register(self.augment, stage="train")  # type: ignore[no-any-return]
+        return augment_foreign_batches(
+            trainer,
+            pl_module,
+            self.augment,  # type: ignore[arg-type]
+            seed=int(os.environ.get("PL_GLOBAL_SEED", "0")),
+            in_transfer=lambda: recording.in_transfer,
+        )
+
+    @harmless("The training is not measured")
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
+        """Forget what tuners and finders ran before, and tell TensorBoard how to lay out charts."""
+        run = self._run
+        if run is None:
+            return
+        run.judge.ranks = meet(trainer)
+        run.replay = Replay() if self.headroom == "measured" else None
+        run.pictures = pictures_of(trainer, self.picture_settings, self.augment, self.image)
+        run.began()
+
+    @harmless(NOT_MEASURED)
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
+        """The first step of an epoch is counted apart."""
+        if self._run is not None:
+            self._run.recording.main.epoch_opens()
+
+    @harmless("The batch was not shown")
+    def on_train_batch_start(
+        self,
+        trainer: Any,
+        pl_module: Any,  # noqa: ARG002
+        batch: Any,
+        batch_idx: int,  # noqa: ARG002
+    ) -> None:
+        """Show the batch, if that was asked for."""
+        run = self._run
+        if run is not None and run.pictures is not None:
+            step = steps_logged_by(trainer, run.recording.batches_stepped)
+            run.pictures.batch_began(trainer.loggers, batch, epoch=trainer.current_epoch, step=step)
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:  # noqa: ARG002
+        """Note that this batch ends in an optimizer step."""
+        if self._run is not None:
+            self._run.recording.optimizer_stepped = True
+
+    @harmless("A step was not measured or not logged")
+    def on_train_batch_end(
+        self,
+        trainer: Any,
+        pl_module: Any,
+        outputs: Any,  # noqa: ARG002
+        batch: Any,
+        batch_idx: int,  # noqa: ARG002
+    ) -> None:
+        """Close the step and, every so often, log the means since the last time."""
+        run = self._run
+        if run is None:
+            return
+        recording = run.recording
+        recording.main.step_ended(batch_samples(batch))
+        if run.replay is not None:
+            run.replay.keep(batch)
+        if recording.optimizer_stepped:
+            recording.main.updated()
+        if not (recording.optimizer_stepped or not pl_module.automatic_optimization):
+            return
+        recording.optimizer_stepped = False
+        step = steps_logged_by(trainer, recording.batches_stepped)
+        recording.batches_stepped += 1
+        run.step_ended(step)
+        if run.verdict_is_due(recording.batches_stepped):
+            judged = run.judged()
+            if judged and self.summary and recording.batches_stepped == FIRST_WORD_STEPS:
+                print_line(trainer, first_word(judged[0], recording.batches_stepped))
+
+    @harmless("An epoch was not logged")
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
+        """Draw the epoch's phases and say what they mean, where that has changed."""
+        run = self._run
+        if run is None:
+            return
+        train = run.recording.main
+        train.timeline.drop_open_step()
+        summary = train.summary()
+        ranks = run.judge.ranks
+        heard = () if ranks is None else ranks.epoch_ended(train.timeline.history, summary)
+        if summary is None or not trainer.is_global_zero:
+            return
+        # Lightning logs what ends an epoch at the step of the epoch's last batch.
+        step = run.step = max(0, steps_logged_by(trainer, run.recording.batches_stepped) - 1)
+        if self.figures and run.logs and run.figures < _MOST_FIGURES:
+            run.figures += 1
+            columns = train.timeline.history.newest()
+            boards.log_figure(
+                trainer.loggers, "data/timeline", lambda: boards.phase_figure(columns), step
+            )
+        scalars = {**rank_metrics(heard), **wall_scalars(run.wall())}
+        judged = None
+        if run.judge.affordable and (run.logs or self.report_path):
+            judged = run.judged()
+        predicted_ms = None if judged is None else predicted_step_ms(judged[1])
+        if predicted_ms is not None:
+            scalars[PREDICTED_STEP] = predicted_ms
+        run.log(scalars, step)
+
+    @harmless("A step without waits was not measured")
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Measure a step without waits, if that was asked for."""
+        run = self._run
+        if run is not None:
+            run.recording.wall.ended()
+        if run is not None and run.replay is not None:
+            run.replay.run(trainer, pl_module)
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:  # noqa: ARG002
+        """Flush what was measured; after an exception Lightning calls no teardown."""
+        self._end_run()
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ARG002
+        """Write the report and print the summary, after the progress bar is closed."""
+        self._end_run()
+
+    def _end_run(self) -> None:
+        run, self._run = self._run, None
+        if run is None:
+            return
+        survived = self.misfortunes.survived
+        for undo in (run.recording.stop, *reversed(run.undo)):
+            with survived("The measuring was not ended"):
+                undo()
+        report, files = None, run.files
+        with survived("The report was not made"):
+            report = run.report()
+        if report is None:
+            return
+        self.report = self.reports[run.recording.method] = report
+        if not run.trainer.is_global_zero:
+            return
+        page = None
+        if files is not None:
+            with survived("The report was not written"):
+                files.write(report)
+                page = files.page
+        if files is not None and page is not None and run.logs:
+            with survived("The report was not attached"):
+                boards.log_files(run.trainer.loggers, (files.data, files.page))
+        if report.verdict is not None:
+            with survived("The verdict was not shown"):
+                run.show(report.verdict, report.stages[0], report.wall)
+        if self.summary:
+            with survived("The summary was not printed"):
+                close_progress_bar(run.trainer)
+                print_report(report, page)

@@ -1,0 +1,1 @@
+"""What a sample draws depends on its key alone: seed, epoch and index."""

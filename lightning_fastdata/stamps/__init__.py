@@ -1,0 +1,1 @@
+"""Who did what when: stamps of batches, operations and lines."""

@@ -1,0 +1,229 @@
+"""When each part of a batch was made, by whom, and what held it up.
+
+All times are nanoseconds of ``CLOCK_MONOTONIC``, which is one clock for all processes of a machine.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from lightning_fastdata.stamps.own_stamps import OwnStamps, ThreadSchedule
+from lightning_fastdata.stamps.sample_times import bucket_of
+
+if TYPE_CHECKING:
+    from lightning_fastdata.stamps.lines import LineTime, LineWatch
+    from lightning_fastdata.stamps.operations import OperationTime, OperationWatch
+
+
+class TaskStamps(NamedTuple):
+    """What one thread did in one go for one batch."""
+
+    process: int
+    """Number of the side process; -1 for the training process itself."""
+    thread: int
+    """Number of the thread in it."""
+    began_ns: int
+    """When it began."""
+    ended_ns: int
+    """When it had finished."""
+    cpu_ns: int | None
+    """Time on a CPU; None where the kernel does not tell, or the task was too short to ask."""
+    runqueue_ns: int | None
+    """Time ready to run while other threads had the CPUs; None as above."""
+    samples: int
+    """Samples read."""
+    read_ns: int
+    """Time in the dataset: reading, decoding and transforming."""
+    collate_ns: int
+    """Time to collate the samples, or to write them into the batch."""
+    slowest_ns: int
+    """Time of the sample that took longest; 0 where samples are not read one at a time."""
+    slowest_index: Any
+    """Its index in the dataset; of an iterable dataset its place in the stream, from 0."""
+    operations: tuple[OperationTime, ...] | None = None
+    """What the operations inside the dataset's compositions took; None where they were not timed,
+    which most tasks are not."""
+    sample_times: bytes | None = None
+    """How long each sample took, as steps of :func:`~lightning_fastdata.stamps.sample_times
+    .bucket_of`; None where that was not kept, which is so for 7 of 8 tasks."""
+    lines: tuple[LineTime, ...] | None = None
+    """In which lines of the user's code reading spent its time; None where nobody looked, which is
+    so for most tasks."""
+    helpers_ns: int | None = None
+    """CPU time of the other threads of the process meanwhile, such as torch and OpenCV start; None
+    where several threads of it read, or the task was too short to ask."""
+
+
+_NOTHING: Final = OwnStamps()
+
+
+class ReadRates(NamedTuple):
+    """How many samples a second workers read together, few of them and all."""
+
+    few: int
+    """Workers."""
+    few_per_s: float
+    """Samples a second that they read together."""
+    many: int
+    """Workers."""
+    many_per_s: float
+    """Samples a second that they read together."""
+
+
+class BatchStamps(NamedTuple):
+    """The way of one batch that was delivered."""
+
+    number: int
+    """Counts the batches of the loader."""
+    samples: int
+    """Samples in it."""
+    requested_ns: int
+    """When the training asked for it."""
+    delivered_ns: int
+    """When the training got it."""
+    tasks: tuple[TaskStamps, ...]
+    """What was done for it, in the order in which it ended."""
+    ready_ahead: int
+    """Later batches that were complete when it was asked for."""
+    first: bool = False
+    """It was the first batch of its epoch."""
+    pinned_ns: tuple[int, int] | None = None
+    """When its copy into page-locked memory began and ended; None where torch makes none."""
+    own: OwnStamps = _NOTHING
+    """What the training process did by itself meanwhile."""
+    rates: ReadRates | None = None
+    """What a trial with half of the workers has shown just before; None: there was none."""
+
+    @classmethod
+    def of_caller(
+        cls,
+        number: int,
+        requested_ns: int,
+        task: TaskStamps,
+        *,
+        first: bool,
+        own: OwnStamps = _NOTHING,
+    ) -> BatchStamps:
+        """Return the stamps of a batch that was made in one task by whoever asked for it."""
+        ended_ns = task.ended_ns
+        return cls(
+            number, task.samples, requested_ns, ended_ns, (task,), 0, first, pinned_ns=None, own=own
+        )
+
+
+_KEPT_TASKS: Final = 8
+"""The time of each sample is kept for one of so many tasks, whose samples stand for all."""
+_WORTH_ASKING_NS: Final = 200_000
+"""The kernel's answer costs some microseconds, which a thread with shorter tasks is spared."""
+
+
+class TaskWatch:
+    """Takes the stamps of the tasks of one thread, in that thread.
+
+    Args:
+        process: Number of the side process; -1 for the training process itself.
+        thread: Number of the thread in it.
+        operations: Times the operations of some tasks; shared by the threads of a process.
+        lines: Names the lines of the user's code in which some tasks are; shared, too.
+        alone: No other thread of the process reads, so that what others compute is for this one.
+    """
+
+    def __init__(
+        self,
+        process: int,
+        thread: int,
+        operations: OperationWatch | None = None,
+        lines: LineWatch | None = None,
+        *,
+        alone: bool = False,
+    ) -> None:
+        self._process = process
+        self._thread = thread
+        self._operations = operations
+        self._lines = lines
+        self._alone = alone
+        self._schedule = ThreadSchedule()
+        self._long = True
+        self._tasks = 0
+        self._clear()
+
+    def _clear(self) -> None:
+        self._began_ns = time.monotonic_ns()
+        self._scheduled = self._schedule.read_ns() if self._long else None
+        self._helped = _helpers_ns() if self._long and self._alone else None
+        self._timed: tuple[OperationTime, ...] | None = None
+        self._named: tuple[LineTime, ...] | None = None
+        self.samples = 0
+        self.read_ns = 0
+        self.collate_ns = 0
+        self.slowest_ns = 0
+        self.slowest_index: Any = None
+        self._times = bytearray() if self._tasks % _KEPT_TASKS == 0 else None
+        self._tasks += 1
+
+    def begin(self) -> None:
+        """Start a task."""
+        if self._operations is not None:
+            self._operations.begin()
+        if self._lines is not None:
+            self._lines.end()
+        self._clear()
+        if self._lines is not None:
+            self._lines.begin()
+
+    def read(self, index: Any, began_ns: int, samples: int = 1) -> None:
+        """Note a sample, or several in one call, whose reading began then and has ended."""
+        spent = time.monotonic_ns() - began_ns
+        self.samples += samples
+        self.read_ns += spent
+        if samples == 1:
+            if spent > self.slowest_ns:
+                self.slowest_ns, self.slowest_index = spent, index
+            if self._times is not None:
+                self._times.append(bucket_of(spent))
+
+    def collated(self, began_ns: int) -> None:
+        """Note collation that began then and has ended."""
+        self.collate_ns += time.monotonic_ns() - began_ns
+
+    def all_read(self) -> None:
+        """Note that no sample will follow, so that the dataset is as it was from here on."""
+        if self._lines is not None:
+            self._named = self._lines.end() or self._named
+        if self._operations is not None:
+            self._timed = self._operations.end() or self._timed
+
+    def end(self) -> TaskStamps:
+        """Return the stamps of the task; to be called for a task that failed, too."""
+        self.all_read()
+        cpu = runqueue = helpers = None
+        if self._scheduled is not None and (scheduled := self._schedule.read_ns()) is not None:
+            cpu = scheduled[0] - self._scheduled[0]
+            runqueue = scheduled[1] - self._scheduled[1]
+            if self._helped is not None:
+                helpers = max(0, _helpers_ns() - self._helped)
+        ended_ns = time.monotonic_ns()
+        self._long = ended_ns - self._began_ns > _WORTH_ASKING_NS
+        return TaskStamps(
+            self._process,
+            self._thread,
+            self._began_ns,
+            ended_ns,
+            cpu,
+            runqueue,
+            self.samples,
+            self.read_ns,
+            self.collate_ns,
+            self.slowest_ns,
+            self.slowest_index,
+            self._timed,
+            bytes(self._times) if self._times else None,
+            self._named,
+            helpers,
+        )
+
+
+def _helpers_ns() -> int:
+    """Return the CPU time of all other threads of this process."""
+    return time.process_time_ns() - time.thread_time_ns()

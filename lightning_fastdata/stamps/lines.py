@@ -1,0 +1,251 @@
+"""In which lines of the user's code reading spends its time, looked at for a part of the time.
+
+A thread of its own looks every few milliseconds where the reading thread is. To look it needs the
+interpreter's lock. Code that holds the lock would be seen only when it lets go of it, which is in
+another line; so the interpreter is asked for the lock sooner than usual while the thread looks.
+What still comes late, as after a long call into C that keeps the lock, counts for the whole time
+since the look before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from typing import Final, NamedTuple
+
+from lightning_fastdata.host.thread_waits import ThreadProbe
+from lightning_fastdata.stamps.line_names import (
+    ELSEWHERE,
+    Place,
+    PlaceName,
+    key_of,
+    name_of,
+    place_of,
+)
+
+EVERY: Final = 32
+"""Reading is looked at for one of so many parts of the time."""
+_UNSEEN_TASKS: Final = 2
+"""The first tasks of a process pay for what is done once."""
+_ROUND_NS: Final = 100_000_000
+"""Of reading that is looked at in one go, which may be one long task or many short ones."""
+_TICK_NS: Final = 2_000_000
+_TICKS: Final = 128
+"""In a task longer than so many ticks, the next one is after such a part of its time: a task that
+hangs costs nothing."""
+_SWITCH_S: Final = 0.0002
+"""How long the looking thread lets others hold the interpreter's lock; 5 ms by default."""
+_GIVE_UP_S: Final = 60.0
+"""Without a further task, the thread ends."""
+_MOST_LINES: Final = 20
+_MOST_NAMES: Final = 512
+
+
+class LineTime(NamedTuple):
+    """The time that one line took in one task."""
+
+    file: str
+    """See :class:`~lightning_fastdata.stamps.line_names.PlaceName`; empty: of all other lines."""
+    line: int
+    function: str
+    calls: str
+    total_ns: int
+    blocked_ns: int | None
+    """Of that, the time it waited for something; None where the kernel does not tell."""
+    waits_in: str
+    """``file``, ``socket``, ``lock`` or ``sleep``; empty: none of them, or not known."""
+
+
+class LineWatch:
+    """Looks where the threads of a process are that read samples, at one of them at a time.
+
+    Nothing that goes wrong in it is raised; then lines are not named.
+
+    Args:
+        every: Reading is looked at for one of so many parts of the time.
+    """
+
+    def __init__(self, every: int = EVERY) -> None:
+        self._every = every
+        self._tasks = 0
+        self._next_ns = 0
+        self._round: _Round | None = None
+        self._deciding = threading.Lock()
+        self._process = os.getpid()
+        self._names: dict[tuple[int, ...], tuple[Place, PlaceName]] = {}
+        self._works = hasattr(sys, "_current_frames")
+
+    def begin(self) -> None:
+        """Note that the calling thread starts to read for a task."""
+        self._tasks += 1
+        if self._round is None and (
+            self._tasks <= _UNSEEN_TASKS or time.monotonic_ns() < self._next_ns or not self._works
+        ):
+            return
+        try:
+            self._begin()
+        except Exception:  # as when no thread can be started
+            self._works = False
+
+    def end(self) -> tuple[LineTime, ...] | None:
+        """Note that it has ended; return where it was, or None if nobody looked."""
+        current = self._round
+        if current is None or not current.reading or current.thread != threading.get_ident():
+            return None
+        try:
+            seen = current.pause()
+            if current.over or current.read_ns >= _ROUND_NS:
+                self._next_ns = time.monotonic_ns() + (self._every - 1) * current.read_ns
+                self._round = None
+                current.close()
+            return self._named(seen)
+        except Exception:
+            self._works = False
+            return None
+
+    def _begin(self) -> None:
+        if os.getpid() != self._process:  # forked: threads are not
+            self._process, self._round, self._deciding = os.getpid(), None, threading.Lock()
+        with self._deciding:
+            current = self._round
+            # One that has ended by itself is left to its thread as long as that reads.
+            if current is None or (current.over and not current.reading):
+                self._round = None
+                self._round = current = _Round()
+        if current.thread == threading.get_ident():
+            current.resume()
+
+    def _named(self, seen: list[_Seen]) -> tuple[LineTime, ...] | None:
+        if not seen:
+            return None
+        seen.sort(key=lambda each: -each.total_ns)
+        times: dict[tuple[PlaceName, str], _Seen] = {}
+        for each in seen[:_MOST_LINES]:
+            if each.place is ELSEWHERE:
+                continue
+            named = self._name(each.place), each.waits_in
+            times.setdefault(named, _Seen(each.place, each.waits_in)).add(each)
+        lines = [
+            LineTime(*name, each.total_ns, each.blocked_ns, waits_in)
+            for (name, waits_in), each in times.items()
+        ]
+        rest_ns = sum(each.total_ns for each in seen) - sum(line.total_ns for line in lines)
+        if rest_ns:
+            lines.append(LineTime("", 0, "", "", rest_ns, None, ""))
+        return tuple(lines)
+
+    def _name(self, place: Place) -> PlaceName:
+        key = key_of(place)
+        known = self._names.get(key)
+        if known is None:
+            if len(self._names) >= _MOST_NAMES:
+                self._names.clear()
+            # With the place itself, as an identity belongs to what lives.
+            known = self._names[key] = place, name_of(place)
+        return known[1]
+
+
+class _Seen:
+    """The time in one place."""
+
+    __slots__ = ("blocked_ns", "place", "total_ns", "waits_in")
+
+    def __init__(self, place: Place, waits_in: str) -> None:
+        self.place = place
+        self.waits_in = waits_in
+        self.total_ns = 0
+        self.blocked_ns: int | None = 0
+
+    def add(self, other: _Seen) -> None:
+        """Add the time of another place of the same name."""
+        self.total_ns += other.total_ns
+        if self.blocked_ns is not None:
+            self.blocked_ns = (
+                None if other.blocked_ns is None else self.blocked_ns + other.blocked_ns
+            )
+
+
+class _Round:
+    """Looks at the thread that makes it, while that reads, until it is closed."""
+
+    def __init__(self) -> None:
+        self.thread = threading.get_ident()
+        self.read_ns = 0
+        """Of the tasks that have ended."""
+        self.reading = False
+        self.over = False
+        self._native_id = threading.get_native_id()
+        self._going = threading.Event()
+        self._began_ns = 0
+        self._looked_ns = 0
+        self._seen_ns = 0
+        self._seen: dict[tuple[object, ...], _Seen] = {}
+        self._switch_s = (0.0, 0.0)
+        threading.Thread(target=self._run, name="fastdata lines", daemon=True).start()
+
+    def resume(self) -> None:
+        """Look, from now on."""
+        usual_s = sys.getswitchinterval()
+        sys.setswitchinterval(min(usual_s, _SWITCH_S))
+        self._switch_s = usual_s, sys.getswitchinterval()
+        self._began_ns = time.monotonic_ns()
+        self.reading = True
+        self._going.set()
+
+    def pause(self) -> list[_Seen]:
+        """Look no more, and return what was seen since the last time."""
+        self.reading = False
+        self._going.clear()
+        self.read_ns += time.monotonic_ns() - self._began_ns
+        usual_s, ours_s = self._switch_s
+        if sys.getswitchinterval() == ours_s:
+            sys.setswitchinterval(usual_s)
+        seen, self._seen = self._seen, {}
+        return list(seen.values())
+
+    def close(self) -> None:
+        """Have the thread end."""
+        self.over = True
+        self._going.set()
+
+    def _run(self) -> None:
+        probe = ThreadProbe(self._native_id)
+        # Nobody could do anything about an error, and nobody is to see one.
+        with contextlib.closing(probe), contextlib.suppress(Exception):
+            while self._going.wait(_GIVE_UP_S) and not self.over:
+                # Whoever had to wait for the lock looks at once: then the reading thread has just
+                # given it away, and is in the line in which it had it.
+                now_ns = time.monotonic_ns()
+                tick_ns = max(_TICK_NS, (now_ns - self._began_ns) // _TICKS)
+                early_ns = max(self._began_ns, self._looked_ns) + tick_ns - now_ns
+                if early_ns > 0:
+                    time.sleep(early_ns / 1e9)
+                if self.reading:
+                    self._look(probe)
+        self.over = True
+
+    def _look(self, probe: ThreadProbe) -> None:
+        # A frame that is kept keeps the variables in it: it is let go of before anything is waited
+        # for.
+        place = place_of(sys._current_frames().get(self.thread))
+        now_ns = self._looked_ns = time.monotonic_ns()
+        state = probe.state()
+        if not self.reading:
+            return
+        read_ns = self.read_ns + now_ns - self._began_ns
+        spent_ns, self._seen_ns = max(0, read_ns - self._seen_ns), read_ns
+        if place is None:
+            return
+        waits_in = "" if state is None else state.waits_in
+        key = (*key_of(place), waits_in)
+        seen = self._seen.get(key)
+        if seen is None:
+            seen = self._seen[key] = _Seen(place, waits_in)
+        seen.total_ns += spent_ns
+        if state is None:
+            seen.blocked_ns = None
+        elif state.blocked and seen.blocked_ns is not None:
+            seen.blocked_ns += spent_ns

@@ -1,0 +1,158 @@
+"""What each operation inside a dataset's compositions takes, timed for a sample of the tasks.
+
+While a task is timed, the compositions that the dataset holds (``Compose`` of torchvision, v1 and
+v2, and Albumentations' ``Compose``, ``OneOf`` and the like) have a list of stand-ins for their
+operations; afterwards they have their own list again. A stand-in calls its operation and does
+nothing else, so that samples and random draws are the same, timed or not. Neither library is
+imported: where nobody has, there is nothing to time.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from typing import Any, Final, NamedTuple
+
+from lightning_fastdata.randomness.seeds import find_instances, loaded_classes
+
+EVERY: Final = 32
+"""One of so many tasks is timed."""
+_TIMED_TASK: Final = 1
+"""The first task pays for what is done once, so that the second of each round is timed."""
+
+
+class OperationTime(NamedTuple):
+    """What one operation took in one task."""
+
+    name: str
+    """Name of its class or function; operations of one name count as one."""
+    calls: int
+    """How often it was called."""
+    total_ns: int
+    """Time in it, and in what it holds: of nested compositions only the outermost is timed."""
+
+
+class OperationWatch:
+    """Times the operations of a dataset in some of the tasks of a process.
+
+    Args:
+        dataset: As the process reads it.
+        every: One of so many tasks is timed.
+    """
+
+    def __init__(self, dataset: Any, every: int = EVERY) -> None:
+        self._dataset = dataset
+        self._every = every
+        self._compositions: tuple[Any, ...] | None = None
+        self._tasks = 0
+        self._alone = threading.Lock()
+        self._thread: int | None = None
+        self._inside = False
+        self._replaced: list[tuple[Any, Any, Any]] = []
+        self._spent: dict[str, tuple[int, int]] = {}
+
+    def begin(self) -> None:
+        """Start a task of the calling thread, which may be one that is timed."""
+        self.end()
+        number, self._tasks = self._tasks, self._tasks + 1
+        if number % self._every != _TIMED_TASK % self._every:
+            return
+        # Threads share the dataset; while one of them is timed, the others pass through.
+        if not self._alone.acquire(blocking=False):
+            return
+        self._thread = threading.get_ident()
+        self._inside = False
+        self._spent = {}
+        if self._compositions is None:
+            self._compositions = _compositions_of(self._dataset)
+        for owner in self._compositions:
+            listed = vars(owner).get("transforms")
+            if type(listed) in (list, tuple):
+                stand_ins = [_StandIn(operation, self) for operation in listed]
+                self._replaced.append((owner, listed, stand_ins))
+                vars(owner)["transforms"] = stand_ins
+
+    def end(self) -> tuple[OperationTime, ...] | None:
+        """End the task; return what its operations took, or None if it was not timed.
+
+        None, too, if the dataset holds no composition. Does nothing the second time.
+        """
+        if self._thread is None or self._thread != threading.get_ident():
+            return None
+        held = bool(self._replaced)
+        for owner, listed, stand_ins in self._replaced:
+            if vars(owner).get("transforms") is stand_ins:
+                vars(owner)["transforms"] = listed
+        self._replaced.clear()
+        self._thread = None
+        self._alone.release()
+        if not held:
+            return None
+        return tuple(OperationTime(name, *spent) for name, spent in self._spent.items())
+
+    def call(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call an operation and note its time, if it is the outermost one of the timed thread."""
+        if self._inside or self._thread != threading.get_ident():
+            return operation(*args, **kwargs)
+        self._inside = True
+        began_ns = time.monotonic_ns()
+        try:
+            return operation(*args, **kwargs)
+        finally:
+            spent_ns = time.monotonic_ns() - began_ns
+            self._inside = False
+            name = _name_of(operation)
+            calls, total_ns = self._spent.get(name, (0, 0))
+            self._spent[name] = calls + 1, total_ns + spent_ns
+
+
+class _StandIn:
+    """Stands for an operation in its composition: looks like it, and calls it."""
+
+    __slots__ = ("_fastdata_operation", "_fastdata_watch")
+
+    def __init__(self, operation: Any, watch: OperationWatch) -> None:
+        object.__setattr__(self, "_fastdata_operation", operation)
+        object.__setattr__(self, "_fastdata_watch", watch)
+
+    # isinstance(), with which compositions look for the operations that draw, asks for it.
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return type(self._fastdata_operation)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._fastdata_watch.call(self._fastdata_operation, args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._fastdata_operation, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._fastdata_operation, name, value)
+
+    def __repr__(self) -> str:
+        return repr(self._fastdata_operation)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        # Whoever copies a composition meanwhile gets the operation itself.
+        return _itself, (self._fastdata_operation,)
+
+
+def _itself(operation: Any) -> Any:
+    return operation
+
+
+def _name_of(operation: Any) -> str:
+    while isinstance(operation, functools.partial):
+        operation = operation.func
+    name = getattr(operation, "__name__", None)
+    return name if isinstance(name, str) else type(operation).__name__
+
+
+def _compositions_of(dataset: Any) -> tuple[Any, ...]:
+    kinds = (
+        *loaded_classes("albumentations", "BaseCompose"),
+        *loaded_classes("torchvision.transforms.transforms", "Compose"),
+        *loaded_classes("torchvision.transforms.v2", "Compose"),
+    )
+    return find_instances(dataset, kinds)

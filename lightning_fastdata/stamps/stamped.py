@@ -1,0 +1,339 @@
+"""Stamps from torch's own loader, through what its public arguments allow.
+
+Each worker reads a dataset that notes when each sample was read, and collates into an envelope that
+holds the batch and its stamps. The training process takes the batch out again.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch.utils.data._utils.worker as torch_worker
+from torch.utils.data import Dataset, IterableDataset, IterDataPipe, get_worker_info
+
+from lightning_fastdata.batches.keyed import fetches_in_batches
+from lightning_fastdata.batches.staged import pinned
+from lightning_fastdata.stamps.batch_stamps import BatchStamps, TaskStamps, TaskWatch
+from lightning_fastdata.stamps.lines import LineWatch
+from lightning_fastdata.stamps.operations import OperationWatch
+from lightning_fastdata.stamps.own_stamps import WaitWatch
+
+
+class Envelope:
+    """A batch on its way from a worker of torch, with the stamps of its one task."""
+
+    __slots__ = ("batch", "pinned_ns", "task", "unpickled_ns")
+
+    def __init__(
+        self,
+        batch: Any,
+        task: TaskStamps,
+        pinned_ns: tuple[int, int] | None = None,
+        unpickled_ns: tuple[int, int] | None = None,
+    ) -> None:
+        self.batch = batch
+        self.task = task
+        self.pinned_ns = pinned_ns
+        self.unpickled_ns = unpickled_ns
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # What is pickled in between is unpickled in between.
+        return _arrived, (_TimeOfUnpickling(), self.batch, self.task, _TimeOfUnpickling())
+
+    def pin_memory(self, device: str | None = None) -> Envelope:
+        """Return the same with the batch in page-locked memory; torch's pin thread calls this."""
+        began_ns = time.monotonic_ns()
+        batch = pinned(self.batch, device)
+        return Envelope(batch, self.task, (began_ns, time.monotonic_ns()), self.unpickled_ns)
+
+
+class _TimeOfUnpickling:
+    """Unpickles to the CPU time of the thread that does it, in nanoseconds."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return time.thread_time_ns, ()
+
+
+def _arrived(began_ns: int, batch: Any, task: TaskStamps, ended_ns: int) -> Envelope:
+    # Tensors are asked for of the worker, which may be busy: that wait is no unpickling.
+    now_ns = time.monotonic_ns()
+    return Envelope(batch, task, unpickled_ns=(now_ns - (ended_ns - began_ns), now_ns))
+
+
+class ReadingWatch:
+    """Takes the stamps of one batch after the other, in whichever process and thread reads them.
+
+    A task begins with the first sample of a batch and ends when the batch is collated.
+    """
+
+    def __init__(self) -> None:
+        self.task: TaskWatch | None = None
+        """The task that is under way; None between two of them."""
+        self._thread: int | None = None
+        self._kept: TaskWatch | None = None
+
+    def begin(self, dataset: Any) -> TaskWatch:
+        """Start a task that reads from a dataset."""
+        # The number of a thread belongs to one process, too: a forked worker makes its own watch.
+        thread = threading.get_native_id()
+        if self._kept is None or self._thread != thread:
+            info = get_worker_info()
+            number = -1 if info is None else info.id
+            self._kept = TaskWatch(
+                number, 0, OperationWatch(dataset), LineWatch(), alone=info is not None
+            )
+            self._thread = thread
+        self._kept.begin()
+        self.task = self._kept
+        return self._kept
+
+    def end(self) -> TaskStamps | None:
+        """End the task that is under way, if there is one, and return its stamps."""
+        task, self.task = self.task, None
+        return None if task is None else task.end()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ReadingWatch, ()
+
+
+class StampedDataset(Dataset[Any]):
+    """A map-style dataset, each of whose samples is timed."""
+
+    def __init__(self, dataset: Any, watch: ReadingWatch) -> None:
+        self.dataset = dataset
+        self.watch = watch
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: Any) -> Any:
+        watch = self.watch
+        task = watch.task or watch.begin(self.dataset)
+        began_ns = time.monotonic_ns()
+        try:
+            sample = self.dataset[index]
+        except BaseException:
+            watch.end()
+            raise
+        task.read(index, began_ns, len(index) if isinstance(index, list) else 1)
+        return sample
+
+    @property
+    def __getitems__(self) -> Callable[[Sequence[Any]], Any] | None:
+        """Torch's fetcher asks for it and takes None for "one sample at a time"."""
+        return self._fetch if fetches_in_batches(self.dataset) else None
+
+    def _fetch(self, indices: Sequence[Any]) -> Any:
+        watch = self.watch
+        task = watch.task or watch.begin(self.dataset)
+        began_ns = time.monotonic_ns()
+        try:
+            samples = self.dataset.__getitems__(indices)
+        except BaseException:
+            watch.end()
+            raise
+        task.read(indices[0] if len(indices) else None, began_ns, len(indices))
+        return samples
+
+
+class StampedStream(IterableDataset[Any]):
+    """An iterable dataset, each of whose samples is timed; an index is a place in the stream."""
+
+    def __init__(self, dataset: Any, watch: ReadingWatch) -> None:
+        self.dataset = dataset
+        self.watch = watch
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __iter__(self) -> Iterator[Any]:
+        self.watch.end()  # what was read for a last batch that was dropped
+        return _timed_samples(self.dataset, iter(self.dataset), self.watch)
+
+
+def _timed_samples(dataset: Any, samples: Iterator[Any], watch: ReadingWatch) -> Iterator[Any]:
+    number = 0
+    while True:
+        task = watch.task or watch.begin(dataset)
+        began_ns = time.monotonic_ns()
+        try:
+            sample = next(samples)
+        except StopIteration:
+            # What was read so far may still become a batch.
+            task.all_read()
+            return
+        except BaseException:
+            watch.end()
+            raise
+        task.read(number, began_ns)
+        yield sample
+        number += 1
+
+
+class EnvelopeCollate:
+    """Collates, and puts the batch and its stamps into an envelope."""
+
+    def __init__(self, collate_fn: Callable[[Any], Any], watch: ReadingWatch) -> None:
+        self.collate_fn = collate_fn
+        self.watch = watch
+
+    def __call__(self, samples: Any) -> Envelope:
+        """Return the batch of samples in its envelope."""
+        task = self.watch.task or self.watch.begin(None)
+        task.all_read()
+        began_ns = time.monotonic_ns()
+        try:
+            batch = self.collate_fn(samples)
+            task.collated(began_ns)
+        finally:
+            stamps = self.watch.end() or task.end()
+        return Envelope(batch, stamps)
+
+
+class ShowDataset:
+    """Has ``get_worker_info().dataset`` be the dataset itself, then goes on in a worker.
+
+    Args:
+        dataset: What the worker would have if nothing were timed.
+        then: Called with the number of the worker.
+    """
+
+    def __init__(self, then: Callable[[int], None] | None) -> None:
+        self.then = then
+
+    def __call__(self, worker_id: int) -> None:
+        """Prepare the worker process of this number."""
+        info = get_worker_info()
+        if info is not None and isinstance(info.dataset, StampedDataset | StampedStream):
+            # What get_worker_info() returns; a test pins that this is its place.
+            torch_worker._worker_info = torch_worker.WorkerInfo(
+                id=info.id,
+                num_workers=info.num_workers,
+                seed=info.seed,
+                dataset=info.dataset.dataset,
+            )
+        if self.then is not None:
+            self.then(worker_id)
+
+
+def stampable(dataset: Any) -> bool:
+    """Return whether a dataset may be wrapped; torch looks into its own iterable DataPipes."""
+    return not isinstance(dataset, IterDataPipe)
+
+
+class WatchedSampler:
+    """A sampler or batch sampler whose calls are noted.
+
+    Args:
+        sampler: Of any kind that torch takes.
+        wait: Where its calls are noted.
+    """
+
+    def __init__(self, sampler: Any, wait: WaitWatch) -> None:
+        self._sampler = sampler
+        self._wait = wait
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        drawn = iter(self._sampler)
+        while True:
+            try:
+                indices = self._wait.sampled(drawn)
+            except StopIteration:
+                return
+            yield indices
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_sampler":
+            raise AttributeError(name)
+        return getattr(self._sampler, name)
+
+
+def stamped(
+    dataset: Any, collate_fn: Callable[[Any], Any]
+) -> tuple[StampedDataset | StampedStream, EnvelopeCollate]:
+    """Return what stands for a dataset and its collate function where stamps are taken."""
+    watch = ReadingWatch()
+    kind = StampedStream if isinstance(dataset, IterableDataset) else StampedDataset
+    return kind(dataset, watch), EnvelopeCollate(collate_fn, watch)
+
+
+class Ledger:
+    """Where the stamps of one loader go."""
+
+    __slots__ = ("count", "records", "wait")
+
+    def __init__(self) -> None:
+        self.wait = WaitWatch()
+        """What the training process does by itself."""
+        self.count = 0
+        """Batches delivered so far."""
+        self.records: deque[BatchStamps] | None = None
+        """Takes the stamps; None: nobody does."""
+
+
+class OpenedEnvelopes:
+    """The batches of one epoch, each taken out of its envelope when it is delivered."""
+
+    def __init__(self, envelopes: Iterator[Envelope], ledger: Ledger) -> None:
+        self._envelopes = envelopes
+        self._ledger = ledger
+        self._first = True
+
+    def __iter__(self) -> OpenedEnvelopes:
+        return self
+
+    def __len__(self) -> int:
+        return len(self._envelopes)  # type: ignore[arg-type]
+
+    def __next__(self) -> Any:
+        ledger = self._ledger
+        ledger.wait.requested(recorded=ledger.records is not None)
+        envelope = next(self._envelopes)
+        ledger.count += 1
+        if ledger.records is not None:
+            task, requested_ns = envelope.task, ledger.wait.requested_ns
+            own = ledger.wait.delivered()
+            if envelope.unpickled_ns is not None:
+                own = own._replace(unpacked_ns=(envelope.unpickled_ns,))
+            ledger.records.append(
+                BatchStamps(
+                    ledger.count,
+                    task.samples,
+                    requested_ns,
+                    time.monotonic_ns(),
+                    (task,),
+                    self._ready_ahead(requested_ns) if task.ended_ns > requested_ns else 0,
+                    self._first,
+                    envelope.pinned_ns,
+                    own,
+                )
+            )
+        self._first = False
+        return envelope.batch
+
+    def _ready_ahead(self, requested_ns: int) -> int:
+        """Return how many later batches were complete before this one was asked for.
+
+        Torch keeps those that came before their turn under this name; a test pins that.
+        """
+        early = getattr(self._envelopes, "_task_info", {}).values()
+        kept = [entry[1] for entry in early if len(entry) == 2]
+        return sum(
+            isinstance(other, Envelope) and other.task.ended_ns <= requested_ns for other in kept
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Lightning copies its trainer with the iterators in it; processes cannot be copied.
+        return iter, ((),)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_envelopes":
+            raise AttributeError(name)
+        return getattr(self._envelopes, name)
