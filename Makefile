@@ -3,6 +3,7 @@
 # make test-long     the tests, with the slow ones, and all cases where make test takes a part of them
 # make test-lowest   the front door with the lowest versions that pyproject.toml allows
 # make check   everything CI runs: lint, types, layers, tests
+# make measure  how large the package is, and how entangled
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -13,7 +14,7 @@ export NO_ALBUMENTATIONS_UPDATE := 1
 
 LOWEST := .venv-lowest
 
-.PHONY: demo test test-long test-lowest check lint format clean
+.PHONY: demo test test-long test-lowest check lint format measure clean
 
 demo: $(VENV)/.ready-demo
 	$(PY) -m lightning_fastdata.cli demo
@@ -37,6 +38,9 @@ lint: $(VENV)/.ready-test
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 	$(VENV)/bin/lint-imports
+
+measure:
+	$(PYTHON) benchmarks/code_size.py
 
 format: $(VENV)/.ready-test
 	$(PY) -m ruff check --fix .

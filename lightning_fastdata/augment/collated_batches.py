@@ -33,10 +33,9 @@ from lightning_fastdata.errors import OptionsError, TransformError
 from lightning_fastdata.randomness.seeds import reseed
 
 if TYPE_CHECKING:
-    from lightning_fastdata.augment.ops.operation import DeviceOp
+    from lightning_fastdata.augment.ops.operation import DeviceOp, Tape
     from lightning_fastdata.augment.pipeline.plan import Plan
     from lightning_fastdata.augment.pipeline.values import States
-    from lightning_fastdata.augment.record.tape import Tape
     from lightning_fastdata.types import Batch, SampleKey
 
 

@@ -25,9 +25,8 @@ from lightning_fastdata.augment.replay.triton import Launch, is_movable, prepare
 from lightning_fastdata.tree import replace_leaves
 
 if TYPE_CHECKING:
-    from lightning_fastdata.augment.ops.operation import DeviceOp
+    from lightning_fastdata.augment.ops.operation import DeviceOp, Role
     from lightning_fastdata.augment.pipeline.plan import Plan
-    from lightning_fastdata.augment.record.tape import Role
 
 _REPLICATE: Final = 1
 _ALIGNED, _ODD = (4, 4), (5, 5)

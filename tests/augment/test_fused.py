@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from thoroughness import max_examples
 
 from lightning_fastdata.augment.ops import DEVICE_OPS
-from lightning_fastdata.augment.record.tape import TapeOp, Track
+from lightning_fastdata.augment.ops.operation import TapeOp, Track
 from lightning_fastdata.augment.replay.program import compile_tapes
 from lightning_fastdata.augment.replay.torch import replay
 from lightning_fastdata.augment.replay.triton import has_kernels, is_fusible

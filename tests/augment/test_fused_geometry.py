@@ -16,7 +16,7 @@ from augment.test_fused import DEVICE, both_ways, check, photographs, prepared, 
 from thoroughness import LONG, some
 
 from lightning_fastdata.augment.ops import DEVICE_OPS
-from lightning_fastdata.augment.record.tape import Track
+from lightning_fastdata.augment.ops.operation import Track
 from lightning_fastdata.augment.replay.program import compile_tapes
 from lightning_fastdata.augment.replay.torch import replay
 from lightning_fastdata.augment.replay.triton import prepare, takes

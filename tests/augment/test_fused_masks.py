@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from thoroughness import max_examples
 
 from lightning_fastdata.augment.ops import DEVICE_OPS
-from lightning_fastdata.augment.replay.runs import launches
+from lightning_fastdata.augment.replay.program import launches
 from lightning_fastdata.augment.replay.torch import replay
 from lightning_fastdata.augment.replay.triton import is_movable, prepare, takes
 from lightning_fastdata.augment.transform import as_batch_transform

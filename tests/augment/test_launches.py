@@ -14,7 +14,7 @@ from augment.batches import keys
 from augment.test_pipelines import ALL, samples
 
 from lightning_fastdata.augment.ops import DEVICE_OPS
-from lightning_fastdata.augment.replay.runs import launches
+from lightning_fastdata.augment.replay.program import launches
 from lightning_fastdata.augment.replay.torch import replay
 from lightning_fastdata.augment.replay.triton import prepare, takes
 from lightning_fastdata.augment.transform import as_batch_transform
@@ -194,7 +194,7 @@ def test_the_launches_of_a_run_are_known_without_a_value_of_the_device(name):
 
 def compiled_for(launch):
     """Return what Triton compiles a kernel for, apart from where tensors lie."""
-    from lightning_fastdata.augment import kernels
+    from lightning_fastdata.augment.replay import kernels
 
     kernel = getattr(kernels, KERNELS[launch.kernel])
     options = getattr(kernel, "kwargs", None) or vars(kernel)  # of the interpreter, or the compiler

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from thoroughness import max_examples
 
-from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded
-from lightning_fastdata.augment.record.tape import TapeOp, Track
+from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded, TapeOp, Track
 from lightning_fastdata.augment.replay.program import Draws, compile_tapes
 from lightning_fastdata.augment.replay.torch import replay
 from lightning_fastdata.errors import TransformError

@@ -6,8 +6,9 @@ import pytest
 
 from lightning_fastdata.insight.measure.metrics import PhaseSummary, StageSummary
 from lightning_fastdata.insight.model.evidence import Evidence
+from lightning_fastdata.insight.model.loader_facts import LoaderFacts
 from lightning_fastdata.insight.verdicts.verdict import judge
-from lightning_fastdata.insight.verdicts.without_stamps import LoaderFacts, outside_finding
+from lightning_fastdata.insight.verdicts.without_stamps import outside_finding
 from lightning_fastdata.insight.waits.attribution import WaitParts
 
 

@@ -16,15 +16,16 @@ import lightning_fastdata
 from lightning_fastdata.insight.measure.wall import Activity, WallTime
 from lightning_fastdata.insight.model.events import left_over
 from lightning_fastdata.insight.model.evidence import Evidence
+from lightning_fastdata.insight.model.finding import gain_text
+from lightning_fastdata.insight.model.inputs import BatchCost, LoaderSetup
 from lightning_fastdata.insight.model.remedies import (
     GOOD_ENOUGH,
     best_workers,
     choose,
     with_workers,
 )
-from lightning_fastdata.insight.model.simulate import BatchCost, LoaderSetup, simulate
+from lightning_fastdata.insight.model.simulate import simulate
 from lightning_fastdata.insight.verdicts.catalogue import findings
-from lightning_fastdata.insight.verdicts.finding import gain_text
 from lightning_fastdata.insight.waits.attribution import SlowSample, WaitParts
 from lightning_fastdata.insight.waits.causes import OperationShare
 from lightning_fastdata.stamps.batch_stamps import ReadRates

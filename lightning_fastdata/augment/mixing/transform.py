@@ -24,7 +24,7 @@ from lightning_fastdata.augment.transform import BatchTransform, as_batch_transf
 from lightning_fastdata.errors import OptionsError, TransformError
 
 if TYPE_CHECKING:
-    from lightning_fastdata.augment.record.tape import Tape
+    from lightning_fastdata.augment.ops.operation import Tape
     from lightning_fastdata.augment.record.worker import ComposeWorker
     from lightning_fastdata.types import Batch, SampleKey
 

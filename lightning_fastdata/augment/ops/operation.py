@@ -1,17 +1,19 @@
-"""What it takes for one Albumentations transform to run on a batch on the device."""
+"""What it takes for one Albumentations transform to run on a batch on the device.
+
+And what is recorded of it for one sample: the types that recording, packing and replaying share.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
 
-    from lightning_fastdata.augment.replay.instructions import Fused
-
+Role: TypeAlias = Literal["image", "mask"]
 Shape: TypeAlias = tuple[int, ...]
 """``(height, width)`` or ``(height, width, channels)``, as Albumentations sees one image."""
 
@@ -30,6 +32,14 @@ Draw: TypeAlias = "Callable[[Any, Mapping[str, Any], Mapping[str, Any]], dict[st
 Run: TypeAlias = (
     "Callable[[torch.Tensor, Mapping[str, Any], Mapping[str, torch.Tensor]], torch.Tensor]"
 )
+
+
+Instruction: TypeAlias = tuple[int, ...]
+Instructions: TypeAlias = "Callable[[Encoded, Mapping[str, int]], list[Instruction] | None]"
+End: TypeAlias = Literal["normalize", "to float", "channels first"]
+Geometry: TypeAlias = Literal["window", "resize"]
+Fused: TypeAlias = "Instructions | Geometry | End"
+"""What an operation is within a run: a way of reading, a change of each pixel, or its end."""
 
 
 # Functions with a name: what users register travels to other processes.
@@ -84,6 +94,34 @@ class DeviceOp:
     keeps the shape and dtype of images and masks."""
     reads_pixels: bool = False
     """With an owner: whether its sampler must be given the real image."""
+
+
+class TapeOp(NamedTuple):
+    """One operation that is still to be carried out on one sample."""
+
+    leaf: int
+    """Number of the transform in its pipeline."""
+    name: str
+    """Class name of the transform."""
+    encoded: Encoded
+    """Its drawn parameters."""
+
+
+class Track(NamedTuple):
+    """All operations still to be carried out on one image or mask of a sample, in order."""
+
+    role: Role
+    """Whether they treat it as an image or as a mask."""
+    ops: tuple[TapeOp, ...]
+    """The operations."""
+    size: tuple[int, int] | None = None
+    """Height and width of its pixels before any of them."""
+    dtype: np.dtype[Any] | None = None
+    """Of its pixels before any of them; None: nobody has looked."""
+
+
+Tape: TypeAlias = Mapping[str, Track]
+"""One track per target name, e.g. ``{"image": ..., "mask": ...}``."""
 
 
 def draw_params(

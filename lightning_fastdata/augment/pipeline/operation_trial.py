@@ -29,9 +29,8 @@ from lightning_fastdata.randomness.seeds import reseed
 from lightning_fastdata.types import SampleKey
 
 if TYPE_CHECKING:
-    from lightning_fastdata.augment.ops.operation import DeviceOp
+    from lightning_fastdata.augment.ops.operation import DeviceOp, TapeOp
     from lightning_fastdata.augment.pipeline.plan import Plan
-    from lightning_fastdata.augment.record.tape import TapeOp
 
 BUDGET_S: Final = 1.0
 """Seconds of the CPU after which nothing more is tried."""

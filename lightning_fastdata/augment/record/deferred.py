@@ -20,7 +20,7 @@ import torch
 from lightning_fastdata.augment.record.tail import OUT_OF_PLACE, Noted, Step, note
 
 if TYPE_CHECKING:
-    from lightning_fastdata.augment.record.tape import Track
+    from lightning_fastdata.augment.ops.operation import Track
 
 _TELLS_FORM: Final = frozenset(
     {

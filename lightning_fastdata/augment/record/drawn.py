@@ -22,8 +22,8 @@ from lightning_fastdata.randomness.seeds import reseed
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from lightning_fastdata.augment.ops.operation import DeviceOp
-    from lightning_fastdata.augment.record.tape import Recorder, Tape
+    from lightning_fastdata.augment.ops.operation import DeviceOp, Tape
+    from lightning_fastdata.augment.record.tape import Recorder
     from lightning_fastdata.types import SampleKey
 
 

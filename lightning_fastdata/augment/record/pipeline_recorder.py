@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from lightning_fastdata.augment.ops.operation import Track
 from lightning_fastdata.augment.pipeline.fields import is_too_wide
 from lightning_fastdata.augment.pipeline.plan import Plan
 from lightning_fastdata.augment.pipeline.tree import list_leaves, list_nodes
 from lightning_fastdata.augment.record.deferred import DeferredTensor, Waiting
-from lightning_fastdata.augment.record.tape import Recorder, Track
+from lightning_fastdata.augment.record.tape import Recorder
 
 if TYPE_CHECKING:
     from lightning_fastdata.augment.ops.operation import DeviceOp

@@ -13,12 +13,21 @@ import copy
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
 
-from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded, draw_params, peek_params
+from lightning_fastdata.augment.ops.operation import (
+    DeviceOp,
+    Encoded,
+    Role,
+    Tape,
+    TapeOp,
+    Track,
+    draw_params,
+    peek_params,
+)
 from lightning_fastdata.augment.pipeline.plan import Plan, device_form
 from lightning_fastdata.augment.pipeline.tree import (
     is_albumentations,
@@ -34,37 +43,7 @@ from lightning_fastdata.errors import TransformError
 if TYPE_CHECKING:
     from lightning_fastdata.augment.ops.operation import Shape
 
-Role: TypeAlias = Literal["image", "mask"]
-
 _ROLES: Final[tuple[Role, ...]] = ("image", "mask")
-
-
-class TapeOp(NamedTuple):
-    """One operation that is still to be carried out on one sample."""
-
-    leaf: int
-    """Number of the transform in its pipeline."""
-    name: str
-    """Class name of the transform."""
-    encoded: Encoded
-    """Its drawn parameters."""
-
-
-class Track(NamedTuple):
-    """All operations still to be carried out on one image or mask of a sample, in order."""
-
-    role: Role
-    """Whether they treat it as an image or as a mask."""
-    ops: tuple[TapeOp, ...]
-    """The operations."""
-    size: tuple[int, int] | None = None
-    """Height and width of its pixels before any of them."""
-    dtype: np.dtype[Any] | None = None
-    """Of its pixels before any of them; None: nobody has looked."""
-
-
-Tape: TypeAlias = Mapping[str, Track]
-"""One track per target name, e.g. ``{"image": ..., "mask": ...}``."""
 
 
 @dataclass(frozen=True, slots=True)

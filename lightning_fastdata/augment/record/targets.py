@@ -11,7 +11,7 @@ import numpy as np
 from lightning_fastdata.augment.pipeline.values import Values, in_unit_range, unit_after
 
 if TYPE_CHECKING:
-    from lightning_fastdata.augment.record.tape import TapeOp
+    from lightning_fastdata.augment.ops.operation import TapeOp
 
 
 @dataclass(slots=True)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 import torch
 
+from lightning_fastdata.augment.ops.operation import Tape
 from lightning_fastdata.augment.ops.output import OutputForm, convert_output
 from lightning_fastdata.augment.pipeline.fields import (
     Fields,
@@ -25,16 +26,15 @@ from lightning_fastdata.augment.pipeline.fields import (
 )
 from lightning_fastdata.augment.pipeline.tree import list_nodes
 from lightning_fastdata.augment.pipeline.values import values_of
-from lightning_fastdata.augment.record.tape import Recorder, Tape, target_roles
+from lightning_fastdata.augment.record.tape import Recorder, target_roles
 from lightning_fastdata.augment.replay.program import Draws, compile_tapes
 from lightning_fastdata.randomness.seeds import reseeder
 
 if TYPE_CHECKING:
     from lightning_fastdata.augment.crop import CropOnDevice
-    from lightning_fastdata.augment.ops.operation import DeviceOp
+    from lightning_fastdata.augment.ops.operation import DeviceOp, Role, Track
     from lightning_fastdata.augment.pipeline.plan import Plan
     from lightning_fastdata.augment.pipeline.values import Values
-    from lightning_fastdata.augment.record.tape import Role, Track
     from lightning_fastdata.types import Batch, SampleKey
 
 _VOLUMES: Final = frozenset({"images", "volume", "volumes", "mask3d", "masks3d"})

@@ -43,14 +43,15 @@ A sample may begin with one way of reading of its own:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, get_args
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final, get_args
 
 import numpy as np
 
+from lightning_fastdata.augment.ops.operation import End
+
 if TYPE_CHECKING:
-    from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded
-    from lightning_fastdata.augment.record.tape import Role
+    from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded, Fused, Instruction, Role
 
 NOP, MIRROR, TABLE, HSV, SCALE, CONTRAST, SATURATION, HUE, GRAY, HOLES, SHUFFLE, DROP = range(12)
 WARP, BOTH_AXES, PLANE, MEDIAN = range(12, 16)
@@ -60,12 +61,6 @@ WIDTH: Final = 5
 CHANNELS: Final = 3
 """Of the images that are fused: others take one step after the other."""
 
-Instruction: TypeAlias = tuple[int, ...]
-Instructions: TypeAlias = "Callable[[Encoded, Mapping[str, int]], list[Instruction] | None]"
-End: TypeAlias = Literal["normalize", "to float", "channels first"]
-Geometry: TypeAlias = Literal["window", "resize"]
-Fused: TypeAlias = "Instructions | Geometry | End"
-"""What an operation is within a run: a way of reading, a change of each pixel, or its end."""
 ENDS: Final[frozenset[object]] = frozenset(get_args(End))
 """What makes something else of bytes ``[n, H, W, C]``, so that no other run follows."""
 

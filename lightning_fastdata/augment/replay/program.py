@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -10,49 +9,33 @@ import numpy as np
 import torch
 
 from lightning_fastdata.augment.replay.instructions import fused_form
-from lightning_fastdata.augment.replay.runs import FusedRun, Step, fuse
+from lightning_fastdata.augment.replay.runs import ArrayAt, FusedRun, Step, fuse
 from lightning_fastdata.errors import BatchError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded
-    from lightning_fastdata.augment.record.tape import Role, Tape, TapeOp, Track
+    from lightning_fastdata.augment.ops.operation import (
+        DeviceOp,
+        Encoded,
+        Role,
+        Tape,
+        TapeOp,
+        Track,
+    )
 
 _ALIGN: Final = 16
-
-
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """Where one array lies in the blob of its batch."""
-
-    offset: int
-    """First byte; a multiple of 16."""
-    dtype: torch.dtype
-    """Type of its elements."""
-    shape: tuple[int, ...]
-    """Its shape."""
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes from one sample's part of the array to the next one's."""
-        return math.prod(self.shape[1:]) * self.dtype.itemsize
-
-    def view(self, blob: torch.Tensor) -> torch.Tensor:
-        """Return the array as a view of the blob, wherever that is."""
-        count = math.prod(self.shape) * self.dtype.itemsize
-        return blob[self.offset : self.offset + count].view(self.dtype).view(self.shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPart:
     """Samples that take one step with the same settings and array shapes: one launch."""
 
-    rows: Slot | None
+    rows: ArrayAt | None
     """Positions of the samples in the batch (int64); None when it is all of them, in order."""
     static: tuple[tuple[str, Any], ...]
     """Settings that they share."""
-    arrays: Mapping[str, Slot]
+    arrays: Mapping[str, ArrayAt]
     """Their drawn numbers, stacked to ``[samples, ...]``."""
 
 
@@ -90,7 +73,7 @@ class Draws:
         samples: int,
         programs: Mapping[str, Program],
         blob: torch.Tensor,
-        beside: Mapping[str, Slot] | None = None,
+        beside: Mapping[str, ArrayAt] | None = None,
     ) -> None:
         self.samples = samples
         """Samples in the batch."""
@@ -132,19 +115,19 @@ class Packer:
     def __init__(self) -> None:
         self._chunks: list[np.ndarray] = []
         self._size = 0
-        self._known: dict[tuple[object, ...], Mapping[str, Slot]] = {}
+        self._known: dict[tuple[object, ...], Mapping[str, ArrayAt]] = {}
 
-    def add(self, array: np.ndarray) -> Slot:
+    def add(self, array: np.ndarray) -> ArrayAt:
         """Pack an array, and return where it lies."""
         array = np.ascontiguousarray(array)
-        slot = Slot(self._size, torch.from_numpy(array[:0]).dtype, array.shape)
+        slot = ArrayAt(self._size, torch.from_numpy(array[:0]).dtype, array.shape)
         padding = -array.nbytes % _ALIGN
         self._chunks.append(array.reshape(-1).view(np.uint8))
         self._chunks.append(np.zeros(padding, np.uint8))
         self._size += array.nbytes + padding
         return slot
 
-    def stack(self, encoded: Sequence[Encoded]) -> Mapping[str, Slot]:
+    def stack(self, encoded: Sequence[Encoded]) -> Mapping[str, ArrayAt]:
         """Pack what samples have drawn, stacked, and return where each array lies."""
         # An image and the mask beside it share their parameters: packed once.
         key = tuple(map(id, encoded))
@@ -247,3 +230,16 @@ def _form(encoded: Encoded) -> object:
         return encoded.static
     shapes = [(name, one.shape, one.dtype.char) for name, one in encoded.arrays.items()]
     return encoded.static, tuple(shapes)
+
+
+def launches(program: Program) -> int:
+    """Return how many times a batch is handed to the device, if kernels carry out the runs.
+
+    A run counts its kernels. A step that no run takes counts one for each of its parts, which are
+    samples with the same settings; torch launches several kernels for each of them. Images of
+    another form than uint8 RGB take no runs, nor do masks that are not integers, see
+    :func:`~.replay_triton.takes`.
+    """
+    fused = {number for run in program.runs for number in range(run.first, run.last + 1)}
+    rest = (len(step.parts) for number, step in enumerate(program.steps) if number not in fused)
+    return sum(run.launches for run in program.runs) + sum(rest)

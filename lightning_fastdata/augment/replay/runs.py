@@ -8,12 +8,14 @@ that begins the next run.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 import numpy as np
 
+from lightning_fastdata.augment.ops.operation import Fused, Instruction, Instructions
 from lightning_fastdata.augment.replay.instructions import (
     BOTH_AXES,
     CHANNELS,
@@ -22,18 +24,15 @@ from lightning_fastdata.augment.replay.instructions import (
     LATE_HOLES,
     WARP,
     WIDTH,
-    Fused,
-    Instruction,
-    Instructions,
     holes,
     is_reading,
     is_transposing,
 )
 
 if TYPE_CHECKING:
-    from lightning_fastdata.augment.ops.operation import Encoded
-    from lightning_fastdata.augment.record.tape import Role
-    from lightning_fastdata.augment.replay.program import Program, Slot
+    import torch
+
+    from lightning_fastdata.augment.ops.operation import Encoded, Role
 
 Geometry: TypeAlias = Literal["none", "window", "resize", "warp", "filter"]
 _REPLICATE: Final = 1
@@ -45,6 +44,28 @@ _READ: Final = {
 pixel for masks), and the array of what lies outside."""
 
 
+@dataclass(frozen=True, slots=True)
+class ArrayAt:
+    """Where one array lies in the blob of its batch."""
+
+    offset: int
+    """First byte; a multiple of 16."""
+    dtype: torch.dtype
+    """Type of its elements."""
+    shape: tuple[int, ...]
+    """Its shape."""
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes from one sample's part of the array to the next one's."""
+        return math.prod(self.shape[1:]) * self.dtype.itemsize
+
+    def view(self, blob: torch.Tensor) -> torch.Tensor:
+        """Return the array as a view of the blob, wherever that is."""
+        count = math.prod(self.shape) * self.dtype.itemsize
+        return blob[self.offset : self.offset + count].view(self.dtype).view(self.shape)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FusedRun:
     """Steps ``first`` to ``last`` of a program, for one kernel."""
@@ -53,7 +74,7 @@ class FusedRun:
     """Number of the first step."""
     last: int
     """Number of the last step; it belongs to the run."""
-    code: Slot
+    code: ArrayAt
     """int32 ``[samples, instructions, 5]``."""
     idle: bool
     """It leaves every sample as it is, so nothing is launched."""
@@ -66,24 +87,24 @@ class FusedRun:
     says (``warp``, ``filter``) and by the others as they are."""
     size: tuple[int, int] | None
     """Height and width of the result; None: those of the batch."""
-    where: Slot | None
+    where: ArrayAt | None
     """``window``: top and left, int32 ``[samples, 2]``; ``resize``: the box, int32
     ``[samples, 4]``; else None."""
     border: int
     """``window``: the border mode."""
-    fill: Slot | None
+    fill: ArrayAt | None
     """``window`` that reaches outside: float32 ``[samples, 3]``, of masks ``[samples, 4]``; else
     None."""
-    both_axes: Slot | None
+    both_axes: ArrayAt | None
     """Samples that are filtered along their rows and then along their columns, int32 ``[count]``:
     the rows take a launch of their own. None: there are none."""
     keeps_size: bool
     """Some sample is read as it is, so ``size`` has to be that of the batch."""
     square: bool
     """Some sample is turned on its side, so the result has to be square."""
-    normalize: tuple[Slot, Slot] | None
+    normalize: tuple[ArrayAt, ArrayAt] | None
     """Mean and gain, float32 ``[samples, 3]``; None: it is not normalized."""
-    limit: Slot | None
+    limit: ArrayAt | None
     """What the values are divided by, float32 ``[samples, 1]``; None: they are not. If neither this
     nor ``normalize`` is there, the result is uint8."""
     channels_first: bool
@@ -105,25 +126,12 @@ class Step:
     """Samples of each part."""
     encoded: tuple[tuple[Encoded, ...], ...]
     """What each sample of each part drew."""
-    arrays: tuple[Mapping[str, Slot], ...]
+    arrays: tuple[Mapping[str, ArrayAt], ...]
     """Where the numbers of each part lie."""
 
 
-def launches(program: Program) -> int:
-    """Return how many times a batch is handed to the device, if kernels carry out the runs.
-
-    A run counts its kernels. A step that no run takes counts one for each of its parts, which are
-    samples with the same settings; torch launches several kernels for each of them. Images of
-    another form than uint8 RGB take no runs, nor do masks that are not integers, see
-    :func:`~.replay_triton.takes`.
-    """
-    fused = {number for run in program.runs for number in range(run.first, run.last + 1)}
-    rest = (len(step.parts) for number, step in enumerate(program.steps) if number not in fused)
-    return sum(run.launches for run in program.runs) + sum(rest)
-
-
 def fuse(
-    steps: Sequence[Step], samples: int, add: Callable[[np.ndarray], Slot], role: Role = "image"
+    steps: Sequence[Step], samples: int, add: Callable[[np.ndarray], ArrayAt], role: Role = "image"
 ) -> tuple[FusedRun, ...]:
     """Return the runs of a program of an image or a mask, first to last.
 
@@ -156,11 +164,11 @@ class _OpenRun:
         self.taken = 0
         self.geometry: Geometry = "none"
         self.size: tuple[int, int] | None = None
-        self.where: Slot | None = None
+        self.where: ArrayAt | None = None
         self.border = _REPLICATE
-        self.fill: Slot | None = None
-        self.normalize: tuple[Slot, Slot] | None = None
-        self.limit: Slot | None = None
+        self.fill: ArrayAt | None = None
+        self.normalize: tuple[ArrayAt, ArrayAt] | None = None
+        self.limit: ArrayAt | None = None
         self.channels_first = False
 
     def takes(self, step: Step, samples: int) -> bool:
@@ -255,7 +263,7 @@ class _OpenRun:
     def _changes_nothing(self) -> bool:
         return self.geometry == "none" and not any(self.code) and not self.ends
 
-    def close(self, last: int, add: Callable[[np.ndarray], Slot]) -> FusedRun | None:
+    def close(self, last: int, add: Callable[[np.ndarray], ArrayAt]) -> FusedRun | None:
         if not self.taken:
             return None
         length = max(1, *map(len, self.code))
@@ -286,7 +294,7 @@ class _OpenRun:
         )
 
 
-def _is_of_colours(slot: Slot | None) -> bool:
+def _is_of_colours(slot: ArrayAt | None) -> bool:
     """Return whether an array has a number for each channel of RGB, if there is one."""
     return slot is None or slot.shape[1:] == (CHANNELS,)
 

@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from contextlib import AbstractContextManager
 
-    from lightning_fastdata.augment.replay.program import Slot
-    from lightning_fastdata.augment.replay.runs import FusedRun
+    from lightning_fastdata.augment.replay.runs import ArrayAt, FusedRun
 
 _BLOCK: Final = 512
 """Pixels that one program of a kernel computes: four for each thread, which fit its registers."""
@@ -149,7 +148,7 @@ def run_fused(
     Returns:
         images ``[n, h, w, 3]`` or ``[n, 3, h, w]``; masks ``[n, h, w]`` or ``[n, h, w, C]``.
     """
-    from lightning_fastdata.augment import kernels
+    from lightning_fastdata.augment.replay import kernels
 
     known = {
         "fused": kernels.fused_kernel,
@@ -259,7 +258,7 @@ def _prepare_masks(
     return out, [launch]
 
 
-def _slots(run: FusedRun) -> tuple[Slot, Slot, Slot]:
+def _slots(run: FusedRun) -> tuple[ArrayAt, ArrayAt, ArrayAt]:
     """Return where the instructions, the geometry and the fill lie; any place if they are not."""
     return run.code, run.where or run.code, run.fill or run.code
 

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from lightning_fastdata.insight.measure.metrics import StageSummary
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Headroom:
@@ -26,31 +24,33 @@ class Headroom:
     already and nobody loading others, so that what loading takes from computing is gone, too."""
 
 
-def modelled_headroom(stage: StageSummary) -> Headroom | None:
-    """Return the mean warm step with the stall taken away; None if it was not measured."""
-    rate = stage.samples_per_s_if_data_were_free
-    if rate is None or stage.step is None or stage.stall is None:
+def modelled_headroom(
+    step_ms: float | None, stall_ms: float | None, samples_per_s: float | None
+) -> Headroom | None:
+    """Return the step with the stall taken away; None if either was not measured.
+
+    Args:
+        step_ms: The mean warm step.
+        stall_ms: The mean stall of these steps.
+        samples_per_s: Without the stall.
+    """
+    if samples_per_s is None or step_ms is None or stall_ms is None:
         return None
-    step_ms = stage.step.mean_ms - stage.stall.mean_ms
-    return Headroom(step_ms=step_ms, samples_per_s=rate, basis="modelled")
+    return Headroom(step_ms=step_ms - stall_ms, samples_per_s=samples_per_s, basis="modelled")
 
 
 def measured_headroom(
-    stage: StageSummary, rounds_ms: Sequence[float], *, steps: int, samples: int
+    rounds_ms: Sequence[float], *, steps: int, samples: int, other_ms: float
 ) -> Headroom | None:
     """Return what replayed steps tell; None if they took no time.
 
-    The transfer and the augmentation of the stage are added, as a replay has none.
-
     Args:
-        stage: What was measured of the training.
         rounds_ms: How long each round of the same steps took; the median counts.
         steps: Steps in a round.
         samples: Samples in a round.
+        other_ms: Transfer and augmentation of a step, which a replay has none of.
     """
-    step_ms = statistics.median(rounds_ms) / steps
-    for phase in (stage.transfer, stage.augment):
-        step_ms += 0.0 if phase is None else phase.mean_ms
+    step_ms = statistics.median(rounds_ms) / steps + other_ms
     if step_ms <= 0:
         return None
     rate = samples / steps * 1e3 / step_ms

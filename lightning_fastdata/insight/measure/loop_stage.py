@@ -14,8 +14,8 @@ from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.insight.measure.clock import CudaClock, HostClock, cuda_event
 from lightning_fastdata.insight.measure.stage_meter import StageMeter
 from lightning_fastdata.insight.measure.stage_stamps import StageStamps
+from lightning_fastdata.insight.model.loader_facts import LoaderFacts
 from lightning_fastdata.insight.verdicts.verdict import judge
-from lightning_fastdata.insight.verdicts.without_stamps import LoaderFacts
 from lightning_fastdata.loading.loader import FastDataLoader
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import IntEnum
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
@@ -254,7 +254,9 @@ class StepHistory:
                 columns[name], totals[i], counts[i], self._max[kind][i], step_total
             )
         free_total = step_total - totals[TIMED.index("stall_ms")]
-        summary = StageSummary(
+        step, stall = phases["step"], phases["stall"]
+        free_rate = None if stall is None else _per_second(measured, free_total)
+        return StageSummary(
             stage=stage,
             device=device,
             steps=self.steps,
@@ -264,17 +266,18 @@ class StepHistory:
             resumed_steps=self.resumed_steps,
             cold_wait_ms=self._sum[1][0] / self._count[1][0] if self._count[1][0] else None,
             samples_per_s=_per_second(measured, step_total),
-            samples_per_s_if_data_were_free=(
-                _per_second(measured, free_total) if phases["stall"] else None
-            ),
+            samples_per_s_if_data_were_free=free_rate,
             dropped_steps=dropped_steps,
             causes=None,
             updates=None,
-            headroom=None,
+            headroom=modelled_headroom(
+                None if step is None else step.mean_ms,
+                None if stall is None else stall.mean_ms,
+                free_rate,
+            ),
             loaders=(),
             **phases,
         )
-        return replace(summary, headroom=modelled_headroom(summary))
 
 
 def columns_of(steps: Sequence[StepTiming]) -> Columns:

@@ -11,7 +11,8 @@ from lightning_fastdata.insight.measure.timeline import StepTimeline
 from lightning_fastdata.insight.measure.window import MetricWindow
 from lightning_fastdata.insight.model.evidence import evidence_of, stage_evidence
 from lightning_fastdata.insight.model.setups import setup_of, stage_times, step_cpus, step_queued
-from lightning_fastdata.insight.waits.several_loaders import costliest, cpus_used, least_step_ms
+from lightning_fastdata.insight.model.simulate import least_step_ms
+from lightning_fastdata.insight.waits.several_loaders import costliest, cpus_used
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from lightning_fastdata.insight.measure.metrics import StageSummary
     from lightning_fastdata.insight.measure.stage_stamps import StageStamps
     from lightning_fastdata.insight.model.evidence import Evidence
-    from lightning_fastdata.insight.verdicts.without_stamps import LoaderFacts
+    from lightning_fastdata.insight.model.loader_facts import LoaderFacts
     from lightning_fastdata.insight.waits.several_loaders import LoaderKey, OneOfSeveral
     from lightning_fastdata.loading.loader import FastDataLoader
     from lightning_fastdata.stamps.batch_stamps import BatchStamps

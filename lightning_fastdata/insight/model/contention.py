@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from lightning_fastdata.insight.model.simulate import scaled, simulate
-from lightning_fastdata.insight.verdicts.finding import stalls
 
 if TYPE_CHECKING:
     from lightning_fastdata.insight.model.evidence import Evidence
@@ -35,7 +34,7 @@ def part_shares(e: Evidence) -> dict[str, float]:
 
 
 def _measured_shares(e: Evidence) -> dict[str, float]:
-    if e.parts is None or not stalls(e):
+    if e.parts is None or not e.stalls:
         return {}
     shares = e.parts.shares()
     if shares:
@@ -105,7 +104,7 @@ def crowded(e: Evidence) -> bool:
     Complete batches wait for a CPU on their way, too. Where there is no model, other programs are
     taken for the cause if they use a good part of the CPUs.
     """
-    if not stalls(e) or locked(e) or throttled(e) or runqueue_share(e) < RUNQUEUE_HIGH:
+    if not e.stalls or locked(e) or throttled(e) or runqueue_share(e) < RUNQUEUE_HIGH:
         return False
     if e.setup is None and e.machine_cpus and e.other_cpus is not None:
         return e.other_cpus >= _MUCH * e.machine_cpus

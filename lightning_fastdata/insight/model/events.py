@@ -15,7 +15,7 @@ from lightning_fastdata.executors.pool.splitter import rows_per_task
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from lightning_fastdata.insight.model.simulate import BatchCost, LoaderSetup
+    from lightning_fastdata.insight.model.inputs import BatchCost, LoaderSetup
 
 _DONE_NS: Final = 1e-3
 _PARTS_PER_WORKER: Final = 2
@@ -26,7 +26,7 @@ _NICE_FACTOR: Final = 1.25
 """One level of niceness, see ``sched_prio_to_weight`` in Linux."""
 
 
-class Replay:
+class EventModel:
     """One run of a training whose batches cost what is given, over and over.
 
     Args:

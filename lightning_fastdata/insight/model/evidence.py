@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
 
-from lightning_fastdata.insight.model.simulate import BatchCost, LoaderSetup, batch_costs
-from lightning_fastdata.insight.verdicts.finding import STALL_LOW
-from lightning_fastdata.insight.verdicts.without_stamps import device_could_augment
+from lightning_fastdata.insight.model.finding import STALL_LOW
+from lightning_fastdata.insight.model.inputs import BatchCost, LoaderSetup
+from lightning_fastdata.insight.model.loader_facts import device_could_augment
+from lightning_fastdata.insight.model.simulate import batch_costs
 from lightning_fastdata.insight.waits.attribution import SlowSample, WaitParts
 from lightning_fastdata.insight.waits.causes import CauseTotals, OperationShare
 from lightning_fastdata.insight.waits.lines import LineShare
@@ -18,7 +19,7 @@ from lightning_fastdata.insight.waits.lines import LineShare
 if TYPE_CHECKING:
     from lightning_fastdata.insight.measure.metrics import StageSummary
     from lightning_fastdata.insight.measure.wall import WallTime
-    from lightning_fastdata.insight.verdicts.without_stamps import LoaderFacts
+    from lightning_fastdata.insight.model.loader_facts import LoaderFacts
     from lightning_fastdata.insight.waits.several_loaders import OneOfSeveral
     from lightning_fastdata.stamps.batch_stamps import BatchStamps, ReadRates
 
@@ -147,6 +148,12 @@ class Evidence:
     def stall_share(self) -> float | None:
         """Part of the step in which the device waited for data, 0 to 1."""
         return self.of_step(self.stall_ms)
+
+    @property
+    def stalls(self) -> bool:
+        """The device waits for data for 3 % of the step or more."""
+        share = self.stall_share
+        return share is not None and share >= STALL_LOW
 
     @property
     def slow_rank(self) -> int | None:

@@ -4,49 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final, Literal
 
-from lightning_fastdata.insight.model.simulate import LoaderSetup, simulate
+from lightning_fastdata.insight.model.finding import GOOD_ENOUGH, Gain
+from lightning_fastdata.insight.model.inputs import LoaderSetup
+from lightning_fastdata.insight.model.simulate import simulate
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from lightning_fastdata.insight.model.evidence import Evidence
-    from lightning_fastdata.insight.model.simulate import BatchCost
+    from lightning_fastdata.insight.model.inputs import BatchCost
 
 WORKERS: Final = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """Numbers of workers that are tried."""
-GOOD_ENOUGH: Final = 1.03
-"""The smallest change within 3 % of the best one is taken."""
 _BATCHES_AHEAD: Final = 2
 _LEAST_AHEAD: Final = 8
 """The loader is so many batches ahead even if a worker would be fewer."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gain:
-    """What a step takes now, and would take."""
-
-    before_ms: float
-    """Measured."""
-    after_ms: float
-    """Expected."""
-    basis: Literal["simulated", "independent", "measured", "floor"]
-    """``"simulated"``: the recorded batches in the other setup. ``"independent"``: the same, if the
-    workers share nothing that they wait for, as a lock or a full line would be. ``"measured"``: a
-    measured cost, taken away. ``"floor"``: no less is possible, as the cost cannot vanish as a
-    whole."""
-
-    @property
-    def factor(self) -> float:
-        """How many times as fast."""
-        return self.before_ms / self.after_ms if self.after_ms > 0 else math.inf
-
-    @property
-    def worthwhile(self) -> bool:
-        """It is more than what is good enough."""
-        return self.factor > GOOD_ENOUGH
 
 
 def without(evidence: Evidence, ms: float | None) -> Gain | None:

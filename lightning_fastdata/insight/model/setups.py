@@ -8,7 +8,7 @@ from torch.utils.data import IterableDataset, default_collate
 
 from lightning_fastdata.batches.collate import collate_samples
 from lightning_fastdata.batches.keyed import fetches_in_batches
-from lightning_fastdata.insight.model.simulate import LoaderSetup
+from lightning_fastdata.insight.model.inputs import LoaderSetup
 from lightning_fastdata.loading.source import makes_batches, reads_with_torch
 from lightning_fastdata.planning.worker_count import look_ahead_batches
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from lightning_fastdata.host.spent import SpentTime
     from lightning_fastdata.insight.measure.metrics import StageSummary
-    from lightning_fastdata.insight.model.simulate import Scheduling
+    from lightning_fastdata.insight.model.inputs import Scheduling
     from lightning_fastdata.loading.loader import FastDataLoader
     from lightning_fastdata.stamps.batch_stamps import BatchStamps
 

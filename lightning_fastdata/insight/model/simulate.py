@@ -12,73 +12,20 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Final
 
-from lightning_fastdata.insight.model.events import Replay
+from lightning_fastdata.insight.model.events import EventModel
+from lightning_fastdata.insight.model.inputs import BatchCost, LoaderSetup
 from lightning_fastdata.insight.waits.attribution import held_ns
 
 if TYPE_CHECKING:
     from lightning_fastdata.stamps.batch_stamps import BatchStamps, TaskStamps
-
-Scheduling: TypeAlias = Literal["batch", "queue", "sample"]
 
 _NS_PER_MS: Final = 1e6
 _MIN_STEPS: Final = 200
 _SHORT: Final = 0.25
 """So many of a thread's pauses are no longer than it takes to get on with what is there."""
 _NEXT_TASKS: Final = 16
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchCost:
-    """What one batch costs, whoever makes it; times in nanoseconds without any waiting for CPUs."""
-
-    samples: int
-    """Samples in it."""
-    cpu_ns: float
-    """To read its samples: time on a CPU."""
-    blocked_ns: float
-    """To read its samples: time neither on a CPU nor waiting for one."""
-    collate_ns: float
-    """To collate it: time on a CPU."""
-    slowest_ns: float
-    """Of ``cpu_ns + blocked_ns``, what its slowest sample takes."""
-    handover_ns: float
-    """From the end of its last task until the training has it, if the training is waiting."""
-    taking_ns: float
-    """To take it, if it was complete when it was asked for."""
-    step_ns: float
-    """From then until the training asks for the next batch."""
-    task_ns: float = 0.0
-    """To begin and end one of the tasks that it is made in: time on a CPU, not in ``cpu_ns``."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoaderSetup:
-    """A loader as the model knows it."""
-
-    workers: int
-    """Side processes or threads that read; 0: the training process does."""
-    look_ahead: int
-    """Batches under way at once; torch: ``workers * prefetch_factor``."""
-    scheduling: Scheduling = "sample"
-    """``"batch"``: a worker makes a whole batch, in turn, as torch has it. ``"queue"``: whoever is
-    free does. ``"sample"``: whoever is free makes some samples of a batch."""
-    in_order: bool = True
-    """Batches are delivered in order."""
-    cpus: float = 1.0
-    """CPUs this process and its workers may use."""
-    step_cpus: float = 1.0
-    """CPUs the training process uses between two requests: 1 where it drives a device, more where
-    it computes on the host."""
-    worker_nice: int = 0
-    """Niceness of the workers above that of the training, 0 to 19."""
-    inline: bool = False
-    """Its executor reads in the training process, however many workers it has."""
-    other_cpus: float = 0.0
-    """Of ``cpus``, those that other programs use when they have to share."""
-    worker_threads: float = 1.0
-    """CPUs that a worker uses while it computes: above 1 where it starts threads of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,5 +192,20 @@ def simulate(costs: Sequence[BatchCost], setup: LoaderSetup) -> Prediction:
         return Prediction(step_ms=step / _NS_PER_MS, wait_ms=statistics.fmean(waits) / _NS_PER_MS)
     # Whole rounds, in which every batch counts as often as every other.
     steps = -(-_MIN_STEPS // len(costs)) * len(costs)
-    step, wait = Replay(costs, setup).run(setup.look_ahead + 2 * setup.workers, steps)
+    step, wait = EventModel(costs, setup).run(setup.look_ahead + 2 * setup.workers, steps)
     return Prediction(step_ms=step / _NS_PER_MS, wait_ms=wait / _NS_PER_MS)
+
+
+def least_step_ms(costs: Sequence[BatchCost], setup: LoaderSetup, *, less_ms: float) -> float:
+    """Return what a step takes at least because of a loader, if another one is waited for less.
+
+    Args:
+        costs: Of its recorded batches.
+        setup: The loader as it is.
+        less_ms: What is no longer waited for the other one in a step, the mean. Each recorded step
+            loses the same part of its length, as a few of them may have waited for all others.
+    """
+    step_ns = statistics.fmean(cost.step_ns for cost in costs)
+    left = max(0.0, 1 - less_ms * _NS_PER_MS / step_ns) if step_ns > 0 else 1.0
+    free = [replace(cost, step_ns=cost.step_ns * left) for cost in costs]
+    return simulate(free, setup).step_ms

@@ -6,12 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from lightning_fastdata.insight.measure.wall import PART_NAMES, STEP_PARTS
-from lightning_fastdata.insight.model.remedies import Gain
+from lightning_fastdata.insight.model.finding import Gain, gain_text
 from lightning_fastdata.insight.report.chart import STACK, timeline_chart
 from lightning_fastdata.insight.report.drawing import duration_text
 from lightning_fastdata.insight.report.html_style import STYLE
 from lightning_fastdata.insight.report.markup import Child, Markup, element
-from lightning_fastdata.insight.verdicts.finding import gain_text
 from lightning_fastdata.insight.waits.causes import PART_WORDS
 from lightning_fastdata.types import STAGE_WORDS
 

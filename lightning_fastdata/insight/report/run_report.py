@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 from lightning_fastdata.errors import printable
 from lightning_fastdata.host.files import write_atomically
 from lightning_fastdata.insight.measure.wall import wall_text
+from lightning_fastdata.insight.model.finding import STALL_LOW, gain_text
 from lightning_fastdata.insight.report.drawing import bar, duration_text
-from lightning_fastdata.insight.verdicts.finding import STALL_LOW, gain_text
 from lightning_fastdata.insight.waits.causes import cause_lines
 from lightning_fastdata.insight.waits.ranks import ranks_line
 from lightning_fastdata.insight.waits.several_loaders import waits_line

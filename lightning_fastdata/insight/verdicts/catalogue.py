@@ -54,16 +54,16 @@ from typing import TYPE_CHECKING, Final
 
 from lightning_fastdata.insight.verdicts import (
     late_batches,
+    one_of_several,
     own_work,
     pauses,
     step_costs,
     uneven_workers,
 )
-from lightning_fastdata.insight.waits import several_loaders
 
 if TYPE_CHECKING:
     from lightning_fastdata.insight.model.evidence import Evidence
-    from lightning_fastdata.insight.verdicts.finding import Finding
+    from lightning_fastdata.insight.model.finding import Finding
 
 _ROWS: Final[tuple[Callable[[Evidence], Finding | None], ...]] = (
     step_costs.hidden,
@@ -80,7 +80,7 @@ _ROWS: Final[tuple[Callable[[Evidence], Finding | None], ...]] = (
     late_batches.capacity,
     pauses.epoch_starts,
     step_costs.epoch_starts,
-    several_loaders.begins_anew,
+    one_of_several.begins_anew,
     own_work.pinning,
     step_costs.transfer,
     step_costs.augmentation,
@@ -96,7 +96,7 @@ _ROWS: Final[tuple[Callable[[Evidence], Finding | None], ...]] = (
     step_costs.free,
 )
 _OF_ONE_LOADER: Final = frozenset(
-    module.__name__ for module in (late_batches, own_work, several_loaders, uneven_workers)
+    module.__name__ for module in (late_batches, one_of_several, own_work, uneven_workers)
 )
 _SEVERITIES: Final = ("high", "moderate", "fine")
 _CLEARLY: Final = 1.5
@@ -128,12 +128,12 @@ def findings(evidence: Evidence) -> tuple[Finding, ...]:
 
 def _found(evidence: Evidence) -> Iterator[Finding]:
     """Yield what each row finds; of several loaders, what is wrong with one is told of that one."""
-    own = several_loaders.own_evidence(evidence)
+    own = one_of_several.own_evidence(evidence)
     for row in _ROWS:
         if row.__module__ not in _OF_ONE_LOADER:
             found = row(evidence)
         elif (found := row(own)) is not None:
-            found = several_loaders.told_of_loader(own, found)
+            found = one_of_several.told_of_loader(own, found)
         if found is not None:
             yield found
 

@@ -19,13 +19,13 @@ from lightning_fastdata.insight.model.contention import (
     runqueue_share,
     throttled,
 )
+from lightning_fastdata.insight.model.finding import Finding, severity_of
 from lightning_fastdata.insight.model.simulate import scaled
-from lightning_fastdata.insight.verdicts.finding import Finding, severity_of, stalls
 from lightning_fastdata.insight.waits.lines import lock_between_processes, where_text
 
 if TYPE_CHECKING:
     from lightning_fastdata.insight.model.evidence import Evidence
-    from lightning_fastdata.insight.model.remedies import Gain
+    from lightning_fastdata.insight.model.finding import Gain
 
 _DOMINANT: Final = 0.4
 _SLOW_HIGH, _BUSY_HIGH = 0.30, 0.95
@@ -51,6 +51,11 @@ def largest(evidence: Evidence) -> tuple[str, float]:
     name = max(shares, key=shares.__getitem__, default="")
     share = shares.get(name, 0.0)
     return (name, share) if share >= _DOMINANT else ("", 0.0)
+
+
+def _where(e: Evidence, *, blocked: bool | None = None) -> str:
+    most = max((each.share for each in e.operations), default=0.0)
+    return where_text(e.lines, most, blocked=blocked)
 
 
 def of_wait(evidence: Evidence, share: float, what: str) -> str:
@@ -161,7 +166,7 @@ def latency(e: Evidence) -> Finding | None:
     return _more_workers(
         e,
         "FD303",
-        of_wait(e, share, "waiting for storage, a network or a lock") + where_text(e, blocked=True),
+        of_wait(e, share, "waiting for storage, a network or a lock") + _where(e, blocked=True),
         "keep the data on a local disk, or cache it",
         remedies.gain_of_costs(e, scaled(e.costs, blocked=0.0)),
         "transforms: the CPUs are not what is short",
@@ -182,7 +187,7 @@ def bandwidth(e: Evidence) -> Finding | None:
     return Finding(
         code="FD304",
         severity=severity_of(e.stall_share),
-        cause=cause + where_text(e, blocked=True),
+        cause=cause + _where(e, blocked=True),
         remedy="find the lock, or read less: cache decoded or resized samples, or keep the data on "
         "a local disk",
         gain=remedies.gain_of_costs(e, scaled(e.costs, blocked=0.0)),
@@ -193,7 +198,7 @@ def bandwidth(e: Evidence) -> Finding | None:
 def _saturated(e: Evidence) -> bool:
     loads = runqueue_share(e) >= RUNQUEUE_HIGH or throttled(e)
     reads = largest(e)[0] == "read_cpu"
-    return stalls(e) and loads and reads and overcommitted(e) and not crowded(e)
+    return e.stalls and loads and reads and overcommitted(e) and not crowded(e)
 
 
 def _transforms(e: Evidence) -> str:
@@ -217,8 +222,7 @@ def few_workers(e: Evidence) -> Finding | None:
     return _more_workers(
         e,
         "FD305",
-        of_wait(e, share, "reading and transforming samples on a CPU")
-        + where_text(e, blocked=False),
+        of_wait(e, share, "reading and transforming samples on a CPU") + _where(e, blocked=False),
         _transforms(e),
         _gain_of_transforms(e),
         "storage: it is not what is waited for",
@@ -247,7 +251,7 @@ def few_cpus(e: Evidence) -> Finding | None:
             remedy = f"{remedies.options_text(now, wanted)}, which is as fast; then {remedy}"
     return Finding(
         code="FD306", severity=severity_of(e.stall_share), remedy=remedy, gain=gain,
-        cause="; ".join(facts) + where_text(e, blocked=False),
+        cause="; ".join(facts) + _where(e, blocked=False),
         leave_alone="more workers: they would share the same CPUs",
     )  # fmt: skip
 
@@ -263,7 +267,7 @@ def _one_interpreter(e: Evidence) -> Finding:
         severity=severity_of(e.stall_share),
         cause="the threads of a side process take turns: one of them at a time holds the "
         f"interpreter's lock, and together they use {e.interpreter_share or 0.0:.1f} CPUs"
-        + where_text(e, blocked=False),
+        + _where(e, blocked=False),
         remedy=f"{processes}; or transforms that release the lock",
         leave_alone="more threads, and the storage: what looks like waiting for it is the lock",
     )
@@ -287,7 +291,7 @@ def collation(e: Evidence) -> Finding | None:
 
 def capacity(e: Evidence) -> Finding | None:
     """FD309: workers are busy all the time with a bit of everything."""
-    if not stalls(e) or e.busy_share is None or e.busy_share <= _BUSY_HIGH or largest(e)[0]:
+    if not e.stalls or e.busy_share is None or e.busy_share <= _BUSY_HIGH or largest(e)[0]:
         return None
     if crowded(e) or locked(e):
         return None
@@ -295,7 +299,7 @@ def capacity(e: Evidence) -> Finding | None:
         e,
         "FD309",
         f"the workers are busy {e.busy_share:.0%} of the time, and no single part of the wait, "
-        f"which costs {e.stall_share or 0.0:.0%} of each step, stands out" + where_text(e),
+        f"which costs {e.stall_share or 0.0:.0%} of each step, stands out" + _where(e),
         _transforms(e),
         _gain_of_transforms(e),
         "",
@@ -308,7 +312,7 @@ def neighbours(e: Evidence) -> Finding | None:
     slowed = (e.compute_slowdown or 1.0) >= _COMPUTE_SLOWER
     pressed = slowed and (e.pressure_percent or 0.0) >= _PRESSURE_HIGH
     own = e.setup is None or e.wanted_cpus is None or overcommitted(e)
-    if not stalls(e) or (runqueue < RUNQUEUE_HIGH and not pressed):
+    if not e.stalls or (runqueue < RUNQUEUE_HIGH and not pressed):
         return None
     if (own and not crowded(e)) or locked(e) or (e.setup is not None and not e.setup.workers):
         return None

@@ -11,7 +11,7 @@ from lightning_fastdata.insight.model.contention import (
     part_shares,
     runqueue_share,
 )
-from lightning_fastdata.insight.verdicts.finding import Finding, severity_of
+from lightning_fastdata.insight.model.finding import Finding, severity_of
 from lightning_fastdata.insight.verdicts.late_batches import largest, of_wait
 
 if TYPE_CHECKING:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from lightning_fastdata.insight.model.remedies import Gain
+from lightning_fastdata.insight.model.finding import STALL_HIGH, Finding, Gain, severity_of
 from lightning_fastdata.insight.report.drawing import duration_text
-from lightning_fastdata.insight.verdicts.finding import STALL_HIGH, Finding, severity_of
 
 if TYPE_CHECKING:
     from lightning_fastdata.insight.measure.wall import WallTime
     from lightning_fastdata.insight.model.evidence import Evidence
-    from lightning_fastdata.insight.verdicts.verdict import Kind
+    from lightning_fastdata.insight.model.finding import Kind
 
 PAUSE_HIGH: Final = 0.05
 """Part of a run, from which on a pause is told."""

@@ -6,17 +6,16 @@ import statistics
 from typing import TYPE_CHECKING, Final
 
 from lightning_fastdata.insight.model import remedies
-from lightning_fastdata.insight.model.remedies import Gain
-from lightning_fastdata.insight.verdicts import pauses
-from lightning_fastdata.insight.verdicts.finding import (
+from lightning_fastdata.insight.model.finding import (
     AUGMENT_HIGH,
     EPOCH_START_HIGH,
     STALL_LOW,
     TRANSFER_HIGH,
     Finding,
+    Gain,
     severity_of,
-    stalls,
 )
+from lightning_fastdata.insight.verdicts import pauses
 
 if TYPE_CHECKING:
     from lightning_fastdata.insight.model.evidence import Evidence
@@ -69,7 +68,7 @@ def epoch_starts(e: Evidence) -> Finding | None:
         if kept
         else "LoaderOptions(persistent_workers=True)",
         gain=gain,
-        leave_alone="" if stalls(e) else "the loader within epochs",
+        leave_alone="" if e.stalls else "the loader within epochs",
     )
 
 
@@ -131,7 +130,7 @@ def host_gap(e: Evidence) -> Finding | None:
         remedy="read values less often (.item(), .cpu(), print, prog_bar=True), log every n steps, "
         "and look for slow callbacks; a compiled model launches fewer kernels",
         gain=remedies.without(e, e.gap_ms),
-        leave_alone="" if stalls(e) else "the loader",
+        leave_alone="" if e.stalls else "the loader",
     )
 
 
@@ -192,7 +191,7 @@ def validation(e: Evidence) -> Finding | None:
         cause=f"validation waits for data for {share:.0%} of its steps",
         remedy=f"give {pauses.validation_loader(e)} the options of the training loader, "
         "num_workers above all",
-        leave_alone="" if stalls(e) else "the training loader",
+        leave_alone="" if e.stalls else "the training loader",
     )
 
 

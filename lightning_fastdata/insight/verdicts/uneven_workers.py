@@ -6,9 +6,9 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Final
 
-from lightning_fastdata.insight.model.remedies import Gain, scaled_step_ms
+from lightning_fastdata.insight.model.finding import Finding, Gain, severity_of
+from lightning_fastdata.insight.model.remedies import scaled_step_ms
 from lightning_fastdata.insight.model.simulate import simulate
-from lightning_fastdata.insight.verdicts.finding import Finding, severity_of, stalls
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -32,7 +32,7 @@ def uneven(e: Evidence) -> Finding | None:
     """
     working = working_workers(e.stream_samples)
     workers = len(e.stream_samples)
-    if not working or not stalls(e):
+    if not working or not e.stalls:
         return None
     if working > _FEW * workers:
         working = 1

@@ -8,13 +8,13 @@ Pure: numbers in, words out. How much data costs is told from outside the loader
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Final
 
+from lightning_fastdata.insight.model.finding import STALL_HIGH, STALL_LOW, Finding, Kind
+from lightning_fastdata.insight.model.loader_facts import LoaderFacts
 from lightning_fastdata.insight.verdicts import pauses
 from lightning_fastdata.insight.verdicts.catalogue import by_weight, findings
-from lightning_fastdata.insight.verdicts.finding import STALL_HIGH, STALL_LOW, Finding
 from lightning_fastdata.insight.verdicts.without_stamps import (
-    LoaderFacts,
     outside_finding,
     timed_steps,
     waiting_text,
@@ -25,19 +25,6 @@ if TYPE_CHECKING:
     from lightning_fastdata.insight.measure.metrics import StageSummary
     from lightning_fastdata.insight.model.evidence import Evidence
     from lightning_fastdata.insight.waits.attribution import WaitParts
-
-Kind: TypeAlias = Literal[
-    "data-bound",
-    "compute-bound",
-    "balanced",
-    "unknown",
-    "paused between epochs",
-    "starved in validation",
-    "held up by a callback",
-    "held up by checkpoints",
-    "held up by logging",
-    "held up by other programs",
-]
 
 _SLOW_RANK: Final = "FD316"
 _NEEDS_STAMPS: Final = ("FD104", "FD105")

@@ -24,19 +24,19 @@ A code keeps its meaning for ever. The bounds are shares of the step as the devi
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final
 
-from lightning_fastdata.insight.model.remedies import Gain
-from lightning_fastdata.insight.verdicts.finding import (
+from lightning_fastdata.insight.model.finding import (
     AUGMENT_HIGH,
     EPOCH_START_HIGH,
     STALL_HIGH,
     STALL_LOW,
     TRANSFER_HIGH,
     Finding,
+    Gain,
     severity_of,
 )
+from lightning_fastdata.insight.model.loader_facts import LoaderFacts, device_could_augment
 from lightning_fastdata.types import STAGE_WORDS
 
 if TYPE_CHECKING:
@@ -60,29 +60,6 @@ _REMEDIES: Final[Mapping[str, str]] = {
     "FD201": "pin_memory=True; send uint8 and normalize on the device",
     "FD202": "fewer or cheaper transforms on the device; interpolation and blur cost the most",
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoaderFacts:
-    """What is known about how batches are made. None = not known, e.g. of a foreign loader."""
-
-    num_workers: int | None = None
-    """Worker processes; 0 = the training process loads."""
-    usable_cpus: int | None = None
-    """CPUs this process may use, after affinity, cgroup quota and other ranks on the host."""
-    augment_on: Literal["cpu", "device"] | None = None
-    """Where the transforms run."""
-    augment_settled: bool = False
-    """Whether no other place is to be advised: that one was measured to be the faster, or nothing
-    of the transforms can be left to a device."""
-    pinned: bool | None = None
-    """Whether batches arrive in page-locked memory."""
-    persistent_workers: bool | None = None
-    """Whether workers live through the end of an epoch."""
-    streamed: bool | None = None
-    """Whether the dataset is an iterable one."""
-    loader: str | None = None
-    """Which of several loaders this is about, e.g. ``loader 'images'``; None: there is one."""
 
 
 def outside_finding(summary: StageSummary, facts: LoaderFacts) -> Finding:
@@ -176,19 +153,6 @@ def _data_bound_code(summary: StageSummary, facts: LoaderFacts) -> str:
     if wanted is not None and facts.num_workers < wanted:
         return "FD102"
     return "FD103" if device_could_augment(summary.device, facts) else "FD104"
-
-
-def device_could_augment(device: str, facts: LoaderFacts, *, seen: bool = False) -> bool:
-    """Return whether to advise that a device takes over what workers do to samples.
-
-    Args:
-        device: Type of what computes.
-        facts: What its loader says about itself.
-        seen: Whether workers were seen to transform samples. What a dataset does is not known to
-            its loader.
-    """
-    in_workers = facts.augment_on == "cpu" or (facts.augment_on is None and seen)
-    return device != "cpu" and in_workers and not facts.augment_settled
 
 
 def _remedy(code: str, summary: StageSummary, facts: LoaderFacts) -> str:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Final
 from lightning_fastdata.errors import printable
 
 if TYPE_CHECKING:
-    from lightning_fastdata.insight.model.evidence import Evidence
     from lightning_fastdata.stamps.lines import LineTime
 
 _MOST_LINES: Final = 20
@@ -142,11 +141,14 @@ def line_text(line: LineShare) -> str:
     return printable(text, keep="")
 
 
-def where_text(evidence: Evidence, *, blocked: bool | None = None) -> str:
+def where_text(
+    lines: Sequence[LineShare], operations_share: float = 0.0, *, blocked: bool | None = None
+) -> str:
     """Return the line that stands out, to be added to a cause; empty if none does.
 
     Args:
-        evidence: Of the stage.
+        lines: Of the stage.
+        operations_share: Of reading, what the costliest timed operation takes, 0 to 1.
         blocked: The line that waits longest; False: that computes longest, and empty if a timed
             operation explains more; None: that takes longest, else as False.
     """
@@ -155,11 +157,10 @@ def where_text(evidence: Evidence, *, blocked: bool | None = None) -> str:
         waits = line.blocked_share or 0.0
         return line.share * {True: waits, False: 1 - waits, None: 1.0}[blocked]
 
-    line = max(evidence.lines, key=of_reading, default=None)
+    line = max(lines, key=of_reading, default=None)
     if line is None or line.share < _STANDS_OUT or of_reading(line) <= 0:
         return ""
-    operations = () if blocked else evidence.operations
-    if operations and max(each.share for each in operations) >= line.share:
+    if not blocked and operations_share >= line.share:
         return ""
     return f"; {line_text(line)}"
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lightning_fastdata.insight.verdicts.finding import STALL_LOW
+from lightning_fastdata.insight.model.finding import STALL_LOW
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

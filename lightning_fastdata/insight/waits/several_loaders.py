@@ -1,32 +1,17 @@
 """A stage whose steps take a batch of each of several loaders: which one costs what.
 
-The loaders are asked one after the other, so that a step waits for the sum of their waits. What is
-recommended is simulated with one loader alone, whose steps have the waits for the others in them.
+The loaders are asked one after the other, so that a step waits for the sum of their waits.
 """
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final
-
-from lightning_fastdata.insight.model import remedies
-from lightning_fastdata.insight.model.simulate import simulate
-from lightning_fastdata.insight.verdicts.finding import Finding, severity_of
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lightning_fastdata.insight.model.evidence import Evidence
-    from lightning_fastdata.insight.model.simulate import BatchCost, LoaderSetup
     from lightning_fastdata.insight.waits.causes import WaitCauses
     from lightning_fastdata.stamps.batch_stamps import BatchStamps
-
-_NS_PER_MS: Final = 1e6
-_BEGINS_HIGH: Final = 0.05
-_MOST_OF_IT: Final = 0.5
-"""Of a gain: the loader that does not leave so much of it is to be changed, too."""
-_OF_THE_MACHINE: Final = frozenset({"FD315"})
-"""Findings whose remedies are no options of a loader."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,71 +94,6 @@ def waits_line(loaders: Sequence[LoaderWait]) -> str:
         for each in loaders
     ]
     return f"waits: {', '.join(told)}" if told else ""
-
-
-def own_evidence(e: Evidence) -> Evidence:
-    """Return the evidence with the waits of its one loader in the place of those of all."""
-    if e.one_of is None:
-        return e
-    share = e.one_of.wait_share
-    return replace(
-        e,
-        wait_ms=None if e.wait_ms is None else e.wait_ms * share,
-        stall_ms=None if e.stall_ms is None else e.stall_ms * share,
-    )
-
-
-def told_of_loader(e: Evidence, found: Finding) -> Finding:
-    """Return a finding that names its loader, and gains no more than the other loaders allow."""
-    if e.one_of is None:
-        return found
-    found = replace(found, cause=f"{e.one_of.label}: {found.cause}")
-    if found.code in _OF_THE_MACHINE:
-        return found
-    remedy, gain = f"{e.one_of.label}: {found.remedy}", found.gain
-    other, least_ms = max(e.one_of.limits, key=lambda limit: limit[1], default=("", 0.0))
-    if gain is not None and gain.after_ms < least_ms:
-        allowed = replace(gain, after_ms=min(gain.before_ms, least_ms))
-        if allowed.before_ms - allowed.after_ms < _MOST_OF_IT * (gain.before_ms - gain.after_ms):
-            remedy += (
-                f"; {other} as well, because of which no step takes less than {least_ms:.1f} ms"
-            )
-        gain = allowed
-    return replace(found, remedy=remedy, gain=gain)
-
-
-def begins_anew(e: Evidence) -> Finding | None:
-    """FD310 of one of several loaders: it is shorter than an epoch, and begins again within it."""
-    share = None if e.one_of is None else e.of_step(e.one_of.begins_ms)
-    if e.one_of is None or share is None or share < _BEGINS_HIGH:
-        return None
-    if e.setup is not None and not e.setup.workers:
-        return None  # nothing starts
-    kept = e.persistent_workers is True
-    return Finding(
-        code="FD310",
-        severity=severity_of(share),
-        cause=f"it is shorter than an epoch, and to begin it anew costs {share:.0%} of each step",
-        remedy="a longer one: its workers are kept already"
-        if kept
-        else "LoaderOptions(persistent_workers=True)",
-        gain=remedies.without(e, e.one_of.begins_ms),
-    )
-
-
-def least_step_ms(costs: Sequence[BatchCost], setup: LoaderSetup, *, less_ms: float) -> float:
-    """Return what a step takes at least because of a loader, if another one is waited for less.
-
-    Args:
-        costs: Of its recorded batches.
-        setup: The loader as it is.
-        less_ms: What is no longer waited for the other one in a step, the mean. Each recorded step
-            loses the same part of its length, as a few of them may have waited for all others.
-    """
-    step_ns = statistics.fmean(cost.step_ns for cost in costs)
-    left = max(0.0, 1 - less_ms * _NS_PER_MS / step_ns) if step_ns > 0 else 1.0
-    free = [replace(cost, step_ns=cost.step_ns * left) for cost in costs]
-    return simulate(free, setup).step_ms
 
 
 def cpus_used(stamps: Sequence[BatchStamps]) -> float:

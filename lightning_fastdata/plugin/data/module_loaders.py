@@ -35,7 +35,7 @@ from lightning_fastdata.plugin.data.sharing import (
     silence_padding_warning,
 )
 from lightning_fastdata.plugin.placing.costs import ReadingProcesses
-from lightning_fastdata.plugin.placing.pipelines import LoaderFacts
+from lightning_fastdata.plugin.placing.pipelines import LoaderRequest
 from lightning_fastdata.plugin.seams.hooks import hook_against_device
 from lightning_fastdata.plugin.seams.trainer_facts import (
     device_type,
@@ -120,7 +120,7 @@ class ModuleLoaders:
         ordered = asked["sampler"] is not None or asked["batch_sampler"] is not None
         check_dataset(dataset, name, ordered=ordered)
         refuse_empty(dataset, name)
-        of = LoaderFacts(
+        of = LoaderRequest(
             dataset=dataset,
             stage=stage,
             name=name,

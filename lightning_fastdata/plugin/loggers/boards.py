@@ -17,7 +17,7 @@ import numpy as np
 from lightning_fastdata.errors import printable
 from lightning_fastdata.insight.measure.metrics import columns_of
 from lightning_fastdata.insight.measure.wall import wall_text
-from lightning_fastdata.insight.verdicts.finding import gain_text
+from lightning_fastdata.insight.model.finding import gain_text
 from lightning_fastdata.insight.waits.causes import cause_lines, operations_table
 from lightning_fastdata.insight.waits.lines import lines_table
 from lightning_fastdata.plugin.loggers.scalar_events import write_scalars

@@ -43,7 +43,7 @@ _NOT_FOUND: Final = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoaderFacts:
+class LoaderRequest:
     """A loader that is to be made, as far as its pipelines rest on it."""
 
     dataset: Dataset[Any]
@@ -90,7 +90,7 @@ class Pipelines:
         self._tried: dict[tuple[Stage, str], TriedDataset] = {}
         self._warm: set[tuple[Any, ...]] = set()
 
-    def questions(self, of: LoaderFacts) -> Questions:
+    def questions(self, of: LoaderRequest) -> Questions:
         """Return what has to be found out about a dataset before its pipeline is known."""
         if not self.placing.may_use_device(of.stage, of.trainer):
             return Questions()
@@ -101,7 +101,7 @@ class Pipelines:
             return Questions()
         return Questions(trial=(of.seed, of.collate_fn))
 
-    def find(self, of: LoaderFacts, facts: DatasetFacts) -> DatasetPipeline:
+    def find(self, of: LoaderRequest, facts: DatasetFacts) -> DatasetPipeline:
         """Return the pipeline that runs on a dataset: the data module's, else the dataset's own.
 
         Args:
@@ -138,14 +138,14 @@ class Pipelines:
         except Exception as error:  # they are compiled when a batch needs them
             _LOG.info("Kernels were not compiled beforehand: %s: %s", type(error).__name__, error)
 
-    def _known(self, of: LoaderFacts) -> TriedDataset | None:
+    def _known(self, of: LoaderRequest) -> TriedDataset | None:
         """Return the trial of a loader that was made before, if it still holds."""
         known = self._tried.get((of.stage, of.name))
         if known is None or not known.holds_for(of.dataset, **of.rests_on):
             return None
         return known
 
-    def _trial(self, of: LoaderFacts, facts: DatasetFacts) -> Trial | None:
+    def _trial(self, of: LoaderRequest, facts: DatasetFacts) -> Trial | None:
         """Return the trial of a dataset; None if no pipeline of it leaves something over.
 
         Loaders are made again for each epoch or each run; what was found out still holds then.

@@ -31,7 +31,7 @@ _LEAST_S: Final = 1.0
 """Short rounds are repeated for so long."""
 
 
-class Replay:
+class ReplayedSteps:
     """Keeps the first batches of a training and replays them when it has ended.
 
     Args:
@@ -79,7 +79,10 @@ class Replay:
         """Return what was measured, for the summary of the training; None if nothing was."""
         if not self._rounds_ms:
             return None
-        return measured_headroom(stage, self._rounds_ms, steps=self._steps, samples=self._samples)
+        other_ms = sum(each.mean_ms for each in (stage.transfer, stage.augment) if each is not None)
+        return measured_headroom(
+            self._rounds_ms, steps=self._steps, samples=self._samples, other_ms=other_ms
+        )
 
     def notes(self) -> tuple[str, ...]:
         """Return why nothing could be measured, if that is so."""

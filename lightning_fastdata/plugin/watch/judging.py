@@ -12,9 +12,9 @@ from torch.utils.data import IterableDataset
 from lightning_fastdata.augment.switch import leaves_to_device
 from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.insight.model.evidence import Evidence
+from lightning_fastdata.insight.model.loader_facts import LoaderFacts
 from lightning_fastdata.insight.model.simulate import simulate
 from lightning_fastdata.insight.verdicts.verdict import judge
-from lightning_fastdata.insight.verdicts.without_stamps import LoaderFacts
 from lightning_fastdata.insight.waits.ranks import rank_evidence
 from lightning_fastdata.insight.waits.several_loaders import costliest
 from lightning_fastdata.plugin.seams.sources import flattened, keyed

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from lightning_fastdata.insight.model.evidence import Evidence
     from lightning_fastdata.insight.verdicts.verdict import Verdict
     from lightning_fastdata.plugin.loggers.pictures import BatchPictures
-    from lightning_fastdata.plugin.watch.headroom import Replay
+    from lightning_fastdata.plugin.watch.headroom import ReplayedSteps
     from lightning_fastdata.plugin.watch.recording import Recording
 
 
@@ -62,7 +62,7 @@ class MeasuredRun:
         self.figures = 0
         self.step = self.batches = 0
         self.judge = RunJudge(trainer, recording)
-        self.replay: Replay | None = None
+        self.replay: ReplayedSteps | None = None
         self.pictures: BatchPictures | None = None
         self._ours = ours
         self._clock_s = clock_s

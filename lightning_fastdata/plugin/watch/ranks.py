@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Set
 from typing import TYPE_CHECKING, Any, Final
 
-from lightning_fastdata.insight.verdicts.finding import STALL_LOW
+from lightning_fastdata.insight.model.finding import STALL_LOW
 from lightning_fastdata.insight.waits.causes import cause_lines
 from lightning_fastdata.insight.waits.ranks import RankTiming, rank_timing, together
 

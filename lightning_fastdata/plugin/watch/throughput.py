@@ -28,7 +28,7 @@ from lightning_fastdata.plugin.seams.trainer_facts import (
     steps_logged_by,
 )
 from lightning_fastdata.plugin.watch.evaluation_hooks import NOT_MEASURED, EvaluationHooks
-from lightning_fastdata.plugin.watch.headroom import Replay
+from lightning_fastdata.plugin.watch.headroom import ReplayedSteps
 from lightning_fastdata.plugin.watch.judging import predicted_step_ms
 from lightning_fastdata.plugin.watch.measured_run import FIRST_WORD_STEPS, MeasuredRun
 from lightning_fastdata.plugin.watch.ranks import meet
@@ -174,7 +174,7 @@ class ThroughputHooks(EvaluationHooks, NeedsConstruction):
         if run is None:
             return
         run.judge.ranks = meet(trainer)
-        run.replay = Replay() if self.headroom == "measured" else None
+        run.replay = ReplayedSteps() if self.headroom == "measured" else None
         run.pictures = pictures_of(trainer, self.picture_settings, self.augment, self.image)
         run.began()
 

@@ -2,20 +2,56 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeAlias
-
-from lightning_fastdata.insight.model.remedies import Gain
-
-if TYPE_CHECKING:
-    from lightning_fastdata.insight.model.evidence import Evidence
+from typing import Final, Literal, TypeAlias
 
 Severity: TypeAlias = Literal["fine", "moderate", "high"]
+Kind: TypeAlias = Literal[
+    "data-bound",
+    "compute-bound",
+    "balanced",
+    "unknown",
+    "paused between epochs",
+    "starved in validation",
+    "held up by a callback",
+    "held up by checkpoints",
+    "held up by logging",
+    "held up by other programs",
+]
+
 
 STALL_LOW, STALL_HIGH = 0.03, 0.10
 _BASIS = {"independent": "if the workers share nothing"}
 TRANSFER_HIGH, AUGMENT_HIGH = 0.05, 0.10
 EPOCH_START_HIGH = 0.05
+GOOD_ENOUGH: Final = 1.03
+"""The smallest change within 3 % of the best one is taken."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gain:
+    """What a step takes now, and would take."""
+
+    before_ms: float
+    """Measured."""
+    after_ms: float
+    """Expected."""
+    basis: Literal["simulated", "independent", "measured", "floor"]
+    """``"simulated"``: the recorded batches in the other setup. ``"independent"``: the same, if the
+    workers share nothing that they wait for, as a lock or a full line would be. ``"measured"``: a
+    measured cost, taken away. ``"floor"``: no less is possible, as the cost cannot vanish as a
+    whole."""
+
+    @property
+    def factor(self) -> float:
+        """How many times as fast."""
+        return self.before_ms / self.after_ms if self.after_ms > 0 else math.inf
+
+    @property
+    def worthwhile(self) -> bool:
+        """It is more than what is good enough."""
+        return self.factor > GOOD_ENOUGH
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,12 +70,6 @@ class Finding:
     """What the remedy makes of a step; None: cannot be told."""
     leave_alone: str = ""
     """What does not help, or is fine as it is."""
-
-
-def stalls(evidence: Evidence) -> bool:
-    """Return whether the device waits for data for 3 % of the step or more."""
-    share = evidence.stall_share
-    return share is not None and share >= STALL_LOW
 
 
 def severity_of(share: float | None) -> Severity:
