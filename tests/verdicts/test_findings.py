@@ -471,6 +471,12 @@ def test_hand_over_beside_busy_cpus_is_waiting_for_them():
     assert "FD308" not in {found.code for found in findings(evidence)}
 
 
+def test_a_small_part_of_the_machine_in_other_hands_does_not_explain_long_queues():
+    beside = replace(TABLE["FD315"][0], machine_cpus=2.0)
+    assert findings(replace(beside, other_cpus=1.0))[0].code == "FD315"
+    assert findings(replace(beside, other_cpus=0.3))[0].code == "FD306"
+
+
 def test_what_other_programs_use_is_not_there_for_workers():
     costly = costs(cpu=30.0, step=10.0)
     alone, beside = setup(2, cpus=2.0), setup(2, cpus=2.0, other_cpus=1.0)

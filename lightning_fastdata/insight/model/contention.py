@@ -14,6 +14,8 @@ RUNQUEUE_HIGH: Final = 0.20
 """Of the time of workers or of the wait: CPUs are short."""
 OTHERS_LOW: Final = 0.2
 """CPUs: if other programs use less, they hold up nothing."""
+_OTHERS_LOW_PART: Final = 0.2
+"""Of the machine's CPUs: likewise."""
 _LOCK_TAKEN: Final = (0.7, 1.15)
 """CPUs that the reading threads of one process use if one of them at a time can run: at most 1, and
 some room for what is done without the lock; less by what switching takes."""
@@ -77,7 +79,8 @@ def overcommitted(e: Evidence) -> bool:
     """
     if throttled(e):
         return True
-    if e.other_cpus is not None and e.other_cpus < OTHERS_LOW:
+    few = max(OTHERS_LOW, _OTHERS_LOW_PART * (e.machine_cpus or 0.0))
+    if e.other_cpus is not None and e.other_cpus < few:
         return runqueue_share(e) >= RUNQUEUE_HIGH
     wanted = e.wanted_cpus
     return e.setup is None or wanted is None or wanted > e.setup.cpus
