@@ -1,9 +1,9 @@
-"""The leaves of a batch: what its dicts, lists, tuples and dataclasses hold, and where."""
+"""Samples and batches as trees: what their dicts, lists, tuples and dataclasses hold, and where."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 
 Path = tuple[Any, ...]
 """Keys, positions and field names that lead to one leaf of a batch."""
+_LEAVES = (torch.Tensor, str, bytes, bytearray, memoryview, range, type)
 
 
 def spelled(path: Path) -> str:
@@ -18,59 +19,85 @@ def spelled(path: Path) -> str:
     return "".join(f"[{key!r}]" for key in path) or "the batch itself"
 
 
+def children(value: Any) -> list[tuple[Any, Any]] | None:
+    """Return the parts of a container with their keys, positions or field names; None of a leaf.
+
+    Containers are mappings, sequences (named tuples among them) and dataclasses. Tensors and
+    strings are leaves.
+    """
+    if isinstance(value, _LEAVES):
+        return None
+    if isinstance(value, Mapping):
+        return list(value.items())
+    if is_dataclass(value):
+        return [(field.name, getattr(value, field.name)) for field in fields(value)]
+    return list(enumerate(value)) if isinstance(value, Sequence) else None
+
+
+def rebuilt(value: Any, parts: list[Any]) -> Any:
+    """Return a container of the same class with other parts, in the order of :func:`children`.
+
+    Mappings and dataclasses keep their attributes; dataclasses are not constructed anew, as that
+    might change what they are given.
+    """
+    if isinstance(value, Mapping):
+        items = dict(zip(value, parts, strict=True))
+        if type(value) is dict:
+            return items
+        if not isinstance(value, MutableMapping):
+            return type(value)(items)  # type: ignore[call-arg]
+        twin: Any = copy.copy(value)
+        twin.update(items)
+        return twin
+    if is_dataclass(value):
+        twin = copy.copy(value)
+        for field, part in zip(fields(value), parts, strict=True):
+            object.__setattr__(twin, field.name, part)  # it may be frozen
+        return twin
+    return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+
+
+def leaves(value: Any, is_leaf: Callable[[Any], bool] = lambda _: False) -> Iterator[Any]:
+    """Yield the leaves, in order.
+
+    Args:
+        value: Containers in each other.
+        is_leaf: What is not looked into, though it may be a container.
+    """
+    parts = None if is_leaf(value) else children(value)
+    if parts is None:
+        yield value
+    else:
+        for _, part in parts:
+            yield from leaves(part, is_leaf)
+
+
 def replace_leaves(
-    batch: Any, function: Callable[[Path, Any], Any], path: Path = (), depth: int = 8
+    batch: Any,
+    function: Callable[[Path, Any], Any],
+    path: Path = (),
+    *,
+    depth: int = 8,
+    is_leaf: Callable[[Any], bool] = lambda _: False,
 ) -> Any:
     """Return a batch in which a function has had its say on each leaf; structure stays.
 
+    What nothing was replaced in is returned itself.
+
     Args:
-        batch: Dicts, lists, tuples, named tuples and dataclasses in each other.
+        batch: Containers in each other.
         function: Given the path of a leaf and the leaf, returns what takes its place.
         path: Of ``batch`` itself.
         depth: Levels that are looked into.
+        is_leaf: What is not looked into, though it may be a container.
     """
-    if depth == 0 or isinstance(batch, torch.Tensor):
+    parts = None if depth == 0 or is_leaf(batch) else children(batch)
+    if parts is None:
         return function(path, batch)
-    if isinstance(batch, Mapping):
-        items = {
-            key: replace_leaves(value, function, (*path, key), depth - 1)
-            for key, value in batch.items()
-        }
-        if all(items[key] is batch[key] for key in items):
-            return batch
-        return items if type(batch) is dict else _with_items(batch, items)
-    if isinstance(batch, list | tuple):
-        values = [
-            replace_leaves(value, function, (*path, place), depth - 1)
-            for place, value in enumerate(batch)
-        ]
-        if all(new is old for new, old in zip(values, batch, strict=True)):
-            return batch
-        return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
-    if is_dataclass(batch) and not isinstance(batch, type):
-        changed = {
-            field.name: replace_leaves(
-                getattr(batch, field.name), function, (*path, field.name), depth - 1
-            )
-            for field in fields(batch)
-        }
-        same = all(value is getattr(batch, name) for name, value in changed.items())
-        return batch if same else _with_fields(batch, changed)
-    return function(path, batch)
-
-
-def _with_items(batch: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[Any, Any]:
-    """Return a mapping of the same class and attributes with other values."""
-    if not isinstance(batch, MutableMapping):
-        return type(batch)(items)  # type: ignore[call-arg]
-    twin = copy.copy(batch)
-    twin.update(items)
-    return twin
-
-
-def _with_fields(batch: Any, changed: Mapping[str, Any]) -> Any:
-    """Return a dataclass with other fields, without what its constructor would do to them."""
-    twin = copy.copy(batch)
-    for name, value in changed.items():
-        object.__setattr__(twin, name, value)  # it may be frozen
-    return twin
+    replaced = [
+        replace_leaves(part, function, (*path, key), depth=depth - 1, is_leaf=is_leaf)
+        for key, part in parts
+    ]
+    if all(new is old for new, (_, old) in zip(replaced, parts, strict=True)):
+        return batch
+    return rebuilt(batch, replaced)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import fields, is_dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Self, TypeAlias
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from torch.utils.data._utils.collate import collate, collate_tensor_fn, default_
 from lightning_fastdata.augment.record.deferred import DeferredTensor, stack_deferred
 from lightning_fastdata.batches.packed import LateStack, is_plain
 from lightning_fastdata.batches.staged import StagedBatch
+from lightning_fastdata.batches.uncollatable import advice, is_note
 from lightning_fastdata.errors import BatchError, OptionsError
 
 if TYPE_CHECKING:
@@ -29,13 +31,6 @@ _KNOWN: Final = frozenset(
 )
 """Types whose collation, as part of a sample or of a batch, runs no code of the user's."""
 _IMAGE_DIMENSIONS: Final = 3
-
-_REMEDIES: Final = {
-    "PIL": "Turn images into arrays or tensors (numpy.asarray, torchvision's PILToTensor)",
-    "torch_geometric": "Pass collate_fn=torch_geometric.data.Batch.from_data_list",
-    "torchio": "Return the tensors of a subject ({name: image.data})",
-}
-"""What to do about types of these packages."""
 
 
 def collate_samples(samples: Sequence[Any]) -> Batch:
@@ -59,77 +54,8 @@ def _collate_samples(samples: Sequence[Any], collate_fields: _Collate) -> Batch:
     except (TypeError, RuntimeError, ValueError, KeyError) as error:
         raise BatchError(
             f"These {len(samples)} samples cannot be made into one batch: "
-            f"{str(error).rstrip('.')}. {_advice(samples)}"
+            f"{str(error).rstrip('.')}. {advice(samples)}"
         ) from error
-
-
-def uncollatable(sample: Any) -> str | None:
-    """Return what in a sample torch cannot collate by default, and what to do; None: nothing."""
-    found = _stranger(sample, "")
-    return None if found is None else _about_stranger(*found)
-
-
-def _advice(samples: Sequence[Any]) -> str:
-    """Return what hinders the collation of samples, as far as it can be seen, and what to do."""
-    for number, sample in enumerate(samples):
-        found = _stranger(sample, "")
-        if found is not None:
-            return f"In sample {number} of them: {_about_stranger(*found)}"
-    if isinstance(samples[0], Mapping):
-        keys = list(dict.fromkeys(str(list(s)) for s in samples if isinstance(s, Mapping)))
-        if len(keys) > 1:
-            return f"Keys found: {', '.join(keys[:4])}. Give samples the same keys."
-    shapes = sorted({str(tuple(s.shape)) for s in _array_leaves(samples)})
-    seen = f"Shapes found: {', '.join(shapes[:6])}. " if len(shapes) > 1 else ""
-    return (
-        f"{seen}Give samples one size (for images: a Resize or a crop; for lists and sequences: "
-        "padding), or pass a collate_fn. If samples are batches already, as of a stream that "
-        "batches itself, make the loader with batch_size=None."
-    )
-
-
-def _stranger(sample: Any, where: str) -> tuple[str, Any] | None:
-    """Return the first value of a sample that torch cannot collate, and where it is."""
-    items: Iterable[tuple[str, Any]]
-    if isinstance(sample, np.ndarray) and sample.dtype.kind in "OUS":
-        return where, sample
-    if isinstance(sample, tuple(default_collate_fn_map)):
-        return None
-    if isinstance(sample, Mapping):
-        items = [
-            (f"{where}[{key!r}]", value)
-            for key, value in sample.items()
-            if not _is_note(key, value)
-        ]
-    elif is_dataclass(sample) and not isinstance(sample, type):
-        items = [(f"{where}.{f.name}", getattr(sample, f.name)) for f in fields(sample)]
-    elif isinstance(sample, Sequence):
-        items = [(f"{where}[{number}]", value) for number, value in enumerate(sample)]
-    elif isinstance(sample, DeferredTensor | LateStack | np.generic):
-        return None
-    else:
-        return where, sample
-    return next(filter(None, (_stranger(value, at) for at, value in items)), None)
-
-
-def _about_stranger(where: str, value: Any) -> str:
-    at = f"At {where} it holds" if where else "It is"
-    if value is None:
-        return (
-            f"{at} None, of which no batch can be made. Leave such samples out of the dataset, "
-            "return a value that says that there is none (as -1 or an empty tensor), or pass a "
-            "collate_fn that sorts them out."
-        )
-    kind = type(value)
-    if isinstance(value, np.ndarray):
-        return (
-            f"{at} an array of {value.dtype}, and batches hold numbers. Return a list, or numbers."
-        )
-    remedy = _REMEDIES.get(kind.__module__.partition(".")[0], "Return tensors, arrays or numbers")
-    return (
-        f"{at} a {kind.__module__}.{kind.__qualname__}, which torch's collation does not know. "
-        f"{remedy}, or pass a collate_fn."
-    )
 
 
 def collate_privately(samples: Any) -> Any:
@@ -167,7 +93,7 @@ def for_writing(collate_fn: _Collate) -> _Collate:
     if collate_fn is collate_samples:
         fields_late = partial(_collate_late, otherwise=_collate)
         return partial(_collate_samples, collate_fields=fields_late)
-    if isinstance(collate_fn, StagingCollate | RecordedCollate | FirstOfPairs):
+    if isinstance(collate_fn, _HandsOn):
         return collate_fn.for_writing()
     return collate_fn
 
@@ -205,18 +131,11 @@ def _stack_late(samples: Any, *, collate_fn_map: Any = None) -> Any:
 
 def _collate_but_notes(samples: Sequence[Any], collate_fields: _Collate) -> Batch:
     first = samples[0]
-    notes = [key for key in first if _is_note(key, first[key])] if type(first) is dict else []
+    notes = [key for key in first if is_note(key, first[key])] if type(first) is dict else []
     if not notes:
         return collate_fields(samples)
     rest = [{key: value for key, value in s.items() if key not in notes} for s in samples]
     return {**collate_fields(rest), **{key: [s[key] for s in samples] for key in notes}}
-
-
-def _is_note(key: Any, value: Any) -> bool:
-    """Whether a field is what ``save_applied_params`` or ReplayCompose adds to a result."""
-    if key == "applied_transforms":
-        return type(value) is list
-    return type(value) is dict and "__class_fullname__" in value
 
 
 def _collate(samples: Sequence[Any]) -> Batch:
@@ -242,21 +161,25 @@ def _holds_dataclass(sample: Any) -> bool:
     return isinstance(sample, list | tuple) and any(_holds_dataclass(value) for value in sample)
 
 
-def _array_leaves(value: Any) -> list[Any]:
-    if isinstance(value, torch.Tensor) and value.is_nested:  # it has no shape
-        return []
-    if hasattr(value, "shape"):
-        return [value]
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    elif is_dataclass(value) and not isinstance(value, type):
-        value = [getattr(value, f.name) for f in fields(value)]
-    if isinstance(value, list | tuple):
-        return [leaf for item in value for leaf in _array_leaves(item)]
-    return []
+class _HandsOn(ABC):
+    """Hands most batches on as ``collate_fn`` makes them."""
+
+    def __init__(self, collate_fn: _Collate) -> None:
+        self.collate_fn = collate_fn
+        self._collate_handed_on = collate_fn
+
+    @abstractmethod
+    def __call__(self, samples: Any) -> Any:
+        """Return the batch of samples, or of what stands in their place."""
+
+    def for_writing(self) -> Self:
+        """Return the same for batches that are packed next; see :func:`for_writing`."""
+        late = copy(self)
+        late._collate_handed_on = for_writing(self.collate_fn)
+        return late
 
 
-class StagingCollate:
+class StagingCollate(_HandsOn):
     """Collates samples and, beside them, what was drawn for their transform on the device."""
 
     def __init__(
@@ -265,10 +188,9 @@ class StagingCollate:
         transform: WorkerTransform | None,
         stage: Stage,
     ) -> None:
-        self.collate_fn = collate_fn
+        super().__init__(collate_fn)
         self.transform = transform
         self.stage = stage
-        self._collate_handed_on = collate_fn
 
     def __call__(self, samples: list[Any]) -> StagedBatch:
         """Return the staged batch of samples, or of ``(sample, tape)`` pairs."""
@@ -283,14 +205,8 @@ class StagingCollate:
             batch = self._collate_handed_on(samples)
         return StagedBatch(batch, draws, self.stage)
 
-    def for_writing(self) -> StagingCollate:
-        """Return the same for batches that are packed next; see :func:`for_writing`."""
-        late = copy(self)
-        late._collate_handed_on = for_writing(self.collate_fn)
-        return late
 
-
-class RecordedCollate:
+class RecordedCollate(_HandsOn):
     """Collates samples, and what their dataset's own pipelines have left to the device."""
 
     def __init__(
@@ -299,10 +215,9 @@ class RecordedCollate:
         recording: DatasetRecording,
         stage: Stage,
     ) -> None:
-        self.collate_fn = collate_fn
+        super().__init__(collate_fn)
         self.recording = recording
         self.stage = stage
-        self._collate_handed_on = collate_fn
         self._collate_pixels: _Collate = collate_samples
 
     def __call__(self, samples: list[Any]) -> StagedBatch:
@@ -321,15 +236,14 @@ class RecordedCollate:
         collate_pixels = self._collate_pixels if _runs_no_user_code(batch) else collate_samples
         return self.recording.take(batch, collate_pixels)
 
-    def for_writing(self) -> RecordedCollate:
+    def for_writing(self) -> Self:
         """Return the same for batches that are packed next; see :func:`for_writing`."""
-        late = copy(self)
-        late._collate_handed_on = for_writing(self.collate_fn)
+        late = super().for_writing()
         late._collate_pixels = for_writing(collate_samples)
         return late
 
 
-class FirstOfPairs:
+class FirstOfPairs(_HandsOn):
     """Collates the samples of ``(sample, tape)`` pairs, where nothing is left to a device.
 
     Raises:
@@ -345,10 +259,9 @@ class FirstOfPairs:
                 "channels_last=), but batch_size=None makes no batches. Set batch_size, or do it "
                 "where the batches are made."
             )
-        self.collate_fn = collate_fn
+        super().__init__(collate_fn)
         self.transform = transform
         self.single = single
-        self._collate_handed_on = collate_fn
 
     def __call__(self, pairs: Any) -> Any:
         """Return the batch of the samples, or what becomes of the single one."""
@@ -358,9 +271,3 @@ class FirstOfPairs:
         if not self.transform.needs_batches:
             return self._collate_handed_on(samples)
         return self.transform.finish(self.collate_fn(samples), [tape for _sample, tape in pairs])
-
-    def for_writing(self) -> FirstOfPairs:
-        """Return the same for batches that are packed next; see :func:`for_writing`."""
-        late = copy(self)
-        late._collate_handed_on = for_writing(self.collate_fn)
-        return late

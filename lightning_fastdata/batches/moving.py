@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import copy
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
-from dataclasses import fields, is_dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sized
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from lightning_fastdata import tree
 from lightning_fastdata.batches.staged import StagedBatch
+from lightning_fastdata.tree import replace_leaves
 
 if TYPE_CHECKING:
+    from lightning_fastdata.tree import Path
     from lightning_fastdata.types import Batch
 
-_NOT_TAKEN_APART = (str, bytes, bytearray, range)
+_ANY_DEPTH: Final = -1
 
 
 def move(batch: Batch, device: torch.device, *, non_blocking: bool = False) -> Batch:
@@ -48,45 +48,22 @@ def move(batch: Batch, device: torch.device, *, non_blocking: bool = False) -> B
 
 def with_leaves(batch: Batch, function: Callable[[Any], Any]) -> Batch:
     """Return a batch with what can be moved replaced by what a function makes of it."""
-    if isinstance(batch, StagedBatch):
-        return function(batch)
-    if not isinstance(batch, type) and callable(getattr(batch, "to", None)):
-        return function(batch)
-    if is_dataclass(batch) and not isinstance(batch, type):
-        twin = copy.copy(batch)
-        for field in fields(batch):
-            object.__setattr__(twin, field.name, with_leaves(getattr(batch, field.name), function))
-        return twin
-    if isinstance(batch, Mapping):
-        items = {key: with_leaves(value, function) for key, value in batch.items()}
-        if isinstance(batch, defaultdict):
-            return type(batch)(batch.default_factory, items)
-        return items if type(batch) is dict else type(batch)(items)  # type: ignore[call-arg]
-    if isinstance(batch, Sequence) and not isinstance(batch, _NOT_TAKEN_APART):
-        values = [with_leaves(value, function) for value in batch]
-        return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)  # type: ignore[call-arg]
-    return batch
+
+    def replaced(_: Path, leaf: Any) -> Any:
+        return function(leaf) if _can_be_moved(leaf) else leaf
+
+    return replace_leaves(batch, replaced, depth=_ANY_DEPTH, is_leaf=_can_be_moved)
 
 
 def leaves(batch: Batch) -> Iterator[Any]:
     """Yield what :func:`move` moves, down to the tensors where it can see them."""
-    if isinstance(batch, StagedBatch):
-        yield from leaves(batch.batch)
-        if batch.draws is not None:
-            yield from batch.draws.tensors()
-    elif _is_tensor(batch):
-        yield batch
-    elif is_dataclass(batch) and not isinstance(batch, type):
-        for field in fields(batch):
-            yield from leaves(getattr(batch, field.name))
-    elif isinstance(batch, Mapping):
-        for value in batch.values():
-            yield from leaves(value)
-    elif isinstance(batch, Sequence) and not isinstance(batch, _NOT_TAKEN_APART):
-        for value in batch:
-            yield from leaves(value)
-    elif not isinstance(batch, type) and callable(getattr(batch, "to", None)):
-        yield batch
+    for leaf in tree.leaves(batch, _is_whole):
+        if isinstance(leaf, StagedBatch):
+            yield from leaves(leaf.batch)
+            if leaf.draws is not None:
+                yield from leaf.draws.tensors()
+        elif _is_tensor(leaf) or _can_be_moved(leaf):
+            yield leaf
 
 
 def batch_samples(batch: Batch) -> int:
@@ -105,6 +82,16 @@ def shows_its_memory(leaf: Any) -> bool:
     if isinstance(leaf, torch.Tensor):
         return leaf.layout is torch.strided and not leaf.is_nested
     return _is_tensor(leaf)
+
+
+def _can_be_moved(value: Any) -> bool:
+    return isinstance(value, StagedBatch) or (
+        not isinstance(value, type) and callable(getattr(value, "to", None))
+    )
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, StagedBatch) or _is_tensor(value)
 
 
 def _is_tensor(value: Any) -> bool:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 
 from lightning_fastdata.errors import BatchError
+from lightning_fastdata.tree import leaves
 
 Location: TypeAlias = int | str | None
 """Index or key of a field; None when the sample or batch is itself the image."""
@@ -283,14 +284,5 @@ def describe(item: Any, depth: int = 0) -> str:
 
 def first_device(item: Any) -> torch.device | None:
     """Return the device of the first tensor in a sample or batch, or None if there is none."""
-    if isinstance(item, torch.Tensor):
-        return item.device
-    if isinstance(item, Mapping):
-        values = list(item.values())
-    elif isinstance(item, list | tuple):
-        values = list(item)
-    elif is_dataclass(item) and not isinstance(item, type):
-        values = [getattr(item, field.name) for field in fields(item)]
-    else:
-        return None
-    return next((device for value in values if (device := first_device(value)) is not None), None)
+    tensors = (leaf for leaf in leaves(item) if isinstance(leaf, torch.Tensor))
+    return next((tensor.device for tensor in tensors), None)

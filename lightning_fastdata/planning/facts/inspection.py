@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch.utils.data._utils.worker as torch_worker
 from torch.utils.data import IterableDataset, Subset
 
-from lightning_fastdata.batches.collate import uncollatable
+from lightning_fastdata.batches.uncollatable import uncollatable
 from lightning_fastdata.errors import DatasetError
 from lightning_fastdata.executors.gather.rows import gatherable
 from lightning_fastdata.order.epoch_order import dataset_length
