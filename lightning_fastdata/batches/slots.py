@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from lightning_fastdata.errors import FastDataWarning, WorkerError
-from lightning_fastdata.host.memory import read_host_memory
+from lightning_fastdata.host.memory import read_host_memory, read_open_file_limits
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,8 +37,6 @@ _NO_MEMORY: Final = (
     "No memory for a batch of {mib:,.1f} MiB ({why}). Use a smaller batch_size or prefetch_factor, "
     "or give the job more memory."
 )
-
-
 _NO_FILES: Final = (
     "This process has all the {limit} files open that it may have, so that no memory can be shared "
     "with its workers. Raise the limit (ulimit -n {more}), or use fewer workers."
@@ -96,13 +94,6 @@ def _memory_file() -> int:
     return descriptor
 
 
-def _open_file_limit() -> int | None:
-    import resource
-
-    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return None if soft == resource.RLIM_INFINITY else soft
-
-
 def _available_bytes() -> int:
     return read_host_memory().available_bytes
 
@@ -136,7 +127,7 @@ def create_shared_memory(
 
 
 def _as_worker_error(error: OSError, size_bytes: int) -> WorkerError:
-    limit = _open_file_limit()
+    limit, _ = read_open_file_limits()
     if error.errno in _FEW_FILES and limit is not None:
         return WorkerError(_NO_FILES.format(limit=limit, more=2 * limit))
     return WorkerError(_NO_MEMORY.format(mib=size_bytes / 2**20, why=error.strerror))
@@ -219,7 +210,7 @@ class SlotPool:
         self._page_locks = page_locks
         self._fenced: deque[tuple[Fence, Slot]] = deque()
         self.shared = shared
-        self._files = _open_file_limit() if shared else None
+        self._files = read_open_file_limits()[0] if shared else None
         self._most = sys.maxsize
         if self._files is not None:
             opened = sum(1 for _ in Path("/proc/self/fd").iterdir())
@@ -307,8 +298,7 @@ class SlotPool:
         return len(self._slots) < 2 or self._fits(size_bytes)
 
     def _fits(self, size_bytes: int) -> bool:
-        few = len(self._slots) < self._most
-        return few and self.size_bytes + size_bytes <= self.limit_bytes
+        return len(self._slots) < self._most and self.size_bytes + size_bytes <= self.limit_bytes
 
     def _add(self, descriptor: int | None, mapping: mmap.mmap) -> Slot:
         locked = None if self._page_locks is None else self._page_locks.lock(mapping)

@@ -144,7 +144,7 @@ def read_host_memory(*, root: Path = Path("/")) -> HostMemory:
         root: Folder that holds ``proc``, ``sys`` and ``dev``; the open-file limits are always this
             process's own.
     """
-    soft, hard = _read_open_file_limits()
+    soft, hard = read_open_file_limits()
     return HostMemory(
         ram_available_bytes=_read_ram_available(root),
         cgroup_available_bytes=min(_read_cgroup_available(root), default=None),
@@ -203,7 +203,8 @@ def _read_free(folder: Path) -> int | None:
     return status.f_bavail * status.f_frsize
 
 
-def _read_open_file_limits() -> tuple[int | None, int | None]:
+def read_open_file_limits() -> tuple[int | None, int | None]:
+    """Return the soft and the hard limit of open files; None: there is none, or it is not told."""
     try:
         import resource
     except ImportError:  # Windows

@@ -10,9 +10,10 @@ import numpy as np
 
 from lightning_fastdata.augment.ops import DEVICE_OPS
 from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded
-from lightning_fastdata.augment.pipeline.plan import analyse, changes_form
+from lightning_fastdata.augment.pipeline.plan import analyse
 from lightning_fastdata.augment.pipeline.self_check import alike
 from lightning_fastdata.augment.pipeline.sizes import Size, size_after
+from lightning_fastdata.augment.pipeline.values import changes_form
 from lightning_fastdata.augment.show.parity import examples, make_example
 from lightning_fastdata.randomness.seeds import reseed
 from lightning_fastdata.types import SampleKey

@@ -6,7 +6,7 @@ The rules, in order:
    (``Resize``, ``RandomResizedCrop``, ...) runs in the worker: dataset images may vary in size.
    A pipeline without such an operation can only be collated when the dataset's images already have
    one size, so nothing is held back for it. Where they are known to,
-   :mod:`~lightning_fastdata.augment.crop` leaves that operation to the device as well.
+   :mod:`~lightning_fastdata.augment.record.crop` leaves that operation to the device as well.
 2. Everything up to the operation that gives all samples one dtype again runs in the worker, where
    one before it changes the dtype of some samples only (``OneOf([InvertImg(), ToFloat()])``); all
    of the pipeline, if none does: a batch is one tensor. See
@@ -16,7 +16,7 @@ The rules, in order:
    [0, 1] alone, which they are not behind ``Normalize``.
 4. An operation that changes the shape or dtype of an image runs on the device only when every
    sample takes it and no later operation may ask for real pixels: a batch must stay one tensor.
-4. A quarter turn or a transposition does not change a square. Where the size is not known before
+5. A quarter turn or a transposition does not change a square. Where the size is not known before
    any image is seen, it runs on the device in those samples whose shape it leaves as it is, and in
    the worker in the others.
 """
@@ -46,10 +46,11 @@ from lightning_fastdata.augment.pipeline.tree import (
 )
 from lightning_fastdata.augment.pipeline.values import (
     BYTES,
-    CASTS,
+    CHANGES_DTYPE_OR_LAYOUT,
     Followed,
     States,
     Values,
+    changes_form,
     dtypes_of,
     follow_values,
     why_not,
@@ -64,7 +65,6 @@ Where: TypeAlias = Literal["worker", "device", "either"]
 
 _SOME_SIZE: Final = (1 << 16, 3 << 14)
 """Not square, and larger than any crop."""
-_CHANGES_DTYPE_OR_LAYOUT: Final = CASTS | {"ToTensorV2"}
 OF_BYTES: Final[tuple[States, ...]] = (frozenset({BYTES}),)
 """What samples with one image of uint8 have."""
 
@@ -299,15 +299,6 @@ def _some_are_padded(leaves: list[Leaf]) -> bool:
     )
 
 
-def changes_form(transform: Any) -> bool:
-    """Return whether a transform may change the shape or dtype of images."""
-    name = type(transform).__name__
-    if name in _CHANGES_DTYPE_OR_LAYOUT or name in CHANGES_SIZE:
-        return True
-    # ToRGB is there for images of one channel.
-    return name == "ToRGB" or bool(name == "ToGray" and transform.num_output_channels != 3)
-
-
 def _reads_pixels(transform: Any, op: DeviceOp | None) -> bool:
     name = type(transform).__name__
     if op is not None and op.owner is not None:
@@ -336,7 +327,7 @@ def _encodes_after(
     name, op = type(leaf.transform).__name__, device_form(leaf.transform, ops)
     changes = [other.transform for other in before if changes_form(other.transform)]
     names = {type(other).__name__ for other in changes}
-    last = name in _CHANGES_DTYPE_OR_LAYOUT and name != "FromFloat"
+    last = name in CHANGES_DTYPE_OR_LAYOUT and name != "FromFloat"
     if op is None or last or not changes or "ToTensorV2" in names:
         return True
     for other in changes:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 
+from lightning_fastdata.augment.pipeline.sizes import CHANGES_SIZE
 from lightning_fastdata.augment.pipeline.tree import (
     count_leaves,
     in_sequence,
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from lightning_fastdata.augment.ops.operation import DeviceOp, Shape
 
 CASTS: Final = frozenset({"FromFloat", "Normalize", "ToFloat"})
+CHANGES_DTYPE_OR_LAYOUT: Final = CASTS | {"ToTensorV2"}
 """Transforms that are there to change the dtype."""
 _USUAL: Final = frozenset({np.dtype(np.uint8), np.dtype(np.float32)})
 """Dtypes that Albumentations is made for: of these its other transforms keep the dtype."""
@@ -274,3 +276,12 @@ def _as_before() -> Iterator[None]:
     finally:
         np.random.set_state(numpy_state)
         random.setstate(python_state)
+
+
+def changes_form(transform: Any) -> bool:
+    """Return whether a transform may change the shape or dtype of images."""
+    name = type(transform).__name__
+    if name in CHANGES_DTYPE_OR_LAYOUT or name in CHANGES_SIZE:
+        return True
+    # ToRGB is there for images of one channel.
+    return name == "ToRGB" or bool(name == "ToGray" and transform.num_output_channels != 3)

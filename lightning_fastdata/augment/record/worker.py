@@ -31,10 +31,10 @@ from lightning_fastdata.augment.replay.program import Draws, compile_tapes
 from lightning_fastdata.randomness.seeds import reseeder
 
 if TYPE_CHECKING:
-    from lightning_fastdata.augment.crop import CropOnDevice
     from lightning_fastdata.augment.ops.operation import DeviceOp, Role, Track
     from lightning_fastdata.augment.pipeline.plan import Plan
     from lightning_fastdata.augment.pipeline.values import Values
+    from lightning_fastdata.augment.record.crop import CropOnDevice
     from lightning_fastdata.types import Batch, SampleKey
 
 _VOLUMES: Final = frozenset({"images", "volume", "volumes", "mask3d", "masks3d"})
