@@ -36,6 +36,7 @@ from lightning_fastdata.augment.pipeline.sizes import (
     Size,
     follow_sizes,
     size_after,
+    some_are_padded,
 )
 from lightning_fastdata.augment.pipeline.tree import (
     Leaf,
@@ -162,7 +163,7 @@ def analyse(
         states = frozenset[Values]().union(*(one.before[index] for one in followed))
         why_worker = why_worker or _why_worker(leaf, op, sizes.before[index], states, barrier_after)
         if why_worker is None and sizes.before[index].exact is None and name in CHANGES_SIZE:
-            padded = _some_are_padded(leaves[boundary + 1 : index])
+            padded = some_are_padded(leaves[boundary + 1 : index])
             if shared.before[index].exact is None or padded:
                 why_worker = "images differ in size before it"
         draws = op is not None and op.draws_pixels(leaf.transform)
@@ -290,13 +291,6 @@ def _why_before(
     several = " or ".join(dtypes_of(latest.before[latest.boundary]))
     name = type(leaves[latest.boundary].transform).__name__
     return f"samples may be {several} until {name} gives all of them one dtype"
-
-
-def _some_are_padded(leaves: list[Leaf]) -> bool:
-    """Return whether images of one size may have two, if it is small."""
-    return any(
-        leaf.conditional and type(leaf.transform).__name__ == "PadIfNeeded" for leaf in leaves
-    )
 
 
 def _reads_pixels(transform: Any, op: DeviceOp | None) -> bool:

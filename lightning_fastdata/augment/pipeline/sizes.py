@@ -15,6 +15,8 @@ from lightning_fastdata.augment.pipeline.tree import (
 if TYPE_CHECKING:
     from collections.abc import Collection
 
+    from lightning_fastdata.augment.pipeline.tree import Leaf
+
 _FIXED_BY_HEIGHT_WIDTH: Final = frozenset(
     {
         "AtLeastOneBBoxRandomCrop",
@@ -206,3 +208,10 @@ def _padded(transform: Any, before: Size) -> Size:
     ):
         return _exactly(*least)
     return Size()
+
+
+def some_are_padded(leaves: list[Leaf]) -> bool:
+    """Return whether images of one size may have two, if it is small."""
+    return any(
+        leaf.conditional and type(leaf.transform).__name__ == "PadIfNeeded" for leaf in leaves
+    )
