@@ -21,7 +21,7 @@ from lightning_fastdata.augment.pipeline.self_check import refusal
 from lightning_fastdata.augment.pipeline.tree import is_container, list_leaves
 from lightning_fastdata.augment.record.deferred import DeferredTensor, Waiting
 from lightning_fastdata.augment.record.pipeline_recorder import PipelineRecorder, Turn, Watch
-from lightning_fastdata.augment.record.tail import Step, carry_out, operands
+from lightning_fastdata.augment.record.tail import TailStep, carry_out, operands
 from lightning_fastdata.augment.record.worker import device_ops
 from lightning_fastdata.augment.replay.program import Draws, compile_tapes
 from lightning_fastdata.augment.replay.torch import replay_image
@@ -94,7 +94,7 @@ class Part(NamedTuple):
     each is a tensor of its own."""
     draws: Draws
     """What was drawn for them, in order."""
-    tail: tuple[Step, ...]
+    tail: tuple[TailStep, ...]
     """What is done to each of them behind its pipeline."""
 
     @property
@@ -268,7 +268,7 @@ class DatasetRecording:
         paths: tuple[Path, ...],
         stacked: tuple[int, ...],
         waiting: Sequence[Waiting],
-        tail: tuple[Step, ...],
+        tail: tuple[TailStep, ...],
     ) -> Part:
         tapes = [{_PIXELS: one.track} for one in waiting]
         return Part(paths, stacked, compile_tapes(tapes, self._ops, operands(tail)), tail)

@@ -141,7 +141,7 @@ class StepSeen:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class PlaceChoice:
     """Where the pixels are computed, and why."""
 
     place: Place
@@ -167,7 +167,7 @@ def choose_place(
     elsewhere: StepSeen | None = None,
     changes: int = 0,
     known_step_ms: float | None = None,
-) -> Choice:
+) -> PlaceChoice:
     """Decide where the pixels of a pipeline are computed; the rules are those of this module.
 
     Args:
@@ -186,24 +186,24 @@ def choose_place(
     return _before_any_step(costs, known_step_ms)
 
 
-def _without_weighing(costs: PlaceCosts) -> Choice | None:
+def _without_weighing(costs: PlaceCosts) -> PlaceChoice | None:
     if not costs.accelerator:
-        return Choice(
+        return PlaceChoice(
             place="workers",
             reason="there is no accelerator, and on a CPU torch takes many times as long for these "
             "pixels as Albumentations",
         )
     if not costs.defers:
-        return Choice(place="workers", reason="the pipeline leaves nothing to a device")
+        return PlaceChoice(place="workers", reason="the pipeline leaves nothing to a device")
     if costs.refusal is not None:
-        return Choice(place="workers", reason=costs.refusal)
+        return PlaceChoice(place="workers", reason=costs.refusal)
     if costs.sample is None or costs.device_ms is None:
         why = "no sample could be measured; the device takes off the workers what it can"
-        return Choice(place="device", reason=why + _redrawn(costs))
+        return PlaceChoice(place="device", reason=why + _redrawn(costs))
     return None
 
 
-def _before_any_step(costs: PlaceCosts, known_step_ms: float | None) -> Choice:
+def _before_any_step(costs: PlaceCosts, known_step_ms: float | None) -> PlaceChoice:
     whole_ms, deferred_ms = costs.loader_ms("workers"), costs.loader_ms("device")
     saved_ms, device_ms = whole_ms - deferred_ms, costs.device_ms or 0.0
     unseen = known_step_ms is not None and device_ms < _UNSEEN * known_step_ms
@@ -215,7 +215,7 @@ def _before_any_step(costs: PlaceCosts, known_step_ms: float | None) -> Choice:
     )
     if unseen and place == "device":
         why += f"; a step took {known_step_ms:.4g} ms"
-    return Choice(
+    return PlaceChoice(
         place=place,
         reason=why + (_redrawn(costs) if place == "device" else ""),
         saved_ms=saved_ms,
@@ -225,7 +225,7 @@ def _before_any_step(costs: PlaceCosts, known_step_ms: float | None) -> Choice:
 
 def _after_steps(
     costs: PlaceCosts, step: StepSeen, elsewhere: StepSeen | None, changes: int
-) -> Choice:
+) -> PlaceChoice:
     now: Place = step.place
     other: Place = "workers" if now == "device" else "device"
     other_ms, told = predicted_step_ms(costs, step, other), "are predicted to take"
@@ -248,7 +248,7 @@ def _after_steps(
         )
     place = other if moves else now
     ms = {now: step.step_ms, other: other_ms}
-    return Choice(
+    return PlaceChoice(
         place=place,
         reason=why + (_redrawn(costs) if place == "device" else ""),
         saved_ms=costs.loader_ms("workers") - costs.loader_ms("device"),

@@ -20,7 +20,7 @@ _SMALL_BYTES: Final = 16 * 1024
 _MIN_ARRAY_BYTES: Final = 256
 
 
-class Leaf(NamedTuple):
+class PackedLeaf(NamedTuple):
     """Where one tensor or array of a batch lies in its slot."""
 
     dtype: Any
@@ -42,7 +42,7 @@ class Packed(NamedTuple):
 
     skeleton: bytes
     """The pickled structure with numbered places for the leaves."""
-    table: tuple[Leaf, ...]
+    table: tuple[PackedLeaf, ...]
     """One entry for each place."""
     size_bytes: int
     """Bytes of slot that the leaves need."""
@@ -117,7 +117,7 @@ def tensor_over(owner: Any, dtype: torch.dtype, shape: tuple[int, ...], offset: 
     return torch.frombuffer(owner, dtype=dtype, count=count, offset=offset).view(shape)
 
 
-def _tensor_view(leaf: Leaf, owner: Any) -> torch.Tensor:
+def _tensor_view(leaf: PackedLeaf, owner: Any) -> torch.Tensor:
     shape = leaf.shape
     if leaf.layout == "last":
         moved = (shape[0], *shape[2:], shape[1])
@@ -126,7 +126,7 @@ def _tensor_view(leaf: Leaf, owner: Any) -> torch.Tensor:
     return tensor_over(owner, leaf.dtype, shape, leaf.offset_bytes)  # type: ignore[no-any-return]
 
 
-def _array_view(leaf: Leaf, owner: NDArray[np.uint8]) -> NDArray[Any]:
+def _array_view(leaf: PackedLeaf, owner: NDArray[np.uint8]) -> NDArray[Any]:
     part: NDArray[Any] = owner[leaf.offset_bytes : leaf.offset_bytes + leaf.size_bytes]
     array: NDArray[Any] = part.view(leaf.dtype).reshape(leaf.shape)
     return array
@@ -140,7 +140,7 @@ def _place(_number: int) -> Any:
 class _Pickler(pickle.Pickler):
     def __init__(self, buffer: io.BytesIO) -> None:
         super().__init__(buffer, protocol=5)
-        self.table: list[Leaf] = []
+        self.table: list[PackedLeaf] = []
         self.leaves: list[Any] = []
         self.size_bytes = 0
 
@@ -164,7 +164,7 @@ class _Pickler(pickle.Pickler):
 
     def _leaf(self, leaf: Any, dtype: Any, size: int, layout: str, requires_grad: bool) -> Any:
         self.table.append(
-            Leaf(dtype, tuple(leaf.shape), self.size_bytes, size, layout, requires_grad)
+            PackedLeaf(dtype, tuple(leaf.shape), self.size_bytes, size, layout, requires_grad)
         )
         self.leaves.append(leaf)
         self.size_bytes += -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES

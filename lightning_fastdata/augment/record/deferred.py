@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from lightning_fastdata.augment.record.tail import OUT_OF_PLACE, Noted, Step, note
+from lightning_fastdata.augment.record.tail import OUT_OF_PLACE, Noted, TailStep, note
 
 if TYPE_CHECKING:
     from lightning_fastdata.augment.ops.operation import Track
@@ -143,7 +143,7 @@ class DeferredTensor(torch.Tensor):
     """What it is made of, in order; more than one if it was stacked."""
     stacked: tuple[int, ...]
     """Lengths of the dimensions that stacking has put in front; ``()``: a single tensor."""
-    tail: tuple[Step, ...]
+    tail: tuple[TailStep, ...]
     """What is done to each part behind its pipeline."""
     source: Waiting | Derived
     """Computes it on the spot."""
@@ -157,7 +157,7 @@ class DeferredTensor(torch.Tensor):
         waiting: tuple[Waiting, ...],
         stacked: tuple[int, ...] = (),
         *,
-        tail: tuple[Step, ...] = (),
+        tail: tuple[TailStep, ...] = (),
         source: Derived | None = None,
         shares: bool = True,
     ) -> DeferredTensor:
@@ -248,7 +248,9 @@ def _stacked(
             return None
     tail = first.tail
     # What was turned would lie in memory as it is written.
-    tail += (Step("contiguous", first.dtype),) if any(one.kind == "permute" for one in tail) else ()
+    tail += (
+        (TailStep("contiguous", first.dtype),) if any(one.kind == "permute" for one in tail) else ()
+    )
     waiting = tuple(one for tensor in tensors for one in tensor.waiting)
     source = Derived(functools.partial(_stack_values, [tensor.source for tensor in tensors]))
     stacked = (len(tensors), *first.stacked)

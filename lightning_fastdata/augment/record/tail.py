@@ -63,7 +63,7 @@ class Operand(NamedTuple):
         return np.frombuffer(self.values, self.dtype).reshape(self.shape).copy()
 
 
-class Step(NamedTuple):
+class TailStep(NamedTuple):
     """One step of a tail."""
 
     kind: Kind
@@ -79,7 +79,7 @@ class Step(NamedTuple):
 class Noted(NamedTuple):
     """A call that needs no values."""
 
-    step: Step | None
+    step: TailStep | None
     """What is to be done; None: the tensor is returned as it is."""
     shape: tuple[int, ...] = ()
     """Of a sample of the result."""
@@ -117,8 +117,8 @@ def note(
         return _cast(wanted, shape, dtype)
     if func in {_T.contiguous, _T.clone, torch.clone} and not args and not kwargs:
         if func is _T.contiguous:
-            return Noted(Step("contiguous", dtype), shape, shares=True)
-        return Noted(Step("copy", dtype), shape)
+            return Noted(TailStep("contiguous", dtype), shape, shares=True)
+        return Noted(TailStep("copy", dtype), shape)
     if kwargs:
         return None
     return _layout(func, args, shape, dtype, leading)
@@ -153,7 +153,7 @@ def _cast(wanted: torch.dtype, shape: tuple[int, ...], dtype: torch.dtype) -> No
     of_numbers = wanted is not torch.bool and not wanted.is_complex
     # What a number that an integer cannot hold becomes depends on the device.
     same = wanted.is_floating_point or not dtype.is_floating_point
-    return Noted(Step("cast", wanted), shape) if of_numbers and same else None
+    return Noted(TailStep("cast", wanted), shape) if of_numbers and same else None
 
 
 def _arithmetic(
@@ -189,7 +189,7 @@ def _arithmetic(
         return None
     numbers = torch.as_tensor(other).to(result).numpy()
     operand = Operand(numbers.shape, numbers.dtype.str, numbers.tobytes())
-    return Noted(Step(kind, result, operand=operand), shape, in_place=in_place)
+    return Noted(TailStep(kind, result, operand=operand), shape, in_place=in_place)
 
 
 def _layout(
@@ -212,7 +212,7 @@ def _layout(
         if at < 0:
             return None
         return Noted(
-            Step("unsqueeze", dtype, dims=(at,)), (*shape[:at], 1, *shape[at:]), shares=True
+            TailStep("unsqueeze", dtype, dims=(at,)), (*shape[:at], 1, *shape[at:]), shares=True
         )
     else:
         return None
@@ -220,7 +220,7 @@ def _layout(
     if dims[:leading] != list(range(leading)) or sorted(within) != list(range(len(shape))):
         return None
     turned = tuple(shape[dim] for dim in within)
-    return Noted(Step("permute", dtype, dims=within), turned, shares=True)
+    return Noted(TailStep("permute", dtype, dims=within), turned, shares=True)
 
 
 def _place(dim: Any, ndim: int) -> int:
@@ -229,14 +229,14 @@ def _place(dim: Any, ndim: int) -> int:
     return dim % ndim if known else 2 * ndim
 
 
-def operands(tail: Sequence[Step]) -> dict[str, np.ndarray]:
+def operands(tail: Sequence[TailStep]) -> dict[str, np.ndarray]:
     """Return the numbers of a tail by the names under which :func:`carry_out` is given them."""
     given = {str(place): step.operand for place, step in enumerate(tail)}
     return {name: operand.array() for name, operand in given.items() if operand is not None}
 
 
 def carry_out(
-    tail: Sequence[Step], values: torch.Tensor, numbers: Mapping[str, torch.Tensor]
+    tail: Sequence[TailStep], values: torch.Tensor, numbers: Mapping[str, torch.Tensor]
 ) -> torch.Tensor:
     """Return samples ``[n, ...]`` after a tail, on their device.
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from lightning_fastdata.augment.replay.instructions import fused_form
-from lightning_fastdata.augment.replay.runs import ArrayAt, FusedRun, Step, fuse
+from lightning_fastdata.augment.replay.runs import ArrayAt, FusedRun, ScheduledStep, fuse
 from lightning_fastdata.errors import BatchError
 
 if TYPE_CHECKING:
@@ -191,7 +191,7 @@ def _check_dtypes(key: str, tracks: Sequence[Track]) -> None:
 
 def _schedule(
     tracks: Sequence[Sequence[TapeOp]], packer: Packer, ops: Mapping[str, DeviceOp], role: Role
-) -> tuple[tuple[ProgramStep, ...], list[Step]]:
+) -> tuple[tuple[ProgramStep, ...], list[ScheduledStep]]:
     # What each sample has still to do, last to first.
     waiting = {row: list(reversed(track)) for row, track in enumerate(tracks) if track}
     steps, known = [], []
@@ -215,7 +215,7 @@ def _schedule(
         )
         steps.append(ProgramStep(leaf=leaf, name=name, parts=parts))
         known.append(
-            Step(
+            ScheduledStep(
                 fused=fused_form(ops[name], role) if name in ops else None,
                 rows=tuple(tuple(rows) for rows, _ in groups.values()),
                 encoded=tuple(tuple(encoded) for _, encoded in groups.values()),

@@ -117,7 +117,7 @@ class FusedRun:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class ScheduledStep:
     """One step as the schedule knows it, before it is packed away."""
 
     fused: Fused | None
@@ -131,7 +131,10 @@ class Step:
 
 
 def fuse(
-    steps: Sequence[Step], samples: int, add: Callable[[np.ndarray], ArrayAt], role: Role = "image"
+    steps: Sequence[ScheduledStep],
+    samples: int,
+    add: Callable[[np.ndarray], ArrayAt],
+    role: Role = "image",
 ) -> tuple[FusedRun, ...]:
     """Return the runs of a program of an image or a mask, first to last.
 
@@ -171,7 +174,7 @@ class _OpenRun:
         self.limit: ArrayAt | None = None
         self.channels_first = False
 
-    def takes(self, step: Step, samples: int) -> bool:
+    def takes(self, step: ScheduledStep, samples: int) -> bool:
         """Take a step and return True, or leave the run as it is and return False."""
         if self.ends:
             taken = self._take_end(step, samples) or self._take_late_holes(step)
@@ -189,7 +192,7 @@ class _OpenRun:
         """Whether the run makes something else of bytes ``[n, H, W, C]``."""
         return self.normalize is not None or self.limit is not None or self.channels_first
 
-    def _take_end(self, step: Step, samples: int) -> bool:
+    def _take_end(self, step: ScheduledStep, samples: int) -> bool:
         whole = len(step.rows) == 1 and len(step.rows[0]) == samples
         if not whole or self.channels_first:
             return False
@@ -204,7 +207,7 @@ class _OpenRun:
         self.channels_first = step.fused == "channels first"
         return self.channels_first
 
-    def _take_geometry(self, step: Step, samples: int) -> bool:
+    def _take_geometry(self, step: ScheduledStep, samples: int) -> bool:
         whole = len(step.rows) == 1 and len(step.rows[0]) == samples
         if self.taken or not whole:
             return False
@@ -220,7 +223,7 @@ class _OpenRun:
         self.size = static["size"]
         return True
 
-    def _take_pixels(self, step: Step) -> bool:
+    def _take_pixels(self, step: ScheduledStep) -> bool:
         instructions = step.fused
         if instructions is None or isinstance(instructions, str):
             return False
@@ -243,7 +246,7 @@ class _OpenRun:
             self.size = next(iter(sizes), None)
         return True
 
-    def _take_late_holes(self, step: Step) -> bool:
+    def _take_late_holes(self, step: ScheduledStep) -> bool:
         if self.channels_first or step.fused is not holes:
             return False
         found = list(_instructions(step, holes))
@@ -300,7 +303,7 @@ def _is_of_colours(slot: ArrayAt | None) -> bool:
 
 
 def _instructions(
-    step: Step, instructions: Instructions
+    step: ScheduledStep, instructions: Instructions
 ) -> Iterator[tuple[int, Encoded, list[Instruction] | None]]:
     """Yield each sample of a step, what it drew and what it has to do."""
     for rows, encoded, arrays in zip(step.rows, step.encoded, step.arrays, strict=True):

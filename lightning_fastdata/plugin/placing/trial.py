@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 from lightning_fastdata.augment.placement import (
     MOST_CHANGES,
-    Choice,
     Place,
+    PlaceChoice,
     PlaceCosts,
     StepSeen,
     choose_place,
@@ -58,7 +58,7 @@ class _Held:
     """What was decided for one stage of a run."""
 
     costs: PlaceCosts
-    choice: Choice
+    choice: PlaceChoice
     place: Place
     """Of the epochs that are to come."""
     name: str
@@ -113,7 +113,7 @@ class Placing:
         self._held = {}
         self._said = False
 
-    def choice(self, stage: Stage) -> Choice | None:
+    def choice(self, stage: Stage) -> PlaceChoice | None:
         """Return what was decided for a stage in this run, and why; None: nothing yet."""
         held = self._held.get(stage)
         return None if held is None else held.choice
@@ -274,7 +274,7 @@ class Placing:
         switch.change(held.place, from_epoch=since)
         self._tell(stage, held.choice, trainer, f" from epoch {since}")
 
-    def _tell(self, stage: Stage, choice: Choice, trainer: Any, since: str = "") -> None:
+    def _tell(self, stage: Stage, choice: PlaceChoice, trainer: Any, since: str = "") -> None:
         ranks = getattr(trainer, "world_size", 1)
         rank = f"rank {trainer.global_rank}, " if ranks > 1 else ""
         where = "on the device" if choice.place == "device" else "all in the workers"
