@@ -7,6 +7,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any, Final
 
 import numpy as np
+import torch
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from lightning_fastdata.augment.record.deferred import DeferredTensor
@@ -38,11 +39,7 @@ def advice(samples: Sequence[Any]) -> str:
         if len(keys) > 1:
             return f"Keys found: {', '.join(keys[:4])}. Give samples the same keys."
     shapes = sorted(
-        {
-            str(tuple(leaf.shape))
-            for leaf in leaves(samples, lambda value: hasattr(value, "shape"))
-            if hasattr(leaf, "shape") and not getattr(leaf, "is_nested", False)
-        }
+        {str(tuple(leaf.shape)) for leaf in leaves(samples, _has_shape) if _has_shape(leaf)}
     )
     seen = f"Shapes found: {', '.join(shapes[:6])}. " if len(shapes) > 1 else ""
     return (
@@ -50,6 +47,12 @@ def advice(samples: Sequence[Any]) -> str:
         "padding), or pass a collate_fn. If samples are batches already, as of a stream that "
         "batches itself, make the loader with batch_size=None."
     )
+
+
+def _has_shape(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return not value.is_nested
+    return hasattr(value, "shape")
 
 
 def _stranger(sample: Any, where: str) -> tuple[str, Any] | None:

@@ -110,8 +110,10 @@ def test_a_forked_reader_copies_no_memory_as_it_does_of_a_list():
 
     strings = image_paths(200_000)
     packed = PackedStrings(strings)
-    assert copied_kib(read_all(strings)) > 10_000
-    assert copied_kib(read_all(packed)) < 2_000
+    of_a_list = copied_kib(read_all(strings))
+    assert of_a_list > 10_000
+    # A process that holds much else copies some of that.
+    assert copied_kib(read_all(packed)) < of_a_list / 3
 
 
 @pytest.mark.parametrize("wrong", [[b"bytes"], [Path("a")], ["a", None]])
