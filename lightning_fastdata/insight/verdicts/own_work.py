@@ -13,6 +13,7 @@ from lightning_fastdata.insight.model.contention import (
 )
 from lightning_fastdata.insight.model.finding import Finding, severity_of
 from lightning_fastdata.insight.verdicts.late_batches import largest, of_wait
+from lightning_fastdata.insight.verdicts.rule import ALL_COSTS, Rule
 
 if TYPE_CHECKING:
     from lightning_fastdata.insight.model.evidence import Evidence
@@ -110,3 +111,11 @@ def pinning(e: Evidence) -> Finding | None:
         gain=remedies.without(e, None if e.stall_ms is None else share * e.stall_ms),
         leave_alone="the number of workers",
     )
+
+
+RULES: Final = (
+    Rule("FD323", "the sampler takes long", sampler, "loader", ALL_COSTS, after="FD307"),
+    Rule("FD324", "batches take long to unpickle", unpacking, "loader", ALL_COSTS, after="FD307"),
+    Rule("FD308", "complete batches are long on their way", handover, "loader", ALL_COSTS),
+    Rule("FD311", "page-locking takes long", pinning, "loader", ALL_COSTS),
+)
