@@ -102,12 +102,9 @@ def mean_stall_ms(ranks: Iterable[RankTiming]) -> float | None:
 
 
 def rank_metrics(ranks: Sequence[RankTiming]) -> dict[str, float]:
-    """Return the scalars for loggers; what was not measured has no key.
+    """Return the scalars of several ranks, as ``metric_names.RANKS`` has them.
 
-    Returns:
-        Over the ranks: ``data_ranks/stall_{max,mean,min}_ms``, ``data_ranks/step_max_ms`` and
-        ``data_ranks/compute_{max,min}_ms``; ``data_ranks/slowest_rank`` is the rank with the
-        largest stall. Empty with fewer than two ranks.
+    What was not measured has no key; empty with fewer than two ranks.
     """
     if len(ranks) < 2:
         return {}
