@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-from lightning_fastdata.insight.waits.causes import PART_WORDS
+from lightning_fastdata.insight.waits.attribution import PART_WORDS
 
 
 class Metric(NamedTuple):

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from lightning_fastdata.stamps.batch_stamps import BatchStamps, ReadRates
 
 _MOST_UNCUT: Final = 256
-"""Waits are cut when somebody asks, but at the latest when so many have come together."""
+"""Waits are cut when a result is asked for, at the latest when there are so many."""
 _EACH_STEP: Final = 0.9
 """Batches a step: a loader with fewer does not set the pace of all steps."""
 _KEPT_STAMPS: Final = 512
@@ -33,7 +33,7 @@ _KEPT_STAMPS: Final = 512
 
 
 class StampQueue(deque["BatchStamps"]):
-    """Stamps that a loader records for somebody who lets others take the loader over."""
+    """Stamps of a loader that a later :class:`StageStamps` may take over."""
 
 
 class _Watched:
@@ -45,7 +45,7 @@ class _Watched:
         self.number = number
         self.key = key
         self.loader = weakref.ref(loader)
-        # Bounded, as nobody cuts the stamps of batches that are read outside of the steps.
+        # Bounded, as stamps of batches that are read outside of the steps are not cut.
         kind = StampQueue if lendable else deque
         self.records: deque[BatchStamps] = kind(maxlen=2 * _MOST_UNCUT)
         self.newest: deque[BatchStamps] = deque(maxlen=_KEPT_STAMPS)
@@ -58,7 +58,7 @@ class _Watched:
 class StageStamps:
     """The stamps of one stage's loaders, and what the waits for their batches were made of.
 
-    Where several loaders are known by their keys, each is told by itself, and :meth:`summary`,
+    Where several loaders are known by their keys, each is reported by itself, and :meth:`summary`,
     :meth:`slowest_loader` and what is derived from it are about the one that is waited for most.
 
     Args:
@@ -87,12 +87,12 @@ class StageStamps:
         """Steps that were not the first of an epoch: all, and since the last metrics."""
 
     def watch(self, loaders: Iterable[Any], keys: Sequence[LoaderKey] = ()) -> None:
-        """Have each FastDataLoader among some loaders record its stamps, if nobody else does.
+        """Have each FastDataLoader among some loaders record its stamps, if no other code does.
 
         Args:
             loaders: Of the stage.
             keys: Their keys where they are several that are read in the same steps or in turn;
-                none: they are told together.
+                none: they are reported together.
         """
         loaders = list(loaders)
         key_of = {id(loader): key for loader, key in zip(loaders, keys, strict=False)}

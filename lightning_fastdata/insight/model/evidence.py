@@ -24,9 +24,10 @@ from lightning_fastdata.insight.waits.causes import CauseTotals, OperationShare
 from lightning_fastdata.insight.waits.lines import LineShare
 
 if TYPE_CHECKING:
-    from lightning_fastdata.insight.measure.metrics import StageSummary
+    from lightning_fastdata.insight.measure.metrics import PhaseSummary, StageSummary
     from lightning_fastdata.insight.measure.wall import WallTime
     from lightning_fastdata.insight.model.loader_facts import LoaderFacts
+    from lightning_fastdata.insight.waits.causes import WaitCauses
     from lightning_fastdata.insight.waits.several_loaders import OneOfSeveral
     from lightning_fastdata.stamps.batch_stamps import BatchStamps, ReadRates
 
@@ -216,57 +217,36 @@ def stage_evidence(
         facts: What it says about itself.
         measured: Further fields of :class:`Evidence`, or arguments of :func:`evidence_of`.
     """
-    causes = summary.causes
-    means: dict[str, Any] = {
-        name: None if phase is None else phase.mean_ms
-        for name, phase in (
-            ("wait_ms", summary.wait),
-            ("stall_ms", summary.stall),
-            ("transfer_ms", summary.transfer),
-            ("augment_ms", summary.augment),
-            ("compute_ms", summary.compute),
-            ("gap_ms", summary.gap),
-        )
+    step_ms, gap_ms = _mean(summary.step), _mean(summary.gap)
+    known: dict[str, Any] = {
+        "device": summary.device,
+        "step_ms": None if step_ms is None else step_ms + (gap_ms or 0.0),
+        "wait_ms": _mean(summary.wait),
+        "stall_ms": _mean(summary.stall),
+        "transfer_ms": _mean(summary.transfer),
+        "augment_ms": _mean(summary.augment),
+        "compute_ms": _mean(summary.compute),
+        "gap_ms": gap_ms,
+        "epochs": summary.cold_steps,
+        "epoch_wait_ms": summary.cold_wait_ms,
+        "steps_per_epoch": summary.steps / summary.cold_steps if summary.cold_steps else None,
     }
-    step_ms = None
-    if summary.step is not None:
-        step_ms = summary.step.mean_ms + (means["gap_ms"] or 0.0)
-    known: dict[str, Any] = {}
-    if causes is not None:
-        known = {
-            "parts": causes.wait,
-            "overtaken_share": causes.overtaken_share,
-            "slow_samples": causes.slow_samples,
-            "operations": causes.operations,
-            "first_parts": causes.first_wait,
-            "lines": causes.lines,
-        }
     if facts is not None:
+        timed = summary.causes is not None and bool(summary.causes.operations)
         known |= {
             "pinned": facts.pinned,
             "streamed": facts.streamed,
             "persistent_workers": facts.persistent_workers,
-            "device_could_augment": device_could_augment(
-                summary.device, facts, seen=causes is not None and bool(causes.operations)
-            ),
+            "device_could_augment": device_could_augment(summary.device, facts, seen=timed),
         }
-    return evidence_of(
-        stamps,
-        setup,
-        device=summary.device,
-        step_ms=step_ms,
-        epochs=summary.cold_steps,
-        epoch_wait_ms=summary.cold_wait_ms,
-        steps_per_epoch=summary.steps / summary.cold_steps if summary.cold_steps else None,
-        **means,
-        **{**known, **measured},
-    )
+    return evidence_of(stamps, setup, causes=summary.causes, **{**known, **measured})
 
 
 def evidence_of(
     stamps: Sequence[BatchStamps],
     setup: LoaderSetup | None,
     *,
+    causes: WaitCauses | None = None,
     step_queued: float = 0.0,
     **measured: Any,
 ) -> Evidence:
@@ -275,6 +255,7 @@ def evidence_of(
     Args:
         stamps: Of one loader, in the order in which batches were delivered.
         setup: The loader as it was; None: no predictions are made.
+        causes: Why its batches were late, where more of them were added up; None: by the stamps.
         step_queued: Part of the steps in which the training was ready but had no CPU, 0 to 1.
         measured: Further fields of :class:`Evidence`, or other values for those from the stamps,
             e.g. ``stall_ms`` where a device hides waits.
@@ -287,10 +268,11 @@ def evidence_of(
         )
     epochs = by_epoch(stamps)
     costs = [cost for epoch in epochs for cost in batch_costs(epoch, step_queued=step_queued)]
-    totals = CauseTotals()
-    for batch in stamps:
-        totals.add(batch)
-    causes = totals.summary()
+    if causes is None:
+        totals = CauseTotals()
+        for batch in stamps:
+            totals.add(batch)
+        causes = totals.summary()
     steady = [pair for epoch in epochs for pair in pairwise(epoch[1:])]
     steps = [later.requested_ns - batch.requested_ns for batch, later in steady]
     waits = [batch.delivered_ns - batch.requested_ns for batch, _ in steady]
@@ -299,11 +281,6 @@ def evidence_of(
         step_ms=_mean_ms(steps),
         wait_ms=_mean_ms(waits),
         stall_ms=_mean_ms(waits),
-        parts=None if causes is None else causes.wait,
-        overtaken_share=None if causes is None else causes.overtaken_share,
-        slow_samples=() if causes is None else causes.slow_samples,
-        operations=() if causes is None else causes.operations,
-        lines=() if causes is None else causes.lines,
         setup=setup,
         costs=tuple(costs[-_MOST_COSTS:]),
         busy_share=None if setup is None else busy_share(stamps, setup.workers),
@@ -313,7 +290,21 @@ def evidence_of(
         epoch_wait_ms=_mean_ms(cold),
         steps_per_epoch=statistics.fmean(map(len, epochs)) if cold else None,
     )
+    if causes is not None:
+        found = replace(
+            found,
+            parts=causes.wait,
+            first_parts=causes.first_wait,
+            overtaken_share=causes.overtaken_share,
+            slow_samples=causes.slow_samples,
+            operations=causes.operations,
+            lines=causes.lines,
+        )
     return replace(found, **measured)
+
+
+def _mean(phase: PhaseSummary | None) -> float | None:
+    return None if phase is None else phase.mean_ms
 
 
 def _taken_cpus(

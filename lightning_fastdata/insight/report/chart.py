@@ -50,7 +50,7 @@ def timeline_section(recent: Recent | None) -> Markup | None:
 def timeline_chart(recent: Recent) -> Markup | None:
     """Return the steps as stacked columns with axes, or None if no step was timed.
 
-    Each column tells its figures when the mouse rests on it. The picture takes all the width that
+    Each column shows its figures when the mouse rests on it. The picture takes all the width that
     there is; its labels are text beside it, which does not shrink with it.
 
     Args:

@@ -18,7 +18,7 @@ from lightning_fastdata.insight.report.markup import (
     section,
     table,
 )
-from lightning_fastdata.insight.waits.causes import PART_WORDS
+from lightning_fastdata.insight.waits.attribution import PART_WORDS
 from lightning_fastdata.types import STAGE_WORDS
 
 _PHASES: Final = tuple((name, column.removesuffix("_ms")) for name, column in reversed(STACK))
@@ -91,7 +91,7 @@ def _head(
     rate = free.get("samples_per_s", first.get("samples_per_s_if_data_were_free"))
     measured = free.get("basis") == "measured"
     if first.get("device", "cpu") == "cpu" and not measured:
-        rate = None  # nobody knows what the model would do with the CPUs that load
+        rate = None  # what the model would do with the CPUs that load is not known
     whole = STAGE_WORDS.get(first["stage"], first["stage"])
     figures: list[Child] = [
         _figure(_rounded((wall or {}).get("samples_per_s")), f"samples/s in the whole {whole}"),

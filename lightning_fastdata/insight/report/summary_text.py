@@ -104,8 +104,8 @@ def first_word(verdict: Verdict, steps: int) -> str:
     gain = "" if finding.gain is None else f": {gain_text(finding.gain)}"
     short = _LONG_PATH.sub(r".../\1", finding.remedy)
     remedy = f"; try {short}{gain}" if short else ""
-    told = f"fastdata after {steps} steps: {verdict.kind}, {sentence}{remedy} [{finding.code}]"
-    return printable(told)
+    line = f"fastdata after {steps} steps: {verdict.kind}, {sentence}{remedy} [{finding.code}]"
+    return printable(line)
 
 
 def rule(title: str, width: int) -> Line:
@@ -157,7 +157,7 @@ def _throughput_lines(stage: StageSummary, wall: WallTime | None, width: int) ->
         whole = STAGE_WORDS.get(stage.stage, stage.stage)
         yield [(f" {wall.samples_per_s:.0f} samples/s in the whole {whole}", "")]
     free = stage.headroom
-    # Where the model computes on the CPUs that load, nobody knows what it would do with them.
+    # What the model would do with the CPUs that load, if it computes on them, is not known.
     if free is not None and (stage.device != "cpu" or free.basis == "measured"):
         basis = " (measured)" if free.basis == "measured" else ""
         gain = f"{free.samples_per_s / stage.samples_per_s:.2f}x to gain"

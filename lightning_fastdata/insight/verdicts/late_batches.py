@@ -261,7 +261,7 @@ def _one_interpreter(e: Evidence) -> Finding:
     if e.setup is not None:
         workers = max(1, int(e.setup.cpus))
         processes = f"LoaderOptions(executor='workers', num_workers={workers}), {processes}"
-    # No gain is told: what samples cost is not known while their readers take the lock in turn.
+    # No gain is given: what samples cost is not known while their readers take the lock in turn.
     return Finding(
         code="FD306",
         severity=severity_of(e.stall_share),

@@ -48,7 +48,7 @@ class Rule(Generic[Facts]):
     which the finding names. ``"machine"``: the same, but the remedy is no option of a loader.
     ``"rank"``: one of several processes that train together. ``"run"``: a pause between steps."""
     replaces: frozenset[str] = SMALL_COSTS
-    """Codes of findings that are left out beside this one: it tells why, or they rest on what it
+    """Codes of findings that are left out beside this one: it says why, or they rest on what it
     shows to be wrong."""
     after: str = ""
     """The code after which it stands in the catalogue; empty: its own place by code."""

@@ -21,7 +21,7 @@ from lightning_fastdata.insight.model.finding import (
 )
 from lightning_fastdata.insight.model.loader_facts import device_could_augment
 from lightning_fastdata.insight.verdicts.rule import Found, Rule, Unstamped
-from lightning_fastdata.insight.waits.causes import PART_WORDS
+from lightning_fastdata.insight.waits.attribution import PART_WORDS
 from lightning_fastdata.types import STAGE_WORDS
 
 if TYPE_CHECKING:

@@ -49,7 +49,7 @@ class LineShare:
     """Of the time to read, 0 to 1."""
     blocked_share: float | None
     """Of the line's time, what it waited for something other than a CPU, 0 to 1; None where the
-    kernel does not tell."""
+    kernel does not report it."""
     waits_in: str
     """What it mostly waits in: ``file`` (or pipe), ``socket``, ``lock`` or ``sleep``; empty: in
     nothing, in something else, or not known."""
