@@ -27,16 +27,7 @@ class Metric(NamedTuple):
     """The same where the host computes."""
 
 
-_MAIN_PARTS: Final = frozenset(
-    (
-        "read_cpu_ms",
-        "read_runqueue_ms",
-        "read_blocked_ms",
-        "read_ms",
-        "collate_ms",
-        "handover_ms",
-    )
-)
+_MAIN_PARTS: Final = ("collate_ms", "handover_ms")
 _BAND: Final = {"p50": "median", "p95": "95th percentile", "max": "maximum"}
 
 STEPS: Final = (
@@ -98,7 +89,8 @@ STEPS: Final = (
 """Means over the steps since a number was last logged, unless said otherwise."""
 
 WAITS: Final = tuple(
-    Metric(f"data_wait/{part}", words, part in _MAIN_PARTS) for part, words in PART_WORDS.items()
+    Metric(f"data_wait/{part}", words, part.startswith("read_") or part in _MAIN_PARTS)
+    for part, words in PART_WORDS.items()
 )
 """What the wait for a batch consisted of, the mean; the parts add up to it."""
 
@@ -116,12 +108,12 @@ RANKS: Final = (
 MACHINE: Final = (
     Metric(
         "data_host/cpu_pressure_percent",
-        "of the time, in which something on the machine waited for a CPU",
+        "share of the time in which something on the machine waited for a CPU",
     ),
     Metric("data_host/io_pressure_percent", "the same for storage"),
     Metric(
         "data_host/cpu_throttled_percent",
-        "of the scheduler's periods, in which the CPU quota was used up; absent without a quota",
+        "share of the scheduler's periods in which the CPU quota was used up; absent without one",
     ),
     Metric(
         "data_host/read_mb_per_s",
@@ -129,15 +121,15 @@ MACHINE: Final = (
         "without memory maps",
     ),
     Metric("data_host/storage_read_mb_per_s", "what storage was read for them"),
-    Metric("data_host/shm_used_percent", "of `/dev/shm`"),
+    Metric("data_host/shm_used_percent", "share of `/dev/shm` in use"),
     Metric(
         "data_host/pss_mib",
         "memory of this process and its workers, shared pages counted once",
     ),
     Metric("data_workers/active", "worker processes alive"),
-    Metric("data_workers/busy_percent", "of the time, in which a worker had a task"),
+    Metric("data_workers/busy_percent", "share of the time in which a worker had a task"),
     Metric("data_device/peak_memory_mib", "the most that tensors took of the device's memory"),
-    Metric("data_device/headroom_percent", "of the device's memory, that was never used"),
+    Metric("data_device/headroom_percent", "share of the device's memory that was never used"),
     Metric(
         "data_device/alloc_retries",
         "how often the device's allocator freed its cache and tried again",

@@ -70,8 +70,8 @@ def ranked(evidence: Evidence, cost: Found | None = None) -> Ranking:
     """Return the findings that no other one replaces, in their order.
 
     By severity, then those first that gain clearly more, else as their rules stand in the
-    catalogue. Before all others come the pause that costs the run most, 10 % and more than late
-    batches do, and a rank that holds up this one: no other remedy would help.
+    catalogue. Before all others come the pause that costs the run most, if that is 10 % and more
+    than late batches do, and then a rank that holds up this one: no other remedy would help.
 
     Args:
         evidence: Measured facts.
@@ -87,6 +87,7 @@ def ranked(evidence: Evidence, cost: Found | None = None) -> Ranking:
         (each for each in found if each is not cost),
         key=lambda each: (each is not pause, *_weight(each)),
     )
+    # The cost alone does not come before the rank that everything waits for.
     leading = why if evidence.held_up else why[:1]
     rank = next((each for each in leading if each.rule.about == "rank"), None)
     found.sort(key=lambda each: (each is not pause, each is not rank, *_weight(each)))
