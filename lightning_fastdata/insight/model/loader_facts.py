@@ -31,7 +31,7 @@ class LoaderFacts:
     """Which of several loaders this is about, e.g. ``loader 'images'``; None: there is one."""
 
 
-def read_loader(loader: object, **known: Any) -> LoaderFacts:
+def read_loader(loader: object, /, **known: Any) -> LoaderFacts:
     """Return what a loader of any kind says about itself, which may be nothing.
 
     Args:
