@@ -32,7 +32,7 @@ from torch.utils.data import Dataset, default_collate
 from turns import arguments, write
 
 from lightning_fastdata.host.cpu import read_affinity, read_cpu_limit
-from lightning_fastdata.insight.model.setups import setup_of, step_cpus, step_queued
+from lightning_fastdata.insight.model.setups import TrainingTimes, setup_of
 from lightning_fastdata.insight.model.simulate import batch_costs, simulate
 from lightning_fastdata.loading.loader import FastDataLoader
 
@@ -230,15 +230,14 @@ def train(work: Workload, workers: int, in_order: bool, batches: int, *, record:
             pass
         del iterator
         loader.close()
-    spent = {
-        "cpu_s": use.own_cpu_s, "wall_s": use.wall_s, "waited_s": waited,
-        "runqueue_s": use.runqueue_s,
-    }  # fmt: skip
+    times = TrainingTimes(
+        cpu_s=use.own_cpu_s, wall_s=use.wall_s, waited_s=waited, runqueue_s=use.runqueue_s
+    )
     return Run(
         step_ms=use.wall_s / batches * 1e3,
         others=all_of_it.others,
-        step_cpus=step_cpus(**spent),
-        step_queued=step_queued(**spent),
+        step_cpus=times.step_cpus,
+        step_queued=times.step_queued,
         stamps=tuple(records)[SETTLED : SETTLED + batches + 1],
     )
 

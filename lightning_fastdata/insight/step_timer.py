@@ -28,7 +28,7 @@ class StepTimer:
 
     For loops that are no Lightning Trainer's. The loop reads its batches through :meth:`batches`,
     and that is all it has to do. A step begins when a batch is asked for and ends when the next one
-    is, or at :meth:`step_ended`. Waits, transfers, augmentation and compute are told apart as
+    is, or at :meth:`step_ended`. Waits, transfers, augmentation and compute are measured as
     ``DataThroughputCallback`` does it: on a GPU by events that are read late and never waited for.
 
     Args:
@@ -74,17 +74,17 @@ class StepTimer:
     def batches(self, loader: Iterable[Batch], stage: Stage = "train") -> TimedBatches:
         """Return the batches of a loader, each of which begins a step.
 
-        A step that the loop leaves by ``break``, ``return`` or an exception is not counted, as
-        nobody can tell how far it got, unless :meth:`step_ended` was called. While batches of
+        A step that the loop leaves by ``break``, ``return`` or an exception is not counted, as it
+        is not known how far it got, unless :meth:`step_ended` was called. While batches of
         another stage are read (a validation in the middle of training), the step before them has
         ended. Several loaders of one stage may be read in one step, as by ``zip``: the step ends
         when one of them is asked again, and their waits add up.
 
         Args:
-            loader: A ``FastDataLoader``, which also tells why its batches are late; any other
+            loader: A ``FastDataLoader``, which also shows why its batches are late; any other
                 ``DataLoader``, what ``prefetch`` or ``fabric.setup_dataloaders`` return, or any
                 iterable. What delivers batches on the device already has the transfer in the wait.
-            stage: What the steps are for; each stage is told by itself.
+            stage: What the steps are for; each stage is reported by itself.
 
         Returns:
             An iterable of the loader's length. Each iteration is an epoch, whose first step is

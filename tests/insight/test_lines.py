@@ -7,8 +7,6 @@ from dataclasses import asdict
 
 import pytest
 
-from lightning_fastdata.insight.model.evidence import Evidence
-from lightning_fastdata.insight.waits.causes import OperationShare
 from lightning_fastdata.insight.waits.lines import (
     LineShare,
     LineTotals,
@@ -104,18 +102,17 @@ def test_words_say_line_call_and_wait():
 def test_a_cause_gets_the_line_that_waits_or_the_line_that_computes():
     waits = share(1, 0.5, blocked=0.9, waits_in="file")
     computes = share(2, 0.4, blocked=0.1)
-    evidence = Evidence(lines=(waits, computes))
-    assert "rows.py:1" in where_text(evidence, blocked=True)
-    assert "rows.py:2" in where_text(evidence, blocked=False)
-    assert "rows.py:1" in where_text(evidence)
-    assert where_text(Evidence(lines=(computes,)), blocked=True).startswith("; 40% of reading")
+    lines = (waits, computes)
+    assert "rows.py:1" in where_text(lines, blocked=True)
+    assert "rows.py:2" in where_text(lines, blocked=False)
+    assert "rows.py:1" in where_text(lines)
+    assert where_text((computes,), blocked=True).startswith("; 40% of reading")
 
 
 def test_nothing_is_added_where_nothing_stands_out_or_an_operation_explains_more():
-    assert where_text(Evidence()) == ""
-    assert where_text(Evidence(lines=(share(of=0.1),))) == ""
-    assert where_text(Evidence(lines=(share(blocked=0.0),)), blocked=True) == ""
-    blur = OperationShare(name="Blur", calls=9, mean_ms=2.0, share=0.7)
-    explained = Evidence(lines=(share(of=0.6, blocked=0.1),), operations=(blur,))
-    assert where_text(explained, blocked=False) == ""
-    assert where_text(explained, blocked=True) != ""
+    assert where_text(()) == ""
+    assert where_text((share(of=0.1),)) == ""
+    assert where_text((share(blocked=0.0),), blocked=True) == ""
+    explained = (share(of=0.6, blocked=0.1),)
+    assert where_text(explained, 0.7, blocked=False) == ""
+    assert where_text(explained, 0.7, blocked=True) != ""

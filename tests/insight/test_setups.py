@@ -20,7 +20,7 @@ from torch.utils.data import (
 )
 
 from lightning_fastdata.augment.transform import as_batch_transform
-from lightning_fastdata.insight.model.setups import setup_of, splits_batches, step_cpus, step_queued
+from lightning_fastdata.insight.model.setups import TrainingTimes, setup_of, splits_batches
 from lightning_fastdata.loading.loader import FastDataLoader
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -198,19 +198,19 @@ seconds = st.floats(0.0, 100.0)
 
 @given(busy=st.floats(0.0, 8.0), working=st.floats(0.01, 100.0), waited=seconds, queued=seconds)
 def test_the_step_uses_its_cpus_however_long_it_waited(busy, working, waited, queued):
-    found = step_cpus(
+    found = TrainingTimes(
         cpu_s=busy * working, wall_s=working + waited + queued, waited_s=waited, runqueue_s=queued
-    )
+    ).step_cpus
     expected = min(busy, 1.0) if busy <= 1.1 else busy
     assert found == pytest.approx(expected, rel=1e-6, abs=1e-6) or busy == pytest.approx(1.1)
 
 
 @given(cpu=seconds, wall=seconds, waited=seconds, queued=seconds, loading=seconds)
 def test_cpus_are_never_less_than_none(cpu, wall, waited, queued, loading):
-    found = step_cpus(
+    found = TrainingTimes(
         cpu_s=cpu, wall_s=wall, waited_s=waited, runqueue_s=queued, loading_cpu_s=loading
     )
-    assert found >= 0.0
+    assert found.step_cpus >= 0.0
 
 
 @given(cpu=seconds, wall=seconds, waited=seconds, queued=seconds)
@@ -218,10 +218,10 @@ def test_a_step_is_queued_for_some_part_of_it_and_one_without_cpu_for_none(
     cpu, wall, waited, queued
 ):
     times = {"wall_s": wall, "waited_s": waited, "runqueue_s": queued}
-    assert 0.0 <= step_queued(cpu_s=cpu, **times) <= 1.0
-    assert step_queued(cpu_s=0.0, **times) == 0.0
+    assert 0.0 <= TrainingTimes(cpu_s=cpu, **times).step_queued <= 1.0
+    assert TrainingTimes(cpu_s=0.0, **times).step_queued == 0.0
 
 
 def test_a_step_that_computes_was_queued_for_as_long_as_it_had_no_cpu():
-    found = step_queued(cpu_s=6.0, wall_s=10.0, waited_s=1.0, runqueue_s=3.0)
-    assert found == pytest.approx(3 / 9)
+    times = TrainingTimes(cpu_s=6.0, wall_s=10.0, waited_s=1.0, runqueue_s=3.0)
+    assert times.step_queued == pytest.approx(3 / 9)

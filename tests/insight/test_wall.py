@@ -15,8 +15,7 @@ from lightning_fastdata.insight.measure.wall import (
     wall_text,
 )
 from lightning_fastdata.insight.model.evidence import Evidence
-from lightning_fastdata.insight.verdicts.catalogue import findings
-from lightning_fastdata.insight.verdicts.pauses import worst_pause
+from lightning_fastdata.insight.verdicts.catalogue import findings, ranked
 
 
 class Clock:
@@ -138,7 +137,7 @@ def test_a_pause_is_the_verdict_where_it_costs_most(callbacks_s, wait_s, severit
     evidence = Evidence(step_ms=100.0, stall_ms=10 * wait_s, wall=wall)
     found = {each.code: each for each in findings(evidence)}
     assert ("FD320" in found) == (severity is not None)
-    assert (worst_pause(evidence) is not None) == first
+    assert (ranked(evidence).pause is not None) == first
     if severity is not None:
         told = found["FD320"]
         assert told.severity == severity

@@ -25,7 +25,9 @@ from lightning_fastdata.insight.model.remedies import (
     with_workers,
 )
 from lightning_fastdata.insight.model.simulate import simulate
-from lightning_fastdata.insight.verdicts.catalogue import findings
+from lightning_fastdata.insight.verdicts import without_stamps
+from lightning_fastdata.insight.verdicts.catalogue import RULES, findings, ranked
+from lightning_fastdata.insight.verdicts.rule import SMALL_COSTS
 from lightning_fastdata.insight.waits.attribution import SlowSample, WaitParts
 from lightning_fastdata.insight.waits.causes import OperationShare
 from lightning_fastdata.stamps.batch_stamps import ReadRates
@@ -419,6 +421,28 @@ def test_every_code_that_the_package_can_give_has_a_place_of_its_own_to_link_to(
     assert {"FD000", "FD001", "FD202", *CODES} <= given
     assert given == headings | anchors
     assert not headings & anchors
+
+
+def test_the_page_has_each_rule_of_the_catalogue():
+    page, rules = DOCS.read_text(), {rule.code: rule for rule in reversed(RULES)}
+    headings = re.findall(r"^### (FD\d{3})$", page, flags=re.MULTILINE)
+    assert headings == sorted(rules)
+    rows = re.findall(r"^\| \[(FD\d{3})\]\(#fd\d{3}\) \| (.+?) \| (.+?) \|$", page, re.MULTILINE)
+    assert [(code, title) for code, title, _ in rows] == [
+        (code, rules[code].title) for code in headings
+    ]
+    for code, _, replaced in rows:
+        ranges = re.findall(r"FD(\d{3})(?: to FD(\d{3}))?", replaced)
+        codes = {f"FD{n}" for a, b in ranges for n in range(int(a), int(b or a) + 1)}
+        assert rules[code].replaces == SMALL_COSTS | codes
+    anchors = {a.upper() for a in re.findall(r'<a id="(fd\d{3})"></a>', page)}
+    assert anchors == {rule.code for rule in without_stamps.RULES}
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_a_finding_has_the_code_of_its_rule(code):
+    for rule, finding in ranked(TABLE[code][0]).order:
+        assert rule.code == finding.code
 
 
 def test_moving_batches_where_there_is_no_device_is_not_told_to_be_pinned():

@@ -1,4 +1,4 @@
-"""Clocks for the timeline: the host's own, and one that the device stamps while nobody waits.
+"""Clocks for the timeline: the host's own, and one that the device stamps while the host goes on.
 
 A mark is a number. On the host it is a time; on CUDA it is the ticket of an event that was recorded
 on the current stream and that the device will stamp when it gets there. Everything is read late, by

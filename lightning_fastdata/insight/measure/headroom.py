@@ -21,7 +21,7 @@ class Headroom:
     basis: Literal["modelled", "measured"]
     """``"modelled"``: the measured step with the stall taken away, which holds if nothing else
     changes. ``"measured"``: the compute was measured once more, with batches that were there
-    already and nobody loading others, so that what loading takes from computing is gone, too."""
+    already and no others being loaded, so that what loading takes from computing is gone, too."""
 
 
 def modelled_headroom(
@@ -42,7 +42,7 @@ def modelled_headroom(
 def measured_headroom(
     rounds_ms: Sequence[float], *, steps: int, samples: int, other_ms: float
 ) -> Headroom | None:
-    """Return what replayed steps tell; None if they took no time.
+    """Return what replayed steps show; None if they took no time.
 
     Args:
         rounds_ms: How long each round of the same steps took; the median counts.

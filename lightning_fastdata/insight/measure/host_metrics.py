@@ -9,20 +9,14 @@ if TYPE_CHECKING:
 
 
 def host_scalars(before: HostUsage, after: HostUsage) -> dict[str, float]:
-    """Return what the host and its workers did in between; what nobody told has no key.
+    """Return what the host and its workers did in between, as ``metric_names.MACHINE`` has it.
 
     Args:
         before: A reading.
         after: A later one.
 
     Returns:
-        ``data_host/cpu_pressure_percent`` and ``data_host/io_pressure_percent`` (of the time, in
-        which something on the machine waited for a CPU or for storage),
-        ``data_host/cpu_throttled_percent`` (of the periods, in which the CPU quota was used up;
-        without a quota absent), ``data_host/read_mb_per_s`` (what read calls of this process and
-        its workers returned, from the file cache or not; memory maps are not in it),
-        ``data_host/storage_read_mb_per_s`` (what storage was read for them),
-        ``data_host/shm_used_percent`` and ``data_workers/active`` (processes alive).
+        Name -> value; what the host does not report has no key.
     """
     scalars = {"data_workers/active": float(after.workers)}
     pressures = (
@@ -53,15 +47,14 @@ def host_scalars(before: HostUsage, after: HostUsage) -> dict[str, float]:
 
 
 def device_scalars(before: DeviceUsage | None, after: DeviceUsage | None) -> dict[str, float]:
-    """Return what the device's memory was used for; empty for devices that do not tell.
+    """Return how the device's memory was used, as ``metric_names.MACHINE`` has it.
 
     Args:
         before: The reading at the begin of the training.
         after: A later one.
 
     Returns:
-        ``data_device/peak_memory_mib`` (of tensors), ``data_device/headroom_percent`` (of the
-        memory, that nobody ever used) and ``data_device/alloc_retries`` (since ``before``).
+        Name -> value; empty for devices that report nothing.
     """
     if before is None or after is None:
         return {}
@@ -78,7 +71,7 @@ def host_evidence(
     device_begin: DeviceUsage | None = None,
     device_end: DeviceUsage | None = None,
 ) -> dict[str, float]:
-    """Return the fields of ``Evidence`` that the machine tells, as far as it does.
+    """Return the fields of ``Evidence`` that the machine reports.
 
     Args:
         begin: The reading at the begin of the training.

@@ -1,4 +1,4 @@
-"""One stage of a loop that nobody but its author knows: its steps, its loaders, what limits it."""
+"""One stage of a loop that the user wrote: its steps, its loaders, what limits it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import dataclasses
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch.utils.data import IterableDataset
 
 from lightning_fastdata.augment.switch import leaves_to_device
 from lightning_fastdata.device.prefetch import Prefetched
@@ -14,7 +13,7 @@ from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.insight.measure.clock import CudaClock, HostClock, cuda_event
 from lightning_fastdata.insight.measure.stage_meter import StageMeter
 from lightning_fastdata.insight.measure.stage_stamps import StageStamps
-from lightning_fastdata.insight.model.loader_facts import LoaderFacts
+from lightning_fastdata.insight.model.loader_facts import LoaderFacts, read_loader
 from lightning_fastdata.insight.verdicts.verdict import judge
 from lightning_fastdata.loading.loader import FastDataLoader
 
@@ -89,34 +88,26 @@ class LoopStage(StageMeter):
     def not_known(self) -> tuple[str, ...]:
         """Return what is not known, and why; several stages may say the same."""
         transfer = "The wait includes the transfer: {} moves each batch before it delivers it."
-        told = [transfer.format(moves) for moves in self._moved_by]
+        notes = [transfer.format(moves) for moves in self._moved_by]
         missing = self.stamps.missing()
         if missing is not None:
-            told.append(f"Why batches were late is not known: {missing}.")
-        return tuple(told)
+            notes.append(f"Why batches were late is not known: {missing}.")
+        return tuple(notes)
 
     def _drop_foreign(self) -> None:
-        """Forget stamps of batches that somebody read outside of the loop."""
+        """Forget stamps of batches that were read outside of the loop."""
         if not self.running:
             self.stamps.drop_uncut()
 
 
 def _facts(loader: Any) -> LoaderFacts:
     """Return what a loader says about itself, which may be nothing."""
-    workers = getattr(loader, "num_workers", None)
     augment_on: Literal["cpu", "device"] | None = None
     settled = False
     if isinstance(loader, FastDataLoader) and loader.transform is not None:
         augment_on = "device" if loader.on_device else "cpu"
         settled = not leaves_to_device(loader.transform)
-    return LoaderFacts(
-        num_workers=workers,
-        augment_on=augment_on,
-        augment_settled=settled,
-        pinned=getattr(loader, "pin_memory", None),
-        streamed=isinstance(getattr(loader, "dataset", None), IterableDataset),
-        persistent_workers=getattr(loader, "persistent_workers", None) if workers else None,
-    )
+    return read_loader(loader, augment_on=augment_on, augment_settled=settled)
 
 
 def _unwrapped(loader: Any) -> tuple[Any, str]:

@@ -34,7 +34,7 @@ class Cold(IntEnum):
     EPOCH = 1
     """The first of an epoch: workers start, queues are empty. In the first one of a run memory is
     allocated and ``torch.compile`` compiles, too. That it compiles anew later on, as for a last
-    batch of another size, has no public sign and is not told apart."""
+    batch of another size, has no public sign and counts as warm."""
     RESUMED = 2
     """The first after a validation within an epoch: queues are full, caches are not."""
 
@@ -128,7 +128,7 @@ class StageSummary:
     """The same with the stall taken away: the most that faster data can give."""
     headroom: Headroom | None = None
     """The step without waits, if that was measured on request, else modelled from these steps;
-    None: cannot be told."""
+    None: not known."""
     dropped_steps: int = 0
     """Steps whose device figures were given up because the device lagged too far behind."""
     causes: WaitCauses | None = None

@@ -1,4 +1,4 @@
-"""One stage of any loop: the times of its steps, the stamps of its loaders, what both tell."""
+"""One stage of any loop: the times of its steps, the stamps of its loaders, what both show."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lightning_fastdata.host.spent import SpentMeter
 from lightning_fastdata.insight.measure.timeline import StepTimeline
 from lightning_fastdata.insight.measure.window import MetricWindow
 from lightning_fastdata.insight.model.evidence import evidence_of, stage_evidence
-from lightning_fastdata.insight.model.setups import setup_of, stage_times, step_cpus, step_queued
+from lightning_fastdata.insight.model.setups import setup_of, stage_times
 from lightning_fastdata.insight.model.simulate import least_step_ms
 from lightning_fastdata.insight.waits.several_loaders import costliest, cpus_used
 
@@ -36,8 +36,8 @@ class StageMeter:
         device_type: What computes, e.g. ``"cuda"``.
         stamps: Of its loaders.
         host: The clock for waits.
-        device: The clock of the device; None where the host's tells what it does.
-        updates: Optimizer steps so far; None: nobody counts them.
+        device: The clock of the device; None where the host's serves for both.
+        updates: Optimizer steps so far; None: not counted.
     """
 
     def __init__(
@@ -132,21 +132,19 @@ class StageMeter:
         if most is not None and most.causes is None:
             loader, stamps = None, []  # waited for most is a loader that takes no stamps
         times = stage_times(summary, stamps, self._cpu.used())
-        own = step_cpus(**times)
         others = self.stamps.other_loaders()
         left = max(min(1.0, cpus), round(cpus - sum(cpus_used(each) for *_, each in others), 1))
         setup = None
         if loader is not None and stamps:
-            setup = setup_of(loader, cpus=left, step_cpus=own)
+            setup = setup_of(loader, cpus=left, step_cpus=times.step_cpus)
             measured["stream_samples"] = self.stamps.stream_samples()
-            measured["one_of"] = self._one_of(others, cpus, own)
-        queued = step_queued(**times)
+            measured["one_of"] = self._one_of(others, cpus, times.step_cpus)
         return stage_evidence(
             summary,
             stamps,
             setup,
             facts,
-            step_queued=queued,
+            step_queued=times.step_queued,
             read_rates=self.stamps.read_rates(),
             **measured,
         )

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import weakref
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from torch.utils.data import IterableDataset
 
-from lightning_fastdata.insight.model.evidence import busy_share
-from lightning_fastdata.insight.waits.causes import CauseTotals
+from lightning_fastdata.insight.model.worker_shares import busy_share
 from lightning_fastdata.insight.waits.sample_files import sample_path
-from lightning_fastdata.insight.waits.several_loaders import LoaderWait, OneOfSeveral
+from lightning_fastdata.insight.waits.several_loaders import (
+    LoaderTotals,
+    LoaderWait,
+    OneOfSeveral,
+    step_waits_ms,
+)
 from lightning_fastdata.loading.loader import FastDataLoader
 
 if TYPE_CHECKING:
@@ -21,8 +25,7 @@ if TYPE_CHECKING:
     from lightning_fastdata.stamps.batch_stamps import BatchStamps, ReadRates
 
 _MOST_UNCUT: Final = 256
-"""Waits are cut when somebody asks, but at the latest when so many have come together."""
-_NS_PER_MS: Final = 1e6
+"""Waits are cut when a result is asked for, at the latest when there are so many."""
 _EACH_STEP: Final = 0.9
 """Batches a step: a loader with fewer does not set the pace of all steps."""
 _KEPT_STAMPS: Final = 512
@@ -30,44 +33,7 @@ _KEPT_STAMPS: Final = 512
 
 
 class StampQueue(deque["BatchStamps"]):
-    """Stamps that a loader records for somebody who lets others take the loader over."""
-
-
-class _Source:
-    """What the batches of one loader cost, whichever object delivers them in each epoch."""
-
-    def __init__(self, key: LoaderKey | None, prefix: str) -> None:
-        self.key = key
-        self.totals = CauseTotals(prefix)
-        self.rates: ReadRates | None = None
-        """What half of its workers and all of them read, if that was tried."""
-        self.made: Counter[int] = Counter()
-        """Samples, by the number of the process that made them."""
-        # Of the steps that are not first in an epoch:
-        self.batches = 0
-        self.waited_ns = 0
-        self.begins = self.begins_ns = 0
-        """Passes over the loader that began, and of the wait, that for their first batches."""
-        self.window_batches = 0
-        """Batches since the last metrics."""
-
-    def add(self, batch: BatchStamps, loader: int, *, opening: bool) -> None:
-        """Count a batch of a loader, which may have come in the first step of an epoch."""
-        for task in batch.tasks:
-            self.made[task.process] += task.samples
-        self.rates = batch.rates or self.rates
-        waited_ns = batch.delivered_ns - batch.requested_ns
-        if not opening:
-            self.batches += 1
-            self.window_batches += 1
-            self.waited_ns += waited_ns
-            if batch.first:
-                self.begins += 1
-                self.begins_ns += waited_ns
-        if self.key is not None:
-            # Of several loaders, one may begin anew within an epoch, and its step is as the others.
-            batch = batch._replace(first=opening)
-        self.totals.add(batch, loader)
+    """Stamps of a loader that a later :class:`StageStamps` may take over."""
 
 
 class _Watched:
@@ -79,7 +45,7 @@ class _Watched:
         self.number = number
         self.key = key
         self.loader = weakref.ref(loader)
-        # Bounded, as nobody cuts the stamps of batches that are read outside of the steps.
+        # Bounded, as stamps of batches that are read outside of the steps are not cut.
         kind = StampQueue if lendable else deque
         self.records: deque[BatchStamps] = kind(maxlen=2 * _MOST_UNCUT)
         self.newest: deque[BatchStamps] = deque(maxlen=_KEPT_STAMPS)
@@ -92,7 +58,7 @@ class _Watched:
 class StageStamps:
     """The stamps of one stage's loaders, and what the waits for their batches were made of.
 
-    Where several loaders are known by their keys, each is told by itself, and :meth:`summary`,
+    Where several loaders are known by their keys, each is reported by itself, and :meth:`summary`,
     :meth:`slowest_loader` and what is derived from it are about the one that is waited for most.
 
     Args:
@@ -108,7 +74,7 @@ class StageStamps:
         self.prefix = prefix
         self.step_wait_ms: float | None = None
         self._lendable = lendable
-        self._sources: dict[LoaderKey | None, _Source] = {}
+        self._sources: dict[LoaderKey | None, LoaderTotals] = {}
         self._watched: list[_Watched] = []
         self._loaders = 0
         self._keys: dict[LoaderKey, str] = {}
@@ -121,12 +87,12 @@ class StageStamps:
         """Steps that were not the first of an epoch: all, and since the last metrics."""
 
     def watch(self, loaders: Iterable[Any], keys: Sequence[LoaderKey] = ()) -> None:
-        """Have each FastDataLoader among some loaders record its stamps, if nobody else does.
+        """Have each FastDataLoader among some loaders record its stamps, if no other code does.
 
         Args:
             loaders: Of the stage.
             keys: Their keys where they are several that are read in the same steps or in turn;
-                none: they are told together.
+                none: they are reported together.
         """
         loaders = list(loaders)
         key_of = {id(loader): key for loader, key in zip(loaders, keys, strict=False)}
@@ -245,28 +211,11 @@ class StageStamps:
         return tuple(found)
 
     def _waits_ms(self) -> dict[LoaderKey, float | None]:
-        """Return what a step waits for each of several loaders; None: not known."""
-        found: dict[LoaderKey, float | None] = dict.fromkeys(self._keys)
-        if not self._steps:
-            return found
-        mine = {key: self._sources[key] for key in self._keys if key in self._sources}
-        stamped = {key: each.waited_ns / self._steps / _NS_PER_MS for key, each in mine.items()}
-        found |= stamped
-        if self.step_wait_ms is None:
-            return found
-        # No stamp tells what it takes to end a pass over a loader and to begin the next one.
-        left_ms = max(0.0, self.step_wait_ms - sum(stamped.values()))
-        silent = [key for key in self._keys if key not in mine]
-        begins = sum(each.begins for each in mine.values())
-        if len(silent) == 1:
-            found[silent[0]] = left_ms
-        elif begins and not silent:
-            found |= {
-                key: stamped[key] + left_ms * each.begins / begins for key, each in mine.items()
-            }
-        return found
+        return step_waits_ms(
+            self._keys, self._sources, steps=self._steps, step_wait_ms=self.step_wait_ms
+        )
 
-    def _slowest_source(self) -> _Source | None:
+    def _slowest_source(self) -> LoaderTotals | None:
         self.cut()
         waits = self._waits_ms()
         keyed = [each for each in self._sources.values() if each.key is not None]
@@ -299,7 +248,7 @@ class StageStamps:
             return None
         waits = self._waits_ms()
         mine_ms, all_ms = waits[source.key] or 0.0, sum(each or 0.0 for each in waits.values())
-        within_ms = (source.waited_ns - source.begins_ns) / self._steps / _NS_PER_MS
+        within_ms = source.within_pass_ms(self._steps)
         return OneOfSeveral(
             label=source.key.label,
             wait_ms=mine_ms,
@@ -366,7 +315,7 @@ class StageStamps:
                 batch = watched.records.popleft()
                 source = self._sources.get(watched.key)
                 if source is None:
-                    source = self._sources[watched.key] = _Source(watched.key, self.prefix)
+                    source = self._sources[watched.key] = LoaderTotals(watched.key, self.prefix)
                 source.add(batch, watched.number, opening=self._opening)
                 watched.newest.append(batch)
 

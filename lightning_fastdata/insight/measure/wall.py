@@ -27,9 +27,9 @@ PART_NAMES: Final = {
     "measuring": "measuring this",
     "other": "other",
 }
-"""Part of a run -> how it is called, in the order in which the parts are told."""
+"""Part of a run -> how it is called, in the order in which the parts are listed."""
 _SHOWN_S: Final = 0.05
-"""Parts below this are told as 0.0, and so not at all."""
+"""Parts below this would be listed as 0.0, and so are left out."""
 
 
 class Activity(NamedTuple):
@@ -175,12 +175,12 @@ def wall_text(wall: WallTime, stage: str = "train") -> str:
     """
     what = STAGE_WORDS.get(stage, stage)
     steps = {part: wall.parts_s[part] for part in STEP_PARTS if part in wall.parts_s}
-    told_steps = {part: seconds for part, seconds in steps.items() if seconds >= _SHOWN_S}
-    inside = ", ".join(f"{PART_NAMES[part]} {seconds:.1f}" for part, seconds in told_steps.items())
-    told = [f"{what} steps {sum(steps.values()):.1f}" + (f" ({inside})" if inside else "")]
-    told += [
+    shown = {part: seconds for part, seconds in steps.items() if seconds >= _SHOWN_S}
+    inside = ", ".join(f"{PART_NAMES[part]} {seconds:.1f}" for part, seconds in shown.items())
+    listed = [f"{what} steps {sum(steps.values()):.1f}" + (f" ({inside})" if inside else "")]
+    listed += [
         f"{name} {wall.parts_s.get(part, 0.0):.1f}"
         for part, name in PART_NAMES.items()
         if part not in STEP_PARTS and wall.parts_s.get(part, 0.0) >= _SHOWN_S
     ]
-    return f"of {wall.total_s:.1f} s: {', '.join(told)}"
+    return f"of {wall.total_s:.1f} s: {', '.join(listed)}"

@@ -13,21 +13,16 @@ if TYPE_CHECKING:
 
 
 def window_means(columns: Columns, prefix: str = "data") -> dict[str, float]:
-    """Return the scalars of a window of steps; what was not measured has no key.
+    """Return the scalars of a window of steps, as ``metric_names.STEPS`` has them.
 
-    Units are in the names. Cold steps are left out, unless there are no others.
+    Cold steps are left out, unless there are no others.
 
     Args:
         columns: the steps, as from `StepHistory.newest`.
         prefix: ``data`` for training, ``data_val`` for validation.
 
     Returns:
-        ``{prefix}/stall_percent`` (device idle because of data, over step time),
-        ``{prefix}/step_ms``, ``{prefix}/throughput_samples_per_s``,
-        ``{prefix}/time_{augment,compute,transfer,wait}_ms`` (wait is host time),
-        ``{prefix}_headroom/throughput_if_data_were_free_samples_per_s``,
-        ``{prefix}_headroom/speedup_possible`` = ``step / (step - stall)``, and
-        ``{prefix}_band/{step,stall,compute}_{p50,p95,max}_ms``.
+        Name -> value; what was not measured has no key.
     """
     columns = warm_steps(columns)
     scalars: dict[str, float] = {}

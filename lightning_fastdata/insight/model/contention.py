@@ -27,9 +27,9 @@ _OTHERS_MOST: Final = 0.5
 
 
 def part_shares(e: Evidence) -> dict[str, float]:
-    """Return the parts of the wait, 0 to 1; reading that is not told apart counts as blocked.
+    """Return the parts of the wait, 0 to 1; reading of unknown kind counts as blocked.
 
-    None while data is no matter, or while threads wait for the interpreter's lock: then the parts
+    Empty while data is no matter, or while threads wait for the interpreter's lock: then the parts
     say no more than where threads were when they lost it.
     """
     return {} if locked(e) else _measured_shares(e)

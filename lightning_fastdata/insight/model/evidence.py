@@ -1,4 +1,4 @@
-"""What was measured of a stage, as far as it was: the ground on which findings stand."""
+"""What was measured of a stage, None where it was not: what findings rest on."""
 
 from __future__ import annotations
 
@@ -12,20 +12,25 @@ from lightning_fastdata.insight.model.finding import STALL_LOW
 from lightning_fastdata.insight.model.inputs import BatchCost, LoaderSetup
 from lightning_fastdata.insight.model.loader_facts import device_could_augment
 from lightning_fastdata.insight.model.simulate import batch_costs
+from lightning_fastdata.insight.model.worker_shares import (
+    busy_share,
+    by_epoch,
+    interpreter_share,
+    runqueue_share,
+    worker_threads,
+)
 from lightning_fastdata.insight.waits.attribution import SlowSample, WaitParts
 from lightning_fastdata.insight.waits.causes import CauseTotals, OperationShare
 from lightning_fastdata.insight.waits.lines import LineShare
 
 if TYPE_CHECKING:
-    from lightning_fastdata.insight.measure.metrics import StageSummary
+    from lightning_fastdata.insight.measure.metrics import PhaseSummary, StageSummary
     from lightning_fastdata.insight.measure.wall import WallTime
     from lightning_fastdata.insight.model.loader_facts import LoaderFacts
+    from lightning_fastdata.insight.waits.causes import WaitCauses
     from lightning_fastdata.insight.waits.several_loaders import OneOfSeveral
     from lightning_fastdata.stamps.batch_stamps import BatchStamps, ReadRates
 
-_NS_PER_MS: Final = 1e6
-_SEVERAL_THREADS: Final = 1.3
-"""CPUs: up to there, what sends batches away explains it."""
 _MOST_COSTS: Final = 400
 """The model replays no more of the newest batches: more make it slower, hardly better."""
 
@@ -212,65 +217,45 @@ def stage_evidence(
         facts: What it says about itself.
         measured: Further fields of :class:`Evidence`, or arguments of :func:`evidence_of`.
     """
-    causes = summary.causes
-    means: dict[str, Any] = {
-        name: None if phase is None else phase.mean_ms
-        for name, phase in (
-            ("wait_ms", summary.wait),
-            ("stall_ms", summary.stall),
-            ("transfer_ms", summary.transfer),
-            ("augment_ms", summary.augment),
-            ("compute_ms", summary.compute),
-            ("gap_ms", summary.gap),
-        )
+    step_ms, gap_ms = _mean(summary.step), _mean(summary.gap)
+    known: dict[str, Any] = {
+        "device": summary.device,
+        "step_ms": None if step_ms is None else step_ms + (gap_ms or 0.0),
+        "wait_ms": _mean(summary.wait),
+        "stall_ms": _mean(summary.stall),
+        "transfer_ms": _mean(summary.transfer),
+        "augment_ms": _mean(summary.augment),
+        "compute_ms": _mean(summary.compute),
+        "gap_ms": gap_ms,
+        "epochs": summary.cold_steps,
+        "epoch_wait_ms": summary.cold_wait_ms,
+        "steps_per_epoch": summary.steps / summary.cold_steps if summary.cold_steps else None,
     }
-    step_ms = None
-    if summary.step is not None:
-        step_ms = summary.step.mean_ms + (means["gap_ms"] or 0.0)
-    told: dict[str, Any] = {}
-    if causes is not None:
-        told = {
-            "parts": causes.wait,
-            "overtaken_share": causes.overtaken_share,
-            "slow_samples": causes.slow_samples,
-            "operations": causes.operations,
-            "first_parts": causes.first_wait,
-            "lines": causes.lines,
-        }
     if facts is not None:
-        told |= {
+        timed = summary.causes is not None and bool(summary.causes.operations)
+        known |= {
             "pinned": facts.pinned,
             "streamed": facts.streamed,
             "persistent_workers": facts.persistent_workers,
-            "device_could_augment": device_could_augment(
-                summary.device, facts, seen=causes is not None and bool(causes.operations)
-            ),
+            "device_could_augment": device_could_augment(summary.device, facts, seen=timed),
         }
-    return evidence_of(
-        stamps,
-        setup,
-        device=summary.device,
-        step_ms=step_ms,
-        epochs=summary.cold_steps,
-        epoch_wait_ms=summary.cold_wait_ms,
-        steps_per_epoch=summary.steps / summary.cold_steps if summary.cold_steps else None,
-        **means,
-        **{**told, **measured},
-    )
+    return evidence_of(stamps, setup, causes=summary.causes, **{**known, **measured})
 
 
 def evidence_of(
     stamps: Sequence[BatchStamps],
     setup: LoaderSetup | None,
     *,
+    causes: WaitCauses | None = None,
     step_queued: float = 0.0,
     **measured: Any,
 ) -> Evidence:
-    """Return what the stamps of a plain loop tell; each wait counts as a stall.
+    """Return what the stamps of a plain loop show; each wait counts as a stall.
 
     Args:
         stamps: Of one loader, in the order in which batches were delivered.
         setup: The loader as it was; None: no predictions are made.
+        causes: Why its batches were late, where more of them were added up; None: by the stamps.
         step_queued: Part of the steps in which the training was ready but had no CPU, 0 to 1.
         measured: Further fields of :class:`Evidence`, or other values for those from the stamps,
             e.g. ``stall_ms`` where a device hides waits.
@@ -279,14 +264,15 @@ def evidence_of(
         setup = replace(
             setup,
             other_cpus=_taken_cpus(setup.cpus, **measured),
-            worker_threads=_worker_threads(stamps),
+            worker_threads=worker_threads(stamps),
         )
-    epochs = _epochs(stamps)
+    epochs = by_epoch(stamps)
     costs = [cost for epoch in epochs for cost in batch_costs(epoch, step_queued=step_queued)]
-    totals = CauseTotals()
-    for batch in stamps:
-        totals.add(batch)
-    causes = totals.summary()
+    if causes is None:
+        totals = CauseTotals()
+        for batch in stamps:
+            totals.add(batch)
+        causes = totals.summary()
     steady = [pair for epoch in epochs for pair in pairwise(epoch[1:])]
     steps = [later.requested_ns - batch.requested_ns for batch, later in steady]
     waits = [batch.delivered_ns - batch.requested_ns for batch, _ in steady]
@@ -295,51 +281,30 @@ def evidence_of(
         step_ms=_mean_ms(steps),
         wait_ms=_mean_ms(waits),
         stall_ms=_mean_ms(waits),
-        parts=None if causes is None else causes.wait,
-        overtaken_share=None if causes is None else causes.overtaken_share,
-        slow_samples=() if causes is None else causes.slow_samples,
-        operations=() if causes is None else causes.operations,
-        lines=() if causes is None else causes.lines,
         setup=setup,
         costs=tuple(costs[-_MOST_COSTS:]),
         busy_share=None if setup is None else busy_share(stamps, setup.workers),
-        runqueue_share=_runqueue_share(stamps),
-        interpreter_share=_interpreter_share(epochs),
+        runqueue_share=runqueue_share(stamps),
+        interpreter_share=interpreter_share(epochs),
         epochs=len(epochs),
         epoch_wait_ms=_mean_ms(cold),
         steps_per_epoch=statistics.fmean(map(len, epochs)) if cold else None,
     )
+    if causes is not None:
+        found = replace(
+            found,
+            parts=causes.wait,
+            first_parts=causes.first_wait,
+            overtaken_share=causes.overtaken_share,
+            slow_samples=causes.slow_samples,
+            operations=causes.operations,
+            lines=causes.lines,
+        )
     return replace(found, **measured)
 
 
-def _epochs(stamps: Sequence[BatchStamps]) -> list[list[BatchStamps]]:
-    epochs: list[list[BatchStamps]] = []
-    for batch in stamps:
-        if batch.first or not epochs:
-            epochs.append([])
-        epochs[-1].append(batch)
-    return epochs
-
-
-def _mean_ms(times_ns: Sequence[float]) -> float | None:
-    return statistics.fmean(times_ns) / _NS_PER_MS if times_ns else None
-
-
-def busy_share(stamps: Sequence[BatchStamps], workers: int) -> float | None:
-    """Return the busy part of the time that the steady batches of all epochs took, 0 to 1.
-
-    Args:
-        stamps: Of one loader, in the order in which batches were delivered.
-        workers: That shared the work; None is returned for 0.
-    """
-    busy = span = 0.0
-    for epoch in _epochs(stamps):
-        began, ended = epoch[0].delivered_ns, epoch[-1].delivered_ns
-        span += ended - began
-        for batch in epoch:
-            for task in batch.tasks:
-                busy += max(0, min(task.ended_ns, ended) - max(task.began_ns, began))
-    return min(1.0, busy / span / workers) if workers and span > 0 else None
+def _mean(phase: PhaseSummary | None) -> float | None:
+    return None if phase is None else phase.mean_ms
 
 
 def _taken_cpus(
@@ -354,34 +319,5 @@ def _taken_cpus(
     return min(cpus, max(0.0, cpus - (machine_cpus - other_cpus)))
 
 
-def _worker_threads(stamps: Sequence[BatchStamps]) -> float:
-    """Return how many CPUs a worker uses while its reading thread computes, at least 1."""
-    told = [task for batch in stamps for task in batch.tasks if task.helpers_ns is not None]
-    own = sum(task.cpu_ns or 0 for task in told)
-    found = 1 + sum(task.helpers_ns or 0 for task in told) / own if own else 1.0
-    return found if found >= _SEVERAL_THREADS else 1.0
-
-
-def _runqueue_share(stamps: Sequence[BatchStamps]) -> float | None:
-    told = [task for batch in stamps for task in batch.tasks if task.runqueue_ns is not None]
-    length = sum(task.ended_ns - task.began_ns for task in told)
-    return sum(task.runqueue_ns or 0 for task in told) / length if length else None
-
-
-def _interpreter_share(epochs: Sequence[Sequence[BatchStamps]]) -> float | None:
-    """Return how many CPUs the reading threads of the busiest process used."""
-    ran: dict[int, float] = {}
-    threads: dict[int, set[int]] = {}
-    span = 0.0
-    for epoch in epochs:
-        began, ended = epoch[0].delivered_ns, epoch[-1].delivered_ns
-        span += ended - began
-        for task in (task for batch in epoch for task in batch.tasks):
-            inside = min(task.ended_ns, ended) - max(task.began_ns, began)
-            if task.cpu_ns is None or inside <= 0:
-                continue
-            used = task.cpu_ns * inside / max(1, task.ended_ns - task.began_ns)
-            ran[task.process] = ran.get(task.process, 0.0) + used
-            threads.setdefault(task.process, set()).add(task.thread)
-    shares = [used / span for process, used in ran.items() if len(threads[process]) > 1 and span]
-    return max(shares, default=None)
+def _mean_ms(times_ns: Sequence[float]) -> float | None:
+    return statistics.fmean(times_ns) / 1e6 if times_ns else None

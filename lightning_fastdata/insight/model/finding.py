@@ -1,4 +1,4 @@
-"""One cause of a slow step, as findings tell it."""
+"""A finding: one cause of a slow step, its remedy, and what that would gain."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Finding:
     """One cause, in words for people and a code for programs."""
 
     code: str
-    """Stable code, see the table of this module."""
+    """Stable code; ``docs/verdicts.md`` has them all."""
     severity: Severity
     """``"fine"``: nothing to do; ``"moderate"`` up to 10 % of the step; ``"high"`` above."""
     cause: str
@@ -67,7 +67,7 @@ class Finding:
     remedy: str
     """What to change, options as they are written in code; empty if there is nothing to do."""
     gain: Gain | None = None
-    """What the remedy makes of a step; None: cannot be told."""
+    """What the remedy makes of a step; None: not known."""
     leave_alone: str = ""
     """What does not help, or is fine as it is."""
 

@@ -1,9 +1,11 @@
-"""What a loader says about itself, as far as verdicts need it."""
+"""What verdicts need to know of a loader, None where it is not known."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
+
+from torch.utils.data import IterableDataset
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +20,7 @@ class LoaderFacts:
     """Where the transforms run."""
     augment_settled: bool = False
     """Whether no other place is to be advised: that one was measured to be the faster, or nothing
-    of the transforms can be left to a device."""
+    of the transforms can be deferred to a device."""
     pinned: bool | None = None
     """Whether batches arrive in page-locked memory."""
     persistent_workers: bool | None = None
@@ -27,6 +29,23 @@ class LoaderFacts:
     """Whether the dataset is an iterable one."""
     loader: str | None = None
     """Which of several loaders this is about, e.g. ``loader 'images'``; None: there is one."""
+
+
+def read_loader(loader: object, /, **known: Any) -> LoaderFacts:
+    """Return what a loader of any kind says about itself, which may be nothing.
+
+    Args:
+        loader: As torch's DataLoader or like it.
+        known: Further fields.
+    """
+    workers = getattr(loader, "num_workers", None)
+    return LoaderFacts(
+        num_workers=workers,
+        pinned=getattr(loader, "pin_memory", None),
+        persistent_workers=getattr(loader, "persistent_workers", None) if workers else None,
+        streamed=isinstance(getattr(loader, "dataset", None), IterableDataset),
+        **known,
+    )
 
 
 def device_could_augment(device: str, facts: LoaderFacts, *, seen: bool = False) -> bool:

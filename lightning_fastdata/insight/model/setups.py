@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from torch.utils.data import IterableDataset, default_collate
@@ -41,7 +42,8 @@ def setup_of(loader: FastDataLoader, *, cpus: float, step_cpus: float) -> Loader
     Args:
         loader: As it is set up now; it is not iterated.
         cpus: CPUs this process and its workers may use.
-        step_cpus: CPUs the training process uses between two requests, see :func:`step_cpus`.
+        step_cpus: CPUs the training process uses between two requests, see
+            :class:`TrainingTimes`.
     """
     streamed = isinstance(loader.dataset, IterableDataset)
     torchs = reads_with_torch(loader)
@@ -76,23 +78,66 @@ def setup_of(loader: FastDataLoader, *, cpus: float, step_cpus: float) -> Loader
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingTimes:
+    """What the training process did in an interval, e.g. an epoch without its start."""
+
+    cpu_s: float
+    """Its CPU seconds (``time.process_time``), without its workers."""
+    wall_s: float
+    """Seconds that passed."""
+    waited_s: float
+    """Of these, the seconds waited for batches."""
+    runqueue_s: float = 0.0
+    """Of these, the seconds in which the thread that trains was ready but had no CPU: the second
+    number of ``/proc/thread-self/schedstat``, in ns. 0 where it is not known, which gives too few
+    CPUs if there are fewer than would be used."""
+    loading_cpu_s: float = 0.0
+    """Of ``cpu_s``, what threads took that load, and not the training."""
+
+    @property
+    def step_cpus(self) -> float:
+        """CPUs that the training process uses between two requests if it is alone, at least 0.
+
+        1 if a single thread computes all the time, next to 0 if it waits for a device. What is up
+        to 10 % above 1 counts as 1: taking batches uses a CPU, too.
+        """
+        working_s = self.wall_s - self.waited_s - self.runqueue_s
+        own_s = self.cpu_s - self.loading_cpu_s
+        found = max(0.0, own_s / working_s) if working_s > 0 else 0.0
+        return min(1.0, found) if found <= _ONE_THREAD else found
+
+    @property
+    def step_queued(self) -> float:
+        """Part of the steps in which the training was ready but had no CPU, 0 to 1.
+
+        Of the time between delivery and the next request. Waits for batches are woken up from,
+        which queues for a CPU as well. A step that uses few CPUs is hardly ever queued, so that as
+        much of ``runqueue_s`` counts as it uses CPUs.
+        """
+        steps_s = self.wall_s - self.waited_s
+        if steps_s <= 0:
+            return 0.0
+        return min(1.0, self.runqueue_s / steps_s) * min(1.0, self.step_cpus)
+
+
 def stage_times(
     summary: StageSummary, stamps: Sequence[BatchStamps], used: SpentTime
-) -> dict[str, float]:
-    """Return the arguments of :func:`step_cpus` and :func:`step_queued` for a measured stage.
+) -> TrainingTimes:
+    """Return what the training process did in a measured stage.
 
     Args:
         summary: Of the stage.
         stamps: The newest ones of its loader.
         used: What the training process used during that stage.
     """
-    return {
-        "cpu_s": used.cpu_s,
-        "wall_s": used.wall_s,
-        "waited_s": _waited_s(summary),
-        "runqueue_s": used.runqueue_s,
-        "loading_cpu_s": _own_loading_s(stamps) * summary.steps,
-    }
+    return TrainingTimes(
+        cpu_s=used.cpu_s,
+        wall_s=used.wall_s,
+        waited_s=_waited_s(summary),
+        runqueue_s=used.runqueue_s,
+        loading_cpu_s=_own_loading_s(stamps) * summary.steps,
+    )
 
 
 def splits_batches(loader: FastDataLoader) -> bool:
@@ -104,70 +149,6 @@ def splits_batches(loader: FastDataLoader) -> bool:
     drawn = transform is not None and transform.in_worker(on_device=loader.on_device) is not None
     default = loader.collate_fn in (default_collate, collate_samples) and not drawn
     return default and makes_batches(loader) and not fetches_in_batches(loader.dataset)
-
-
-def step_cpus(
-    *,
-    cpu_s: float,
-    wall_s: float,
-    waited_s: float,
-    runqueue_s: float = 0.0,
-    loading_cpu_s: float = 0.0,
-) -> float:
-    """Return how many CPUs the training process uses between two requests if it is alone.
-
-    All of the same interval, e.g. an epoch without its start:
-
-    Args:
-        cpu_s: CPU seconds of the training process (``time.process_time``), without its workers.
-        wall_s: Seconds that passed.
-        waited_s: Of these, the seconds waited for batches.
-        runqueue_s: Of these, the seconds in which the thread that trains was ready but had no CPU:
-            the second number of ``/proc/thread-self/schedstat``, in ns. 0 where it is not known,
-            which gives too few CPUs if there are fewer than would be used.
-        loading_cpu_s: Of ``cpu_s``, what threads took that load, and not the training.
-
-    Returns:
-        CPUs, at least 0; 1 if a single thread computes all the time, next to 0 if it waits for a
-        device. What is up to 10 % above 1 counts as 1: taking batches uses a CPU, too.
-    """
-    working_s = wall_s - waited_s - runqueue_s
-    found = max(0.0, (cpu_s - loading_cpu_s) / working_s) if working_s > 0 else 0.0
-    return min(1.0, found) if found <= _ONE_THREAD else found
-
-
-def step_queued(
-    *,
-    cpu_s: float,
-    wall_s: float,
-    waited_s: float,
-    runqueue_s: float = 0.0,
-    loading_cpu_s: float = 0.0,
-) -> float:
-    """Return which part of the steps the training was ready in but had no CPU, for ``batch_costs``.
-
-    Waits for batches are woken up from, which queues for a CPU as well. A step that uses few CPUs
-    is hardly ever queued, so that as much of ``runqueue_s`` counts as it uses CPUs.
-
-    Args:
-        cpu_s: As of :func:`step_cpus`, like all of the others.
-        wall_s: Seconds.
-        waited_s: Seconds.
-        runqueue_s: Seconds.
-        loading_cpu_s: Seconds.
-
-    Returns:
-        A share of the time between delivery and the next request, 0 to 1.
-    """
-    own = step_cpus(
-        cpu_s=cpu_s,
-        wall_s=wall_s,
-        waited_s=waited_s,
-        runqueue_s=runqueue_s,
-        loading_cpu_s=loading_cpu_s,
-    )
-    steps_s = wall_s - waited_s
-    return min(1.0, runqueue_s / steps_s) * min(1.0, own) if steps_s > 0 else 0.0
 
 
 def _waited_s(summary: StageSummary) -> float:

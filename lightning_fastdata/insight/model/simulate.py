@@ -41,7 +41,7 @@ class Prediction:
 def batch_costs(stamps: Sequence[BatchStamps], *, step_queued: float = 0.0) -> list[BatchCost]:
     """Return what each recorded batch cost but for the last, whose step is not known.
 
-    Where the kernel does not tell time on a CPU from time blocked, all counts as blocked.
+    Where the kernel does not separate time on a CPU from time blocked, all counts as blocked.
 
     Args:
         stamps: Of one loader, in the order in which batches were delivered.
@@ -64,7 +64,7 @@ def batch_costs(stamps: Sequence[BatchStamps], *, step_queued: float = 0.0) -> l
         tasks_ns = task_ns * len(batch.tasks)
         reading = pause * len(batch.tasks) - tasks_ns
         for task in batch.tasks:
-            # What the kernel tells of short tasks is late, but right in the sum: a batch's.
+            # What the kernel reports of short tasks is late, but right in the sum: a batch's.
             scale = 1.0
             if task.cpu_ns is not None:
                 scale = min(1.0, task.cpu_ns / max(1, task.collate_ns))

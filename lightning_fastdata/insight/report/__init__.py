@@ -1,1 +1,1 @@
-"""What a run tells people and programs."""
+"""A measured run, reported to people and to programs."""

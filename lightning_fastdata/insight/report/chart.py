@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from lightning_fastdata.insight.report.markup import Markup, element
+from lightning_fastdata.insight.report.markup import Markup, element, section
 
 STACK: Final = (
     ("compute", "compute_ms"),
@@ -27,10 +27,30 @@ Recent = Mapping[str, Sequence[float | None]]
 """Column of `StepTiming` -> one value per step, oldest first; None = not measured."""
 
 
+def timeline_section(recent: Recent | None) -> Markup | None:
+    """Return the chart of the newest steps with its heading and legend; None without any."""
+    chart = timeline_chart(recent) if recent else None
+    if recent is None or chart is None:
+        return None
+    shown = [
+        name for name, column in STACK if any(value is not None for value in recent.get(column, ()))
+    ]
+    legend = [
+        element("span", element("i", class_=f"back-{name}"), name) for name in reversed(shown)
+    ]
+    legend.append(element("span", element("i", class_="dots"), "median if data were free"))
+    return section(
+        f"The newest {len(recent['step'])} steps, ms",
+        element("p", legend, class_="legend"),
+        chart,
+        element("p", "Rest on a step for its figures; thin lines are epochs.", class_="hint"),
+    )
+
+
 def timeline_chart(recent: Recent) -> Markup | None:
     """Return the steps as stacked columns with axes, or None if no step was timed.
 
-    Each column tells its figures when the mouse rests on it. The picture takes all the width that
+    Each column shows its figures when the mouse rests on it. The picture takes all the width that
     there is; its labels are text beside it, which does not shrink with it.
 
     Args:

@@ -161,8 +161,8 @@ class Comparison:
             yield "", ""
         texts = max((len(one.condition.text) for one in self.outcomes), default=0)
         for one in self.outcomes:
-            told = f"{one.condition.text:<{texts}}  it is {one.found_text}"
-            yield f" {'FAIL' if one.holds else 'ok':<4}  {told}", _OUTCOME_STYLE[one.holds]
+            words = f"{one.condition.text:<{texts}}  it is {one.found_text}"
+            yield f" {'FAIL' if one.holds else 'ok':<4}  {words}", _OUTCOME_STYLE[one.holds]
         for i, note in enumerate(self.notes):
             if i == 0:
                 yield "", ""

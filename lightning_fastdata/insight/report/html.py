@@ -7,11 +7,18 @@ from typing import Any, Final
 
 from lightning_fastdata.insight.measure.wall import PART_NAMES, STEP_PARTS
 from lightning_fastdata.insight.model.finding import Gain, gain_text
-from lightning_fastdata.insight.report.chart import STACK, timeline_chart
+from lightning_fastdata.insight.report.chart import STACK, timeline_section
 from lightning_fastdata.insight.report.drawing import duration_text
 from lightning_fastdata.insight.report.html_style import STYLE
-from lightning_fastdata.insight.report.markup import Child, Markup, element
-from lightning_fastdata.insight.waits.causes import PART_WORDS
+from lightning_fastdata.insight.report.markup import (
+    Child,
+    Markup,
+    bar,
+    element,
+    section,
+    table,
+)
+from lightning_fastdata.insight.waits.attribution import PART_WORDS
 from lightning_fastdata.types import STAGE_WORDS
 
 _PHASES: Final = tuple((name, column.removesuffix("_ms")) for name, column in reversed(STACK))
@@ -24,7 +31,7 @@ def report_html(report: Mapping[str, Any]) -> str:
 
     Args:
         report: As from `RunReport.as_dict`, or read from the JSON file; the first of its stages is
-            told in full.
+            shown in full.
     """
     stages = list(report["stages"].values())
     first = stages[0] if stages else None
@@ -34,7 +41,7 @@ def report_html(report: Mapping[str, Any]) -> str:
         body += [
             _findings(report.get("verdict")),
             _wall(report.get("wall")),
-            _timeline(first.get("recent")),
+            timeline_section(first.get("recent")),
             _phases(first),
             _loaders(stages),
             _late_batches(first.get("causes"), first.get("loaders")),
@@ -83,14 +90,13 @@ def _head(
     now, free = first.get("samples_per_s"), first.get("headroom") or {}
     rate = free.get("samples_per_s", first.get("samples_per_s_if_data_were_free"))
     measured = free.get("basis") == "measured"
-    basis = ", measured" if measured else ""
     if first.get("device", "cpu") == "cpu" and not measured:
-        rate = None  # nobody knows what the model would do with the CPUs that load
+        rate = None  # what the model would do with the CPUs that load is not known
     whole = STAGE_WORDS.get(first["stage"], first["stage"])
     figures: list[Child] = [
         _figure(_rounded((wall or {}).get("samples_per_s")), f"samples/s in the whole {whole}"),
         _figure(_rounded(now), "samples/s in a step"),
-        _figure(_rounded(rate), f"if data were free{basis}"),
+        _figure(_rounded(rate), "if data were free" + (", measured" if measured else "")),
         _figure(_times(rate / now) if rate and now else None, "to gain, at most"),
         _figure(_ms(_mean(first, "step")), "ms a step"),
         _figure(_percent(first.get("stall_share")), "of it waiting for data"),
@@ -111,7 +117,7 @@ def _findings(verdict: Mapping[str, Any] | None) -> Markup | None:
     articles = [_finding(found) for found in verdict.get("findings", ())]
     facts = "; ".join(verdict.get("evidence", ()))
     evidence = element("p", f"Also measured: {facts}.", class_="hint") if facts else None
-    return _section("Causes, and what to try", articles, evidence)
+    return section("Causes, and what to try", articles, evidence)
 
 
 def _finding(found: Mapping[str, Any]) -> Markup:
@@ -121,40 +127,21 @@ def _finding(found: Mapping[str, Any]) -> Markup:
         ("gain", _gain(gain) if gain and found.get("remedy") else None),
         ("skip", found.get("leave_alone")),
     ]
-    told = [
+    words = [
         (element("dt", label), element("dd", text, class_=label)) for label, text in rows if text
     ]
     code = element("span", found["code"], class_="code")
     cause = element("p", code, " ", found["cause"], class_="cause")
-    return element("article", cause, element("dl", told), class_=found["severity"])
+    return element("article", cause, element("dl", words), class_=found["severity"])
 
 
 def _gain(gain: Mapping[str, Any]) -> list[Child]:
     """Return the gain in words, and the step before and after as two bars."""
     known = Gain(before_ms=gain["before_ms"], after_ms=gain["after_ms"], basis=gain["basis"])
     part = known.after_ms / known.before_ms if known.before_ms > 0 else 1.0
-    bars = [_bar(min(1.0, 1 / part) if part > 0 else 1.0, "wait"), _bar(min(1.0, part), "compute")]
+    bars = [bar(min(1.0, 1 / part) if part > 0 else 1.0, "wait"), bar(min(1.0, part), "compute")]
     words = gain_text(known) if known.after_ms > 0 else "most of the step"
     return [words, element("span", bars, class_="before-after")]
-
-
-def _timeline(recent: Mapping[str, Sequence[float | None]] | None) -> Markup | None:
-    chart = timeline_chart(recent) if recent else None
-    if recent is None or chart is None:
-        return None
-    shown = [
-        name for name, column in STACK if any(value is not None for value in recent.get(column, ()))
-    ]
-    legend = [
-        element("span", element("i", class_=f"back-{name}"), name) for name in reversed(shown)
-    ]
-    legend.append(element("span", element("i", class_="dots"), "median if data were free"))
-    return _section(
-        f"The newest {len(recent['step'])} steps, ms",
-        element("p", legend, class_="legend"),
-        chart,
-        element("p", "Rest on a step for its figures; thin lines are epochs.", class_="hint"),
-    )
 
 
 def _wall(wall: Mapping[str, Any] | None) -> Markup | None:
@@ -166,12 +153,12 @@ def _wall(wall: Mapping[str, Any] | None) -> Markup | None:
         share = seconds / wall["total_s"]
         named = list(wall["named_s"].get(part, {}).items())[:3]  # the longest first
         most = ", ".join(f"{name} {duration_text(taken)}" for name, taken in named)
-        bar = _bar(share, part if part in STEP_PARTS else "gap")
+        drawn = bar(share, part if part in STEP_PARTS else "gap")
         name = PART_NAMES.get(part, part)
-        rows.append([name, bar, f"{seconds:.2f}", _percent(share), most])
-    return _section(
+        rows.append([name, drawn, f"{seconds:.2f}", _percent(share), most])
+    return section(
         f"Where the {duration_text(wall['total_s'])} of the run went",
-        _table(("part", "", "s", "share", "most of it"), rows, class_="parts"),
+        table(("part", "", "s", "share", "most of it"), rows, class_="parts"),
     )
 
 
@@ -179,7 +166,7 @@ def _phases(stage: Mapping[str, Any]) -> Markup | None:
     measured = [(name, stage[key]) for name, key in _PHASES if stage.get(key)]
     if not measured:
         return None
-    stack = [_bar(phase["share"], name) for name, phase in reversed(measured)]
+    stack = [bar(phase["share"], name) for name, phase in reversed(measured)]
     rows = [
         [element("span", element("i", class_=f"back-{name}"), name), *_phase_cells(phase)]
         for name, phase in measured
@@ -187,10 +174,10 @@ def _phases(stage: Mapping[str, Any]) -> Markup | None:
     for key, words in (("wait", "the host waited"), ("gap", "between steps"), ("step", "step")):
         if stage.get(key):
             rows.append([words, *_phase_cells(stage[key])])
-    return _section(
+    return section(
         "Where a step goes",
         element("div", stack, class_="stack"),
-        _table(("phase", "mean ms", "share", "p50", "p95", "max"), rows),
+        table(("phase", "mean ms", "share", "p50", "p95", "max"), rows),
     )
 
 
@@ -213,7 +200,7 @@ def _loaders(stages: Iterable[Mapping[str, Any]]) -> Markup | None:
             batches = None if each["batches"] is None else str(each["batches"])
             rows.append([stage["stage"], each["name"], _ms(each["wait_ms"]), batches, most])
     heads = ("stage", "loader", "wait, ms a step", "batches", "most of it")
-    return _section("Waits for each loader", _table(heads, rows)) if rows else None
+    return section("Waits for each loader", table(heads, rows)) if rows else None
 
 
 def _late_batches(
@@ -225,48 +212,42 @@ def _late_batches(
     parts = sorted(causes["wait"].items(), key=lambda item: -item[1])
     total = sum(ms for _, ms in parts)
     rows = [
-        [PART_WORDS.get(name, name), _bar(ms / total, "wait"), _ms(ms), _percent(ms / total)]
+        [PART_WORDS.get(name, name), bar(ms / total, "wait"), _ms(ms), _percent(ms / total)]
         for name, ms in parts
         if total > 0 and ms > 0
     ]
     late = causes["overtaken_share"]
-    held: Child = [
-        element("h3", "Slowest samples that held up a batch"),
-        _table(
-            ("sample", "ms", "others", "file"),
-            [
-                [str(each["index"]), _ms(each["ms"]), _ms(each["typical_ms"]), each.get("path")]
-                for each in causes["slow_samples"]
-            ],
-        ),
-    ]
-    timed: Child = [
-        element("h3", "Operations on samples"),
-        _table(
-            ("operation", "share of reading", "ms a call", "calls"),
-            [
-                [
-                    each["name"],
-                    _percent(each["share"]),
-                    f"{each['mean_ms']:.3g}",
-                    str(each["calls"]),
-                ]
-                for each in causes["operations"]
-            ],
-        ),
-    ]
-    return _section(
+    return section(
         "Why batches were late",
         element("p", f"The wait for one batch{of}, the mean of {causes['batches']}:"),
-        _table(("part", "", "ms", "share"), rows, class_="parts"),
+        table(("part", "", "ms", "share"), rows, class_="parts"),
         element("p", f"{late:.0%} of the batches came after later ones were done.")
         if late > 0
         else None,
         _sample_times(causes.get("sample_times")),
-        held if causes["slow_samples"] else None,
-        timed if causes["operations"] else None,
+        _slow_samples(causes["slow_samples"]),
+        _operations(causes["operations"]),
         _lines_of_code(causes.get("lines")),
     )
+
+
+def _slow_samples(samples: Sequence[Mapping[str, Any]]) -> Child:
+    rows = [
+        [str(each["index"]), _ms(each["ms"]), _ms(each["typical_ms"]), each.get("path")]
+        for each in samples
+    ]
+    heads = ("sample", "ms", "others", "file")
+    title = element("h3", "Slowest samples that held up a batch")
+    return [title, table(heads, rows)] if rows else None
+
+
+def _operations(operations: Sequence[Mapping[str, Any]]) -> Child:
+    rows = [
+        [each["name"], _percent(each["share"]), f"{each['mean_ms']:.3g}", str(each["calls"])]
+        for each in operations
+    ]
+    heads = ("operation", "share of reading", "ms a call", "calls")
+    return [element("h3", "Operations on samples"), table(heads, rows)] if rows else None
 
 
 def _lines_of_code(lines: Sequence[Mapping[str, Any]] | None) -> Child:
@@ -283,7 +264,7 @@ def _lines_of_code(lines: Sequence[Mapping[str, Any]] | None) -> Child:
         for each in lines
     ]
     heads = ("line of code", "calls", "share of reading", "of that waiting", "for a")
-    return [element("h3", "Lines of code"), _table(heads, rows)]
+    return [element("h3", "Lines of code"), table(heads, rows)]
 
 
 def _sample_times(times: Mapping[str, float] | None) -> Markup | None:
@@ -311,7 +292,7 @@ def _ranks(ranks: Iterable[Mapping[str, Any]] | None) -> Markup | None:
         for each in ranks
     ]
     heads = ("rank", "host", "step ms", "stall", "wait", "compute", "most of its waits")
-    return _section("Ranks", _table(heads, rows))
+    return section("Ranks", table(heads, rows))
 
 
 def _other_stages(stages: Iterable[Mapping[str, Any]]) -> Markup | None:
@@ -327,53 +308,21 @@ def _other_stages(stages: Iterable[Mapping[str, Any]]) -> Markup | None:
         for stage in stages
     ]
     heads = ("stage", "steps", "took", "ms a step", "wait", "samples/s")
-    return _section("Other stages", _table(heads, rows)) if rows else None
+    return section("Other stages", table(heads, rows)) if rows else None
 
 
 def _notes(report: Mapping[str, Any]) -> Markup | None:
     notes = [element("li", note) for note in report.get("notes", ())]
-    return _section("Notes", element("ul", notes)) if notes else None
+    return section("Notes", element("ul", notes)) if notes else None
 
 
 def _machine(report: Mapping[str, Any]) -> Markup:
     facts = {**report.get("machine", {}), **report.get("versions", {})}
-    told = [
+    shown = [
         element("span", element("b", name.replace("_", " ")), f" {value}")
         for name, value in facts.items()
     ]
-    return element("footer", told)
-
-
-def _section(title: str, *children: Child) -> Markup:
-    return element("section", element("h2", title), children)
-
-
-def _table(
-    heads: Sequence[str], rows: Iterable[Sequence[Child]], class_: str | None = None
-) -> Markup:
-    """Return a table whose cells of numbers stand right; None is a cell that was not measured."""
-    body = [
-        element(
-            "tr",
-            [element("td", "-" if cell is None else cell, class_=_kind(cell)) for cell in row],
-        )
-        for row in rows
-    ]
-    first = element("tr", [element("th", head) for head in heads])
-    table = element("table", element("thead", first), element("tbody", body), class_=class_)
-    return element("div", table, class_="wide")
-
-
-def _kind(cell: Child) -> str | None:
-    if cell is None:
-        return "number"
-    if not isinstance(cell, str) or isinstance(cell, Markup):
-        return None
-    return "number" if cell[:1].isdigit() and cell[-1:] in "0123456789%" else None
-
-
-def _bar(share: float, name: str) -> Markup:
-    return element("i", class_=f"bar back-{name}", style=f"width:{100 * share:.2f}%")
+    return element("footer", shown)
 
 
 def _steps(stage: Mapping[str, Any]) -> str:

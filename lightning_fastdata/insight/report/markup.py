@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from html import escape
 from typing import TypeAlias
 
@@ -50,3 +50,37 @@ def joined(children: Child) -> Markup:
     if isinstance(children, str):
         return Markup(escape(printable(children)))
     return Markup("".join(joined(child) for child in children))
+
+
+def section(title: str, *children: Child) -> Markup:
+    """Return a part of the page under a heading."""
+    return element("section", element("h2", title), children)
+
+
+def table(
+    heads: Sequence[str], rows: Iterable[Sequence[Child]], class_: str | None = None
+) -> Markup:
+    """Return a table whose cells of numbers stand right; None is a cell that was not measured."""
+    body = [
+        element(
+            "tr",
+            [element("td", "-" if cell is None else cell, class_=_kind(cell)) for cell in row],
+        )
+        for row in rows
+    ]
+    first = element("tr", [element("th", head) for head in heads])
+    whole = element("table", element("thead", first), element("tbody", body), class_=class_)
+    return element("div", whole, class_="wide")
+
+
+def _kind(cell: Child) -> str | None:
+    if cell is None:
+        return "number"
+    if not isinstance(cell, str) or isinstance(cell, Markup):
+        return None
+    return "number" if cell[:1].isdigit() and cell[-1:] in "0123456789%" else None
+
+
+def bar(share: float, name: str) -> Markup:
+    """Return a bar as long as a share of its cell, 0 to 1, in the color of a phase."""
+    return element("i", class_=f"bar back-{name}", style=f"width:{100 * share:.2f}%")

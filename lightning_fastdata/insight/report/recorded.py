@@ -119,6 +119,6 @@ def _stage_metrics(stage: Mapping[str, Any]) -> dict[str, float | None]:
 def _run_metrics(wall: Mapping[str, Any]) -> dict[str, float | None]:
     parts = wall.get("parts_s") or {}
     found = {"run_samples_per_s": wall.get("samples_per_s"), "run_s": wall.get("total_s")}
-    if wall:  # what took no time took 0 s, unless nobody counted
+    if wall:  # what is not in it took 0 s
         found |= {name: parts.get(part, 0.0) for name, part in _RUN_PARTS.items()}
     return {name: found.get(name) for name in RUN_METRICS}

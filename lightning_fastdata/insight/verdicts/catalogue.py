@@ -1,57 +1,17 @@
-"""Every cause of a slow step that the evidence shows, with its remedy and what that would gain.
+"""All rules that look for causes, and the one order in which their findings are given.
 
-Pure: measured facts in, findings out: the severe ones first, then the moderate ones, then those
-that ask for nothing, each in the order of this table. The first one is the one to act upon. Shares
-are of the step unless said otherwise.
-
-===== ========================================================== ==================================
-code  holds when                                                 remedy
-===== ========================================================== ==================================
-FD301 waits above 3 %, but the device stalls for less            none: the waits are hidden
-FD325 half of a stream's workers or fewer make 90 % of it        even shares
-FD302 slow samples are 30 % of the wait                          in_order, further ahead, the files
-FD303 reading blocked is the largest part of the wait            more workers, cache
-FD304 as FD303, and all workers read no more than half of them   the lock, cache, local disk
-FD305 reading on a CPU is the largest part                       more workers, cheaper transforms
-FD306 waiting for CPUs above 20 %, or quota, by own work;        fewer workers, cheaper transforms
-      or threads that hold the interpreter's lock in turn        processes
-FD307 collation is the largest part                              own executor, batched reading
-FD308 hand-over is 20 % of the wait, 1 ms, and 5 % of the step   own executor
-FD309 workers busy above 95 %, no part stands out                more workers
-FD310 starts of epochs above 5 % of the epoch, of two or more    persistent workers
-FD311 page-locking is the largest part                           page_lock="register"
-FD312 transfer above 5 %                                         pinned memory, uint8
-FD313 augmentation on the device above 10 %                      fewer or cheaper transforms
-FD314 device idle 10 % and 1 ms, though no batch was waited for  the host code between steps
-FD315 waiting for CPUs above 20 %, but not for own work          the other load
-FD316 one rank stalls 3 % more than the mean                     its data or host
-FD317 allocator retries, memory never unused above 3 %           smaller batches
-FD318 validation stalls above 3 % of its steps                   the validation loader's options
-FD319 stall below 1 %                                            none: the model
-FD320 callbacks above 5 % of the run                             the slowest callback
-FD321 checkpoints above 5 % of the run                           fewer or smaller ones
-FD322 logging above 5 % of the run                               log less often
-FD323 the sampler is 20 % of the wait, 1 ms, and 5 % of the step a sampler that computes once
-FD324 unpickling batches, as FD323                               few large tensors or arrays
-===== ========================================================== ==================================
-
-Where the wall time of the run is known, FD310 and FD318 are told by what they took of it, from 5 %
-on. The pause that costs most, 10 % of the run or more and more than late batches do, comes first.
-FD316 comes first where another rank stalls 3 % longer than this one. FD302 to FD309, FD311, FD315,
-FD323 and FD324 are silent while the stall is under 3 %, and so is FD325, which takes the place of
-FD302 to FD305 and of FD309: they take it that all workers work. FD302 to FD309, FD311 and FD323 to
-FD325 are about one of several loaders, and FD310 is, too, where that begins anew within an epoch. A
-code keeps its meaning for ever. These codes say why; those of
-:mod:`~lightning_fastdata.insight.verdicts.verdict` say how much.
+Pure: measured facts in, findings out. ``docs/verdicts.md`` says what each code rests on. These
+codes say why a step is slow; those of
+:mod:`~lightning_fastdata.insight.verdicts.without_stamps` say how much data costs.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
+from lightning_fastdata.insight.model.finding import STALL_HIGH
 from lightning_fastdata.insight.verdicts import (
     late_batches,
     one_of_several,
@@ -60,93 +20,118 @@ from lightning_fastdata.insight.verdicts import (
     step_costs,
     uneven_workers,
 )
+from lightning_fastdata.insight.verdicts.rule import Found, Rule
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from lightning_fastdata.insight.measure.wall import WallTime
     from lightning_fastdata.insight.model.evidence import Evidence
     from lightning_fastdata.insight.model.finding import Finding
 
-_ROWS: Final[tuple[Callable[[Evidence], Finding | None], ...]] = (
-    step_costs.hidden,
-    uneven_workers.uneven,
-    late_batches.slow_samples,
-    late_batches.latency,
-    late_batches.bandwidth,
-    late_batches.few_workers,
-    late_batches.few_cpus,
-    late_batches.collation,
-    own_work.sampler,
-    own_work.unpacking,
-    own_work.handover,
-    late_batches.capacity,
-    pauses.epoch_starts,
-    step_costs.epoch_starts,
-    one_of_several.begins_anew,
-    own_work.pinning,
-    step_costs.transfer,
-    step_costs.augmentation,
-    step_costs.host_gap,
-    late_batches.neighbours,
-    step_costs.this_rank,
-    step_costs.memory,
-    pauses.validation,
-    step_costs.validation,
-    pauses.callbacks,
-    pauses.checkpoints,
-    pauses.logging,
-    step_costs.free,
-)
-_OF_ONE_LOADER: Final = frozenset(
-    module.__name__ for module in (late_batches, one_of_several, own_work, uneven_workers)
+RULES: Final[tuple[Rule[Evidence], ...]] = tuple(
+    sorted(
+        (
+            *step_costs.RULES,
+            *uneven_workers.RULES,
+            *late_batches.RULES,
+            *own_work.RULES,
+            *pauses.RULES,
+            *one_of_several.RULES,
+        ),
+        key=lambda rule: (rule.after or rule.code, rule.code),
+    )
 )
 _SEVERITIES: Final = ("high", "moderate", "fine")
 _CLEARLY: Final = 1.5
 """One gain is clearly larger than another if it is so many times as large."""
 
 
-def findings(evidence: Evidence) -> tuple[Finding, ...]:
-    """Return everything that the evidence shows, by severity, then in the order of the table.
+class Ranking(NamedTuple):
+    """Findings in their order."""
 
-    Of two that are as severe, the one that gains clearly more goes first. Another rank that holds
-    this one up comes before all of them: nothing done here would help.
+    order: tuple[Found, ...]
+    """The one to act upon first."""
+    pause: Found | None
+    """The pause that the run is called by, which is then the first; None: no pause costs it so
+    much."""
+
+
+def findings(evidence: Evidence) -> tuple[Finding, ...]:
+    """Return everything that the evidence shows, the finding to act upon first.
 
     Args:
         evidence: Measured facts; what was not measured gives no findings.
     """
-    found = by_weight(_found(evidence))
-    found = uneven_workers.without_more_workers(found)
-    worst = pauses.worst_pause(evidence)
-    if worst is not None:
-        found = (worst, *(each for each in found if each != worst))
-    held_up = step_costs.other_rank(evidence)
-    found = found if held_up is None else (held_up, *found)
-    # A loader that was made by hand takes the same settings itself.
-    return tuple(
-        replace(each, remedy=each.remedy.replace("LoaderOptions(", f"{evidence.settings_in}("))
-        for each in found
+    return tuple(each.finding for each in ranked(evidence).order)
+
+
+def ranked(evidence: Evidence, cost: Found | None = None) -> Ranking:
+    """Return the findings that no other one replaces, in their order.
+
+    By severity, then those first that gain clearly more, else as their rules stand in the
+    catalogue. Before all others come the pause that costs the run most, if that is 10 % and more
+    than late batches do, and then a rank that holds up this one: no other remedy would help.
+
+    Args:
+        evidence: Measured facts.
+        cost: What was found without stamps.
+    """
+    found = list(_found(evidence))
+    replaced = frozenset[str]().union(*(each.rule.replaces for each in found))
+    if cost is not None:
+        found.insert(0, cost)
+    found = [each for each in found if each.rule.code not in replaced]
+    pause = _worst_pause(found, evidence.wall)
+    why = sorted(
+        (each for each in found if each is not cost),
+        key=lambda each: (each is not pause, *_weight(each)),
     )
+    # The cost alone does not come before the rank that everything waits for.
+    leading = why if evidence.held_up else why[:1]
+    rank = next((each for each in leading if each.rule.about == "rank"), None)
+    found.sort(key=lambda each: (each is not pause, each is not rank, *_weight(each)))
+    return Ranking(tuple(_naming_settings(each, evidence.settings_in) for each in found), pause)
 
 
-def _found(evidence: Evidence) -> Iterator[Finding]:
-    """Yield what each row finds; of several loaders, what is wrong with one is told of that one."""
+def _found(evidence: Evidence) -> Iterator[Found]:
+    """Yield what each rule finds; of several loaders, a loader's findings name it."""
     own = one_of_several.own_evidence(evidence)
-    for row in _ROWS:
-        if row.__module__ not in _OF_ONE_LOADER:
-            found = row(evidence)
-        elif (found := row(own)) is not None:
-            found = one_of_several.told_of_loader(own, found)
-        if found is not None:
-            yield found
+    for rule in RULES:
+        if rule.about not in ("loader", "machine"):
+            finding = rule.find(evidence)
+        elif (finding := rule.find(own)) is not None:
+            finding = one_of_several.naming_loader(own, finding, remedy_too=rule.about == "loader")
+        if finding is not None:
+            yield Found(rule, finding)
 
 
-def by_weight(found: Iterable[Finding]) -> tuple[Finding, ...]:
-    """Return findings by severity, then those first that gain clearly more, else in their order."""
-    return tuple(
-        sorted(found, key=lambda each: (_SEVERITIES.index(each.severity), -_steps_gained(each)))
-    )
+def _worst_pause(found: Iterable[Found], wall: WallTime | None) -> Found | None:
+    """Return the pause that costs the run most, if that is 10 % and more than late batches do."""
+    gains = [
+        (gain.before_ms - gain.after_ms, each)
+        for each in found
+        if each.rule.about == "run" and (gain := each.finding.gain) is not None
+    ]
+    if wall is None or not gains:
+        return None
+    cost_ms, worst = max(gains, key=lambda pair: pair[0])
+    cost_s = cost_ms * wall.steps / 1000
+    waited_s = wall.parts_s.get("wait", 0.0)
+    return worst if cost_s > waited_s and wall.share(cost_s) > STALL_HIGH else None
 
 
-def _steps_gained(finding: Finding) -> int:
-    # That others wait for this rank says nothing of why: its own causes do.
-    gain = None if finding.code == "FD316" else finding.gain
-    factor = 1.0 if gain is None else gain.factor
-    return math.floor(math.log(factor, _CLEARLY)) if 1.0 < factor < math.inf else 0
+def _weight(found: Found) -> tuple[int, int]:
+    """Return what findings are sorted by: how severe they are, then what they gain."""
+    gain = found.finding.gain
+    # That others wait for a rank says nothing of why it is late: its own causes do.
+    factor = 1.0 if gain is None or found.rule.about == "rank" else gain.factor
+    steps = math.floor(math.log(factor, _CLEARLY)) if 1.0 < factor < math.inf else 0
+    return _SEVERITIES.index(found.finding.severity), -steps
+
+
+def _naming_settings(found: Found, settings_in: str) -> Found:
+    """Return a finding whose remedy is written for what holds the loader's settings."""
+    finding = found.finding
+    remedy = finding.remedy.replace("LoaderOptions(", f"{settings_in}(")
+    return found._replace(finding=replace(finding, remedy=remedy))

@@ -21,6 +21,7 @@ from lightning_fastdata.insight.model.contention import (
 )
 from lightning_fastdata.insight.model.finding import Finding, severity_of
 from lightning_fastdata.insight.model.simulate import scaled
+from lightning_fastdata.insight.verdicts.rule import ALL_COSTS, Rule
 from lightning_fastdata.insight.waits.lines import lock_between_processes, where_text
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ _SHARED, _BY_THEMSELVES = 0.35, 0.75
 they share; above, they do not."""
 _PRESSURE_HIGH: Final = 20.0
 _COMPUTE_SLOWER: Final = 1.10
+_OTHERS: Final = "held up by other programs"
 
 
 def largest(evidence: Evidence) -> tuple[str, float]:
@@ -119,9 +121,7 @@ def slow_samples(e: Evidence) -> Finding | None:
     repair = f"repair or cache these samples: {named}" if named else "repair the slow samples"
     wanted, now = remedies.best_against_slow_samples(e), e.setup
     same = now is None or wanted is None or wanted.workers == now.workers
-    gain = None
-    if wanted is not None and now is not None and wanted != now:
-        gain = remedies.gain_of_setup(e, wanted)
+    gain = None if wanted is None or wanted == now else remedies.gain_of_setup(e, wanted)
     if wanted is not None and now is not None and gain is not None and gain.worthwhile:
         repair = f"{remedies.options_text(now, wanted)}, or {repair}"
         if now.in_order and not wanted.in_order:
@@ -261,7 +261,7 @@ def _one_interpreter(e: Evidence) -> Finding:
     if e.setup is not None:
         workers = max(1, int(e.setup.cpus))
         processes = f"LoaderOptions(executor='workers', num_workers={workers}), {processes}"
-    # No gain is told: what samples cost is not known while their readers take the lock in turn.
+    # No gain is given: what samples cost is not known while their readers take the lock in turn.
     return Finding(
         code="FD306",
         severity=severity_of(e.stall_share),
@@ -332,3 +332,15 @@ def neighbours(e: Evidence) -> Finding | None:
         "LoaderOptions(worker_nice=5) keeps the training ahead of the workers",
         leave_alone="more workers: they would wait, too",
     )
+
+
+RULES: Final = (
+    Rule("FD302", "slow samples hold up their batches", slow_samples, "loader", ALL_COSTS),
+    Rule("FD303", "reading waits for storage", latency, "loader", ALL_COSTS),
+    Rule("FD304", "workers share what they wait for", bandwidth, "loader", ALL_COSTS),
+    Rule("FD305", "reading and transforming take long", few_workers, "loader", ALL_COSTS),
+    Rule("FD306", "own work wants more CPUs than there are", few_cpus, "loader", ALL_COSTS),
+    Rule("FD307", "collation takes long", collation, "loader", ALL_COSTS),
+    Rule("FD309", "workers do a bit of everything", capacity, "loader", ALL_COSTS),
+    Rule("FD315", "other programs have the CPUs", neighbours, "machine", ALL_COSTS, kind=_OTHERS),
+)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from lightning_fastdata.insight.model import remedies
 from lightning_fastdata.insight.model.finding import Finding, severity_of
+from lightning_fastdata.insight.verdicts.rule import Rule
 
 if TYPE_CHECKING:
     from lightning_fastdata.insight.model.evidence import Evidence
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
 _BEGINS_HIGH: Final = 0.05
 _MOST_OF_IT: Final = 0.5
 """Of a gain: the loader that does not leave so much of it is to be changed, too."""
-_OF_THE_MACHINE: Final = frozenset({"FD315"})
-"""Findings whose remedies are no options of a loader."""
 
 
 def own_evidence(e: Evidence) -> Evidence:
@@ -34,12 +33,18 @@ def own_evidence(e: Evidence) -> Evidence:
     )
 
 
-def told_of_loader(e: Evidence, found: Finding) -> Finding:
-    """Return a finding that names its loader, and gains no more than the other loaders allow."""
+def naming_loader(e: Evidence, found: Finding, *, remedy_too: bool) -> Finding:
+    """Return a finding that names its loader, and gains no more than the other loaders allow.
+
+    Args:
+        e: Of that loader.
+        found: The finding.
+        remedy_too: Whether its remedy is an option of the loader.
+    """
     if e.one_of is None:
         return found
     found = replace(found, cause=f"{e.one_of.label}: {found.cause}")
-    if found.code in _OF_THE_MACHINE:
+    if not remedy_too:
         return found
     remedy, gain = f"{e.one_of.label}: {found.remedy}", found.gain
     other, least_ms = max(e.one_of.limits, key=lambda limit: limit[1], default=("", 0.0))
@@ -70,3 +75,6 @@ def begins_anew(e: Evidence) -> Finding | None:
         else "LoaderOptions(persistent_workers=True)",
         gain=remedies.without(e, e.one_of.begins_ms),
     )
+
+
+RULES: Final = (Rule("FD310", "a loader begins anew within epochs", begins_anew, about="loader"),)

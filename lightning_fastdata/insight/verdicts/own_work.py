@@ -13,15 +13,16 @@ from lightning_fastdata.insight.model.contention import (
 )
 from lightning_fastdata.insight.model.finding import Finding, severity_of
 from lightning_fastdata.insight.verdicts.late_batches import largest, of_wait
+from lightning_fastdata.insight.verdicts.rule import ALL_COSTS, Rule
 
 if TYPE_CHECKING:
     from lightning_fastdata.insight.model.evidence import Evidence
 
 _HIGH: Final = 0.20
-"""Part of the wait, from which on something is told."""
+"""Part of the wait: what takes less is no finding."""
 _DOMINANT: Final = 0.40
 _LEAST_MS, _OF_STEP = 1.0, 0.05
-"""What costs a step less is not told, however short the wait is."""
+"""What costs a step less is no finding, however short the wait is."""
 
 
 def sampler(e: Evidence) -> Finding | None:
@@ -52,7 +53,7 @@ def unpacking(e: Evidence) -> Finding | None:
 
 def _own(e: Evidence, part: str, code: str, what: str, remedy: str, leave: str) -> Finding | None:
     share = part_shares(e).get(part, 0.0)
-    if not _tells(e, share):
+    if not _costs_enough(e, share):
         return None
     return Finding(
         code=code,
@@ -64,8 +65,8 @@ def _own(e: Evidence, part: str, code: str, what: str, remedy: str, leave: str) 
     )
 
 
-def _tells(e: Evidence, share: float) -> bool:
-    """Return whether a part of the wait costs enough to be told."""
+def _costs_enough(e: Evidence, share: float) -> bool:
+    """Return whether a part of the wait costs enough for a finding."""
     spent_ms = share * (e.stall_ms or 0.0)
     return share >= _HIGH and spent_ms >= _LEAST_MS and (e.of_step(spent_ms) or 0.0) >= _OF_STEP
 
@@ -77,7 +78,7 @@ def handover(e: Evidence) -> Finding | None:
     if crowded(e) or (runqueue_share(e) >= RUNQUEUE_HIGH and share < _DOMINANT):
         return None  # who sends a batch away waits for a CPU as those do who make it
     # Page-locking is on the way, too, and then the longer part.
-    if not _tells(e, share) or largest(e)[0] == "pin":
+    if not _costs_enough(e, share) or largest(e)[0] == "pin":
         return None
     if (gain is not None and not gain.worthwhile) or (e.setup is not None and not e.setup.workers):
         return None
@@ -110,3 +111,11 @@ def pinning(e: Evidence) -> Finding | None:
         gain=remedies.without(e, None if e.stall_ms is None else share * e.stall_ms),
         leave_alone="the number of workers",
     )
+
+
+RULES: Final = (
+    Rule("FD323", "the sampler takes long", sampler, "loader", ALL_COSTS, after="FD307"),
+    Rule("FD324", "batches take long to unpickle", unpacking, "loader", ALL_COSTS, after="FD307"),
+    Rule("FD308", "complete batches are long on their way", handover, "loader", ALL_COSTS),
+    Rule("FD311", "page-locking takes long", pinning, "loader", ALL_COSTS),
+)

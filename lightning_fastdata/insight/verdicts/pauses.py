@@ -1,35 +1,39 @@
-"""Findings about what a run spends its wall time on besides training steps."""
+"""Findings about what a run spends its time on besides training steps.
+
+Of a run whose wall time is known, starts of epochs and validation are judged by what they took of
+it; else by what they take of an epoch, or of their own steps.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from lightning_fastdata.insight.model.finding import STALL_HIGH, Finding, Gain, severity_of
+from lightning_fastdata.insight.model.finding import (
+    EPOCH_START_HIGH,
+    STALL_LOW,
+    Finding,
+    Gain,
+    severity_of,
+)
 from lightning_fastdata.insight.report.drawing import duration_text
+from lightning_fastdata.insight.verdicts.rule import Rule
 
 if TYPE_CHECKING:
     from lightning_fastdata.insight.measure.wall import WallTime
     from lightning_fastdata.insight.model.evidence import Evidence
-    from lightning_fastdata.insight.model.finding import Kind
 
-PAUSE_HIGH: Final = 0.05
-"""Part of a run, from which on a pause is told."""
+_PAUSE_HIGH: Final = 0.05
+"""Part of a run: what takes less is no finding."""
+_FEWEST_EPOCHS: Final = 2
+"""Workers have to start once; how the first epoch starts says nothing of the others."""
 _MOST_OF_START: Final = 0.5
-KINDS: Final[dict[str, Kind]] = {
-    "FD310": "paused between epochs",
-    "FD318": "starved in validation",
-    "FD320": "held up by a callback",
-    "FD321": "held up by checkpoints",
-    "FD322": "held up by logging",
-}
-"""What a run is called that such a pause costs most."""
 
 
 def epoch_starts(e: Evidence) -> Finding | None:
-    """FD310 of a run whose wall time is known: epochs but the first start slowly."""
+    """FD310: epochs start slowly."""
     wall = e.wall
     if wall is None:
-        return None
+        return _first_batches(e)
     later_s = dict(wall.names_of("epoch_starts")).get("later epochs", 0.0)
     each_s = later_s / max(1, (e.epochs or 2) - 1)
     own_s = _dataset_s(e)
@@ -62,6 +66,35 @@ def epoch_starts(e: Evidence) -> Finding | None:
     )
 
 
+def _first_batches(e: Evidence) -> Finding | None:
+    """FD310 where only the epochs are known: their first batches are late."""
+    share = e.epoch_start_share
+    if share is None or e.steps_per_epoch is None or share <= EPOCH_START_HIGH:
+        return None
+    if e.epochs is None or e.epochs < _FEWEST_EPOCHS:
+        return None
+    if e.setup is not None and not e.setup.workers:
+        return None  # nothing starts
+    each = (e.epoch_wait_ms or 0.0) / e.steps_per_epoch
+    gain = None
+    if e.step_ms is not None:
+        before = e.step_ms * (1 - 1 / e.steps_per_epoch) + each
+        if before > e.step_ms:
+            gain = Gain(before_ms=before, after_ms=e.step_ms, basis="floor")
+    kept = e.persistent_workers is True
+    return Finding(
+        code="FD310",
+        severity=severity_of(share),
+        cause=f"the first batch of an epoch comes after {e.epoch_wait_ms:.0f} ms, which is "
+        f"{share:.0%} of an epoch",
+        remedy="longer epochs: the workers are kept already"
+        if kept
+        else "LoaderOptions(persistent_workers=True)",
+        gain=gain,
+        leave_alone="" if e.stalls else "the loader within epochs",
+    )
+
+
 def _dataset_s(e: Evidence) -> float:
     """Return for how long the first batch of an epoch was read, of the wait for it."""
     first = e.first_parts
@@ -72,10 +105,12 @@ def _dataset_s(e: Evidence) -> float:
 
 
 def validation(e: Evidence) -> Finding | None:
-    """FD318 of a run whose wall time is known: validation waits for its batches."""
+    """FD318: validation waits for its batches."""
+    which = "the validation loader" if e.val_loader is None else f"validation's {e.val_loader}"
+    remedy = f"give {which} the options of the training loader, num_workers above all"
     wall = e.wall
     if wall is None:
-        return None
+        return _validation_steps(e, remedy)
     waited_s = dict(wall.names_of("validation")).get("waiting for batches", 0.0)
     all_s = wall.parts_s.get("validation", 0.0)
     return _pause(
@@ -84,14 +119,22 @@ def validation(e: Evidence) -> Finding | None:
         code="FD318",
         what=f"validation waited {duration_text(waited_s)} of its {duration_text(all_s)} for data, "
         f"{wall.share(waited_s):.0%} of the run",
-        remedy=f"give {validation_loader(e)} the options of the training loader, num_workers above "
-        "all, or validate less often",
+        remedy=f"{remedy}, or validate less often",
     )
 
 
-def validation_loader(e: Evidence) -> str:
-    """Return which loader validation waits for most."""
-    return "the validation loader" if e.val_loader is None else f"validation's {e.val_loader}"
+def _validation_steps(e: Evidence, remedy: str) -> Finding | None:
+    """FD318 where only the steps of validation are known."""
+    share = e.val_stall_share
+    if share is None or share < STALL_LOW:
+        return None
+    return Finding(
+        code="FD318",
+        severity="moderate",  # the share is of validation, and that may be short
+        cause=f"validation waits for data for {share:.0%} of its steps",
+        remedy=remedy,
+        leave_alone="" if e.stalls else "the training loader",
+    )
 
 
 def callbacks(e: Evidence) -> Finding | None:
@@ -130,7 +173,7 @@ def _held_up(e: Evidence, part: str, code: str, remedy: str) -> Finding | None:
 
 def _pause(wall: WallTime, seconds: float, *, code: str, what: str, remedy: str) -> Finding | None:
     share = wall.share(seconds)
-    if share < PAUSE_HIGH or not wall.steps:
+    if share < _PAUSE_HIGH or not wall.steps:
         return None
     before_ms = 1000 * wall.training_s / wall.steps
     after_ms = max(0.0, before_ms - 1000 * seconds / wall.steps)
@@ -144,17 +187,10 @@ def _pause(wall: WallTime, seconds: float, *, code: str, what: str, remedy: str)
     )
 
 
-ROWS: Final = (epoch_starts, validation, callbacks, checkpoints, logging)
-
-
-def worst_pause(e: Evidence) -> Finding | None:
-    """Return the pause that costs the run most, if that is 10 % and more than late batches do."""
-    wall = e.wall
-    found = [each for row in ROWS if (each := row(e)) is not None and each.gain is not None]
-    if wall is None or not found:
-        return None
-    worst = min(found, key=lambda each: each.gain.after_ms if each.gain else 0.0)
-    cost_ms = worst.gain.before_ms - worst.gain.after_ms if worst.gain else 0.0
-    cost_s = cost_ms * wall.steps / 1000
-    waited_s = wall.parts_s.get("wait", 0.0)
-    return worst if cost_s > waited_s and wall.share(cost_s) > STALL_HIGH else None
+RULES: Final = (
+    Rule("FD310", "epochs start slowly", epoch_starts, "run", kind="paused between epochs"),
+    Rule("FD318", "validation waits for data", validation, "run", kind="starved in validation"),
+    Rule("FD320", "callbacks take long", callbacks, "run", kind="held up by a callback"),
+    Rule("FD321", "checkpoints take long", checkpoints, "run", kind="held up by checkpoints"),
+    Rule("FD322", "logging takes long", logging, "run", kind="held up by logging"),
+)

@@ -8,21 +8,18 @@ from typing import TYPE_CHECKING, Final
 from lightning_fastdata.insight.model import remedies
 from lightning_fastdata.insight.model.finding import (
     AUGMENT_HIGH,
-    EPOCH_START_HIGH,
     STALL_LOW,
     TRANSFER_HIGH,
     Finding,
-    Gain,
     severity_of,
 )
 from lightning_fastdata.insight.verdicts import pauses
+from lightning_fastdata.insight.verdicts.rule import Rule
 
 if TYPE_CHECKING:
     from lightning_fastdata.insight.model.evidence import Evidence
 
 _FREE: Final = 0.01
-_FEWEST_EPOCHS: Final = 2
-"""Workers have to start once; how the first epoch starts says nothing of the others."""
 _GAP_HIGH: Final = 0.10
 _GAP_LEAST_MS: Final = 1.0
 """What any training loop takes between two steps is no finding."""
@@ -39,37 +36,6 @@ def hidden(e: Evidence) -> Finding | None:
         f"meanwhile and stalls only {stall:.1%}"
     )
     return Finding(code="FD301", severity="fine", cause=cause, remedy="", leave_alone="the loader")
-
-
-def epoch_starts(e: Evidence) -> Finding | None:
-    """FD310: the first batches of epochs are late."""
-    share = e.epoch_start_share
-    if share is None or e.steps_per_epoch is None or share <= EPOCH_START_HIGH:
-        return None
-    if e.wall is not None:
-        return None  # which tells it of the whole run
-    if e.epochs is None or e.epochs < _FEWEST_EPOCHS:
-        return None
-    if e.setup is not None and not e.setup.workers:
-        return None  # nothing starts
-    each = (e.epoch_wait_ms or 0.0) / e.steps_per_epoch
-    gain = None
-    if e.step_ms is not None:
-        before = e.step_ms * (1 - 1 / e.steps_per_epoch) + each
-        if before > e.step_ms:
-            gain = Gain(before_ms=before, after_ms=e.step_ms, basis="floor")
-    kept = e.persistent_workers is True
-    return Finding(
-        code="FD310",
-        severity=severity_of(share),
-        cause=f"the first batch of an epoch comes after {e.epoch_wait_ms:.0f} ms, which is "
-        f"{share:.0%} of an epoch",
-        remedy="longer epochs: the workers are kept already"
-        if kept
-        else "LoaderOptions(persistent_workers=True)",
-        gain=gain,
-        leave_alone="" if e.stalls else "the loader within epochs",
-    )
 
 
 def transfer(e: Evidence) -> Finding | None:
@@ -134,17 +100,8 @@ def host_gap(e: Evidence) -> Finding | None:
     )
 
 
-def other_rank(e: Evidence) -> Finding | None:
-    """FD316, of a rank that holds up this one: nothing that is done here would help."""
-    return _slow_rank(e) if e.held_up else None
-
-
-def this_rank(e: Evidence) -> Finding | None:
-    """FD316, of this rank or of one that is no slower."""
-    return None if e.held_up else _slow_rank(e)
-
-
-def _slow_rank(e: Evidence) -> Finding | None:
+def slow_rank(e: Evidence) -> Finding | None:
+    """FD316: one rank holds up the others."""
     rank = e.slow_rank
     if rank is None:
         return None
@@ -180,21 +137,6 @@ def memory(e: Evidence) -> Finding | None:
     )
 
 
-def validation(e: Evidence) -> Finding | None:
-    """FD318: validation waits for data."""
-    share = e.val_stall_share
-    if e.wall is not None or share is None or share < STALL_LOW:
-        return None
-    return Finding(
-        code="FD318",
-        severity="moderate",  # the share is of validation, and that may be short
-        cause=f"validation waits for data for {share:.0%} of its steps",
-        remedy=f"give {pauses.validation_loader(e)} the options of the training loader, "
-        "num_workers above all",
-        leave_alone="" if e.stalls else "the training loader",
-    )
-
-
 def free(e: Evidence) -> Finding | None:
     """FD319: data is free."""
     share = e.stall_share
@@ -208,3 +150,14 @@ def free(e: Evidence) -> Finding | None:
         remedy="",
         leave_alone="the loader; optimize the model",
     )
+
+
+RULES: Final = (
+    Rule("FD301", "waits are hidden", hidden),
+    Rule("FD312", "the copy to the device takes long", transfer),
+    Rule("FD313", "augmentation on the device takes long", augmentation),
+    Rule("FD314", "the device waits for the host", host_gap),
+    Rule("FD316", "one rank holds up the others", slow_rank, about="rank"),
+    Rule("FD317", "the device is short of memory", memory),
+    Rule("FD319", "data is free", free),
+)

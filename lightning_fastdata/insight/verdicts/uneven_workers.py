@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Final
 from lightning_fastdata.insight.model.finding import Finding, Gain, severity_of
 from lightning_fastdata.insight.model.remedies import scaled_step_ms
 from lightning_fastdata.insight.model.simulate import simulate
+from lightning_fastdata.insight.verdicts.rule import ALL_COSTS, Rule
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from lightning_fastdata.insight.model.evidence import Evidence
 
 _NEARLY_ALL: Final = 0.9
@@ -56,14 +55,6 @@ def uneven(e: Evidence) -> Finding | None:
     )
 
 
-def without_more_workers(found: Iterable[Finding]) -> tuple[Finding, ...]:
-    """Return findings, of uneven shares without those that take it that all workers work."""
-    found = tuple(found)
-    if all(each.code != "FD325" for each in found):
-        return found
-    return tuple(each for each in found if each.code not in _NEEDS_ALL_WORKERS)
-
-
 def working_workers(samples: tuple[int, ...]) -> int:
     """Return the fewest workers that make nine tenths of the samples, of those of each worker."""
     wanted = _NEARLY_ALL * sum(samples)
@@ -83,3 +74,15 @@ def _gain_of_even_shares(e: Evidence) -> Gain | None:
         return None
     after_ms = scaled_step_ms(e, min(1.0, even / now))
     return Gain(before_ms=e.step_ms, after_ms=after_ms, basis="simulated")
+
+
+RULES: Final = (
+    Rule(
+        "FD325",
+        "few workers make most of a stream",
+        uneven,
+        about="loader",
+        replaces=ALL_COSTS | _NEEDS_ALL_WORKERS,
+        after="FD301",
+    ),
+)

@@ -1,39 +1,28 @@
 """What limits a stage, and why: the summary, the loader's facts and the stamps, judged together.
 
-Pure: numbers in, words out. How much data costs is told from outside the loader
-(:mod:`~lightning_fastdata.insight.verdicts.without_stamps`); why, by the stamps that batches carry
+Pure: numbers in, words out. The summary and the loader's facts say how much data costs
+(:mod:`~lightning_fastdata.insight.verdicts.without_stamps`); the stamps that batches carry say why
 (:mod:`~lightning_fastdata.insight.verdicts.catalogue`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+from lightning_fastdata.insight.model.evidence import Evidence
 from lightning_fastdata.insight.model.finding import STALL_HIGH, STALL_LOW, Finding, Kind
 from lightning_fastdata.insight.model.loader_facts import LoaderFacts
-from lightning_fastdata.insight.verdicts import pauses
-from lightning_fastdata.insight.verdicts.catalogue import by_weight, findings
+from lightning_fastdata.insight.verdicts.catalogue import ranked
+from lightning_fastdata.insight.verdicts.rule import Unstamped
 from lightning_fastdata.insight.verdicts.without_stamps import (
-    outside_finding,
+    largest_cost,
     timed_steps,
     waiting_text,
 )
-from lightning_fastdata.insight.waits.causes import PART_WORDS
 
 if TYPE_CHECKING:
     from lightning_fastdata.insight.measure.metrics import StageSummary
-    from lightning_fastdata.insight.model.evidence import Evidence
-    from lightning_fastdata.insight.waits.attribution import WaitParts
-
-_SLOW_RANK: Final = "FD316"
-_NEEDS_STAMPS: Final = ("FD104", "FD105")
-_TOLD_PARTS: Final = 3
-_NEIGHBOURS: Final = "FD315"
-_NO_CAUSE_OF_STALLS: Final = frozenset(
-    {"FD301", "FD312", "FD313", "FD314", _SLOW_RANK, "FD317", "FD319"} | pauses.KINDS.keys()
-)
-"""Causes of other costs than late batches within an epoch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -68,64 +57,38 @@ def judge(
     Args:
         summary: The measured stage.
         facts: What is known about the loader; None = nothing.
-        evidence: What the stamps of its batches tell; None = there are no stamps.
+        evidence: What the stamps of its batches say; None = there are no stamps.
     """
     facts = LoaderFacts() if facts is None else facts
-    outside = outside_finding(summary, facts)
-    if outside.code == "FD000" or summary.stall is None:
+    evidence = Evidence() if evidence is None else evidence
+    cost = largest_cost(Unstamped(summary, facts, evidence.parts))
+    if cost.rule.code == "FD000" or summary.stall is None:
         return Verdict(
             kind="unknown",
-            sentence=outside.cause,
+            sentence=cost.finding.cause,
             evidence=_unmeasured(summary),
-            findings=(outside,),
+            findings=(cost.finding,),
         )
     share = summary.stall.share
     kind: Kind = "data-bound" if share > STALL_HIGH else "balanced"
-    if share < STALL_LOW and outside.severity == "fine":
+    if share < STALL_LOW and cost.finding.severity == "fine":
         kind = "compute-bound"
-    inside = () if evidence is None else findings(evidence)
-    if evidence is not None and evidence.parts is not None and outside.code in _NEEDS_STAMPS:
-        outside = replace(outside, remedy=_many_small_costs(evidence.parts))
-    causes = _causes(outside, inside, share)
     sentence = waiting_text(summary)
-    worst = None if evidence is None else pauses.worst_pause(evidence)
-    if worst is not None:
-        pause = next(each for each in inside if each.code == worst.code)
-        kind, sentence = pauses.KINDS[pause.code], pause.cause
-        causes = (pause, *(each for each in causes if each != pause))
-    if kind == "data-bound" and causes[0].code == _NEIGHBOURS:
-        kind = "held up by other programs"
-    if evidence is not None and evidence.held_up:
+    order, pause = ranked(evidence, cost)
+    rule, first = order[0]
+    if pause is not None:
+        kind, sentence = pause.rule.kind or kind, pause.finding.cause
+    elif kind == "data-bound" and rule.about == "machine":
+        kind = rule.kind or kind
+    if evidence.held_up:
         # This rank hardly waits for its own data; the others' is waited for in the backward pass.
-        kind = "data-bound" if causes[0].severity == "high" else "balanced"
-        sentence = causes[0].cause
+        kind, sentence = "data-bound" if first.severity == "high" else "balanced", first.cause
     return Verdict(
         kind=kind,
         sentence=sentence,
         evidence=_evidence(summary, facts),
-        findings=causes,
+        findings=tuple(each.finding for each in order),
     )
-
-
-def _many_small_costs(parts: WaitParts) -> str:
-    """Return what to look at where no part of the wait stands out."""
-    largest = sorted(parts.shares().items(), key=lambda part: -part[1])[:_TOLD_PARTS]
-    told = "; ".join(f"{PART_WORDS[name + '_ms']}: {share:.0%}" for name, share in largest)
-    return f"no single cost stands out: {told} of the wait"
-
-
-def _causes(
-    outside: Finding, inside: tuple[Finding, ...], stall_share: float
-) -> tuple[Finding, ...]:
-    """Return the causes seen from inside; what outsiders see only where these leave it open."""
-    explained = stall_share <= STALL_HIGH or any(
-        found.code not in _NO_CAUSE_OF_STALLS for found in inside
-    )
-    if inside and explained:
-        return inside
-    if inside and inside[0].code == _SLOW_RANK:
-        return (inside[0], *by_weight((outside, *inside[1:])))
-    return by_weight((outside, *inside))
 
 
 def _unmeasured(summary: StageSummary) -> tuple[str, ...]:

@@ -1,24 +1,7 @@
-"""What can be told of a stage from outside its loader: how much data costs, and hardly why.
+"""Findings that need no stamps: cost, not cause.
 
-Pure: the measured summary and what the loader says about itself in, one finding out.
-
-===== ======================================================= ====================
-code  holds when                                              next thing to try
-===== ======================================================= ====================
-FD000 fewer than 5 steps were timed on the device             run longer
-FD001 stall below 3 %, transfer and augment small             the model
-FD002 stall from 3 to 10 %                                    nothing urgent
-FD101 stall above 10 %, the training process loads            workers
-FD102 stall above 10 %, fewer workers than free CPUs          more workers
-FD103 as FD104, the transforms run on the CPU, not settled    augment on the device
-FD104 stall above 10 %, workers enough                        stamps, which tell why
-FD105 stall above 10 %, how batches are loaded is not known   give the loader's facts
-FD106 epoch starts cost above 5 % of the time                 persistent workers
-FD201 stall up to 10 %, transfer above 5 %                    pinned memory, uint8
-FD202 stall up to 10 %, augment on the device above 10 %      cheaper transforms
-===== ======================================================= ====================
-
-A code keeps its meaning for ever. The bounds are shares of the step as the device saw it.
+Pure: the measured summary and what the loader says about itself in, one finding out. The bounds are
+shares of the step as the device saw it.
 """
 
 from __future__ import annotations
@@ -36,75 +19,25 @@ from lightning_fastdata.insight.model.finding import (
     Gain,
     severity_of,
 )
-from lightning_fastdata.insight.model.loader_facts import LoaderFacts, device_could_augment
+from lightning_fastdata.insight.model.loader_facts import device_could_augment
+from lightning_fastdata.insight.verdicts.rule import Found, Rule, Unstamped
+from lightning_fastdata.insight.waits.attribution import PART_WORDS
 from lightning_fastdata.types import STAGE_WORDS
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable
 
     from lightning_fastdata.insight.measure.metrics import PhaseSummary, StageSummary
 
-FEWEST_STEPS: Final = 5
+_FEWEST_STEPS: Final = 5
 """Nothing is said of fewer."""
-
-_REMEDIES: Final[Mapping[str, str]] = {
-    "FD001": "data is free; optimize the model",
-    "FD002": "nothing urgent; look again when the model gets faster",
-    "FD101": "num_workers above 0, so that loading runs beside the training process",
-    "FD102": "more workers",
-    "FD103": "run the transforms on the device; every usable CPU has a worker already",
-    "FD104": "FastDataModule or FastDataLoader, which tell why batches are late; more workers help "
-    "only against waiting for storage, cached decoded samples against computing",
-    "FD105": "load with FastDataModule, or tell the number of workers, to learn which remedy fits",
-    "FD106": "persistent_workers=True, so that workers start once and not in every epoch",
-    "FD201": "pin_memory=True; send uint8 and normalize on the device",
-    "FD202": "fewer or cheaper transforms on the device; interpolation and blur cost the most",
-}
+_SHOWN_PARTS: Final = 3
 
 
-def outside_finding(summary: StageSummary, facts: LoaderFacts) -> Finding:
-    """Return the largest cost of a stage.
-
-    Args:
-        summary: The measured stage.
-        facts: What its loader says about itself.
-    """
-    step, stall = summary.step, summary.stall
-    if step is None or stall is None or timed_steps(summary) < FEWEST_STEPS:
-        return Finding(
-            code="FD000",
-            severity="fine",
-            cause="too little was measured to tell",
-            remedy=f"train for at least {FEWEST_STEPS} steps",
-        )
-    code, cause, share, gained_ms = _largest_cost(summary, stall, facts)
-    gain = None
-    if gained_ms is not None:
-        after_ms = max(step.mean_ms - gained_ms, _least_ms(code, summary, facts))
-        gain = Gain(before_ms=step.mean_ms, after_ms=after_ms, basis="floor")
-    return Finding(
-        code=code,
-        severity="fine" if code in ("FD001", "FD002") else severity_of(share),
-        cause=cause,
-        remedy=_remedy(code, summary, facts),
-        gain=gain,
-        leave_alone=_leave_alone(summary, code) or "",
-    )
-
-
-def _least_ms(code: str, summary: StageSummary, facts: LoaderFacts) -> float:
-    """Return what a step takes at least with as many workers as are recommended.
-
-    A step that waits takes as long as its batch, and workers make no more of these than they are.
-    """
-    wanted, step, stall = _wanted_workers(summary, facts), summary.step, summary.stall
-    if step is None or stall is None or not wanted:
-        return 0.0
-    if code == "FD101":
-        return stall.mean_ms / wanted
-    if code == "FD102" and facts.num_workers:
-        return step.mean_ms * facts.num_workers / wanted
-    return 0.0
+def largest_cost(known: Unstamped) -> Found:
+    """Return the largest cost of a stage: what the first rule that holds finds."""
+    found = (Found(rule, finding) for rule in RULES if (finding := rule.find(known)) is not None)
+    return next(found)  # the last rule always holds
 
 
 def timed_steps(summary: StageSummary) -> int:
@@ -124,84 +57,213 @@ def waiting_text(summary: StageSummary) -> str:
     )
 
 
-def _largest_cost(
-    summary: StageSummary, stall: PhaseSummary, facts: LoaderFacts
-) -> tuple[str, str, float, float | None]:
-    """Return code, cause, its share of the step, and what would be gained without it in ms."""
-    waits, transferred = waiting_text(summary), summary.device != "cpu"
-    if stall.share > STALL_HIGH:
-        return _data_bound_code(summary, facts), waits, stall.share, stall.mean_ms
-    starts = _epoch_start_share(summary)
-    if starts is not None and starts > EPOCH_START_HIGH and facts.persistent_workers is not True:
-        return "FD106", f"starting epochs takes {starts:.0%} of the time", starts, None
-    for code, phase, high, what in (
-        ("FD201", summary.transfer if transferred else None, TRANSFER_HIGH, "the transfer"),
-        ("FD202", summary.augment, AUGMENT_HIGH, "augmenting"),
-    ):
-        if phase is not None and phase.share > high:
-            cause = f"{what} takes {phase.share:.0%} of each step"
-            return code, cause, phase.share, phase.mean_ms
-    return ("FD002" if stall.share >= STALL_LOW else "FD001"), waits, stall.share, None
+def _too_few_steps(known: Unstamped) -> Finding | None:
+    summary = known.summary
+    measured = summary.step is not None and summary.stall is not None
+    if measured and timed_steps(summary) >= _FEWEST_STEPS:
+        return None
+    remedy = f"train for at least {_FEWEST_STEPS} steps"
+    cause = "too little was measured to tell"
+    return Finding(code="FD000", severity="fine", cause=cause, remedy=remedy)
 
 
-def _data_bound_code(summary: StageSummary, facts: LoaderFacts) -> str:
-    wanted = _wanted_workers(summary, facts)
-    if facts.num_workers is None or (wanted is None and facts.num_workers > 0):
-        return "FD105"
-    if facts.num_workers == 0:
-        return "FD101"
-    if wanted is not None and facts.num_workers < wanted:
-        return "FD102"
-    return "FD103" if device_could_augment(summary.device, facts) else "FD104"
+def _no_workers(known: Unstamped) -> Finding | None:
+    wanted, stall = _wanted_workers(known), known.summary.stall
+    if known.facts.num_workers != 0 or stall is None:
+        return None
+    if not wanted:
+        remedy = "num_workers above 0, so that loading runs beside the training process"
+        return _late(known, "FD101", remedy)
+    # A step that waits takes as long as its batch: workers make no more of these than they are.
+    return _late(known, "FD101", _workers_text(known), least_ms=stall.mean_ms / wanted)
 
 
-def _remedy(code: str, summary: StageSummary, facts: LoaderFacts) -> str:
-    remedy = _remedy_of_loader(code, summary, facts)
-    of_one = facts.loader is not None and code.startswith("FD1")
-    return f"{facts.loader}: {remedy}" if of_one else remedy
+def _workers_not_known(known: Unstamped) -> Finding | None:
+    if known.facts.num_workers is not None and _wanted_workers(known) is not None:
+        return None
+    remedy = "load with FastDataModule, or tell the number of workers, to learn which remedy fits"
+    return _late(known, "FD105", remedy, why=_small_costs(known))
 
 
-def _remedy_of_loader(code: str, summary: StageSummary, facts: LoaderFacts) -> str:
-    if code == "FD201" and facts.pinned:
-        return "send uint8 and normalize on the device (batches are pinned already)"
-    if code in ("FD101", "FD102") and facts.usable_cpus is not None:
-        return (
-            f"num_workers {facts.num_workers} -> {_wanted_workers(summary, facts)}  "
-            f"({facts.usable_cpus} CPUs are usable)"
-        )
-    return _REMEDIES[code]
+def _few_workers(known: Unstamped) -> Finding | None:
+    wanted, workers, step = _wanted_workers(known), known.facts.num_workers, known.summary.step
+    if not wanted or workers is None or workers >= wanted or step is None:
+        return None
+    least_ms = step.mean_ms * workers / wanted
+    return _late(known, "FD102", _workers_text(known), least_ms=least_ms)
 
 
-def _wanted_workers(summary: StageSummary, facts: LoaderFacts) -> int | None:
+def _augments_on_cpu(known: Unstamped) -> Finding | None:
+    if not device_could_augment(known.summary.device, known.facts):
+        return None
+    remedy = "run the transforms on the device; every usable CPU has a worker already"
+    return _late(known, "FD103", remedy)
+
+
+def _late_batches(known: Unstamped) -> Finding | None:
+    remedy = (
+        "FastDataModule or FastDataLoader, which tell why batches are late; more workers help "
+        "only against waiting for storage, cached decoded samples against computing"
+    )
+    return _late(known, "FD104", remedy, why=_small_costs(known))
+
+
+def _epoch_starts(known: Unstamped) -> Finding | None:
+    summary = known.summary
+    if summary.cold_wait_ms is None or summary.duration_s <= 0 or known.facts.persistent_workers:
+        return None
+    share = min(1.0, summary.cold_wait_ms * summary.cold_steps / (summary.duration_s * 1e3))
+    if share <= EPOCH_START_HIGH:
+        return None
+    remedy = "persistent_workers=True, so that workers start once and not in every epoch"
+    cause = f"starting epochs takes {share:.0%} of the time"
+    return _finding(known, "FD106", cause, _of_loader(known, remedy), "loading", share=share)
+
+
+def _transfer(known: Unstamped) -> Finding | None:
+    phase = known.summary.transfer
+    if phase is None or phase.share <= TRANSFER_HIGH or known.summary.device == "cpu":
+        return None
+    remedy = "pin_memory=True; send uint8 and normalize on the device"
+    if known.facts.pinned:
+        remedy = "send uint8 and normalize on the device (batches are pinned already)"
+    cause = f"the transfer takes {phase.share:.0%} of each step"
+    return _finding(known, "FD201", cause, remedy, "transfer", phase=phase)
+
+
+def _augmentation(known: Unstamped) -> Finding | None:
+    phase = known.summary.augment
+    if phase is None or phase.share <= AUGMENT_HIGH:
+        return None
+    remedy = "fewer or cheaper transforms on the device; interpolation and blur cost the most"
+    cause = f"augmenting takes {phase.share:.0%} of each step"
+    return _finding(known, "FD202", cause, remedy, "augmentation", phase=phase)
+
+
+def _moderate_stall(known: Unstamped) -> Finding | None:
+    stall = known.summary.stall
+    if stall is None or stall.share < STALL_LOW:
+        return None
+    remedy = "nothing urgent; look again when the model gets faster"
+    return _finding(known, "FD002", waiting_text(known.summary), remedy)
+
+
+def _free(known: Unstamped) -> Finding | None:
+    remedy = "data is free; optimize the model"
+    return _finding(known, "FD001", waiting_text(known.summary), remedy)
+
+
+def _rule(code: str, title: str, find: Callable[[Unstamped], Finding | None]) -> Rule[Unstamped]:
+    return Rule(code, title, find, replaces=frozenset())
+
+
+RULES: Final = (
+    _rule("FD000", "too few steps were timed", _too_few_steps),
+    _rule("FD101", "batches are late, and the training process loads them", _no_workers),
+    _rule("FD105", "batches are late, and workers or CPUs are not known", _workers_not_known),
+    _rule("FD102", "batches are late, and workers are fewer than free CPUs", _few_workers),
+    _rule("FD103", "batches are late, and workers augment", _augments_on_cpu),
+    _rule("FD104", "batches are late, though there are workers enough", _late_batches),
+    _rule("FD106", "epochs start slowly", _epoch_starts),
+    _rule("FD201", "the copy to the device takes long", _transfer),
+    _rule("FD202", "augmentation on the device takes long", _augmentation),
+    _rule("FD002", "the device waits a little", _moderate_stall),
+    _rule("FD001", "data is free", _free),
+)
+"""In the order in which they are tried: each rests on those before it not holding."""
+
+
+def _late(
+    known: Unstamped, code: str, remedy: str, *, least_ms: float = 0.0, why: str = ""
+) -> Finding | None:
+    """Return the finding that the device waits for data; None if the stall is 10 % or less.
+
+    Args:
+        known: What was measured.
+        code: Of the finding.
+        remedy: Of the finding, where stamps do not say why.
+        least_ms: What a step takes at least, with the remedy.
+        why: What stamps say, in the place of the remedy.
+    """
+    stall = known.summary.stall
+    if stall is None or stall.share <= STALL_HIGH:
+        return None
+    remedy, cause = why or _of_loader(known, remedy), waiting_text(known.summary)
+    return _finding(known, code, cause, remedy, "loading", phase=stall, least_ms=least_ms)
+
+
+def _finding(
+    known: Unstamped,
+    code: str,
+    cause: str,
+    remedy: str,
+    about: str = "",
+    *,
+    phase: PhaseSummary | None = None,
+    share: float | None = None,
+    least_ms: float = 0.0,
+) -> Finding:
+    """Return a finding about a phase that could go, about a share of the time, or about neither."""
+    summary, gain = known.summary, None
+    if phase is not None and summary.step is not None:
+        share, before_ms = phase.share, summary.step.mean_ms
+        after_ms = max(before_ms - phase.mean_ms, least_ms)
+        gain = Gain(before_ms=before_ms, after_ms=after_ms, basis="floor")
+    return Finding(
+        code=code,
+        severity="fine" if share is None else severity_of(share),
+        cause=cause,
+        remedy=remedy,
+        gain=gain,
+        leave_alone=_leave_alone(summary, about),
+    )
+
+
+def _of_loader(known: Unstamped, remedy: str) -> str:
+    return remedy if known.facts.loader is None else f"{known.facts.loader}: {remedy}"
+
+
+def _workers_text(known: Unstamped) -> str:
+    facts = known.facts
+    return (
+        f"num_workers {facts.num_workers} -> {_wanted_workers(known)}  "
+        f"({facts.usable_cpus} CPUs are usable)"
+    )
+
+
+def _small_costs(known: Unstamped) -> str:
+    """Return what to look at where stamps show no part of the wait to stand out."""
+    if known.parts is None:
+        return ""
+    largest = sorted(known.parts.shares().items(), key=lambda part: -part[1])[:_SHOWN_PARTS]
+    shown = "; ".join(f"{PART_WORDS[name + '_ms']}: {share:.0%}" for name, share in largest)
+    return f"no single cost stands out: {shown} of the wait"
+
+
+def _wanted_workers(known: Unstamped) -> int | None:
     """Return as many workers as the loaders' plan takes by itself."""
-    cpus = facts.usable_cpus
-    if cpus is None or cpus <= 2 or summary.device == "cpu":
+    cpus = known.facts.usable_cpus
+    if cpus is None or cpus <= 2 or known.summary.device == "cpu":
         return cpus
     return cpus - 1  # one for the training process
 
 
-def _epoch_start_share(summary: StageSummary) -> float | None:
-    """Return the part of the wall time that first waits of epochs took, 0 to 1."""
-    if summary.cold_wait_ms is None or summary.duration_s <= 0:
-        return None
-    return min(1.0, summary.cold_wait_ms * summary.cold_steps / (summary.duration_s * 1e3))
-
-
-def _leave_alone(summary: StageSummary, code: str) -> str | None:
+def _leave_alone(summary: StageSummary, about: str) -> str:
     """Return the phases that cost next to nothing and that the finding is not about."""
-    small = [
-        (name, phase.share)
-        for name, phase in (
-            ("loading", None if code.startswith("FD1") else summary.stall),
-            ("transfer", None if code == "FD201" else summary.transfer),
-            ("augmentation", None if code == "FD202" else summary.augment),
-        )
-        if phase is not None and phase.share < TRANSFER_HIGH
-    ]
+    phases = {
+        "loading": summary.stall,
+        "transfer": summary.transfer,
+        "augmentation": summary.augment,
+    }
+    small = {
+        name: phase.share
+        for name, phase in phases.items()
+        if phase is not None and phase.share < TRANSFER_HIGH and name != about
+    }
     if not small:
-        return None
-    names = [name for name, _ in small]
-    listed = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
-    together = math.floor(100 * sum(share for _, share in small)) + 1
-    verb = "costs" if len(names) == 1 else "together cost"
+        return ""
+    *others, last = small
+    listed = f"{', '.join(others)} and {last}" if others else last
+    together = math.floor(100 * sum(small.values())) + 1
+    verb = "together cost" if others else "costs"
     return f"{listed} {verb} < {together}% of the step"

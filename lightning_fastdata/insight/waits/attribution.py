@@ -9,7 +9,7 @@ holds the interpreter that the hand-over needs. The parts of a wait add up to th
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Final
 
@@ -25,32 +25,24 @@ _TYPICAL_WEIGHT: Final = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WaitParts:
-    """Where the time of one or more waits went. The sum of all parts is the time waited."""
+    """Where the time of one or more waits went. The sum of all parts is the time waited.
+
+    ``PART_WORDS`` says what each part is. Of ``read_ms`` it is not known which of the three parts
+    before it.
+    """
 
     read_cpu_ms: float = 0.0
-    """Samples were read, decoded or transformed, on a CPU."""
     read_runqueue_ms: float = 0.0
-    """Reading was ready to run, but other threads had the CPUs."""
     read_blocked_ms: float = 0.0
-    """Reading waited for storage, a network or a lock."""
     read_ms: float = 0.0
-    """Samples were read, on a system that does not tell how."""
     slow_sample_ms: float = 0.0
-    """One sample took several times as long as the others."""
     collate_ms: float = 0.0
-    """Samples were collated, or written into the batch."""
     pin_ms: float = 0.0
-    """The batch was copied into page-locked memory."""
     sampler_ms: float = 0.0
-    """The training process asked the sampler or batch sampler what comes next."""
     unpack_ms: float = 0.0
-    """The training process took the batch out of what it was sent in, above all unpickled it."""
     queued_ms: float = 0.0
-    """The training process was ready to take the batch, but other threads had the CPUs."""
     handover_ms: float = 0.0
-    """The batch was complete and on its way to the training process."""
     idle_ms: float = 0.0
-    """Nothing was done for the batch: processes were starting, or had nothing to do."""
 
     @property
     def total_ms(self) -> float:
@@ -70,6 +62,21 @@ class WaitParts:
         return {f.name.removesuffix("_ms"): getattr(self, f.name) / total for f in fields(self)}
 
 
+PART_WORDS: Final[Mapping[str, str]] = {
+    "read_cpu_ms": "reading and transforming samples, on a CPU",
+    "read_runqueue_ms": "reading was ready to go on, but other threads had the CPUs",
+    "read_blocked_ms": "reading waited for storage, a network or a lock",
+    "read_ms": "reading and transforming samples",
+    "slow_sample_ms": "single samples that took several times as long as the others",
+    "collate_ms": "collating samples, or writing them into the batch",
+    "pin_ms": "copying batches into page-locked memory",
+    "sampler_ms": "asking the sampler which samples come next, in the training process",
+    "unpack_ms": "unpickling batches, in the training process",
+    "queued_ms": "the training process was ready to take batches, but others had the CPUs",
+    "handover_ms": "handing complete batches over to the training process",
+    "idle_ms": "nothing was being done for the batch: workers started, or had nothing to do",
+}
+
 _PARTS: Final = fields(WaitParts)
 _CPU, _RUNQUEUE, _BLOCKED, _READ, _SLOW, _COLLATE, _PIN = range(7)
 _SAMPLER, _UNPACK, _QUEUED, _HANDOVER, _IDLE = range(7, len(_PARTS))
@@ -86,7 +93,7 @@ class SlowSample:
     typical_ms: float
     """How long samples take as a rule."""
     path: str | None = None
-    """Its file, if the dataset tells."""
+    """Its file; None where it is not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +137,7 @@ class WaitCutter:
         return self._threads[last.process, last.thread][-1] is not last
 
     def cut(self, batch: BatchStamps) -> Wait:
-        """Note a batch and return where the wait for it went, as far as is known then."""
+        """Note a batch and return where the wait for it went, by what is known then."""
         self.note(batch)
         typical_ms = self.typical_sample_ms or 0.0
         ns, slowest = self.cut_ns(batch)
@@ -184,7 +191,7 @@ class WaitCutter:
         queued = min(handover, batch.own.runqueue_ns or 0)
         ns[_QUEUED] += queued
         ns[_HANDOVER] += handover - queued
-        # Nobody can work on what the sampler has not told yet.
+        # No worker can begin with samples that the sampler has not drawn yet.
         sampled = min(max(0, idle), _overlap_ns(batch.own.sampled_ns, start, made))
         ns[_SAMPLER] += sampled
         ns[_IDLE] = max(0, idle - sampled)

@@ -11,7 +11,12 @@ from operator import add
 from typing import TYPE_CHECKING, Any, Final
 
 from lightning_fastdata.errors import printable
-from lightning_fastdata.insight.waits.attribution import SlowSample, WaitCutter, WaitParts
+from lightning_fastdata.insight.waits.attribution import (
+    PART_WORDS,
+    SlowSample,
+    WaitCutter,
+    WaitParts,
+)
 from lightning_fastdata.insight.waits.lines import LineShare, LineTotals, line_text
 from lightning_fastdata.stamps.sample_times import BUCKETS, bounds_ns
 
@@ -20,7 +25,7 @@ if TYPE_CHECKING:
 
 _NS_PER_MS: Final = 1e6
 _PARTS: Final = tuple(part.name for part in fields(WaitParts))
-_TOLD: Final = ("read_cpu_ms", "read_runqueue_ms", "read_blocked_ms")
+_BY_KIND: Final = ("read_cpu_ms", "read_runqueue_ms", "read_blocked_ms")
 _OPTIONAL: Final = ("read_ms", "pin_ms", "sampler_ms", "unpack_ms", "queued_ms")
 _SLOWEST: Final = 5
 _MOST_HELD: Final = 32
@@ -29,21 +34,6 @@ _FEWEST_TIMES: Final = 100
 _KEPT_SLOW: Final = 256
 WORTH_SAYING: Final = 0.05
 """Smaller shares are not put into words."""
-
-PART_WORDS: Final[Mapping[str, str]] = {
-    "read_cpu_ms": "reading and transforming samples, on a CPU",
-    "read_runqueue_ms": "reading was ready to go on, but other threads had the CPUs",
-    "read_blocked_ms": "reading waited for storage, a network or a lock",
-    "read_ms": "reading and transforming samples",
-    "slow_sample_ms": "single samples that took several times as long as the others",
-    "collate_ms": "collating samples, or writing them into the batch",
-    "pin_ms": "copying batches into page-locked memory",
-    "sampler_ms": "asking the sampler which samples come next, in the training process",
-    "unpack_ms": "unpickling batches, in the training process",
-    "queued_ms": "the training process was ready to take batches, but others had the CPUs",
-    "handover_ms": "handing complete batches over to the training process",
-    "idle_ms": "nothing was being done for the batch: workers started, or had nothing to do",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +144,7 @@ class CauseTotals:
                 return  # made before stamps were taken
             cutter = self._cutters[loader] = WaitCutter()
         cutter.note(batch)
-        # What held up a batch may be told by the next ones.
+        # What held up a batch may show in the next ones.
         held = self._held.setdefault(loader, deque())
         held.append(batch)
         while held and (len(held) > _MOST_HELD or cutter.complete(held[0])):
@@ -334,9 +324,9 @@ def operations_table(causes: WaitCauses) -> str:
 
 def _measured(means: Mapping[str, float]) -> dict[str, float]:
     """Leave out what was not measured: how reading went, or that it went, or any pinning."""
-    unknown = means["read_ms"] > 0 and not any(means[name] for name in _TOLD)
-    left_out = {name for name in _OPTIONAL if not means[name]} | set(_TOLD if unknown else ())
-    return {name: value for name, value in means.items() if name not in left_out}
+    unknown = means["read_ms"] > 0 and not any(means[name] for name in _BY_KIND)
+    optional = (*_OPTIONAL, *_BY_KIND) if unknown else _OPTIONAL
+    return {name: value for name, value in means.items() if value or name not in optional}
 
 
 def _plain(index: Any) -> Any:

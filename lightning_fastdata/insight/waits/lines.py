@@ -49,7 +49,7 @@ class LineShare:
     """Of the time to read, 0 to 1."""
     blocked_share: float | None
     """Of the line's time, what it waited for something other than a CPU, 0 to 1; None where the
-    kernel does not tell."""
+    kernel does not report it."""
     waits_in: str
     """What it mostly waits in: ``file`` (or pipe), ``socket``, ``lock`` or ``sleep``; empty: in
     nothing, in something else, or not known."""
@@ -61,12 +61,12 @@ class LineShare:
 
 
 class _Line:
-    __slots__ = ("blocked_ns", "calls", "total_ns", "untold", "waits")
+    __slots__ = ("blocked_ns", "calls", "total_ns", "unmeasured", "waits")
 
     def __init__(self) -> None:
         self.total_ns = 0
         self.blocked_ns = 0
-        self.untold = False
+        self.unmeasured = False
         self.calls: Counter[str] = Counter()
         self.waits: Counter[str] = Counter()
 
@@ -90,7 +90,7 @@ class LineTotals:
             if len(line.calls) > _KEPT_CALLS:
                 line.calls = Counter(dict(line.calls.most_common(_KEPT_CALLS // 2)))
             if each.blocked_ns is None:
-                line.untold = True
+                line.unmeasured = True
             elif each.blocked_ns:
                 line.blocked_ns += each.blocked_ns
                 line.waits[each.waits_in] += each.blocked_ns
@@ -110,7 +110,7 @@ class LineTotals:
                 function=function,
                 calls=_most_of(line.calls, line.total_ns),
                 share=line.total_ns / self._total_ns,
-                blocked_share=None if line.untold else line.blocked_ns / max(1, line.total_ns),
+                blocked_share=None if line.unmeasured else line.blocked_ns / max(1, line.total_ns),
                 waits_in=_most_of(line.waits, line.blocked_ns),
             )
             for (file, number, function), line in longest[:_MOST_LINES]

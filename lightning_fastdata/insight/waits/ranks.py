@@ -89,25 +89,22 @@ def slowest(ranks: Iterable[RankTiming]) -> RankTiming | None:
 
     None if no stall was measured on two ranks or more.
     """
-    told = _told(ranks)
-    if len(told) < 2:
+    timed = _with_stall(ranks)
+    if len(timed) < 2:
         return None
-    return max(told, key=lambda each: (each.stall_ms or 0.0, -(each.compute_ms or 0.0)))
+    return max(timed, key=lambda each: (each.stall_ms or 0.0, -(each.compute_ms or 0.0)))
 
 
 def mean_stall_ms(ranks: Iterable[RankTiming]) -> float | None:
     """Return the mean over the ranks whose stall was measured; None if it was on none."""
-    told = _told(ranks)
-    return sum(each.stall_ms or 0.0 for each in told) / len(told) if told else None
+    timed = _with_stall(ranks)
+    return sum(each.stall_ms or 0.0 for each in timed) / len(timed) if timed else None
 
 
 def rank_metrics(ranks: Sequence[RankTiming]) -> dict[str, float]:
-    """Return the scalars for loggers; what was not measured has no key.
+    """Return the scalars of several ranks, as ``metric_names.RANKS`` has them.
 
-    Returns:
-        Over the ranks: ``data_ranks/stall_{max,mean,min}_ms``, ``data_ranks/step_max_ms`` and
-        ``data_ranks/compute_{max,min}_ms``; ``data_ranks/slowest_rank`` is the rank with the
-        largest stall. Empty with fewer than two ranks.
+    What was not measured has no key; empty with fewer than two ranks.
     """
     if len(ranks) < 2:
         return {}
@@ -132,12 +129,10 @@ def ranks_line(ranks: Sequence[RankTiming]) -> str | None:
             f"rank {worst.rank} on {worst.host} stalls {stall:.1f} ms a step, the mean is "
             f"{mean:.1f}"
         )
-    told = _told(ranks)
-    hosts = len({each.host for each in told})
-    return (
-        f"{len(told)} ranks on {hosts} host{'s' if hosts > 1 else ''} stall alike, {mean:.1f} ms a "
-        f"step, at most {stall:.1f}"
-    )
+    timed = _with_stall(ranks)
+    hosts = len({each.host for each in timed})
+    where = f"{len(timed)} ranks on {hosts} host{'s' if hosts > 1 else ''}"
+    return f"{where} stall alike, {mean:.1f} ms a step, at most {stall:.1f}"
 
 
 def rank_evidence(ranks: Sequence[RankTiming]) -> dict[str, tuple[Any, ...]]:
@@ -145,7 +140,9 @@ def rank_evidence(ranks: Sequence[RankTiming]) -> dict[str, tuple[Any, ...]]:
 
     Empty if a stall is missing: a rank that is not known may be the one that is looked for.
     """
-    if len(_told(ranks)) < max(2, len(ranks)) or [r.rank for r in ranks] != [*range(len(ranks))]:
+    if len(_with_stall(ranks)) < max(2, len(ranks)) or [r.rank for r in ranks] != [
+        *range(len(ranks))
+    ]:
         return {}
     return {
         "rank_stalls_ms": tuple(each.stall_ms for each in ranks),
@@ -154,7 +151,7 @@ def rank_evidence(ranks: Sequence[RankTiming]) -> dict[str, tuple[Any, ...]]:
     }
 
 
-def _told(ranks: Iterable[RankTiming]) -> list[RankTiming]:
+def _with_stall(ranks: Iterable[RankTiming]) -> list[RankTiming]:
     return [each for each in ranks if each.stall_ms is not None]
 
 
@@ -164,6 +161,6 @@ def _mean(values: Any) -> float | None:
 
 
 def _weighted(values: Iterable[tuple[float | None, int]]) -> float | None:
-    told = [(value, steps) for value, steps in values if value is not None and steps]
-    total = sum(steps for _, steps in told)
-    return sum(value * steps for value, steps in told) / total if total else None
+    known = [(value, steps) for value, steps in values if value is not None and steps]
+    total = sum(steps for _, steps in known)
+    return sum(value * steps for value, steps in known) / total if total else None

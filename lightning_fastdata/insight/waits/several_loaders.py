@@ -5,13 +5,18 @@ The loaders are asked one after the other, so that a step waits for the sum of t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
+
+from lightning_fastdata.insight.waits.causes import CauseTotals
 
 if TYPE_CHECKING:
     from lightning_fastdata.insight.waits.causes import WaitCauses
-    from lightning_fastdata.stamps.batch_stamps import BatchStamps
+    from lightning_fastdata.stamps.batch_stamps import BatchStamps, ReadRates
+
+_NS_PER_MS: Final = 1e6
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +86,90 @@ class OneOfSeveral:
         return max(0.0, step_ms - min(step_ms, rest_ms + self.wait_ms) * (1 - ratio))
 
 
+class LoaderTotals:
+    """What the batches of one loader cost, whichever object delivers them in each epoch.
+
+    Args:
+        key: Of several loaders, which one it is; None: there is one.
+        prefix: Of the names for loggers.
+    """
+
+    def __init__(self, key: LoaderKey | None, prefix: str) -> None:
+        self.key = key
+        self.totals = CauseTotals(prefix)
+        self.rates: ReadRates | None = None
+        """What half of its workers and all of them read, if that was tried."""
+        self.made: Counter[int] = Counter()
+        """Samples, by the number of the process that made them."""
+        # Of the steps that are not first in an epoch:
+        self.batches = 0
+        self.waited_ns = 0
+        self.begins = self.begins_ns = 0
+        """Passes over the loader that began, and of the wait, that for their first batches."""
+        self.window_batches = 0
+        """Batches since the last metrics."""
+
+    def add(self, batch: BatchStamps, loader: int, *, opening: bool) -> None:
+        """Count a batch of a loader, which may have come in the first step of an epoch."""
+        for task in batch.tasks:
+            self.made[task.process] += task.samples
+        self.rates = batch.rates or self.rates
+        waited_ns = batch.delivered_ns - batch.requested_ns
+        if not opening:
+            self.batches += 1
+            self.window_batches += 1
+            self.waited_ns += waited_ns
+            if batch.first:
+                self.begins += 1
+                self.begins_ns += waited_ns
+        if self.key is not None:
+            # Of several loaders, one may begin anew within an epoch, and its step is as the others.
+            batch = batch._replace(first=opening)
+        self.totals.add(batch, loader)
+
+    def waited_ms(self, steps: int) -> float:
+        """Return the wait for its batches, the mean over so many steps."""
+        return self.waited_ns / steps / _NS_PER_MS
+
+    def within_pass_ms(self, steps: int) -> float:
+        """Return the same without the first batches of passes over it."""
+        return (self.waited_ns - self.begins_ns) / steps / _NS_PER_MS
+
+
+def step_waits_ms(
+    keys: Iterable[LoaderKey],
+    totals: Mapping[LoaderKey | None, LoaderTotals],
+    *,
+    steps: int,
+    step_wait_ms: float | None,
+) -> dict[LoaderKey, float | None]:
+    """Return what a step waits for each of several loaders, in ms; None: not known.
+
+    Args:
+        keys: Of all loaders.
+        totals: Of those that take stamps.
+        steps: Over which the mean is taken.
+        step_wait_ms: What a step waits for all of them, as the loop measured it; None: not known.
+    """
+    found: dict[LoaderKey, float | None] = dict.fromkeys(keys)
+    if not steps:
+        return found
+    mine = {key: totals[key] for key in found if key in totals}
+    stamped = {key: each.waited_ms(steps) for key, each in mine.items()}
+    silent = [key for key in found if key not in mine]
+    found |= stamped
+    if step_wait_ms is None:
+        return found
+    # No stamp shows what it takes to end a pass over a loader and to begin the next one.
+    left_ms = max(0.0, step_wait_ms - sum(stamped.values()))
+    begins = sum(each.begins for each in mine.values())
+    if len(silent) == 1:
+        found[silent[0]] = left_ms
+    elif begins and not silent:
+        found |= {key: stamped[key] + left_ms * each.begins / begins for key, each in mine.items()}
+    return found
+
+
 def costliest(loaders: Iterable[LoaderWait]) -> LoaderWait | None:
     """Return the loader that is waited for most; None if no wait of any is known."""
     known = [each for each in loaders if each.wait_ms is not None]
@@ -89,11 +178,11 @@ def costliest(loaders: Iterable[LoaderWait]) -> LoaderWait | None:
 
 def waits_line(loaders: Sequence[LoaderWait]) -> str:
     """Return ``waits: images 12.3 ms, text 0.1 ms``; empty without several loaders."""
-    told = [
+    waits = [
         f"{each.name} {'not known' if each.wait_ms is None else f'{each.wait_ms:.1f} ms'}"
         for each in loaders
     ]
-    return f"waits: {', '.join(told)}" if told else ""
+    return f"waits: {', '.join(waits)}" if waits else ""
 
 
 def cpus_used(stamps: Sequence[BatchStamps]) -> float:

@@ -6,40 +6,16 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 from lightning_fastdata.insight.measure.wall import STEP_PARTS
+from lightning_fastdata.insight.metric_names import MAIN
 
 if TYPE_CHECKING:
     from lightning_fastdata.insight.measure.wall import WallTime
 
 Scalars: TypeAlias = Literal["main", "all"]
-"""What is logged: ``MAIN`` alone, or everything that is measured."""
+"""What is logged: the main numbers alone, or everything that is measured."""
 
 PREDICTED_STEP: Final = "data_tune/predicted_step_ms"
 """What the model of the loader says that a step takes in the setup as it is."""
-MAIN: Final = frozenset(
-    (
-        "data/stall_percent",
-        "data/step_ms",
-        "data/throughput_samples_per_s",
-        "data/time_augment_ms",
-        "data/time_compute_ms",
-        "data/time_transfer_ms",
-        "data/time_wait_ms",
-        "data_band/stall_p50_ms",
-        "data_band/stall_p95_ms",
-        "data_headroom/throughput_if_data_were_free_samples_per_s",
-        "data_ranks/stall_max_ms",
-        "data_run/samples_per_s",
-        "data_run/steps_percent",
-        "data_val/stall_percent",
-        "data_wait/collate_ms",
-        "data_wait/handover_ms",
-        "data_wait/read_blocked_ms",
-        "data_wait/read_cpu_ms",
-        "data_wait/read_ms",
-        "data_wait/read_runqueue_ms",
-    )
-)
-"""What people look at: 20 at most, several of them only where there is something to measure."""
 
 
 def chosen(metrics: Mapping[str, float], scalars: Scalars) -> dict[str, float]:

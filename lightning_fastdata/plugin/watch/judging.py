@@ -7,12 +7,10 @@ from contextlib import contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
-from torch.utils.data import IterableDataset
-
 from lightning_fastdata.augment.switch import leaves_to_device
 from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.insight.model.evidence import Evidence
-from lightning_fastdata.insight.model.loader_facts import LoaderFacts
+from lightning_fastdata.insight.model.loader_facts import LoaderFacts, read_loader
 from lightning_fastdata.insight.model.simulate import simulate
 from lightning_fastdata.insight.verdicts.verdict import judge
 from lightning_fastdata.insight.waits.ranks import rank_evidence
@@ -75,7 +73,6 @@ class RunJudge:
         """
         stage = self._recording.main.stage
         label, loader = _costliest_loader(self._recording.loaders(), main)
-        workers = getattr(loader, "num_workers", None)
         transform = getattr(loader, "transform", None)
         augment_on = None
         recording = getattr(loader, "recording", None)
@@ -90,14 +87,11 @@ class RunJudge:
         decided = getattr(self._trainer.datamodule, "augmentation_settled", None)
         settled = decided is not None and decided(stage)
         settled |= transform is not None and not leaves_to_device(transform)
-        return LoaderFacts(
-            num_workers=workers,
+        return read_loader(
+            loader,
             usable_cpus=self._usable_cpus,
-            augment_on=augment_on,  # type: ignore[arg-type]
+            augment_on=augment_on,
             augment_settled=settled,
-            pinned=getattr(loader, "pin_memory", None),
-            streamed=isinstance(getattr(loader, "dataset", None), IterableDataset),
-            persistent_workers=getattr(loader, "persistent_workers", None) if workers else None,
             loader=label,
         )
 

@@ -10,7 +10,8 @@ from typing import Any, Literal
 from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.batches.moving import batch_samples
 from lightning_fastdata.errors import OptionsError
-from lightning_fastdata.insight.report.run_report import RunReport, first_word
+from lightning_fastdata.insight.report.run_report import RunReport
+from lightning_fastdata.insight.report.summary_text import first_word
 from lightning_fastdata.insight.waits.ranks import rank_metrics
 from lightning_fastdata.planning.checks import check, check_among
 from lightning_fastdata.planning.option_names import NeedsConstruction, refuses_unknown_names

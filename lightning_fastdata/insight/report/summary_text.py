@@ -1,0 +1,235 @@
+"""The summary of a run in lines of a terminal, each in pieces with a style."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
+
+from lightning_fastdata.errors import printable
+from lightning_fastdata.insight.measure.wall import wall_text
+from lightning_fastdata.insight.model.finding import STALL_LOW, gain_text
+from lightning_fastdata.insight.report.drawing import bar, duration_text
+from lightning_fastdata.insight.waits.causes import cause_lines
+from lightning_fastdata.insight.waits.ranks import ranks_line
+from lightning_fastdata.insight.waits.several_loaders import waits_line
+from lightning_fastdata.types import STAGE_WORDS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from lightning_fastdata.insight.measure.metrics import StageSummary
+    from lightning_fastdata.insight.measure.wall import WallTime
+    from lightning_fastdata.insight.verdicts.verdict import Verdict
+    from lightning_fastdata.insight.waits.ranks import RankTiming
+
+_MOST_REMEDIES = 2
+
+_PHASE_COLORS = {"wait": "red", "transfer": "cyan", "augment": "magenta", "compute": "green"}
+_KIND_COLORS = {
+    "data-bound": "bold white on red",
+    "balanced": "bold black on yellow",
+    "compute-bound": "bold white on green",
+    "unknown": "bold reverse",
+}
+_PAUSE_COLOR = "bold white on magenta"
+_TO_ASCII = str.maketrans({"─": "-", "·": "|", "→": ">", "…": "."})
+_INDENT = 7
+_NARROWEST, _WIDEST = 60, 120
+_BAR_SPACE = 42
+"""Columns of a phase's row that are not bar."""
+_LONG_PATH = re.compile(r"[^\s()'\"]*/[^\s()'\"/]+/([^\s()'\"/]+/[^\s()'\"/]+)")
+"""A path with more than its last two parts: the page of the report has it in full."""
+
+_T = TypeVar("_T")
+
+Line: TypeAlias = "list[tuple[str, str]]"
+"""Pieces of one line: text and rich style."""
+
+
+def summary_lines(
+    stages: Sequence[StageSummary],
+    verdict: Verdict | None,
+    *,
+    wall: WallTime | None,
+    ranks: Sequence[RankTiming],
+    notes: Sequence[str],
+    ended: bool,
+    width: int,
+    ascii: bool,  # noqa: A002
+) -> list[Line]:
+    """Return the summary of a run.
+
+    Args:
+        stages: The first one is shown in full; the others get a line.
+        verdict: What limits the first stage; None: not known.
+        wall: Where the wall time of the run went; None: not known.
+        ranks: What the training steps of each rank took; empty with one rank.
+        notes: One sentence each.
+        ended: False where the run goes on.
+        width: Columns.
+        ascii: Draw with ASCII signs.
+    """
+    lines: list[Line] = []
+    if not stages:
+        lines += [rule("fastdata ", width), [(" nothing was measured", "")]]
+    else:
+        first = stages[0]
+        so_far = "" if ended else "so far "
+        lines.append(rule(f"fastdata · {_headline(first)} {so_far}", width))
+        lines += _verdict_lines(verdict, width)
+        lines += [[], *_phase_rows(first, width, ascii), []]
+        lines += _words("", waits_line(first.loaders), width, "")
+        lines += _throughput_lines(first, wall, width)
+        if wall is not None:
+            lines += _words("", wall_text(wall, first.stage), width, "dim")
+    if verdict is not None:
+        lines += _finding_lines(verdict, stages, width)
+    for stage in stages[1:]:
+        lines += _words(stage.stage, _stage_line(stage), width, "")
+        lines += _words("", waits_line(stage.loaders), width, "")
+    lines += _words("ranks", ranks_line(ranks) or "", width, "")
+    for note in notes:
+        lines += _words("note", note, width, "dim")
+    lines.append(rule("", width))
+    if not ascii:
+        return lines
+    return [[(as_ascii(piece), style) for piece, style in line] for line in lines]
+
+
+def first_word(verdict: Verdict, steps: int) -> str:
+    """Return in one line what limits the first steps of a run, and what to try."""
+    finding = verdict.findings[0]
+    sentence = verdict.sentence or finding.cause
+    gain = "" if finding.gain is None else f": {gain_text(finding.gain)}"
+    short = _LONG_PATH.sub(r".../\1", finding.remedy)
+    remedy = f"; try {short}{gain}" if short else ""
+    line = f"fastdata after {steps} steps: {verdict.kind}, {sentence}{remedy} [{finding.code}]"
+    return printable(line)
+
+
+def rule(title: str, width: int) -> Line:
+    """Return a line across the page that begins with a title."""
+    return [(title, "bold"), ("─" * max(0, width - len(title)), "dim")]
+
+
+def _headline(stage: StageSummary) -> str:
+    return f"{stage.stage} · {stage.steps} steps in {duration_text(stage.duration_s)}"
+
+
+def _verdict_lines(verdict: Verdict | None, width: int) -> Iterable[Line]:
+    if verdict is None:
+        return
+    badge = f" {verdict.kind.upper()} "
+    sentence = printable(verdict.sentence)
+    for i, part in enumerate(textwrap.wrap(sentence, width - len(badge) - 2)):
+        if i == 0:
+            yield [(badge, _KIND_COLORS.get(verdict.kind, _PAUSE_COLOR)), (f"  {part}", "")]
+        else:
+            yield [(" " * (len(badge) + 2) + part, "")]
+
+
+def _phase_rows(stage: StageSummary, width: int, ascii_only: bool) -> Iterable[Line]:
+    """Return a row for each measured phase; ``wait`` is the exposed part, so that all add up."""
+    phases = {
+        "wait": stage.stall,
+        "transfer": stage.transfer,
+        "augment": stage.augment,
+        "compute": stage.compute,
+    }
+    length = min(40, width - _BAR_SPACE)
+    for name, phase in phases.items():
+        if phase is not None:
+            drawn = bar(phase.share, length, ascii=ascii_only)
+            yield [
+                (f" {name:<9} ", "bold" if name == "wait" else ""),
+                (f"{drawn:<{length}}", _PHASE_COLORS[name]),
+                (f" {phase.mean_ms:8.1f} ms {percent(phase.share):>4}", ""),
+                (f"  p95 {phase.p95_ms:7.1f}", "dim"),
+            ]
+
+
+def _throughput_lines(stage: StageSummary, wall: WallTime | None, width: int) -> Iterable[Line]:
+    if stage.samples_per_s is None:
+        return
+    line = [(f" {stage.samples_per_s:.0f} samples/s in a step", "")]
+    if wall is not None and wall.samples_per_s is not None:
+        whole = STAGE_WORDS.get(stage.stage, stage.stage)
+        yield [(f" {wall.samples_per_s:.0f} samples/s in the whole {whole}", "")]
+    free = stage.headroom
+    # What the model would do with the CPUs that load, if it computes on them, is not known.
+    if free is not None and (stage.device != "cpu" or free.basis == "measured"):
+        basis = " (measured)" if free.basis == "measured" else ""
+        gain = f"{free.samples_per_s / stage.samples_per_s:.2f}x to gain"
+        line += [("  ·  ", "dim"), (f"{free.samples_per_s:.0f} if data were free{basis}", "")]
+        if sum(len(piece) for piece, _ in line) + len(gain) + 5 > width:
+            yield line
+            line = [(f" {gain}", "bold")]
+        else:
+            line += [("  ·  ", "dim"), (gain, "bold")]
+    yield line
+
+
+def _finding_lines(verdict: Verdict, stages: Sequence[StageSummary], width: int) -> Iterable[Line]:
+    """Return why, what to try with what it would gain, and what to leave alone."""
+    shown = [found for found in verdict.findings if found.remedy][:_MOST_REMEDIES]
+    causes = [found.cause for found in shown or verdict.findings[:1]]
+    why = [cause for cause in causes if cause != verdict.sentence]
+    if len(why) < _MOST_REMEDIES:
+        # A cause that stamps show is the largest part of the wait, which need not be said again.
+        stamped = causes[0] != verdict.sentence
+        brief = _brief_causes(stages)[1 if stamped else 0 :]
+        why.append("; ".join(line for line in brief if not any(line in cause for cause in causes)))
+    why.append("; ".join(verdict.evidence))
+    for label, line in _labelled("why", filter(None, why)):
+        yield from _words(label, line, width, "")
+    for label, found in _labelled("try", shown):
+        gain = "" if found.gain is None else f": {gain_text(found.gain)}"
+        yield from _words(label, _LONG_PATH.sub(r".../\1", found.remedy) + gain, width, "")
+    first = verdict.findings[0]
+    skip = " ".join(filter(None, (first.leave_alone, f"[{first.code}]")))
+    yield from _words("skip" if first.leave_alone else "", skip, width, "dim")
+
+
+def _labelled(label: str, items: Iterable[_T]) -> Iterable[tuple[str, _T]]:
+    for number, item in enumerate(items):
+        yield "" if number else label, item
+
+
+def _brief_causes(stages: Sequence[StageSummary]) -> list[str]:
+    """Return why the batches of the first stage were late, if that cost it anything."""
+    first = stages[0] if stages else None
+    if first is None or first.causes is None or (first.stall_share or 0.0) < STALL_LOW:
+        return []
+    return cause_lines(first.causes, brief=True)
+
+
+def _stage_line(stage: StageSummary) -> str:
+    parts = [f"{stage.steps} steps in {duration_text(stage.duration_s)}"]
+    if stage.stall_share is not None:
+        parts.append(f"wait {percent(stage.stall_share)}")
+    if stage.samples_per_s is not None:
+        parts.append(f"{stage.samples_per_s:.0f} samples/s")
+    return "  ·  ".join(parts)
+
+
+def _words(label: str, text: str, width: int, style: str) -> Iterable[Line]:
+    """Return the text wrapped beside its label, its later lines further in than its first."""
+    parts = textwrap.wrap(printable(text), width - _INDENT, subsequent_indent="  ")
+    for i, part in enumerate(parts):
+        yield [(f" {label if i == 0 else '':<{_INDENT - 2}} ", "bold"), (part, style)]
+
+
+def fitted(width: int) -> int:
+    """Return the columns to lay text out for."""
+    return min(_WIDEST, max(_NARROWEST, width))
+
+
+def percent(share: float) -> str:
+    """Return a share, 0 to 1, e.g. as ``37%``."""
+    return f"{100 * share:.0f}%"
+
+
+def as_ascii(text: str) -> str:
+    """Return the text with ASCII signs in the place of drawn ones."""
+    return text.translate(_TO_ASCII).encode("ascii", "replace").decode("ascii")

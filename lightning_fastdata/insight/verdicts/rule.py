@@ -1,0 +1,63 @@
+"""A rule looks for one cause in what was measured; all rules together are the catalogue."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Generic, Literal, NamedTuple, TypeVar
+
+if TYPE_CHECKING:
+    from lightning_fastdata.insight.measure.metrics import StageSummary
+    from lightning_fastdata.insight.model.evidence import Evidence
+    from lightning_fastdata.insight.model.finding import Finding, Kind
+    from lightning_fastdata.insight.model.loader_facts import LoaderFacts
+    from lightning_fastdata.insight.waits.attribution import WaitParts
+
+SMALL_COSTS: Final = frozenset({"FD001", "FD002", "FD106", "FD201", "FD202"})
+"""Findings without stamps where the stall is 10 % or less: any known cause replaces them."""
+ALL_COSTS: Final = SMALL_COSTS | {"FD101", "FD102", "FD103", "FD104", "FD105"}
+"""All findings without stamps: a cause of late batches replaces them."""
+
+
+class Unstamped(NamedTuple):
+    """What findings without stamps rest on."""
+
+    summary: StageSummary
+    """The measured stage."""
+    facts: LoaderFacts
+    """What its loader says about itself."""
+    parts: WaitParts | None = None
+    """Where the wait for a batch went; None: no stamps were taken."""
+
+
+Facts = TypeVar("Facts", "Evidence", Unstamped)
+
+
+@dataclass(frozen=True, slots=True)
+class Rule(Generic[Facts]):
+    """One cause: how it is looked for, and how what was found goes with other findings."""
+
+    code: str
+    """Stable code; it keeps its meaning for ever. ``docs/verdicts.md`` has a chapter for it."""
+    title: str
+    """The cause in a few words."""
+    find: Callable[[Facts], Finding | None]
+    """Returns the finding; None where the facts do not show the cause, or were not measured."""
+    about: Literal["stage", "loader", "machine", "rank", "run"] = "stage"
+    """What the cause belongs to. ``"loader"``: of several loaders, the one that is waited for most,
+    which the finding names. ``"machine"``: the same, but the remedy is no option of a loader.
+    ``"rank"``: one of several processes that train together. ``"run"``: a pause between steps."""
+    replaces: frozenset[str] = SMALL_COSTS
+    """Codes of findings that are left out beside this one: it says why, or they rest on what it
+    shows to be wrong."""
+    after: str = ""
+    """The code after which it stands in the catalogue; empty: its own place by code."""
+    kind: Kind | None = None
+    """What a run is called that this cause holds up most; None: what its stall says."""
+
+
+class Found(NamedTuple):
+    """A finding, and the rule that made it."""
+
+    rule: Rule[Evidence] | Rule[Unstamped]
+    finding: Finding

@@ -1,0 +1,77 @@
+"""Each number that loggers get stands in one table, and the page prints it."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from lightning_fastdata.host.cpu import CpuThrottling
+from lightning_fastdata.host.processes import ReadBytes
+from lightning_fastdata.host.usage import DeviceUsage, HostUsage
+from lightning_fastdata.insight.measure.host_metrics import device_scalars, host_scalars
+from lightning_fastdata.insight.measure.metrics import StepTiming, columns_of
+from lightning_fastdata.insight.measure.wall import WallTime
+from lightning_fastdata.insight.measure.window import window_means
+from lightning_fastdata.insight.metric_names import MACHINE, MAIN, METRICS, RANKS, STEPS, WAITS
+from lightning_fastdata.insight.waits.attribution import WaitParts
+from lightning_fastdata.insight.waits.ranks import RankTiming, rank_metrics
+from lightning_fastdata.plugin.loggers.scalars import PREDICTED_STEP, wall_scalars
+
+PAGE = (Path(__file__).parents[2] / "docs" / "measuring.md").read_text()
+BY_THE_PLUGIN = {"data_host/pss_mib", "data_workers/busy_percent", "data_val/stall_percent"}
+
+
+def full_row(metric):
+    return f"| `{metric.name}` | {metric.meaning} |"
+
+
+def row_with_clocks(metric):
+    clocks = [f" {clock} " if clock else " " for clock in (metric.on_gpu, metric.on_cpu)]
+    return f"{full_row(metric)}{'|'.join(clocks)}|"
+
+
+def short_row(metric):
+    return f"| `{metric.name.partition('/')[2]}` | {metric.meaning} |"
+
+
+@pytest.mark.parametrize(
+    ("metrics", "row"),
+    [(STEPS, row_with_clocks), (WAITS, short_row), (RANKS, short_row), (MACHINE, full_row)],
+)
+def test_the_page_prints_the_table(metrics, row):
+    assert "\n| --- | --- " in PAGE
+    assert "|\n" + "\n".join(map(row, metrics)) + "\n\n" in PAGE
+
+
+def usage(at_s):
+    return HostUsage(
+        at_s=at_s, workers=1, read={1: ReadBytes(asked_bytes=1, storage_bytes=1)},
+        throttling=CpuThrottling(periods=int(at_s), throttled_periods=0, throttled_us=0),
+        cpu_pressure_us=0, io_pressure_us=0, shm_used_share=0.1,
+    )  # fmt: skip
+
+
+def test_what_is_measured_has_a_name_in_the_table_and_nothing_else_has():
+    step = StepTiming(
+        step=0, samples=1, cold=0, wait_ms=1.0, stall_ms=1.0, transfer_ms=1.0, augment_ms=1.0,
+        compute_ms=1.0, gap_ms=1.0, step_ms=4.0,
+    )  # fmt: skip
+    rank = RankTiming(rank=0, host="a", steps=1, step_ms=4.0, stall_ms=1.0, compute_ms=1.0)
+    memory = DeviceUsage(peak_bytes=1, never_used_bytes=1, total_bytes=2, alloc_retries=0)
+    measured = {
+        PREDICTED_STEP,
+        *window_means(columns_of([step])),
+        *(f"data_wait/{part.name}" for part in fields(WaitParts)),
+        *rank_metrics([rank, rank]),
+        *wall_scalars(WallTime(total_s=1.0, parts_s={"compute": 1.0}, steps=1, samples=1)),
+        *host_scalars(usage(1.0), usage(2.0)),
+        *device_scalars(memory, memory),
+    }
+    assert measured | BY_THE_PLUGIN == {metric.name for metric in METRICS}
+    assert len(METRICS) == len({metric.name for metric in METRICS})
+
+
+def test_loggers_get_20_numbers_at_most_by_default():
+    assert len(MAIN) == 20
