@@ -16,19 +16,20 @@ import torch
 from lightning_fastdata.batches.page_lock import cuda_page_locks
 from lightning_fastdata.batches.staged import StagedBatch, pinned
 from lightning_fastdata.errors import FastDataWarning, WorkerError
-from lightning_fastdata.executors.contract import ArmingExecutor, open_executor
+from lightning_fastdata.executors.contract import ArmingExecutor
 from lightning_fastdata.executors.fetch import decodes_in_place
+from lightning_fastdata.executors.kinds import KINDS, open_executor
 from lightning_fastdata.executors.pool.crew_trial import CrewTrial
 
 if TYPE_CHECKING:
     from lightning_fastdata.batches.page_lock import PageLockName
-    from lightning_fastdata.executors.contract import Executor, ExecutorName
+    from lightning_fastdata.executors.contract import Executor
     from lightning_fastdata.executors.fetch import FetchPlan
+    from lightning_fastdata.executors.kinds import ExecutorName
     from lightning_fastdata.order.epoch_order import EpochOrder
     from lightning_fastdata.stamps.batch_stamps import BatchStamps
     from lightning_fastdata.types import Stage
 
-_THREADS_PER_PROCESS: Final = 8
 _TOO_MANY: Final = (
     "Length of IterableDataset was reported to be {told} batches by len(loader), but {given} have "
     "come. If it is read by several workers, have __iter__ split it by "
@@ -40,14 +41,14 @@ class Engine:
     """Iterable over epochs; starts its executor at the first one.
 
     Args:
-        name: Which executor.
+        name: Which executor; not torch's own.
         plan: What to fetch.
         batches: Called at the start of each epoch for its batches of indices.
         epoch: Called at the start of each epoch for its number.
         order: Called with the number of an epoch for the plan its batches follow, if that is known;
             the first batches of such an epoch are fetched while the one before it ends.
-        workers: Side processes; of a sidecar its threads, spread over processes of up to 8.
-            With 0 of them the caller fetches, as in torch. Of ``"gather"`` its threads.
+        workers: Who fetches, as the kind of executor has it: side processes, all their threads
+            together, or threads of this process.
         persistent: Keep side processes between epochs.
         staged: Deliver :class:`StagedBatch` of this stage, without draws.
         pin_memory: Copy batches into page-locked memory.
@@ -76,23 +77,20 @@ class Engine:
         generator: torch.Generator | None = None,
         told_batches: Callable[[], int | None] | None = None,
     ) -> None:
-        aside = name in ("workers", "sidecar")
-        self.name: ExecutorName = "inline" if aside and not workers else name
+        kind = KINDS[name]
+        self.name = name
         self.plan = plan
         self.batches = batches
         self.epoch = epoch
         self.order = order
-        self.processes = workers if name == "gather" else max(1, workers)
-        self.threads = 1
-        if name == "sidecar":
-            self.processes = max(1, math.ceil(workers / _THREADS_PER_PROCESS))
-            self.threads = max(1, math.ceil(workers / self.processes))
+        self.processes = math.ceil(workers / kind.threads_per_process)
+        self.threads = math.ceil(workers / max(1, self.processes))
         self.trial = CrewTrial(self.processes * self.threads)
         self.persistent = persistent
-        # The threads of a sidecar share a dataset, which is in one epoch at a time.
-        self._arms = name == "workers" or decodes_in_place(plan.dataset)
+        # Threads of one process share a dataset, which is in one epoch at a time.
+        self._arms = kind.threads_per_process == 1 or decodes_in_place(plan.dataset)
         # Threads and reused memory cost nothing between epochs; processes do.
-        self.keep = persistent or name in ("inline", "gather")
+        self.keep = persistent or not kind.side_processes
         self.staged = staged
         self.pin_on = _pinning_device() if pin_memory else None
         self.page_locks = cuda_page_locks(self.pin_on) if page_lock == "register" else None

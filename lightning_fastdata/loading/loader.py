@@ -6,7 +6,7 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from types import GenericAlias
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch.utils.data import (
     DataLoader,
@@ -17,6 +17,7 @@ from torch.utils.data import (
 from lightning_fastdata.augment.pipeline.unkeyed import warn_of_unkeyed
 from lightning_fastdata.batches.keyed import tell_epoch
 from lightning_fastdata.errors import OptionsError, TransformError
+from lightning_fastdata.executors.kinds import KINDS
 from lightning_fastdata.loading.engine import Engine
 from lightning_fastdata.loading.source import Source, makes_batches, open_source, takes_stamps
 from lightning_fastdata.planning.automatic import plan_alone
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from lightning_fastdata.augment.contract import StageTransform
     from lightning_fastdata.augment.dataset_pipelines import DatasetRecording
     from lightning_fastdata.batches.page_lock import PageLockName
-    from lightning_fastdata.executors.contract import ExecutorName
+    from lightning_fastdata.executors.kinds import ExecutorName
     from lightning_fastdata.planning.loader_plan import LoaderPlan
     from lightning_fastdata.stamps.batch_stamps import BatchStamps
     from lightning_fastdata.types import Batch, Stage
@@ -136,7 +137,7 @@ class FastDataLoader(DataLoader[Any]):
         worker_nice: int | None = None,
         staged: Stage | None = None,
         recording: DatasetRecording | None = None,
-        executor: ExecutorName | Literal["torch", "auto"] = "torch",
+        executor: ExecutorName | Literal["auto"] = "torch",
         ahead: Callable[[Iterator[Batch]], Iterator[Batch]] | None = None,
         page_lock: PageLockName = "copy",
         device_resident: bool | str | torch.device = False,
@@ -179,7 +180,7 @@ class FastDataLoader(DataLoader[Any]):
                 sampler=sampler,
                 batch_sampler=batch_sampler,
             )
-            executor = cast("ExecutorName", self.plan.executor)
+            executor = self.plan.executor
             num_workers = self.plan.num_workers
             worker_nice = self.plan.worker_nice if worker_nice is None else worker_nice
             persistent_workers = self.plan.persistent_workers and num_workers > 0
@@ -216,10 +217,11 @@ class FastDataLoader(DataLoader[Any]):
                 "or pass the transform to the dataset."
             )
         warn_of_unkeyed(dataset, collate_fn)
-        if executor == "sidecar" and num_workers and (transform or find_composes(dataset)):
+        shared = KINDS[executor].threads_per_process > 1 and num_workers
+        if shared and (transform or find_composes(dataset)):
             raise OptionsError(
-                "executor is 'sidecar', whose threads would share one Albumentations pipeline and "
-                "its random state. Use 'workers' for this dataset."
+                f"executor is {executor!r}, whose threads would share one Albumentations pipeline "
+                "and its random state. Use 'workers' for this dataset."
             )
         self.seed = checked_seed(seed)
         self.epoch = epoch
@@ -242,7 +244,7 @@ class FastDataLoader(DataLoader[Any]):
 
     def check_worker_number_rationality(self) -> None:
         """Warn of more workers than CPUs, unless the engine has them, which may well wait."""
-        if self.executor == "torch":
+        if KINDS[self.executor].is_torch:
             super().check_worker_number_rationality()
 
     def __len__(self) -> int:

@@ -25,6 +25,7 @@ from lightning_fastdata.batches.collate import (
 from lightning_fastdata.batches.keyed import fetches_in_batches, keyed
 from lightning_fastdata.device.resident import ResidentBatches, device_of
 from lightning_fastdata.executors.fetch import FetchPlan
+from lightning_fastdata.executors.kinds import KINDS, executor_for
 from lightning_fastdata.host.memory import read_host_memory
 from lightning_fastdata.loading.engine import Engine
 from lightning_fastdata.loading.worker_start import WorkerStart
@@ -53,7 +54,7 @@ def makes_batches(loader: DataLoader[Any]) -> bool:
 def reads_with_torch(loader: FastDataLoader) -> bool:
     """Return whether torch's own iterator reads the dataset."""
     pipe = isinstance(loader.dataset, IterDataPipe | MapDataPipe)
-    return loader.device_resident is False and (loader.executor == "torch" or pipe)
+    return loader.device_resident is False and (KINDS[loader.executor].is_torch or pipe)
 
 
 def takes_stamps(loader: FastDataLoader) -> bool:
@@ -174,9 +175,7 @@ def _open_engine(
     told: dict[str, int],
 ) -> Engine:
     streamed = isinstance(loader.dataset, IterableDataset)
-    executor: Any = loader.executor
-    if streamed and executor in ("gather", "sidecar"):
-        executor = "workers"
+    executor = executor_for(loader.executor, stream=streamed, workers=loader.num_workers)
     default = collate_fn is collate_samples
     ahead = loader.num_workers * (loader.prefetch_factor or 2)
     if not streamed:
@@ -186,7 +185,7 @@ def _open_engine(
             batch_size=loader.batch_size or 1,
             split=default and makes_batches(loader) and not fetches_in_batches(loader.dataset),
         )
-    several = executor == "sidecar" and loader.num_workers > 1
+    several = KINDS[executor].threads_per_process > 1 and loader.num_workers > 1
     plan = FetchPlan(
         dataset=dataset,
         collate_fn=collate_fn,
@@ -236,4 +235,6 @@ def _index_batches(loader: FastDataLoader) -> Callable[[], Iterable[Any]]:
     if isinstance(loader.dataset, IterableDataset):
         return partial(repeat, loader.batch_size)
     source: Any = loader.batch_sampler if makes_batches(loader) else loader.sampler
-    return partial(index_batches, source) if loader.executor == "gather" else partial(iter, source)
+    if KINDS[loader.executor].gathers:
+        return partial(index_batches, source)
+    return partial(iter, source)

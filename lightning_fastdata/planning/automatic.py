@@ -13,6 +13,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 from lightning_fastdata.batches.keyed import fetches_in_batches
 from lightning_fastdata.errors import FastDataWarning
+from lightning_fastdata.executors.kinds import KINDS
 from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.host.memory import read_host_memory
 from lightning_fastdata.order.epoch_order import dataset_length
@@ -37,9 +38,16 @@ _SHARED: Final = (
 
 def needs_look(options: LoaderOptions) -> bool:
     """Return whether the options leave something open that rests on what samples cost."""
-    return options.executor == "auto" or (
-        options.executor != "torch" and options.num_workers == "auto"
-    )
+    if options.executor == "auto":
+        return True
+    return options.num_workers == "auto" and not KINDS[options.executor].is_torch
+
+
+def reads_here(options: LoaderOptions) -> bool:
+    """Return whether the options have the training process read samples itself."""
+    if options.num_workers == 0:
+        return True
+    return options.executor != "auto" and KINDS[options.executor].caller_reads
 
 
 def plan_for(
@@ -76,7 +84,7 @@ def plan_for(
         stream = splits_itself(dataset, worker_init_fn=worker_init_fn, wrapped=wrapped)
     look = facts.look
     cpu = read_cpu_limit(local_ranks=local_ranks)
-    suited = Suited("torch", "torch's own iterator")
+    suited = Suited("torch", KINDS["torch"].what)
     if facts.shared_file is not None and options.num_workers == "auto":
         why = f"workers would share the position in {facts.shared_file}, which is open here"
         suited = Suited("inline", why)
@@ -107,7 +115,7 @@ def plan_for(
     )
     if facts.shared_file is None:
         return plan
-    alone = plan.executor == "inline" or not plan.num_workers
+    alone = KINDS[plan.executor].caller_reads or not plan.num_workers
     then = "the training process reads it" if alone else "samples will be mixed up"
     return replace(plan, limits=(*plan.limits, _SHARED.format(file=facts.shared_file, then=then)))
 
@@ -161,7 +169,7 @@ def plan_alone(
         worker_init_fn=worker_init_fn,
         sampler=sampler,
         batch_sampler=batch_sampler,
-        reads_here=num_workers == 0,
+        reads_here=reads_here(options),
     )
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     plan = plan_for(

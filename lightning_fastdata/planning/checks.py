@@ -6,13 +6,17 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from numbers import Integral
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_fastdata.errors import DatasetError, OptionsError, TransformError
+from lightning_fastdata.executors.kinds import KINDS
 
-EXECUTORS: Final = ("auto", "torch", "inline", "gather", "workers", "sidecar")
+if TYPE_CHECKING:
+    from lightning_fastdata.executors.kinds import ExecutorName
+
+EXECUTORS: Final = ("auto", *KINDS)
 PAGE_LOCKS: Final = ("copy", "register")
 
 
@@ -32,11 +36,15 @@ def is_seconds(value: object) -> bool:
     return isinstance(value, int | float) and type(value) is not bool and 0 <= value < math.inf
 
 
-def unsuited(executor: str, *, iterable: bool, workers: int) -> Iterator[str]:
+def unsuited(
+    executor: Literal["auto"] | ExecutorName, *, iterable: bool, workers: int
+) -> Iterator[str]:
     """Yield why an executor that the user chose will not be the one that fetches."""
-    if iterable and executor in ("gather", "sidecar"):
+    if executor == "auto":
+        return
+    if iterable and not KINDS[executor].reads_streams:
         yield f"executor={executor!r} reads by index, which a stream has not; 'workers' reads it."
-    elif not workers and executor in ("workers", "sidecar"):
+    elif not workers and KINDS[executor].side_processes:
         yield f"executor={executor!r} has num_workers=0, so the training process reads itself."
 
 

@@ -32,6 +32,8 @@ from lightning_fastdata.randomness.seeds import find_composes
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
+    from lightning_fastdata.executors.kinds import ExecutorName
+
 
 class Batches(NamedTuple):
     """What a loader makes of the samples, as far as the choice of an executor rests on it."""
@@ -140,16 +142,15 @@ def suited_executor(
         batch_size: Samples that are put together; None: they are delivered as they are.
         cpus: That this rank may use.
     """
+    aside: ExecutorName = "workers" if look.shared_memory else "torch"
     if look.stream and workers != 0:
-        name = "workers" if look.shared_memory else "torch"
-        return Suited(name, "each process reads its own stream")
+        return Suited(aside, "each process reads its own stream")
     if look.rows:
         return Suited("gather", "its batches are rows of numbers, copied with one call per column")
     # Keys for draws that are not made would cost each step of the training some 50 us.
-    here = "inline" if look.draws or look.pipelines or look.transformed else "torch"
+    here: ExecutorName = "inline" if look.draws or look.pipelines or look.transformed else "torch"
     if workers == 0:
         return Suited(here, "num_workers=0 asks for the training process", alone=True)
-    aside = "workers" if look.shared_memory else "torch"
     lacks = "" if look.shared_memory else "; this system has no memory files for side processes"
     if isinstance(workers, int):
         return Suited(aside, f"num_workers={workers} asks for them" + lacks)

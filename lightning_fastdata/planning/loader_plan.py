@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
 from lightning_fastdata.errors import OptionsError
+from lightning_fastdata.executors.kinds import KINDS
 from lightning_fastdata.host.memory import batch_memories
 from lightning_fastdata.planning.checks import check_among, unsuited
 from lightning_fastdata.planning.options import LoaderOptions
@@ -30,6 +31,7 @@ from lightning_fastdata.planning.worker_count import (
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from lightning_fastdata.executors.kinds import ExecutorName
     from lightning_fastdata.host.cpu import CpuLimit
     from lightning_fastdata.host.memory import HostMemory
     from lightning_fastdata.planning.facts.probe import SampleCost
@@ -49,18 +51,13 @@ _SURELY_MS = 2
 _NO_FORK = "a forked process could not read the dataset, and one that was started so could"
 _FEW_FILES = "shared by name, as the open-file limit is too low to share by descriptor"
 _NO_DESCRIPTORS = ("darwin", "win32")
-_ALONE: Final = {
-    "gather": (1, "a thread, which gathers ahead"),
-    "inline": (0, "not used: the training process fetches"),
-}
-"""Executors without side processes, their num_workers and why."""
 _HERE: Final = (0, "fetching a batch costs less than handing it over")
 
 
 class Suited(NamedTuple):
     """The executor that suits a dataset."""
 
-    executor: str
+    executor: ExecutorName
     """Its name."""
     why: str
     """The reason."""
@@ -107,7 +104,7 @@ class LoaderPlan:
     """Whether batches come in the order of the sampler."""
     worker_nice: int
     """Added to the niceness of the workers; without effect when there are none."""
-    executor: str
+    executor: ExecutorName
     """Who fetches."""
     page_lock: Literal["copy", "register"]
     """How batches of the engine come into page-locked memory, if they do."""
@@ -163,7 +160,7 @@ def plan_loader(
     batched_fetch: bool,
     in_memory: bool = False,
     stream: StreamSplit | None = None,
-    suited: Suited | tuple[str, str] = ("torch", "torch's own iterator"),
+    suited: Suited | tuple[ExecutorName, str] = ("torch", KINDS["torch"].what),
     cost: SampleCost | None = None,
     split: bool = False,
     tensors_per_batch: int = 2,
@@ -204,7 +201,7 @@ def plan_loader(
     _check_platform(options, platform)
     chosen = Suited(*suited)
     executor = chosen.executor if options.executor == "auto" else options.executor
-    ours = executor != "torch" and not iterable
+    ours = not (KINDS[executor].is_torch or iterable)
     method = start_method or ("fork" if platform == "linux" else "spawn")
     method = (
         method if options.multiprocessing_context == "auto" else options.multiprocessing_context
@@ -277,7 +274,7 @@ def plan_loader(
 
 def _workers(
     options: LoaderOptions,
-    executor: str,
+    executor: ExecutorName,
     *,
     alone: bool,
     computing: tuple[int, str],
@@ -301,12 +298,13 @@ def _workers(
         **about: For :func:`workers_that_wait`.
     """
     count, why = computing
+    kind = KINDS[executor]
     limits: list[str] = []
     if options.num_workers != "auto":
         count, why = options.num_workers, _SET
-    elif executor in _ALONE and not iterable:
-        count, why = _ALONE[executor]
-    elif alone and options.executor in ("auto", "torch"):
+    elif kind.workers is not None and not iterable:
+        count, why = kind.workers
+    elif alone and (options.executor == "auto" or kind.is_torch):
         count, why = _HERE
     elif iterable and count > 1:
         count, why, limits = workers_of_stream(count, why, stream)

@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lightning_fastdata.errors import BatchError, DatasetError, FastDataWarning
-from lightning_fastdata.planning.automatic import needs_look, plan_for
+from lightning_fastdata.planning.automatic import needs_look, plan_for, reads_here
 from lightning_fastdata.planning.checks import check_dataset
 from lightning_fastdata.planning.choose_executor import Batches
 from lightning_fastdata.planning.facts.inspection import (
@@ -258,7 +258,7 @@ def _inspect(
         sampler=asked["sampler"],
         batch_sampler=asked["batch_sampler"],
         read=options.probe,
-        reads_here=options.num_workers == 0 or options.executor == "inline",
+        reads_here=reads_here(options),
     )
 
 
