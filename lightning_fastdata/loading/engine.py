@@ -229,6 +229,19 @@ class EpochIterator:
         return _ended, ()
 
 
+class RaisesNext:
+    """An iterator that raises an error when it is asked for a batch."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def __iter__(self) -> RaisesNext:
+        return self
+
+    def __next__(self) -> Any:
+        raise self._error
+
+
 def _ended() -> EpochIterator:
     return EpochIterator(None, _same, keep=True)
 

@@ -18,13 +18,19 @@ from lightning_fastdata.augment.pipeline.unkeyed import warn_of_unkeyed
 from lightning_fastdata.batches.keyed import tell_epoch
 from lightning_fastdata.errors import OptionsError, TransformError
 from lightning_fastdata.executors.kinds import KINDS
-from lightning_fastdata.loading.engine import Engine
-from lightning_fastdata.loading.source import Source, makes_batches, open_source, takes_stamps
+from lightning_fastdata.loading.engine import Engine, RaisesNext
+from lightning_fastdata.loading.source import (
+    Source,
+    SourceSettings,
+    makes_batches,
+    open_source,
+    reads_with_torch,
+)
 from lightning_fastdata.planning.automatic import plan_alone
 from lightning_fastdata.planning.checks import check, check_loader, checked_seed, is_seconds
 from lightning_fastdata.randomness.seeds import find_composes
 from lightning_fastdata.randomness.shared_epoch import EpochAskedTwice, EpochCell
-from lightning_fastdata.stamps.stamped import Ledger, OpenedEnvelopes
+from lightning_fastdata.stamps.stamped import Ledger, OpenedEnvelopes, stampable
 
 if TYPE_CHECKING:
     import torch
@@ -191,7 +197,7 @@ class FastDataLoader(DataLoader[Any]):
         self._prefetch = prefetch_factor
         self.executor = executor
         self._keep(None)
-        self._inner_settings: tuple[Any, ...] = ()
+        self._inner_settings: tuple[SourceSettings, bool] | None = None
         super().__init__(
             dataset,
             batch_size,
@@ -278,15 +284,16 @@ class FastDataLoader(DataLoader[Any]):
             if self.epoch is None:
                 raise
             # Lightning hides what is raised before there is an iterator behind an error of its own.
-            return _RaisesNext(error)
+            return RaisesNext(error)
 
     def _opened(self) -> Iterator[Batch]:
-        inner: Any = self._open()
+        stamped = self._records is not None and reads_with_torch(self) and stampable(self.dataset)
+        inner: Any = self._open(stamped=stamped)
         if self._told and isinstance(inner, DataLoader):
             with contextlib.suppress(TypeError):
                 len(inner)  # a stream that gives more than was told is warned of
         batches: Any = iter(inner)
-        if isinstance(inner, DataLoader) and takes_stamps(self):
+        if stamped:
             self._ledger.records = self._records
             batches = OpenedEnvelopes(batches, self._ledger)
         return batches  # type: ignore[no-any-return]
@@ -326,7 +333,7 @@ class FastDataLoader(DataLoader[Any]):
 
     def __getstate__(self) -> dict[str, Any]:
         # Worker processes belong to one loader; a copy starts its own.
-        own = {"_inner": None, "_inner_settings": (), "_records": None, "_ledger": Ledger()}
+        own = {"_inner": None, "_inner_settings": None, "_records": None, "_ledger": Ledger()}
         return {**self.__dict__, **own}
 
     # torch keeps persistent workers under this name and Lightning stops them through it.
@@ -339,50 +346,15 @@ class FastDataLoader(DataLoader[Any]):
         if value is None:
             self.close()
 
-    def _open(self) -> Source:
-        """Return torch's loader over the keyed dataset, with its workers if they persist."""
-        settings = (
-            self.num_workers,
-            self.prefetch_factor,
-            self.pin_memory,
-            self.page_lock,
-            self.device_resident,
-            self.timeout,
-            self.stall_timeout,
-            self.persistent_workers,
-            self.worker_init_fn,
-            self.collate_fn,
-            self.transform,
-            self.on_device,
-            self.worker_nice,
-            self.staged,
-            self.recording,
-            self.multiprocessing_context,
-            self.executor,
-            takes_stamps(self),
-        )
+    def _open(self, *, stamped: bool) -> Source:
+        """Return what gives the batches, with its workers if they persist."""
+        settings = SourceSettings(*(getattr(self, name) for name in SourceSettings._fields))
         inner = self._inner
-        if inner is None or self._inner_settings != settings:
-            inner = open_source(
-                self,
-                self._epoch_cell,
-                prefetch_factor=self._prefetch,
-                told=self._told,
-                wait=self._ledger.wait,
-            )
+        if inner is None or self._inner_settings != (settings, stamped):
+            stamps = self._ledger.wait if stamped else None
+            inner = open_source(settings, self._epoch_cell, told=self._told, stamps=stamps)
+            if isinstance(inner, Engine):
+                inner.record(self._records)
             self._keep(inner)
-            vars(self)["_inner_settings"] = settings
+            vars(self)["_inner_settings"] = settings, stamped
         return inner
-
-
-class _RaisesNext:
-    """An iterator that raises an error when it is asked for a batch."""
-
-    def __init__(self, error: Exception) -> None:
-        self._error = error
-
-    def __iter__(self) -> _RaisesNext:
-        return self
-
-    def __next__(self) -> Batch:
-        raise self._error
