@@ -1,4 +1,4 @@
-"""What gives the batches of a FastDataLoader: torch's own loader, an engine, or resident data."""
+"""What gives the batches of a FastDataLoader: torch's loader, an executor, or resident data."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from lightning_fastdata.device.resident import ResidentBatches, device_of
 from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.kinds import KINDS, executor_for
 from lightning_fastdata.host.memory import read_host_memory
-from lightning_fastdata.loading.engine import Engine
+from lightning_fastdata.loading.kept_executor import KeptExecutor
 from lightning_fastdata.loading.worker_start import WorkerStart
 from lightning_fastdata.order.epoch_order import epoch_order
 from lightning_fastdata.order.repeats import spreading
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from lightning_fastdata.stamps.own_stamps import WaitWatch
     from lightning_fastdata.types import Stage
 
-Source: TypeAlias = "DataLoader[Any] | Engine | ResidentBatches"
+Source: TypeAlias = "DataLoader[Any] | KeptExecutor | ResidentBatches"
 
 
 class SourceSettings(NamedTuple):
@@ -85,28 +85,27 @@ class SourceSettings(NamedTuple):
     stall_timeout: float | Literal["auto"]
 
 
-class _Batched(Protocol):
+class _Loader(Protocol):
+    """A FastDataLoader, or its settings."""
+
+    @property
+    def dataset(self) -> Dataset[Any]: ...
     @property
     def batch_size(self) -> int | None: ...
     @property
     def batch_sampler(self) -> Any: ...
-
-
-class _Reading(Protocol):
-    @property
-    def dataset(self) -> Dataset[Any]: ...
     @property
     def executor(self) -> ExecutorName: ...
     @property
     def device_resident(self) -> bool | str | torch.device: ...
 
 
-def makes_batches(loader: _Batched) -> bool:
+def makes_batches(loader: _Loader) -> bool:
     """Return whether samples are put together into batches."""
     return loader.batch_size is not None or loader.batch_sampler is not None
 
 
-def reads_with_torch(loader: _Reading) -> bool:
+def reads_with_torch(loader: _Loader) -> bool:
     """Return whether torch's own iterator reads the dataset."""
     pipe = isinstance(loader.dataset, IterDataPipe | MapDataPipe)
     return loader.device_resident is False and (KINDS[loader.executor].is_torch or pipe)
@@ -116,7 +115,7 @@ def open_source(
     settings: SourceSettings,
     epochs: EpochCell,
     *,
-    told: dict[str, int],
+    reported: dict[str, int],
     stamps: WaitWatch | None,
 ) -> Source:
     """Return what gives the batches of a loader.
@@ -126,7 +125,7 @@ def open_source(
     Args:
         settings: The loader, as it is set up now.
         epochs: Where it says which epoch it is in.
-        told: Holds under ``"batches"`` the length that a stream has reported.
+        reported: Holds under ``"batches"`` the length that a stream has reported.
         stamps: Where calls of the sampler are noted, if stamps are to be taken of torch's own
             iterator; None: they are not.
     """
@@ -150,7 +149,7 @@ def open_source(
             generator=settings.generator,
         )
     if not reads_with_torch(settings):
-        return _open_engine(settings, dataset, collate_fn, epochs, told)
+        return _open_executor(settings, dataset, collate_fn, epochs, reported)
     if stamps is not None:
         dataset, collate_fn = stamped(dataset, collate_fn)
     order: dict[str, Any]
@@ -202,7 +201,7 @@ def _collation(
     collate_fn = spreading(collate_fn, worker_part)
     if recording is not None and settings.staged is not None:
         return RecordedCollate(collate_fn, recording, settings.staged)
-    # An engine stages what has no draws itself, and may so collate in place.
+    # A kept executor stages what has no draws itself, and may so collate in place.
     if settings.staged is not None and (worker_part is not None or reads_with_torch(settings)):
         return StagingCollate(collate_fn, worker_part, settings.staged)
     if worker_part is not None:
@@ -210,13 +209,13 @@ def _collation(
     return collate_fn
 
 
-def _open_engine(
+def _open_executor(
     settings: SourceSettings,
     dataset: Any,
     collate_fn: Any,
     epochs: EpochCell,
-    told: dict[str, int],
-) -> Engine:
+    reported: dict[str, int],
+) -> KeptExecutor:
     streamed = isinstance(settings.dataset, IterableDataset)
     executor = executor_for(settings.executor, stream=streamed, workers=settings.num_workers)
     default = collate_fn is collate_samples
@@ -249,7 +248,7 @@ def _open_engine(
         niceness=settings.worker_nice,
     )
     staged = isinstance(collate_fn, StagingCollate | RecordedCollate)
-    return Engine(
+    return KeptExecutor(
         executor,
         plan,
         batches=_index_batches(settings),
@@ -261,7 +260,7 @@ def _open_engine(
         pin_memory=settings.pin_memory,
         page_lock=settings.page_lock,
         generator=settings.generator,
-        told_batches=partial(told.get, "batches") if streamed else None,
+        reported_batches=partial(reported.get, "batches") if streamed else None,
     )
 
 

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_fastdata.errors import DatasetError, OptionsError, TransformError
 from lightning_fastdata.executors.kinds import KINDS
+from lightning_fastdata.randomness.seeds import find_composes
 
 if TYPE_CHECKING:
     from lightning_fastdata.executors.kinds import ExecutorName
@@ -112,9 +113,11 @@ def _is_whole(value: object) -> bool:
 def check_loader(
     dataset: Any,
     *,
-    executor: object,
+    executor: Literal["auto"] | ExecutorName,
     page_lock: object,
     transform: object,
+    stall_timeout: object,
+    needs_batches: bool,
     whole: Mapping[str, tuple[object, int]],
     orders: Mapping[str, object],
     functions: Mapping[str, tuple[object, str]],
@@ -126,6 +129,8 @@ def check_loader(
         executor: Its name.
         page_lock: How memory is locked.
         transform: Of this package, or None.
+        stall_timeout: Seconds, or "auto".
+        needs_batches: Something runs on the device, on batches.
         whole: Whole numbers or None, and from where on they are allowed.
         orders: Samplers, or None.
         functions: Functions or None, and what each takes.
@@ -133,7 +138,7 @@ def check_loader(
     Raises:
         DatasetError: It is no dataset.
         OptionsError: Another argument is impossible.
-        TransformError: ``transform`` was not made by this package.
+        TransformError: ``transform`` was not made by this package, or there are no batches.
     """
     ordered = any(order is not None for order in orders.values())
     check_dataset(dataset, "The dataset of FastDataLoader", ordered=ordered)
@@ -146,10 +151,23 @@ def check_loader(
     for name, order in orders.items():
         fine = order is None or hasattr(order, "__iter__") or hasattr(order, "__getitem__")
         check(name, order, fine, "None and what can be iterated")
+    fine = stall_timeout == "auto" or is_seconds(stall_timeout)
+    check("stall_timeout", stall_timeout, fine, 'seconds from 0 (no timeout), or "auto"')
     if transform is not None and not hasattr(transform, "in_worker"):
         raise TransformError(
             f"transform is {transform!r}; it has to be made by BatchTransform."
             "from_albumentations(...). Or give it to a FastDataModule as augment=."
+        )
+    if needs_batches and whole["batch_size"][0] is None and orders["batch_sampler"] is None:
+        raise TransformError(
+            "A transform on the device needs batches, but batch_size=None. Set a batch_size, "
+            "or pass the transform to the dataset."
+        )
+    threads = executor != "auto" and KINDS[executor].threads_per_process > 1
+    if threads and whole["num_workers"][0] and (transform or find_composes(dataset)):
+        raise OptionsError(
+            f"executor is {executor!r}, whose threads would share one Albumentations pipeline and "
+            "its random state. Use 'workers' for this dataset."
         )
 
 

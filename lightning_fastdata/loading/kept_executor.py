@@ -31,13 +31,13 @@ if TYPE_CHECKING:
     from lightning_fastdata.types import Stage
 
 _TOO_MANY: Final = (
-    "Length of IterableDataset was reported to be {told} batches by len(loader), but {given} have "
-    "come. If it is read by several workers, have __iter__ split it by "
+    "Length of IterableDataset was reported to be {reported} batches by len(loader), but {given} "
+    "have come. If it is read by several workers, have __iter__ split it by "
     "torch.utils.data.get_worker_info(), or every worker reads all of it."
 )
 
 
-class Engine:
+class KeptExecutor:
     """Iterable over epochs; starts its executor at the first one.
 
     Args:
@@ -57,8 +57,8 @@ class Engine:
         generator: From which torch would draw its base seed at this place; drawn from likewise,
             so that the draws after it are the same. Side processes are seeded from it: those of a
             stream as torch does, others from it, the plan's seed and the epoch they start in.
-        told_batches: Called at the start of each epoch for the length that the loader of a stream
-            has told; None if nobody asked, or there is an index.
+        reported_batches: Called at the start of each epoch for the length that the loader of a
+            stream has reported; None if nobody asked, or there is an index.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Engine:
         pin_memory: bool = False,
         page_lock: PageLockName = "copy",
         generator: torch.Generator | None = None,
-        told_batches: Callable[[], int | None] | None = None,
+        reported_batches: Callable[[], int | None] | None = None,
     ) -> None:
         kind = KINDS[name]
         self.name = name
@@ -96,7 +96,7 @@ class Engine:
         self.page_locks = cuda_page_locks(self.pin_on) if page_lock == "register" else None
         self.generator = generator
         self.records: deque[BatchStamps] | None = None
-        self.told_batches = told_batches
+        self.reported_batches = reported_batches
         self._running: weakref.ref[EpochIterator] | None = None
         self._base_seed: int | None = None
         # Under this name Lightning looks for workers to stop when it is done.
@@ -129,8 +129,8 @@ class Engine:
         if keep:
             self._iterator = executor
         self._start_epoch(executor)
-        told = None if self.told_batches is None else self.told_batches()
-        running = EpochIterator(executor, self.finish, keep=keep, told_batches=told)
+        reported = None if self.reported_batches is None else self.reported_batches()
+        running = EpochIterator(executor, self.finish, keep=keep, reported_batches=reported)
         self._running = weakref.ref(running)
         return running
 
@@ -184,11 +184,11 @@ class EpochIterator:
         finish: Callable[[Any], Any],
         *,
         keep: bool,
-        told_batches: int | None = None,
+        reported_batches: int | None = None,
     ) -> None:
         self.executor = executor
         self._finish = finish
-        self._told = told_batches
+        self._reported = reported_batches
         self._given = 0
         self._why: str | None = None
         self._closer: Callable[[], Any] | None = None
@@ -211,8 +211,9 @@ class EpochIterator:
                 self._closer()
             raise
         self._given += 1
-        if self._told is not None and self._given > self._told:
-            warnings.warn(_TOO_MANY.format(told=self._told, given=self._given), stacklevel=2)
+        if self._reported is not None and self._given > self._reported:
+            text = _TOO_MANY.format(reported=self._reported, given=self._given)
+            warnings.warn(text, stacklevel=2)
         return self._finish(batch)
 
     def ready(self) -> bool:
