@@ -121,8 +121,10 @@ class ModuleLoaders:
         ordered = asked["sampler"] is not None or asked["batch_sampler"] is not None
         check_dataset(dataset, name, ordered=ordered)
         refuse_empty(dataset, name)
+        spec = self._spec(dataset, name, stage, options, asked)
         of = LoaderRequest(
             dataset=dataset,
+            composes=spec.pipelines,
             stage=stage,
             name=name,
             seed=seed,
@@ -130,7 +132,6 @@ class ModuleLoaders:
             against=hook_against_device(module, getattr(trainer, "lightning_module", None)),
             trainer=trainer,
         )
-        spec = self._spec(dataset, name, stage, options, asked)
         questions = replace(
             self.pipelines.questions(of),
             sample=trainer is not None,
