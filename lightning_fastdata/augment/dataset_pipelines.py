@@ -8,7 +8,7 @@ without values; they run as always.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -49,16 +49,16 @@ class PipelinePlace(NamedTuple):
 
 
 def place_pipelines(
-    dataset: object, registered: Mapping[str, DeviceOp] | None = None
+    composes: Iterable[Any], registered: Mapping[str, DeviceOp] | None = None
 ) -> tuple[PipelinePlace, ...]:
-    """Return the pipelines that a dataset holds, and which of them can be left to the device.
+    """Return which of the pipelines that a dataset holds can be left to the device.
 
     Args:
-        dataset: The dataset.
+        composes: The pipelines.
         registered: Device forms of classes that are not Albumentations' own.
     """
     places = []
-    for compose in find_composes(dataset):
+    for compose in composes:
         plan = analyse(compose, device_ops(None, registered), refusal=refusal())
         places.append(PipelinePlace(compose, plan, _why_not(compose, plan)))
     return tuple(places)
@@ -216,7 +216,7 @@ class DatasetRecording:
             self._found_in_epoch = epoch
             self._recorders = [
                 PipelineRecorder(place.compose, place.plan, self._ops, self._turn)
-                for place in place_pipelines(dataset, self._registered)
+                for place in place_pipelines(find_composes(dataset), self._registered)
                 if place.why_not is None
             ]
         self._turn.begin()

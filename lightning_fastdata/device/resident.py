@@ -13,8 +13,8 @@ from torch.utils.data import IterableDataset, default_collate
 from lightning_fastdata.batches.moving import leaves, with_leaves
 from lightning_fastdata.batches.staged import StagedBatch
 from lightning_fastdata.errors import OptionsError
-from lightning_fastdata.executors.contract import open_executor
 from lightning_fastdata.executors.fetch import FetchPlan
+from lightning_fastdata.executors.kinds import open_executor
 from lightning_fastdata.host.memory import read_device_memory, read_host_memory
 from lightning_fastdata.order.epoch_order import dataset_length
 

@@ -1,24 +1,14 @@
-"""Who runs the fetch: one contract, several executors."""
+"""What every executor can do; which ones there are is in :mod:`.kinds`."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, get_args, runtime_checkable
-
-from torch.utils.data import IterableDataset
-
-from lightning_fastdata.errors import OptionsError
-from lightning_fastdata.host.cpu import read_cpu_limit
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
-    from lightning_fastdata.batches.page_lock import PageLocks
-    from lightning_fastdata.executors.fetch import FetchPlan
-    from lightning_fastdata.executors.pool.crew_trial import CrewTrial
     from lightning_fastdata.order.epoch_order import EpochOrder
     from lightning_fastdata.stamps.batch_stamps import BatchStamps
-
-ExecutorName: TypeAlias = Literal["inline", "gather", "workers", "sidecar"]
 
 
 class Executor(Protocol):
@@ -57,65 +47,3 @@ class ArmingExecutor(Executor, Protocol):
 
     def arm(self, order: EpochOrder) -> None:
         """Fetch the first batches of the next epoch as soon as there is nothing else to fetch."""
-
-
-def open_executor(
-    name: ExecutorName,
-    plan: FetchPlan,
-    *,
-    workers: int = 1,
-    threads: int = 8,
-    page_locks: PageLocks | None = None,
-    trial: CrewTrial | None = None,
-) -> Executor:
-    """Start an executor.
-
-    Args:
-        name: ``"inline"``: the caller fetches. ``"gather"``: tensors and arrays, one call a batch.
-            ``"workers"``: side processes of one thread, for Python code. ``"sidecar"``: threads in
-            side processes, for code that waits or releases the GIL; it cannot key global
-            generators by sample, as its threads share them. A stream (``IterableDataset``) has
-            ``"inline"`` and ``"workers"`` only.
-        plan: What to fetch.
-        workers: Side processes; of ``"gather"`` threads that gather ahead, 0 for none.
-        threads: Threads in each side process of a sidecar.
-        page_locks: Locks the memory of batches for a device that reads it.
-        trial: Of side processes that read by index, what earlier ones have shown; None: nothing.
-
-    Raises:
-        OptionsError: There is no such executor, or it cannot run this plan.
-    """
-    from lightning_fastdata.batches.slots import shared_slots_supported
-
-    if name not in get_args(ExecutorName):
-        raise OptionsError(
-            f"executor is {name!r}; there are {', '.join(map(repr, get_args(ExecutorName)))}."
-        )
-    stream = isinstance(plan.dataset, IterableDataset)
-    if stream and name in ("gather", "sidecar"):
-        raise OptionsError(
-            f"executor is {name!r}, which reads by index, and {type(plan.dataset).__name__} is a "
-            "stream. Use 'workers' or 'inline'."
-        )
-    if name == "inline":
-        from lightning_fastdata.executors.inline import InlineExecutor
-
-        return InlineExecutor(plan)
-    if name == "gather":
-        from lightning_fastdata.executors.gather.executor import GatherExecutor
-
-        # The caller helps while it waits, and more threads than CPUs hinder each other.
-        spare = max(1, read_cpu_limit().usable_cpus - 1)
-        return GatherExecutor(plan, threads=min(workers, spare), page_locks=page_locks)
-    if not shared_slots_supported():
-        raise OptionsError(f"executor {name!r} needs Linux; use 'torch' or 'inline' here.")
-    if stream:
-        from lightning_fastdata.executors.stream import StreamExecutor
-
-        return StreamExecutor(plan, processes=workers)
-    from lightning_fastdata.executors.pool.scheduler import PoolExecutor
-
-    threads = threads if name == "sidecar" else 1
-    return PoolExecutor(
-        plan, processes=workers, threads=threads, page_locks=page_locks, trial=trial
-    )

@@ -6,6 +6,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Final
+
+_SCHEDSTAT: Final = Path("/proc/thread-self/schedstat")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,17 +34,21 @@ class SpentTime:
         )
 
 
-def read_spent(schedstat: Path = Path("/proc/thread-self/schedstat")) -> SpentTime:
-    """Return what the process has used since some moment in the past: compare two readings.
+def queued_s(schedstat: Path = _SCHEDSTAT) -> float:
+    """Return the seconds this thread was ready to run and had no CPU; 0 where it is not counted.
 
-    https://docs.kernel.org/scheduler/sched-stats.html
+    The second number of https://docs.kernel.org/scheduler/sched-stats.html, in nanoseconds.
     """
     try:
-        runqueue_ns = int(schedstat.read_bytes().split()[1])
+        return int(schedstat.read_bytes().split()[1]) / 1e9
     except (OSError, IndexError, ValueError):
-        runqueue_ns = 0
+        return 0.0
+
+
+def read_spent(schedstat: Path = _SCHEDSTAT) -> SpentTime:
+    """Return what the process has used since some moment in the past: compare two readings."""
     return SpentTime(
-        wall_s=time.monotonic(), cpu_s=time.process_time(), runqueue_s=runqueue_ns / 1e9
+        wall_s=time.monotonic(), cpu_s=time.process_time(), runqueue_s=queued_s(schedstat)
     )
 
 

@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from types import GenericAlias
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
-from torch.utils.data import (
-    DataLoader,
-    Dataset,
-    Sampler,
-)
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lightning_fastdata.augment.pipeline.unkeyed import warn_of_unkeyed
 from lightning_fastdata.batches.keyed import tell_epoch
-from lightning_fastdata.errors import OptionsError, TransformError
-from lightning_fastdata.loading.engine import Engine
-from lightning_fastdata.loading.source import Source, makes_batches, open_source, takes_stamps
-from lightning_fastdata.planning.automatic import plan_alone
-from lightning_fastdata.planning.checks import check, check_loader, checked_seed, is_seconds
+from lightning_fastdata.errors import FastDataWarning
+from lightning_fastdata.executors.kinds import KINDS
+from lightning_fastdata.loading.kept_executor import KeptExecutor, RaisesNext
+from lightning_fastdata.loading.source import Source, SourceSettings, open_source, reads_with_torch
+from lightning_fastdata.planning.checks import check_loader, checked_seed
+from lightning_fastdata.planning.loader_plan import LoaderSpec
+from lightning_fastdata.planning.options import LoaderOptions
+from lightning_fastdata.planning.plan_for import plan_for
 from lightning_fastdata.randomness.seeds import find_composes
 from lightning_fastdata.randomness.shared_epoch import EpochAskedTwice, EpochCell
-from lightning_fastdata.stamps.stamped import Ledger, OpenedEnvelopes
+from lightning_fastdata.stamps.stamped import Ledger, OpenedEnvelopes, stampable
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from lightning_fastdata.augment.contract import StageTransform
     from lightning_fastdata.augment.dataset_pipelines import DatasetRecording
     from lightning_fastdata.batches.page_lock import PageLockName
-    from lightning_fastdata.executors.contract import ExecutorName
+    from lightning_fastdata.executors.kinds import ExecutorName
     from lightning_fastdata.planning.loader_plan import LoaderPlan
     from lightning_fastdata.stamps.batch_stamps import BatchStamps
     from lightning_fastdata.types import Batch, Stage
@@ -136,7 +136,7 @@ class FastDataLoader(DataLoader[Any]):
         worker_nice: int | None = None,
         staged: Stage | None = None,
         recording: DatasetRecording | None = None,
-        executor: ExecutorName | Literal["torch", "auto"] = "torch",
+        executor: ExecutorName | Literal["auto"] = "torch",
         ahead: Callable[[Iterator[Batch]], Iterator[Batch]] | None = None,
         page_lock: PageLockName = "copy",
         device_resident: bool | str | torch.device = False,
@@ -147,6 +147,8 @@ class FastDataLoader(DataLoader[Any]):
             executor=executor,
             page_lock=page_lock,
             transform=transform,
+            stall_timeout=stall_timeout,
+            needs_batches=staged is not None,
             whole={
                 "batch_size": (batch_size, 1),
                 "num_workers": (num_workers, 0),
@@ -164,33 +166,43 @@ class FastDataLoader(DataLoader[Any]):
         self._inner: Source | None
         self.plan: LoaderPlan | None = None
         if executor == "auto":
-            size = getattr(batch_sampler, "batch_size", None) or batch_size
-            self.plan = plan_alone(
-                dataset,
-                num_workers=num_workers,
-                prefetch_factor=prefetch_factor,
-                persistent_workers=persistent_workers,
-                multiprocessing_context=multiprocessing_context,
-                default_collation=collate_fn is None and size is not None,
-                transformed=transform is not None,
-                batch_size=size,
-                collate_fn=collate_fn,
-                worker_init_fn=worker_init_fn,
-                sampler=sampler,
-                batch_sampler=batch_sampler,
+            method = multiprocessing_context
+            if method is not None and not isinstance(method, str):
+                method = method.get_start_method()
+            asked = {
+                "num_workers": num_workers,
+                "prefetch_factor": prefetch_factor,
+                "persistent_workers": persistent_workers,
+                "multiprocessing_context": method,
+            }
+            self.plan = plan = plan_for(
+                LoaderSpec(
+                    dataset=dataset,
+                    name=type(dataset).__name__,
+                    options=LoaderOptions(**{k: v for k, v in asked.items() if v is not None}),
+                    batch_size=getattr(batch_sampler, "batch_size", None) or batch_size,
+                    pipelines=find_composes(dataset),
+                    transformed=transform is not None,
+                    collate_fn=collate_fn,
+                    sampler=sampler,
+                    batch_sampler=batch_sampler,
+                    worker_init_fn=worker_init_fn,
+                )
             )
-            executor = cast("ExecutorName", self.plan.executor)
-            num_workers = self.plan.num_workers
-            worker_nice = self.plan.worker_nice if worker_nice is None else worker_nice
-            persistent_workers = self.plan.persistent_workers and num_workers > 0
+            for warning in plan.warnings:
+                warnings.warn(f"{type(dataset).__name__}: {warning}", FastDataWarning, stacklevel=2)
+            executor, num_workers = plan.executor, plan.num_workers
+            worker_nice = plan.worker_nice if worker_nice is None else worker_nice
+            persistent_workers = plan.persistent_workers and num_workers > 0
             if not num_workers:
                 prefetch_factor = multiprocessing_context = None
             elif multiprocessing_context is None:
-                multiprocessing_context = self.plan.multiprocessing_context
-        self._prefetch = prefetch_factor
+                multiprocessing_context = plan.multiprocessing_context
+        self.asked_prefetch_factor = prefetch_factor
+        """As it was given; None: the executor chooses how far it is ahead."""
         self.executor = executor
         self._keep(None)
-        self._inner_settings: tuple[Any, ...] = ()
+        self._inner_settings: tuple[SourceSettings, bool] | None = None
         super().__init__(
             dataset,
             batch_size,
@@ -210,17 +222,7 @@ class FastDataLoader(DataLoader[Any]):
             pin_memory_device=pin_memory_device,
             in_order=in_order,
         )
-        if staged is not None and not makes_batches(self):
-            raise TransformError(
-                "A transform on the device needs batches, but batch_size=None. Set a batch_size, "
-                "or pass the transform to the dataset."
-            )
         warn_of_unkeyed(dataset, collate_fn)
-        if executor == "sidecar" and num_workers and (transform or find_composes(dataset)):
-            raise OptionsError(
-                "executor is 'sidecar', whose threads would share one Albumentations pipeline and "
-                "its random state. Use 'workers' for this dataset."
-            )
         self.seed = checked_seed(seed)
         self.epoch = epoch
         self.transform = transform
@@ -231,24 +233,22 @@ class FastDataLoader(DataLoader[Any]):
         self.ahead = ahead
         self.page_lock = page_lock
         self.device_resident = device_resident
-        fine = stall_timeout == "auto" or is_seconds(stall_timeout)
-        check("stall_timeout", stall_timeout, fine, 'seconds from 0 (no timeout), or "auto"')
         self.stall_timeout = stall_timeout
-        self._told: dict[str, int] = {}
+        self._reported: dict[str, int] = {}
         self._epoch_cell = EpochCell()
         self._iterations = 0
         self._records: deque[BatchStamps] | None = None
         self._ledger = Ledger()
 
     def check_worker_number_rationality(self) -> None:
-        """Warn of more workers than CPUs, unless the engine has them, which may well wait."""
-        if self.executor == "torch":
+        """Warn of more workers than CPUs, unless they are this package's, which may well wait."""
+        if KINDS[self.executor].is_torch:
             super().check_worker_number_rationality()
 
     def __len__(self) -> int:
         """Return the number of batches, as far as dataset and sampler know."""
         length = super().__len__()
-        self._told["batches"] = length
+        self._reported["batches"] = length
         return length
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
@@ -276,15 +276,16 @@ class FastDataLoader(DataLoader[Any]):
             if self.epoch is None:
                 raise
             # Lightning hides what is raised before there is an iterator behind an error of its own.
-            return _RaisesNext(error)
+            return RaisesNext(error)
 
     def _opened(self) -> Iterator[Batch]:
-        inner: Any = self._open()
-        if self._told and isinstance(inner, DataLoader):
+        stamped = self._records is not None and reads_with_torch(self) and stampable(self.dataset)
+        inner: Any = self._open(stamped=stamped)
+        if self._reported and isinstance(inner, DataLoader):
             with contextlib.suppress(TypeError):
-                len(inner)  # a stream that gives more than was told is warned of
+                len(inner)  # a stream that gives more than was reported is warned of
         batches: Any = iter(inner)
-        if isinstance(inner, DataLoader) and takes_stamps(self):
+        if stamped:
             self._ledger.records = self._records
             batches = OpenedEnvelopes(batches, self._ledger)
         return batches  # type: ignore[no-any-return]
@@ -303,13 +304,8 @@ class FastDataLoader(DataLoader[Any]):
         # Lightning carries over what is set in a data hook if it makes the loader anew.
         self._records = records
         self._ledger.records = records
-        if isinstance(self._inner, Engine):
+        if isinstance(self._inner, KeptExecutor):
             self._inner.record(records)
-
-    @property
-    def asked_prefetch_factor(self) -> int | None:
-        """``prefetch_factor`` as it was given; None: the executor chooses how far it is ahead."""
-        return self._prefetch
 
     @property
     def records(self) -> deque[BatchStamps] | None:
@@ -318,13 +314,13 @@ class FastDataLoader(DataLoader[Any]):
 
     def close(self) -> None:
         """Stop the workers; the next iteration starts new ones."""
-        if isinstance(self._inner, Engine):
+        if isinstance(self._inner, KeptExecutor):
             self._inner.close()
         self._keep(None)
 
     def __getstate__(self) -> dict[str, Any]:
         # Worker processes belong to one loader; a copy starts its own.
-        own = {"_inner": None, "_inner_settings": (), "_records": None, "_ledger": Ledger()}
+        own = {"_inner": None, "_inner_settings": None, "_records": None, "_ledger": Ledger()}
         return {**self.__dict__, **own}
 
     # torch keeps persistent workers under this name and Lightning stops them through it.
@@ -337,50 +333,15 @@ class FastDataLoader(DataLoader[Any]):
         if value is None:
             self.close()
 
-    def _open(self) -> Source:
-        """Return torch's loader over the keyed dataset, with its workers if they persist."""
-        settings = (
-            self.num_workers,
-            self.prefetch_factor,
-            self.pin_memory,
-            self.page_lock,
-            self.device_resident,
-            self.timeout,
-            self.stall_timeout,
-            self.persistent_workers,
-            self.worker_init_fn,
-            self.collate_fn,
-            self.transform,
-            self.on_device,
-            self.worker_nice,
-            self.staged,
-            self.recording,
-            self.multiprocessing_context,
-            self.executor,
-            takes_stamps(self),
-        )
+    def _open(self, *, stamped: bool) -> Source:
+        """Return what gives the batches, with its workers if they persist."""
+        settings = SourceSettings(*(getattr(self, name) for name in SourceSettings._fields))
         inner = self._inner
-        if inner is None or self._inner_settings != settings:
-            inner = open_source(
-                self,
-                self._epoch_cell,
-                prefetch_factor=self._prefetch,
-                told=self._told,
-                wait=self._ledger.wait,
-            )
+        if inner is None or self._inner_settings != (settings, stamped):
+            stamps = self._ledger.wait if stamped else None
+            inner = open_source(settings, self._epoch_cell, reported=self._reported, stamps=stamps)
+            if isinstance(inner, KeptExecutor):
+                inner.record(self._records)
             self._keep(inner)
-            vars(self)["_inner_settings"] = settings
+            vars(self)["_inner_settings"] = settings, stamped
         return inner
-
-
-class _RaisesNext:
-    """An iterator that raises an error when it is asked for a batch."""
-
-    def __init__(self, error: Exception) -> None:
-        self._error = error
-
-    def __iter__(self) -> _RaisesNext:
-        return self
-
-    def __next__(self) -> Batch:
-        raise self._error

@@ -6,13 +6,18 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from numbers import Integral
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_fastdata.errors import DatasetError, OptionsError, TransformError
+from lightning_fastdata.executors.kinds import KINDS
+from lightning_fastdata.randomness.seeds import find_composes
 
-EXECUTORS: Final = ("auto", "torch", "inline", "gather", "workers", "sidecar")
+if TYPE_CHECKING:
+    from lightning_fastdata.executors.kinds import ExecutorName
+
+EXECUTORS: Final = ("auto", *KINDS)
 PAGE_LOCKS: Final = ("copy", "register")
 
 
@@ -32,11 +37,15 @@ def is_seconds(value: object) -> bool:
     return isinstance(value, int | float) and type(value) is not bool and 0 <= value < math.inf
 
 
-def unsuited(executor: str, *, iterable: bool, workers: int) -> Iterator[str]:
+def unsuited(
+    executor: Literal["auto"] | ExecutorName, *, iterable: bool, workers: int
+) -> Iterator[str]:
     """Yield why an executor that the user chose will not be the one that fetches."""
-    if iterable and executor in ("gather", "sidecar"):
+    if executor == "auto":
+        return
+    if iterable and not KINDS[executor].reads_streams:
         yield f"executor={executor!r} reads by index, which a stream has not; 'workers' reads it."
-    elif not workers and executor in ("workers", "sidecar"):
+    elif not workers and KINDS[executor].side_processes:
         yield f"executor={executor!r} has num_workers=0, so the training process reads itself."
 
 
@@ -104,9 +113,11 @@ def _is_whole(value: object) -> bool:
 def check_loader(
     dataset: Any,
     *,
-    executor: object,
+    executor: Literal["auto"] | ExecutorName,
     page_lock: object,
     transform: object,
+    stall_timeout: object,
+    needs_batches: bool,
     whole: Mapping[str, tuple[object, int]],
     orders: Mapping[str, object],
     functions: Mapping[str, tuple[object, str]],
@@ -118,6 +129,8 @@ def check_loader(
         executor: Its name.
         page_lock: How memory is locked.
         transform: Of this package, or None.
+        stall_timeout: Seconds, or "auto".
+        needs_batches: Something runs on the device, on batches.
         whole: Whole numbers or None, and from where on they are allowed.
         orders: Samplers, or None.
         functions: Functions or None, and what each takes.
@@ -125,7 +138,7 @@ def check_loader(
     Raises:
         DatasetError: It is no dataset.
         OptionsError: Another argument is impossible.
-        TransformError: ``transform`` was not made by this package.
+        TransformError: ``transform`` was not made by this package, or there are no batches.
     """
     ordered = any(order is not None for order in orders.values())
     check_dataset(dataset, "The dataset of FastDataLoader", ordered=ordered)
@@ -138,10 +151,23 @@ def check_loader(
     for name, order in orders.items():
         fine = order is None or hasattr(order, "__iter__") or hasattr(order, "__getitem__")
         check(name, order, fine, "None and what can be iterated")
+    fine = stall_timeout == "auto" or is_seconds(stall_timeout)
+    check("stall_timeout", stall_timeout, fine, 'seconds from 0 (no timeout), or "auto"')
     if transform is not None and not hasattr(transform, "in_worker"):
         raise TransformError(
             f"transform is {transform!r}; it has to be made by BatchTransform."
             "from_albumentations(...). Or give it to a FastDataModule as augment=."
+        )
+    if needs_batches and whole["batch_size"][0] is None and orders["batch_sampler"] is None:
+        raise TransformError(
+            "A transform on the device needs batches, but batch_size=None. Set a batch_size, "
+            "or pass the transform to the dataset."
+        )
+    threads = executor != "auto" and KINDS[executor].threads_per_process > 1
+    if threads and whole["num_workers"][0] and (transform or find_composes(dataset)):
+        raise OptionsError(
+            f"executor is {executor!r}, whose threads would share one Albumentations pipeline and "
+            "its random state. Use 'workers' for this dataset."
         )
 
 

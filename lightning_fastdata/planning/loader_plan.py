@@ -1,75 +1,89 @@
-"""Every setting of a loader, chosen for this machine, with the reason for each."""
+"""A loader that is to be made, and the plan of its settings with the reason for each."""
 
 from __future__ import annotations
 
-import math
-import sys
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from lightning_fastdata.errors import OptionsError
-from lightning_fastdata.host.memory import batch_memories
-from lightning_fastdata.planning.checks import check_among, unsuited
-from lightning_fastdata.planning.options import LoaderOptions
-from lightning_fastdata.planning.torch_memory import (
-    auto_prefetch,
-    fit,
-    held_batches,
-    memory_message,
-    open_files_message,
-)
-from lightning_fastdata.planning.worker_count import (
-    enough_workers,
-    look_ahead_batches,
-    waits,
-    workers_for,
-    workers_of_stream,
-    workers_that_wait,
-)
+from torch.utils.data import IterableDataset
+
+from lightning_fastdata.executors.kinds import KINDS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from torch.utils.data import Dataset
 
-    from lightning_fastdata.host.cpu import CpuLimit
-    from lightning_fastdata.host.memory import HostMemory
-    from lightning_fastdata.planning.facts.probe import SampleCost
-    from lightning_fastdata.planning.stream_split import StreamSplit
+    from lightning_fastdata.executors.kinds import ExecutorName
+    from lightning_fastdata.planning.options import LoaderOptions
     from lightning_fastdata.types import Stage
 
 Value: TypeAlias = int | float | str | None
 
-_POLITE = 5
 
-_SET = "set by you"
-_PIN = "page-locked memory speeds up copies to CUDA devices only"
-_KEEP = "kept between the epochs of training and validation; a single pass does not need it"
-_AS_IT_IS = (None, "left as Python and torch have it")
-_SURELY_MS = 2
-"""Shorter waits may come from other programs, which is no reason to warn of what the user set."""
-_NO_FORK = "a forked process could not read the dataset, and one that was started so could"
-_FEW_FILES = "shared by name, as the open-file limit is too low to share by descriptor"
-_NO_DESCRIPTORS = ("darwin", "win32")
-_ALONE: Final = {
-    "gather": (1, "a thread, which gathers ahead"),
-    "inline": (0, "not used: the training process fetches"),
-}
-"""Executors without side processes, their num_workers and why."""
-_HERE: Final = (0, "fetching a batch costs less than handing it over")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoaderSpec:
+    """A loader that is to be made: what its plan rests on, besides this machine."""
 
+    dataset: Dataset[Any]
+    """What it reads."""
+    name: str
+    """How the user knows the dataset, e.g. ``"Photos.train_dataset()"``."""
+    options: LoaderOptions
+    """What the user set."""
+    stage: Stage = "train"
+    """What it is for."""
+    batch_size: int | None
+    """Samples in one batch of this rank; None: samples are delivered, or batches of unknown
+    size."""
+    pipelines: tuple[Any, ...] = ()
+    """The Albumentations pipelines that the dataset calls itself."""
+    transformed: bool = False
+    """An Albumentations pipeline of the loader runs on each sample."""
+    collate_fn: Callable[[list[Any]], Any] | None = None
+    """The user's; None: the default collation, if samples are put together."""
+    sampler: Any = None
+    """The user's, which gives the keys of samples; None: these are numbers from 0."""
+    batch_sampler: Any = None
+    """The user's, likewise."""
+    worker_init_fn: Callable[[int], None] | None = None
+    """Called in each worker with its number; it may give a stream's copy there its part."""
+    start_method: str | None = None
+    """Of workers, if the options leave it open; None: Python's default, or one that works."""
 
-class Suited(NamedTuple):
-    """The executor that suits a dataset."""
+    @property
+    def is_stream(self) -> bool:
+        """Whether the dataset has no index."""
+        return isinstance(self.dataset, IterableDataset)
 
-    executor: str
-    """Its name."""
-    why: str
-    """The reason."""
-    alone: bool = False
-    """The training process had better read for itself, where the number of workers is open."""
+    @property
+    def default_collation(self) -> bool:
+        """Whether samples are put together as torch does by default."""
+        return self.collate_fn is None and self.batch_size is not None
+
+    @property
+    def has_order(self) -> bool:
+        """Whether the user says which samples come in which order."""
+        return self.sampler is not None or self.batch_sampler is not None
+
+    @property
+    def needs_cost(self) -> bool:
+        """Whether the options leave something open that rests on what samples cost."""
+        options = self.options
+        if options.executor == "auto":
+            return True
+        return options.num_workers == "auto" and not KINDS[options.executor].is_torch
+
+    @property
+    def reads_here(self) -> bool:
+        """Whether the options have the training process read samples itself."""
+        options = self.options
+        if options.num_workers == 0:
+            return True
+        return options.executor != "auto" and KINDS[options.executor].caller_reads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class Setting:
     """One setting of a loader and where it comes from."""
 
     option: str
@@ -107,16 +121,18 @@ class LoaderPlan:
     """Whether batches come in the order of the sampler."""
     worker_nice: int
     """Added to the niceness of the workers; without effect when there are none."""
-    executor: str
+    executor: ExecutorName
     """Who fetches."""
     page_lock: Literal["copy", "register"]
     """How batches of the engine come into page-locked memory, if they do."""
     probe: bool
     """Whether samples may be read before the workers start."""
-    choices: tuple[Choice, ...]
+    choices: tuple[Setting, ...]
     """One for each setting, in the order of ``LoaderOptions``."""
     limits: tuple[str, ...]
     """What this machine cannot give, and how to lift it; worth a ``FastDataWarning`` each."""
+    warnings: tuple[str, ...] = ()
+    """What the user should know of the samples themselves; worth one each, too."""
 
     def explain(self) -> str:
         """A table of option, value, who chose it and why, followed by the limits."""
@@ -147,207 +163,3 @@ class LoaderPlan:
                 "timeout": self.timeout_s,
             }
         return kwargs
-
-
-def plan_loader(
-    options: LoaderOptions,
-    *,
-    stage: Stage,
-    cpu: CpuLimit,
-    memory: HostMemory,
-    accelerator: str,
-    sample_bytes: int | None,
-    batch_size: int,
-    dataset_length: int | None,
-    iterable: bool,
-    batched_fetch: bool,
-    in_memory: bool = False,
-    stream: StreamSplit | None = None,
-    suited: Suited | tuple[str, str] = ("torch", "torch's own iterator"),
-    cost: SampleCost | None = None,
-    split: bool = False,
-    tensors_per_batch: int = 2,
-    start_method: str | None = None,
-    instead_of_fork: str | None = None,
-    platform: str = sys.platform,
-) -> LoaderPlan:
-    """Decide every setting of a loader. Reads nothing: the same arguments give the same plan.
-
-    Args:
-        options: What the user set; it always wins, and gets a limit message where it cannot work.
-        stage: What the loader is for.
-        cpu: CPUs of this rank.
-        memory: Free memory of this host, shared by its ranks.
-        accelerator: ``"cpu"``, ``"cuda"``, ``"mps"`` or another device type.
-        sample_bytes: Size of one collated sample; None if unknown, and memory then sets no bound.
-        batch_size: Samples in one batch of this rank.
-        dataset_length: Samples this rank reads in an epoch; None if unknown.
-        iterable: The dataset is a stream (``IterableDataset``).
-        batched_fetch: The dataset gives a whole batch in one call (``__getitems__``).
-        in_memory: The samples are tensors in RAM and nothing is computed for each.
-        stream: Whether a stream shares itself out among workers; None: unknown.
-        suited: The executor that suits the dataset; taken if ``"auto"`` is asked for.
-        cost: Of a sample; samples that wait get more workers than there are CPUs. None: unknown.
-        split: Samples of one batch may be read by several workers, as default collation allows.
-        tensors_per_batch: Tensors in a batch; each takes open files on its way to torch's loader.
-        start_method: Of processes, if the options leave it open; None: the default of Python.
-        instead_of_fork: How processes are to be started, as forked ones were seen to fail; None:
-            they were not. What the options say wins.
-        platform: ``sys.platform``.
-
-    Raises:
-        OptionsError: ``batch_size`` is below 1, or the system has no such start method or sharing
-            strategy.
-    """
-    if batch_size < 1:
-        raise OptionsError(f"batch_size is {batch_size!r}; a batch has 1 sample or more.")
-    _check_platform(options, platform)
-    chosen = Suited(*suited)
-    executor = chosen.executor if options.executor == "auto" else options.executor
-    ours = executor != "torch" and not iterable
-    method = start_method or ("fork" if platform == "linux" else "spawn")
-    method = (
-        method if options.multiprocessing_context == "auto" else options.multiprocessing_context
-    )
-    limits = list(_overstepped(options, cpu, accelerator, cost))
-    batches = None if dataset_length is None else math.ceil(dataset_length / batch_size)
-    count, why, limit = _workers(
-        options,
-        executor,
-        alone=chosen.alone or (batched_fetch and in_memory and not ours),
-        computing=workers_for(stage, cpu, on_cpu=accelerator == "cpu", batches=batches),
-        iterable=iterable,
-        stream=stream,
-        cost=cost if ours else None,
-        batch_size=batch_size,
-        tasks=dataset_length if split else batches,
-        memory=memory,
-        ranks=cpu.ranks_on_host,
-        forked=method == "fork",
-    )
-    limits.extend(limit)
-    prefetch: int | None
-    batch_bytes = (sample_bytes or 0) * batch_size
-    if ours:
-        # The engine's slots keep to a share of the RAM by themselves, and take nothing of /dev/shm.
-        prefetch = None if options.prefetch_factor == "auto" else options.prefetch_factor
-        ahead = look_ahead_batches(count, prefetch=prefetch, batch_size=batch_size, split=split)
-        prefetch_why = f"{ahead} batches ahead in all, as memory allows"
-        many_files = False
-    else:
-        prefetch, prefetch_why = auto_prefetch(options, count)
-        for place in batch_memories(memory, ranks=cpu.ranks_on_host):
-            if not place.holds(held_batches(count, prefetch) * batch_bytes):
-                fitting = fit(count, prefetch, batch_bytes, place, options)
-                limits.append(memory_message((count, prefetch), fitting, batch_bytes, place))
-                why += f"; bounded by {place.place}" if fitting[0] < count else ""
-                prefetch_why = (
-                    f"bounded by {place.place}" if fitting[1] < prefetch else prefetch_why
-                )
-                count, prefetch = fitting
-        open_files = count * prefetch * tensors_per_batch * 2
-        soft = memory.open_files_soft
-        many_files = soft is not None and open_files * 2 >= soft
-        many_files = many_files and platform not in _NO_DESCRIPTORS
-        if many_files and options.sharing_strategy != "file_system":
-            limits.append(open_files_message(open_files, memory, options))
-
-    auto = {
-        "num_workers": (count, why),
-        "pin_memory": (accelerator == "cuda", _PIN),
-        "persistent_workers": (count > 0 and stage in ("train", "val"), _KEEP),
-        "prefetch_factor": (prefetch, prefetch_why) if count else (None, "not used: no workers"),
-        "multiprocessing_context": (
-            _AS_IT_IS if instead_of_fork is None else (instead_of_fork, _NO_FORK)
-        ),
-        "sharing_strategy": ("file_system", _FEW_FILES) if many_files else _AS_IT_IS,
-        "timeout_s": (0, "wait for ever, as long as there is progress"),
-        "stall_timeout_s": (None, "120 s without progress, or 20 times the longest task"),
-        "in_order": (True, "as the sampler gives them"),
-        "worker_nice": (_POLITE, "the training process goes first where both want a CPU"),
-        "executor": chosen[:2],
-        "page_lock": ("copy", "each batch is copied, where pin_memory asks for it"),
-        "probe": (True, "a few samples tell what suits them"),
-    }
-    limits.extend(unsuited(options.executor, iterable=iterable, workers=count))
-    choices = tuple(_choice(options, name, *auto[name]) for name in auto)
-    decided: dict[str, Any] = {choice.option: choice.value for choice in choices}
-    return LoaderPlan(**decided, choices=choices, limits=tuple(limits))
-
-
-def _workers(
-    options: LoaderOptions,
-    executor: str,
-    *,
-    alone: bool,
-    computing: tuple[int, str],
-    iterable: bool,
-    stream: StreamSplit | None,
-    cost: SampleCost | None,
-    batch_size: int,
-    **about: Any,
-) -> tuple[int, str, list[str]]:
-    """Return how many workers there are, why, and what bounds them.
-
-    Args:
-        options: What the user set.
-        executor: Who fetches.
-        alone: The training process had better read for itself.
-        computing: How many would do if samples did not wait, and why.
-        iterable: The dataset is a stream.
-        stream: Whether it shares itself out among workers; None: unknown.
-        cost: Of a sample that the engine reads; None: unknown, or torch reads.
-        batch_size: Samples in a batch.
-        **about: For :func:`workers_that_wait`.
-    """
-    count, why = computing
-    limits: list[str] = []
-    if options.num_workers != "auto":
-        count, why = options.num_workers, _SET
-    elif executor in _ALONE and not iterable:
-        count, why = _ALONE[executor]
-    elif alone and options.executor in ("auto", "torch"):
-        count, why = _HERE
-    elif iterable and count > 1:
-        count, why, limits = workers_of_stream(count, why, stream)
-    elif cost is not None and count and waits(cost):
-        count, why = workers_that_wait(count, cost, **about)
-    elif cost is not None and enough_workers(cost, batch_size) < count:
-        count = enough_workers(cost, batch_size)
-        why = "the training process could not take the batches of more"
-    return count, why, limits
-
-
-def _overstepped(
-    options: LoaderOptions, cpu: CpuLimit, accelerator: str, cost: SampleCost | None
-) -> Iterator[str]:
-    many = options.num_workers != "auto" and options.num_workers > cpu.usable_cpus
-    if many and not waits(cost):
-        yield (
-            f"num_workers={options.num_workers} is more than the CPUs there are ({cpu.reason}). It "
-            "helps only while workers wait for a disk or a network. Set num_workers="
-            f'{cpu.usable_cpus} or "auto", or ask for more CPUs (docker --cpus, Slurm -c).'
-        )
-    few = options.num_workers != "auto" and 0 < options.num_workers <= cpu.usable_cpus
-    if few and cost is not None and waits(cost) and cost.wait_ms >= _SURELY_MS:
-        yield (
-            f"num_workers={options.num_workers}, but a sample waits {cost.wait_ms:.3g} of its "
-            f'{cost.wall_ms:.3g} ms and leaves the CPUs idle. Set num_workers="auto", or more '
-            "workers than CPUs."
-        )
-    if options.pin_memory is True and accelerator != "cuda":
-        yield f'pin_memory=True has no use on {accelerator!r}. Set it to "auto".'
-
-
-def _choice(options: LoaderOptions, option: str, auto: Value, why: str) -> Choice:
-    asked = getattr(options, option)
-    if asked in ("auto", getattr(LoaderOptions(), option)):
-        return Choice(option=option, value=auto, why=why, by="auto")
-    return Choice(option=option, value=asked, why=_SET, by="you")
-
-
-def _check_platform(options: LoaderOptions, platform: str) -> None:
-    if platform == "win32":
-        check_among("multiprocessing_context", options.multiprocessing_context, ("auto", "spawn"))
-    if platform in _NO_DESCRIPTORS:
-        check_among("sharing_strategy", options.sharing_strategy, ("auto", "file_system"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from lightning_fastdata.executors.kinds import ExecutorName
 from lightning_fastdata.planning.checks import (
     EXECUTORS,
     PAGE_LOCKS,
@@ -66,7 +67,7 @@ class LoaderOptions:
     stall_timeout_s: float | Auto = "auto"
     in_order: bool = True
     worker_nice: int | Auto = "auto"
-    executor: Literal["auto", "torch", "inline", "gather", "workers", "sidecar"] = "auto"
+    executor: Literal["auto", ExecutorName] = "auto"
     page_lock: Literal["copy", "register"] = "copy"
     probe: bool = True
 

@@ -29,6 +29,7 @@ from lightning_fastdata.planning.facts.pipeline_trial import try_recording
 from lightning_fastdata.plugin.placing.pipelines import LoaderRequest, Pipelines
 from lightning_fastdata.plugin.placing.stage_transforms import StageTransforms
 from lightning_fastdata.plugin.placing.staging import finish
+from lightning_fastdata.randomness.seeds import find_composes
 
 COUNT = 14
 RNG = np.random.default_rng(0)
@@ -334,7 +335,7 @@ class Nothing(Photos):
 
 def test_a_dataset_without_a_pipeline_needs_no_trial():
     assert try_recording(Nothing(), seed=0, collate_fn=None) is None
-    assert place_pipelines(Nothing()) == ()
+    assert place_pipelines(find_composes(Nothing())) == ()
 
 
 class Stubborn(Photos):
@@ -487,7 +488,7 @@ def test_a_hook_that_loses_a_waiting_field_is_told_so():
 @pytest.mark.slow
 def test_forms_of_the_user_s_own_classes_run_on_the_device_too():
     compose = A.Compose([A.RandomCrop(32, 32), Steps(p=0.5), A.Normalize(), A.ToTensorV2()])
-    unknown = place_pipelines(Photos(compose))[0].plan.placements[1].where
+    unknown = place_pipelines([compose])[0].plan.placements[1].where
     remove = register(Steps, table=True)
     try:
         trial = try_recording(Photos(compose), seed=0, collate_fn=None)
@@ -527,7 +528,8 @@ def pipelines():
 
 def find(where, dataset, **other):
     given = {"stage": "train", "seed": 0, "collate_fn": None, **other}
-    of = LoaderRequest(dataset=dataset, name=given["stage"], trainer=object(), **given)
+    given |= {"name": given["stage"], "composes": find_composes(dataset)}
+    of = LoaderRequest(dataset=dataset, trainer=object(), **given)
     asked, trial = where.questions(of).trial, None
     if asked is not None:  # which a process that is thrown away does for a data module
         trial = try_recording(dataset, seed=asked[0], collate_fn=asked[1])

@@ -18,8 +18,8 @@ from thoroughness import max_examples
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate, get_worker_info
 
 from lightning_fastdata.errors import OptionsError
-from lightning_fastdata.executors.contract import open_executor
 from lightning_fastdata.executors.fetch import FetchPlan
+from lightning_fastdata.executors.kinds import open_executor
 
 SIDE = ("workers", "sidecar")
 ALL = ("inline", *SIDE)

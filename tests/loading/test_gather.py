@@ -28,12 +28,12 @@ from torch.utils.data import (
 
 from lightning_fastdata.batches.slots import SlotPool
 from lightning_fastdata.errors import DatasetError, OptionsError
-from lightning_fastdata.executors.contract import open_executor
 from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.gather.arrow import UnsuitedError, arrays_of
 from lightning_fastdata.executors.gather.columns import ColumnDataset, TokenWindows
 from lightning_fastdata.executors.gather.executor import GatherExecutor, Job
 from lightning_fastdata.executors.gather.rows import gatherable, rows_of
+from lightning_fastdata.executors.kinds import open_executor
 from lightning_fastdata.loading.loader import FastDataLoader
 
 GENERATOR = np.random.default_rng(0)

@@ -14,7 +14,6 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, get_worker_info
 
 from lightning_fastdata.errors import DatasetError
-from lightning_fastdata.planning.choose_executor import Batches
 from lightning_fastdata.planning.facts.inspection import (
     DatasetFacts,
     Questions,
@@ -22,8 +21,10 @@ from lightning_fastdata.planning.facts.inspection import (
     refuse_empty,
 )
 from lightning_fastdata.planning.facts.probe_process import try_apart
+from lightning_fastdata.planning.loader_plan import LoaderSpec
+from lightning_fastdata.planning.options import LoaderOptions
 
-EVERYTHING = Questions(sample=True, further=3, trial=(0, None), look=Batches(True, False))
+EVERYTHING = Questions(sample=True, further=3, trial=(0, None), cost=True)
 
 
 class Rows(Dataset):
@@ -42,8 +43,15 @@ class Rows(Dataset):
         return torch.full((2,), float(i)), i
 
 
-def inspect(dataset, questions=EVERYTHING, **about):
-    return inspect_dataset(dataset, questions, name="Photos.train_dataset()", **about)
+def inspect(dataset, questions=EVERYTHING, *, num_workers="auto", **about):
+    spec = LoaderSpec(
+        dataset=dataset,
+        name="Photos.train_dataset()",
+        options=LoaderOptions(num_workers=num_workers),
+        batch_size=1,
+        **about,
+    )
+    return inspect_dataset(spec, questions)
 
 
 def send(value, tell):
@@ -142,8 +150,7 @@ def test_the_dataset_and_the_random_state_stay_as_they_were():
     facts = inspect(Subset(dataset, [1, 2]))
     assert facts.sample[1] == 1
     assert len(facts.further) == 2
-    assert facts.look is not None
-    assert facts.look.draws
+    assert facts.draws
     assert dataset.handle is None
     assert torch.equal(torch.rand(1), expected)
 
@@ -158,16 +165,15 @@ def test_an_empty_or_a_raising_dataset_is_an_error_that_names_it():
 
 @pytest.mark.parametrize("dataset", [lambda: Rows(killed), lambda: WithClient(Forked())])
 def test_a_failure_elsewhere_means_nothing_where_the_training_process_reads(dataset):
-    facts = inspect(dataset(), reads_here=True)
-    assert (facts.sample, facts.warnings) == (None, ())
-    assert facts.look is not None
-    assert facts.look.cost is None
+    facts = inspect(dataset(), num_workers=0)
+    assert (facts.sample, facts.warnings, facts.cost) == (None, (), None)
+    assert facts.split
 
 
 def test_a_dataset_that_ends_its_process_is_decided_without():
     facts = inspect(Rows(killed), start_method="fork")
-    assert facts.look is not None
-    assert facts.look.cost is None
+    assert facts.cost is None
+    assert facts.split
     assert "SIGKILL" in facts.warnings[0]
 
 
@@ -177,9 +183,7 @@ def test_a_stream_is_not_read():
             raise AssertionError("it is read")
 
     facts = inspect(Stream())
-    assert facts.sample is None
-    assert facts.look is not None
-    assert facts.look.stream
+    assert (facts.sample, facts.cost) == (None, None)
 
 
 def test_nothing_is_read_where_nothing_is_asked():

@@ -18,8 +18,8 @@ from lightning_fastdata import FastDataLoader, FastDataModule, LoaderOptions
 from lightning_fastdata.batches.page_lock import CudaLockDriver, PageLocks, cuda_page_locks
 from lightning_fastdata.batches.slots import SlotPool
 from lightning_fastdata.errors import FastDataWarning, OptionsError
-from lightning_fastdata.executors.contract import open_executor
 from lightning_fastdata.executors.fetch import FetchPlan
+from lightning_fastdata.executors.kinds import open_executor
 
 torch.set_num_threads(1)
 SIZE = 64 * 1024

@@ -16,6 +16,7 @@ from torch.utils.data import (
     BatchSampler,
     Dataset,
     DistributedSampler,
+    IterableDataset,
     RandomSampler,
     SequentialSampler,
     SubsetRandomSampler,
@@ -25,19 +26,21 @@ from torch.utils.data import (
 
 from lightning_fastdata.host.cpu import CpuLimit, cpu_limit
 from lightning_fastdata.host.memory import HostMemory
+from lightning_fastdata.host.spent import queued_s
 from lightning_fastdata.loading.loader import FastDataLoader
-from lightning_fastdata.planning.choose_executor import DatasetLook, look_at, suited_executor
+from lightning_fastdata.planning.choose_executor import ExecutorChoice, choose_executor
+from lightning_fastdata.planning.facts.inspection import DatasetFacts, Questions, inspect_dataset
 from lightning_fastdata.planning.facts.probe import (
     SampleCost,
     drawn_indices,
     further_samples,
     measure_samples,
     probe_indices,
-    queued_s,
     spread_indices,
 )
-from lightning_fastdata.planning.loader_plan import Suited, plan_loader
+from lightning_fastdata.planning.loader_plan import LoaderSpec
 from lightning_fastdata.planning.options import LoaderOptions
+from lightning_fastdata.planning.plan_for import plan_loader
 from lightning_fastdata.planning.worker_count import (
     alone_ms,
     by_workers_ms,
@@ -319,9 +322,10 @@ def test_queueing_is_read_from_the_kernel_or_is_nothing(tmp_path):
 @pytest.mark.parametrize("work", [sleep, compute, nothing, draw])
 def test_looking_leaves_the_random_state_as_it_was(work):
     watch = DrawWatch()
-    look = look_at(Planted(work), default_collation=True, transformed=False)
+    spec = LoaderSpec(dataset=Planted(work), name="planted", options=LoaderOptions(), batch_size=1)
+    facts = inspect_dataset(spec, Questions(cost=True))
     assert not watch.drew()
-    assert look.draws == (work is draw)
+    assert facts.draws == (work is draw)
 
 
 def test_a_foreign_dataset_is_read_by_no_other_thread():
@@ -329,9 +333,8 @@ def test_a_foreign_dataset_is_read_by_no_other_thread():
 
     threads = set()
     data = Planted(lambda: threads.add(threading.get_ident()))
-    look = look_at(data, default_collation=True, transformed=False)
+    assert measure_samples(data) is not None
     assert threads == {threading.get_ident()}
-    assert look.cost is not None
 
 
 # What follows from it
@@ -419,7 +422,7 @@ def planned(options=None, **changes):
         "dataset_length": 512,
         "iterable": False,
         "batched_fetch": False,
-        "suited": ("workers", "as planted"),
+        "choice": ("workers", "as planted"),
         "cost": cost(wall_ms=5.5, cpu_ms=0.4),
         "split": True,
         "platform": "linux",
@@ -442,9 +445,9 @@ def test_the_plan_says_that_a_sample_waits():
         ({"cost": cost(wall_ms=5, cpu_ms=5)}, 2),
         ({"split": False}, 16),
         ({"dataset_length": 0}, 0),
-        ({"suited": ("torch", "no shared memory")}, 2),
-        ({"suited": ("inline", "cheap")}, 0),
-        ({"suited": ("sidecar", "images")}, 23),
+        ({"choice": ("torch", "no shared memory")}, 2),
+        ({"choice": ("inline", "cheap")}, 0),
+        ({"choice": ("sidecar", "images")}, 23),
         ({"stage": "val"}, 12),
         ({"memory": memory(soft=64)}, 8),
     ],
@@ -466,18 +469,23 @@ def test_the_users_workers_win_and_hear_of_samples_that_wait():
     assert "more than the CPUs" in computing.limits[0]
 
 
-def look(**changes):
-    about = {
-        "stream": False,
-        "rows": False,
-        "transformed": False,
-        "pipelines": False,
-        "draws": False,
-        "cost": cost(wall_ms=5, cpu_ms=5),
-        "split": True,
-        "shared_memory": True,
-    }
-    return DatasetLook(**{**about, **changes})
+class Stream(IterableDataset):
+    def __iter__(self):
+        raise AssertionError("it is read")
+
+
+def chosen(*, workers="auto", batch_size=32, cpus=2, shared_memory=True, **found):
+    """The executor for a dataset of which this was found out."""
+    about = {name: found.pop(name) for name in ("pipelines", "transformed") if name in found}
+    spec = LoaderSpec(
+        dataset=Stream() if found.pop("stream", False) else Planted(nothing),
+        name="planted",
+        options=LoaderOptions(num_workers=workers),
+        batch_size=batch_size,
+        **about,
+    )
+    facts = DatasetFacts(**{"cost": cost(wall_ms=5, cpu_ms=5), "split": True, **found})
+    return choose_executor(spec, facts, cpus=cpus, shared_memory=shared_memory)
 
 
 @pytest.mark.parametrize(
@@ -488,24 +496,24 @@ def look(**changes):
         ({"cost": cost(wall_ms=5, cpu_ms=0.1)}, "auto", "workers"),
         ({"cost": cost(wall_ms=0.001, cpu_ms=0.001)}, "auto", "torch"),
         ({"cost": cost(wall_ms=0.001, cpu_ms=0.001), "draws": True}, "auto", "inline"),
-        ({"cost": cost(wall_ms=0.001, cpu_ms=0.001), "pipelines": True}, "auto", "inline"),
+        ({"cost": cost(wall_ms=0.001, cpu_ms=0.001), "pipelines": ("one",)}, "auto", "inline"),
         ({"cost": cost(wall_ms=0.001, cpu_ms=0.001), "transformed": True}, "auto", "workers"),
         ({"cost": cost(wall_ms=0.001, cpu_ms=0.001)}, 3, "workers"),
         ({"cost": cost(wall_ms=0.001, cpu_ms=0.001, collate_ms=1)}, "auto", "workers"),
         ({"draws": True}, "auto", "workers"),
-        ({"pipelines": True}, "auto", "workers"),
+        ({"pipelines": ("one",)}, "auto", "workers"),
         ({"stream": True}, "auto", "workers"),
         ({"rows": True}, "auto", "gather"),
         ({"shared_memory": False}, "auto", "torch"),
         ({}, 0, "torch"),
         ({"draws": True}, 0, "inline"),
-        ({"pipelines": True}, 0, "inline"),
+        ({"pipelines": ("one",)}, 0, "inline"),
     ],
 )
 def test_the_executor_follows_from_the_look(changes, workers, name):
-    chosen = suited_executor(look(**changes), workers=workers, batch_size=16)
-    assert chosen.executor == name
-    assert chosen.why
+    choice = chosen(**changes, workers=workers, batch_size=16)
+    assert choice.executor == name
+    assert choice.why
 
 
 @given(
@@ -519,8 +527,8 @@ def test_dearer_samples_and_more_cpus_never_lead_back_to_the_training_process(
     wall_ms, share, more_ms, batch_size, cpus
 ):
     def aside(ms, cpus):
-        found = look(cost=cost(wall_ms=ms, cpu_ms=ms))
-        return not suited_executor(found, workers="auto", batch_size=batch_size, cpus=cpus).alone
+        measured = cost(wall_ms=ms, cpu_ms=ms)
+        return not chosen(cost=measured, batch_size=batch_size, cpus=cpus).alone
 
     if aside(wall_ms, cpus):
         assert aside(wall_ms + more_ms, cpus)
@@ -529,28 +537,24 @@ def test_dearer_samples_and_more_cpus_never_lead_back_to_the_training_process(
 
 def test_one_cpu_is_shared_with_nobody_unless_samples_wait():
     for ms in (0.01, 1, 100):
-        found = look(cost=cost(wall_ms=ms, cpu_ms=ms))
-        assert suited_executor(found, workers="auto", batch_size=32, cpus=1).alone
-    sleeper = look(cost=cost(wall_ms=50, cpu_ms=0.1))
-    assert not suited_executor(sleeper, workers="auto", batch_size=32, cpus=1).alone
+        assert chosen(cost=cost(wall_ms=ms, cpu_ms=ms), cpus=1).alone
+    assert not chosen(cost=cost(wall_ms=50, cpu_ms=0.1), cpus=1).alone
 
 
 @pytest.mark.parametrize(
     ("ms", "alone"), [(0.001, True), (0.01, True), (0.2, False), (1.0, False), (50.0, False)]
 )
 def test_a_clear_case_is_decided_as_anybody_would(ms, alone):
-    found = look(cost=cost(wall_ms=ms, cpu_ms=ms))
-    assert suited_executor(found, workers="auto", batch_size=32, cpus=2).alone == alone
+    assert chosen(cost=cost(wall_ms=ms, cpu_ms=ms)).alone == alone
 
 
 @pytest.mark.parametrize("batch_size", [512, 32_768])
 def test_rows_of_a_table_are_not_worth_a_second_process(batch_size):
     row = cost(wall_ms=0.002, cpu_ms=0.002, collate_ms=0.001)
-    about = {"workers": "auto", "batch_size": batch_size}
-    assert suited_executor(look(cost=row), **about, cpus=2).alone
+    assert chosen(cost=row, batch_size=batch_size).alone
     # A machine that is busy is slow in everything, in handing over too.
     busy = replace(row, wall_ms=0.02, cpu_ms=0.02, collate_ms=0.01, pace=10.0)
-    assert suited_executor(look(cost=busy), **about, cpus=2).alone
+    assert chosen(cost=busy, batch_size=batch_size).alone
 
 
 @given(ms=st.floats(0, 100), batch_size=st.integers(1, 4096))
@@ -570,10 +574,11 @@ def test_cheap_samples_get_no_more_workers_than_are_enough():
 
 
 def test_where_the_training_process_reads_for_itself_there_are_no_workers():
-    made = planned(suited=Suited("torch", "cheap", alone=True))
+    made = planned(choice=ExecutorChoice("torch", "cheap", alone=True))
     assert (made.executor, made.num_workers) == ("torch", 0)
     asked = planned(
-        LoaderOptions(executor="auto", num_workers=3), suited=Suited("workers", "asked for")
+        LoaderOptions(executor="auto", num_workers=3),
+        choice=ExecutorChoice("workers", "asked for"),
     )
     assert asked.num_workers == 3
 

@@ -20,8 +20,8 @@ from thoroughness import max_examples
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 
 from lightning_fastdata.errors import OptionsError
-from lightning_fastdata.executors.contract import open_executor
 from lightning_fastdata.executors.fetch import FetchPlan
+from lightning_fastdata.executors.kinds import open_executor
 from lightning_fastdata.executors.stream import StreamExecutor
 from lightning_fastdata.loading.loader import FastDataLoader
 

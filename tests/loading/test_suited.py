@@ -18,7 +18,12 @@ from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 from lightning_fastdata import FastDataModule, LoaderOptions
 from lightning_fastdata.executors.gather.columns import ColumnDataset, TokenWindows
 from lightning_fastdata.images.folder import FastImageFolder
-from lightning_fastdata.planning.choose_executor import look_at, suited_executor
+from lightning_fastdata.planning.choose_executor import choose_executor
+from lightning_fastdata.planning.facts.inspection import Questions, inspect_dataset
+from lightning_fastdata.planning.facts.probe import measure_samples
+from lightning_fastdata.planning.loader_plan import LoaderSpec
+from lightning_fastdata.randomness.global_generators import DrawWatch
+from lightning_fastdata.randomness.seeds import find_composes
 
 
 class Rows(Dataset):
@@ -58,12 +63,31 @@ class Clock:
         return self.now
 
 
-def suited(dataset, *, workers="auto", step_s=0.01, **about):
-    about = {"default_collation": True, "transformed": False, "batch_size": 4, **about}
-    look = look_at(dataset, **about, clock_s=Clock(step_s), cpu_s=Clock(step_s))
-    if look.cost is not None:  # the clock says nothing of the machine
-        look = replace(look, cost=replace(look.cost, pace=1.0))
-    return suited_executor(look, workers=workers, batch_size=4)
+def spec_of(dataset, *, workers="auto", **about):
+    return LoaderSpec(
+        dataset=dataset,
+        name="rows",
+        options=LoaderOptions(num_workers=workers, probe=False),
+        pipelines=find_composes(dataset),
+        **{"batch_size": 4, **about},
+    )
+
+
+def read(spec, **clocks):
+    """What a process that is thrown away finds out, with clocks that say nothing of the machine."""
+    facts = inspect_dataset(spec, Questions(cost=True))
+    if spec.is_stream or facts.rows:
+        return facts
+    watch = DrawWatch()
+    cost = measure_samples(spec.dataset, batch_size=spec.batch_size, **clocks)
+    facts = replace(facts, cost=replace(cost, pace=1.0), draws=watch.drew())
+    watch.restore()
+    return facts
+
+
+def suited(dataset, *, step_s=0.01, **about):
+    spec = spec_of(dataset, **about)
+    return choose_executor(spec, read(spec, clock_s=Clock(step_s), cpu_s=Clock(step_s)))
 
 
 def folder(tmp_path):
@@ -81,7 +105,7 @@ def folder(tmp_path):
         (Subset(ColumnDataset({"x": np.zeros((4, 2))}), [1, 2]), {"workers": 0}, "gather"),
         (TokenWindows(np.arange(9), 3), {}, "gather"),
         (Subset(Rows(), [1, 2]), {}, "workers"),
-        (TensorDataset(torch.zeros(4)), {"default_collation": False}, "workers"),
+        (TensorDataset(torch.zeros(4)), {"collate_fn": list}, "workers"),
         (TensorDataset(torch.zeros(4)), {"transformed": True}, "workers"),
         (Rows(), {}, "workers"),
         (Rows(), {"workers": 0}, "torch"),
@@ -104,20 +128,26 @@ def test_each_kind_of_dataset_has_its_executor(dataset, about, name):
 
 @pytest.mark.parametrize("queue_s", [0.0, 0.5])
 def test_images_are_decoded_by_workers_however_busy_the_cpus_are(tmp_path, queue_s):
-    about = {"queue_s": Clock(queue_s), "default_collation": True, "transformed": False}
-    look = look_at(folder(tmp_path), **about, clock_s=Clock(0.6), cpu_s=Clock(0.01))
-    assert suited_executor(look, workers="auto", batch_size=64).executor == "workers"
+    spec = spec_of(folder(tmp_path), batch_size=64)
+    facts = read(spec, clock_s=Clock(0.6), cpu_s=Clock(0.01), queue_s=Clock(queue_s))
+    assert choose_executor(spec, facts).executor == "workers"
 
 
-def test_looking_leaves_the_random_state_alone():
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        Drawing(lambda: (random.random(), np.random.rand(), torch.rand(1))),
+        TensorDataset(torch.zeros(4)),
+    ],
+)
+def test_looking_leaves_the_random_state_alone(dataset):
     random.seed(1), np.random.seed(1), torch.manual_seed(1)
     expected = random.random(), np.random.rand(), torch.rand(1).item()
     random.seed(1), np.random.seed(1), torch.manual_seed(1)
-    look_at(
-        Drawing(lambda: (random.random(), np.random.rand(), torch.rand(1))),
-        default_collation=True,
-        transformed=False,
-    )
+    spec = replace(spec_of(dataset, collate_fn=list), options=LoaderOptions())
+    facts = inspect_dataset(spec, Questions(cost=True))
+    assert facts.cost is not None
+    assert facts.draws == isinstance(dataset, Drawing)
     assert expected == (random.random(), np.random.rand(), torch.rand(1).item())
 
 

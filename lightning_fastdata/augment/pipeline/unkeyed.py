@@ -62,8 +62,8 @@ def warn_of_unkeyed(dataset: object, collate_fn: object) -> None:
         dataset: The dataset. Nothing of it is read.
         collate_fn: The user's; None: the default collation.
     """
-    known = {id(compose) for compose in find_composes(dataset)}
     inside = [] if collate_fn is None else find_composes(collate_fn)
+    known = {id(compose) for compose in find_composes(dataset)} if inside else set()
     if any(id(compose) not in known and may_draw(compose) for compose in inside):
         _warn(
             collate_fn,

@@ -9,6 +9,7 @@ from torch.utils.data import IterableDataset, default_collate
 
 from lightning_fastdata.batches.collate import collate_samples
 from lightning_fastdata.batches.keyed import fetches_in_batches
+from lightning_fastdata.executors.kinds import KINDS
 from lightning_fastdata.insight.model.inputs import LoaderSetup
 from lightning_fastdata.loading.source import makes_batches, reads_with_torch
 from lightning_fastdata.planning.worker_count import look_ahead_batches
@@ -47,10 +48,11 @@ def setup_of(loader: FastDataLoader, *, cpus: float, step_cpus: float) -> Loader
     """
     streamed = isinstance(loader.dataset, IterableDataset)
     torchs = reads_with_torch(loader)
-    gathers = loader.executor == "gather" and not streamed and not torchs
+    kind = KINDS[loader.executor]
+    gathers = kind.gathers and not streamed and not torchs
     if gathers or loader.device_resident is not False:
         return None
-    workers = loader.num_workers if torchs or loader.executor != "inline" else 0
+    workers = loader.num_workers if torchs or not kind.caller_reads else 0
     asked = loader.asked_prefetch_factor
     scheduling: Scheduling = "sample" if splits_batches(loader) else "queue"
     if torchs or streamed:
@@ -74,7 +76,7 @@ def setup_of(loader: FastDataLoader, *, cpus: float, step_cpus: float) -> Loader
         cpus=cpus,
         step_cpus=step_cpus,
         worker_nice=loader.worker_nice,
-        inline=loader.executor == "inline",
+        inline=kind.caller_reads,
     )
 
 

@@ -13,20 +13,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import torch.utils.data._utils.worker as torch_worker
-from torch.utils.data import IterableDataset, Subset
+from torch.utils.data import Subset
 
+from lightning_fastdata.batches.collate import collate_samples
+from lightning_fastdata.batches.keyed import fetches_in_batches
 from lightning_fastdata.batches.uncollatable import uncollatable
 from lightning_fastdata.errors import DatasetError
 from lightning_fastdata.executors.gather.rows import gatherable
 from lightning_fastdata.order.epoch_order import dataset_length
-from lightning_fastdata.planning.choose_executor import Batches, DatasetLook, look_at
 from lightning_fastdata.planning.facts.pipeline_trial import Trial, try_recording
-from lightning_fastdata.planning.facts.probe import further_samples, probe_indices
+from lightning_fastdata.planning.facts.probe import further_samples, measure_samples, probe_indices
 from lightning_fastdata.planning.facts.probe_process import Failure, Findings, Tell, try_apart
-from lightning_fastdata.randomness.global_generators import kept_random_state
+from lightning_fastdata.randomness.global_generators import DrawWatch, kept_random_state
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
+
+    from lightning_fastdata.planning.facts.probe import SampleCost
+    from lightning_fastdata.planning.loader_plan import LoaderSpec
 
 _HANDLE_ERRORS: Final = (errno.EBADF, errno.EINVAL, errno.ESPIPE, errno.EPIPE)
 """What a system says of an open file that is not what the program thinks it is."""
@@ -49,8 +53,8 @@ class Questions:
     trial: tuple[int, Callable[[list[Any]], Any] | None] | None = None
     """Whether the dataset's own pipelines can be left to a device: the seed of their draws, and the
     user's collate function or None."""
-    look: Batches | None = None
-    """What the executor is chosen by, for batches such as these."""
+    cost: bool = False
+    """What the executor is chosen by: what a sample costs, and whether reading one draws."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +65,7 @@ class DatasetFacts:
     """Whether there is a sample."""
     sample: Any = None
     """The first one."""
-    stranger: str | None = None
+    uncollatable: str | None = None
     """What in the sample torch cannot collate, and what to do; None: nothing."""
     further: tuple[Any, ...] = ()
     """Samples from all over the dataset."""
@@ -69,8 +73,15 @@ class DatasetFacts:
     """Of the dataset's own pipelines, without its places; None: it has none."""
     trial_failed: str | None = None
     """Why there is no trial; None: there is one, or none was asked for."""
-    look: DatasetLook | None = None
-    """What the executor is chosen by."""
+    rows: bool = False
+    """Batches are rows of columns of numbers, collated by default, without a transform. Then no
+    sample is measured."""
+    split: bool = False
+    """The samples of one batch may be given to several workers."""
+    cost: SampleCost | None = None
+    """Of reading a sample."""
+    draws: bool = False
+    """Reading a sample drew from the generators of random, numpy or torch."""
     start_method: str | None = None
     """How workers have to be started, where the usual way was seen to fail; None: as usual."""
     shared_file: str | None = None
@@ -80,69 +91,60 @@ class DatasetFacts:
     """What the user should know, each a sentence or more."""
 
 
-def inspect_dataset(
-    dataset: Dataset[Any],
-    questions: Questions,
-    *,
-    name: str,
-    start_method: str | None = None,
-    worker_init_fn: Callable[[int], None] | None = None,
-    sampler: Any = None,
-    batch_sampler: Any = None,
-    read: bool = True,
-    reads_here: bool = False,
-) -> DatasetFacts:
+def inspect_dataset(spec: LoaderSpec, questions: Questions) -> DatasetFacts:
     """Find out what is asked about a dataset, in a process that is started as its workers will be.
 
     Datasets of rows (see :func:`~lightning_fastdata.executors.gather.rows.rows_of`), which hold no
-    code of the user and nothing that is opened, are read here. A stream is not read.
+    code of the user and nothing that is opened, are read here. A stream is not read, nor is
+    anything with ``probe=False``. Where the training process will read the dataset itself, what
+    another process makes of open files and clients means nothing.
 
     Args:
-        dataset: Any dataset.
-        questions: What to find out.
-        name: How the user knows it, for the messages, e.g. ``"Photos.train_dataset()"``.
-        start_method: Of the workers, as set by the user; None: the default of Python, or
+        spec: The loader. Where the start method is left open it is Python's default, or
             ``"forkserver"`` where a forked process cannot read the dataset.
-        worker_init_fn: Called before, as in a worker.
-        sampler: The user's, which gives the keys of samples; None: these are numbers from 0.
-        batch_sampler: The user's, likewise.
-        read: Whether any sample may be read.
-        reads_here: The training process will read the dataset itself, so that what a process
-            makes of open files and clients means nothing.
+        questions: What to find out.
 
     Raises:
         DatasetError: Sample 0 was asked for and reading it raised.
     """
-    method = start_method or multiprocessing.get_start_method()
+    asked_method: str | None = spec.options.multiprocessing_context
+    if asked_method == "auto":
+        asked_method = spec.start_method
+    method = asked_method or multiprocessing.get_start_method()
     # Another process takes seconds to start if it is not forked, and the first batch tells as much.
-    pays = method == "fork" or not (reads_here or questions == Questions(sample=True))
-    if questions == Questions() or not (read and pays) or isinstance(dataset, IterableDataset):
-        return _facts(dataset, questions, Findings())
-    if gatherable(dataset):
+    pays = method == "fork" or not (spec.reads_here or questions == Questions(sample=True))
+    reads = spec.options.probe and pays and questions != Questions() and not spec.is_stream
+    rows = (reads or questions.cost) and gatherable(spec.dataset)
+    plain = spec.default_collation and not (spec.transformed or spec.pipelines)
+    gathered = questions.cost and rows and plain
+    facts_of = partial(_facts, spec, questions, gathered)
+    if not reads:
+        return facts_of(Findings())
+    if rows:
         values: dict[str, Any] = {}
+        questions = replace(questions, cost=questions.cost and not gathered)
+        as_it_is = replace(spec, worker_init_fn=None, sampler=None, batch_sampler=None)
         with kept_random_state():
-            _answer(dataset, questions, None, None, values.__setitem__)
-        return _facts(dataset, questions, Findings(values=values))
-    orders = None if sampler is None and batch_sampler is None else (sampler, batch_sampler)
-    work = partial(try_apart, _answer, dataset, questions, worker_init_fn, orders)
+            _answer(as_it_is, questions, values.__setitem__)
+        return facts_of(Findings(values=values))
+    work = partial(try_apart, _answer, spec, questions)
     findings = work(start_method=method)
-    facts = _facts(dataset, questions, findings)
+    facts = facts_of(findings)
     failure = findings.failure
-    if reads_here and (failure is None or _suspects_fork(failure)):
+    if spec.reads_here and (failure is None or _suspects_fork(failure)):
         return replace(facts, shared_file=None)
     if failure is None and facts.shared_file is None:
         return facts
-    if start_method is None and method == "fork" and _suspects_fork(failure) and _can_respawn():
+    if asked_method is None and method == "fork" and _suspects_fork(failure) and _can_respawn():
         again = work(start_method="forkserver")
         if again.failure is None:
             what = _what_forking_did(facts, failure)
-            facts = _facts(dataset, questions, again)
+            facts = facts_of(again)
             return replace(facts, start_method="forkserver", warnings=(_forkserver(what),))
     if failure is None:
         return facts
     if failure.error is not None and questions.sample:
-        key = findings.values.get("key", 0)
-        raise _unreadable(dataset, name, key, failure, ordered=orders is not None)
+        raise _unreadable(spec, findings.values.get("key", 0), failure)
     return replace(facts, warnings=(*facts.warnings, _decided_without(failure)))
 
 
@@ -155,26 +157,19 @@ def refuse_empty(dataset: Dataset[Any], name: str) -> None:
         )
 
 
-def _answer(
-    dataset: Any,
-    questions: Questions,
-    worker_init_fn: Callable[[int], None] | None,
-    orders: tuple[Any, Any] | None,
-    tell: Tell,
-) -> None:
+def _answer(spec: LoaderSpec, questions: Questions, tell: Tell) -> None:
     """Read what the questions need; runs where nothing else uses the dataset or its sampler."""
     before = _open_files()
-    if worker_init_fn is not None:
+    dataset: Any = spec.dataset
+    if spec.worker_init_fn is not None:
         # What torch.utils.data.get_worker_info() returns.
         torch_worker._worker_info = torch_worker.WorkerInfo(
             id=0, num_workers=1, seed=0, dataset=dataset
         )
-        worker_init_fn(0)
-    if orders is not None:
-        sampler, batch_sampler = orders
-        keys = probe_indices(
-            dataset, _KEYS, sampler=sampler, batch_sampler=batch_sampler, peek=True
-        )
+        spec.worker_init_fn(0)
+    if spec.has_order:
+        orders = {"sampler": spec.sampler, "batch_sampler": spec.batch_sampler}
+        keys = probe_indices(dataset, _KEYS, **orders, peek=True)
         if not keys:
             return
         tell("key", keys[0])
@@ -182,7 +177,7 @@ def _answer(
     if questions.sample:
         sample = dataset[0]
         tell("sample", sample)
-        tell("stranger", uncollatable(sample) if questions.collated else None)
+        tell("uncollatable", uncollatable(sample) if questions.collated else None)
         tell("moved", _moved(before))
     if questions.further:
         tell("further", tuple(further_samples(dataset, questions.further)))
@@ -191,18 +186,22 @@ def _answer(
         trial = try_recording(dataset, seed=seed, collate_fn=collate_fn)
         # Of the places the training process has its own, which hold the user's pipelines.
         tell("trial", None if trial is None else trial._replace(places=(), registered={}))
-    if questions.look is not None:
-        tell("look", look_at(dataset, **questions.look._asdict()))
+    if questions.cost:
+        watch = DrawWatch()
+        collate = collate_samples if spec.default_collation else spec.collate_fn
+        cost = measure_samples(dataset, batch_size=spec.batch_size or 1, collate=collate)
+        tell("cost", (cost, watch.drew()))
     tell("moved", _moved(before))
 
 
-def _facts(dataset: Any, questions: Questions, findings: Findings) -> DatasetFacts:
+def _facts(
+    spec: LoaderSpec, questions: Questions, gathered: bool, findings: Findings
+) -> DatasetFacts:
     values = findings.values
-    look = values.get("look")
-    if look is None and questions.look is not None:
-        look = look_at(dataset, **questions.look._asdict(), read=False)
+    cost, draws = values.get("cost", (None, False))
+    splits = spec.default_collation and not spec.transformed
     failed, failure = None, findings.failure
-    if isinstance(dataset, IterableDataset):
+    if spec.is_stream:
         failed = "it is a stream, of which no sample can be tried without losing it"
     elif questions.trial is not None and "trial" not in values:
         # Where there was no process, or its outcome could not be pickled, there is none to name.
@@ -211,11 +210,14 @@ def _facts(dataset: Any, questions: Questions, findings: Findings) -> DatasetFac
     return DatasetFacts(
         sampled="sample" in values,
         sample=values.get("sample"),
-        stranger=values.get("stranger"),
+        uncollatable=values.get("uncollatable"),
         further=values.get("further", ()),
         trial=values.get("trial"),
         trial_failed=failed,
-        look=look,
+        rows=gathered,
+        split=questions.cost and splits and not fetches_in_batches(spec.dataset),
+        cost=cost,
+        draws=draws,
         shared_file=next(iter(values.get("moved", ())), None),
     )
 
@@ -307,18 +309,16 @@ def _with_stack(failure: Failure) -> str:
     return f". What it was doing:\n{failure.stack}" if failure.stack else ""
 
 
-def _unreadable(
-    dataset: object, name: str, key: Any, failure: Failure, *, ordered: bool
-) -> DatasetError:
+def _unreadable(spec: LoaderSpec, key: Any, failure: Failure) -> DatasetError:
     keys = ""
-    if isinstance(failure.error, KeyError | TypeError) and not ordered:
+    if isinstance(failure.error, KeyError | TypeError) and not spec.has_order:
         keys = (
             " If its keys are others than the numbers from 0, build the loader with "
             "make_loader(dataset, sampler=...), whose sampler gives them."
         )
     error = DatasetError(
-        f"Reading sample {key!r} of {name} ({type(dataset).__name__}) {failure.what}. The training "
-        "would have failed at its first batch; the cause is in the traceback above."
+        f"Reading sample {key!r} of {spec.name} ({type(spec.dataset).__name__}) {failure.what}. "
+        "The training would have failed at its first batch; the cause is in the traceback above."
         f"{keys}{_inherited(failure)}"
     )
     error.__cause__ = failure.error

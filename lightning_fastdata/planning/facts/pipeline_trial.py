@@ -77,62 +77,58 @@ class Trial(NamedTuple):
 
 
 class TriedDataset:
-    """The outcome of a trial, for as long as it can be told to hold; holds no dataset alive.
+    """The outcome of a trial, for as long as it is known to hold; holds no dataset alive.
 
     Args:
         trial: The outcome.
-        dataset: What was tried, with ``seed`` and ``collate_fn``, as :func:`try_recording` takes
-            them.
-        against: Why the outcome was refused; None: it was not.
+        dataset: What was tried.
+        rests_on: See :func:`rests_on`.
     """
 
-    def __init__(
-        self,
-        trial: Trial,
-        dataset: Dataset[Any],
-        *,
-        seed: int,
-        collate_fn: Callable[[list[Any]], Any] | None,
-        against: str | None = None,
-    ) -> None:
+    def __init__(self, trial: Trial, dataset: Dataset[Any], rests_on: tuple[Any, ...]) -> None:
         self.trial = trial
         self._dataset: weakref.ref[Dataset[Any]] | None
         try:
             self._dataset = weakref.ref(dataset)
         except TypeError:  # it has slots
             self._dataset = None
-        self._rests_on = against, _rests_on(dataset, seed, collate_fn)
+        self._rests_on = rests_on
 
     def __getstate__(self) -> dict[str, Any]:
-        # In another process the dataset is another one; the outcome is told there, but not used.
+        # In another process the dataset is another one; the outcome is shown there, but not used.
         return {"trial": self.trial, "_dataset": None, "_rests_on": None}
 
-    def holds_for(
-        self,
-        dataset: Dataset[Any],
-        *,
-        seed: int,
-        collate_fn: Callable[[list[Any]], Any] | None,
-        against: str | None = None,
-    ) -> bool:
-        """Return whether a trial would find the same: nothing has changed that it rests on.
-
-        Seen are the settings of pipelines, other pipelines, and what a dataset has of numbers,
-        texts and switches. A dataset that counts something is tried again.
-        """
+    def holds_for(self, dataset: Dataset[Any], rests_on: tuple[Any, ...]) -> bool:
+        """Return whether a trial would find the same: nothing has changed that it rests on."""
         if self._dataset is None or self._dataset() is not dataset:
             return False
-        return self._rests_on == (against, _rests_on(dataset, seed, collate_fn))
+        return self._rests_on == rests_on
 
 
-def _rests_on(
-    dataset: Dataset[Any], seed: int, collate_fn: Callable[[list[Any]], Any] | None
+def rests_on(
+    dataset: Dataset[Any],
+    composes: Sequence[Any],
+    *,
+    seed: int,
+    collate_fn: Callable[[list[Any]], Any] | None,
+    against: str | None = None,
 ) -> tuple[Any, ...]:
-    composes = find_composes(dataset)
+    """Return what the outcome of a trial rests on, to be compared with ``==``.
+
+    The settings of pipelines, other pipelines, and what a dataset has of numbers, texts and
+    switches. A dataset that counts something is tried again.
+
+    Args:
+        dataset: What is tried.
+        composes: The pipelines that it holds.
+        seed: As :func:`try_recording` takes it.
+        collate_fn: Likewise.
+        against: Why the outcome is refused; None: it is not.
+    """
     nodes = [
         (node, _settings(node, _NESTED)) for compose in composes for node in list_nodes(compose)
     ]
-    return seed, collate_fn, _settings(dataset), nodes, registered_forms(*composes)
+    return against, seed, collate_fn, _settings(dataset), nodes, registered_forms(*composes)
 
 
 def _settings(owner: object, depth: int = 0) -> list[str]:
@@ -171,8 +167,9 @@ def try_recording(
     Returns:
         The trial; None if the dataset holds no pipeline.
     """
-    registered = registered_forms(*find_composes(dataset))
-    places = place_pipelines(dataset, registered)
+    composes = find_composes(dataset)
+    registered = registered_forms(*composes)
+    places = place_pipelines(composes, registered)
     if not places:
         return None
 

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from itertools import islice, pairwise
-from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, Final
 
@@ -24,6 +23,7 @@ from torch.utils.data import (
 )
 
 from lightning_fastdata.batches.keyed import fetches_in_batches
+from lightning_fastdata.host.spent import queued_s
 from lightning_fastdata.order.epoch_order import ShuffleSampler, dataset_length
 from lightning_fastdata.randomness.global_generators import kept_random_state
 
@@ -97,17 +97,6 @@ def sample_bytes(sample: Any) -> int:
     if hasattr(sample, "getbands") and hasattr(sample, "size"):  # a PIL image
         return int(sample.size[0] * sample.size[1] * len(sample.getbands()))
     return 8
-
-
-def queued_s(file: Path = Path("/proc/thread-self/schedstat")) -> float:
-    """Return the seconds this thread was ready to run and had no CPU; 0 where it is not counted.
-
-    The second number of https://docs.kernel.org/scheduler/sched-stats.html, in nanoseconds.
-    """
-    try:
-        return int(file.read_text().split()[1]) / 1e9
-    except (OSError, ValueError, IndexError):
-        return 0.0
 
 
 def spread_indices(length: int, count: int) -> list[int]:

@@ -10,15 +10,15 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lightning_fastdata.errors import BatchError, DatasetError, FastDataWarning
-from lightning_fastdata.planning.automatic import needs_look, plan_for
 from lightning_fastdata.planning.checks import check_dataset
-from lightning_fastdata.planning.choose_executor import Batches
 from lightning_fastdata.planning.facts.inspection import (
     DatasetFacts,
     Questions,
     inspect_dataset,
     refuse_empty,
 )
+from lightning_fastdata.planning.loader_plan import LoaderSpec
+from lightning_fastdata.planning.plan_for import plan_for
 from lightning_fastdata.plugin.data.arguments import (
     options_from,
     options_of,
@@ -43,6 +43,7 @@ from lightning_fastdata.plugin.seams.trainer_facts import (
     running_stage,
     training_epoch,
 )
+from lightning_fastdata.randomness.seeds import find_composes
 from lightning_fastdata.types import STAGES
 
 if TYPE_CHECKING:
@@ -120,8 +121,10 @@ class ModuleLoaders:
         ordered = asked["sampler"] is not None or asked["batch_sampler"] is not None
         check_dataset(dataset, name, ordered=ordered)
         refuse_empty(dataset, name)
+        spec = self._spec(dataset, name, stage, options, asked)
         of = LoaderRequest(
             dataset=dataset,
+            composes=spec.pipelines,
             stage=stage,
             name=name,
             seed=seed,
@@ -133,20 +136,18 @@ class ModuleLoaders:
             self.pipelines.questions(of),
             sample=trainer is not None,
             collated=asked["collate_fn"] is None and not self._transforms[stage],
-            look=self._look_questions(options, asked, stage),
+            cost=spec.needs_cost,
         )
-        facts = _inspect(dataset, questions, name, options, asked)
-        if facts.stranger is not None:
-            raise BatchError(f"Sample 0 of {name} cannot be part of a batch. {facts.stranger}")
+        facts = inspect_dataset(spec, questions)
+        if facts.uncollatable is not None:
+            raise BatchError(f"Sample 0 of {name} cannot be part of a batch. {facts.uncollatable}")
         if facts.sampled:
             for transform in self._transforms[stage]:
                 transform.check_sample(facts.sample)
         found = self.pipelines.find(of, facts)
         if asked["batch_size"] is None:
             found = found._replace(own=None)  # Only batches wait for a device.
-        plan = self._plan(
-            module, dataset, stage, facts, options, asked, recorded=found.own is not None
-        )
+        plan = _plan(module, spec, facts, recorded=found.own is not None)
         for limit in (*facts.warnings, *plan.limits):
             warnings.warn(f"{name}: {limit}", FastDataWarning, stacklevel=3)
         self._plans[name] = plan
@@ -198,67 +199,42 @@ class ModuleLoaders:
                 if name not in self._plans:
                     options, known = options_from(options, known)
                     asked = _batches_of(module, known)
-                    questions = Questions(look=self._look_questions(options, asked, stage))
-                    facts = _inspect(dataset, questions, name, options, asked)
-                    self._plans[name] = self._plan(module, dataset, stage, facts, options, asked)
+                    spec = self._spec(dataset, name, stage, options, asked)
+                    facts = inspect_dataset(spec, Questions(cost=spec.needs_cost))
+                    self._plans[name] = _plan(module, spec, facts)
         parts = [f"{name}\n{plan.explain()}" for name, plan in self._plans.items()]
         parts += self.pipelines.explain(module.trainer, datasets)
         return "\n\n".join([*parts, self._prefetching.explain()])
 
-    def _look_questions(
-        self, options: LoaderOptions, asked: Mapping[str, Any], stage: Stage
-    ) -> Batches | None:
-        if not needs_look(options):
-            return None
-        collate_fn, batch_size = asked["collate_fn"], asked["batch_size"]
-        transformed = self._transforms.worker_part(stage) is not None
-        default = collate_fn is None and batch_size is not None
-        return Batches(default, transformed, batch_size, collate_fn)
-
-    def _plan(
+    def _spec(
         self,
-        module: Any,
         dataset: Dataset[Any],
+        name: str,
         stage: Stage,
-        facts: DatasetFacts,
         options: LoaderOptions,
         asked: Mapping[str, Any],
-        *,
-        recorded: bool = False,
-    ) -> LoaderPlan:
-        trainer = module.trainer
-        return plan_for(
-            dataset,
-            facts,
-            options=options,
+    ) -> LoaderSpec:
+        return LoaderSpec(
+            dataset=dataset,
+            name=name,
             stage=stage,
-            batch_size=asked["batch_size"],
-            accelerator=device_type(trainer),
-            local_ranks=1 if trainer is None else trainer.num_devices,
-            worker_init_fn=asked["worker_init_fn"],
+            options=options,
+            pipelines=find_composes(dataset),
             transformed=self._transforms.worker_part(stage) is not None,
-            recorded=recorded,
+            **asked,
         )
 
 
-def _inspect(
-    dataset: Dataset[Any],
-    questions: Questions,
-    name: str,
-    options: LoaderOptions,
-    asked: Mapping[str, Any],
-) -> DatasetFacts:
-    method = options.multiprocessing_context
-    return inspect_dataset(
-        dataset,
-        questions,
-        name=name,
-        start_method=asked["start_method"] if method == "auto" else method,
-        worker_init_fn=asked["worker_init_fn"],
-        sampler=asked["sampler"],
-        batch_sampler=asked["batch_sampler"],
-        read=options.probe,
-        reads_here=options.num_workers == 0 or options.executor == "inline",
+def _plan(
+    module: Any, spec: LoaderSpec, facts: DatasetFacts, *, recorded: bool = False
+) -> LoaderPlan:
+    trainer = module.trainer
+    return plan_for(
+        spec,
+        facts,
+        accelerator=device_type(trainer),
+        local_ranks=1 if trainer is None else trainer.num_devices,
+        recorded=recorded,
     )
 
 

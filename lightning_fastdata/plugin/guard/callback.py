@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import IterableDataset
 
 from lightning_fastdata.errors import DatasetError, FastDataWarning
+from lightning_fastdata.executors.kinds import KINDS
 from lightning_fastdata.order.epoch_order import dataset_length
 from lightning_fastdata.plugin.data.given_loaders import GivenLoader, taken_apart
 from lightning_fastdata.plugin.guard.prediction import CudaMemoryReader, skipped
@@ -178,7 +179,7 @@ def first_rows(datamodule: Any, dataset: Any, rows: int) -> Batch:
             num_workers=1,
             persistent_workers=False,
         )
-    if loader.executor == "inline":
+    if KINDS[loader.executor].caller_reads:
         loader.executor = "workers"
     try:
         return next(iter(loader))

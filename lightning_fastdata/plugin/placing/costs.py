@@ -25,10 +25,11 @@ from lightning_fastdata.batches.collate import (
 )
 from lightning_fastdata.batches.keyed import keyed
 from lightning_fastdata.batches.moving import move
+from lightning_fastdata.host.spent import queued_s
 from lightning_fastdata.insight.measure.clock import CudaClock, HostClock
 from lightning_fastdata.order.epoch_order import dataset_length
 from lightning_fastdata.order.repeats import spreading
-from lightning_fastdata.planning.facts.probe import queued_s, spread_indices
+from lightning_fastdata.planning.facts.probe import spread_indices
 from lightning_fastdata.planning.facts.probe_process import Tell, try_apart
 from lightning_fastdata.randomness.shared_epoch import EpochCell
 from lightning_fastdata.types import SampleKey

@@ -21,7 +21,12 @@ from lightning_fastdata.augment.replay.triton import has_kernels
 from lightning_fastdata.augment.transform import BatchTransform
 from lightning_fastdata.augment.warm_up import Variant, mask_dtypes, variants
 from lightning_fastdata.planning.facts.inspection import DatasetFacts, Questions
-from lightning_fastdata.planning.facts.pipeline_trial import IN_WORKERS, Trial, TriedDataset
+from lightning_fastdata.planning.facts.pipeline_trial import (
+    IN_WORKERS,
+    Trial,
+    TriedDataset,
+    rests_on,
+)
 from lightning_fastdata.plugin.placing.trial import AugmentOn, Placing
 from lightning_fastdata.randomness.seeds import find_composes
 from lightning_fastdata.types import STAGES
@@ -56,15 +61,23 @@ class LoaderRequest:
     """Of the draws."""
     collate_fn: Callable[[list[Any]], Any] | None
     """The user's."""
+    composes: tuple[Any, ...]
+    """The pipelines that the dataset calls itself."""
     against: str | None = None
     """Why the dataset's own pipeline may leave nothing to the device; None: it may."""
     trainer: Any = None
     """The trainer, or None."""
 
     @property
-    def rests_on(self) -> dict[str, Any]:
-        """What a trial of the dataset rests on besides the dataset."""
-        return {"seed": self.seed, "collate_fn": self.collate_fn, "against": self.against}
+    def rests_on(self) -> tuple[Any, ...]:
+        """What a trial of the dataset rests on."""
+        return rests_on(
+            self.dataset,
+            self.composes,
+            seed=self.seed,
+            collate_fn=self.collate_fn,
+            against=self.against,
+        )
 
 
 class DatasetPipeline(NamedTuple):
@@ -97,7 +110,7 @@ class Pipelines:
         part = self._transforms.worker_part(of.stage)
         if part is not None:
             return Questions(further=_FURTHER_SAMPLES if isinstance(part, SuitsSamples) else 0)
-        if self._known(of) is not None or not find_composes(of.dataset):
+        if not of.composes or self._known(of) is not None:
             return Questions()
         return Questions(trial=(of.seed, of.collate_fn))
 
@@ -141,7 +154,7 @@ class Pipelines:
     def _known(self, of: LoaderRequest) -> TriedDataset | None:
         """Return the trial of a loader that was made before, if it still holds."""
         known = self._tried.get((of.stage, of.name))
-        if known is None or not known.holds_for(of.dataset, **of.rests_on):
+        if known is None or not known.holds_for(of.dataset, of.rests_on):
             return None
         return known
 
@@ -152,8 +165,8 @@ class Pipelines:
         """
         known = self._known(of)
         if known is None:
-            registered = registered_forms(*find_composes(of.dataset))
-            places = place_pipelines(of.dataset, registered)
+            registered = registered_forms(*of.composes)
+            places = place_pipelines(of.composes, registered)
             if not places:
                 self._tried.pop((of.stage, of.name), None)
                 if self._misses_pipelines():
@@ -168,7 +181,7 @@ class Pipelines:
             before = self._tried.get((of.stage, of.name))
             if before is None or before.trial.why != trial.why:
                 _LOG.info("%s: its own pipeline: %s", of.name, trial.explain().splitlines()[0])
-            known = TriedDataset(trial, of.dataset, **of.rests_on)
+            known = TriedDataset(trial, of.dataset, of.rests_on)
             self._tried[of.stage, of.name] = known
         return known.trial if known.trial.defers else None
 
@@ -255,4 +268,5 @@ def _variants(found: DatasetPipeline, sample: Any) -> Iterator[Variant]:
 
 
 def _placed(dataset: Dataset[Any] | None) -> tuple[PipelinePlace, ...]:
-    return place_pipelines(dataset, registered_forms(*find_composes(dataset)))
+    composes = find_composes(dataset)
+    return place_pipelines(composes, registered_forms(*composes))

@@ -25,6 +25,7 @@ from lightning_fastdata.augment.placement import (
 )
 from lightning_fastdata.augment.switch import PlaceSwitch, SwitchedTransform
 from lightning_fastdata.batches.staged import StagedBatch
+from lightning_fastdata.executors.kinds import KINDS
 from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.plugin.placing.costs import PlaceTask, ReadingProcesses, read_place_costs
 from lightning_fastdata.plugin.placing.prefetching import drawn_carried_out
@@ -205,7 +206,7 @@ class Placing:
         """Note when a change takes effect in a loader that was made."""
         held = self._held.get(stage)
         if held is not None:
-            early = loader.executor != "torch" and loader.persistent_workers
+            early = not KINDS[loader.executor].is_torch and loader.persistent_workers
             held.delay_epochs = int(early)
 
     def finish(self, batch: Batch, transforms: StageTransforms) -> tuple[Batch, bool]:

@@ -16,38 +16,39 @@ import torch
 from lightning_fastdata.batches.page_lock import cuda_page_locks
 from lightning_fastdata.batches.staged import StagedBatch, pinned
 from lightning_fastdata.errors import FastDataWarning, WorkerError
-from lightning_fastdata.executors.contract import ArmingExecutor, open_executor
+from lightning_fastdata.executors.contract import ArmingExecutor
 from lightning_fastdata.executors.fetch import decodes_in_place
+from lightning_fastdata.executors.kinds import KINDS, open_executor
 from lightning_fastdata.executors.pool.crew_trial import CrewTrial
 
 if TYPE_CHECKING:
     from lightning_fastdata.batches.page_lock import PageLockName
-    from lightning_fastdata.executors.contract import Executor, ExecutorName
+    from lightning_fastdata.executors.contract import Executor
     from lightning_fastdata.executors.fetch import FetchPlan
+    from lightning_fastdata.executors.kinds import ExecutorName
     from lightning_fastdata.order.epoch_order import EpochOrder
     from lightning_fastdata.stamps.batch_stamps import BatchStamps
     from lightning_fastdata.types import Stage
 
-_THREADS_PER_PROCESS: Final = 8
 _TOO_MANY: Final = (
-    "Length of IterableDataset was reported to be {told} batches by len(loader), but {given} have "
-    "come. If it is read by several workers, have __iter__ split it by "
+    "Length of IterableDataset was reported to be {reported} batches by len(loader), but {given} "
+    "have come. If it is read by several workers, have __iter__ split it by "
     "torch.utils.data.get_worker_info(), or every worker reads all of it."
 )
 
 
-class Engine:
+class KeptExecutor:
     """Iterable over epochs; starts its executor at the first one.
 
     Args:
-        name: Which executor.
+        name: Which executor; not torch's own.
         plan: What to fetch.
         batches: Called at the start of each epoch for its batches of indices.
         epoch: Called at the start of each epoch for its number.
         order: Called with the number of an epoch for the plan its batches follow, if that is known;
             the first batches of such an epoch are fetched while the one before it ends.
-        workers: Side processes; of a sidecar its threads, spread over processes of up to 8.
-            With 0 of them the caller fetches, as in torch. Of ``"gather"`` its threads.
+        workers: Who fetches, as the kind of executor has it: side processes, all their threads
+            together, or threads of this process.
         persistent: Keep side processes between epochs.
         staged: Deliver :class:`StagedBatch` of this stage, without draws.
         pin_memory: Copy batches into page-locked memory.
@@ -56,8 +57,8 @@ class Engine:
         generator: From which torch would draw its base seed at this place; drawn from likewise,
             so that the draws after it are the same. Side processes are seeded from it: those of a
             stream as torch does, others from it, the plan's seed and the epoch they start in.
-        told_batches: Called at the start of each epoch for the length that the loader of a stream
-            has told; None if nobody asked, or there is an index.
+        reported_batches: Called at the start of each epoch for the length that the loader of a
+            stream has reported; None if nobody asked, or there is an index.
     """
 
     def __init__(
@@ -74,31 +75,28 @@ class Engine:
         pin_memory: bool = False,
         page_lock: PageLockName = "copy",
         generator: torch.Generator | None = None,
-        told_batches: Callable[[], int | None] | None = None,
+        reported_batches: Callable[[], int | None] | None = None,
     ) -> None:
-        aside = name in ("workers", "sidecar")
-        self.name: ExecutorName = "inline" if aside and not workers else name
+        kind = KINDS[name]
+        self.name = name
         self.plan = plan
         self.batches = batches
         self.epoch = epoch
         self.order = order
-        self.processes = workers if name == "gather" else max(1, workers)
-        self.threads = 1
-        if name == "sidecar":
-            self.processes = max(1, math.ceil(workers / _THREADS_PER_PROCESS))
-            self.threads = max(1, math.ceil(workers / self.processes))
+        self.processes = math.ceil(workers / kind.threads_per_process)
+        self.threads = math.ceil(workers / max(1, self.processes))
         self.trial = CrewTrial(self.processes * self.threads)
         self.persistent = persistent
-        # The threads of a sidecar share a dataset, which is in one epoch at a time.
-        self._arms = name == "workers" or decodes_in_place(plan.dataset)
+        # Threads of one process share a dataset, which is in one epoch at a time.
+        self._arms = kind.threads_per_process == 1 or decodes_in_place(plan.dataset)
         # Threads and reused memory cost nothing between epochs; processes do.
-        self.keep = persistent or name in ("inline", "gather")
+        self.keep = persistent or not kind.side_processes
         self.staged = staged
         self.pin_on = _pinning_device() if pin_memory else None
         self.page_locks = cuda_page_locks(self.pin_on) if page_lock == "register" else None
         self.generator = generator
         self.records: deque[BatchStamps] | None = None
-        self.told_batches = told_batches
+        self.reported_batches = reported_batches
         self._running: weakref.ref[EpochIterator] | None = None
         self._base_seed: int | None = None
         # Under this name Lightning looks for workers to stop when it is done.
@@ -131,8 +129,8 @@ class Engine:
         if keep:
             self._iterator = executor
         self._start_epoch(executor)
-        told = None if self.told_batches is None else self.told_batches()
-        running = EpochIterator(executor, self.finish, keep=keep, told_batches=told)
+        reported = None if self.reported_batches is None else self.reported_batches()
+        running = EpochIterator(executor, self.finish, keep=keep, reported_batches=reported)
         self._running = weakref.ref(running)
         return running
 
@@ -186,11 +184,11 @@ class EpochIterator:
         finish: Callable[[Any], Any],
         *,
         keep: bool,
-        told_batches: int | None = None,
+        reported_batches: int | None = None,
     ) -> None:
         self.executor = executor
         self._finish = finish
-        self._told = told_batches
+        self._reported = reported_batches
         self._given = 0
         self._why: str | None = None
         self._closer: Callable[[], Any] | None = None
@@ -213,8 +211,9 @@ class EpochIterator:
                 self._closer()
             raise
         self._given += 1
-        if self._told is not None and self._given > self._told:
-            warnings.warn(_TOO_MANY.format(told=self._told, given=self._given), stacklevel=2)
+        if self._reported is not None and self._given > self._reported:
+            text = _TOO_MANY.format(reported=self._reported, given=self._given)
+            warnings.warn(text, stacklevel=2)
         return self._finish(batch)
 
     def ready(self) -> bool:
@@ -229,6 +228,19 @@ class EpochIterator:
     def __reduce__(self) -> tuple[Any, ...]:
         # Lightning copies its trainer with the iterators in it; processes cannot be copied.
         return _ended, ()
+
+
+class RaisesNext:
+    """An iterator that raises an error when it is asked for a batch."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def __iter__(self) -> RaisesNext:
+        return self
+
+    def __next__(self) -> Any:
+        raise self._error
 
 
 def _ended() -> EpochIterator:

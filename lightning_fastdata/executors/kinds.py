@@ -1,0 +1,183 @@
+"""Who fetches the batches of a loader: one row of traits for each executor.
+
+Other code asks for a trait, and compares no names. Another executor takes a module of its own, and
+a name and a row here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+
+from torch.utils.data import IterableDataset
+
+from lightning_fastdata.errors import OptionsError
+
+if TYPE_CHECKING:
+    from lightning_fastdata.batches.page_lock import PageLocks
+    from lightning_fastdata.executors.contract import Executor
+    from lightning_fastdata.executors.fetch import FetchPlan
+    from lightning_fastdata.executors.pool.crew_trial import CrewTrial
+
+ExecutorName: TypeAlias = Literal["torch", "inline", "gather", "workers", "sidecar"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resources:
+    """What an executor is given besides the plan of what to fetch."""
+
+    workers: int
+    """Side processes, or threads that gather."""
+    threads: int
+    """In each side process."""
+    page_locks: PageLocks | None
+    """Locks the memory of batches for a device that reads it."""
+    trial: CrewTrial | None
+    """What earlier side processes have shown; None: nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExecutorKind:
+    """The traits of an executor."""
+
+    what: str
+    """Who fetches, in words."""
+    start: Callable[[FetchPlan, Resources], Executor] | None
+    """Starts it; None: torch's own iterator, which has settings of its own."""
+    reads_streams: bool = True
+    """Reads a dataset that has no index (``IterableDataset``)."""
+    caller_reads: bool = False
+    """The training process reads sample by sample, however many workers are asked for."""
+    gathers: bool = False
+    """Copies rows of columns, with the indices of a batch as one array; the caller helps."""
+    side_processes: bool = False
+    """``num_workers`` of this package fetch outside the training process. They are kept between
+    epochs if that is asked for; threads and memory, which cost nothing, always are."""
+    threads_per_process: int = 1
+    """Threads in a side process, at most. Where there are several they share the dataset, its
+    pipelines, the epoch it is in, and the global generators, which are not keyed by sample."""
+    needs_shared_memory: bool = False
+    """Batches come in memory files, which Linux has."""
+    workers: tuple[int, str] | None = None
+    """``num_workers`` and the reason, where that is not chosen by CPUs and samples."""
+
+    @property
+    def is_torch(self) -> bool:
+        """Whether it is torch's own iterator."""
+        return self.start is None
+
+
+def _start_inline(plan: FetchPlan, _: Resources) -> Executor:
+    from lightning_fastdata.executors.inline import InlineExecutor
+
+    return InlineExecutor(plan)
+
+
+def _start_gather(plan: FetchPlan, given: Resources) -> Executor:
+    from lightning_fastdata.executors.gather.executor import GatherExecutor
+    from lightning_fastdata.host.cpu import read_cpu_limit
+
+    # The caller helps while it waits, and more threads than CPUs hinder each other.
+    spare = max(1, read_cpu_limit().usable_cpus - 1)
+    return GatherExecutor(plan, threads=min(given.workers, spare), page_locks=given.page_locks)
+
+
+def _start_processes(plan: FetchPlan, given: Resources) -> Executor:
+    if isinstance(plan.dataset, IterableDataset):
+        from lightning_fastdata.executors.stream import StreamExecutor
+
+        return StreamExecutor(plan, processes=given.workers)
+    from lightning_fastdata.executors.pool.scheduler import PoolExecutor
+
+    return PoolExecutor(
+        plan,
+        processes=given.workers,
+        threads=given.threads,
+        page_locks=given.page_locks,
+        trial=given.trial,
+    )
+
+
+KINDS: Final[Mapping[ExecutorName, ExecutorKind]] = {
+    "torch": ExecutorKind(what="torch's own iterator", start=None),
+    "inline": ExecutorKind(
+        what="the training process",
+        start=_start_inline,
+        caller_reads=True,
+        workers=(0, "not used: the training process fetches"),
+    ),
+    "gather": ExecutorKind(
+        what="threads that copy rows of tensors and arrays, one call for each column",
+        start=_start_gather,
+        reads_streams=False,
+        gathers=True,
+        workers=(1, "a thread, which gathers ahead"),
+    ),
+    "workers": ExecutorKind(
+        what="side processes of one thread, for Python code",
+        start=_start_processes,
+        side_processes=True,
+        needs_shared_memory=True,
+    ),
+    "sidecar": ExecutorKind(
+        what="threads in side processes, for code that waits or releases the GIL",
+        start=_start_processes,
+        reads_streams=False,
+        side_processes=True,
+        threads_per_process=8,
+        needs_shared_memory=True,
+    ),
+}
+
+
+def executor_for(asked: ExecutorName, *, stream: bool, workers: int) -> ExecutorName:
+    """Return who fetches in place of an executor that cannot, or that executor itself.
+
+    Args:
+        asked: The executor that was asked for.
+        stream: The dataset has no index.
+        workers: How many there are; without any the training process fetches, as in torch.
+    """
+    name = "workers" if stream and not KINDS[asked].reads_streams else asked
+    return "inline" if KINDS[name].side_processes and not workers else name
+
+
+def open_executor(
+    name: ExecutorName,
+    plan: FetchPlan,
+    *,
+    workers: int = 1,
+    threads: int = 8,
+    page_locks: PageLocks | None = None,
+    trial: CrewTrial | None = None,
+) -> Executor:
+    """Start an executor.
+
+    Args:
+        name: One of :data:`KINDS`, not ``"torch"``.
+        plan: What to fetch.
+        workers: Side processes; of ``"gather"`` threads that gather ahead, 0 for none.
+        threads: Threads in each side process, where it may have several.
+        page_locks: Locks the memory of batches for a device that reads it.
+        trial: Of side processes that read by index, what earlier ones have shown; None: nothing.
+
+    Raises:
+        OptionsError: There is no such executor, or it cannot run this plan.
+    """
+    from lightning_fastdata.batches.slots import shared_slots_supported
+
+    kind = KINDS.get(name)
+    if kind is None or kind.start is None:
+        known = [repr(each) for each, kind in KINDS.items() if not kind.is_torch]
+        raise OptionsError(f"executor is {name!r}; there are {', '.join(known)}.")
+    if isinstance(plan.dataset, IterableDataset) and not kind.reads_streams:
+        raise OptionsError(
+            f"executor is {name!r}, which reads by index, and {type(plan.dataset).__name__} is a "
+            "stream. Use 'workers' or 'inline'."
+        )
+    if kind.needs_shared_memory and not shared_slots_supported():
+        raise OptionsError(f"executor {name!r} needs Linux; use 'torch' or 'inline' here.")
+    threads = threads if kind.threads_per_process > 1 else 1
+    given = Resources(workers=workers, threads=threads, page_locks=page_locks, trial=trial)
+    return kind.start(plan, given)

@@ -1,0 +1,338 @@
+"""Every setting of a loader, chosen for its dataset and this machine, with the reason for each."""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch.utils.data import TensorDataset
+
+from lightning_fastdata.batches.keyed import fetches_in_batches
+from lightning_fastdata.batches.slots import shared_slots_supported
+from lightning_fastdata.errors import OptionsError
+from lightning_fastdata.executors.kinds import KINDS
+from lightning_fastdata.host.cpu import read_cpu_limit
+from lightning_fastdata.host.memory import batch_memories, read_host_memory
+from lightning_fastdata.order.epoch_order import dataset_length
+from lightning_fastdata.planning.checks import check_among, unsuited
+from lightning_fastdata.planning.choose_executor import TORCH, ExecutorChoice, choose_executor
+from lightning_fastdata.planning.facts.inspection import DatasetFacts, Questions, inspect_dataset
+from lightning_fastdata.planning.facts.probe import sample_bytes
+from lightning_fastdata.planning.loader_plan import LoaderPlan, LoaderSpec, Setting, Value
+from lightning_fastdata.planning.options import LoaderOptions
+from lightning_fastdata.planning.stream_split import splits_itself
+from lightning_fastdata.planning.worker_count import (
+    auto_prefetch,
+    enough_workers,
+    fit,
+    held_batches,
+    look_ahead_batches,
+    memory_message,
+    open_files_message,
+    waits,
+    workers_for,
+    workers_of_stream,
+    workers_that_wait,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from lightning_fastdata.executors.kinds import ExecutorName
+    from lightning_fastdata.host.cpu import CpuLimit
+    from lightning_fastdata.host.memory import HostMemory
+    from lightning_fastdata.planning.facts.probe import SampleCost
+    from lightning_fastdata.planning.stream_split import StreamSplit
+    from lightning_fastdata.types import Stage
+
+_POLITE = 5
+
+_SET = "set by you"
+_PIN = "page-locked memory speeds up copies to CUDA devices only"
+_KEEP = "kept between the epochs of training and validation; a single pass does not need it"
+_AS_IT_IS = (None, "left as Python and torch have it")
+_SURELY_MS = 2
+"""Shorter waits may come from other programs, which is no reason to warn of what the user set."""
+_NO_FORK = "a forked process could not read the dataset, and one that was started so could"
+_FEW_FILES = "shared by name, as the open-file limit is too low to share by descriptor"
+_NO_DESCRIPTORS = ("darwin", "win32")
+_HERE: Final = (0, "fetching a batch costs less than handing it over")
+_SHARED: Final = (
+    "{file} was opened in the training process and is read by a position that forked workers would "
+    "share with each other, so {then}. Open it on first use in __getitem__ and not in __init__."
+)
+
+
+def plan_for(
+    spec: LoaderSpec,
+    facts: DatasetFacts | None = None,
+    *,
+    accelerator: str | None = None,
+    local_ranks: int = 1,
+    recorded: bool = False,
+) -> LoaderPlan:
+    """Read the limits of this machine, and make the plan of a loader.
+
+    Args:
+        spec: The loader.
+        facts: What was found out about its dataset; None: found out now, as far as the plan rests
+            on it.
+        accelerator: ``"cpu"``, ``"cuda"`` or another device type; None: that of this machine.
+        local_ranks: Training processes that share this host.
+        recorded: The dataset's own pipelines leave something to the device.
+    """
+    if facts is None:
+        facts = inspect_dataset(spec, Questions(cost=spec.needs_cost))
+    options, dataset, cost = spec.options, spec.dataset, facts.cost
+    stream = None
+    if spec.is_stream:
+        wrapped = spec.transformed or bool(spec.pipelines)
+        stream = splits_itself(dataset, worker_init_fn=spec.worker_init_fn, wrapped=wrapped)
+    cpu = read_cpu_limit(local_ranks=local_ranks)
+    choice = TORCH
+    if facts.shared_file is not None and options.num_workers == "auto":
+        why = f"workers would share the position in {facts.shared_file}, which is open here"
+        choice = ExecutorChoice("inline", why)
+    elif spec.needs_cost:
+        shared_memory = shared_slots_supported()
+        choice = choose_executor(spec, facts, cpus=cpu.usable_cpus, shared_memory=shared_memory)
+    size = None if cost is None else cost.size_bytes
+    plan = plan_loader(
+        options,
+        choice=choice,
+        cost=cost,
+        split=facts.split and not recorded,
+        start_method=facts.start_method or multiprocessing.get_start_method(),
+        instead_of_fork=facts.start_method,
+        stage=spec.stage,
+        cpu=cpu,
+        memory=read_host_memory(),
+        accelerator=accelerator or _accelerator(),
+        sample_bytes=size if facts.sample is None else sample_bytes(facts.sample),
+        batch_size=spec.batch_size or 1,
+        dataset_length=dataset_length(dataset),
+        iterable=spec.is_stream,
+        stream=stream,
+        batched_fetch=fetches_in_batches(dataset) or isinstance(dataset, TensorDataset),
+        in_memory=isinstance(dataset, TensorDataset),
+    )
+    if facts.shared_file is None:
+        return replace(plan, warnings=facts.warnings)
+    alone = KINDS[plan.executor].caller_reads or not plan.num_workers
+    then = "the training process reads it" if alone else "samples will be mixed up"
+    shared = _SHARED.format(file=facts.shared_file, then=then)
+    return replace(plan, limits=(*plan.limits, shared), warnings=(*facts.warnings, shared))
+
+
+def _accelerator() -> str:
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return "cpu" if device is None else device.type
+
+
+def plan_loader(
+    options: LoaderOptions,
+    *,
+    stage: Stage,
+    cpu: CpuLimit,
+    memory: HostMemory,
+    accelerator: str,
+    sample_bytes: int | None,
+    batch_size: int,
+    dataset_length: int | None,
+    iterable: bool,
+    batched_fetch: bool,
+    in_memory: bool = False,
+    stream: StreamSplit | None = None,
+    choice: ExecutorChoice | tuple[ExecutorName, str] = TORCH,
+    cost: SampleCost | None = None,
+    split: bool = False,
+    tensors_per_batch: int = 2,
+    start_method: str | None = None,
+    instead_of_fork: str | None = None,
+    platform: str = sys.platform,
+) -> LoaderPlan:
+    """Decide every setting of a loader. Reads nothing: the same arguments give the same plan.
+
+    Args:
+        options: What the user set; it always wins, and gets a limit message where it cannot work.
+        stage: What the loader is for.
+        cpu: CPUs of this rank.
+        memory: Free memory of this host, shared by its ranks.
+        accelerator: ``"cpu"``, ``"cuda"``, ``"mps"`` or another device type.
+        sample_bytes: Size of one collated sample; None if unknown, and memory then sets no bound.
+        batch_size: Samples in one batch of this rank.
+        dataset_length: Samples this rank reads in an epoch; None if unknown.
+        iterable: The dataset is a stream (``IterableDataset``).
+        batched_fetch: The dataset gives a whole batch in one call (``__getitems__``).
+        in_memory: The samples are tensors in RAM and nothing is computed for each.
+        stream: Whether a stream shares itself out among workers; None: unknown.
+        choice: The executor that suits the dataset; taken if ``"auto"`` is asked for.
+        cost: Of a sample; samples that wait get more workers than there are CPUs. None: unknown.
+        split: Samples of one batch may be read by several workers, as default collation allows.
+        tensors_per_batch: Tensors in a batch; each takes open files on its way to torch's loader.
+        start_method: Of processes, if the options leave it open; None: the default of Python.
+        instead_of_fork: How processes are to be started, as forked ones were seen to fail; None:
+            they were not. What the options say wins.
+        platform: ``sys.platform``.
+
+    Raises:
+        OptionsError: ``batch_size`` is below 1, or the system has no such start method or sharing
+            strategy.
+    """
+    if batch_size < 1:
+        raise OptionsError(f"batch_size is {batch_size!r}; a batch has 1 sample or more.")
+    _check_platform(options, platform)
+    chosen = ExecutorChoice(*choice)
+    executor = chosen.executor if options.executor == "auto" else options.executor
+    ours = not (KINDS[executor].is_torch or iterable)
+    method = start_method or ("fork" if platform == "linux" else "spawn")
+    method = (
+        method if options.multiprocessing_context == "auto" else options.multiprocessing_context
+    )
+    limits = list(_overstepped(options, cpu, accelerator, cost))
+    batches = None if dataset_length is None else math.ceil(dataset_length / batch_size)
+    count, why, limit = _workers(
+        options,
+        executor,
+        alone=chosen.alone or (batched_fetch and in_memory and not ours),
+        computing=workers_for(stage, cpu, on_cpu=accelerator == "cpu", batches=batches),
+        iterable=iterable,
+        stream=stream,
+        cost=cost if ours else None,
+        batch_size=batch_size,
+        tasks=dataset_length if split else batches,
+        memory=memory,
+        ranks=cpu.ranks_on_host,
+        forked=method == "fork",
+    )
+    limits.extend(limit)
+    prefetch: int | None
+    batch_bytes = (sample_bytes or 0) * batch_size
+    if ours:
+        # The engine's slots keep to a share of the RAM by themselves, and take nothing of /dev/shm.
+        prefetch = None if options.prefetch_factor == "auto" else options.prefetch_factor
+        ahead = look_ahead_batches(count, prefetch=prefetch, batch_size=batch_size, split=split)
+        prefetch_why = f"{ahead} batches ahead in all, as memory allows"
+        many_files = False
+    else:
+        prefetch, prefetch_why = auto_prefetch(options, count)
+        for place in batch_memories(memory, ranks=cpu.ranks_on_host):
+            if not place.holds(held_batches(count, prefetch) * batch_bytes):
+                fitting = fit(count, prefetch, batch_bytes, place, options)
+                limits.append(memory_message((count, prefetch), fitting, batch_bytes, place))
+                why += f"; bounded by {place.place}" if fitting[0] < count else ""
+                prefetch_why = (
+                    f"bounded by {place.place}" if fitting[1] < prefetch else prefetch_why
+                )
+                count, prefetch = fitting
+        open_files = count * prefetch * tensors_per_batch * 2
+        soft = memory.open_files_soft
+        many_files = soft is not None and open_files * 2 >= soft
+        many_files = many_files and platform not in _NO_DESCRIPTORS
+        if many_files and options.sharing_strategy != "file_system":
+            limits.append(open_files_message(open_files, memory, options))
+
+    auto = {
+        "num_workers": (count, why),
+        "pin_memory": (accelerator == "cuda", _PIN),
+        "persistent_workers": (count > 0 and stage in ("train", "val"), _KEEP),
+        "prefetch_factor": (prefetch, prefetch_why) if count else (None, "not used: no workers"),
+        "multiprocessing_context": (
+            _AS_IT_IS if instead_of_fork is None else (instead_of_fork, _NO_FORK)
+        ),
+        "sharing_strategy": ("file_system", _FEW_FILES) if many_files else _AS_IT_IS,
+        "timeout_s": (0, "wait for ever, as long as there is progress"),
+        "stall_timeout_s": (None, "120 s without progress, or 20 times the longest task"),
+        "in_order": (True, "as the sampler gives them"),
+        "worker_nice": (_POLITE, "the training process goes first where both want a CPU"),
+        "executor": chosen[:2],
+        "page_lock": ("copy", "each batch is copied, where pin_memory asks for it"),
+        "probe": (True, "a few samples tell what suits them"),
+    }
+    limits.extend(unsuited(options.executor, iterable=iterable, workers=count))
+    choices = tuple(_setting(options, name, *auto[name]) for name in auto)
+    decided: dict[str, Any] = {setting.option: setting.value for setting in choices}
+    return LoaderPlan(**decided, choices=choices, limits=tuple(limits))
+
+
+def _workers(
+    options: LoaderOptions,
+    executor: ExecutorName,
+    *,
+    alone: bool,
+    computing: tuple[int, str],
+    iterable: bool,
+    stream: StreamSplit | None,
+    cost: SampleCost | None,
+    batch_size: int,
+    **about: Any,
+) -> tuple[int, str, list[str]]:
+    """Return how many workers there are, why, and what bounds them.
+
+    Args:
+        options: What the user set.
+        executor: Who fetches.
+        alone: The training process had better read for itself.
+        computing: How many would do if samples did not wait, and why.
+        iterable: The dataset is a stream.
+        stream: Whether it shares itself out among workers; None: unknown.
+        cost: Of a sample that the engine reads; None: unknown, or torch reads.
+        batch_size: Samples in a batch.
+        **about: For :func:`workers_that_wait`.
+    """
+    count, why = computing
+    kind = KINDS[executor]
+    limits: list[str] = []
+    if options.num_workers != "auto":
+        count, why = options.num_workers, _SET
+    elif kind.workers is not None and not iterable:
+        count, why = kind.workers
+    elif alone and (options.executor == "auto" or kind.is_torch):
+        count, why = _HERE
+    elif iterable and count > 1:
+        count, why, limits = workers_of_stream(count, why, stream)
+    elif cost is not None and count and waits(cost):
+        count, why = workers_that_wait(count, cost, **about)
+    elif cost is not None and enough_workers(cost, batch_size) < count:
+        count = enough_workers(cost, batch_size)
+        why = "the training process could not take the batches of more"
+    return count, why, limits
+
+
+def _overstepped(
+    options: LoaderOptions, cpu: CpuLimit, accelerator: str, cost: SampleCost | None
+) -> Iterator[str]:
+    many = options.num_workers != "auto" and options.num_workers > cpu.usable_cpus
+    if many and not waits(cost):
+        yield (
+            f"num_workers={options.num_workers} is more than the CPUs there are ({cpu.reason}). It "
+            "helps only while workers wait for a disk or a network. Set num_workers="
+            f'{cpu.usable_cpus} or "auto", or ask for more CPUs (docker --cpus, Slurm -c).'
+        )
+    few = options.num_workers != "auto" and 0 < options.num_workers <= cpu.usable_cpus
+    if few and cost is not None and waits(cost) and cost.wait_ms >= _SURELY_MS:
+        yield (
+            f"num_workers={options.num_workers}, but a sample waits {cost.wait_ms:.3g} of its "
+            f'{cost.wall_ms:.3g} ms and leaves the CPUs idle. Set num_workers="auto", or more '
+            "workers than CPUs."
+        )
+    if options.pin_memory is True and accelerator != "cuda":
+        yield f'pin_memory=True has no use on {accelerator!r}. Set it to "auto".'
+
+
+def _setting(options: LoaderOptions, option: str, auto: Value, why: str) -> Setting:
+    asked = getattr(options, option)
+    if asked in ("auto", getattr(LoaderOptions(), option)):
+        return Setting(option=option, value=auto, why=why, by="auto")
+    return Setting(option=option, value=asked, why=_SET, by="you")
+
+
+def _check_platform(options: LoaderOptions, platform: str) -> None:
+    if platform == "win32":
+        check_among("multiprocessing_context", options.multiprocessing_context, ("auto", "spawn"))
+    if platform in _NO_DESCRIPTORS:
+        check_among("sharing_strategy", options.sharing_strategy, ("auto", "file_system"))
