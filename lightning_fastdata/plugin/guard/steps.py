@@ -11,7 +11,6 @@ import gc
 import importlib
 import inspect
 import logging
-import sys
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
@@ -35,6 +34,7 @@ from lightning_fastdata.plugin.guard.prediction import (
     skipped,
 )
 from lightning_fastdata.plugin.placing.undo import Undo, remember, remember_random_states
+from lightning_fastdata.torch_internals import may_have_compiled
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -110,7 +110,7 @@ def run_guard(
         return skipped(asked, accumulate_now, "training_step returned no loss")
     finally:
         restore_random()
-        if "torch._dynamo" in sys.modules:
+        if may_have_compiled():
             # else a compiled module has seen two sizes and compiles for any size from now on
             torch.compiler.reset()
     # read again: kernels loaded by the first step take memory outside of torch's allocator
