@@ -34,11 +34,7 @@ from lightning_fastdata.plugin.placing.prefetching import Prefetching, PrefetchN
 from lightning_fastdata.plugin.placing.stage_transforms import StageTransforms
 from lightning_fastdata.plugin.placing.staging import inside
 from lightning_fastdata.plugin.placing.trial import AugmentOn, Placing
-from lightning_fastdata.plugin.seams.hooks import (
-    HOOKS,
-    overridden_hook,
-    silence_shared_hook_warning,
-)
+from lightning_fastdata.plugin.seams.hooks import HOOKS, choose_own_hooks, overridden_hook
 from lightning_fastdata.types import Stage
 
 if TYPE_CHECKING:
@@ -180,11 +176,8 @@ class DataModuleHooks(NeedsConstruction):
         # Attaching is the one moment that no subclass overrides.
         if self.guard != "off" and self._guard_callback is not None:
             attach_guard(trainer, self._guard_callback)
-        written = self.written_hooks()
-        for name in HOOKS:
-            # A subclass's own hook may leave out super(), and then the warning is right.
-            if name not in written and overridden_hook(self._module(), name) is not None:
-                silence_shared_hook_warning(name)
+        # A subclass's own hook may leave out super(), and then Lightning's warning is right.
+        choose_own_hooks(self, trainer, set(HOOKS) - self.written_hooks())
 
     # -- what a subclass writes ------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from torch.utils.data import (
 from lightning_fastdata.errors import DatasetError, OptionsError
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.planning.options import LoaderOptions
+from lightning_fastdata.plugin.seams.internals import combined_mode
 from lightning_fastdata.torch_internals import MAKES_BATCHES
 
 if TYPE_CHECKING:
@@ -112,9 +113,10 @@ def given_loaders(
         OptionsError: One of them cannot be taken apart.
     """
     combine = None
-    if hasattr(loaders, "flattened") and hasattr(loaders, "_mode"):
+    mode = combined_mode(loaders)
+    if mode is not None:
         kind: Any = type(loaders)
-        combine = partial(kind, mode=loaders._mode)
+        combine = partial(kind, mode=mode)
         loaders = loaders.iterables
     given: Any
     if isinstance(loaders, Mapping):

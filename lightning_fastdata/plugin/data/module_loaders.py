@@ -29,11 +29,7 @@ from lightning_fastdata.plugin.data.arguments import (
 from lightning_fastdata.plugin.data.datasets import in_form_of, is_missing, named
 from lightning_fastdata.plugin.data.given_loaders import refuse_loaders, taken_apart
 from lightning_fastdata.plugin.data.loaders import build_loader
-from lightning_fastdata.plugin.data.sharing import (
-    settle_sharing,
-    sharing_ranks,
-    silence_padding_warning,
-)
+from lightning_fastdata.plugin.data.sharing import settle_sharing, sharing_ranks
 from lightning_fastdata.plugin.placing.costs import ReadingProcesses
 from lightning_fastdata.plugin.placing.pipelines import LoaderRequest
 from lightning_fastdata.plugin.seams.hooks import hook_against_device
@@ -97,7 +93,6 @@ class ModuleLoaders:
             options = options_of(module.options, stage)
             dataset, known = taken_apart(item, module.batch_size, options)
             loaders.append(module.make_loader(dataset, stage=stage, name=name, **known))
-        silence_padding_warning(loaders, stage, module.trainer)
         formed = in_form_of(datasets, loaders)
         combine = getattr(getattr(module, DATASET_METHOD[stage]), "combine", None)
         return formed if combine is None else combine(formed)

@@ -8,12 +8,10 @@ and no batch has been trained on. The same functions serve ``lightning.pytorch``
 from __future__ import annotations
 
 import gc
-import importlib
 import inspect
 import logging
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -33,12 +31,12 @@ from lightning_fastdata.plugin.guard.prediction import (
     reserve_bytes,
     skipped,
 )
-from lightning_fastdata.plugin.placing.undo import Undo, remember, remember_random_states
+from lightning_fastdata.plugin.guard.snapshot import Undo, snapshot, snapshot_random_states
+from lightning_fastdata.plugin.seams.internals import forget_training_loader
+from lightning_fastdata.plugin.seams.unseen_steps import PACKAGES, unseen_steps
 from lightning_fastdata.torch_internals import may_have_compiled
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 
     from lightning_fastdata.types import Batch
@@ -46,7 +44,6 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 _STEPS = 2  # the second one has the optimizer's state and the gradients of the first in memory
 _SMALLEST = 3  # at one or two rows there is nothing to extrapolate from
-_PACKAGES = ("lightning.pytorch.", "pytorch_lightning.")
 
 
 def run_guard(
@@ -90,10 +87,10 @@ def run_guard(
     if why := _why_not(trainer, pl_module, asked, policy):
         return skipped(asked, accumulate_now, why)
     largest = asked if dataset_rows is None else max(1, min(asked, dataset_rows))
-    restore_random = remember_random_states()
+    restore_random = snapshot_random_states()
     try:
-        with _unseen(trainer, pl_module):
-            restore = remember(
+        with unseen_steps(trainer, pl_module):
+            restore = snapshot(
                 pl_module,
                 *trainer.strategy.optimizers,
                 *(config.scheduler for config in trainer.lr_scheduler_configs),
@@ -158,9 +155,7 @@ def apply_decision(
             )
         datamodule.batch_size = decision.batch_size
         trainer.accumulate_grad_batches = decision.accumulate_grad_batches
-        # No public way leads to a new loader here; Lightning's batch-size finder does the same.
-        if getattr(trainer.fit_loop, "_combined_loader", None) is not None:
-            trainer.fit_loop._combined_loader = None
+        forget_training_loader(trainer)
     _LOG.info(decision.reason)
     return decision.reason
 
@@ -264,30 +259,6 @@ def _training_step(trainer: Any, pl_module: Any, batch: Batch) -> None:
 def _overrides(name: str, owner: object) -> bool:
     """Return whether an owner has more than Lightning's own method; on the instance counts, too."""
     own = getattr(getattr(owner, name), "__func__", getattr(owner, name))
-    cores = tuple(f"{package}core." for package in _PACKAGES)
+    cores = tuple(f"{package}core." for package in PACKAGES)
     roots = (kind for kind in type(owner).__mro__ if kind.__module__.startswith(cores))
     return all(own is not getattr(root, name, None) for root in roots)
-
-
-@contextmanager
-def _unseen(trainer: Any, pl_module: Any) -> Iterator[None]:
-    """Keep callbacks, loggers and the profiler from seeing what happens; ``self.log`` is silent."""
-    modules = (kind.__module__ for kind in type(trainer).__mro__)
-    package = next(name for name in modules if name.startswith(_PACKAGES)).split(".trainer")[0]
-    loggers = importlib.import_module(f"{package}.loggers.logger")
-    profilers = importlib.import_module(f"{package}.profilers")
-    kept = trainer.callbacks, trainer.loggers, trainer.profiler
-    attributes = vars(pl_module)
-    shadows = {name: attributes.get(name) for name in ("log", "log_dict")}
-    trainer.callbacks = []
-    trainer.loggers = [loggers.DummyLogger() for _ in trainer.loggers]
-    trainer.profiler = profilers.PassThroughProfiler()
-    attributes.update(dict.fromkeys(shadows, lambda *_, **__: None))
-    try:
-        yield
-    finally:
-        trainer.callbacks, trainer.loggers, trainer.profiler = kept
-        for name, shadow in shadows.items():
-            del attributes[name]
-            if shadow is not None:
-                attributes[name] = shadow

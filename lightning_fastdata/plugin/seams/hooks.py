@@ -1,12 +1,16 @@
-"""Which transfer hooks a user wrote."""
+"""Which transfer hooks a user wrote, and whose Lightning calls."""
 
 from __future__ import annotations
 
-import re
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from lightning_fastdata.plugin.seams.for_one_run import replace_for_one_run
+from lightning_fastdata.plugin.seams.internals import hook_selector
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
 
 HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
@@ -56,17 +60,32 @@ def hook_against_device(data: Any, module: object) -> str | None:
     return None
 
 
-def silence_shared_hook_warning(name: str) -> None:
-    """Keep Lightning from warning that a LightningModule's transfer hook is not called.
+def choose_own_hooks(datamodule: Any, trainer: Trainer, names: Collection[str]) -> None:
+    """Have Lightning call transfer hooks of a data module, in one run, without its warning.
 
-    Lightning calls the data module's hook only and says so, once per process. Ours calls the
-    LightningModule's hook too, so that this one message would be false.
+    Lightning calls the data module's hook and warns that the LightningModule's is not called. Ours
+    calls it, so that the warning would be false.
 
     Args:
-        name: One of :data:`HOOKS`.
+        datamodule: Whose hooks are called. Lightning would choose it, too: it overrides them.
+        trainer: At the beginning of its run.
+        names: Of :data:`HOOKS`; of any other hook Lightning itself says what is to be said.
     """
-    message = (
-        f"You have overridden `{name}` in both `LightningModule` and `LightningDataModule`. "
-        "It will use the implementation from `LightningDataModule` instance."
-    )
-    warnings.filterwarnings("ignore", message=re.escape(message) + "$", category=UserWarning)
+    selector = hook_selector(trainer)
+    if selector is not None:
+        chooses = _ChoosesOwn(datamodule, frozenset(names), selector.get_instance)
+        replace_for_one_run(trainer, selector, "get_instance", chooses)
+
+
+class _ChoosesOwn:
+    """A hook selector's ``get_instance``, which knows whose some of the hooks are."""
+
+    def __init__(
+        self, datamodule: Any, names: frozenset[str], ask: Callable[[str], object]
+    ) -> None:
+        self.datamodule = datamodule
+        self.names = names
+        self.ask = ask
+
+    def __call__(self, hook_name: str) -> object:
+        return self.datamodule if hook_name in self.names else self.ask(hook_name)

@@ -10,6 +10,7 @@ import torch
 
 from lightning_fastdata.errors import TransformError
 from lightning_fastdata.plugin.seams.hooks import overridden_hook
+from lightning_fastdata.plugin.seams.internals import batches_that_stepped, began_from_file
 from lightning_fastdata.types import Stage
 
 _STAGE_OF_FN: dict[str, Stage] = {
@@ -44,14 +45,12 @@ def training_epoch(trainer: Any) -> int:
 
     A file of ``ModelCheckpoint`` is written before Lightning counts its epoch as completed, and a
     fit that resumes from it makes its first iterator before that is made up for. Until its first
-    epoch is over, the count of epochs that were processed is asked for, which has no public name.
+    epoch is over, the epochs that were processed are counted instead.
     """
     if trainer is None:
         return 0
-    loop = getattr(trainer, "fit_loop", None)
-    if getattr(loop, "_loaded_from_state_dict", False):
-        progress = getattr(getattr(loop, "epoch_progress", None), "current", None)
-        return int(getattr(progress, "processed", trainer.current_epoch))
+    if began_from_file(trainer):
+        return int(trainer.fit_loop.epoch_progress.current.processed)
     return int(trainer.current_epoch)
 
 
@@ -93,13 +92,9 @@ def written_hook(trainer: Any, name: str) -> str:
 
 
 def steps_logged_by(trainer: Any, counted: int) -> int:
-    """Return the step of Lightning's own x axis.
-
-    Lightning logs at its count of batches that ended in an optimizer step, which differs from
-    ``global_step`` with several optimizers and has no public name.
-    """
-    loop = getattr(trainer.fit_loop, "epoch_loop", None)
-    return int(getattr(loop, "_batches_that_stepped", counted))
+    """Return the step of Lightning's own x axis; where that is not known, what was counted."""
+    stepped = batches_that_stepped(trainer)
+    return counted if stepped is None else int(stepped)
 
 
 def check_hooks_run(pl_module: Any) -> None:

@@ -16,6 +16,7 @@ import torch
 
 from lightning_fastdata.batches.moving import batch_samples
 from lightning_fastdata.insight.measure.headroom import measured_headroom
+from lightning_fastdata.plugin.seams.internals import is_compiled
 
 if TYPE_CHECKING:
     from lightning_fastdata.insight.measure.headroom import Headroom
@@ -147,7 +148,7 @@ def _obstacle(trainer: Any, pl_module: Any) -> str | None:
         return "with manual optimization the step asks the trainer for its optimizers"
     if "dataloader_iter" in inspect.signature(pl_module.training_step).parameters:
         return "training_step(dataloader_iter) fetches its batches itself"
-    if "training_step" in vars(pl_module) or getattr(pl_module, "_compiler_ctx", None) is not None:
+    if "training_step" in vars(pl_module) or is_compiled(pl_module):
         return "a compiled or replaced training_step belongs to the module that was trained"
     return None
 
