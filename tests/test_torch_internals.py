@@ -126,6 +126,10 @@ class Empty(torch.Tensor):
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         return "asked"
 
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        raise NotImplementedError
+
 
 def test_a_tensor_of_a_subclass_has_a_shape_and_no_values():
     made = make_wrapper_tensor(Empty, (2, 3), dtype=torch.uint8, device=torch.device("cpu"))

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 def replace_for_one_run(trainer: Trainer, owner: object, name: str, value: object) -> None:
     """Replace an attribute of one object, and put it back when the trainer's run ends.
 
-    Every run ends in ``strategy.teardown()``, also after an exception, and unlike the hooks of a
-    data module or LightningModule no user overrides it without calling it.
+    Every run ends in ``strategy.teardown()``, after an exception, too. The hooks of a data module
+    or LightningModule, which users override without ``super()``, would not do.
 
     Args:
         trainer: In its run, or before it.

@@ -19,6 +19,8 @@ from lightning_fastdata.insight.waits.ranks import RankTiming, rank_timing, toge
 from lightning_fastdata.torch_internals import default_store
 
 if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
     from lightning_fastdata.insight.measure.metrics import StageSummary, StepHistory
 
 _PATIENCE_S: Final = 2.0
@@ -164,7 +166,7 @@ def _reason(summary: StageSummary | None) -> str:
     return lines[0] if lines else ""
 
 
-def meet(trainer: Any) -> RankRecords | None:
+def meet(trainer: Trainer) -> RankRecords | None:
     """Return the records of a trainer's ranks; None with one rank.
 
     Args:
