@@ -13,14 +13,12 @@ from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.plugin.guard.prediction import (
     GuardDecision,
     Probe,
-    agree,
     decide,
     is_out_of_memory,
     next_probe_rows,
     predict_peak_bytes,
     probe_sizes,
     reserve_bytes,
-    skipped,
 )
 
 GIB = 2**30
@@ -293,38 +291,6 @@ def test_impossible_options_are_refused_by_name():
         decide(asked=8, probes=[], budget_bytes=0, policy="halve")
     with pytest.raises(OptionsError, match="at least 1"):
         decide(asked=0, probes=[], budget_bytes=0, policy="reduce")
-
-
-# --- ranks -------------------------------------------------------------------------------------
-
-
-def test_ranks_follow_the_one_with_the_least_memory_and_say_which():
-    device = Device(fixed=0, per_row=MIB, capacity=GIB)
-    budgets = [300 * MIB, 100 * MIB, 140 * MIB]
-    decisions = [decision_on(device, 256, "accumulate", budget) for budget in budgets]
-    agreed = agree(decisions)
-    assert (agreed.batch_size, agreed.accumulate_grad_batches) == (64, 4)
-    assert agreed.reason.startswith("Rank 1 has the least room.")
-
-
-def test_one_rank_that_raises_stops_all_and_equal_ranks_need_no_word():
-    device = Device(fixed=0, per_row=MIB, capacity=GIB)
-    fits = decision_on(device, 256, "raise", GIB)
-    raises = decision_on(device, 256, "raise", MIB)
-    assert agree([fits, raises]).action == "raise"
-    assert agree([fits, fits]) == fits
-    assert agree([skipped(8, 1, "x"), skipped(8, 1, "x")]).action == "skipped"
-    with pytest.raises(OptionsError, match="one per rank"):
-        agree([])
-
-
-@given(st.lists(st.integers(1, 300), min_size=1, max_size=6))
-def test_agreement_does_not_depend_on_the_order_of_the_ranks(limits):
-    device = Device(fixed=0, per_row=MIB, capacity=GIB)
-    decisions = [decision_on(device, 256, "accumulate", limit * MIB) for limit in limits]
-    forth, back = agree(decisions), agree(decisions[::-1])
-    assert (forth.batch_size, forth.action) == (back.batch_size, back.action)
-    assert forth.batch_size == min(each.batch_size for each in decisions)
 
 
 # --- errors ------------------------------------------------------------------------------------

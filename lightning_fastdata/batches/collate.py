@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, Final, Self, TypeAlias
 import numpy as np
 import torch
 from torch.utils.data import default_collate
-from torch.utils.data._utils.collate import collate, collate_tensor_fn, default_collate_fn_map
 
 from lightning_fastdata.augment.record.deferred import DeferredTensor, stack_deferred
 from lightning_fastdata.batches.packed import LateStack, is_plain
 from lightning_fastdata.batches.staged import StagedBatch
 from lightning_fastdata.batches.uncollatable import advice, is_note
 from lightning_fastdata.errors import BatchError, OptionsError
+from lightning_fastdata.torch_internals import collate, collate_tensor_fn, default_collate_fn_map
 
 if TYPE_CHECKING:
     from lightning_fastdata.augment.contract import WorkerTransform

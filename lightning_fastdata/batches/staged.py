@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from lightning_fastdata.errors import BatchError
+from lightning_fastdata.torch_internals import pinned
 
 if TYPE_CHECKING:
     from lightning_fastdata.augment.dataset_pipelines import DatasetDraws
@@ -69,14 +70,6 @@ class StagedBatch:
 
     def __getattr__(self, name: str) -> NoReturn:
         raise _StillStagedError(f".{name}")
-
-
-def pinned(value: Any, device: str | None) -> Any:
-    """Return a nested structure with its tensors copied into page-locked memory."""
-    # torch pins nested structures with this function only; it has no public name.
-    from torch.utils.data._utils.pin_memory import pin_memory
-
-    return pin_memory(value, device)  # type: ignore[no-untyped-call]
 
 
 class _StillStagedError(BatchError, AttributeError):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from lightning_fastdata.batches.moving import leaves, shows_its_memory
 from lightning_fastdata.randomness.global_generators import DrawWatch
+from lightning_fastdata.torch_internals import next_has_arrived
 
 if TYPE_CHECKING:
     from lightning_fastdata.batches.streams import DeviceStreams, StreamEvent
@@ -189,17 +190,9 @@ def _same(batch: Any) -> Any:
 def is_ready(batches: Iterator[Any]) -> bool | None:
     """Return whether the next batch, or the end, can be had without waiting for another process.
 
-    None: it is made in this process when it is asked for, or nothing is known about it. torch's own
-    iterator over workers is read by private attributes; without them it counts as unknown.
+    None: it is made in this process when it is asked for, or nothing is known about it.
     """
     ready = getattr(batches, "ready", None)
     if callable(ready):
         return bool(ready())
-    try:
-        inner: Any = batches
-        arrived = inner._task_info.get(inner._rcvd_idx, ())
-        if len(arrived) == 2 or inner._rcvd_idx >= inner._send_idx:
-            return True
-        return not inner._data_queue.empty()
-    except AttributeError:
-        return None
+    return next_has_arrived(batches)

@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from lightning_fastdata.batches.page_lock import cuda_page_locks
-from lightning_fastdata.batches.staged import StagedBatch, pinned
+from lightning_fastdata.batches.staged import StagedBatch
 from lightning_fastdata.errors import FastDataWarning, WorkerError
 from lightning_fastdata.executors.contract import ArmingExecutor
 from lightning_fastdata.executors.fetch import decodes_in_place
 from lightning_fastdata.executors.kinds import KINDS, open_executor
 from lightning_fastdata.executors.pool.crew_trial import CrewTrial
+from lightning_fastdata.torch_internals import pinned
 
 if TYPE_CHECKING:
     from lightning_fastdata.batches.page_lock import PageLockName

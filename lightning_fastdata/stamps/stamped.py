@@ -12,15 +12,14 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import torch.utils.data._utils.worker as torch_worker
 from torch.utils.data import Dataset, IterableDataset, IterDataPipe, get_worker_info
 
 from lightning_fastdata.batches.keyed import fetches_in_batches
-from lightning_fastdata.batches.staged import pinned
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, TaskStamps, TaskWatch
 from lightning_fastdata.stamps.lines import LineWatch
 from lightning_fastdata.stamps.operations import OperationWatch
 from lightning_fastdata.stamps.own_stamps import WaitWatch
+from lightning_fastdata.torch_internals import early_batches, pinned, set_worker_info
 
 
 class Envelope:
@@ -209,10 +208,9 @@ class ShowDataset:
         """Prepare the worker process of this number."""
         info = get_worker_info()
         if info is not None and isinstance(info.dataset, StampedDataset | StampedStream):
-            # What get_worker_info() returns; a test pins that this is its place.
-            torch_worker._worker_info = torch_worker.WorkerInfo(
-                id=info.id,
-                num_workers=info.num_workers,
+            set_worker_info(
+                number=info.id,
+                workers=info.num_workers,
                 seed=info.seed,
                 dataset=info.dataset.dataset,
             )
@@ -319,14 +317,10 @@ class OpenedEnvelopes:
         return envelope.batch
 
     def _ready_ahead(self, requested_ns: int) -> int:
-        """Return how many later batches were complete before this one was asked for.
-
-        Torch keeps those that came before their turn under this name; a test pins that.
-        """
-        early = getattr(self._envelopes, "_task_info", {}).values()
-        kept = [entry[1] for entry in early if len(entry) == 2]
+        """Return how many later batches were complete before this one was asked for."""
         return sum(
-            isinstance(other, Envelope) and other.task.ended_ns <= requested_ns for other in kept
+            isinstance(other, Envelope) and other.task.ended_ns <= requested_ns
+            for other in early_batches(self._envelopes)
         )
 
     def __reduce__(self) -> tuple[Any, ...]:

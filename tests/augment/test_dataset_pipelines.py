@@ -26,7 +26,8 @@ from lightning_fastdata.augment.registry import register
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.planning.facts.inspection import DatasetFacts
 from lightning_fastdata.planning.facts.pipeline_trial import try_recording
-from lightning_fastdata.plugin.placing.pipelines import LoaderRequest, Pipelines
+from lightning_fastdata.plugin.placing.pipelines import Pipelines
+from lightning_fastdata.plugin.placing.stage_plan import StagePlan
 from lightning_fastdata.plugin.placing.stage_transforms import StageTransforms
 from lightning_fastdata.plugin.placing.staging import finish
 from lightning_fastdata.randomness.seeds import find_composes
@@ -529,7 +530,7 @@ def pipelines():
 def find(where, dataset, **other):
     given = {"stage": "train", "seed": 0, "collate_fn": None, **other}
     given |= {"name": given["stage"], "composes": find_composes(dataset)}
-    of = LoaderRequest(dataset=dataset, trainer=object(), **given)
+    of = StagePlan(dataset=dataset, trainer=object(), **given)
     asked, trial = where.questions(of).trial, None
     if asked is not None:  # which a process that is thrown away does for a data module
         trial = try_recording(dataset, seed=asked[0], collate_fn=asked[1])

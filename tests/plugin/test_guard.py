@@ -19,8 +19,8 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_fastdata.errors import BatchSizeError, FastDataWarning, OptionsError
 from lightning_fastdata.plugin.guard.prediction import Probe, reserve_bytes
+from lightning_fastdata.plugin.guard.snapshot import snapshot
 from lightning_fastdata.plugin.guard.steps import apply_decision, run_guard
-from lightning_fastdata.plugin.placing.undo import remember
 
 GIB = 2**30
 ROWS = 48
@@ -694,7 +694,7 @@ def test_remembered_containers_and_tensors_come_back_with_their_identities():
     with torch.inference_mode():
         holder.inferred = torch.ones(2)
     tensor, nested, inner = holder.tensor, holder.nested, holder.nested["list"][1]
-    undo = remember(holder)
+    undo = snapshot(holder)
     for _ in range(2):  # as often as it is called
         holder.tensor.zero_()
         holder.tensor = None

@@ -13,7 +13,7 @@ from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
 from torch.utils.data import BatchSampler, SequentialSampler
 
 from lightning_fastdata.order.epoch_order import EvaluationBatchSampler
-from lightning_fastdata.plugin.data.sharing import average_exactly
+from lightning_fastdata.plugin.seams.sharing import average_exactly
 
 
 def ranks_of(tmp_path, **arguments):
@@ -24,10 +24,10 @@ def ranks_of(tmp_path, **arguments):
     "copied", [lambda s: s, copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))]
 )
 def test_means_of_integers_are_not_rounded_and_others_are_left_alone(tmp_path, copied):
-    strategy = ranks_of(tmp_path).strategy
-    average_exactly(strategy)
-    average_exactly(strategy)
-    strategy = copied(strategy)
+    trainer = ranks_of(tmp_path)
+    average_exactly(trainer)
+    average_exactly(trainer)
+    strategy = copied(trainer.strategy)
     assert vars(strategy)["reduce"].reduce.__self__ is strategy
     assert strategy.reduce(torch.tensor(5), reduce_op="mean").dtype == torch.float32
     assert strategy.reduce(torch.tensor(5)).dtype == torch.float32

@@ -22,6 +22,7 @@ from lightning_fastdata.augment.callables import plain_tensors
 from lightning_fastdata.augment.pipeline.bounds import EQUAL, FEW_ELSEWHERE, LIKE, bound_of
 from lightning_fastdata.augment.pipeline.fields import is_too_wide
 from lightning_fastdata.augment.pipeline.tree import is_albumentations, is_container
+from lightning_fastdata.augment.record.albumentations_internals import function_by_key
 from lightning_fastdata.augment.record.tape import Recorder
 from lightning_fastdata.augment.replay.torch import run_whole
 from lightning_fastdata.augment.show.parity import levels_per_unit
@@ -158,7 +159,7 @@ class _OperationTrial(Recorder):
             if key in before and target is not None and target.pending:
                 noted = target.pending.pop().op
                 pixels = np.ascontiguousarray(before[key])
-                wanted = hooked.transform._key2func[key](pixels.copy(), **params)
+                wanted = function_by_key(hooked.transform)[key](pixels.copy(), **params)
                 form = is_image, pixels.shape, pixels.dtype.str
                 if (hooked.leaf, form) not in self._forms and self._has_time():
                     self._forms.add((hooked.leaf, form))

@@ -18,6 +18,11 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from lightning_fastdata.augment.record.tail import OUT_OF_PLACE, Noted, TailStep, note
+from lightning_fastdata.torch_internals import (
+    make_wrapper_tensor,
+    throw_on_pointer,
+    without_torch_function,
+)
 
 if TYPE_CHECKING:
     from lightning_fastdata.augment.ops.operation import Track
@@ -43,10 +48,6 @@ _TELLS_FORM: Final = frozenset(
 """What can be answered without values."""
 _CHANGES_NOTHING: Final = frozenset({torch.Tensor.cpu, torch.Tensor.detach})
 """What gives back a dense tensor on the CPU without gradients as it is."""
-_throw_on_pointer: Final[Callable[[torch.Tensor], None]] = getattr(
-    torch._C, "_set_throw_on_mutable_data_ptr", lambda _: None
-)
-"""Has an extension that reaches for memory past torch's dispatcher get an error, not a crash."""
 
 
 class Waiting:
@@ -172,10 +173,10 @@ class DeferredTensor(torch.Tensor):
             shares: Others may see what is written to it.
         """
         shape = (*stacked, *form.shape)
-        deferred: DeferredTensor = torch.Tensor._make_wrapper_subclass(
+        deferred: DeferredTensor = make_wrapper_tensor(
             cls, shape, dtype=form.dtype, device=torch.device("cpu")
         )
-        _throw_on_pointer(deferred)
+        throw_on_pointer(deferred)
         deferred.waiting = waiting
         deferred.stacked = stacked
         deferred.tail = tail
@@ -206,7 +207,7 @@ class DeferredTensor(torch.Tensor):
         """Answer without values where that is possible, else compute them first."""
         kwargs = kwargs or {}
         if func in _TELLS_FORM:
-            with torch._C.DisableTorchFunctionSubclass():  # as torch's notes on subclasses have it
+            with without_torch_function():  # as torch's notes on subclasses have it
                 return func(*args, **kwargs)
         if func in _CHANGES_NOTHING and len(args) == 1 and not kwargs:
             return args[0]
@@ -263,7 +264,7 @@ def _stack_values(sources: Sequence[Waiting | Derived]) -> torch.Tensor:
 
 
 def _sample_shape(tensor: DeferredTensor) -> tuple[int, ...]:
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_torch_function():
         return tuple(tensor.shape[len(tensor.stacked) :])
 
 

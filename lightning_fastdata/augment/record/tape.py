@@ -36,6 +36,7 @@ from lightning_fastdata.augment.pipeline.tree import (
     list_nodes,
 )
 from lightning_fastdata.augment.pipeline.values import takes_any_range, takes_dtype
+from lightning_fastdata.augment.record.albumentations_internals import function_by_key
 from lightning_fastdata.augment.record.targets import Pending, Target, contiguous
 from lightning_fastdata.augment.replay.torch import replay_one
 from lightning_fastdata.errors import TransformError
@@ -138,7 +139,7 @@ class Recorder:
         if op is None:
             transform.apply_with_params = functools.partial(self._run, original)
         else:
-            keys = [key for key in self._images_first if key in transform._key2func]
+            keys = [key for key in self._images_first if key in function_by_key(transform)]
             targets = tuple((key, self._roles[key] == "image") for key in keys)
             conditional = self._plan.conditional[index]
             hooked = _Hooked(
@@ -189,7 +190,7 @@ class Recorder:
         data: dict[str, Any],
     ) -> Any:
         # What is computed here (boxes, lists of masks) or returned needs the whole field.
-        given = {key for key in transform._key2func if data.get(key) is not None}
+        given = {key for key in function_by_key(transform) if data.get(key) is not None}
         deferred = {"image", *(key for key, role in self._roles.items() if role == "mask")}
         whole = not {"image"} <= given <= deferred or self._keeps_params
         if whole or not _one_size([data[key] for key in given]):
@@ -221,7 +222,7 @@ class Recorder:
             target = self._target(key, data[key])
             changes = shape != target.shown.shape or dtype != target.shown.dtype
             bars = changes and leaf != self._plan.crop
-            apply, given = hooked.transform._key2func[key], params
+            apply, given = function_by_key(hooked.transform)[key], params
             if op.draw is not None:
                 # The few numbers that were drawn are not enough for Albumentations.
                 is_image = self._roles[key] == "image"

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
-import torch.utils.data._utils.worker as torch_worker
 
 from lightning_fastdata.batches.collate import for_writing, in_own_side_process
 from lightning_fastdata.batches.keyed import tell_epoch
@@ -38,6 +37,7 @@ from lightning_fastdata.host.processes import die_with
 from lightning_fastdata.randomness.shared_epoch import keep_own_epochs
 from lightning_fastdata.stamps.lines import LineWatch
 from lightning_fastdata.stamps.operations import OperationWatch
+from lightning_fastdata.torch_internals import set_worker_info
 
 if TYPE_CHECKING:
     import socket
@@ -83,10 +83,7 @@ def side_main(
     # As torch seeds NumPy in its workers.
     words = [number, plan.base_seed & 0xFFFFFFFF, plan.base_seed >> 32, 0]
     np.random.seed(np.random.SeedSequence(words).generate_state(4))
-    # What torch.utils.data.get_worker_info() returns; a test pins that this is its place.
-    torch_worker._worker_info = torch_worker.WorkerInfo(
-        id=number, num_workers=processes, seed=seed, dataset=plan.dataset
-    )
+    set_worker_info(number=number, workers=processes, seed=seed, dataset=plan.dataset)
     in_own_side_process()
     keep_freed_memory()
     keep_own_epochs()

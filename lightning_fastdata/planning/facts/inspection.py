@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-import torch.utils.data._utils.worker as torch_worker
 from torch.utils.data import Subset
 
 from lightning_fastdata.batches.collate import collate_samples
@@ -25,6 +24,7 @@ from lightning_fastdata.planning.facts.pipeline_trial import Trial, try_recordin
 from lightning_fastdata.planning.facts.probe import further_samples, measure_samples, probe_indices
 from lightning_fastdata.planning.facts.probe_process import Failure, Findings, Tell, try_apart
 from lightning_fastdata.randomness.global_generators import DrawWatch, kept_random_state
+from lightning_fastdata.torch_internals import set_worker_info
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
@@ -162,10 +162,7 @@ def _answer(spec: LoaderSpec, questions: Questions, tell: Tell) -> None:
     before = _open_files()
     dataset: Any = spec.dataset
     if spec.worker_init_fn is not None:
-        # What torch.utils.data.get_worker_info() returns.
-        torch_worker._worker_info = torch_worker.WorkerInfo(
-            id=0, num_workers=1, seed=0, dataset=dataset
-        )
+        set_worker_info(number=0, workers=1, seed=0, dataset=dataset)
         spec.worker_init_fn(0)
     if spec.has_order:
         orders = {"sampler": spec.sampler, "batch_sampler": spec.batch_sampler}

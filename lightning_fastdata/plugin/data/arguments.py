@@ -10,10 +10,12 @@ from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from lightning_fastdata.errors import FastDataWarning, OptionsError
+from lightning_fastdata.planning.checks import check, check_callable
 from lightning_fastdata.planning.options import LoaderOptions
 from lightning_fastdata.types import STAGES
 
 if TYPE_CHECKING:
+    from lightning_fastdata.plugin.contracts import DataModule
     from lightning_fastdata.types import Stage
 
 C = TypeVar("C", bound=type)
@@ -29,6 +31,15 @@ def check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
     """Raise OptionsError if a value is not one of those allowed."""
     if value not in allowed:
         raise OptionsError(f"{name}={value!r} is not one of {', '.join(map(repr, allowed))}.")
+
+
+def check_batches(collate_fn: object, *, drop_last: object, image: object, mask: object) -> None:
+    """Raise OptionsError if what decides the form of batches has an impossible value."""
+    check_callable("collate_fn", collate_fn, "the samples of a batch and returns the batch")
+    check("drop_last", drop_last, isinstance(drop_last, bool), "True and False")
+    for name, field in (("image", image), ("mask", mask)):
+        fine = field is None or isinstance(field, str | int)
+        check(name, field, fine, "None, a key of the samples and a position in them")
 
 
 def checked_batch_size(batch_size: object) -> int:
@@ -96,7 +107,7 @@ def take_over_hyperparameters(module: Any) -> None:
         _warn_of_lost(module, lost)
 
 
-def warn_of_lost_batch_size(module: Any, overrides: Collection[str]) -> None:
+def warn_of_lost_batch_size(module: DataModule, overrides: Collection[str]) -> None:
     """Warn of a subclass that takes ``batch_size`` and keeps it to itself.
 
     Args:
@@ -111,7 +122,7 @@ def warn_of_lost_batch_size(module: Any, overrides: Collection[str]) -> None:
         _warn_of_lost(module, ["batch_size"])
 
 
-def _warn_of_lost(module: Any, names: Sequence[str]) -> None:
+def _warn_of_lost(module: object, names: Sequence[str]) -> None:
     named = ", ".join(f"{name}={name}" for name in names)
     warnings.warn(
         f"{type(module).__name__} takes {' and '.join(names)} and does not pass it on, so that the "

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, get_args
 
-from lightning_fastdata.batches.streams import DeviceStreams, device_streams
 from lightning_fastdata.loading.loader import FastDataLoader
-from lightning_fastdata.planning.checks import check, check_callable, checked_seed
+from lightning_fastdata.planning.checks import checked_seed
 from lightning_fastdata.planning.option_names import NeedsConstruction, refuses_unknown_names
 from lightning_fastdata.planning.options import Auto, LoaderOptions
+from lightning_fastdata.plugin.contracts import ImageForm
 from lightning_fastdata.plugin.data.arguments import (
     LOADER_ARGUMENTS,
+    check_batches,
     check_choice,
     checked_batch_size,
     checked_shuffle,
@@ -26,23 +27,18 @@ from lightning_fastdata.plugin.data.arguments import (
 from lightning_fastdata.plugin.data.construction import of_datasets, of_loaders
 from lightning_fastdata.plugin.data.datasets import in_form_of, named
 from lightning_fastdata.plugin.data.module_loaders import ModuleLoaders
+from lightning_fastdata.plugin.data.transfer_hooks import TransferHooks
 from lightning_fastdata.plugin.guard.callback import attach_guard, first_rows, guard_rows
 from lightning_fastdata.plugin.guard.prediction import GuardPolicy
-from lightning_fastdata.plugin.loggers.pictures import ImageForm
 from lightning_fastdata.plugin.placing.pipelines import Pipelines
 from lightning_fastdata.plugin.placing.prefetching import Prefetching, PrefetchName
 from lightning_fastdata.plugin.placing.stage_transforms import StageTransforms
-from lightning_fastdata.plugin.placing.staging import inside
 from lightning_fastdata.plugin.placing.trial import AugmentOn, Placing
-from lightning_fastdata.plugin.seams.hooks import (
-    HOOKS,
-    overridden_hook,
-    silence_shared_hook_warning,
-)
+from lightning_fastdata.plugin.seams.hooks import HOOKS, choose_own_hooks
 from lightning_fastdata.types import Stage
 
 if TYPE_CHECKING:
-    import torch
+    from lightning.pytorch import Trainer
     from torch.utils.data import Dataset
 
     from lightning_fastdata.types import Batch
@@ -53,7 +49,7 @@ _OF_THE_CLASS: Any = object()
 
 @refuses_unknown_names
 @remembers_given
-class DataModuleHooks(NeedsConstruction):
+class DataModuleHooks(TransferHooks, NeedsConstruction):
     """Builds tuned loaders for every stage from the datasets that a subclass returns.
 
     A subclass writes ``train_dataset()``, ``val_dataset()`` and, if wanted, ``test_dataset()`` and
@@ -122,15 +118,11 @@ class DataModuleHooks(NeedsConstruction):
         seed: int | None = None,
     ) -> None:
         self._constructed = True
-        self._trainer: Any = None
+        self._trainer: Trainer | None = None
         super().__init__()
         check_choice("guard", guard, get_args(GuardPolicy))
         check_choice("augment_on", augment_on, get_args(AugmentOn))
-        check_callable("collate_fn", collate_fn, "the samples of a batch and returns the batch")
-        check("drop_last", drop_last, isinstance(drop_last, bool), "True and False")
-        for name, field in (("image", image), ("mask", mask)):
-            fine = field is None or isinstance(field, str | int)
-            check(name, field, fine, "None, a key of the samples and a position in them")
+        check_batches(collate_fn, drop_last=drop_last, image=image, mask=mask)
         self.batch_size = checked_batch_size(batch_size)
         given = (num_workers, pin_memory, persistent_workers, prefetch_factor)
         self.options = joined_options(options, dict(zip(LOADER_ARGUMENTS, given, strict=True)))
@@ -166,12 +158,12 @@ class DataModuleHooks(NeedsConstruction):
         self.placing.asked = asked
 
     @property
-    def trainer(self) -> Any:
+    def trainer(self) -> Trainer | None:
         """The trainer that uses this data module; None before the first fit."""
         return self._trainer
 
     @trainer.setter
-    def trainer(self, trainer: Any) -> None:
+    def trainer(self, trainer: Trainer | None) -> None:
         self._trainer = trainer
         if trainer is None:
             return
@@ -180,11 +172,8 @@ class DataModuleHooks(NeedsConstruction):
         # Attaching is the one moment that no subclass overrides.
         if self.guard != "off" and self._guard_callback is not None:
             attach_guard(trainer, self._guard_callback)
-        written = self.written_hooks()
-        for name in HOOKS:
-            # A subclass's own hook may leave out super(), and then the warning is right.
-            if name not in written and overridden_hook(self._module(), name) is not None:
-                silence_shared_hook_warning(name)
+        # A subclass's own hook may leave out super(), and then Lightning's warning is right.
+        choose_own_hooks(self, trainer, set(HOOKS) - self.written_hooks())
 
     # -- what a subclass writes ------------------------------------------------------------------
 
@@ -203,8 +192,6 @@ class DataModuleHooks(NeedsConstruction):
     def predict_dataset(self) -> Any:
         """Return the dataset to predict."""
         return None
-
-    # -- construction ----------------------------------------------------------------------------
 
     @classmethod
     def from_datasets(  # type: ignore[no-untyped-def]
@@ -361,44 +348,3 @@ class DataModuleHooks(NeedsConstruction):
     def image_form(self, stage: Stage) -> ImageForm:
         """Return what is known of the images that the steps of a stage get."""
         return self._transforms.image_form(stage)
-
-    # -- Lightning's transfer hooks: the one place where batches are transformed -------------------
-
-    def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
-        """Run the LightningModule's hook of this name, if it has one."""
-        hook = overridden_hook(self._module(), "on_before_batch_transfer")
-        return batch if hook is None else inside(batch, lambda b: hook(b, dataloader_idx))
-
-    def transfer_batch_to_device(
-        self, batch: Batch, device: torch.device, dataloader_idx: int
-    ) -> Batch:
-        """Move the batch and what was drawn for its transform to the device."""
-        hook = overridden_hook(self._module(), "transfer_batch_to_device")
-        move = super().transfer_batch_to_device if hook is None else hook  # type: ignore[misc]
-        return self._prefetching.transfer(
-            batch, lambda b: move(b, device, dataloader_idx), device, self._transforms
-        )
-
-    def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
-        """Run the stage's transforms, then the LightningModule's hook of this name."""
-        batch, transformed = self.placing.finish(batch, self._transforms)
-        hook = overridden_hook(self._module(), "on_after_batch_transfer")
-        if hook is not None:
-            batch = hook(batch, dataloader_idx)
-        if transformed:
-            # Lightning converts to the precision's dtype before the transfer; uint8 images became
-            # floating point only now.
-            batch = self._trainer.precision_plugin.convert_input(batch)
-        return batch
-
-    def device_streams(self, device: torch.device) -> DeviceStreams | None:
-        """Return the streams of a device on which ``prefetch`` moves batches; None: it has none."""
-        return device_streams(device)
-
-    def written_hooks(self) -> frozenset[str]:
-        """Return the transfer hooks that the class itself overrides."""
-        cls = type(self)
-        return frozenset(n for n in HOOKS if getattr(cls, n) is not getattr(DataModuleHooks, n))
-
-    def _module(self) -> Any:
-        return None if self._trainer is None else self._trainer.lightning_module

@@ -20,14 +20,14 @@ from torch.utils.data import (
 from lightning_fastdata.errors import DatasetError, OptionsError
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.planning.options import LoaderOptions
+from lightning_fastdata.plugin.seams.internals import combined_mode
+from lightning_fastdata.torch_internals import MAKES_BATCHES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from lightning_fastdata.types import Stage
 
-_MAKES_BATCHES: Final = ("__iter__", "_get_iterator")
-"""What a class overrides that makes its batches in its own way."""
 _LOOKED_AT: Final = 64
 _WORKERS: Final = ("num_workers", "prefetch_factor", "persistent_workers")
 
@@ -113,9 +113,10 @@ def given_loaders(
         OptionsError: One of them cannot be taken apart.
     """
     combine = None
-    if hasattr(loaders, "flattened") and hasattr(loaders, "_mode"):
+    mode = combined_mode(loaders)
+    if mode is not None:
         kind: Any = type(loaders)
-        combine = partial(kind, mode=loaders._mode)
+        combine = partial(kind, mode=mode)
         loaders = loaders.iterables
     given: Any
     if isinstance(loaders, Mapping):
@@ -136,7 +137,7 @@ def _given(loader: Any, name: str, keep_workers: bool) -> GivenLoader:
             "a subclass returns it from train_dataloader(), val_dataloader(), ..."
         )
     ours = isinstance(loader, FastDataLoader)
-    own = [n for n in _MAKES_BATCHES if getattr(type(loader), n) is not getattr(DataLoader, n)]
+    own = [n for n in MAKES_BATCHES if getattr(type(loader), n) is not getattr(DataLoader, n)]
     if own and not ours:
         raise OptionsError(
             f"{name} is a {kind}, which makes its batches in its own way ({own[0]}). Give its "

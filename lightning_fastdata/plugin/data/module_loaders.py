@@ -29,13 +29,9 @@ from lightning_fastdata.plugin.data.arguments import (
 from lightning_fastdata.plugin.data.datasets import in_form_of, is_missing, named
 from lightning_fastdata.plugin.data.given_loaders import refuse_loaders, taken_apart
 from lightning_fastdata.plugin.data.loaders import build_loader
-from lightning_fastdata.plugin.data.sharing import (
-    settle_sharing,
-    sharing_ranks,
-    silence_padding_warning,
-)
+from lightning_fastdata.plugin.data.sharing import settle_sharing, sharing_ranks
 from lightning_fastdata.plugin.placing.costs import ReadingProcesses
-from lightning_fastdata.plugin.placing.pipelines import LoaderRequest
+from lightning_fastdata.plugin.placing.stage_plan import StagePlan
 from lightning_fastdata.plugin.seams.hooks import hook_against_device
 from lightning_fastdata.plugin.seams.trainer_facts import (
     device_type,
@@ -52,6 +48,7 @@ if TYPE_CHECKING:
     from lightning_fastdata.loading.loader import FastDataLoader
     from lightning_fastdata.planning.loader_plan import LoaderPlan
     from lightning_fastdata.planning.options import LoaderOptions
+    from lightning_fastdata.plugin.contracts import DataModule
     from lightning_fastdata.plugin.placing.pipelines import Pipelines
     from lightning_fastdata.plugin.placing.prefetching import Prefetching
     from lightning_fastdata.plugin.placing.stage_transforms import StageTransforms
@@ -78,7 +75,7 @@ class ModuleLoaders:
         self._prefetching = prefetching
         self._plans: dict[str, LoaderPlan] = {}
 
-    def of_stage(self, module: Any, stage: Stage) -> Any:
+    def of_stage(self, module: DataModule, stage: Stage) -> Any:
         """Return the loaders of a stage, in the form of its datasets.
 
         Raises:
@@ -98,14 +95,13 @@ class ModuleLoaders:
             options = options_of(module.options, stage)
             dataset, known = taken_apart(item, module.batch_size, options)
             loaders.append(module.make_loader(dataset, stage=stage, name=name, **known))
-        silence_padding_warning(loaders, stage, module.trainer)
         formed = in_form_of(datasets, loaders)
         combine = getattr(getattr(module, DATASET_METHOD[stage]), "combine", None)
         return formed if combine is None else combine(formed)
 
     def make(
         self,
-        module: Any,
+        module: DataModule,
         dataset: Dataset[Any],
         stage: Stage,
         name: str | None,
@@ -122,14 +118,15 @@ class ModuleLoaders:
         check_dataset(dataset, name, ordered=ordered)
         refuse_empty(dataset, name)
         spec = self._spec(dataset, name, stage, options, asked)
-        of = LoaderRequest(
+        of = StagePlan(
             dataset=dataset,
             composes=spec.pipelines,
             stage=stage,
             name=name,
             seed=seed,
             collate_fn=asked["collate_fn"],
-            against=hook_against_device(module, getattr(trainer, "lightning_module", None)),
+            batch_size=asked["batch_size"] or 1,
+            against=hook_against_device(module),
             trainer=trainer,
         )
         questions = replace(
@@ -151,26 +148,22 @@ class ModuleLoaders:
         for limit in (*facts.warnings, *plan.limits):
             warnings.warn(f"{name}: {limit}", FastDataWarning, stacklevel=3)
         self._plans[name] = plan
-        self._prefetching.decide(module, trainer, module.written_hooks())
+        self._prefetching.decide(module)
         settings: dict[str, Any] = {
-            "batch_size": asked["batch_size"] or 1,
-            "collate_fn": asked["collate_fn"],
+            "batch_size": of.batch_size,
+            "collate_fn": of.collate_fn,
             "drop_last": module.drop_last and stage == "train",
             "seed": seed,
             "epoch": partial(_training_epoch, module) if stage == "train" else first_epoch,
             "ahead": self._prefetching.look_ahead(trainer, stage, self._transforms),
         }
         settings |= self.pipelines.placing.settings(
+            of,
+            found,
             self._transforms,
-            found.transform,
-            found.own,
-            stage=stage,
-            dataset=dataset,
             settings=settings,
             workers=plan.num_workers,
             processes=ReadingProcesses(plan.multiprocessing_context, options.probe),
-            name=name,
-            trainer=trainer,
         )
         if settings["on_device"] or settings["recording"] is not None:
             self.pipelines.warm_up(found, facts.sample, trainer)
@@ -187,7 +180,7 @@ class ModuleLoaders:
         settle_sharing(loader, name, stage, trainer)
         return loader
 
-    def explain(self, module: Any) -> str:
+    def explain(self, module: DataModule) -> str:
         """Return every choice that was made, its value and its reason, as text."""
         take_over_hyperparameters(module)
         datasets = {}
@@ -238,7 +231,7 @@ def _plan(
     )
 
 
-def _named_datasets(module: Any, stage: Stage) -> tuple[Any, list[tuple[str, Any]]]:
+def _named_datasets(module: DataModule, stage: Stage) -> tuple[Any, list[tuple[str, Any]]]:
     try:
         datasets = getattr(module, DATASET_METHOD[stage])()
     except Exception as error:
@@ -253,11 +246,11 @@ def _named_datasets(module: Any, stage: Stage) -> tuple[Any, list[tuple[str, Any
     return datasets, named(datasets, _name_of(module, stage))
 
 
-def _name_of(module: Any, stage: Stage) -> str:
+def _name_of(module: DataModule, stage: Stage) -> str:
     return f"{type(module).__name__}.{DATASET_METHOD[stage]}()"
 
 
-def _batches_of(module: Any, overrides: Mapping[str, Any]) -> dict[str, Any]:
+def _batches_of(module: DataModule, overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Return what is to be known of a loader's batches and workers before it is made."""
     batch_size = overrides.get("batch_size", module.batch_size)
     if overrides.get("batch_sampler") is not None:
@@ -273,10 +266,10 @@ def _batches_of(module: Any, overrides: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _seed(module: Any) -> int:
+def _seed(module: DataModule) -> int:
     return module.seed if module.seed is not None else int(os.environ.get("PL_GLOBAL_SEED", "0"))
 
 
-def _training_epoch(module: Any) -> int:
+def _training_epoch(module: DataModule) -> int:
     # The trainer may be another one when the loader is opened.
     return training_epoch(module.trainer)

@@ -14,11 +14,14 @@ from lightning_fastdata.order.epoch_order import dataset_length
 from lightning_fastdata.plugin.data.given_loaders import GivenLoader, taken_apart
 from lightning_fastdata.plugin.guard.prediction import CudaMemoryReader, skipped
 from lightning_fastdata.plugin.guard.steps import apply_decision, run_guard
-from lightning_fastdata.plugin.seams.trainer_facts import has_cuda
+from lightning_fastdata.plugin.seams.trainer_facts import attributes_of, has_cuda, own_datamodule
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from lightning.pytorch import Callback, LightningModule, Trainer
+
+    from lightning_fastdata.plugin.contracts import DataModule
     from lightning_fastdata.plugin.guard.prediction import GuardDecision, MemoryReader
     from lightning_fastdata.types import Batch
 
@@ -54,12 +57,10 @@ class GuardHooks:
         """Take the sizes of the run that is resumed."""
         self._resumed = dict(state_dict) or None
 
-    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Measure two small training steps, decide, and apply the decision."""
-        datamodule = trainer.datamodule
-        guard: Any = getattr(datamodule, "guard", "off")
-        device = trainer.strategy.root_device
-        if guard == "off" or not hasattr(datamodule, "batch_for_guard"):
+        datamodule, device = own_datamodule(trainer), trainer.strategy.root_device
+        if datamodule is None or datamodule.guard == "off":
             return
         reader = self.reader
         if reader is None:
@@ -83,7 +84,7 @@ class GuardHooks:
                     pl_module,
                     batch_of=datamodule.batch_for_guard,
                     batch_size=datamodule.batch_size,
-                    policy=guard,
+                    policy=datamodule.guard,
                     reader=reader,
                     dataset_rows=rows,
                 )
@@ -93,11 +94,16 @@ class GuardHooks:
             self.decision = _with_repeats(self.decision, datamodule.repeats_of("train"))
         datamodule.notes[:] = [apply_decision(self.decision, trainer, datamodule)]
 
-    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ARG002
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:  # noqa: ARG002
         """Give the data module and the trainer back the sizes that the user asked for."""
         self._restore_sizes()
 
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:  # noqa: ARG002
+    def on_exception(
+        self,
+        trainer: Trainer,  # noqa: ARG002
+        pl_module: LightningModule,  # noqa: ARG002
+        exception: BaseException,  # noqa: ARG002
+    ) -> None:
         """Do the same after an exception, when Lightning calls no teardown."""
         self._restore_sizes()
 
@@ -107,7 +113,7 @@ class GuardHooks:
             undo()
 
 
-def _sizes_as_now(trainer: Any, datamodule: Any) -> Callable[[], None]:
+def _sizes_as_now(trainer: Trainer, datamodule: DataModule) -> Callable[[], None]:
     batch_size, accumulate = datamodule.batch_size, trainer.accumulate_grad_batches
 
     def restore() -> None:
@@ -124,7 +130,7 @@ def _with_repeats(decision: GuardDecision, repeats: int) -> GuardDecision:
     return replace(decision, reason=f"{decision.reason} {note}")
 
 
-def _as_before(sizes: dict[str, int], trainer: Any, datamodule: Any) -> GuardDecision:
+def _as_before(sizes: dict[str, int], trainer: Trainer, datamodule: DataModule) -> GuardDecision:
     """Return the decision of the run that is resumed: its place in the data counts its batches."""
     asked = datamodule.batch_size
     same = skipped(asked, trainer.accumulate_grad_batches, "the run is resumed")
@@ -137,14 +143,15 @@ def _as_before(sizes: dict[str, int], trainer: Any, datamodule: Any) -> GuardDec
     )
 
 
-def attach_guard(trainer: Any, guard: type) -> None:
+def attach_guard(trainer: Trainer, guard: type[Callback]) -> None:
     """Add the guard to a trainer that runs on CUDA, unless it has one.
 
     Lightning calls callbacks in order, so the guard comes first and decides before anything else
     looks at the batch size.
     """
-    if has_cuda(trainer) and not any(isinstance(own, guard) for own in trainer.callbacks):
-        trainer.callbacks.insert(0, guard())
+    callbacks = attributes_of(trainer).callbacks
+    if has_cuda(trainer) and not any(isinstance(own, guard) for own in callbacks):
+        callbacks.insert(0, guard())
 
 
 def guard_rows(datasets: Iterable[Any]) -> int | None:
@@ -157,7 +164,7 @@ def guard_rows(datasets: Iterable[Any]) -> int | None:
     return None if None in lengths else max((n for n in lengths if n is not None), default=None)
 
 
-def first_rows(datamodule: Any, dataset: Any, rows: int) -> Batch:
+def first_rows(datamodule: DataModule, dataset: Any, rows: int) -> Batch:
     """Return one training batch with that many rows, from the first samples of the dataset.
 
     Short datasets repeat. The loader is the real one, with its transforms. One worker reads, so

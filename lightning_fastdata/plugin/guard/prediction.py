@@ -297,32 +297,6 @@ def _act(
     )
 
 
-def agree(decisions: Sequence[GuardDecision]) -> GuardDecision:
-    """Return the one decision that all ranks can follow: that of the rank with the least memory.
-
-    A rank that raises wins; otherwise the smallest batch size does, and among equals the larger
-    accumulation, then the lower rank.
-
-    Args:
-        decisions: One per rank, in the order of the ranks.
-
-    Raises:
-        OptionsError: There are none.
-    """
-    if not decisions:
-        raise OptionsError("There is no decision to agree on: give one per rank.")
-
-    def tightness(rank: int) -> tuple[bool, int, int]:
-        own = decisions[rank]
-        return own.action != "raise", own.batch_size, -own.accumulate_grad_batches
-
-    rank = min(range(len(decisions)), key=tightness)
-    tightest = decisions[rank]
-    if all(own.batch_size == tightest.batch_size for own in decisions):
-        return tightest
-    return replace(tightest, reason=f"Rank {rank} has the least room. {tightest.reason}")
-
-
 def skipped(asked: int, accumulate_now: int, why: str) -> GuardDecision:
     """Return the decision to leave everything as it is because nothing could be measured."""
     return GuardDecision(

@@ -8,13 +8,10 @@ and no batch has been trained on. The same functions serve ``lightning.pytorch``
 from __future__ import annotations
 
 import gc
-import importlib
 import inspect
 import logging
-import sys
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -34,19 +31,22 @@ from lightning_fastdata.plugin.guard.prediction import (
     reserve_bytes,
     skipped,
 )
-from lightning_fastdata.plugin.placing.undo import Undo, remember, remember_random_states
+from lightning_fastdata.plugin.guard.snapshot import Undo, snapshot, snapshot_random_states
+from lightning_fastdata.plugin.seams.hooks import overridden_hook
+from lightning_fastdata.plugin.seams.internals import forget_training_loader
+from lightning_fastdata.plugin.seams.trainer_facts import attributes_of
+from lightning_fastdata.plugin.seams.unseen_steps import unseen_steps
+from lightning_fastdata.torch_internals import may_have_compiled
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 
+    from lightning_fastdata.plugin.contracts import DataModule
     from lightning_fastdata.types import Batch
 
 _LOG = logging.getLogger(__name__)
 _STEPS = 2  # the second one has the optimizer's state and the gradients of the first in memory
 _SMALLEST = 3  # at one or two rows there is nothing to extrapolate from
-_PACKAGES = ("lightning.pytorch.", "pytorch_lightning.")
 
 
 def run_guard(
@@ -90,10 +90,10 @@ def run_guard(
     if why := _why_not(trainer, pl_module, asked, policy):
         return skipped(asked, accumulate_now, why)
     largest = asked if dataset_rows is None else max(1, min(asked, dataset_rows))
-    restore_random = remember_random_states()
+    restore_random = snapshot_random_states()
     try:
-        with _unseen(trainer, pl_module):
-            restore = remember(
+        with unseen_steps(trainer, pl_module):
+            restore = snapshot(
                 pl_module,
                 *trainer.strategy.optimizers,
                 *(config.scheduler for config in trainer.lr_scheduler_configs),
@@ -110,7 +110,7 @@ def run_guard(
         return skipped(asked, accumulate_now, "training_step returned no loss")
     finally:
         restore_random()
-        if "torch._dynamo" in sys.modules:
+        if may_have_compiled():
             # else a compiled module has seen two sizes and compiles for any size from now on
             torch.compiler.reset()
     # read again: kernels loaded by the first step take memory outside of torch's allocator
@@ -133,7 +133,7 @@ def run_guard(
 
 
 def apply_decision(
-    decision: GuardDecision, trainer: Trainer, datamodule: LightningDataModule
+    decision: GuardDecision, trainer: Trainer, datamodule: DataModule | LightningDataModule
 ) -> str:
     """Set the batch size and the accumulation that were decided, and return the reason.
 
@@ -158,19 +158,19 @@ def apply_decision(
             )
         datamodule.batch_size = decision.batch_size
         trainer.accumulate_grad_batches = decision.accumulate_grad_batches
-        # No public way leads to a new loader here; Lightning's batch-size finder does the same.
-        if getattr(trainer.fit_loop, "_combined_loader", None) is not None:
-            trainer.fit_loop._combined_loader = None
+        forget_training_loader(trainer)
     _LOG.info(decision.reason)
     return decision.reason
 
 
-def _why_not(trainer: Any, pl_module: Any, batch_size: int, policy: GuardPolicy) -> str | None:
+def _why_not(
+    trainer: Trainer, pl_module: LightningModule, batch_size: int, policy: GuardPolicy
+) -> str | None:
     """Return why training steps cannot be tried and undone here, or None if they can."""
-    optimizers = trainer.strategy.optimizers
+    optimizers, attributes = trainer.strategy.optimizers, attributes_of(trainer)
     lbfgs = any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers)
     strategies = [kind.__name__ for kind in type(trainer.strategy).__mro__]
-    callbacks = {kind.__name__ for own in trainer.callbacks for kind in type(own).__mro__}
+    callbacks = {kind.__name__ for own in attributes.callbacks for kind in type(own).__mro__}
     scheduled = policy == "accumulate" and "GradientAccumulationScheduler" in callbacks
     tensors = (*pl_module.parameters(), *pl_module.buffers())
     arguments = inspect.signature(pl_module.training_step).parameters
@@ -178,9 +178,9 @@ def _why_not(trainer: Any, pl_module: Any, batch_size: int, policy: GuardPolicy)
         "the guard is off": policy == "off",
         "the loader does not batch by itself": batch_size < 1,
         f"below a batch size of {batch_size} there is little to measure": batch_size < _SMALLEST,
-        "fast_dev_run is on": trainer.fast_dev_run,
+        "fast_dev_run is on": bool(attributes.fast_dev_run),
         "the resumed run would lose its place in the data": trainer.ckpt_path is not None,
-        "training_step is not written": not _overrides("training_step", pl_module),
+        "training_step is not written": overridden_hook(pl_module, "training_step") is None,
         "training_step takes the loader's iterator": "dataloader_iter" in arguments,
         "the module optimizes by hand": not pl_module.automatic_optimization,
         # one rank that runs out of memory would leave the others waiting in a collective
@@ -199,8 +199,8 @@ class _NoLossError(Exception):
 
 
 def _measure(
-    trainer: Any,
-    pl_module: Any,
+    trainer: Trainer,
+    pl_module: LightningModule,
     rows: int,
     *,
     batch_of: Callable[[int], Batch],
@@ -228,13 +228,12 @@ def _measure(
         reader.reset_peak()
 
 
-def _training_step(trainer: Any, pl_module: Any, batch: Batch) -> None:
+def _training_step(trainer: Trainer, pl_module: LightningModule, batch: Batch) -> None:
     """Do what the fit loop does with the first batch, in its order."""
     strategy = trainer.strategy
     optimizer = strategy.optimizers[0]
-    datamodule: Any = getattr(trainer, "datamodule", None)
-    hook = "on_before_batch_transfer"
-    owned = datamodule is not None and _overrides(hook, datamodule)
+    datamodule: Any = attributes_of(trainer).datamodule
+    owned = overridden_hook(datamodule, "on_before_batch_transfer") is not None
     owner = datamodule if owned else pl_module
     batch = owner.on_before_batch_transfer(trainer.precision_plugin.convert_input(batch), 0)
     batch = strategy.batch_to_device(batch, dataloader_idx=0)
@@ -258,36 +257,5 @@ def _training_step(trainer: Any, pl_module: Any, batch: Batch) -> None:
         return loss.detach()
 
     # through `optimizers()`, because its `step` goes by the strategy and the precision plugin
-    pl_module.optimizer_step(trainer.current_epoch, 0, pl_module.optimizers(), closure)
-
-
-def _overrides(name: str, owner: object) -> bool:
-    """Return whether an owner has more than Lightning's own method; on the instance counts, too."""
-    own = getattr(getattr(owner, name), "__func__", getattr(owner, name))
-    cores = tuple(f"{package}core." for package in _PACKAGES)
-    roots = (kind for kind in type(owner).__mro__ if kind.__module__.startswith(cores))
-    return all(own is not getattr(root, name, None) for root in roots)
-
-
-@contextmanager
-def _unseen(trainer: Any, pl_module: Any) -> Iterator[None]:
-    """Keep callbacks, loggers and the profiler from seeing what happens; ``self.log`` is silent."""
-    modules = (kind.__module__ for kind in type(trainer).__mro__)
-    package = next(name for name in modules if name.startswith(_PACKAGES)).split(".trainer")[0]
-    loggers = importlib.import_module(f"{package}.loggers.logger")
-    profilers = importlib.import_module(f"{package}.profilers")
-    kept = trainer.callbacks, trainer.loggers, trainer.profiler
-    attributes = vars(pl_module)
-    shadows = {name: attributes.get(name) for name in ("log", "log_dict")}
-    trainer.callbacks = []
-    trainer.loggers = [loggers.DummyLogger() for _ in trainer.loggers]
-    trainer.profiler = profilers.PassThroughProfiler()
-    attributes.update(dict.fromkeys(shadows, lambda *_, **__: None))
-    try:
-        yield
-    finally:
-        trainer.callbacks, trainer.loggers, trainer.profiler = kept
-        for name, shadow in shadows.items():
-            del attributes[name]
-            if shadow is not None:
-                attributes[name] = shadow
+    stepped: Any = pl_module.optimizers()
+    pl_module.optimizer_step(trainer.current_epoch, 0, stepped, closure)

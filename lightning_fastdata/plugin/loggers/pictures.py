@@ -12,13 +12,16 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from lightning_fastdata.augment.show.grid import batch_grid, find_images
-from lightning_fastdata.augment.show.normalized import Normalized, find_normalized
+from lightning_fastdata.augment.show.normalized import find_normalized
 from lightning_fastdata.errors import BatchError, FastDataWarning, OptionsError
+from lightning_fastdata.plugin.contracts import ImageForm
 from lightning_fastdata.plugin.loggers.boards import log_image
 from lightning_fastdata.plugin.seams.sources import flattened
+from lightning_fastdata.plugin.seams.trainer_facts import own_datamodule
 
 if TYPE_CHECKING:
     import torch
+    from lightning.pytorch import Trainer
 
     from lightning_fastdata.types import Batch
 
@@ -30,16 +33,6 @@ _LARGEST_SCALE: Final = 8
 _LINE_PX: Final = 18
 _FONT_PX: Final = 13
 _LETTER_PX: Final = 6.6
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ImageForm:
-    """What is known of the images of a batch."""
-
-    image: int | str | None = None
-    """Key or index of the images; None: to be found."""
-    normalized: Normalized | None = None
-    """How they were normalised; None: not known."""
 
 
 def image_form(transforms: Iterable[Any], image: int | str | None) -> ImageForm:
@@ -83,7 +76,7 @@ class PictureSettings:
 
 
 def pictures_of(
-    trainer: Any, settings: PictureSettings, augment: Any, image: int | str | None
+    trainer: Trainer, settings: PictureSettings, augment: Any, image: int | str | None
 ) -> BatchPictures | None:
     """Return what logs the pictures of a fit; None on ranks that log none, or if none are wanted.
 
@@ -104,8 +97,8 @@ def pictures_of(
             stacklevel=2,
         )
         return None
-    known = getattr(trainer.datamodule, "image_form", None)
-    form = image_form([augment], image) if known is None else known("train")
+    known = own_datamodule(trainer)
+    form = image_form([augment], image) if known is None else known.image_form("train")
     if form.normalized is None:
         loaders = flattened(trainer.train_dataloader)
         datasets = [getattr(loader, "dataset", None) for loader in loaders]

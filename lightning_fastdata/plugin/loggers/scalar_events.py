@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from lightning_fastdata.plugin.seams.internals import scalar_prefix
+
 
 def write_scalars(logger: Any, scalars: Mapping[str, float], step: int) -> bool:
     """Write scalars as one event, and return whether the logger is one that this can be done for.
@@ -22,8 +24,7 @@ def write_scalars(logger: Any, scalars: Mapping[str, float], step: int) -> bool:
         step: Position on the step axis.
     """
     own = getattr(logger.log_metrics, "__module__", "").endswith(".loggers.tensorboard")
-    # The prefix has no public name; where it has another one, each scalar becomes an event.
-    if not own or getattr(logger, "_prefix", None) != "":
+    if not own or scalar_prefix(logger) != "":
         return False
     writer = logger.experiment
     events = getattr(writer, "file_writer", None)

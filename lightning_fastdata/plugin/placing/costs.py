@@ -308,12 +308,19 @@ def _device_ms(
         return device_ms(work, task.device)
 
 
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type != "cpu" and torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+
+
 def time_on_device(
     work: Callable[[], object],
     device: torch.device,
     *,
     clock: DeviceClock | None = None,
-    wait: Callable[[torch.device], None] | None = None,
+    wait: Callable[[torch.device], None] = _wait_for,
 ) -> float:
     """Return the milliseconds in which a device does some work: the median of 5, after 2 others.
 
@@ -324,7 +331,6 @@ def time_on_device(
         wait: Returns when a device has done what it was given.
     """
     on_cuda = device.type == "cuda"
-    wait = _wait_for if wait is None else wait
     took_ms = []
     with torch.cuda.device(device) if on_cuda else nullcontext():
         if clock is None:
@@ -339,15 +345,7 @@ def time_on_device(
                 wait(device)
             ended = clock.mark()
             wait(device)
-            if began is None or ended is None:
-                continue
-            took_ms.append(clock.elapsed_ms(began, ended))
-            clock.forget_before(ended)
+            if began is not None and ended is not None:
+                took_ms.append(clock.elapsed_ms(began, ended))
+                clock.forget_before(ended)
     return median(took_ms)
-
-
-def _wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    elif device.type != "cpu" and torch.accelerator.is_available():
-        torch.accelerator.synchronize()

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
-
-import torch
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Final
 
 from lightning_fastdata.augment.contract import SuitsSamples
 from lightning_fastdata.augment.dataset_pipelines import (
@@ -21,20 +18,16 @@ from lightning_fastdata.augment.replay.triton import has_kernels
 from lightning_fastdata.augment.transform import BatchTransform
 from lightning_fastdata.augment.warm_up import Variant, mask_dtypes, variants
 from lightning_fastdata.planning.facts.inspection import DatasetFacts, Questions
-from lightning_fastdata.planning.facts.pipeline_trial import (
-    IN_WORKERS,
-    Trial,
-    TriedDataset,
-    rests_on,
-)
+from lightning_fastdata.planning.facts.pipeline_trial import IN_WORKERS, Trial, TriedDataset
+from lightning_fastdata.plugin.placing.stage_plan import DatasetPipeline, StagePlan
 from lightning_fastdata.plugin.placing.trial import AugmentOn, Placing
 from lightning_fastdata.randomness.seeds import find_composes
 from lightning_fastdata.types import STAGES
 
 if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
     from torch.utils.data import Dataset
 
-    from lightning_fastdata.augment.contract import StageTransform
     from lightning_fastdata.plugin.placing.stage_transforms import StageTransforms
     from lightning_fastdata.types import Stage
 
@@ -45,48 +38,6 @@ _NOT_FOUND: Final = (
     "no Albumentations pipeline was found in the dataset. One that a collate_fn calls, or that is "
     "built while a sample is read, runs in the workers as it does without this package"
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoaderRequest:
-    """A loader that is to be made, as far as its pipelines rest on it."""
-
-    dataset: Dataset[Any]
-    """What it reads."""
-    stage: Stage
-    """What it is for."""
-    name: str
-    """How the user knows its dataset."""
-    seed: int
-    """Of the draws."""
-    collate_fn: Callable[[list[Any]], Any] | None
-    """The user's."""
-    composes: tuple[Any, ...]
-    """The pipelines that the dataset calls itself."""
-    against: str | None = None
-    """Why the dataset's own pipeline may leave nothing to the device; None: it may."""
-    trainer: Any = None
-    """The trainer, or None."""
-
-    @property
-    def rests_on(self) -> tuple[Any, ...]:
-        """What a trial of the dataset rests on."""
-        return rests_on(
-            self.dataset,
-            self.composes,
-            seed=self.seed,
-            collate_fn=self.collate_fn,
-            against=self.against,
-        )
-
-
-class DatasetPipeline(NamedTuple):
-    """The pipeline that runs on a dataset; at most one of them."""
-
-    transform: StageTransform | None
-    """The data module's."""
-    own: Trial | None
-    """A trial of those that the dataset calls itself, if they leave something over."""
 
 
 class Pipelines:
@@ -103,7 +54,7 @@ class Pipelines:
         self._tried: dict[tuple[Stage, str], TriedDataset] = {}
         self._warm: set[tuple[Any, ...]] = set()
 
-    def questions(self, of: LoaderRequest) -> Questions:
+    def questions(self, of: StagePlan) -> Questions:
         """Return what has to be found out about a dataset before its pipeline is known."""
         if not self.placing.may_use_device(of.stage, of.trainer):
             return Questions()
@@ -114,7 +65,7 @@ class Pipelines:
             return Questions()
         return Questions(trial=(of.seed, of.collate_fn))
 
-    def find(self, of: LoaderRequest, facts: DatasetFacts) -> DatasetPipeline:
+    def find(self, of: StagePlan, facts: DatasetFacts) -> DatasetPipeline:
         """Return the pipeline that runs on a dataset: the data module's, else the dataset's own.
 
         Args:
@@ -129,7 +80,7 @@ class Pipelines:
             return DatasetPipeline(part, None)
         return DatasetPipeline(None, self._trial(of, facts))
 
-    def warm_up(self, found: DatasetPipeline, sample: Any, trainer: Any) -> None:
+    def warm_up(self, found: DatasetPipeline, sample: Any, trainer: Trainer | None) -> None:
         """Have the kernels that a pipeline may need compiled now, on a CUDA device.
 
         Once for each pipeline. Triton keeps them on disk, so that the next run finds them there.
@@ -139,26 +90,25 @@ class Pipelines:
             sample: Of the dataset; None if none could be read.
             trainer: The trainer.
         """
-        device = getattr(getattr(trainer, "strategy", None), "root_device", None)
-        if not isinstance(device, torch.device) or not has_kernels(device):
+        if trainer is None or not has_kernels(trainer.strategy.root_device):
             return
         try:
             for variant in _variants(found, sample):
                 form = variant.run, variant.batch.dtype, variant.out_dtype, variant.channels_last
                 if form not in self._warm:
                     self._warm.add(form)
-                    variant.launch(device)
+                    variant.launch(trainer.strategy.root_device)
         except Exception as error:  # they are compiled when a batch needs them
             _LOG.info("Kernels were not compiled beforehand: %s: %s", type(error).__name__, error)
 
-    def _known(self, of: LoaderRequest) -> TriedDataset | None:
+    def _known(self, of: StagePlan) -> TriedDataset | None:
         """Return the trial of a loader that was made before, if it still holds."""
         known = self._tried.get((of.stage, of.name))
         if known is None or not known.holds_for(of.dataset, of.rests_on):
             return None
         return known
 
-    def _trial(self, of: LoaderRequest, facts: DatasetFacts) -> Trial | None:
+    def _trial(self, of: StagePlan, facts: DatasetFacts) -> Trial | None:
         """Return the trial of a dataset; None if no pipeline of it leaves something over.
 
         Loaders are made again for each epoch or each run; what was found out still holds then.
@@ -185,7 +135,7 @@ class Pipelines:
             self._tried[of.stage, of.name] = known
         return known.trial if known.trial.defers else None
 
-    def run_on_device(self, stage: Stage, trainer: Any) -> bool:
+    def run_on_device(self, stage: Stage, trainer: Trainer | None) -> bool:
         """Return whether anything of a stage runs on the device, as far as it is known."""
         may = self.placing.may_use_device(stage, trainer)
         if may and any(trial.defers for trial in self._trials_of(stage)):
@@ -205,7 +155,7 @@ class Pipelines:
         return [tried.trial for (of, _), tried in self._tried.items() if of == stage]
 
     def explain(
-        self, trainer: Any, datasets: Mapping[tuple[Stage, str], Dataset[Any]]
+        self, trainer: Trainer | None, datasets: Mapping[tuple[Stage, str], Dataset[Any]]
     ) -> list[str]:
         """Return where each operation of each pipeline runs, and why, as text.
 
@@ -221,7 +171,7 @@ class Pipelines:
         return parts
 
     def _explain_own(
-        self, stage: Stage, name: str, dataset: Dataset[Any] | None, trainer: Any
+        self, stage: Stage, name: str, dataset: Dataset[Any] | None, trainer: Trainer | None
     ) -> str | None:
         """Return where the pipelines that a dataset calls itself run; None if it has none."""
         place, why = self.placing.where(stage, trainer)

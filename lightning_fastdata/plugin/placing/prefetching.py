@@ -8,18 +8,20 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
-from lightning_fastdata.augment.dataset_pipelines import DatasetDraws
 from lightning_fastdata.batches.moving import move
 from lightning_fastdata.batches.staged import StagedBatch
 from lightning_fastdata.device.lookahead import Crossing, OneAhead, SideLane
 from lightning_fastdata.errors import FastDataWarning
 from lightning_fastdata.plugin.data.arguments import check_choice
-from lightning_fastdata.plugin.placing.staging import transfer
-from lightning_fastdata.plugin.seams.hooks import overridden_hook
+from lightning_fastdata.plugin.placing.staging import carry_out_draws, transfer
+from lightning_fastdata.plugin.seams.hooks import HOOKS, overridden_hook
 
 if TYPE_CHECKING:
     import torch
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.plugins import Precision
 
+    from lightning_fastdata.plugin.contracts import DataModule
     from lightning_fastdata.plugin.placing.stage_transforms import StageTransforms
     from lightning_fastdata.types import Batch, Stage
 
@@ -102,29 +104,23 @@ class Prefetching:
         # Streams belong to one process.
         return {**vars(self), "_lanes": {}}
 
-    def decide(self, module: Any, trainer: Any, written: frozenset[str]) -> None:
-        """Decide for a trainer.
-
-        Args:
-            module: The data module; asked for the streams of the trainer's device.
-            trainer: The trainer; None: nothing is moved.
-            written: Transfer hooks that the data module's own class overrides.
-        """
+    def decide(self, module: DataModule) -> None:
+        """Decide for the trainer of a data module, which is asked for its hooks and its streams."""
+        trainer = module.trainer
         if trainer is None or self.asked == "off":
             return
         device = trainer.strategy.root_device
         if device not in self._lanes:
             streams = module.device_streams(device)
             self._lanes[device] = None if streams is None else SideLane(streams)
-        names = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
         theirs = trainer.lightning_module
         self.choice = choose_prefetch(
             self.asked,
             has_streams=self._lanes[device] is not None,
             ranks=trainer.world_size,
             precision=str(trainer.precision),
-            hooks=written,
-            hooks_of_module=frozenset(n for n in names if overridden_hook(theirs, n) is not None),
+            hooks=module.written_hooks(),
+            hooks_of_module=frozenset(n for n in HOOKS if overridden_hook(theirs, n) is not None),
         )
         if self.choice.refused:
             message = f"prefetch={self.asked!r} became {self.choice.how!r}: {self.choice.why}."
@@ -143,20 +139,20 @@ class Prefetching:
             return transfer(batch, move_batch, device)
 
         def work(batch: Batch) -> Batch:
-            return drawn_carried_out(transfer(batch, move_batch, device), transforms)
+            return carry_out_draws(transfer(batch, move_batch, device), transforms)
 
         return lane.send(batch, work, after_consumer=False).land()
 
     def look_ahead(
-        self, trainer: Any, stage: Stage, transforms: StageTransforms
+        self, trainer: Trainer | None, stage: Stage, transforms: StageTransforms
     ) -> Callable[[Iterator[Batch]], Iterator[Batch]] | None:
         """Return what sends the batches of a loader one ahead; None if they are not."""
-        if self.choice.how != "lookahead":
+        if trainer is None or self.choice.how != "lookahead":
             return None
         return partial(self.one_ahead, trainer, stage, transforms)
 
     def one_ahead(
-        self, trainer: Any, stage: Stage, transforms: StageTransforms, batches: Iterator[Batch]
+        self, trainer: Trainer, stage: Stage, transforms: StageTransforms, batches: Iterator[Batch]
     ) -> Iterator[Batch]:
         """Return the batches of an epoch as :class:`StagedBatch` that cross to the device."""
         device = trainer.strategy.root_device
@@ -165,7 +161,7 @@ class Prefetching:
             return batches
 
         def work(batch: Batch) -> Batch:
-            return drawn_carried_out(move(batch, device, non_blocking=True), transforms)
+            return carry_out_draws(move(batch, device, non_blocking=True), transforms)
 
         def send(batch: Batch) -> Crossing:
             return lane.send(batch, work, after_consumer=True)
@@ -183,7 +179,7 @@ class Prefetching:
 class _Converted:
     """A crossing whose batch Lightning would have converted to the precision's dtype before."""
 
-    def __init__(self, crossing: Crossing, precision: Any) -> None:
+    def __init__(self, crossing: Crossing, precision: Precision) -> None:
         self._crossing = crossing
         self._precision = precision
 
@@ -192,23 +188,3 @@ class _Converted:
         if isinstance(batch, StagedBatch):
             return batch
         return self._precision.convert_input(batch)
-
-
-def drawn_carried_out(batch: Batch, transforms: StageTransforms) -> Batch:
-    """Carry out what the workers drew for a batch, or for several combined, on the device.
-
-    Only that: it reads the batch and nothing else. Callables may read what the training writes and
-    draw from generators that it draws from, so they run where they would without prefetching.
-    """
-    if isinstance(batch, StagedBatch):
-        if isinstance(batch.draws, DatasetDraws):
-            return StagedBatch(batch.draws.apply(batch.batch), None, batch.stage)
-        first = transforms.worker_part(batch.stage)
-        if batch.draws is None or first is None:
-            return batch
-        return StagedBatch(first.apply(batch.batch, batch.draws), None, batch.stage)
-    if type(batch) is dict:
-        return {key: drawn_carried_out(value, transforms) for key, value in batch.items()}
-    if type(batch) in (list, tuple):
-        return type(batch)(drawn_carried_out(value, transforms) for value in batch)
-    return batch

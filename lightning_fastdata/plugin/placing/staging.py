@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lightning_fastdata.augment.dataset_pipelines import DatasetDraws
 from lightning_fastdata.batches.staged import StagedBatch
@@ -19,21 +19,12 @@ def inside(batch: Batch, function: Callable[[Batch], Batch]) -> Batch:
     """Apply a function to a batch as the user knows it, leaving its draws where they are."""
     if isinstance(batch, StagedBatch):
         return batch.with_batch(function(batch.batch))
-    if type(batch) is dict and _any_staged(batch.values()):
-        plain = function({key: _unstaged(value) for key, value in batch.items()})
+    if not _is_combined(batch):
+        return function(batch)
+    plain = function(_each(batch, _unstaged))
+    if type(batch) is dict:
         return {key: _restaged(batch[key], value) for key, value in plain.items()}
-    if type(batch) in (list, tuple) and _any_staged(batch):
-        plain = function(type(batch)(_unstaged(value) for value in batch))
-        return type(batch)(map(_restaged, batch, plain))
-    return function(batch)
-
-
-def _unstaged(value: Any) -> Any:
-    return value.batch if isinstance(value, StagedBatch) else value
-
-
-def _restaged(staged: Any, value: Any) -> Any:
-    return staged.with_batch(value) if isinstance(staged, StagedBatch) else value
+    return type(batch)(map(_restaged, batch, plain))
 
 
 def transfer(batch: Batch, move: Callable[[Batch], Batch], device: torch.device) -> Batch:
@@ -44,26 +35,34 @@ def transfer(batch: Batch, move: Callable[[Batch], Batch], device: torch.device)
         move: Moves a batch as the user knows it.
         device: Where the draws go.
     """
-
-    def moved(staged: StagedBatch) -> Batch:
-        if staged.crossing is not None:
-            return staged.crossing.land()
-        draws = staged.draws
+    if isinstance(batch, StagedBatch):
+        if batch.crossing is not None:
+            return batch.crossing.land()
+        draws = batch.draws
         if draws is not None:
             draws = draws.to(device, non_blocking=device.type == "cuda")
-        return StagedBatch(move(staged.batch), draws, staged.stage)
-
-    if isinstance(batch, StagedBatch):
-        return moved(batch)
-    if type(batch) is dict and _any_staged(batch.values()):
-        return {key: transfer(value, move, device) for key, value in batch.items()}
-    if type(batch) in (list, tuple) and _any_staged(batch):
-        return type(batch)(transfer(value, move, device) for value in batch)
+        return StagedBatch(move(batch.batch), draws, batch.stage)
+    if _is_combined(batch):
+        return _each(batch, lambda part: transfer(part, move, device))
     return move(batch)
 
 
-def _any_staged(values: Any) -> bool:
-    return any(isinstance(value, StagedBatch) for value in values)
+def carry_out_draws(batch: Batch, transforms: StageTransforms) -> Batch:
+    """Carry out what the workers drew for a batch, or for several combined, on the device.
+
+    Only that: it reads the batch and nothing else. Callables may read what the training writes and
+    draw from generators that it draws from, so they run where they would without prefetching.
+    """
+    if isinstance(batch, StagedBatch):
+        if isinstance(batch.draws, DatasetDraws):
+            return StagedBatch(batch.draws.apply(batch.batch), None, batch.stage)
+        first = next((t for t in transforms[batch.stage] if t.starts_in_worker), None)
+        if batch.draws is None or first is None:
+            return batch
+        return StagedBatch(first.apply(batch.batch, batch.draws), None, batch.stage)
+    if _is_combined(batch):
+        return _each(batch, lambda part: carry_out_draws(part, transforms))
+    return batch
 
 
 def finish(batch: Batch, transforms: StageTransforms) -> tuple[Batch, bool]:
@@ -73,17 +72,34 @@ def finish(batch: Batch, transforms: StageTransforms) -> tuple[Batch, bool]:
         batch: A batch on the device; combined loaders give a dict, list or tuple of them.
         transforms: The transforms of each stage; a batch knows its own stage.
     """
-    if isinstance(batch, StagedBatch):
-        plain, draws = batch.batch, batch.draws
-        if isinstance(draws, DatasetDraws):
-            plain, draws = draws.apply(plain), None
-        for transform in transforms[batch.stage]:
-            if transform.starts_in_worker and draws is None:
-                continue  # ran in the workers
-            plain = transform.apply(plain, draws)
-        return plain, True
-    if type(batch) is dict and _any_staged(batch.values()):
-        return {key: finish(value, transforms)[0] for key, value in batch.items()}, True
-    if type(batch) in (list, tuple) and _any_staged(batch):
-        return type(batch)(finish(value, transforms)[0] for value in batch), True
-    return batch, False
+    if _is_combined(batch):
+        return _each(batch, lambda part: finish(part, transforms)[0]), True
+    if not isinstance(batch, StagedBatch):
+        return batch, False
+    drawn = carry_out_draws(batch, transforms)
+    plain = drawn.batch
+    for transform in transforms[batch.stage]:
+        if not transform.starts_in_worker:  # else it ran there, and in carry_out_draws
+            plain = transform.apply(plain, None)
+    return plain, True
+
+
+def _unstaged(value: Batch) -> Batch:
+    return value.batch if isinstance(value, StagedBatch) else value
+
+
+def _restaged(staged: Batch, value: Batch) -> Batch:
+    return staged.with_batch(value) if isinstance(staged, StagedBatch) else value
+
+
+def _is_combined(batch: Batch) -> bool:
+    """Return whether these are batches of several loaders, of which some wait."""
+    values = batch.values() if type(batch) is dict else batch
+    several = type(batch) in (dict, list, tuple)
+    return several and any(isinstance(value, StagedBatch) for value in values)
+
+
+def _each(batches: Batch, function: Callable[[Batch], Batch]) -> Batch:
+    if type(batches) is dict:
+        return {key: function(batch) for key, batch in batches.items()}
+    return type(batches)(map(function, batches))

@@ -23,23 +23,21 @@ from lightning_fastdata.augment.placement import (
     StepSeen,
     choose_place,
 )
-from lightning_fastdata.augment.switch import PlaceSwitch, SwitchedTransform
+from lightning_fastdata.augment.switch import PlaceSwitch
 from lightning_fastdata.batches.staged import StagedBatch
 from lightning_fastdata.executors.kinds import KINDS
 from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.plugin.placing.costs import PlaceTask, ReadingProcesses, read_place_costs
-from lightning_fastdata.plugin.placing.prefetching import drawn_carried_out
-from lightning_fastdata.plugin.placing.staging import finish
+from lightning_fastdata.plugin.placing.staging import carry_out_draws, finish
 from lightning_fastdata.plugin.placing.step_watch import StepWatch
 from lightning_fastdata.plugin.seams.trainer_facts import device_type
 
 if TYPE_CHECKING:
     import torch
-    from torch.utils.data import Dataset
+    from lightning.pytorch import Trainer
 
-    from lightning_fastdata.augment.contract import StageTransform
     from lightning_fastdata.loading.loader import FastDataLoader
-    from lightning_fastdata.planning.facts.pipeline_trial import Trial
+    from lightning_fastdata.plugin.placing.stage_plan import DatasetPipeline, StagePlan
     from lightning_fastdata.plugin.placing.stage_transforms import StageTransforms
     from lightning_fastdata.types import Batch, Stage
 
@@ -93,7 +91,7 @@ class Placing:
         self,
         asked: AugmentOn,
         *,
-        accelerator: Callable[[Any], str] = device_type,
+        accelerator: Callable[[Trainer | None], str] = device_type,
         costs: Callable[..., PlaceCosts] = read_place_costs,
         watch: Callable[[torch.device], StepWatch] = StepWatch,
     ) -> None:
@@ -119,7 +117,7 @@ class Placing:
         held = self._held.get(stage)
         return None if held is None else held.choice
 
-    def may_use_device(self, stage: Stage, trainer: Any) -> bool:
+    def may_use_device(self, stage: Stage, trainer: Trainer | None) -> bool:
         """Return whether the device may have to finish batches of a stage."""
         if trainer is None or self.asked == "cpu":
             return False
@@ -132,63 +130,73 @@ class Placing:
 
     def settings(
         self,
+        of: StagePlan,
+        found: DatasetPipeline,
         transforms: StageTransforms,
-        transform: StageTransform | None,
-        own: Trial | None,
         *,
-        stage: Stage,
-        dataset: Dataset[Any],
         settings: Mapping[str, Any],
         workers: int,
         processes: ReadingProcesses,
-        name: str,
-        trainer: Any,
     ) -> dict[str, Any]:
         """Decide for a loader that is to be made, and return what it takes for it.
 
         Args:
+            of: The loader.
+            found: The pipeline that runs on its dataset.
             transforms: Of all stages.
-            transform: What starts in the workers, as it suits the dataset.
-            own: Of the pipelines that the dataset calls itself, if they leave anything over.
-            stage: What the loader is for.
-            dataset: What it reads.
             settings: Its other settings; of these ``epoch`` and ``ahead`` are replaced.
             workers: Its side processes.
             processes: How samples may be read before it is opened.
-            name: How the user knows it.
-            trainer: The trainer; None: everything is left to the workers.
         """
-        starts = transform is not None or own is not None
+        stage, trainer = of.stage, of.trainer
+        starts = found.transform is not None or found.own is not None
         if not starts or trainer is None or self.asked != "auto":
             on_device = starts and self.may_use_device(stage, trainer)
             if on_device:
                 self._say_once(stage, trainer)
-            made = _taken(transform, own, on_device=on_device)
+            made = found.loader_settings(on_device=on_device)
         else:
-            task = _task(transform, own, stage, dataset, settings, workers, processes, trainer)
-            made = self._auto(task, settings, name, trainer)
+            task = PlaceTask(
+                dataset=of.dataset,
+                transform=found.transform,
+                own=found.own,
+                stage=stage,
+                device=trainer.strategy.root_device,
+                batch_size=of.batch_size,
+                workers=workers,
+                processes=processes,
+                cpus=read_cpu_limit(local_ranks=trainer.num_devices).usable_cpus,
+                collate_fn=of.collate_fn,
+                seed=of.seed,
+            )
+            made = self._auto(task, found, settings, of.name, trainer)
         # Without a trainer there is no hook to finish the batches, so they come finished.
         later = made["recording"] is not None
         later |= transforms.run_on_device(stage, pipeline=self.may_use_device(stage, trainer))
         return {**made, "staged": stage if trainer is not None and later else None}
 
     def _auto(
-        self, task: PlaceTask, settings: Mapping[str, Any], name: str, trainer: Any
+        self,
+        task: PlaceTask,
+        found: DatasetPipeline,
+        settings: Mapping[str, Any],
+        name: str,
+        trainer: Trainer,
     ) -> dict[str, Any]:
         held = self._decide(task, name, trainer)
         weighed = held.costs.sample is not None and held.costs.device_ms is not None
         if task.stage != "train" or not weighed:
-            return _taken(task.transform, task.own, on_device=held.place == "device")
+            return found.loader_settings(on_device=held.place == "device")
         if held.watch is None:
             held.watch = self._new_watch(task.device)
         held.switch = PlaceSwitch(held.place)
         return {
-            **_taken(task.transform, task.own, on_device=True, switch=held.switch),
+            **found.loader_settings(on_device=True, switch=held.switch),
             "epoch": partial(self._border, task.stage, settings["epoch"], trainer),
             "ahead": partial(_watched, held.watch, settings["ahead"]),
         }
 
-    def _decide(self, task: PlaceTask, name: str, trainer: Any) -> _Held:
+    def _decide(self, task: PlaceTask, name: str, trainer: Trainer) -> _Held:
         stage = task.stage
         held = self._held.get(stage)
         resized = held is not None and held.costs.batch_size != task.batch_size
@@ -218,11 +226,11 @@ class Placing:
             return finish(batch, transforms)
         # Other transforms of the stage run on the device wherever the pipeline's pixels are.
         watch.timeline.augment_began()
-        batch = drawn_carried_out(batch, transforms)
+        batch = carry_out_draws(batch, transforms)
         watch.timeline.augment_ended()
         return finish(batch, transforms)
 
-    def where(self, stage: Stage, trainer: Any) -> tuple[Place, str]:
+    def where(self, stage: Stage, trainer: Trainer | None) -> tuple[Place, str]:
         """Return where the pixels of a stage are computed, and why, as far as it is known."""
         if self.asked == "cpu":
             return "workers", 'augment_on="cpu"'
@@ -241,7 +249,7 @@ class Placing:
             return "workers", "there is no accelerator to run on"
         return "device", "unless a trial before the training finds the workers to be faster"
 
-    def _border(self, stage: Stage, epoch: Callable[[], int], trainer: Any) -> int:
+    def _border(self, stage: Stage, epoch: Callable[[], int], trainer: Trainer) -> int:
         number = epoch()
         held = self._held.get(stage)
         if held is None or held.switch is None or held.watch is None:
@@ -255,7 +263,7 @@ class Placing:
             held.watch.stop()
         return number
 
-    def _decide_again(self, stage: Stage, held: _Held, epoch: int, trainer: Any) -> None:
+    def _decide_again(self, stage: Stage, held: _Held, epoch: int, trainer: Trainer) -> None:
         switch, watch = held.switch, held.watch
         if switch is None or watch is None or held.watched != switch.newest or held.others:
             return
@@ -275,61 +283,17 @@ class Placing:
         switch.change(held.place, from_epoch=since)
         self._tell(stage, held.choice, trainer, f" from epoch {since}")
 
-    def _tell(self, stage: Stage, choice: PlaceChoice, trainer: Any, since: str = "") -> None:
-        ranks = getattr(trainer, "world_size", 1)
-        rank = f"rank {trainer.global_rank}, " if ranks > 1 else ""
+    def _tell(self, stage: Stage, choice: PlaceChoice, trainer: Trainer, since: str = "") -> None:
+        rank = f"rank {trainer.global_rank}, " if trainer.world_size > 1 else ""
         where = "on the device" if choice.place == "device" else "all in the workers"
         _LOG.info('augment_on="auto", %s%s: %s%s: %s.', rank, stage, where, since, choice.reason)
 
-    def _say_once(self, stage: Stage, trainer: Any) -> None:
+    def _say_once(self, stage: Stage, trainer: Trainer | None) -> None:
         if self.asked != "gpu" or trainer is None or self._said:
             return
         if self._accelerator(trainer) == "cpu":
             self._said = True
             _LOG.info('augment_on="gpu", %s: %s.', stage, _ON_CPU)
-
-
-def _task(
-    transform: StageTransform | None,
-    own: Trial | None,
-    stage: Stage,
-    dataset: Dataset[Any],
-    settings: Mapping[str, Any],
-    workers: int,
-    processes: ReadingProcesses,
-    trainer: Any,
-) -> PlaceTask:
-    return PlaceTask(
-        dataset=dataset,
-        transform=transform,
-        own=own,
-        stage=stage,
-        device=trainer.strategy.root_device,
-        batch_size=settings["batch_size"],
-        workers=workers,
-        processes=processes,
-        cpus=read_cpu_limit(local_ranks=trainer.num_devices).usable_cpus,
-        collate_fn=settings["collate_fn"],
-        seed=settings["seed"],
-    )
-
-
-def _taken(
-    transform: StageTransform | None,
-    own: Trial | None,
-    *,
-    on_device: bool,
-    switch: PlaceSwitch | None = None,
-) -> dict[str, Any]:
-    """Return what a loader takes for pixels on the device; with a switch, in some epochs."""
-    recording = own.recording(switch) if own is not None and on_device else None
-    if transform is not None and switch is not None:
-        transform = SwitchedTransform(transform, switch)
-    return {
-        "transform": transform,
-        "on_device": transform is not None and on_device,
-        "recording": recording,
-    }
 
 
 def _watched(watch: StepWatch, ahead: Ahead | None, batches: Iterator[Batch]) -> Iterator[Batch]:

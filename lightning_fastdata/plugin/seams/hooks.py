@@ -1,25 +1,32 @@
-"""Which transfer hooks a user wrote."""
+"""Which hooks somebody wrote, and whose transfer hooks Lightning calls."""
 
 from __future__ import annotations
 
-import re
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any, Final
+
+from lightning_fastdata.plugin.seams.for_one_run import replace_for_one_run
+from lightning_fastdata.plugin.seams.internals import hook_selector
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+    from lightning_fastdata.plugin.contracts import DataModule
 
 HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+PACKAGES: Final = ("lightning.pytorch.", "pytorch_lightning.")
+"""How the modules of Lightning's two packages begin."""
+_BASES: Final = frozenset({"Callback", "DataHooks", "LightningModule", "ModelHooks"})
+"""Classes of Lightning in which hooks are declared, so that it finds one wherever it asks."""
 
 
 def overridden_hook(owner: object, name: str) -> Callable[..., Any] | None:
-    """Return the bound transfer hook that a user wrote on this object, or None.
-
-    Lightning declares all three hooks in a class named ``DataHooks``; a hook that resolves to any
-    other class, or to the instance, was written by somebody.
+    """Return the bound hook that somebody wrote on this object or in its class, or None.
 
     Args:
-        owner: A LightningModule or LightningDataModule, or None.
-        name: One of :data:`HOOKS`.
+        owner: A LightningModule, a LightningDataModule or a callback; or None.
+        name: Of the hook.
     """
     if owner is None:
         return None
@@ -33,16 +40,18 @@ def overridden_hook(owner: object, name: str) -> Callable[..., Any] | None:
 @cache
 def _written_in_class(cls: type[Any], name: str) -> bool:
     definer = next((base for base in cls.__mro__ if name in vars(base)), None)
-    return definer is not None and definer.__name__ != "DataHooks"
+    if definer is None or definer.__name__ not in _BASES:
+        return definer is not None
+    return not definer.__module__.startswith(PACKAGES)
 
 
-def hook_against_device(data: Any, module: object) -> str | None:
+def hook_against_device(data: DataModule) -> str | None:
     """Return why a user's hook would not get the batches it always got, or None if none is there.
 
-    Args:
-        data: The data module. Of its hooks those are right that call ``super()``.
-        module: The LightningModule, or None. Its ``on_after_batch_transfer`` comes after ours.
+    Of a data module's own hooks those are right that call ``super()``. The LightningModule's
+    ``on_after_batch_transfer`` comes after ours.
     """
+    module = None if data.trainer is None else data.trainer.lightning_module
     for name in HOOKS:
         code = getattr(getattr(type(data), name), "__code__", None)
         if name in data.written_hooks() and "super" not in getattr(code, "co_names", ()):
@@ -56,17 +65,32 @@ def hook_against_device(data: Any, module: object) -> str | None:
     return None
 
 
-def silence_shared_hook_warning(name: str) -> None:
-    """Keep Lightning from warning that a LightningModule's transfer hook is not called.
+def choose_own_hooks(datamodule: object, trainer: Trainer, names: Collection[str]) -> None:
+    """Have Lightning call transfer hooks of a data module, in one run, without its warning.
 
-    Lightning calls the data module's hook only and says so, once per process. Ours calls the
-    LightningModule's hook too, so that this one message would be false.
+    Lightning calls the data module's hook and warns that the LightningModule's is not called. Ours
+    calls it, so that the warning would be false.
 
     Args:
-        name: One of :data:`HOOKS`.
+        datamodule: Whose hooks are called. Lightning would choose it, too: it overrides them.
+        trainer: At the beginning of its run.
+        names: Of :data:`HOOKS`; of any other hook Lightning itself says what is to be said.
     """
-    message = (
-        f"You have overridden `{name}` in both `LightningModule` and `LightningDataModule`. "
-        "It will use the implementation from `LightningDataModule` instance."
-    )
-    warnings.filterwarnings("ignore", message=re.escape(message) + "$", category=UserWarning)
+    selector = hook_selector(trainer)
+    if selector is not None:
+        chooses = _ChoosesOwn(datamodule, frozenset(names), selector.get_instance)
+        replace_for_one_run(trainer, selector, "get_instance", chooses)
+
+
+class _ChoosesOwn:
+    """A hook selector's ``get_instance``, which knows whose some of the hooks are."""
+
+    def __init__(
+        self, datamodule: object, names: frozenset[str], ask: Callable[[str], object]
+    ) -> None:
+        self.datamodule = datamodule
+        self.names = names
+        self.ask = ask
+
+    def __call__(self, hook_name: str) -> object:
+        return self.datamodule if hook_name in self.names else self.ask(hook_name)

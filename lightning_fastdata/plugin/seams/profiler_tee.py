@@ -9,7 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from lightning_fastdata.plugin.seams.trainer_facts import attributes_of
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
 
 Listener = tuple[Callable[[], None], Callable[[], None]]
 """Called at the start and at the end of an action."""
@@ -106,19 +111,19 @@ class _Listened:
         return self._block.__exit__(*error)
 
 
-def attach(trainer: Any, find: Callable[[str], Listener | None]) -> Callable[[], None]:
+def attach(trainer: Trainer, find: Callable[[str], Listener | None]) -> Callable[[], None]:
     """Put a tee in front of the trainer's profiler and return what takes it away again."""
-    tee = ProfilerTee(trainer.profiler, find)
-    trainer.profiler = tee
+    measured = attributes_of(trainer)
+    tee = measured.profiler = ProfilerTee(measured.profiler, find)
 
     def detach() -> None:
-        outer, current = None, trainer.profiler
+        outer, current = None, measured.profiler
         while current is not tee and isinstance(current, ProfilerTee):
             outer, current = current, current.profiler
         if current is not tee:
             return
         if outer is None:
-            trainer.profiler = tee.profiler
+            measured.profiler = tee.profiler
         else:
             outer.profiler = tee.profiler
 

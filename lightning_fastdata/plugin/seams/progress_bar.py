@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
 
 
-def print_line(trainer: Any, text: str) -> None:
+def print_line(trainer: Trainer, text: str) -> None:
     """Print a line above the bar, if there is one."""
     bar = trainer.progress_bar_callback
     if bar is not None and getattr(bar, "is_enabled", False):
@@ -17,7 +20,7 @@ def print_line(trainer: Any, text: str) -> None:
     Console().print(text, soft_wrap=True, highlight=False, markup=False)
 
 
-def close_progress_bar(trainer: Any) -> None:
+def close_progress_bar(trainer: Trainer) -> None:
     """Close the bar, whose own teardown may come after ours and would draw over the summary.
 
     Both of Lightning's bars are closed by these public names, and closing twice is harmless.

@@ -6,41 +6,41 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from lightning_fastdata.insight.waits.several_loaders import LoaderKey
+from lightning_fastdata.plugin.seams.internals import data_source
 
 if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
     from lightning_fastdata.types import Stage
 
 
 def watch_sources(
-    trainer: Any, stages: Collection[Stage], watch: Callable[[Stage, Any], None]
+    trainer: Trainer, stages: Collection[Stage], watch: Callable[[Stage, Any], None]
 ) -> Callable[[], None]:
     """Show a trainer's loaders before they are iterated, and return what stops that.
 
-    Lightning calls no hook between getting a loader and starting its workers. It asks an object of
-    its own for the loaders, which has no public name; where a version has no such object, the
-    loaders are seen when the training starts, and a test tells.
+    Lightning calls no hook between getting a loader and starting its workers. Where a version has
+    no data source, the loaders are seen when the training starts.
 
     Args:
         trainer: Before it has any loader.
         stages: Whose loaders are to be seen.
         watch: Called with the stage and its loaders, in whatever form they come.
     """
-    fit = trainer.fit_loop
-    loops: list[tuple[Stage, Any]] = [
-        ("train", fit),
-        ("val", getattr(getattr(fit, "epoch_loop", None), "val_loop", None)),
-        ("val", getattr(trainer, "validate_loop", None)),
-        ("test", getattr(trainer, "test_loop", None)),
-        ("predict", getattr(trainer, "predict_loop", None)),
+    loops: list[tuple[Stage, object]] = [
+        ("train", trainer.fit_loop),
+        ("val", trainer.fit_loop.epoch_loop.val_loop),
+        ("val", trainer.validate_loop),
+        ("test", trainer.test_loop),
+        ("predict", trainer.predict_loop),
     ]
     shown = []
     for stage, loop in loops:
         if stage not in stages:
             continue
-        source = getattr(loop, "_data_source", None)
-        ask = getattr(source, "dataloader", None)
-        if callable(ask) and hasattr(source, "__dict__"):
-            vars(source)["dataloader"] = _ShownLoaders(ask, stage, watch)
+        source = data_source(loop)
+        if source is not None:
+            vars(source)["dataloader"] = _ShownLoaders(source.dataloader, stage, watch)
             shown.append(source)
 
     def stop() -> None:

@@ -9,6 +9,8 @@ from lightning_fastdata.plugin.loggers.report_files import harmless
 from lightning_fastdata.plugin.seams.trainer_facts import steps_logged_by
 
 if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+
     from lightning_fastdata.plugin.loggers.report_files import Misfortunes
     from lightning_fastdata.plugin.watch.measured_run import MeasuredRun
 
@@ -23,34 +25,32 @@ class EvaluationHooks:
     misfortunes: Misfortunes
 
     @harmless(NOT_MEASURED)
-    def on_sanity_check_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
+    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
         """Count the sanity check as validation."""
         if self._run is not None:
             self._run.recording.wall.validation_began()
 
     @harmless(NOT_MEASURED)
-    def on_sanity_check_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
+    def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
         """Go back to the setup."""
         if self._run is not None:
             self._run.recording.wall.validation_ended()
 
     @harmless(NOT_MEASURED)
-    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
-        """Count what follows as validation."""
-        self._began()
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
+        """Count what follows as validation, or begin to measure where nothing else is measured."""
+        run = self._run
+        if run is None:
+            return
+        if run.recording.fits:
+            run.recording.wall.validation_began()
+        else:
+            run.began()
+
+    on_test_start = on_predict_start = on_validation_start
 
     @harmless(NOT_MEASURED)
-    def on_test_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
-        """Begin to measure."""
-        self._began()
-
-    @harmless(NOT_MEASURED)
-    def on_predict_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
-        """Begin to measure."""
-        self._began()
-
-    @harmless(NOT_MEASURED)
-    def on_validation_epoch_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
+    def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
         """The first step of each validation is counted apart."""
         run = self._run
         if run is None or trainer.sanity_checking:
@@ -63,71 +63,16 @@ class EvaluationHooks:
     @harmless(NOT_MEASURED)
     def on_validation_batch_end(
         self,
-        trainer: Any,
-        pl_module: Any,  # noqa: ARG002
+        trainer: Trainer,
+        pl_module: LightningModule,  # noqa: ARG002
         outputs: Any,  # noqa: ARG002
         batch: Any,
         batch_idx: int,  # noqa: ARG002
         dataloader_idx: int = 0,  # noqa: ARG002
     ) -> None:
-        """Close a validation step."""
-        if not trainer.sanity_checking:
-            self._step_ended(batch)
-
-    @harmless(NOT_MEASURED)
-    def on_test_batch_end(
-        self,
-        trainer: Any,  # noqa: ARG002
-        pl_module: Any,  # noqa: ARG002
-        outputs: Any,  # noqa: ARG002
-        batch: Any,
-        batch_idx: int,  # noqa: ARG002
-        dataloader_idx: int = 0,  # noqa: ARG002
-    ) -> None:
-        """Close a test step."""
-        self._step_ended(batch)
-
-    @harmless(NOT_MEASURED)
-    def on_predict_batch_end(
-        self,
-        trainer: Any,  # noqa: ARG002
-        pl_module: Any,  # noqa: ARG002
-        outputs: Any,  # noqa: ARG002
-        batch: Any,
-        batch_idx: int,  # noqa: ARG002
-        dataloader_idx: int = 0,  # noqa: ARG002
-    ) -> None:
-        """Close a prediction step."""
-        self._step_ended(batch)
-
-    @harmless(_NOT_LOGGED)
-    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
-        """Log the means of this validation."""
-        if not trainer.sanity_checking:
-            self._ended(trainer)
-
-    @harmless(_NOT_LOGGED)
-    def on_test_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
-        """Log the means of this test."""
-        self._ended(trainer)
-
-    @harmless(_NOT_LOGGED)
-    def on_predict_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
-        """Log the means of this prediction."""
-        self._ended(trainer)
-
-    def _began(self) -> None:
+        """Close a step."""
         run = self._run
-        if run is None:
-            return
-        if run.recording.fits:
-            run.recording.wall.validation_began()
-        else:
-            run.began()
-
-    def _step_ended(self, batch: Any) -> None:
-        run = self._run
-        if run is None:
+        if run is None or trainer.sanity_checking:
             return
         run.recording.evaluated.step_ended(batch_samples(batch))
         if not run.recording.fits:
@@ -135,9 +80,13 @@ class EvaluationHooks:
             if run.verdict_is_due(run.batches):
                 run.judged()
 
-    def _ended(self, trainer: Any) -> None:
+    on_test_batch_end = on_predict_batch_end = on_validation_batch_end
+
+    @harmless(_NOT_LOGGED)
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
+        """Log the means of this validation, test or prediction."""
         run = self._run
-        if run is None:
+        if run is None or trainer.sanity_checking:
             return
         recording = run.recording
         if recording.fits:
@@ -147,3 +96,5 @@ class EvaluationHooks:
         recording.evaluated.timeline.drop_open_step()
         recording.evaluated.paused()
         run.log(recording.evaluated.metrics(), steps_logged_by(trainer, recording.batches_stepped))
+
+    on_test_end = on_predict_end = on_validation_end

@@ -16,8 +16,11 @@ import torch
 
 from lightning_fastdata.batches.moving import batch_samples
 from lightning_fastdata.insight.measure.headroom import measured_headroom
+from lightning_fastdata.plugin.seams.internals import is_compiled
 
 if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+
     from lightning_fastdata.insight.measure.headroom import Headroom
     from lightning_fastdata.insight.measure.metrics import StageSummary
     from lightning_fastdata.types import Batch
@@ -50,7 +53,7 @@ class ReplayedSteps:
         if len(self._batches) < _KEPT:
             self._batches.append(batch)
 
-    def run(self, trainer: Any, pl_module: Any) -> None:
+    def run(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Replay the training step, backward and the optimizer's step, and forget the batches.
 
         They run on copies of the module and its optimizers, without a trainer: nothing is logged,
@@ -112,7 +115,7 @@ class ReplayedSteps:
 class _Step:
     """The training step of a copy of a module, with its backward and its optimizers."""
 
-    def __init__(self, trainer: Any, pl_module: Any) -> None:
+    def __init__(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # Together, so that the copied optimizers hold the copied weights.
         self._twin, self._optimizers = copy.deepcopy((pl_module, list(trainer.optimizers)))
         parameters = inspect.signature(pl_module.training_step).parameters
@@ -139,7 +142,7 @@ class _Step:
                 optimizer.zero_grad()
 
 
-def _obstacle(trainer: Any, pl_module: Any) -> str | None:
+def _obstacle(trainer: Trainer, pl_module: LightningModule) -> str | None:
     """Return why the step of a module cannot be replayed; None if it may."""
     if trainer.world_size > 1:
         return "with several devices a step needs them all"
@@ -147,13 +150,13 @@ def _obstacle(trainer: Any, pl_module: Any) -> str | None:
         return "with manual optimization the step asks the trainer for its optimizers"
     if "dataloader_iter" in inspect.signature(pl_module.training_step).parameters:
         return "training_step(dataloader_iter) fetches its batches itself"
-    if "training_step" in vars(pl_module) or getattr(pl_module, "_compiler_ctx", None) is not None:
+    if "training_step" in vars(pl_module) or is_compiled(pl_module):
         return "a compiled or replaced training_step belongs to the module that was trained"
     return None
 
 
 @contextmanager
-def _untouched(module: Any, device: torch.device) -> Iterator[None]:
+def _untouched(module: torch.nn.Module, device: torch.device) -> Iterator[None]:
     """Leave random generators, gradients and buffers as they were, whatever the block does.
 
     A copy of a module may still reach the original one, through a closure for example.

@@ -16,10 +16,12 @@ from lightning_fastdata.insight.verdicts.verdict import judge
 from lightning_fastdata.insight.waits.ranks import rank_evidence
 from lightning_fastdata.insight.waits.several_loaders import costliest
 from lightning_fastdata.plugin.seams.sources import flattened, keyed
-from lightning_fastdata.plugin.seams.trainer_facts import written_hook
+from lightning_fastdata.plugin.seams.trainer_facts import own_datamodule, written_hook
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from lightning.pytorch import Trainer
 
     from lightning_fastdata.insight.measure.metrics import StageSummary
     from lightning_fastdata.insight.measure.wall import WallTime
@@ -45,7 +47,7 @@ class RunJudge:
     """
 
     def __init__(
-        self, trainer: Any, recording: Recording, clock: Callable[[], float] = time.monotonic
+        self, trainer: Trainer, recording: Recording, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._trainer = trainer
         self._recording = recording
@@ -84,8 +86,8 @@ class RunJudge:
             augment_on = "device"
         elif transform is not None or recording is not None:
             augment_on = "cpu"
-        decided = getattr(self._trainer.datamodule, "augmentation_settled", None)
-        settled = decided is not None and decided(stage)
+        ours = own_datamodule(self._trainer)
+        settled = ours is not None and ours.augmentation_settled(stage)
         settled |= transform is not None and not leaves_to_device(transform)
         return read_loader(
             loader,
@@ -127,8 +129,7 @@ class RunJudge:
 
     @property
     def _settings_in(self) -> str:
-        ours = hasattr(self._trainer.datamodule, "written_hooks")
-        return "LoaderOptions" if ours else "FastDataLoader"
+        return "FastDataLoader" if own_datamodule(self._trainer) is None else "LoaderOptions"
 
     @cached_property
     def _usable_cpus(self) -> int:

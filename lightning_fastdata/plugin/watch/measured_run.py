@@ -5,23 +5,29 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 from lightning_fastdata.host.machine import describe_machine, read_versions
 from lightning_fastdata.insight.report.run_report import RunReport
 from lightning_fastdata.plugin.loggers import boards
 from lightning_fastdata.plugin.loggers.report_files import ReportFiles
 from lightning_fastdata.plugin.loggers.scalars import chosen, custom_scalar_layout
+from lightning_fastdata.plugin.seams.trainer_facts import attributes_of, own_datamodule
 from lightning_fastdata.plugin.watch.judging import RunJudge
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
+
+    from lightning.pytorch import Trainer
 
     from lightning_fastdata.insight.measure.metrics import StageSummary
     from lightning_fastdata.insight.measure.wall import WallTime
     from lightning_fastdata.insight.model.evidence import Evidence
     from lightning_fastdata.insight.verdicts.verdict import Verdict
     from lightning_fastdata.plugin.loggers.pictures import BatchPictures
+    from lightning_fastdata.plugin.loggers.report_files import Misfortunes
+    from lightning_fastdata.plugin.loggers.scalars import Scalars
     from lightning_fastdata.plugin.watch.headroom import ReplayedSteps
     from lightning_fastdata.plugin.watch.recording import Recording
 
@@ -33,6 +39,16 @@ _JUDGED_EVERY_S = 120.0
 _TEXT_STAYS_S: Final = 300.0
 _LOG_REST: Final = 100
 """Scalars that took a second to log are logged again after so many."""
+
+
+class Asked(Protocol):
+    """What the callback was told to do, and where it notes its errors."""
+
+    every_n_steps: int | None
+    scalars: Scalars
+    report_path: str | Path | bool
+    summary: bool
+    misfortunes: Misfortunes
 
 
 class MeasuredRun:
@@ -48,10 +64,10 @@ class MeasuredRun:
 
     def __init__(
         self,
-        trainer: Any,
+        trainer: Trainer,
         recording: Recording,
         undo: list[Callable[[], None]],
-        ours: Any,
+        ours: Asked,
         clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self.trainer = trainer
@@ -80,7 +96,8 @@ class MeasuredRun:
     def began(self) -> None:
         """Forget what ran before; to be called on every rank when the loaders are there."""
         self.recording.restart()
-        self.every_n_steps = self._ours.every_n_steps or self.trainer.log_every_n_steps or 0
+        usual = attributes_of(self.trainer).log_every_n_steps
+        self.every_n_steps = self._ours.every_n_steps or usual or 0
         self.log_dir = self.trainer.log_dir or self.trainer.default_root_dir
         self._judged_s = self._clock_s()
         if self.logs and self.recording.fits:
@@ -185,7 +202,7 @@ class MeasuredRun:
         if self.replay is not None:
             headroom = self.replay.headroom(main) or main.headroom
             main, replayed = replace(main, headroom=headroom), self.replay.notes()
-        ranks = self.judge.ranks
+        ranks, datamodule = self.judge.ranks, own_datamodule(self.trainer)
         if ranks is not None and ended:
             ranks.read()
         if verdict is None:
@@ -198,7 +215,7 @@ class MeasuredRun:
             recent={m.stage: m.timeline.history.newest() for m in self.recording.meters},
             ranks=() if ranks is None else ranks.so_far,
             notes=(
-                *getattr(self.trainer.datamodule, "notes", ()),
+                *(() if datamodule is None else datamodule.notes),
                 *self.recording.notes(),
                 *replayed,
                 *(() if ranks is None else ranks.notes()),

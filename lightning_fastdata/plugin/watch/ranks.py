@@ -16,8 +16,11 @@ from typing import TYPE_CHECKING, Any, Final
 from lightning_fastdata.insight.model.finding import STALL_LOW
 from lightning_fastdata.insight.waits.causes import cause_lines
 from lightning_fastdata.insight.waits.ranks import RankTiming, rank_timing, together
+from lightning_fastdata.torch_internals import default_store
 
 if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
     from lightning_fastdata.insight.measure.metrics import StageSummary, StepHistory
 
 _PATIENCE_S: Final = 2.0
@@ -163,7 +166,7 @@ def _reason(summary: StageSummary | None) -> str:
     return lines[0] if lines else ""
 
 
-def meet(trainer: Any) -> RankRecords | None:
+def meet(trainer: Trainer) -> RankRecords | None:
     """Return the records of a trainer's ranks; None with one rank.
 
     Args:
@@ -176,13 +179,9 @@ def meet(trainer: Any) -> RankRecords | None:
 
 def shared_store() -> Any:
     """Return a store of our own within the one at which this process met its ranks, or None."""
-    import torch.distributed as dist
-
-    if not (dist.is_available() and dist.is_initialized()):
-        return None
-    # It has no public name; where a version lacks it, nothing is told, and a test fails.
-    find = getattr(dist.distributed_c10d, "_get_default_store", None)
-    store = None if find is None else find()
+    store = default_store()
     if store is None:
         return None
-    return dist.PrefixStore("lightning_fastdata", store)  # type: ignore[attr-defined]
+    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+    return PrefixStore("lightning_fastdata", store)

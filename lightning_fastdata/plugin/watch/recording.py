@@ -16,6 +16,7 @@ from lightning_fastdata.plugin.watch.wall_watch import HOOKS_OF, WallWatch
 
 if TYPE_CHECKING:
     import torch
+    from lightning.pytorch import Trainer
 
     from lightning_fastdata.types import Stage
 
@@ -63,7 +64,7 @@ class Recording:
         wall: Where the wall time of the run goes.
     """
 
-    def __init__(self, trainer: Any, ours: Any = None, method: str = "fit") -> None:
+    def __init__(self, trainer: Trainer, ours: object = None, method: str = "fit") -> None:
         self._trainer = trainer
         self.method = method
         self.wall = WallWatch(trainer, ours, method)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.batches.moving import batch_samples
@@ -19,13 +19,14 @@ from lightning_fastdata.plugin.loggers import boards
 from lightning_fastdata.plugin.loggers.pictures import PictureSettings, pictures_of
 from lightning_fastdata.plugin.loggers.report_files import Misfortunes, harmless, print_report
 from lightning_fastdata.plugin.loggers.scalars import PREDICTED_STEP, Scalars, wall_scalars
-from lightning_fastdata.plugin.seams.foreign import augment_foreign_batches
+from lightning_fastdata.plugin.seams.hook_on_instance import augment_foreign_batches
 from lightning_fastdata.plugin.seams.profiler_tee import Listener, attach
 from lightning_fastdata.plugin.seams.progress_bar import close_progress_bar, print_line
 from lightning_fastdata.plugin.seams.sources import watch_sources
 from lightning_fastdata.plugin.seams.trainer_facts import (
     augmenting_stages,
     check_hooks_run,
+    own_datamodule,
     steps_logged_by,
 )
 from lightning_fastdata.plugin.watch.evaluation_hooks import NOT_MEASURED, EvaluationHooks
@@ -34,6 +35,9 @@ from lightning_fastdata.plugin.watch.judging import predicted_step_ms
 from lightning_fastdata.plugin.watch.measured_run import FIRST_WORD_STEPS, MeasuredRun
 from lightning_fastdata.plugin.watch.ranks import meet
 from lightning_fastdata.plugin.watch.recording import Recording
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
 
 _MOST_FIGURES = 20
 
@@ -130,7 +134,7 @@ class ThroughputHooks(EvaluationHooks, NeedsConstruction):
         # A run belongs to one trainer; a copy of the callback (and of the trainer) starts afresh.
         return {**self.__dict__, "_run": None}
 
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Register the augmentation and start to listen; Lightning calls it before any loader."""
         self._end_run()
         self.misfortunes = Misfortunes()
@@ -156,10 +160,12 @@ class ThroughputHooks(EvaluationHooks, NeedsConstruction):
 
         undo.append(attach(trainer, find))
 
-    def _register(self, trainer: Any, pl_module: Any, recording: Recording) -> Callable[[], None]:
-        register = getattr(trainer.datamodule, "register_transform", None)
-        if register is not None:
-            return register(self.augment, stage="train")  # type: ignore[no-any-return]
+    def _register(
+        self, trainer: Trainer, pl_module: LightningModule, recording: Recording
+    ) -> Callable[[], None]:
+        datamodule = own_datamodule(trainer)
+        if datamodule is not None:
+            return datamodule.register_transform(self.augment, stage="train")
         return augment_foreign_batches(
             trainer,
             pl_module,
@@ -169,7 +175,7 @@ class ThroughputHooks(EvaluationHooks, NeedsConstruction):
         )
 
     @harmless("The training is not measured")
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
         """Forget what tuners and finders ran before, and tell TensorBoard how to lay out charts."""
         run = self._run
         if run is None:
@@ -180,7 +186,7 @@ class ThroughputHooks(EvaluationHooks, NeedsConstruction):
         run.began()
 
     @harmless(NOT_MEASURED)
-    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
         """The first step of an epoch is counted apart."""
         if self._run is not None:
             self._run.recording.main.epoch_opens()
@@ -188,8 +194,8 @@ class ThroughputHooks(EvaluationHooks, NeedsConstruction):
     @harmless("The batch was not shown")
     def on_train_batch_start(
         self,
-        trainer: Any,
-        pl_module: Any,  # noqa: ARG002
+        trainer: Trainer,
+        pl_module: LightningModule,  # noqa: ARG002
         batch: Any,
         batch_idx: int,  # noqa: ARG002
     ) -> None:
@@ -199,7 +205,12 @@ class ThroughputHooks(EvaluationHooks, NeedsConstruction):
             step = steps_logged_by(trainer, run.recording.batches_stepped)
             run.pictures.batch_began(trainer.loggers, batch, epoch=trainer.current_epoch, step=step)
 
-    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:  # noqa: ARG002
+    def on_before_optimizer_step(
+        self,
+        trainer: Trainer,  # noqa: ARG002
+        pl_module: LightningModule,  # noqa: ARG002
+        optimizer: Any,  # noqa: ARG002
+    ) -> None:
         """Note that this batch ends in an optimizer step."""
         if self._run is not None:
             self._run.recording.optimizer_stepped = True
@@ -207,8 +218,8 @@ class ThroughputHooks(EvaluationHooks, NeedsConstruction):
     @harmless("A step was not measured or not logged")
     def on_train_batch_end(
         self,
-        trainer: Any,
-        pl_module: Any,
+        trainer: Trainer,
+        pl_module: LightningModule,
         outputs: Any,  # noqa: ARG002
         batch: Any,
         batch_idx: int,  # noqa: ARG002
@@ -235,7 +246,7 @@ class ThroughputHooks(EvaluationHooks, NeedsConstruction):
                 print_line(trainer, first_word(judged[0], recording.batches_stepped))
 
     @harmless("An epoch was not logged")
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
         """Draw the epoch's phases and say what they mean, where that has changed."""
         run = self._run
         if run is None:
@@ -265,7 +276,7 @@ class ThroughputHooks(EvaluationHooks, NeedsConstruction):
         run.log(scalars, step)
 
     @harmless("A step without waits was not measured")
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Measure a step without waits, if that was asked for."""
         run = self._run
         if run is not None:
@@ -273,11 +284,16 @@ class ThroughputHooks(EvaluationHooks, NeedsConstruction):
         if run is not None and run.replay is not None:
             run.replay.run(trainer, pl_module)
 
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:  # noqa: ARG002
+    def on_exception(
+        self,
+        trainer: Trainer,  # noqa: ARG002
+        pl_module: LightningModule,  # noqa: ARG002
+        exception: BaseException,  # noqa: ARG002
+    ) -> None:
         """Flush what was measured; after an exception Lightning calls no teardown."""
         self._end_run()
 
-    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ARG002
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:  # noqa: ARG002
         """Write the report and print the summary, after the progress bar is closed."""
         self._end_run()
 

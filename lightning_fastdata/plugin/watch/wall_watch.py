@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from lightning_fastdata.insight.measure.wall import Activity, WallClock
+from lightning_fastdata.plugin.seams.hooks import overridden_hook
+from lightning_fastdata.plugin.seams.trainer_facts import attributes_of
 
 if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
     from lightning_fastdata.plugin.seams.profiler_tee import Listener
 
 _OTHER: Final = Activity("other")
@@ -39,7 +43,7 @@ class WallWatch:
         method: Of the trainer: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
     """
 
-    def __init__(self, trainer: Any, ours: Any, method: str = "fit") -> None:
+    def __init__(self, trainer: Trainer, ours: object, method: str = "fit") -> None:
         self.clock = WallClock()
         self._fits = method == "fit"
         kind = HOOKS_OF[method]
@@ -107,8 +111,9 @@ class WallWatch:
         return partial(self.clock.enter, activity), self.clock.leave
 
     def _of_callback(self, key: str, hook: str) -> Activity | None:
-        callback = next((each for each in self._trainer.callbacks if each.state_key == key), None)
-        if callback is None or not _is_written(callback, hook):
+        callbacks = attributes_of(self._trainer).callbacks
+        callback = next((each for each in callbacks if each.state_key == key), None)
+        if overridden_hook(callback, hook) is None:
             return None
         if callback is self._ours:
             return None if hook in _NEXT_TO_NOTHING else Activity("measuring")
@@ -122,7 +127,7 @@ class WallWatch:
         if hook not in self._hooks:
             return None
         module = self._trainer.lightning_module
-        written = _is_written(module, hook)
+        written = overridden_hook(module, hook) is not None
         enter, leave = self._entering(Activity("callbacks", f"{type(module).__name__}.{hook}"))
         if hook != self._batch_ends:
             return (enter, leave) if written else None
@@ -146,7 +151,7 @@ class WallWatch:
         In others Lightning lets go of the batch, which takes long for large ones.
         """
         trainer = self._trainer
-        every = trainer.log_every_n_steps
+        every = attributes_of(trainer).log_every_n_steps
         return bool(trainer.loggers and every and trainer.global_step % every == 0)
 
     def _wait_began(self) -> None:
@@ -170,13 +175,6 @@ class WallWatch:
     def _epoch_ended(self) -> None:
         self._epoch_start, self._starting = _LATER_EPOCHS, True
         self.clock.turn_to(_LATER_EPOCHS)
-
-
-def _is_written(owner: Any, hook: str) -> bool:
-    """Return whether a hook does something: those of Lightning's base classes do nothing."""
-    found = getattr(owner, hook, None)
-    base = getattr(found, "__qualname__", "").partition(".")[0]
-    return callable(found) and base not in ("Callback", "ModelHooks")
 
 
 def _nothing() -> None:

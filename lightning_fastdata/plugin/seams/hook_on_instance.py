@@ -7,9 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_fastdata.batches.moving import batch_samples
 from lightning_fastdata.plugin.seams.hooks import overridden_hook
+from lightning_fastdata.plugin.seams.trainer_facts import attributes_of
 from lightning_fastdata.types import SampleKey
 
 if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+
     from lightning_fastdata.augment.contract import StageTransform
     from lightning_fastdata.types import Batch
 
@@ -17,8 +20,8 @@ HOOK = "on_after_batch_transfer"
 
 
 def augment_foreign_batches(
-    trainer: Any,
-    pl_module: Any,
+    trainer: Trainer,
+    pl_module: LightningModule,
     transform: StageTransform,
     *,
     seed: int,
@@ -38,9 +41,9 @@ def augment_foreign_batches(
         in_transfer: Whether the trainer is moving a batch of a loader right now. The model summary
             and loggers send an example input through the same hook.
     """
-    datamodule = trainer.datamodule
-    owner = pl_module
-    if datamodule is not None and overridden_hook(datamodule, HOOK) is not None:
+    datamodule = attributes_of(trainer).datamodule
+    owner: object = pl_module
+    if overridden_hook(datamodule, HOOK) is not None:
         owner = datamodule
     progress = _Progress()
 
@@ -68,9 +71,9 @@ def augment_foreign_batches(
 _STEPS = "fastdata_steps"
 
 
-def _steps_before_hook(owner: Any) -> list[Callable[[Batch], Batch]]:
+def _steps_before_hook(owner: object) -> list[Callable[[Batch], Batch]]:
     """Return the functions that run before the owner's hook, installing them if need be."""
-    installed = vars(owner).get(HOOK)
+    installed: Any = vars(owner).get(HOOK)
     if hasattr(installed, _STEPS):
         return getattr(installed, _STEPS)  # type: ignore[no-any-return]
     earlier = getattr(owner, HOOK)
@@ -88,8 +91,8 @@ def _steps_before_hook(owner: Any) -> list[Callable[[Batch], Batch]]:
     return steps
 
 
-def _restore_hook(owner: Any) -> None:
-    installed = vars(owner).get(HOOK)
+def _restore_hook(owner: object) -> None:
+    installed: Any = vars(owner).get(HOOK)
     if not hasattr(installed, _STEPS):
         return
     if installed.earlier_attribute is None:

@@ -18,7 +18,7 @@ _FOLLOWED = (torch.Tensor, torch.Generator, nn.Module, torch.optim.Optimizer)
 _CONTAINERS = (dict, list, deque, set, tuple)
 
 
-def remember(*roots: object) -> Undo:
+def snapshot(*roots: object) -> Undo:
     """Return a function that puts objects back into their present state, as often as it is called.
 
     Followed are the attributes of the roots and in them, through tuples, lists, dicts, sets and
@@ -35,7 +35,7 @@ def remember(*roots: object) -> Undo:
             continue
         seen[id(value)] = value
         if isinstance(value, torch.Tensor):
-            undos.append(_remember_tensor(value))
+            undos.append(_snapshot_tensor(value))
         elif isinstance(value, torch.Generator):
             undos.append(partial(value.set_state, value.get_state()))
         elif isinstance(value, _FOLLOWED):
@@ -50,7 +50,7 @@ def remember(*roots: object) -> Undo:
     return lambda: [undo() for undo in undos]
 
 
-def _remember_tensor(tensor: torch.Tensor) -> Undo:
+def _snapshot_tensor(tensor: torch.Tensor) -> Undo:
     strides = tensor.stride() if tensor.layout == torch.strided else ()
     expanded = any(
         step == 0 and size > 1 for step, size in zip(strides, tensor.shape, strict=False)
@@ -78,7 +78,7 @@ def _refill(live: Any, saved: dict[Any, Any] | list[Any]) -> None:
         (live.update if isinstance(live, (dict, set)) else live.extend)(saved)
 
 
-def remember_random_states() -> Undo:
+def snapshot_random_states() -> Undo:
     """Return a function that puts back the random states of Python, numpy, torch and CUDA."""
     python, arrays, host = random.getstate(), np.random.get_state(), torch.get_rng_state()
     cuda: Any = torch.cuda

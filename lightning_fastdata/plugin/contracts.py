@@ -1,0 +1,80 @@
+"""What the rooms of the plugin ask of a FastDataModule, without knowing its class."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    import torch
+    from lightning.pytorch import Trainer
+    from torch.utils.data import Dataset
+
+    from lightning_fastdata.augment.show.normalized import Normalized
+    from lightning_fastdata.batches.streams import DeviceStreams
+    from lightning_fastdata.loading.loader import FastDataLoader
+    from lightning_fastdata.planning.options import LoaderOptions
+    from lightning_fastdata.plugin.guard.prediction import GuardPolicy
+    from lightning_fastdata.types import Batch, Stage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageForm:
+    """What is known of the images of a batch."""
+
+    image: int | str | None = None
+    """Key or index of the images; None: to be found."""
+    normalized: Normalized | None = None
+    """How they were normalised; None: not known."""
+
+
+@runtime_checkable
+class DataModule(Protocol):
+    """A FastDataModule as its loaders, the callback and the batch-size guard know it."""
+
+    batch_size: int
+    options: LoaderOptions | dict[Stage, LoaderOptions]
+    shuffle: bool | Mapping[str, bool] | None
+    collate_fn: Callable[[list[Any]], Any] | None
+    drop_last: bool
+    seed: int | None
+    guard: GuardPolicy
+    notes: list[str]
+    """What the report of the run has to say of it."""
+
+    @property
+    def trainer(self) -> Trainer | None:
+        """The trainer that uses it; None before the first run."""
+
+    def make_loader(
+        self, dataset: Dataset[Any], *, stage: Stage, name: str | None = None, **overrides: Any
+    ) -> FastDataLoader:
+        """Return the loader for a dataset."""
+
+    def register_transform(self, transform: Any, *, stage: Stage = "train") -> Callable[[], None]:
+        """Add a transform to a stage, and return what removes it again."""
+
+    def batch_for_guard(self, rows: int) -> Batch:
+        """Return a training batch with that many rows."""
+
+    def rows_for_guard(self) -> int | None:
+        """Return the number of training samples, or None if no batch can be made of any size."""
+
+    def augments_on_device(self, stage: Stage) -> bool:
+        """Return whether its last transfer hook transforms the batches of a stage."""
+
+    def augmentation_settled(self, stage: Stage) -> bool:
+        """Return whether it was found out where pixels of a stage are best computed."""
+
+    def repeats_of(self, stage: Stage) -> int:
+        """Return how often each sample is in a batch that the steps of a stage get."""
+
+    def image_form(self, stage: Stage) -> ImageForm:
+        """Return what is known of the images that the steps of a stage get."""
+
+    def device_streams(self, device: torch.device) -> DeviceStreams | None:
+        """Return the streams of a device on which batches are moved; None: it has none."""
+
+    def written_hooks(self) -> frozenset[str]:
+        """Return the transfer hooks that its own class overrides."""

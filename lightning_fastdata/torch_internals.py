@@ -1,0 +1,102 @@
+"""Every private name of torch that is used, what for, and what holds where a version lacks it.
+
+- ``torch.utils.data._utils.worker``: ``WorkerInfo`` and ``_worker_info``, the place of what
+  ``get_worker_info()`` returns, so that a dataset finds its own number also in our processes
+- ``torch.utils.data._utils.collate``: ``collate``, ``collate_tensor_fn``,
+  ``default_collate_fn_map``, to collate as torch does and to know what it can collate
+- ``torch.utils.data._utils.pin_memory.pin_memory``: how torch pins nested batches
+- ``DataLoader._get_iterator``: what a subclass overrides that makes batches in its own way
+- ``DataLoader._iterator``: where torch keeps its workers and Lightning stops them; our loader has a
+  property of this name
+- ``_task_info``, ``_rcvd_idx``, ``_send_idx``, ``_data_queue`` of torch's iterator over workers:
+  which batches came before they were asked for
+- ``torch.distributed.distributed_c10d._get_default_store``: where ranks met
+- ``torch.Tensor._make_wrapper_subclass``, ``torch._C.DisableTorchFunctionSubclass``,
+  ``torch._C._set_throw_on_mutable_data_ptr``: tensors whose values are computed later
+- ``torch._dynamo``: whether anything was compiled
+
+``tests/test_torch_internals.py`` pins each of them against the installed torch.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch.utils.data._utils import worker
+from torch.utils.data._utils.collate import collate, collate_tensor_fn, default_collate_fn_map
+
+if TYPE_CHECKING:
+    from torch.utils.data import Dataset
+
+__all__ = ["collate", "collate_tensor_fn", "default_collate_fn_map"]
+
+MAKES_BATCHES: Final = ("__iter__", "_get_iterator")
+"""What a class of loaders overrides that makes its batches in its own way."""
+without_torch_function: Final = torch._C.DisableTorchFunctionSubclass
+"""A context in which a subclass of Tensor is taken for a plain one, as torch's notes have it."""
+make_wrapper_tensor: Final[Callable[..., Any]] = torch.Tensor._make_wrapper_subclass
+"""Makes a tensor of a subclass, with a shape and a dtype and without values."""
+throw_on_pointer: Final[Callable[[torch.Tensor], None]] = getattr(
+    torch._C, "_set_throw_on_mutable_data_ptr", lambda _: None
+)
+"""Has an extension that reaches for memory past torch's dispatcher get an error, not a crash; does
+nothing where torch has no such function."""
+
+
+def set_worker_info(*, number: int, workers: int, seed: int, dataset: Dataset[Any]) -> None:
+    """Set what ``torch.utils.data.get_worker_info()`` returns in this process.
+
+    Args:
+        number: Of this worker, from 0.
+        workers: How many there are.
+        seed: Of this worker.
+        dataset: What it reads.
+    """
+    worker._worker_info = worker.WorkerInfo(
+        id=number, num_workers=workers, seed=seed, dataset=dataset
+    )
+
+
+def pinned(value: Any, device: str | None) -> Any:
+    """Return a nested structure with its tensors copied into page-locked memory."""
+    from torch.utils.data._utils.pin_memory import pin_memory
+
+    return pin_memory(value, device)  # type: ignore[no-untyped-call]
+
+
+def early_batches(iterator: object) -> Iterable[Any]:
+    """Return the batches that torch's iterator over workers got before their turn; else none."""
+    told = getattr(iterator, "_task_info", {}).values()
+    return [entry[1] for entry in told if len(entry) == 2]
+
+
+def next_has_arrived(iterator: Any) -> bool | None:
+    """Return whether torch's iterator over workers has its next batch, or the end; else None."""
+    try:
+        arrived = iterator._task_info.get(iterator._rcvd_idx, ())
+        if len(arrived) == 2 or iterator._rcvd_idx >= iterator._send_idx:
+            return True
+        return not iterator._data_queue.empty()
+    except AttributeError:
+        return None
+
+
+def default_store() -> Any:
+    """Return the key-value store at which this process met its ranks; None: it has none.
+
+    None, too, where torch does not tell: then the ranks tell each other nothing.
+    """
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    find = getattr(dist.distributed_c10d, "_get_default_store", None)
+    return None if find is None else find()
+
+
+def may_have_compiled() -> bool:
+    """Return whether the process has loaded what ``torch.compile`` needs."""
+    return "torch._dynamo" in sys.modules

@@ -1,0 +1,148 @@
+"""Each private name of torch that the package uses is there, and is what it is taken for."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, default_collate, get_worker_info
+from torch.utils.data._utils import worker
+
+import lightning_fastdata
+from lightning_fastdata import torch_internals
+from lightning_fastdata.torch_internals import (
+    MAKES_BATCHES,
+    collate,
+    collate_tensor_fn,
+    default_collate_fn_map,
+    default_store,
+    early_batches,
+    make_wrapper_tensor,
+    may_have_compiled,
+    next_has_arrived,
+    pinned,
+    set_worker_info,
+    throw_on_pointer,
+    without_torch_function,
+)
+
+PACKAGE = Path(lightning_fastdata.__file__).parent
+NAMES = (
+    "_utils", "_worker_info", "_task_info", "_rcvd_idx", "_send_idx", "_data_queue",
+    "_get_default_store", "_make_wrapper_subclass", "_set_throw_on_mutable_data_ptr",
+    "DisableTorchFunctionSubclass", "_get_iterator", "_dynamo",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_only_the_seam_uses_the_name_and_its_docstring_has_it(name):
+    used = re.compile(rf"(?<!\w){name}(?!\w)")
+    elsewhere = [
+        str(file.relative_to(PACKAGE))
+        for file in PACKAGE.rglob("*.py")
+        if file.name != "torch_internals.py" and used.search(file.read_text("utf-8"))
+    ]
+    assert elsewhere == []
+    assert used.search(torch_internals.__doc__)
+
+
+def test_what_a_process_is_told_is_what_torch_returns_in_it():
+    assert get_worker_info() is None
+    try:
+        set_worker_info(number=2, workers=3, seed=5, dataset="data")
+        info = get_worker_info()
+        assert (info.id, info.num_workers, info.seed, info.dataset) == (2, 3, 5, "data")
+    finally:
+        worker._worker_info = None
+
+
+def test_torchs_own_collation_is_made_of_these():
+    samples = [{"x": torch.tensor([1.0]), "y": 2}, {"x": torch.tensor([3.0]), "y": 4}]
+    ours = collate(samples, collate_fn_map=default_collate_fn_map)
+    theirs = default_collate(samples)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+    assert default_collate_fn_map[torch.Tensor] is collate_tensor_fn
+
+
+def test_torch_pins_nested_batches_with_the_function_that_we_call():
+    assert list(inspect.signature(pinned).parameters) == ["value", "device"]
+    from torch.utils.data._utils.pin_memory import pin_memory
+
+    assert list(inspect.signature(pin_memory).parameters)[:2] == ["data", "device"]
+    assert pinned({"text": ["a"]}, None) == {"text": ["a"]}
+
+
+def test_a_loader_makes_its_batches_by_these_methods():
+    assert all(callable(getattr(DataLoader, name)) for name in MAKES_BATCHES)
+
+
+def test_a_loader_keeps_its_workers_under_the_name_that_ours_has():
+    loader = DataLoader(range(4), num_workers=1, persistent_workers=True)
+    assert loader._iterator is None
+    list(loader)
+    kept = loader._iterator
+    list(loader)
+    assert loader._iterator is kept is not None
+    kept._shutdown_workers()
+
+
+def test_the_iterator_over_workers_tells_what_has_arrived():
+    batches = iter(DataLoader(range(6), num_workers=2, prefetch_factor=1))
+    assert {"_task_info", "_rcvd_idx", "_send_idx", "_data_queue"} <= vars(batches).keys()
+    assert isinstance(next_has_arrived(batches), bool)
+    next(batches)
+    assert all(isinstance(batch, torch.Tensor) for batch in early_batches(batches))
+    list(batches)
+    assert next_has_arrived(batches) is True
+    assert early_batches(batches) == []
+
+
+def test_of_other_iterators_nothing_is_known():
+    assert next_has_arrived(iter([1])) is None
+    assert early_batches(iter([1])) == []
+
+
+def test_the_store_at_which_ranks_met_is_found():
+    assert default_store() is None
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        found = default_store()
+        found.set("key", "value")
+        assert found.get("key") == b"value"
+    finally:
+        dist.destroy_process_group()
+
+
+class Empty(torch.Tensor):
+    """Has a shape and no values."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        return "asked"
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        raise NotImplementedError
+
+
+def test_a_tensor_of_a_subclass_has_a_shape_and_no_values():
+    made = make_wrapper_tensor(Empty, (2, 3), dtype=torch.uint8, device=torch.device("cpu"))
+    assert type(made) is Empty
+    assert torch.sum(made) == "asked"
+    throw_on_pointer(made)
+    with without_torch_function():
+        assert (tuple(made.shape), made.dtype) == ((2, 3), torch.uint8)
+        with pytest.raises(RuntimeError):
+            made.data_ptr()
+
+
+def test_a_process_that_has_compiled_is_known():
+    import torch._dynamo  # noqa: F401
+
+    assert may_have_compiled()
