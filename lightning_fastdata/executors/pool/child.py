@@ -88,7 +88,7 @@ def child_main(
     keep_freed_memory()
     keep_own_epochs()
     plan = replace(plan, collate_fn=for_writing(plan.collate_fn))
-    progress = protocol.Progress(progress_memory)
+    progress = protocol.ProgressMemory(progress_memory)
     progress.state = protocol.State.INITIALISING
     shared = SharedState(wire, plan, number, progress, epoch)
     child = Child(shared, threads, queues[0] if queues else None)

@@ -52,7 +52,7 @@ class SharedState:
         wire: Wire,
         plan: FetchPlan,
         number: int,
-        progress: protocol.Progress,
+        progress: protocol.ProgressMemory,
         epoch: int | None,
     ) -> None:
         self.wire = wire
@@ -185,7 +185,7 @@ class TaskThread:
         write_image = write_image_of(fetcher.dataset, layout, memory, rows, epoch)
         writers = layout.writers(memory, rows, start, start + len(indices))
         self._mark(batch, start)
-        # As Progress.read(), without a call for each sample.
+        # As ProgressMemory.read(), without a call for each sample.
         words, position_at = self.shared.progress.words, self.number * protocol.THREAD_WORDS + 1
         at_once = 1 if write_image is not None else layout.rows_at_once
         for row in range(0, len(indices), at_once):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 from lightning_fastdata.batches.slots import create_shared_memory
 from lightning_fastdata.executors.pool.child import child_main
-from lightning_fastdata.executors.pool.protocol import MapSlot, Progress, Start, State
+from lightning_fastdata.executors.pool.protocol import MapSlot, ProgressMemory, Start, State
 from lightning_fastdata.executors.pool.wire import TaskQueue, Wire, wire_pair
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class ChildProcess:
             theirs.close()
         self.wire = Wire(ours)
         self._life = _Life(self.process.pid)
-        self.progress = Progress.create(places)
+        self.progress = ProgressMemory.create(places)
         self.stacks = create_shared_memory(1)
         os.ftruncate(self.stacks, 0)
         queues = () if queue is None else (queue,)

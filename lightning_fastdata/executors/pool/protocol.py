@@ -12,7 +12,7 @@
              ---------------------------------------------------->  a wire of its own
                    TaskEnded, TasksTaken, Retired, InitFailed
              <----------------------------------------------------  the same wire
-                   Progress: state, and what each thread reads
+                   ProgressMemory: its state, and what each thread reads
              <====================================================  memory that outlives it
 
 **A batch** is asked for when its indices are known, and divided into tasks of one kind. It is ready
@@ -259,7 +259,7 @@ THREAD_WORDS: Final = 3
 that it took last, of which the first thread's is the state of the process until it takes one."""
 
 
-class Progress:
+class ProgressMemory:
     """Progress memory, mapped; its last number is the generation of the present epoch.
 
     Args:
@@ -271,7 +271,7 @@ class Progress:
         self.words = np.frombuffer(map_shared_memory(descriptor), np.int64)
 
     @classmethod
-    def create(cls, threads: int) -> Progress:
+    def create(cls, threads: int) -> ProgressMemory:
         """Return new memory for a process of at most so many threads, which is starting."""
         progress = cls(create_shared_memory((threads * THREAD_WORDS + 1) * 8))
         progress.words[:-1] = -1
