@@ -22,6 +22,7 @@ from torch.utils.data import Dataset, default_collate
 
 from lightning_fastdata.errors import WorkerError
 from lightning_fastdata.executors.fetch import FetchPlan
+from lightning_fastdata.executors.pool.protocol import DropSlot, TasksTaken
 from lightning_fastdata.executors.pool.scheduler import PoolExecutor
 from lightning_fastdata.executors.pool.wire import Wire, wire_pair
 
@@ -258,11 +259,12 @@ def test_a_task_that_another_has_noted_meanwhile_is_not_done_again() -> None:
 
 def test_what_a_process_said_before_it_died_is_heard() -> None:
     ours, theirs = map(Wire, wire_pair())
-    theirs.send(("answer", 1))
-    theirs.send(("answer", 2))
-    ours.send(("slot", 3))  # it dies without having read this, which resets the connection
+    answers = [TasksTaken(1, {4}), TasksTaken(2, {4})]
+    for answer in answers:
+        theirs.send(answer)
+    ours.send(DropSlot(3))  # it dies without having read this, which resets the connection
     theirs.end.close()
-    assert [ours.receive() for _ in range(3)] == [(("answer", 1), []), (("answer", 2), []), None]
+    assert [ours.receive() for _ in range(3)] == [*((answer, []) for answer in answers), None]
     ours.close()
 
 

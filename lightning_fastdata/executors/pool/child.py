@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import faulthandler
 import os
-import pickle
 import random
 import select
 import signal
@@ -23,7 +22,7 @@ from lightning_fastdata.batches.collate import for_writing, in_own_side_process
 from lightning_fastdata.batches.slots import map_shared_memory
 from lightning_fastdata.executors.pool import protocol
 from lightning_fastdata.executors.pool.child_task import SharedState, TaskThread, describe_error
-from lightning_fastdata.executors.pool.wire import Wire, read_packet, split_packet
+from lightning_fastdata.executors.pool.wire import Wire, number_in, read_packet, request_in
 from lightning_fastdata.host.allocator import keep_freed_memory
 from lightning_fastdata.host.processes import die_with
 from lightning_fastdata.randomness.shared_epoch import keep_own_epochs
@@ -174,9 +173,9 @@ class Child:
             if packet is None:
                 self.poller.poll()
                 continue
-            number, pickled = split_packet(packet)
+            number = number_in(packet)
             try:
-                task: protocol.TaskRequest = pickle.loads(pickled)  # from our own process
+                task = request_in(packet)
             except Exception as error:
                 progress.take(thread, number)
                 failure = protocol.TaskError(0, *describe_error(error, "in unpickling indices"))

@@ -15,13 +15,12 @@ import select
 import socket
 import struct
 import time
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from lightning_fastdata.batches.slots import create_shared_memory
 from lightning_fastdata.errors import WorkerError
-
-if TYPE_CHECKING:
-    from lightning_fastdata.executors.pool.protocol import TaskRequest
+from lightning_fastdata.executors.pool import protocol
+from lightning_fastdata.executors.pool.protocol import TaskRequest
 
 _PIPE_BYTES: Final = 2**20
 """What an unprivileged process may ask for; each packet takes a page."""
@@ -48,7 +47,7 @@ class Wire:
         """Return the descriptor, for poll."""
         return self.end.fileno()
 
-    def send(self, message: tuple[Any, ...], descriptors: tuple[int, ...] = ()) -> None:
+    def send(self, message: protocol.Message, descriptors: tuple[int, ...] = ()) -> None:
         """Send a message and open files; large ones travel as an open file themselves.
 
         Raises:
@@ -56,7 +55,7 @@ class Wire:
                 have too many open files on their way to each other (non-blocking ends only).
             OSError: The receiver is gone.
         """
-        data = pickle.dumps(message, 5)
+        data = pickle.dumps(protocol.encode(message), 5)
         if len(data) <= _LARGE_BYTES:
             self._send([b"m", data], descriptors)
             return
@@ -113,7 +112,7 @@ class Wire:
             os.close(letter)
         else:
             data = data[1:]
-        return pickle.loads(data), descriptors  # from our own process
+        return protocol.decode(pickle.loads(data)), descriptors  # from our own process
 
     def close(self) -> None:
         """End the connection, also where a process that was forked since holds a copy of it."""
@@ -161,7 +160,7 @@ class TaskQueue:
         packets = []
         while (packet := read_packet(self.reading)) is not None:
             packets.append(packet)
-        return {_NUMBER.unpack_from(packet)[0] for packet in packets if self.put(packet)}
+        return {number_in(packet) for packet in packets if self.put(packet)}
 
     def wake_again(self) -> None:
         """Wake a waiting process for each task left by one that was woken for it."""
@@ -175,7 +174,7 @@ class TaskQueue:
 
 def make_packet(number: int, request: TaskRequest) -> bytes:
     """Return a task as a packet; one of more than ``select.PIPE_BUF`` bytes fits in no queue."""
-    return _NUMBER.pack(number) + pickle.dumps(request, 5)
+    return _NUMBER.pack(number) + pickle.dumps(tuple(request), 5)
 
 
 def read_packet(reading: int) -> bytes | None:
@@ -186,6 +185,15 @@ def read_packet(reading: int) -> bytes | None:
         return None
 
 
-def split_packet(packet: bytes) -> tuple[int, bytes]:
-    """Return the number of a task and its pickled request."""
-    return _NUMBER.unpack_from(packet)[0], packet[_NUMBER.size :]
+def number_in(packet: bytes) -> int:
+    """Return the number of a task."""
+    return int(_NUMBER.unpack_from(packet)[0])
+
+
+def request_in(packet: bytes) -> TaskRequest:
+    """Return what is to be done.
+
+    Raises:
+        Exception: Whatever unpickling the indices raises.
+    """
+    return TaskRequest(*pickle.loads(packet[_NUMBER.size :]))  # from our own process
