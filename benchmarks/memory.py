@@ -70,7 +70,7 @@ def run(case, batches, workers):
         executor=executor,
     )
     running = iter(loader)
-    pids = [side.process.pid for side in loader._iterator.sides.values()]
+    pids = [child.process.pid for child in loader._iterator.children.values()]
     warm = batches // 10
     for _ in range(warm):
         next(running)

@@ -227,7 +227,7 @@ class Fetcher:
             seed_global_generators(self.plan.seed, epoch, index, self.drawn)
 
     def where(self, indices: Any) -> str:
-        """Return what was being done, to be said of an error."""
+        """Return what was being done, for the text of an error."""
         if self.position < 0:
             return "in collate_fn"
         index = indices[self.position] if self.plan.batched else indices

@@ -21,7 +21,7 @@ class InlineExecutor:
 
     def __init__(self, plan: FetchPlan) -> None:
         # The training's own draws must not depend on how its data is loaded.
-        self._fetcher: Any = fetcher_of(plan, guest=True)
+        self._fetcher = fetcher_of(plan, guest=True)
         self._batches: Iterator[Any] = iter(())
         self._epoch = 0
         self._count = 0

@@ -91,7 +91,7 @@ class StreamFetcher:
         return batch
 
     def where(self, ask: StreamAsk) -> str:  # noqa: ARG002 - as of Fetcher
-        """Return what was being done, to be said of an error."""
+        """Return what was being done, for the text of an error."""
         if self.position < 0:
             return "in collate_fn"
         return f"while reading sample {self._read} of its stream, counted from 0"

@@ -292,11 +292,11 @@ def test_a_process_that_is_wanted_again_while_it_leaves_is_replaced() -> None:
             executor.resize(3)
     assert seen == list(range(600))
     end = time.monotonic() + 30
-    while any(side.retiring for side in executor.sides.values()) and time.monotonic() < end:
+    while any(child.retiring for child in executor.children.values()) and time.monotonic() < end:
         executor.ready()
         time.sleep(0.01)
-    assert sorted(executor.sides) == [0, 1, 2]
-    assert not any(side.retiring for side in executor.sides.values())
+    assert sorted(executor.children) == [0, 1, 2]
+    assert not any(child.retiring for child in executor.children.values())
     executor.close()
 
 

@@ -23,9 +23,9 @@ from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from lightning_fastdata.errors import WorkerError
 from lightning_fastdata.executors.fetch import FetchPlan
-from lightning_fastdata.executors.pool.process import SideProcess
+from lightning_fastdata.executors.pool.process import ChildProcess
 from lightning_fastdata.executors.pool.scheduler import PoolExecutor
-from lightning_fastdata.executors.pool.task_queue import read_packet
+from lightning_fastdata.executors.pool.wire import read_packet
 from lightning_fastdata.executors.stream import StreamExecutor
 
 
@@ -51,14 +51,14 @@ def until(condition: Callable[[], Any]) -> None:
         time.sleep(0.01)
 
 
-def kill(side: SideProcess) -> None:
-    side.process.kill()
-    side.process.join()
+def kill(child: ChildProcess) -> None:
+    child.process.kill()
+    child.process.join()
 
 
-def halt(side: SideProcess) -> None:
-    os.kill(side.process.pid or 0, signal.SIGSTOP)
-    until(side.is_stopped)
+def halt(child: ChildProcess) -> None:
+    os.kill(child.process.pid or 0, signal.SIGSTOP)
+    until(child.is_stopped)
 
 
 def firsts(batches: Iterable[Any]) -> list[int]:
@@ -73,7 +73,7 @@ class Quick(Dataset):
 def test_a_process_that_leaves_before_it_is_asked_has_taken_nothing() -> None:
     executor = pool(Quick())
     executor.start_epoch([], 0)
-    dies, leaves = executor.sides.values()
+    dies, leaves = executor.children.values()
     halt(dies)
     halt(leaves)
     executor.start_epoch([[index] for index in range(4)], 0)
@@ -94,13 +94,13 @@ def test_a_task_that_woke_a_process_about_to_leave_wakes_another() -> None:
     executor = pool(Quick())
     executor.start_epoch([[0]], 0)
     assert firsts(executor) == [0]
-    kill(executor.sides[0])
+    kill(executor.children[0])
     executor.start_epoch([[index] for index in range(50)], 0)
     assert firsts(executor) == list(range(50))
     until(lambda: executor.ready() and executor.respawned)
     time.sleep(0.5)  # they wait for tasks by now, process 1 the longer, which is woken first
     allowed = os.sched_getaffinity(0)
-    leaves = executor.sides[1].process.pid
+    leaves = executor.children[1].process.pid
     try:
         # On the CPU of this thread, and idle, it does not run before this thread waits.
         os.sched_setaffinity(0, {min(allowed)})
@@ -160,7 +160,7 @@ def test_a_process_that_starts_is_given_no_memory_that_was_given_up() -> None:
         executor.start_epoch([[index] for index in range(36)], epochs := epochs + 1)
         assert firsts(executor) == list(range(36))
     executor.resize(3)
-    while not executor.sides[2].answers:
+    while not executor.children[2].answers:
         executor.start_epoch([[index] for index in range(20)], epochs := epochs + 1)
         assert firsts(executor) == list(range(20))
     assert executor.respawned == 0
@@ -178,7 +178,7 @@ def test_threads_that_come_back_have_a_place_in_a_process_that_was_replaced() ->
     executor.start_epoch([[0]], 0)
     assert firsts(executor) == [0]
     executor.set_threads(1)
-    kill(executor.sides[0])
+    kill(executor.children[0])
     executor.start_epoch([[index] for index in range(10)], 1)
     assert firsts(executor) == list(range(10))
     executor.set_threads(4)
@@ -328,8 +328,8 @@ def test_a_death_is_seen_while_others_hold_the_wire(crowded: ForkContext) -> Non
     executor = pool(Quick(), context=crowded)
     executor.start_epoch([[index] for index in range(100)], 0)
     seen = firsts([next(executor)])
-    for side in list(executor.sides.values()):
-        kill(side)
+    for child in list(executor.children.values()):
+        kill(child)
     seen += firsts(executor)
     assert seen == list(range(100))
     assert executor.respawned >= 1
@@ -347,9 +347,9 @@ def test_a_death_of_a_stream_is_seen_while_others_hold_the_wire(crowded: ForkCon
     for epoch in range(2):
         executor.start_epoch([1], epoch)
         assert firsts(executor) == list(range(50))
-        kill(executor.sides[0])
+        kill(executor.children[0])
     executor.start_epoch([1], 2)
-    kill(executor.sides[0])
+    kill(executor.children[0])
     with pytest.raises(WorkerError, match=r"process 0 was ended by SIGKILL .*before the end"):
         list(executor)
     executor.close()
@@ -360,7 +360,7 @@ def test_processes_outlive_the_thread_that_started_them() -> None:
     starter = threading.Thread(target=executor.start_epoch, args=([[0]], 0))
     starter.start()
     starter.join()
-    until(lambda: all(side.began for side in executor.sides.values()))
+    until(lambda: all(child.began for child in executor.children.values()))
     assert firsts(executor) == [0]
     executor.start_epoch([[index] for index in range(50)], 1)
     assert firsts(executor) == list(range(50))
@@ -372,9 +372,9 @@ def test_idle_processes_that_are_killed_are_replaced() -> None:
     executor = pool(Quick(), processes=5)
     executor.start_epoch([[0]], 0)
     assert firsts(executor) == [0]
-    until(lambda: all(side.began for side in executor.sides.values()))
-    for side in list(executor.sides.values()):
-        kill(side)
+    until(lambda: all(child.began for child in executor.children.values()))
+    for child in list(executor.children.values()):
+        kill(child)
     executor.start_epoch([[index] for index in range(20)], 1)
     assert firsts(executor) == list(range(20))
     until(lambda: executor.ready() and executor.respawned == 5)
@@ -399,7 +399,7 @@ def test_a_process_that_starts_late_draws_for_the_epoch_that_is_under_way() -> N
     executor.start_epoch([[index] for index in range(400)], 5)
     next(executor)
     dataset.set_epoch(1)  # for another loader of the same dataset
-    kill(executor.sides[0])
+    kill(executor.children[0])
     executor.resize(3)
     assert [samples[0].tolist() for samples, _ in executor] == [[i, 5] for i in range(1, 400)]
     executor.close()
@@ -424,7 +424,7 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))
 plan = FetchPlan(dataset=Rows(), collate_fn=listed, timeout_s=40)
 executor = PoolExecutor(plan, processes=2)
 executor.start_epoch([], 0)
-while not all(side.began for side in executor.sides.values()):
+while not all(child.began for child in executor.children.values()):
     time.sleep(0.01)
 ours, theirs = socket.socketpair()
 crowd = 0
@@ -500,7 +500,7 @@ thread = threading.Thread(target=start)
 thread.start()
 thread.join()
 next(running[0]), next(running[1])
-print(*[side.process.pid for executor in running for side in executor.sides.values()], flush=True)
+print(*[each.process.pid for one in running for each in one.children.values()], flush=True)
 time.sleep(120)
 """
 

@@ -22,6 +22,7 @@ from torch.utils.data import Dataset, default_collate
 
 from lightning_fastdata.errors import WorkerError
 from lightning_fastdata.executors.fetch import FetchPlan
+from lightning_fastdata.executors.pool.protocol import DropSlot, TasksTaken
 from lightning_fastdata.executors.pool.scheduler import PoolExecutor
 from lightning_fastdata.executors.pool.wire import Wire, wire_pair
 
@@ -73,10 +74,10 @@ def test_no_sample_is_lost_or_doubled_while_processes_are_killed(collate, thread
             while len(seen) < had + 8 and not done.is_set():
                 time.sleep(0.005)
             with contextlib.suppress(Exception):
-                side = executor.sides[rng.randrange(3)]
+                child = executor.children[rng.randrange(3)]
                 # A process that was just forked is to get somewhere first.
-                if side.answers:
-                    side.process.kill()
+                if child.answers:
+                    child.process.kill()
 
     killer = threading.Thread(target=kill)
     killer.start()
@@ -133,7 +134,7 @@ def test_a_timeout_tells_that_a_process_is_stopped() -> None:
     executor = pool(Slow(), processes=1, timeout_s=4)
     executor.start_epoch([[i, i + 1] for i in range(0, 2000, 2)], 0)
     next(executor)
-    os.kill(executor.sides[0].process.pid, signal.SIGSTOP)
+    os.kill(executor.children[0].process.pid, signal.SIGSTOP)
     with pytest.raises(WorkerError, match=r"stopped, state T.*SIGCONT"):
         list(executor)
     executor.close()
@@ -180,7 +181,7 @@ if __name__ == "__main__":
     executor = PoolExecutor(plan, processes=2)
     executor.start_epoch([[i] for i in range(10**6)], 0)
     next(executor)
-    print(*[s.process.pid for s in executor.sides.values()], flush=True)
+    print(*[s.process.pid for s in executor.children.values()], flush=True)
     for batch in executor:
         pass
 """
@@ -244,7 +245,7 @@ def test_a_task_that_another_has_noted_meanwhile_is_not_done_again() -> None:
     executor = pool(Quick(), listed)
     executor.start_epoch([[LateIndex(index)] for index in range(8)], 0)
     time.sleep(0.2)
-    killed = executor.sides[1].process
+    killed = executor.children[1].process
     killed.kill()
     killed.join()
     # What both had taken is in doubt now. The other notes it, says so, and does it and the next,
@@ -258,11 +259,12 @@ def test_a_task_that_another_has_noted_meanwhile_is_not_done_again() -> None:
 
 def test_what_a_process_said_before_it_died_is_heard() -> None:
     ours, theirs = map(Wire, wire_pair())
-    theirs.send(("answer", 1))
-    theirs.send(("answer", 2))
-    ours.send(("slot", 3))  # it dies without having read this, which resets the connection
+    answers = [TasksTaken(1, {4}), TasksTaken(2, {4})]
+    for answer in answers:
+        theirs.send(answer)
+    ours.send(DropSlot(3))  # it dies without having read this, which resets the connection
     theirs.end.close()
-    assert [ours.receive() for _ in range(3)] == [(("answer", 1), []), (("answer", 2), []), None]
+    assert [ours.receive() for _ in range(3)] == [*((answer, []) for answer in answers), None]
     ours.close()
 
 

@@ -53,7 +53,7 @@ def reading(pids):
 loader = FastDataLoader(Stream() if kind == "stream" else Rows(), batch_size=4, num_workers=1,
                         persistent_workers=True, executor=executor)
 running = iter(loader)
-pids = [os.getpid(), *(side.process.pid for side in loader._iterator.sides.values())]
+pids = [os.getpid(), *(child.process.pid for child in loader._iterator.children.values())]
 for _ in range(warm):
     next(running)
 before = reading(pids)

@@ -31,7 +31,7 @@ from lightning_fastdata.errors import DatasetError, OptionsError
 from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.gather.arrow import UnsuitedError, arrays_of
 from lightning_fastdata.executors.gather.columns import ColumnDataset, TokenWindows
-from lightning_fastdata.executors.gather.executor import GatherExecutor, Job
+from lightning_fastdata.executors.gather.executor import GatherExecutor, GatherJob
 from lightning_fastdata.executors.gather.rows import gatherable, rows_of
 from lightning_fastdata.executors.kinds import open_executor
 from lightning_fastdata.loading.loader import FastDataLoader
@@ -355,7 +355,7 @@ def test_a_batch_that_several_threads_write_is_whole_when_it_is_delivered() -> N
     table = torch.arange(64, dtype=torch.uint8)[:, None].repeat(1, 2**20)
     pool = SlotPool(limit_bytes=2**28, shared=False)
     for _ in range(5):
-        job = Job(rows_of(table), np.arange(63, -1, -1), [64], pool)
+        job = GatherJob(rows_of(table), np.arange(63, -1, -1), [64], pool)
         start = threading.Barrier(4)
         threads = [
             threading.Thread(target=lambda job=job, start=start: (start.wait(), job.work()))

@@ -83,9 +83,9 @@ class Killer(threading.Thread):
                 time.sleep(0.005)
             # The executor replaces its processes meanwhile: one may be gone, or half made.
             with contextlib.suppress(RuntimeError, IndexError, AttributeError, ValueError):
-                side = self.rng.choice(list(self.executor.sides.values()))
-                if side.answers:  # one that was just made is to get somewhere first
-                    side.process.kill()
+                child = self.rng.choice(list(self.executor.children.values()))
+                if child.answers:  # one that was just made is to get somewhere first
+                    child.process.kill()
 
 
 @pytest.mark.cases(1)
@@ -158,7 +158,7 @@ if __name__ == "__main__":
                             persistent_workers=True, multiprocessing_context=context)
     running = iter(loader)
     next(running)
-    print(*[s.process.pid for s in loader._iterator.sides.values()], flush=True)
+    print(*[s.process.pid for s in loader._iterator.children.values()], flush=True)
     for batch in running:
         pass
 """
@@ -222,7 +222,7 @@ def test_a_stopped_process_ends_in_a_timeout_that_says_so(executor: str) -> None
     loader = loader_of(executor, None, num_workers=1, timeout=4)
     running = iter(loader)
     next(running)
-    os.kill(loader._iterator.sides[0].process.pid, signal.SIGSTOP)
+    os.kill(loader._iterator.children[0].process.pid, signal.SIGSTOP)
     with pytest.raises(WorkerError, match=r"(?s)timeout=4 s.*stopped, state T.*SIGCONT"):
         list(running)
     loader.close()

@@ -62,7 +62,7 @@ def test_a_timeout_tells_that_a_process_is_stopped() -> None:
     executor = pool(Lengths([5000]), 1, timeout_s=4)
     executor.start_epoch([2], 0)
     next(executor)
-    os.kill(executor.sides[0].process.pid, signal.SIGSTOP)
+    os.kill(executor.children[0].process.pid, signal.SIGSTOP)
     with pytest.raises(WorkerError, match=r"stopped, state T.*SIGCONT"):
         list(executor)
     executor.close()
@@ -79,7 +79,7 @@ def test_a_killed_stream_is_an_error_that_counts_what_was_delivered(in_order: bo
     executor = pool(Lengths([400]), in_order=in_order)
     executor.start_epoch([2], 0)
     seen = [int(x) for _ in range(6) for x in next(executor)["x"][:, 0, 0]]
-    executor.sides[1].process.kill()
+    executor.children[1].process.kill()
     with contextlib.suppress(WorkerError):
         for batch in executor:
             seen += [int(x) for x in batch["x"][:, 0, 0]]
@@ -99,7 +99,7 @@ def test_a_process_killed_after_its_last_batch_is_not_missed() -> None:
         executor.start_epoch([1], epoch)
         first = next(executor)
         until(lambda: executor._lanes[1].ended or executor._receive(None))
-        process = executor.sides[1].process
+        process = executor.children[1].process
         process.kill()
         process.join()
         assert len([first, *executor]) == 31
@@ -111,7 +111,7 @@ def test_a_process_killed_between_epochs_is_replaced() -> None:
     for epoch in range(3):
         executor.start_epoch([1], epoch)
         assert len(list(executor)) == 10
-        process = executor.sides[epoch % 2].process
+        process = executor.children[epoch % 2].process
         process.kill()
         process.join()
     executor.close()
@@ -136,8 +136,8 @@ def test_kills_at_random_never_lose_a_batch_unsaid() -> None:
     broken = 0
     for epoch in range(200):
         executor.start_epoch([3], epoch)
-        sides = list(executor.sides.values())
-        killer = threading.Timer(rng.uniform(0, 0.02), rng.choice(sides).process.kill)
+        children = list(executor.children.values())
+        killer = threading.Timer(rng.uniform(0, 0.02), rng.choice(children).process.kill)
         killer.start()
         seen: list[list[int]] = [[], []]
         try:

@@ -44,7 +44,7 @@ _LONG_S: Final = 0.0003
 _NO_MEMORY: Final = np.empty(0, np.uint8)
 
 
-class Job:
+class GatherJob:
     """Rows of one or more batches on their way into one piece of memory.
 
     Any number of threads may work on it at once; each takes piece after piece of the rows.
@@ -162,7 +162,7 @@ class GatherExecutor:
         self._odd = Fetcher(replace(plan, seed=None))
         self._threads = min(threads, _MAX_THREADS)
         self._started = 0
-        self._tasks: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[GatherJob | None] = queue.SimpleQueue()
         self._pool = SlotPool(
             limit_bytes=plan.memory_limit_bytes, shared=False, page_locks=page_locks
         )
@@ -172,7 +172,7 @@ class GatherExecutor:
         self._group = 1
         self._wanted = 1
         self._long = False
-        self._jobs: deque[Job | _Odd] = deque()
+        self._jobs: deque[GatherJob | _Odd] = deque()
         self._ready: deque[Any] = deque()
         self._records: deque[BatchStamps] | None = None
         self._count = 0
@@ -236,7 +236,7 @@ class GatherExecutor:
 
     def _drop(self) -> None:
         for job in self._jobs:
-            if isinstance(job, Job):
+            if isinstance(job, GatherJob):
                 job.cancel()
         self._jobs.clear()
         self._ready.clear()
@@ -262,7 +262,7 @@ class GatherExecutor:
             else:
                 self._jobs.append(_Odd(group[0]))
             return
-        job = Job(rows, index, list(accumulate(len(part) for part in parts)), self._pool)
+        job = GatherJob(rows, index, list(accumulate(len(part) for part in parts)), self._pool)
         self._jobs.append(job)
         if not self._threads:
             self._group = self._wanted = 1
@@ -275,7 +275,7 @@ class GatherExecutor:
         if self._long or job.size_bytes >= _PIECE_BYTES:
             self._offer(job)
 
-    def _offer(self, job: Job) -> None:
+    def _offer(self, job: GatherJob) -> None:
         while self._started < self._threads:
             if not self._stop.alive:  # closed before
                 self._tasks = queue.SimpleQueue()
@@ -287,19 +287,19 @@ class GatherExecutor:
             self._tasks.put(job)
 
 
-def _run(tasks: queue.SimpleQueue[Job | None]) -> None:
+def _run(tasks: queue.SimpleQueue[GatherJob | None]) -> None:
     while _worked(tasks.get()):
         pass
     tasks.put(None)  # for the next thread
 
 
-def _worked(job: Job | None) -> bool:
+def _worked(job: GatherJob | None) -> bool:
     if job is not None:
         job.work()
     return job is not None
 
 
-def _end_threads(tasks: queue.SimpleQueue[Job | None]) -> None:
+def _end_threads(tasks: queue.SimpleQueue[GatherJob | None]) -> None:
     tasks.put(None)
 
 

@@ -1,1 +1,1 @@
-"""Side processes that fetch, what they are told, and what happens when they die."""
+"""Side processes that fetch, what is sent to them, and what happens when they die."""

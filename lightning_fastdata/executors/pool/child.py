@@ -1,10 +1,9 @@
-"""What runs inside a side process."""
+"""What runs inside a side process: it takes tasks, and reads what it is sent."""
 
 from __future__ import annotations
 
 import faulthandler
 import os
-import pickle
 import random
 import select
 import signal
@@ -13,30 +12,19 @@ import threading
 import traceback
 from collections import deque
 from dataclasses import replace
-from mmap import mmap
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from lightning_fastdata.batches.collate import for_writing, in_own_side_process
-from lightning_fastdata.batches.keyed import tell_epoch
-from lightning_fastdata.batches.layout import SampleLayout
 from lightning_fastdata.batches.slots import map_shared_memory
-from lightning_fastdata.executors.pool.child_task import (
-    INITIALISING,
-    MARK_WORDS,
-    WAITING,
-    Work,
-    report_of,
-)
-from lightning_fastdata.executors.pool.task_queue import read_packet, split_packet
-from lightning_fastdata.executors.pool.wire import Wire
+from lightning_fastdata.executors.pool import protocol
+from lightning_fastdata.executors.pool.child_task import SharedState, TaskThread, describe_error
+from lightning_fastdata.executors.pool.wire import Wire, number_in, read_packet, request_in
 from lightning_fastdata.host.allocator import keep_freed_memory
 from lightning_fastdata.host.processes import die_with
 from lightning_fastdata.randomness.shared_epoch import keep_own_epochs
-from lightning_fastdata.stamps.lines import LineWatch
-from lightning_fastdata.stamps.operations import OperationWatch
 from lightning_fastdata.torch_internals import set_worker_info
 
 if TYPE_CHECKING:
@@ -44,22 +32,30 @@ if TYPE_CHECKING:
 
     from lightning_fastdata.executors.fetch import FetchPlan
 
-MAX_THREADS: Final = 64
-"""Of one side process that has several."""
 
-
-def side_main(
+def child_main(
     end: socket.socket,
     plan: FetchPlan,
     number: int,
     processes: int,
     threads: int,
-    strangers: tuple[int, ...],
+    inherited_fds: tuple[int, ...],
     parent: int,
     epoch: int | None,
 ) -> None:
-    """Fetch what the training process asks for until it closes the wire."""
-    for descriptor in strangers:
+    """Fetch what the training process asks for until it closes the wire.
+
+    Args:
+        end: Of the wire.
+        plan: What is fetched.
+        number: Of this process.
+        processes: How many there are.
+        threads: That work here.
+        inherited_fds: To be closed, as a fork copies them: wires of other processes, and the queue.
+        parent: Process id of the training process, to end with it; 0: end with the wire only.
+        epoch: The one that ``set_epoch`` of the dataset was called with; None: it is called here.
+    """
+    for descriptor in inherited_fds:
         os.close(descriptor)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with(parent)
@@ -67,7 +63,7 @@ def side_main(
     first = wire.receive()
     if first is None:
         return
-    progress, stacks, *queues = first[1]
+    progress_memory, stacks, *queues = first[1]
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True, chain=False)
     os.nice(plan.niceness)
     torch.set_num_threads(1)
@@ -88,63 +84,47 @@ def side_main(
     keep_freed_memory()
     keep_own_epochs()
     plan = replace(plan, collate_fn=for_writing(plan.collate_fn))
-    marks = np.frombuffer(map_shared_memory(progress), np.int64)
-    marks[2] = INITIALISING
-    side = Side(wire, plan, number, marks, threads, epoch)
-    if queues:
-        side.take_from(queues[0])
+    progress = protocol.ProgressMemory(progress_memory)
+    progress.state = protocol.State.INITIALISING
+    shared = SharedState(wire, plan, number, progress, epoch)
+    child = Child(shared, threads, queues[0] if queues else None)
     if plan.worker_init_fn is not None:
         try:
             plan.worker_init_fn(number)
         except Exception as error:
-            wire.send(("failed", *report_of(error, f"in worker_init_fn({number})")))
+            wire.send(protocol.InitFailed(*describe_error(error, f"in worker_init_fn({number})")))
             return
-    side.run()
+    child.run()
 
 
-def taken_last(marks: Any) -> set[int]:
-    """Return the number of the task that each thread has taken from the queue last."""
-    return set(marks[2:-1:MARK_WORDS].tolist())
+class Child:
+    """A side process: its threads take tasks one after the other.
 
+    Args:
+        shared: What the threads share.
+        threads: How many are wanted.
+        queue: Descriptor of the queue of tasks; None: all tasks come over the wire.
+    """
 
-class Side:
-    """A side process: what its threads share."""
-
-    def __init__(
-        self, wire: Wire, plan: FetchPlan, number: int, marks: Any, threads: int, epoch: int | None
-    ) -> None:
-        self.wire = wire
-        self.plan = plan
-        self.number = number
-        self.marks = marks
+    def __init__(self, shared: SharedState, threads: int, queue: int | None) -> None:
+        self.shared = shared
+        self.wire = shared.wire
         self.wanted = threads
         self.started = 1
         self.turn = threading.Condition()
-        self.telling = threading.Lock()
-        self.epoch = epoch
-        self.stamped = False
-        self.operations = OperationWatch(plan.dataset)
-        self.lines = LineWatch()
-        self.layout: SampleLayout | None = None
-        self.maps: dict[int, mmap] = {}
-        self.kept: dict[tuple[int, int], Any] = {}
-        self.own: deque[bytes] = deque()
-        self.asked: deque[tuple[int, int]] = deque()
-        """Parts of batches of which only the first sample was read. What is to become of the rest
-        is on its way, and goes before what waits in the queue."""
-        self.queue: int | None = None
+        """Held by the thread that waits for the next task."""
+        self.sent: deque[bytes] = deque()
+        """Tasks that came over the wire."""
+        self.queue = queue
         self.closed = False
         self.poller = select.epoll()
-        self.poller.register(wire.fileno(), select.EPOLLIN)
-
-    def take_from(self, queue: int) -> None:
-        """Share the work of a queue with others, of whom one is woken for each task."""
-        self.queue = queue
-        self.poller.register(queue, select.EPOLLIN | select.EPOLLEXCLUSIVE)
+        self.poller.register(self.wire.fileno(), select.EPOLLIN)
+        if queue is not None:  # for each task one of the processes is woken
+            self.poller.register(queue, select.EPOLLIN | select.EPOLLEXCLUSIVE)
 
     def run(self) -> None:
         """Work until the training process closes the wire."""
-        self.marks[2] = WAITING
+        self.shared.progress.state = protocol.State.WAITING
         self._start_threads()
         self._work(0)
 
@@ -158,82 +138,59 @@ class Side:
             self._work(number)
         except BaseException:
             traceback.print_exc()
-        # A thread that ends alone would leave its task undone, and nobody would know.
+        # A thread that ends alone would leave its task undone, and nothing would show it.
         os._exit(1)
 
     def _work(self, number: int) -> None:
-        work = Work(self, number)
+        thread = TaskThread(self.shared, number)
         while True:
             # One thread waits for the next task, and does it: to hand it to another takes time.
             with self.turn:
                 while number >= self.wanted:
                     self.turn.wait()
-                task = self.next_task(number)
+                task = self._next_task(number)
             if task is None:
                 break
-            work.do(task)
+            thread.do(*task)
         if self.started > 1:
             os._exit(0)
 
-    def next_task(self, thread: int) -> tuple[Any, ...] | None:
+    def _next_task(self, thread: int) -> tuple[int, protocol.TaskRequest] | None:
         """Wait for the next task, noted as taken by the thread; None when there will be no more."""
+        awaiting_rest, progress = self.shared.awaiting_rest, self.shared.progress
         while True:
-            self._hear(wait=bool(self.asked) and not self.own)
+            self._read_wire(wait=bool(awaiting_rest) and not self.sent)
             if self.closed:
                 return None
-            if self.asked and not self.own:
+            if awaiting_rest and not self.sent:
                 continue
-            packet = self.own.popleft() if self.own else None
+            packet = self.sent.popleft() if self.sent else None
             if packet is None and self.queue is not None:
                 packet = read_packet(self.queue)
             if packet is None:
                 self.poller.poll()
                 continue
-            number, pickled = split_packet(packet)
+            number = number_in(packet)
             try:
-                message = pickle.loads(pickled)  # from our own process
+                task = request_in(packet)
             except Exception as error:
-                self.marks[thread * MARK_WORDS + 2] = number
-                self.say(("error", number, 0, None, 0, *report_of(error, "in unpickling indices")))
+                progress.take(thread, number)
+                failure = protocol.TaskError(0, *describe_error(error, "in unpickling indices"))
+                self.shared.send(protocol.TaskEnded(number, 0, None, failure))
                 continue
-            self.marks[thread * MARK_WORDS + 2] = number
+            progress.take(thread, number)
             # What it rests on was sent before it was queued, but may still be on its way.
-            self._hear()
-            while self._lacks(message) and not self.closed:
-                self._hear(wait=True)
-            return number, *message
+            self._read_wire()
+            while self._lacks(task) and not self.closed:
+                self._read_wire(wait=True)
+            return number, task
 
-    def begin_epoch(self, dataset: Any, generation: int, epoch: int) -> bool:
-        """Tell the dataset the epoch of a task; False if the task is one of an epoch that is over.
-
-        Tasks of an older epoch that other threads took before do not turn it back.
-        """
-        with self.telling:
-            if generation < self.marks[-1]:
-                return False
-            if epoch != self.epoch:
-                tell_epoch(dataset, epoch)
-                self.epoch = epoch
-            return True
-
-    def say(self, message: tuple[Any, ...], files: tuple[int, ...] = ()) -> None:
-        """Send a message to the training process, and end if that is gone.
-
-        Raises:
-            Exception: Something in the message cannot be pickled.
-        """
-        try:
-            self.wire.send(message, files)
-        except OSError:
-            os._exit(0)
-
-    def _lacks(self, message: tuple[Any, ...]) -> bool:
-        kind, slot = message[0], message[-1]
-        return (kind == "rows" and self.layout is None) or (
-            slot is not None and slot not in self.maps
+    def _lacks(self, task: protocol.TaskRequest) -> bool:
+        return (task.kind == "rows" and self.shared.layout is None) or (
+            task.slot is not None and task.slot not in self.shared.maps
         )
 
-    def _hear(self, *, wait: bool = False) -> None:
+    def _read_wire(self, *, wait: bool = False) -> None:
         """Take in what the training process has sent on the wire."""
         while not self.closed:
             try:
@@ -246,34 +203,36 @@ class Side:
                 self.closed = True
                 return
             wait = False
-            self._take_in(*received)
+            self._handle(*received)
 
-    def _take_in(self, message: tuple[Any, ...], descriptors: list[int]) -> None:
-        kind = message[0]
-        if kind == "task":
-            self.own.append(message[1])
-        elif kind == "rest":
-            self.asked.popleft()
-            if message[1] is not None:
-                self.own.append(message[1])
-        elif kind == "slot":
-            self.maps[message[1]] = map_shared_memory(descriptors[0])
-            os.close(descriptors[0])
-        elif kind == "drop":
-            self.maps.pop(message[1], None)
-        elif kind == "layout":
-            self.layout = message[1]
-        elif kind == "stamp":
-            self.stamped = message[1]
-        elif kind == "threads":
-            self.wanted = message[1]
-            self._start_threads()
-            self.turn.notify_all()
-        elif kind == "ping":
-            # Not read from the memory later: an answer may be on its way then, and the next noted.
-            self.say(("pong", message[1], taken_last(self.marks)))
-        elif kind == "retire":
-            if self.queue is not None:
-                self.poller.unregister(self.queue)
-                self.queue = None
-            self.say(("retired",))
+    def _handle(self, message: protocol.ToChild, descriptors: list[int]) -> None:
+        shared = self.shared
+        match message:
+            case protocol.GiveTask(packet):
+                self.sent.append(packet)
+            case protocol.GoOn(rest):
+                shared.awaiting_rest.popleft()
+                if rest is not None:
+                    self.sent.append(rest)
+            case protocol.MapSlot(number):
+                shared.maps[number] = map_shared_memory(descriptors[0])
+                os.close(descriptors[0])
+            case protocol.DropSlot(number):
+                shared.maps.pop(number, None)
+            case protocol.SetLayout(layout):
+                shared.layout = layout
+            case protocol.SetStamps(wanted):
+                shared.stamped = wanted
+            case protocol.SetThreads(threads):
+                self.wanted = threads
+                self._start_threads()
+                self.turn.notify_all()
+            case protocol.AskTaken(inquiry):
+                # Not read from the memory later: an answer may be on its way then, and the next
+                # task noted.
+                shared.send(protocol.TasksTaken(inquiry, shared.progress.taken()))
+            case protocol.Retire():
+                if self.queue is not None:
+                    self.poller.unregister(self.queue)
+                    self.queue = None
+                shared.send(protocol.Retired())

@@ -3,131 +3,196 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections import deque
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from mmap import mmap
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from lightning_fastdata.batches.collate import collate_samples
-from lightning_fastdata.batches.layout import MisfitError, layout_of
+from lightning_fastdata.batches.keyed import tell_epoch
+from lightning_fastdata.batches.layout import MisfitError, SampleLayout, layout_of
 from lightning_fastdata.batches.packed import pack, write_leaves
 from lightning_fastdata.batches.slots import create_shared_memory, map_shared_memory
 from lightning_fastdata.executors.fetch import write_image_of
+from lightning_fastdata.executors.pool import protocol
 from lightning_fastdata.executors.stream_fetch import END_OF_STREAM, fetcher_of
 from lightning_fastdata.stamps.batch_stamps import TaskWatch
+from lightning_fastdata.stamps.lines import LineWatch
+from lightning_fastdata.stamps.operations import OperationWatch
 
 if TYPE_CHECKING:
-    from lightning_fastdata.executors.pool.child import Side
+    from lightning_fastdata.executors.fetch import FetchPlan
+    from lightning_fastdata.executors.pool.wire import Wire
 
-_Reply: TypeAlias = tuple[tuple[Any, ...], tuple[int, ...]]
-"""A message without its number, and open files that go with it."""
-MARK_WORDS: Final = 3
-"""int64 numbers per thread in the progress memory: the batch and the position it works on, and the
-task it took last. Tasks are counted from 1; what the first thread has there before it takes one
-says how far the process has got."""
-STARTING: Final = -2
-INITIALISING: Final = -1
-"""It shows its stacks when it is asked."""
-WAITING: Final = 0
-"""It takes tasks."""
+_Outcome: TypeAlias = tuple[protocol.TaskResult, tuple[int, ...]]
+"""How a task ended, and open files that go with it."""
 
 
-def report_of(error: BaseException, where: str) -> tuple[type, str]:
-    """Return what the training process is told of an error."""
+def describe_error(error: BaseException, where: str) -> tuple[type[BaseException], str]:
+    """Return the class of an error, and where it was raised with its traceback."""
     return type(error), f"{where}.\n{''.join(traceback.format_exception(error))}"
 
 
-class Work:
+class SharedState:
+    """What the threads of a side process share.
+
+    Args:
+        wire: To the training process.
+        plan: What is fetched.
+        number: Of this process.
+        progress: Where the threads note what they do.
+        epoch: The one that ``set_epoch`` of the dataset was called with; None: it is called here.
+    """
+
+    def __init__(
+        self,
+        wire: Wire,
+        plan: FetchPlan,
+        number: int,
+        progress: protocol.ProgressMemory,
+        epoch: int | None,
+    ) -> None:
+        self.wire = wire
+        self.plan = plan
+        self.number = number
+        self.progress = progress
+        self.stamped = False
+        self.operations = OperationWatch(plan.dataset)
+        self.lines = LineWatch()
+        self.layout: SampleLayout | None = None
+        self.maps: dict[int, mmap] = {}
+        self.first_samples: dict[tuple[int, int], Any] = {}
+        """By batch and position: read to find their layout, and not yet written."""
+        self.awaiting_rest: deque[tuple[int, int]] = deque()
+        """Parts of batches, by batch and position, of which only the first sample was read. What is
+        to become of the rest is on its way, and goes before what waits in the queue."""
+        self._epoch = epoch
+        self._epoch_lock = threading.Lock()
+
+    def begin_epoch(self, dataset: Any, generation: int, epoch: int) -> bool:
+        """Tell the dataset the epoch of a task; False if the task is one of an epoch that is over.
+
+        Tasks of an older epoch that other threads took before do not turn it back.
+        """
+        with self._epoch_lock:
+            if generation < self.progress.generation:
+                return False
+            if epoch != self._epoch:
+                tell_epoch(dataset, epoch)
+                self._epoch = epoch
+            return True
+
+    def send(self, message: protocol.FromChild, files: tuple[int, ...] = ()) -> None:
+        """Send a message to the training process, and end if that is gone.
+
+        Raises:
+            Exception: Something in the message cannot be pickled.
+        """
+        try:
+            self.wire.send(message, files)
+        except OSError:
+            os._exit(0)
+
+
+class TaskThread:
     """One thread of a side process."""
 
-    def __init__(self, side: Side, number: int) -> None:
-        self.side = side
+    def __init__(self, shared: SharedState, number: int) -> None:
+        self.shared = shared
         self.number = number
-        self.mark_at = number * MARK_WORDS
-        alone = len(side.marks) == MARK_WORDS + 1
-        self.fetcher: Any = fetcher_of(side.plan, keyed=alone)
-        self.stamps = TaskWatch(side.number, number, side.operations, side.lines, alone=alone)
+        alone = shared.progress.threads == 1
+        self.fetcher: Any = fetcher_of(shared.plan, keyed=alone)
+        self.stamps = TaskWatch(shared.number, number, shared.operations, shared.lines, alone=alone)
 
-    def do(self, task: tuple[Any, ...]) -> None:
-        """Do a task, and say so."""
-        number, kind, generation, batch, epoch, start, indices, rows, slot = task
-        began = time.monotonic_ns()
-        self.fetcher.stamps = self.stamps if self.side.stamped else None
-        if self.side.stamped:
+    def do(self, number: int, task: protocol.TaskRequest) -> None:
+        """Do a task, and send how it ended."""
+        shared, fetcher = self.shared, self.fetcher
+        began_ns = time.monotonic_ns()
+        fetcher.stamps = self.stamps if shared.stamped else None
+        if fetcher.stamps is not None:
             self.stamps.begin()
-        work: Callable[[], _Reply]
-        if kind == "rows":
-            work = partial(self._rows, batch, epoch, start, indices, rows, slot)
-        elif kind == "first":
-            work = partial(self._first, batch, epoch, start, indices)
-        else:
-            work = partial(self._whole, batch, epoch, indices, slot)
-        reply: tuple[Any, ...]
+        result: protocol.TaskResult
         files: tuple[int, ...] = ()
-        where = f"in set_epoch({epoch})"
+        where = f"in set_epoch({task.epoch})"
         try:
-            wanted = self.side.begin_epoch(self.fetcher.dataset, generation, epoch)
+            wanted = shared.begin_epoch(fetcher.dataset, task.generation, task.epoch)
             where = ""
-            if not wanted:
-                self.side.kept.pop((batch, start), None)
-            reply, files = self.fetcher.attempt(work) if wanted else (("stale",), ())
+            if wanted:
+                result, files = fetcher.attempt(partial(self._fetch, task))
+            else:
+                shared.first_samples.pop((task.batch, task.start), None)
+                result = protocol.OldEpoch()
         except MisfitError:
-            reply = ("misfit",)
+            result = protocol.Misfit()
         except BaseException as error:  # sys.exit(), too, is the fault of one sample
-            at = max(self.fetcher.position, 0)
-            where = where or self.fetcher.where(indices)
-            reply = ("error", start + at, *report_of(error, where))
+            report = describe_error(error, where or fetcher.where(task.indices))
+            result = protocol.TaskError(self._position(task), *report)
         self._mark(-1, -1)
-        spent = time.monotonic_ns() - began
-        stamps = self.stamps.end() if self.fetcher.stamps is not None else None
-        if reply[0] == "layout":
-            self.side.asked.append((batch, start))
+        spent_ns = time.monotonic_ns() - began_ns
+        stamps = self.stamps.end() if fetcher.stamps is not None else None
+        awaits_rest = isinstance(result, protocol.FirstSample)
+        if awaits_rest:
+            shared.awaiting_rest.append((task.batch, task.start))
         try:
-            self.side.say((reply[0], number, spent, stamps, *reply[1:]), files)
-        except Exception as error:  # something in it cannot be pickled, and nothing was said
-            if reply[0] == "layout":
-                self.side.asked.pop()
-            text = report_of(error, self.fetcher.where(indices))[1]
-            if reply[0] == "error":
-                text = reply[-1]
-            at = start + max(self.fetcher.position, 0)
-            self.side.say(("error", number, spent, stamps, at, RuntimeError, text))
+            shared.send(protocol.TaskEnded(number, spent_ns, stamps, result), files)
+        except Exception as error:  # something in it cannot be pickled, and nothing was sent
+            if awaits_rest:
+                shared.awaiting_rest.pop()
+            text = describe_error(error, fetcher.where(task.indices))[1]
+            if isinstance(result, protocol.TaskError):
+                text = result.text
+            failure = protocol.TaskError(self._position(task), RuntimeError, text)
+            shared.send(protocol.TaskEnded(number, spent_ns, stamps, failure))
         for descriptor in files:
             os.close(descriptor)
 
-    def _mark(self, batch: int, position: int) -> None:
-        self.side.marks[self.mark_at + 1] = position
-        self.side.marks[self.mark_at] = batch
+    def _position(self, task: protocol.TaskRequest) -> int:
+        """Return the position in the batch of the sample that is being read."""
+        return task.start + max(int(self.fetcher.position), 0)
 
-    def _first(self, batch: int, epoch: int, start: int, indices: Any) -> _Reply:
+    def _mark(self, batch: int, position: int) -> None:
+        self.shared.progress.read(self.number, batch, position)
+
+    def _fetch(self, task: protocol.TaskRequest) -> _Outcome:
+        match task.kind:
+            case "first":
+                return self._first(task)
+            case "rows":
+                return self._rows(task)
+            case "whole":
+                return self._whole(task)
+
+    def _first(self, task: protocol.TaskRequest) -> _Outcome:
         self.fetcher.position = 0
-        self._mark(batch, start)
-        sample = self.fetcher.sample(indices[0], epoch)
+        self._mark(task.batch, task.start)
+        sample = self.fetcher.sample(task.indices[0], task.epoch)
         self.fetcher.position = -1
         layout = layout_of(sample, collate_samples)
         if layout is not None:
-            self.side.kept[batch, start] = sample
-        return ("layout", layout), ()
+            self.shared.first_samples[task.batch, task.start] = sample
+        return protocol.FirstSample(layout), ()
 
-    def _rows(
-        self, batch: int, epoch: int, start: int, indices: Any, rows: int, slot: int
-    ) -> _Reply:
-        layout = self.side.layout
-        if layout is None:
+    def _rows(self, task: protocol.TaskRequest) -> _Outcome:
+        _, _, batch, epoch, start, indices, rows, slot = task
+        layout = self.shared.layout
+        if layout is None or slot is None:
             raise MisfitError
-        memory = self.side.maps[slot]
-        fetcher, kept, stamps = self.fetcher, self.side.kept, self.fetcher.stamps
+        memory = self.shared.maps[slot]
+        fetcher, kept, stamps = self.fetcher, self.shared.first_samples, self.fetcher.stamps
         write_image = write_image_of(fetcher.dataset, layout, memory, rows, epoch)
         writers = layout.writers(memory, rows, start, start + len(indices))
         self._mark(batch, start)
-        marks, position_at = self.side.marks, self.mark_at + 1
+        # As ProgressMemory.read(), without a call for each sample.
+        words, position_at = self.shared.progress.words, self.number * protocol.THREAD_WORDS + 1
         at_once = 1 if write_image is not None else layout.rows_at_once
         for row in range(0, len(indices), at_once):
             samples = []
             for offset, index in enumerate(indices[row : row + at_once], row):
                 fetcher.position = offset
-                marks[position_at] = start + offset
+                words[position_at] = start + offset
                 sample = kept.pop((batch, start + offset), kept) if kept else kept
                 if sample is not kept:
                     samples.append(sample)
@@ -143,28 +208,33 @@ class Work:
                 layout.write(samples, writers, row)
                 if stamps is not None:
                     stamps.collated(began_ns)
-        return ("rows",), ()
+        return protocol.RowsWritten(), ()
 
-    def _whole(self, batch: int, epoch: int, indices: Any, slot: int | None) -> _Reply:
-        self._mark(batch, 0)
-        result = self.fetcher.batch(indices, epoch, lambda at: self._mark(batch, at))
+    def _whole(self, task: protocol.TaskRequest) -> _Outcome:
+        self._mark(task.batch, 0)
+        words, position_at = self.shared.progress.words, self.number * protocol.THREAD_WORDS + 1
+
+        def mark(position: int) -> None:
+            words[position_at] = position
+
+        result = self.fetcher.batch(task.indices, task.epoch, mark)
         if result is END_OF_STREAM:
-            return ("end",), ()
+            return protocol.StreamEnd(), ()
         began_ns = time.monotonic_ns()
-        reply = self._packed(result, slot)
+        outcome = self._packed(result, task.slot)
         if self.fetcher.stamps is not None:
             self.fetcher.stamps.collated(began_ns)
-        return reply
+        return outcome
 
-    def _packed(self, result: Any, slot: int | None) -> _Reply:
+    def _packed(self, result: Any, slot: int | None) -> _Outcome:
         packed, leaves = pack(result)
         if not packed.size_bytes:
             write_leaves(packed, leaves, bytearray(1))
-            return ("whole", packed, None), ()
-        mapping = self.side.maps.get(slot) if slot is not None else None
+            return protocol.Collated(packed), ()
+        mapping = self.shared.maps.get(slot) if slot is not None else None
         if mapping is not None and len(mapping) >= packed.size_bytes:
             write_leaves(packed, leaves, mapping)
-            return ("whole", packed, slot), ()
+            return protocol.Collated(packed), ()
         descriptor = create_shared_memory(packed.size_bytes)
         write_leaves(packed, leaves, map_shared_memory(descriptor))
-        return ("whole", packed, None), (descriptor,)
+        return protocol.Collated(packed), (descriptor,)

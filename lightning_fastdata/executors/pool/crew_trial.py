@@ -64,7 +64,7 @@ class CrewTrial:
         """Note a task that has ended; return what was found if the trial is over.
 
         Args:
-            task: Its stamps; None: nobody takes any.
+            task: Its stamps; None: none are taken.
             under_way: Tasks that are still under way.
         """
         if self._over or task is None or not task.samples:
@@ -92,15 +92,15 @@ class CrewTrial:
         return rates
 
     def given_up(self) -> None:
-        """End a trial that is under way: another epoch begins, or nobody takes stamps any more."""
+        """End a trial that is under way: another epoch begins, or no more stamps are taken."""
         self.limit = self._since_ns = None
         self._with_half.clear()
         self._late.clear()
 
     def _blocks(self) -> bool:
-        told = [task for task in self._with_all if task.cpu_ns is not None]
-        length = sum(task.ended_ns - task.began_ns for task in told)
-        busy = sum((task.cpu_ns or 0) + (task.runqueue_ns or 0) for task in told)
+        timed = [task for task in self._with_all if task.cpu_ns is not None]
+        length = sum(task.ended_ns - task.began_ns for task in timed)
+        busy = sum((task.cpu_ns or 0) + (task.runqueue_ns or 0) for task in timed)
         full = len(self._with_all) == self._with_all.maxlen
         return full and length > 0 and 1 - busy / length >= _BLOCKED
 

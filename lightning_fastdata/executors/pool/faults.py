@@ -1,4 +1,4 @@
-"""What the training process says about side processes that fail, hang or die."""
+"""Errors and warnings about side processes that fail, hang or die."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from lightning_fastdata.executors.fetch import FetchPlan
-    from lightning_fastdata.executors.pool.process import PendingBatch, SideProcess
+    from lightning_fastdata.executors.pool.process import ChildProcess
+    from lightning_fastdata.executors.pool.splitter import PendingBatch
 
-_IDLE_SIDES: Final = 4
+_IDLE_SHOWN: Final = 4
 _STALL_S: Final = 120.0
 _STALL_TASKS: Final = 20
 _LOOK_S: Final = 1.0
@@ -50,26 +51,26 @@ class StallWatch:
     def _step_s(self) -> float:
         return min(_LOOK_S, (self._given or _STALL_S) / 8)
 
-    def heard(self, task_ns: int = 0) -> None:
+    def note_task(self, task_ns: int = 0) -> None:
         """Note that a task has ended, which took so long."""
         self._stalled_s = 0.0
         self._longest_s = max(self._longest_s, task_ns / 1e9)
 
-    def look(self, sides: Iterable[SideProcess], doing: Callable[[], list[str]]) -> None:
-        """Say so if nothing has moved for long; called when nobody answered until the next look.
+    def look(self, children: Iterable[ChildProcess], doing: Callable[[], list[str]]) -> None:
+        """Warn, or raise, if nothing has moved for long; called when no process answered in time.
 
         Args:
-            sides: The processes.
-            doing: Tells what each of them does.
+            children: The processes.
+            doing: Returns what each of them does.
 
         Raises:
             WorkerError: Nothing has moved for too long.
         """
-        sides = list(sides)
-        seen = [(side.process.pid, side.marks.tobytes()) for side in sides]
-        cpu_s = sum(_cpu_s(side.process.pid) for side in sides)
+        children = list(children)
+        seen = [(child.process.pid, child.progress.words.tobytes()) for child in children]
+        cpu_s = sum(_cpu_s(child.process.pid) for child in children)
         busy = cpu_s - self._cpu_s > _BUSY_SHARE * self._step_s
-        busy = busy or any(side.is_starting for side in sides)
+        busy = busy or any(child.is_starting for child in children)
         moved, self._seen, self._cpu_s = seen != self._seen, seen, cpu_s
         if moved:
             self._stalled_s = 0.0
@@ -103,7 +104,7 @@ def _cpu_s(pid: int | None) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def stillborn(number: int, code: int | None, times: int) -> WorkerError:
+def died_starting(number: int, code: int | None, times: int) -> WorkerError:
     """Return the error for a side process that dies before it has read a sample."""
     return WorkerError(
         f"Side process {number} {_death(code)} {times} times before it read a sample. Its own "
@@ -135,24 +136,25 @@ def stream_broken(number: int, code: int | None, delivered: int, *, answered: bo
     )
 
 
-def stream_timed_out(timeout_s: float, sides: Iterable[SideProcess]) -> WorkerError:
+def stream_timed_out(timeout_s: float, children: Iterable[ChildProcess]) -> WorkerError:
     """Return the error for a batch of a stream that is late, with what the processes do."""
     late = f"No batch within timeout={timeout_s:g} s."
     head = f"{late} Reading may be slow (raise the timeout) or stuck:"
-    return WorkerError("\n".join([head, *doing_in_streams(sides)]))
+    return WorkerError("\n".join([head, *doing_in_streams(children)]))
 
 
-def doing_in_streams(sides: Iterable[SideProcess]) -> list[str]:
+def doing_in_streams(children: Iterable[ChildProcess]) -> list[str]:
     """Return what the side processes that read a stream are doing."""
     return [
-        f"side process {side.number} (pid {side.process.pid}), reading its stream:\n{side.stack()}"
-        for side in sides
-        if side.tasks
+        f"side process {child.number} (pid {child.process.pid}), reading its stream:\n"
+        f"{child.stack()}"
+        for child in children
+        if child.tasks
     ]
 
 
-def poisonous(index: Any, code: int | None, times: int) -> WorkerError:
-    """Return the error for a sample that ends whichever process reads it."""
+def killer_sample(index: Any, code: int | None, times: int) -> WorkerError:
+    """Return the error for a sample that kills every process that reads it."""
     return WorkerError(
         f"Sample {index!r} of the dataset was being read each of the {times} times that a side "
         f"process {_death(code)}. Read dataset[{index!r}] in a script of its own to see why, and "
@@ -161,31 +163,35 @@ def poisonous(index: Any, code: int | None, times: int) -> WorkerError:
 
 
 def timed_out(
-    plan: FetchPlan, batches: Iterable[PendingBatch], sides: list[SideProcess]
+    plan: FetchPlan, batches: Iterable[PendingBatch], children: list[ChildProcess]
 ) -> WorkerError:
     """Return the error for a batch that is late, with what each side process is doing."""
     late = f"No batch within timeout={plan.timeout_s:g} s."
     head = f"{late} Reading may be slow (raise the timeout) or stuck:"
-    return WorkerError("\n".join([head, *doing(plan, batches, sides)]))
+    return WorkerError("\n".join([head, *doing(plan, batches, children)]))
 
 
-def doing(plan: FetchPlan, batches: Iterable[PendingBatch], sides: list[SideProcess]) -> list[str]:
+def doing(
+    plan: FetchPlan, batches: Iterable[PendingBatch], children: list[ChildProcess]
+) -> list[str]:
     """Return what each side process is doing: the samples it reads, and its stacks."""
     by_number = {batch.number: batch for batch in batches}
     reading = {
-        side.number: [
+        child.number: [
             repr(by_number[number].indices[at] if plan.batched else at)
-            for number, at in side.working_on()
+            for number, at in child.progress.being_read()
             if number in by_number
         ]
-        for side in sides
+        for child in children
     }
-    busy = [side for side in sides if reading[side.number] or side.tasks or side.is_stopped()]
-    # Where nobody seems to have anything to do, some of them are to tell what they do instead.
+    busy = [
+        child for child in children if reading[child.number] or child.tasks or child.is_stopped()
+    ]
+    # Where no process seems to have anything to do, some of them show what they do instead.
     return [
-        f"side process {side.number} (pid {side.process.pid}), reading sample "
-        f"{', '.join(reading[side.number]) or 'none'}:\n{side.stack()}"
-        for side in (busy or sides[:_IDLE_SIDES])
+        f"side process {child.number} (pid {child.process.pid}), reading sample "
+        f"{', '.join(reading[child.number]) or 'none'}:\n{child.stack()}"
+        for child in (busy or children[:_IDLE_SHOWN])
     ]
 
 

@@ -10,142 +10,39 @@ import signal
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass, field
 from multiprocessing.context import BaseContext
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
-import numpy as np
-
-from lightning_fastdata.batches.packed import unpack
-from lightning_fastdata.batches.slots import create_shared_memory, map_shared_memory
-from lightning_fastdata.executors.pool.child import side_main, taken_last
-from lightning_fastdata.executors.pool.child_task import MARK_WORDS, STARTING, WAITING
-from lightning_fastdata.executors.pool.wire import Wire, wire_pair
-from lightning_fastdata.stamps.batch_stamps import BatchStamps
+from lightning_fastdata.batches.slots import create_shared_memory
+from lightning_fastdata.executors.pool.child import child_main
+from lightning_fastdata.executors.pool.protocol import MapSlot, ProgressMemory, Start, State
+from lightning_fastdata.executors.pool.wire import TaskQueue, Wire, wire_pair
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from lightning_fastdata.batches.layout import SampleLayout
-    from lightning_fastdata.batches.packed import Packed
-    from lightning_fastdata.batches.slots import Slot, SlotPool
+    from lightning_fastdata.batches.slots import Slot
     from lightning_fastdata.executors.fetch import FetchPlan
-    from lightning_fastdata.order.epoch_order import EpochOrder
-    from lightning_fastdata.stamps.batch_stamps import ReadRates, TaskStamps
-    from lightning_fastdata.stamps.own_stamps import WaitWatch
+    from lightning_fastdata.executors.pool.protocol import FromChild, ToChild
+    from lightning_fastdata.executors.pool.splitter import Task
 
 _CROWDED_S: Final = 0.001
 """Where a wire has room, and yet nothing can be sent, it is other processes that have to read."""
 
 
-@dataclass(slots=True, eq=False)
-class EpochRun:
-    """An epoch whose batches are being fetched."""
+class ChildProcess:
+    """A side process, the wire to it, and what it was given to do.
 
-    number: int
-    """Part of the key of its randomness."""
-    generation: int
-    """Counts the epochs begun; what belongs to an older one is dropped."""
-    source: Iterator[Any]
-    """The batches of indices that are still to be fetched."""
-    order: EpochOrder | None = None
-    """The plan that ``source`` follows, if it is known."""
-    exhausted: bool = False
-    """The source has ended."""
-
-
-@dataclass(slots=True, eq=False)
-class PendingBatch:
-    """A batch that is under way."""
-
-    number: int
-    """Counts all batches of the executor."""
-    generation: int
-    """The epoch it was started for; older ones are dropped when their work has ended."""
-    epoch: int
-    """Part of the key of its randomness."""
-    indices: Any
-    """What the plan gave."""
-    slot: Slot | None = None
-    """Where it is written; None until it has a place."""
-    open_tasks: int = 0
-    """Tasks whose answers are still to come."""
-    packed: Any = None
-    """Its parts, if it was collated by a side process."""
-    error: tuple[int, BaseException] | None = None
-    """The error of its first failing sample."""
-    misfit: bool = False
-    """Its samples cannot be written in place; to be collated as a whole when all tasks ended."""
-    in_place: bool = False
-    """Its samples are written in place."""
-    stamps: list[TaskStamps] = field(default_factory=list)
-    """Of its tasks, if stamps are recorded."""
-
-    def take_parts(self, packed: Packed, files: list[int], slots: SlotPool) -> None:
-        """Take what a side process collated: in the slot it was given, or in a file of its own."""
-        self.packed = packed
-        if files:
-            self.release(slots)
-            self.slot = slots.adopt(files[0])
-
-    def data(self, slots: SlotPool, layout: SampleLayout | None = None) -> Any:
-        """Return the batch; its slot is used again when nothing views it any more."""
-        slot, self.slot = self.slot, None
-        if slot is None:
-            return unpack(self.packed, None)
-        copy = slots.has_to_copy(slot)
-        owner = slots.lease(slot)
-        if self.in_place and layout is not None:
-            return layout.batch(owner, len(self.indices), copy=copy)
-        return unpack(self.packed, owner, copy=copy)
-
-    def release(self, slots: SlotPool) -> None:
-        """Give back the slot of a batch that is not delivered."""
-        if self.slot is not None:
-            slots.give_back(self.slot)
-            self.slot = None
-
-    def delivered(
-        self,
-        wait: WaitWatch,
-        ready_ahead: int,
-        *,
-        first: bool,
-        rates: ReadRates | None = None,
-    ) -> BatchStamps:
-        """Return the stamps of the batch, which is handed over now."""
-        samples = sum(task.samples for task in self.stamps)
-        own = wait.delivered()
-        return BatchStamps(
-            self.number,
-            samples,
-            wait.requested_ns,
-            time.monotonic_ns(),
-            tuple(self.stamps),
-            ready_ahead,
-            first=first,
-            own=own,
-            rates=rates,
-        )
-
-
-@dataclass(slots=True, eq=False)
-class Task:
-    """What one thread of a side process does in one go."""
-
-    kind: str
-    """``"rows"``: write samples in place; ``"whole"``: collate; ``"first"``: find the layout by the
-    first sample, and keep that for the rows."""
-    batch: PendingBatch
-    """The batch it belongs to."""
-    start: int
-    """Position in the batch of its first sample."""
-    indices: Any
-    """Of its samples."""
-
-
-class SideProcess:
-    """A process, the wire to it, and what it was given to do."""
+    Args:
+        plan: What is fetched.
+        number: Of this process.
+        processes: How many there are.
+        threads: That work in it.
+        inherited_fds: For it to close if it is forked: what it would hold of its siblings.
+        places: Threads that it may ever have.
+        epoch: The one that ``set_epoch`` of the dataset was called with; None: to be called there.
+        queue: Descriptor of the queue of tasks; None: it is sent each of its tasks.
+    """
 
     def __init__(
         self,
@@ -153,7 +50,7 @@ class SideProcess:
         number: int,
         processes: int,
         threads: int,
-        strangers: tuple[int, ...] = (),
+        inherited_fds: tuple[int, ...] = (),
         *,
         places: int = 1,
         epoch: int | None = None,
@@ -163,9 +60,13 @@ class SideProcess:
         self.number = number
         self.threads = threads
         self.tasks: dict[int, Task] = {}
-        self.outbox: deque[tuple[tuple[Any, ...], tuple[int, ...] | Slot]] = deque()
-        self.known_slots: set[int] = set()
+        """Those that were sent to it alone, and not taken from the queue."""
+        self.outbox: deque[tuple[ToChild, tuple[int, ...] | Slot]] = deque()
+        """Messages for which its wire had no room."""
         self.answers = 0
+        """Tasks that it has ended."""
+        self.failure: BaseException | None = None
+        """What its ``worker_init_fn`` raised."""
         self.retiring = False
         self.retired = False
         ours, theirs = wire_pair()
@@ -174,14 +75,14 @@ class SideProcess:
         if not isinstance(context, BaseContext):
             context = multiprocessing.get_context(context)
         forked = context.get_start_method() == "fork"
-        # A child is told of the end of the thread that forked it as of that of its parent.
+        # The kernel takes the end of the thread that forked a child for the end of its parent.
         lasting = threading.current_thread() is threading.main_thread()
         parent = os.getpid() if lasting else 0
         # A forked child holds its siblings' wires too, and they would never see them closed.
-        strangers = (ours.fileno(), *strangers) if forked else ()
+        inherited_fds = (ours.fileno(), *inherited_fds) if forked else ()
         self.process = context.Process(
-            target=side_main,
-            args=(theirs, plan, number, processes, threads, strangers, parent, epoch),
+            target=child_main,
+            args=(theirs, plan, number, processes, threads, inherited_fds, parent, epoch),
             daemon=True,
             name=f"fastdata-{number}",
         )
@@ -191,29 +92,26 @@ class SideProcess:
             theirs.close()
         self.wire = Wire(ours)
         self._life = _Life(self.process.pid)
-        self.progress = create_shared_memory((places * MARK_WORDS + 1) * 8)
+        self.progress = ProgressMemory.create(places)
         self.stacks = create_shared_memory(1)
         os.ftruncate(self.stacks, 0)
-        self.marks = np.frombuffer(map_shared_memory(self.progress), np.int64)
-        self.marks[:-1] = -1
-        self.marks[2] = STARTING
         queues = () if queue is None else (queue,)
-        self.send(("start",), (self.progress, self.stacks, *queues))
+        self.send(Start(), (self.progress.descriptor, self.stacks, *queues))
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """What becomes readable when it says something or dies: the wire first."""
+        """Descriptors that become readable when it sends something or dies: the wire first."""
         return (self.wire.fileno(), *self._life.ends)
 
     @property
     def began(self) -> bool:
         """Whether it has got so far as to wait for tasks."""
-        return bool(self.marks[2] >= WAITING)
+        return self.progress.state >= State.WAITING
 
     @property
     def is_starting(self) -> bool:
         """Whether it has not even got so far as to show its stacks."""
-        return bool(self.marks[2] == STARTING)
+        return self.progress.state == State.STARTING
 
     @property
     def load(self) -> float:
@@ -224,13 +122,13 @@ class SideProcess:
         )
         return sum(samples) / self.threads
 
-    def send(self, message: tuple[Any, ...], files: tuple[int, ...] | Slot = ()) -> None:
+    def send(self, message: ToChild, files: tuple[int, ...] | Slot = ()) -> None:
         """Send now, or as soon as the process has read enough of what it has.
 
         Args:
             message: What.
-            files: Open files that go with it, and stay open until the process ends; or a slot, of
-                which it is told nothing any more should the slot be given up before.
+            files: Open files that go with it, and stay open until the process ends; or the slot
+                that it is to map, of which nothing is sent if the slot is given up before.
         """
         waits = bool(self.outbox)
         self.outbox.append((message, files))
@@ -248,7 +146,7 @@ class SideProcess:
             if not isinstance(files, tuple):
                 files = () if files.descriptor is None else (files.descriptor,)
             try:
-                if files or message[0] != "slot":
+                if files or not isinstance(message, MapSlot):
                     self.wire.send(message, files)
             except BlockingIOError:
                 return False
@@ -259,9 +157,9 @@ class SideProcess:
             self.outbox.popleft()
         return True
 
-    def messages(self) -> Iterator[tuple[tuple[Any, ...], list[int]] | None]:
-        """Yield what it has said, with the files that came along; None at last if it is gone."""
-        gone = self._life.is_over()  # asked first: what it said before is there by now
+    def messages(self) -> Iterator[tuple[FromChild, list[int]] | None]:
+        """Yield what it has sent, with the files that came along; None at last if it is gone."""
+        gone = self._life.is_over()  # asked first: what it sent before is there by now
         while True:
             try:
                 received = self.wire.receive()
@@ -272,15 +170,6 @@ class SideProcess:
             yield received
             if received is None:
                 return
-
-    def working_on(self) -> list[tuple[int, int]]:
-        """Return (batch number, position) of each sample that is being read right now."""
-        marks = self.marks[:-1].reshape(-1, MARK_WORDS)
-        return [(int(batch), int(at)) for batch, at, _ in marks if batch >= 0]
-
-    def claims(self) -> set[int]:
-        """Return the numbers of the tasks that its threads have taken from the queue last."""
-        return taken_last(self.marks)
 
     def stack(self, wait_s: float = 3.0) -> str:
         """Return the Python stacks of its threads, asked for through SIGUSR1."""
@@ -316,7 +205,7 @@ class SideProcess:
             self.process.join()
         if self.stacks >= 0:
             os.close(self.stacks)
-            os.close(self.progress)
+            os.close(self.progress.descriptor)
             self.stacks = -1
             self._life.close()
 
@@ -330,9 +219,10 @@ class SideProcess:
 
 
 class _Life:
-    """Tells that a process has ended.
+    """Shows that a process has ended.
 
-    Its wire tells so, too, but not while a process that was forked beside it holds a copy.
+    The end of its wire shows that, too, but not while a process that was forked beside it holds a
+    copy.
     """
 
     def __init__(self, pid: int | None) -> None:
@@ -351,13 +241,18 @@ class _Life:
         self.ends = ()
 
 
-def stop_all(sides: dict[int, SideProcess], owner: int) -> None:
-    """End side processes together; does nothing in another process than their owner."""
+def stop_all(children: dict[int, ChildProcess], queue: TaskQueue | None, owner: int) -> None:
+    """End side processes together, and their queue; does nothing in another process than ``owner``.
+
+    That one is given by its process id.
+    """
     if os.getpid() != owner:  # a forked child must not end its parent's processes
         return
-    for side in sides.values():
-        side.wire.close()
+    for child in children.values():
+        child.wire.close()
     until = time.monotonic() + 1
-    for side in sides.values():
-        side.stop(max(0.0, until - time.monotonic()))
-    sides.clear()
+    for child in children.values():
+        child.stop(max(0.0, until - time.monotonic()))
+    children.clear()
+    if queue is not None:
+        queue.close()

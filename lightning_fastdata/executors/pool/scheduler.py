@@ -1,8 +1,7 @@
 """Side processes that fetch: ``workers`` with one thread each, ``sidecar`` with many in one.
 
 The training process keeps the indices of everything that is under way, so whatever a process that
-died had not finished is given to another one. Two side processes share a queue of tasks, of which
-the kernel gives each to one of them, and nothing that one could leave locked or half written.
+died had not finished is given to another one. :mod:`.protocol` shows the way of a batch.
 """
 
 from __future__ import annotations
@@ -16,25 +15,25 @@ from typing import TYPE_CHECKING, Any, Final
 
 from lightning_fastdata.batches.slots import SlotPool
 from lightning_fastdata.errors import OptionsError, WorkerError
-from lightning_fastdata.executors.pool.child import MAX_THREADS
+from lightning_fastdata.executors.pool import protocol
 from lightning_fastdata.executors.pool.crew import Answer, Crew, Loss
 from lightning_fastdata.executors.pool.crew_trial import CrewTrial
 from lightning_fastdata.executors.pool.faults import (
     StallWatch,
     as_error,
     doing,
-    poisonous,
+    killer_sample,
     timed_out,
 )
-from lightning_fastdata.executors.pool.process import EpochRun, PendingBatch, Task
-from lightning_fastdata.executors.pool.splitter import Splitter
+from lightning_fastdata.executors.pool.protocol import MAX_THREADS
+from lightning_fastdata.executors.pool.splitter import EpochRun, PendingBatch, Splitter, Task
 from lightning_fastdata.stamps.own_stamps import WaitWatch
 
 if TYPE_CHECKING:
     from lightning_fastdata.batches.layout import SampleLayout
     from lightning_fastdata.batches.page_lock import PageLocks
     from lightning_fastdata.executors.fetch import FetchPlan
-    from lightning_fastdata.executors.pool.process import SideProcess
+    from lightning_fastdata.executors.pool.process import ChildProcess
     from lightning_fastdata.order.epoch_order import EpochOrder
     from lightning_fastdata.stamps.batch_stamps import BatchStamps, ReadRates
 
@@ -57,10 +56,10 @@ class PoolExecutor:
     ) -> None:
         self.plan = plan
         self._alone = threads == 1
-        self._crew = Crew(plan, processes=processes, threads=threads)
         self._slots = SlotPool(limit_bytes=plan.memory_limit_bytes, page_locks=page_locks)
+        self._crew = Crew(plan, self._slots, processes=processes, threads=threads)
         self._splitter = Splitter(plan, self._slots)
-        self._trial = CrewTrial(processes * threads) if trial is None else trial
+        self._trial = CrewTrial(self._crew.hands) if trial is None else trial
         self._rates: ReadRates | None = None
         self._now = EpochRun(0, 0, iter(()), exhausted=True)
         self._armed: EpochRun | None = None
@@ -79,9 +78,9 @@ class PoolExecutor:
         return self._crew.respawned
 
     @property
-    def sides(self) -> dict[int, SideProcess]:
+    def children(self) -> dict[int, ChildProcess]:
         """The side processes by their numbers."""
-        return self._crew.sides
+        return self._crew.children
 
     def start_epoch(
         self, batches: Iterable[Any], epoch: int, order: EpochOrder | None = None
@@ -95,7 +94,7 @@ class PoolExecutor:
         if order is not None and armed is not None and armed.order == order:
             self._now = armed
         else:
-            # An armed epoch that is not to be has the generation between.
+            # The generation between was that of the armed epoch, if another was armed.
             self._now = EpochRun(epoch, self._now.generation + 2, iter(batches))
         self._crew.start_epoch(self._now.generation, epoch)
         left = [batch for batch in self._batches if self._is_old(batch)]
@@ -104,7 +103,7 @@ class PoolExecutor:
             self._todo.remove(task)
             task.batch.open_tasks -= 1
         for batch in left:
-            if not batch.open_tasks:
+            if batch.is_ready:
                 batch.release(self._slots)
         self._deaths.clear()
         if self._now is not armed:
@@ -130,7 +129,7 @@ class PoolExecutor:
                 delivered = self._wait.unpacked(partial(self._deliver, batch))
                 if self._records is not None:
                     rates, self._rates = self._rates, None
-                    stamps = batch.delivered(
+                    stamps = batch.all_stamps(
                         self._wait, max(0, ahead), first=self._first, rates=rates
                     )
                     self._records.append(stamps)
@@ -138,7 +137,7 @@ class PoolExecutor:
                 self._first = False
                 return delivered
             if ahead < 0 and self._records is not None:
-                ahead = sum(not other.open_tasks for other in self._batches)
+                ahead = sum(other.is_ready for other in self._batches)
             if self._now.exhausted and not any(map(self._is_current, self._batches)):
                 raise StopIteration
             self._receive(until)
@@ -155,12 +154,12 @@ class PoolExecutor:
         self._records = records
         if records is None:
             self._trial.given_up()  # without stamps it would never end
-        self._crew.tell("stamp", records is not None)
+        self._crew.configure(protocol.SetStamps(records is not None))
 
     def resize(self, workers: int) -> None:
         """Have so many side processes from now on; those too many finish their work first."""
         self._crew.resize(workers)
-        self._trial = CrewTrial(workers * self._crew.threads)
+        self._trial = CrewTrial(self._crew.hands)
 
     def set_threads(self, threads: int) -> None:
         """Have each side process work in so many threads from now on, without losing a task.
@@ -177,8 +176,9 @@ class PoolExecutor:
                 f"threads is {threads!r}; a sidecar has 1 to {MAX_THREADS}, and workers have 1 "
                 "each. Use resize() to change the number of processes."
             )
-        self._crew.set_threads(threads)
-        self._trial = CrewTrial(self._crew.wanted * threads)
+        self._crew.threads = threads
+        self._crew.configure(protocol.SetThreads(threads))
+        self._trial = CrewTrial(self._crew.hands)
 
     def close(self) -> None:
         """Stop all side processes and let go of the memory; batches handed out stay valid."""
@@ -191,8 +191,9 @@ class PoolExecutor:
     # What is under way
 
     def _fill(self) -> None:
+        hands, processes = self._crew.hands, self._crew.wanted
         while len(self._batches) < self.plan.look_ahead:
-            if not self._splitter.has_place(self._batches, self._crew):
+            if not self._splitter.has_place(self._batches, hands=hands, processes=processes):
                 break
             found = self._next_indices()
             if found is None:
@@ -203,9 +204,9 @@ class PoolExecutor:
                 indices = indices.tolist()
             batch = PendingBatch(self._count, run.generation, run.number, indices)
             self._batches.append(batch)
-            self._todo.extend(self._splitter.tasks(batch, self._batches, self._crew))
+            self._todo.extend(self._splitter.tasks(batch, self._batches, hands))
         while self._todo and self._may_give():
-            if not self._crew.give(self._todo[0], self._message(self._todo[0])):
+            if not self._crew.give(self._todo[0]):
                 break
             self._todo.popleft()
 
@@ -222,28 +223,16 @@ class PoolExecutor:
                     run.exhausted = True
         return None
 
-    def _message(self, task: Task) -> tuple[Any, ...]:
-        batch = task.batch
-        while self._slots.dropped:
-            self._crew.forget(self._slots.dropped.popleft())
-        if batch.slot is not None:
-            self._crew.share(batch.slot)
-        rows = len(batch.indices) if self.plan.batched else 1
-        place = None if batch.slot is None else batch.slot.number
-        indices = task.indices[:1] if task.kind == "first" else task.indices
-        what = (task.start, indices, rows, place)
-        return (task.kind, batch.generation, batch.number, batch.epoch, *what)
-
     # What comes back
 
     def _receive(self, until: float | None, *, waiting: bool = True) -> None:
         look = self._stall.next_look if waiting and until is None else None
         events = self._crew.wait((look or until) if waiting else 0.0)
         if events is None and waiting:
-            sides = list(self._crew.sides.values())
+            children = list(self._crew.children.values())
             if look is None:
-                raise timed_out(self.plan, self._batches, sides)
-            self._stall.look(sides, lambda: doing(self.plan, self._batches, sides))
+                raise timed_out(self.plan, self._batches, children)
+            self._stall.look(children, lambda: doing(self.plan, self._batches, children))
         for event in events or ():
             if isinstance(event, Loss):
                 self._redo(event)
@@ -251,28 +240,27 @@ class PoolExecutor:
                 self._answer(event)
 
     def _answer(self, answer: Answer) -> None:
-        side, task, message, files = answer.side, answer.task, answer.message, answer.files
-        kind, batch = message[0], task.batch
+        child, task, ended = answer.child, answer.task, answer.ended
+        batch, result = task.batch, ended.result
         batch.open_tasks -= 1
-        self._stall.heard(message[2])
-        if kind != "stale" and message[3] is not None:
-            batch.stamps.append(message[3])
-            self._rates = self._trial.answered(message[3], self._crew.under_way) or self._rates
-        if kind == "rows":
-            self._splitter.note_time(message[2] / len(task.indices))
-        elif kind == "layout":
-            rest = self._learn(message[4], task)
-            self._crew.answer_first(side, None if rest is None else (rest, self._message(rest)))
-        elif kind == "whole":
-            self._wait.unpacked(partial(batch.take_parts, message[4], files, self._slots))
-            self._splitter.note_size(batch.packed.size_bytes)
-        elif kind == "misfit":
-            batch.misfit, self._splitter.in_place = True, False
-        elif kind == "error":
-            at, error = message[4], as_error(message[5], side.number, message[6])
-            if batch.error is None or at < batch.error[0]:
-                batch.error = at, error
-        if not batch.open_tasks:
+        self._stall.note_task(ended.spent_ns)
+        if ended.stamps is not None and not isinstance(result, protocol.OldEpoch):
+            batch.stamps.append(ended.stamps)
+            self._rates = self._trial.answered(ended.stamps, self._crew.under_way) or self._rates
+        match result:
+            case protocol.RowsWritten():
+                self._splitter.note_time(ended.spent_ns / len(task.indices))
+            case protocol.FirstSample(layout):
+                self._crew.go_on(child, self._learn(layout, task))
+            case protocol.Collated(packed):
+                self._wait.unpacked(partial(batch.take_parts, packed, answer.files, self._slots))
+                self._splitter.note_size(packed.size_bytes)
+            case protocol.Misfit():
+                batch.misfit, self._splitter.in_place = True, False
+            case protocol.TaskError(position, kind, text):
+                if batch.error is None or position < batch.error[0]:
+                    batch.error = position, as_error(kind, child.number, text)
+        if batch.is_ready:
             self._finish(batch)
 
     def _learn(self, layout: SampleLayout | None, task: Task) -> Task | None:
@@ -283,12 +271,12 @@ class PoolExecutor:
         batch = task.batch
         if self._splitter.in_place is None:
             self._splitter.learn(layout)
-            self._crew.tell("layout", layout)
+            self._crew.configure(protocol.SetLayout(layout))
         if self._is_old(batch) or batch.misfit:
             return None
         try:
             placed = self._splitter.place(batch)
-        except WorkerError as error:  # no memory for it, which is said when it is its turn
+        except WorkerError as error:  # no memory for it, which is raised when it is its turn
             batch.error = 0, error
             return None
         if not placed:
@@ -304,7 +292,7 @@ class PoolExecutor:
             # True collation decides what becomes of samples that differ, as it would in torch.
             batch.release(self._slots)
             batch.misfit = batch.in_place = False
-            self._todo.extendleft(self._splitter.tasks(batch, self._batches, self._crew))
+            self._todo.extendleft(self._splitter.tasks(batch, self._batches, self._crew.hands))
 
     def _is_old(self, batch: PendingBatch) -> bool:
         return batch.generation < self._now.generation
@@ -322,7 +310,7 @@ class PoolExecutor:
         for batch in self._batches:
             if not self._is_current(batch):
                 break
-            if not batch.open_tasks:
+            if batch.is_ready:
                 return batch
             if self.plan.in_order:
                 break
@@ -335,26 +323,23 @@ class PoolExecutor:
         return batch.data(self._slots, self._splitter.layout)
 
     def _redo(self, loss: Loss) -> None:
-        """Do again what a side process died with, but for a sample that ends all who read it."""
-        self._deaths.update(loss.guilty)
-        limit = _KILLS if loss.code == -signal.SIGKILL else _CRASHES
+        """Do again what a side process died with, but for a sample that kills all who read it."""
+        self._deaths.update(loss.suspects)
+        code = loss.child.process.exitcode
+        limit = _KILLS if code == -signal.SIGKILL else _CRASHES
+        killers = [suspect for suspect in loss.suspects if self._deaths[suspect] >= limit]
         for task in reversed(loss.tasks):
             batch = task.batch
             read = range(task.start, task.start + len(task.indices) if self.plan.batched else 1)
-            poison = next(
-                (
-                    at
-                    for number, at in loss.guilty
-                    if number == batch.number and at in read and self._deaths[number, at] >= limit
-                ),
-                None,
+            killer = next(
+                (at for number, at in killers if number == batch.number and at in read), None
             )
-            if poison is not None:
-                index = batch.indices[poison] if self.plan.batched else batch.indices
-                batch.error = poison, poisonous(index, loss.code, limit)
-            if poison is None and not self._is_old(batch):
+            if killer is not None:
+                index = batch.indices[killer] if self.plan.batched else batch.indices
+                batch.error = killer, killer_sample(index, code, limit)
+            elif not self._is_old(batch):
                 self._todo.appendleft(task)
                 continue
             batch.open_tasks -= 1
-            if not batch.open_tasks:
+            if batch.is_ready:
                 self._finish(batch)

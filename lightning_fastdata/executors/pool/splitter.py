@@ -1,21 +1,26 @@
-"""How a batch is divided into tasks, and where its samples are written."""
+"""Batches under way: how each is divided into tasks, and where its samples are written."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
 
 from lightning_fastdata.batches.keyed import fetches_in_batches
+from lightning_fastdata.batches.packed import Packed, unpack
 from lightning_fastdata.errors import WorkerError
-from lightning_fastdata.executors.pool.process import Task
+from lightning_fastdata.executors.pool.protocol import TaskKind, TaskRequest
+from lightning_fastdata.stamps.batch_stamps import BatchStamps
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from lightning_fastdata.batches.layout import SampleLayout
-    from lightning_fastdata.batches.slots import SlotPool
+    from lightning_fastdata.batches.slots import Slot, SlotPool
     from lightning_fastdata.executors.fetch import FetchPlan
-    from lightning_fastdata.executors.pool.crew import Crew
-    from lightning_fastdata.executors.pool.process import PendingBatch
+    from lightning_fastdata.order.epoch_order import EpochOrder
+    from lightning_fastdata.stamps.batch_stamps import ReadRates, TaskStamps
+    from lightning_fastdata.stamps.own_stamps import WaitWatch
 
 _AHEAD_BYTES: Final = 2**28
 """More than one batch for each process is fetched ahead only within this."""
@@ -24,7 +29,137 @@ _TASK_NS: Final = 2_000_000
 _LONG_TASK_NS: Final = 25_000_000
 """Of a batch that is not needed soon: each task costs the training process some 40 us."""
 _TASKS_PER_HAND: Final = 3
-"""Of all batches under way, so that nobody has to wait for one that takes long."""
+"""Of all batches under way, so that no thread has to wait for one that takes long. A hand is a
+thread of any side process."""
+
+
+@dataclass(slots=True, eq=False)
+class EpochRun:
+    """An epoch whose batches are being fetched."""
+
+    number: int
+    """Part of the key of its randomness."""
+    generation: int
+    """Counts the epochs begun; what belongs to an older one is dropped."""
+    source: Iterator[Any]
+    """The batches of indices that are still to be fetched."""
+    order: EpochOrder | None = None
+    """The plan that ``source`` follows, if it is known."""
+    exhausted: bool = False
+    """The source has ended."""
+
+
+@dataclass(slots=True, eq=False)
+class PendingBatch:
+    """A batch that is under way; the docstring of :mod:`.protocol` draws its states."""
+
+    number: int
+    """Counts all batches of the executor."""
+    generation: int
+    """The epoch it was started for; older ones are dropped when their work has ended."""
+    epoch: int
+    """Part of the key of its randomness."""
+    indices: Any
+    """What the plan gave."""
+    slot: Slot | None = None
+    """Where it is written; None until it has a place."""
+    open_tasks: int = 0
+    """Tasks whose answers are still to come."""
+    packed: Any = None
+    """Its parts, if it was collated by a side process."""
+    error: tuple[int, BaseException] | None = None
+    """The error of its first failing sample."""
+    misfit: bool = False
+    """Its samples cannot be written in place; to be collated as a whole when all tasks ended."""
+    in_place: bool = False
+    """Its samples are written in place."""
+    stamps: list[TaskStamps] = field(default_factory=list)
+    """Of its tasks, if stamps are recorded."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it can be delivered, or raise its error."""
+        return not self.open_tasks
+
+    def take_parts(self, packed: Packed, files: list[int], slots: SlotPool) -> None:
+        """Take what a side process collated: in the slot it was given, or in a file of its own."""
+        self.packed = packed
+        if files:
+            self.release(slots)
+            self.slot = slots.adopt(files[0])
+
+    def data(self, slots: SlotPool, layout: SampleLayout | None = None) -> Any:
+        """Return the batch; its slot is used again when nothing views it any more."""
+        slot, self.slot = self.slot, None
+        if slot is None:
+            return unpack(self.packed, None)
+        copy = slots.has_to_copy(slot)
+        owner = slots.lease(slot)
+        if self.in_place and layout is not None:
+            return layout.batch(owner, len(self.indices), copy=copy)
+        return unpack(self.packed, owner, copy=copy)
+
+    def release(self, slots: SlotPool) -> None:
+        """Give back the slot of a batch that is not delivered."""
+        if self.slot is not None:
+            slots.give_back(self.slot)
+            self.slot = None
+
+    def all_stamps(
+        self,
+        wait: WaitWatch,
+        ready_ahead: int,
+        *,
+        first: bool,
+        rates: ReadRates | None = None,
+    ) -> BatchStamps:
+        """Return the stamps of the batch, which is handed over now."""
+        samples = sum(task.samples for task in self.stamps)
+        own = wait.delivered()
+        return BatchStamps(
+            self.number,
+            samples,
+            wait.requested_ns,
+            time.monotonic_ns(),
+            tuple(self.stamps),
+            ready_ahead,
+            first=first,
+            own=own,
+            rates=rates,
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Task:
+    """What one thread of a side process does in one go."""
+
+    kind: TaskKind
+    """See :class:`~lightning_fastdata.executors.pool.protocol.TaskRequest`."""
+    batch: PendingBatch
+    """The batch it belongs to."""
+    start: int
+    """Position in the batch of its first sample."""
+    indices: Any
+    """Of its samples."""
+
+    @property
+    def first_sample(self) -> tuple[int, int]:
+        """(batch number, position): stands for the task where no sample was being read yet."""
+        return self.batch.number, self.start
+
+    def request(self) -> TaskRequest:
+        """Return what is sent to a side process."""
+        batch = self.batch
+        return TaskRequest(
+            self.kind,
+            batch.generation,
+            batch.number,
+            batch.epoch,
+            self.start,
+            self.indices[:1] if self.kind == "first" else self.indices,
+            len(batch.indices) if self.kind == "rows" else 0,
+            None if batch.slot is None else batch.slot.number,
+        )
 
 
 class Splitter:
@@ -58,32 +193,38 @@ class Splitter:
         """Note how large a batch was that was collated as a whole."""
         self._whole_bytes = max(self._whole_bytes, size_bytes)
 
-    def has_place(self, batches: Sequence[PendingBatch], crew: Crew) -> bool:
-        """Return whether another batch may be begun beside those that are under way."""
+    def has_place(self, batches: Sequence[PendingBatch], *, hands: int, processes: int) -> bool:
+        """Return whether another batch may be begun beside those that are under way.
+
+        Args:
+            batches: Those.
+            hands: Threads of all side processes together.
+            processes: Side processes.
+        """
         if not batches:
             return True
         if self.in_place is None:  # until a sample was seen, each thread has one to read
-            return _open_tasks(batches) < _hands(crew)
+            return _open_tasks(batches) < hands
         size = self._whole_bytes
         if self.in_place and self.layout is not None:
             size = self.layout.offsets(len(batches[-1].indices))[1]
         # Large batches take long to use, so that few of them bridge as much time.
         count = len(batches)
-        if count >= max(2, crew.wanted) and (count + 1) * size > _AHEAD_BYTES:
+        if count >= max(2, processes) and (count + 1) * size > _AHEAD_BYTES:
             return False
         return not self.in_place or self._slots.may_grow(size)
 
-    def tasks(self, batch: PendingBatch, batches: Sequence[PendingBatch], crew: Crew) -> list[Task]:
+    def tasks(self, batch: PendingBatch, batches: Sequence[PendingBatch], hands: int) -> list[Task]:
         """Return the tasks of a batch: none if there is no memory for it.
 
         Args:
             batch: Which.
             batches: All that are under way, in the order in which they were begun.
-            crew: Who is to do them.
+            hands: Threads of all side processes together.
         """
         try:
-            return self._split(batch, batches, _hands(crew))
-        except WorkerError as error:  # said when it is its turn
+            return self._split(batch, batches, hands)
+        except WorkerError as error:  # raised when it is its turn
             batch.open_tasks, batch.error = 0, (0, error)
             return []
 
@@ -121,15 +262,11 @@ class Splitter:
         return [Task("whole", batch, 0, indices)]
 
 
-def _parts(kind: str, batch: PendingBatch, size: int) -> list[Task]:
+def _parts(kind: TaskKind, batch: PendingBatch, size: int) -> list[Task]:
     indices = batch.indices
     starts = range(0, len(indices), size)
     batch.open_tasks = len(starts)
     return [Task(kind, batch, at, indices[at : at + size]) for at in starts]
-
-
-def _hands(crew: Crew) -> int:
-    return crew.wanted * crew.threads
 
 
 def _open_tasks(batches: Sequence[PendingBatch]) -> int:
@@ -139,7 +276,7 @@ def _open_tasks(batches: Sequence[PendingBatch]) -> int:
 def rows_per_task(
     samples: int, sample_ns: float | None, *, hands: int, before: int, look_ahead: int
 ) -> int:
-    """Return how many samples of a batch whoever is free reads in one go.
+    """Return how many samples of a batch a thread reads in one go.
 
     Args:
         samples: In the batch.

@@ -1,19 +1,30 @@
-"""Messages between the training process and one side process: whole or not at all."""
+"""How messages travel: a wire to each side process, and one queue of tasks for all of them.
+
+Either carries a message whole or not at all, however a process ends.
+"""
 
 from __future__ import annotations
 
 import array
 import contextlib
 import errno
+import fcntl
 import os
 import pickle
+import select
 import socket
+import struct
 import time
 from typing import Any, Final
 
 from lightning_fastdata.batches.slots import create_shared_memory
 from lightning_fastdata.errors import WorkerError
+from lightning_fastdata.executors.pool import protocol
+from lightning_fastdata.executors.pool.protocol import TaskRequest
 
+_PIPE_BYTES: Final = 2**20
+"""What an unprivileged process may ask for; each packet takes a page."""
+_NUMBER: Final = struct.Struct("<q")
 _LARGE_BYTES: Final = 48 * 1024
 _MAX_DESCRIPTORS: Final = 4
 _CROWDED: Final = (errno.ETOOMANYREFS, errno.ENOBUFS)
@@ -36,15 +47,15 @@ class Wire:
         """Return the descriptor, for poll."""
         return self.end.fileno()
 
-    def send(self, message: tuple[Any, ...], descriptors: tuple[int, ...] = ()) -> None:
+    def send(self, message: protocol.Message, descriptors: tuple[int, ...] = ()) -> None:
         """Send a message and open files; large ones travel as an open file themselves.
 
         Raises:
-            BlockingIOError: The other side has too many unread messages, or the user's processes
+            BlockingIOError: The receiver has too many unread messages, or the user's processes
                 have too many open files on their way to each other (non-blocking ends only).
-            OSError: The other side is gone.
+            OSError: The receiver is gone.
         """
-        data = pickle.dumps(message, 5)
+        data = pickle.dumps(protocol.encode(message), 5)
         if len(data) <= _LARGE_BYTES:
             self._send([b"m", data], descriptors)
             return
@@ -64,12 +75,12 @@ class Wire:
                     raise
                 if not self.end.getblocking():
                     raise BlockingIOError(error.errno, error.strerror) from error
-                time.sleep(_CROWDED_S)  # nobody tells when there is room
+                time.sleep(_CROWDED_S)  # no event says when there is room
             else:
                 return
 
-    def receive(self, *, wait: bool = True) -> tuple[tuple[Any, ...], list[int]] | None:
-        """Return the next message and its open files; None when the other side is gone.
+    def receive(self, *, wait: bool = True) -> tuple[Any, list[int]] | None:
+        """Return the next message and its open files; None when the sender is gone.
 
         Args:
             wait: Wait for one, if the end is a blocking one.
@@ -81,15 +92,15 @@ class Wire:
         flags = 0 if wait else socket.MSG_DONTWAIT
         try:
             # socket.recv_fds takes flags, and ignores them.
-            data, attached, told, _ = self.end.recvmsg(65536, _ANCILLARY_BYTES, flags)
+            data, attached, flags_out, _ = self.end.recvmsg(65536, _ANCILLARY_BYTES, flags)
         except ConnectionResetError:
-            # It died with messages unread. This is said once, and before what it had sent itself.
+            # It died with messages unread: an error that comes once, before what it sent itself.
             return self.receive(wait=wait)
         except ConnectionError:
             return None
         if not data:
             return None
-        if told & socket.MSG_CTRUNC:
+        if flags_out & socket.MSG_CTRUNC:
             raise WorkerError(_NO_DESCRIPTORS)
         descriptors: list[int] = []
         for _level, kind, numbers in attached:
@@ -101,11 +112,11 @@ class Wire:
             os.close(letter)
         else:
             data = data[1:]
-        return pickle.loads(data), descriptors  # from our own process
+        return protocol.decode(pickle.loads(data)), descriptors  # from our own process
 
     def close(self) -> None:
         """End the connection, also where a process that was forked since holds a copy of it."""
-        with contextlib.suppress(OSError):  # the other side has ended it
+        with contextlib.suppress(OSError):  # the other process has ended it
             self.end.shutdown(socket.SHUT_RDWR)
         self.end.close()
 
@@ -113,3 +124,76 @@ class Wire:
 def wire_pair() -> tuple[socket.socket, socket.socket]:
     """Return the two ends of a new wire."""
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+class TaskQueue:
+    """A pipe of tasks. The kernel gives each packet whole to one of the processes that read.
+
+    See ``O_DIRECT`` in pipe(2). Both ends are non-blocking.
+
+    Raises:
+        OSError: The system has no such pipes.
+    """
+
+    def __init__(self) -> None:
+        self.reading, self._writing = os.pipe2(os.O_DIRECT | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            fcntl.fcntl(self.reading, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+        except OSError:
+            return  # users may have only so many pages in pipes; the default holds 16 packets
+
+    @property
+    def descriptors(self) -> tuple[int, int]:
+        """Both ends, for a forked child to close."""
+        return self.reading, self._writing
+
+    def put(self, packet: bytes) -> bool:
+        """Queue a task; False if the queue is full."""
+        try:
+            os.write(self._writing, packet)
+        except BlockingIOError:
+            return False
+        return True
+
+    def numbers(self) -> set[int]:
+        """Return the numbers of the tasks that no process has taken yet."""
+        packets = []
+        while (packet := read_packet(self.reading)) is not None:
+            packets.append(packet)
+        return {number_in(packet) for packet in packets if self.put(packet)}
+
+    def wake_again(self) -> None:
+        """Wake a waiting process for each task left by one that was woken for it."""
+        self.numbers()
+
+    def close(self) -> None:
+        """Close both ends."""
+        for end in self.descriptors:
+            os.close(end)
+
+
+def make_packet(number: int, request: TaskRequest) -> bytes:
+    """Return a task as a packet; one of more than ``select.PIPE_BUF`` bytes fits in no queue."""
+    return _NUMBER.pack(number) + pickle.dumps(tuple(request), 5)
+
+
+def read_packet(reading: int) -> bytes | None:
+    """Take a packet, or return None if there is none."""
+    try:
+        return os.read(reading, select.PIPE_BUF) or None
+    except BlockingIOError:
+        return None
+
+
+def number_in(packet: bytes) -> int:
+    """Return the number of a task."""
+    return int(_NUMBER.unpack_from(packet)[0])
+
+
+def request_in(packet: bytes) -> TaskRequest:
+    """Return what is to be done.
+
+    Raises:
+        Exception: Whatever unpickling the indices raises.
+    """
+    return TaskRequest(*pickle.loads(packet[_NUMBER.size :]))  # from our own process

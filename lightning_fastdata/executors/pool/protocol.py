@@ -1,0 +1,342 @@
+"""What the training process and its side processes (its children) send to each other.
+
+::
+
+    training process                                               side process
+    scheduler > crew > process                                     child > child_task
+
+                   TaskRequest, through one queue for all
+             ---------------------------------------------------->  whichever is free takes it
+                   Start, GiveTask, GoOn, MapSlot, DropSlot, SetLayout,
+                   SetStamps, SetThreads, AskTaken, Retire
+             ---------------------------------------------------->  a wire of its own
+                   TaskEnded, TasksTaken, Retired, InitFailed
+             <----------------------------------------------------  the same wire
+                   ProgressMemory: its state, and what each thread reads
+             <====================================================  memory that outlives it
+
+**A batch** is asked for when its indices are known, and divided into tasks of one kind. It is ready
+when no task of it is open, and is then delivered, or its error is raised in its turn::
+
+    asked --> first --> in place ---------> ready --> delivered, or its error
+      |         |          |                  ^
+      |         |          v                  |
+      |         '------> misfit --> whole ----'
+      '----------------------------> whole
+
+- *first*: until the layout of samples is known, each thread reads one sample and answers with its
+  layout (``FirstSample``). The process keeps the sample, and takes no other task before the
+  answer: to read the rest (``GoOn`` with a task), or to drop the sample (``GoOn`` without).
+- *in place*: each task writes its samples into rows of a slot, memory that all processes map.
+- *misfit*: a sample has no layout, or another one, and cannot be written. When the other tasks have
+  ended, the batch is collated *whole*, by a single task; so are all batches after it.
+- *error*: a sample or the collation failed; of several errors the one of the first sample counts.
+- *old*: the batch belongs to an epoch that is over. It is dropped when its open tasks have ended.
+
+**Generations.** Each epoch has a generation, larger than that of the epoch before. The training
+process writes the present one into the progress memory of every process: a task of a smaller one is
+answered with ``OldEpoch`` and not done. An epoch that is armed has the next generation: its batches
+are fetched ahead, and delivered when it begins. Another epoch that begins in its stead has the
+generation after, which makes those batches old.
+
+**A process**::
+
+    starting --> initialising --> waiting --> working --> retiring --> retired --> stopped
+    (no stacks   (worker_init_fn) (no task    (at least   (asked to    (takes no   (has done
+     to show)                      so far)     one task)   leave)       new tasks)  the last)
+
+It notes in its progress memory how far it has got, and ends when its wire closes. When one dies, at
+any point, the tasks that were sent to it, or that it noted as taken, are lost: another does them. A
+task that is neither in the queue nor noted was taken by the dead process or, just now, by a living
+one. Each living one is asked (``AskTaken``), and what none of them has is lost, too. Where a task
+is lost again and again with the same sample being read, that sample gets an error. The wire and the
+queue carry whole packets, so that nothing is left half written or locked.
+
+A process that reads a stream has no queue: it is sent its tasks, all of them *whole*, and what is
+lost with it stays lost, since a stream cannot be read again from its middle.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias, get_args
+
+import numpy as np
+
+from lightning_fastdata.batches.slots import create_shared_memory, map_shared_memory
+
+if TYPE_CHECKING:
+    from lightning_fastdata.batches.layout import SampleLayout
+    from lightning_fastdata.batches.packed import Packed
+    from lightning_fastdata.stamps.batch_stamps import TaskStamps
+
+MAX_THREADS: Final = 64
+"""Of one side process that has several."""
+TaskKind: TypeAlias = Literal["first", "rows", "whole"]
+
+
+class TaskRequest(NamedTuple):
+    """What one thread is to do in one go; it travels with a number of its own, counted from 1."""
+
+    kind: TaskKind
+    """``"first"``: read one sample and keep it; ``"rows"``: write samples into the slot;
+    ``"whole"``: read and collate the batch, into the slot if it fits."""
+    generation: int
+    """That of the epoch."""
+    batch: int
+    """Number of the batch."""
+    epoch: int
+    """Part of the key of its randomness."""
+    start: int
+    """Position in the batch of the first sample of the task."""
+    indices: Any
+    """Of the samples: a list, a single index, or the request for a batch of a stream."""
+    rows: int
+    """Samples of the whole batch; 0 where they are not written in place."""
+    slot: int | None
+    """Number of the slot."""
+
+
+# From the training process to one side process
+
+
+class Start(NamedTuple):
+    """The first message. Files: progress memory, output of stacks, the queue if there is one."""
+
+
+class GiveTask(NamedTuple):
+    """Do a task that is too long for the queue, or that only this process can do."""
+
+    packet: bytes
+
+
+class GoOn(NamedTuple):
+    """Read the rest of the batch part whose first sample was read; None: drop that sample."""
+
+    packet: bytes | None
+
+
+class MapSlot(NamedTuple):
+    """Map a slot. File: its memory."""
+
+    number: int
+
+
+class DropSlot(NamedTuple):
+    """Unmap a slot that was given up."""
+
+    number: int
+
+
+class SetLayout(NamedTuple):
+    """All samples have this layout; None: they have none, and are collated whole."""
+
+    layout: SampleLayout | None
+
+
+class SetStamps(NamedTuple):
+    """Send the stamps of each task from now on, or no longer."""
+
+    wanted: bool
+
+
+class SetThreads(NamedTuple):
+    """Work in so many threads from now on."""
+
+    threads: int
+
+
+class AskTaken(NamedTuple):
+    """Answer with :class:`TasksTaken`."""
+
+    inquiry: int
+
+
+class Retire(NamedTuple):
+    """Take nothing from the queue any more, and answer with :class:`Retired`."""
+
+
+Setting: TypeAlias = SetLayout | SetStamps | SetThreads
+"""What holds for processes that are still to come, too."""
+ToChild: TypeAlias = Start | GiveTask | GoOn | MapSlot | DropSlot | Setting | AskTaken | Retire
+
+# From a side process to the training process: how a task ended, and the rest
+
+
+class RowsWritten(NamedTuple):
+    """The samples are in the slot."""
+
+
+class FirstSample(NamedTuple):
+    """The first sample was read, and is kept if it has a layout."""
+
+    layout: SampleLayout | None
+
+
+class Collated(NamedTuple):
+    """The batch is in the slot, or in a file that comes with the message."""
+
+    packed: Packed
+
+
+class Misfit(NamedTuple):
+    """A sample differs from the layout."""
+
+
+class TaskError(NamedTuple):
+    """An exception was raised."""
+
+    position: int
+    """In the batch, of the sample at fault."""
+    kind: type[BaseException]
+    """Class of the exception."""
+    text: str
+    """Where, and its traceback."""
+
+
+class OldEpoch(NamedTuple):
+    """The task belongs to an epoch that is over."""
+
+
+class StreamEnd(NamedTuple):
+    """The stream of this process has no more batches in this epoch."""
+
+
+TaskResult: TypeAlias = (
+    RowsWritten | FirstSample | Collated | Misfit | TaskError | OldEpoch | StreamEnd
+)
+
+
+class TaskEnded(NamedTuple):
+    """A task has ended, one way or another."""
+
+    number: int
+    """Of the task."""
+    spent_ns: int
+    """Time that it took."""
+    stamps: TaskStamps | None
+    """None where none are wanted."""
+    result: TaskResult
+
+
+class TasksTaken(NamedTuple):
+    """The numbers of the tasks that each thread had taken last when it was asked."""
+
+    inquiry: int
+    numbers: set[int]
+
+
+class Retired(NamedTuple):
+    """Nothing will be taken from the queue any more."""
+
+
+class InitFailed(NamedTuple):
+    """``worker_init_fn`` raised an exception, and the process ends."""
+
+    kind: type[BaseException]
+    """Class of the exception."""
+    text: str
+    """Where, and its traceback."""
+
+
+FromChild: TypeAlias = TaskEnded | TasksTaken | Retired | InitFailed
+Message: TypeAlias = ToChild | FromChild
+
+_KINDS: Final = (*get_args(ToChild), *get_args(FromChild), *get_args(TaskResult))
+_CODES: Final = {kind: code for code, kind in enumerate(_KINDS)}
+
+
+def encode(message: Message | TaskResult) -> tuple[Any, ...]:
+    """Return a message as a plain tuple, which takes a quarter of the time to pickle."""
+    fields: tuple[Any, ...] = message
+    if isinstance(message, TaskEnded):
+        fields = (*message[:-1], encode(message.result))
+    return (_CODES[type(message)], *fields)
+
+
+def decode(encoded: tuple[Any, ...]) -> Any:
+    """Return the message that was encoded."""
+    kind, fields = _KINDS[encoded[0]], encoded[1:]
+    if kind is TaskEnded:
+        fields = (*fields[:-1], decode(fields[-1]))
+    return kind(*fields)
+
+
+# Progress memory: how far a side process has got
+
+
+class State(IntEnum):
+    """How far a side process has got; a larger number is that of the task it took last."""
+
+    STARTING = -2
+    INITIALISING = -1
+    """It shows its stacks when it is asked."""
+    WAITING = 0
+    """It takes tasks."""
+
+
+THREAD_WORDS: Final = 3
+"""int64 numbers of each thread: the batch and the position that it reads (-1: none), and the task
+that it took last, of which the first thread's is the state of the process until it takes one."""
+
+
+class ProgressMemory:
+    """Progress memory, mapped; its last number is the generation of the present epoch.
+
+    Args:
+        descriptor: Of the memory.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        self.words = np.frombuffer(map_shared_memory(descriptor), np.int64)
+
+    @classmethod
+    def create(cls, threads: int) -> ProgressMemory:
+        """Return new memory for a process of at most so many threads, which is starting."""
+        progress = cls(create_shared_memory((threads * THREAD_WORDS + 1) * 8))
+        progress.words[:-1] = -1
+        progress.state = State.STARTING
+        return progress
+
+    @property
+    def threads(self) -> int:
+        """Threads that there is room for."""
+        return len(self.words) // THREAD_WORDS
+
+    @property
+    def state(self) -> int:
+        """One of :class:`State`, or the number of the task that the first thread took last."""
+        return int(self.words[2])
+
+    @state.setter
+    def state(self, state: int) -> None:
+        self.words[2] = state
+
+    @property
+    def generation(self) -> int:
+        """That of the present epoch; tasks of a smaller one need not be done."""
+        return int(self.words[-1])
+
+    @generation.setter
+    def generation(self, generation: int) -> None:
+        self.words[-1] = generation
+
+    def take(self, thread: int, task: int) -> None:
+        """Note that a thread has taken a task."""
+        self.words[thread * THREAD_WORDS + 2] = task
+
+    def taken(self) -> set[int]:
+        """Return the number of the task that each thread took last, and negative ones."""
+        return set(self.words[2:-1:THREAD_WORDS].tolist())
+
+    def read(self, thread: int, batch: int, position: int) -> None:
+        """Note which sample a thread reads."""
+        # In this order: a reader that finds a batch number finds its position, too.
+        self.words[thread * THREAD_WORDS + 1] = position
+        self.words[thread * THREAD_WORDS] = batch
+
+    def being_read(self) -> list[tuple[int, int]]:
+        """Return (batch number, position) of each sample that is being read right now."""
+        words = self.words[:-1].reshape(-1, THREAD_WORDS)
+        return [(int(batch), int(position)) for batch, position, _ in words if batch >= 0]
