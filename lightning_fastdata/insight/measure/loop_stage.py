@@ -107,7 +107,7 @@ def _facts(loader: Any) -> LoaderFacts:
     if isinstance(loader, FastDataLoader) and loader.transform is not None:
         augment_on = "device" if loader.on_device else "cpu"
         settled = not leaves_to_device(loader.transform)
-    return read_loader(loader, augment_on=augment_on, augment_settled=settled)
+    return dataclasses.replace(read_loader(loader), augment_on=augment_on, augment_settled=settled)
 
 
 def _unwrapped(loader: Any) -> tuple[Any, str]:

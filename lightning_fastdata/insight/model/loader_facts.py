@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from torch.utils.data import IterableDataset
 
@@ -31,20 +31,14 @@ class LoaderFacts:
     """Which of several loaders this is about, e.g. ``loader 'images'``; None: there is one."""
 
 
-def read_loader(loader: object, /, **known: Any) -> LoaderFacts:
-    """Return what a loader of any kind says about itself, which may be nothing.
-
-    Args:
-        loader: As torch's DataLoader or like it.
-        known: Further fields.
-    """
+def read_loader(loader: object) -> LoaderFacts:
+    """Return what a loader of any kind says about itself, which may be nothing."""
     workers = getattr(loader, "num_workers", None)
     return LoaderFacts(
         num_workers=workers,
         pinned=getattr(loader, "pin_memory", None),
         persistent_workers=getattr(loader, "persistent_workers", None) if workers else None,
         streamed=isinstance(getattr(loader, "dataset", None), IterableDataset),
-        **known,
     )
 
 

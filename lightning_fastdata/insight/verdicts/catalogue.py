@@ -134,4 +134,4 @@ def _naming_settings(found: Found, settings_in: str) -> Found:
     """Return a finding whose remedy is written for what holds the loader's settings."""
     finding = found.finding
     remedy = finding.remedy.replace("LoaderOptions(", f"{settings_in}(")
-    return found._replace(finding=replace(finding, remedy=remedy))
+    return Found(found.rule, replace(finding, remedy=remedy))

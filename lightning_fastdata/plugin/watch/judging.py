@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from lightning_fastdata.augment.switch import leaves_to_device
 from lightning_fastdata.host.cpu import read_cpu_limit
@@ -76,7 +77,7 @@ class RunJudge:
         stage = self._recording.main.stage
         label, loader = _costliest_loader(self._recording.loaders(), main)
         transform = getattr(loader, "transform", None)
-        augment_on = None
+        augment_on: Literal["cpu", "device"] | None = None
         recording = getattr(loader, "recording", None)
         switch = getattr(recording, "switch", None)
         # Of a pipeline that the dataset calls itself, or else of one of the data module.
@@ -89,8 +90,8 @@ class RunJudge:
         ours = own_datamodule(self._trainer)
         settled = ours is not None and ours.augmentation_settled(stage)
         settled |= transform is not None and not leaves_to_device(transform)
-        return read_loader(
-            loader,
+        return replace(
+            read_loader(loader),
             usable_cpus=self._usable_cpus,
             augment_on=augment_on,
             augment_settled=settled,
