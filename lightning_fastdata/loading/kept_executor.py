@@ -59,7 +59,7 @@ class KeptExecutor:
             so that the draws after it are the same. Side processes are seeded from it: those of a
             stream as torch does, others from it, the plan's seed and the epoch they start in.
         reported_batches: Called at the start of each epoch for the length that the loader of a
-            stream has reported; None if nobody asked, or there is an index.
+            stream has reported; None if it was not asked for one, or there is an index.
     """
 
     def __init__(

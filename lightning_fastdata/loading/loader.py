@@ -246,7 +246,7 @@ class FastDataLoader(DataLoader[Any]):
             super().check_worker_number_rationality()
 
     def __len__(self) -> int:
-        """Return the number of batches, as far as dataset and sampler know."""
+        """Return the number of batches that dataset and sampler report."""
         length = super().__len__()
         self._reported["batches"] = length
         return length

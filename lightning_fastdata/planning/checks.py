@@ -186,7 +186,7 @@ def _is_path(text: str) -> bool:
 
 def _no_dataset(given: Any) -> str | None:
     """Return what was given instead of a dataset, and what to do; None: it is one."""
-    told = f"the {type(given).__name__} {given!r:.200}, not a dataset"
+    given_as = f"the {type(given).__name__} {given!r:.200}, not a dataset"
     if given is None:
         return "None, not a dataset. Return a dataset, or leave it out of the list."
     if isinstance(given, type):
@@ -208,14 +208,14 @@ def _no_dataset(given: Any) -> str | None:
         return None
     if hasattr(given, "__next__"):
         return (
-            f"{told} but an iterator, which can be read once only. Derive from "
+            f"{given_as} but an iterator, which can be read once only. Derive from "
             "torch.utils.data.IterableDataset and make the iterator in its __iter__()."
         )
     if hasattr(given, "__iter__"):
         return (
-            f"{told}: it has no __getitem__(). If it is a stream, derive it from "
+            f"{given_as}: it has no __getitem__(). If it is a stream, derive it from "
             "torch.utils.data.IterableDataset, otherwise give a list of the samples."
         )
     if callable(given):
-        return f"{told} but a function. Call it, and give what it returns."
-    return f"{told}. A dataset has __getitem__() and __len__(), or is an IterableDataset."
+        return f"{given_as} but a function. Call it, and give what it returns."
+    return f"{given_as}. A dataset has __getitem__() and __len__(), or is an IterableDataset."

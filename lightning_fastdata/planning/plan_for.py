@@ -79,8 +79,8 @@ def plan_for(
 
     Args:
         spec: The loader.
-        facts: What was found out about its dataset; None: found out now, as far as the plan rests
-            on it.
+        facts: What was found out about its dataset; None: what the plan rests on is
+            found out now.
         accelerator: ``"cpu"``, ``"cuda"`` or another device type; None: that of this machine.
         local_ranks: Training processes that share this host.
         recorded: The dataset's own pipelines leave something to the device.

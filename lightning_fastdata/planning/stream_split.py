@@ -155,8 +155,8 @@ def _hugging_face(stream: Any) -> StreamSplit:
         shards = getattr(stream, "num_shards", None) or stream.n_shards
     except Exception:  # whatever a version raises that has neither
         return _no("its number of shards could not be told")
-    told = "its 1 shard is" if shards == 1 else f"its {shards} shards are"
-    return StreamSplit(splits=True, why=f"{told} shared out", most_workers=int(shards))
+    shared = "its 1 shard is" if shards == 1 else f"its {shards} shards are"
+    return StreamSplit(splits=True, why=f"{shared} shared out", most_workers=int(shards))
 
 
 def _web_dataset(stream: Any, seen: frozenset[int]) -> StreamSplit:
@@ -229,7 +229,7 @@ def _names_reached(functions: list[FunctionType], owner: object) -> tuple[set[st
 
     Args:
         functions: Where to begin.
-        owner: Whose methods and attributes the functions may use; None: nobody's.
+        owner: Whose methods and attributes the functions may use; None: they have no owner.
     """
     names: set[str] = set()
     held: dict[int, Any] = {}

@@ -54,7 +54,7 @@ def waits(cost: SampleCost | None) -> bool:
 
 
 def over_epochs(cost: SampleCost, readers: int) -> SampleCost:
-    """Return what a sample costs on the mean of the first epochs, as far as it is kept when read.
+    """Return the mean cost of a sample over the first epochs, if the dataset keeps what it reads.
 
     Each process keeps what it has read itself, and which one reads a sample is chance: in the n-th
     epoch it is new to its reader with a probability of ``(1 - 1 / readers) ** n``.
@@ -146,8 +146,8 @@ def workers_of_stream(
     """
     if stream is None or not stream.splits:
         unseen = "it was not looked at" if stream is None else stream.why
-        told = _ONE_STREAM.format(count=computing, why=unseen)
-        return 1, f"several might each read the whole stream: {unseen}", [told]
+        limit = _ONE_STREAM.format(count=computing, why=unseen)
+        return 1, f"several might each read the whole stream: {unseen}", [limit]
     most = stream.most_workers
     if most is not None and most < computing:
         return max(1, most), f"no more than it has shards: {stream.why}", []

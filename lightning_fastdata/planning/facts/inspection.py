@@ -228,10 +228,10 @@ def _open_files() -> dict[str, tuple[str, int]]:
             words = (Path("/proc/self/fdinfo") / entry.name).read_text().split()
         except OSError:  # closed meanwhile
             continue
-        told = dict(zip(words[::2], words[1::2], strict=False))
-        read_only = int(told.get("flags:", "1"), 8) & _READ_ONLY == os.O_RDONLY
+        about = dict(zip(words[::2], words[1::2], strict=False))
+        read_only = int(about.get("flags:", "1"), 8) & _READ_ONLY == os.O_RDONLY
         if read_only and int(entry.name) > 2 and Path(target).is_file():
-            files[entry.name] = target, int(told.get("pos:", "0"))
+            files[entry.name] = target, int(about.get("pos:", "0"))
     return files
 
 

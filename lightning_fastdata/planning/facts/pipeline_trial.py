@@ -133,10 +133,10 @@ def rests_on(
 
 def _settings(owner: object, depth: int = 0) -> list[str]:
     """Return the plain attributes of a transform or dataset; what is drawn is no setting."""
-    told = getattr(owner, "__dict__", {}).items()
+    held = getattr(owner, "__dict__", {}).items()
     return [
         f"{name}={value!r}"
-        for name, value in told
+        for name, value in held
         if _is_plain(value, depth) and name not in _DRAWN and not name.startswith("_")
     ]
 

@@ -161,7 +161,7 @@ def further_samples(
     """Read samples from all over a map-style dataset, each when it is asked for.
 
     The random state stays as it was. It ends early at a sample that cannot be read, which
-    is told when training reads it.
+    raises when training reads it.
 
     Args:
         dataset: A map-style dataset.
@@ -225,7 +225,7 @@ def measure_samples(
         queue_s: Seconds in which the calling thread waited for a CPU.
 
     Returns:
-        None if it is empty or a sample could not be read, which is told when training reads it.
+        None if it is empty or a sample could not be read, which raises when training reads it.
     """
     most = max(_MOST_SAMPLES, 4 * batch_size)
     left = drawn_indices(dataset_length(dataset) or 0, most)
@@ -335,7 +335,7 @@ def _collating_s(
         if collate is not None:
             collate(samples)
     except Exception:
-        return 0.0  # told when training collates them
+        return 0.0  # it raises when training collates them
     return cpu_s() - began
 
 

@@ -64,7 +64,7 @@ class Findings:
     """What came of a trial."""
 
     values: dict[str, Any] = field(default_factory=dict)
-    """Findings by name, as far as they were sent."""
+    """The findings that were sent, by name."""
     failure: Failure | None = None
     """Why it did not end; None: it did."""
 
@@ -196,10 +196,10 @@ def _main(
 
 
 def _as_error(kind: str, pickled: bytes, message: str, text: str) -> Exception:
-    told: Any = None
+    sent: Any = None
     with contextlib.suppress(Exception):
-        told = pickle.loads(pickled)
-    error = told if isinstance(told, Exception) else RuntimeError(f"{kind}: {message}")
+        sent = pickle.loads(pickled)
+    error = sent if isinstance(sent, Exception) else RuntimeError(f"{kind}: {message}")
     error.add_note(f"In the process that tried the dataset:\n{text}")
     return error
 
@@ -222,11 +222,11 @@ def _stack(pid: int, stacks: Connection) -> str:
 
 
 class _IdleWatch:
-    """Sees that all threads of a process wait for locks, and so perhaps for nobody.
+    """Sees that all threads of a process wait for locks that perhaps no thread will release.
 
     A thread that waits for a file or a network waits elsewhere in the kernel, and one that waits
-    for a clock as well gives a time. Where that is not told, nothing is seen: see ``wchan`` and
-    ``syscall`` in https://man7.org/linux/man-pages/man5/proc.5.html and
+    for a clock as well gives a time. Where the kernel does not say so, nothing is seen: see
+    ``wchan`` and ``syscall`` in https://man7.org/linux/man-pages/man5/proc.5.html and
     https://man7.org/linux/man-pages/man2/futex.2.html.
     """
 
