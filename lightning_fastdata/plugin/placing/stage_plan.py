@@ -32,7 +32,7 @@ class StagePlan:
     """Of the draws."""
     collate_fn: Callable[[list[Any]], Any] | None
     """The user's; None: the default collation."""
-    composes: tuple[Any, ...] = ()
+    composes: tuple[Any, ...]
     """The pipelines that the dataset calls itself."""
     batch_size: int = 1
     """Samples in a batch of this rank; 1 where single samples come."""
