@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 _READS, _WRITES, _OWN, _LIBRARY, _USER = range(5)
 
 _PACKAGE: Final = str(Path(__file__).parents[1]) + os.sep
-_WRITERS: Final = ("collate.py", "layout.py", "leaves.py")
+_WRITERS: Final = ("batches/collate.py", "batches/layout.py", "batches/packed.py")
 """Modules that work on what was read already."""
 _STANDARD: Final = tuple(
     {
@@ -160,11 +160,9 @@ def _kind_of(filename: str, module: object) -> int:
 def _kind_of_own(path: Path) -> int:
     if path.parts[0] == "images":  # datasets
         return _LIBRARY
-    if path.parts[0] != "loading":
-        return _OWN
-    if path.name in _WRITERS:
+    if path.as_posix() in _WRITERS:
         return _WRITES
-    return _READS if path.parts[1] in ("executors", "stamped.py") else _OWN
+    return _READS if path.parts[0] == "executors" or path.name == "stamped.py" else _OWN
 
 
 def _in_library(filename: str) -> str | None:

@@ -11,11 +11,13 @@ import sys
 import threading
 import time
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from lightning_fastdata.host.thread_waits import ThreadProbe
+from lightning_fastdata.stamps import line_names
 from lightning_fastdata.stamps.batch_stamps import TaskStamps, TaskWatch
 from lightning_fastdata.stamps.line_names import key_of, name_of, place_of, short_file
 from lightning_fastdata.stamps.lines import LineWatch
@@ -47,6 +49,12 @@ def acquires(_):
 def enters(_):
     with LOCK:
         pass
+
+
+def test_modules_that_read_and_write_are_where_stacks_are_compared_with() -> None:
+    package = Path(line_names._PACKAGE)
+    for name in (*line_names._WRITERS, "executors", "stamps/stamped.py", "images"):
+        assert (package / name).exists()
 
 
 class Ends:
