@@ -19,8 +19,8 @@ import torch
 from albumentations.pytorch import ToTensorV2
 from conformance.forked_ranks import launched
 from conformance.pieces import Images, Pixels, make_trainer
+from device.virtual_device import HostStreams
 from lightning.pytorch import Callback
-from loading.virtual_device import HostStreams
 from torch import nn
 from torch.utils.data import IterableDataset
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 from albumentations.pytorch import ToTensorV2
 from conformance.pieces import Images, Linear, Rows, make_trainer
+from device.virtual_device import HostStreams
 from lightning.fabric import Fabric
 from lightning.pytorch import seed_everything
-from loading.virtual_device import HostStreams
 from torch import nn
 
 from lightning_fastdata import (

@@ -46,8 +46,7 @@ if TYPE_CHECKING:
 _Made = TypeVar("_Made")
 _BUDGET_S: Final = 0.3
 _MOST_SAMPLES: Final = 16
-_WARM_UP: Final = 2
-_ROUNDS: Final = 5
+_WARM_UP, _ROUNDS = 2, 5
 _MARKS: Final = 16
 _TOO_MUCH: Final = (RuntimeError, TypeError)
 """What torch raises where a device has no memory, no such operation, or no such dtype."""

@@ -8,9 +8,9 @@ import os
 import numpy as np
 import pytest
 import torch
+from device.virtual_device import VirtualDevice
 from hypothesis import given
 from hypothesis import strategies as st
-from loading.virtual_device import VirtualDevice
 from thoroughness import max_examples
 from torch.utils.data import Dataset
 

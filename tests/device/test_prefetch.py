@@ -20,10 +20,7 @@ import numpy as np
 import pytest
 import torch
 from albumentations.pytorch import ToTensorV2
-from hypothesis import given
-from hypothesis import strategies as st
-from lightning.fabric.utilities import move_data_to_device
-from loading.virtual_device import (
+from device.virtual_device import (
     HostStreams,
     VirtualDevice,
     VirtualStreams,
@@ -31,6 +28,9 @@ from loading.virtual_device import (
     consume,
     host_batches,
 )
+from hypothesis import given
+from hypothesis import strategies as st
+from lightning.fabric.utilities import move_data_to_device
 from thoroughness import max_examples
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset

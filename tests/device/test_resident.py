@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 from conformance.pieces import Linear, make_trainer
+from device.virtual_device import HostStreams
 from hypothesis import given
 from hypothesis import strategies as st
-from loading.virtual_device import HostStreams
 from thoroughness import max_examples
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
