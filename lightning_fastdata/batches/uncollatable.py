@@ -8,10 +8,10 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-from torch.utils.data._utils.collate import default_collate_fn_map
 
 from lightning_fastdata.augment.record.deferred import DeferredTensor
 from lightning_fastdata.batches.packed import LateStack
+from lightning_fastdata.torch_internals import default_collate_fn_map
 from lightning_fastdata.tree import leaves
 
 _REMEDIES: Final = {
