@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
 from lightning_fastdata.plugin.seams.for_one_run import replace_for_one_run
@@ -32,12 +31,10 @@ def overridden_hook(owner: object, name: str) -> Callable[..., Any] | None:
         return None
     if name in vars(owner):
         return getattr(owner, name)  # type: ignore[no-any-return]
-    # mypy does not see that classes can be hashed.
-    written = _written_in_class(type(owner), name)  # type: ignore[arg-type]
-    return getattr(owner, name) if written else None
+    # Asked anew each time: in a notebook a class gets hooks between two fits.
+    return getattr(owner, name) if _written_in_class(type(owner), name) else None
 
 
-@cache
 def _written_in_class(cls: type[Any], name: str) -> bool:
     definer = next((base for base in cls.__mro__ if name in vars(base)), None)
     if definer is None or definer.__name__ not in _BASES:
