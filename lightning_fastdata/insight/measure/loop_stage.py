@@ -13,13 +13,13 @@ from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.insight.measure.clock import CudaClock, HostClock, cuda_event
 from lightning_fastdata.insight.measure.stage_meter import StageMeter
 from lightning_fastdata.insight.measure.stage_stamps import StageStamps
-from lightning_fastdata.insight.model.loader_facts import LoaderFacts, read_loader
-from lightning_fastdata.insight.verdicts.verdict import judge
+from lightning_fastdata.insight.model.evidence import LoaderFacts, read_loader
+from lightning_fastdata.insight.verdicts.catalogue import judge
 from lightning_fastdata.loading.loader import FastDataLoader
 
 if TYPE_CHECKING:
     from lightning_fastdata.insight.measure.metrics import StageSummary
-    from lightning_fastdata.insight.verdicts.verdict import Verdict
+    from lightning_fastdata.insight.verdicts.catalogue import Verdict
     from lightning_fastdata.types import Stage
 
 

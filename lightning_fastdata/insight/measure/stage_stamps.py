@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from torch.utils.data import IterableDataset
 
-from lightning_fastdata.insight.model.worker_shares import busy_share
+from lightning_fastdata.insight.model.setups import busy_share
 from lightning_fastdata.insight.waits.sample_files import sample_path
 from lightning_fastdata.insight.waits.several_loaders import (
     LoaderTotals,

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Final, Protocol
 from lightning_fastdata.host.machine import describe_machine, read_versions
 from lightning_fastdata.insight.report.run_report import RunReport
 from lightning_fastdata.plugin.loggers import boards
+from lightning_fastdata.plugin.loggers.boards import chosen, custom_scalar_layout
 from lightning_fastdata.plugin.loggers.report_files import ReportFiles
-from lightning_fastdata.plugin.loggers.scalars import chosen, custom_scalar_layout
 from lightning_fastdata.plugin.seams.trainer_facts import attributes_of, own_datamodule
 from lightning_fastdata.plugin.watch.judging import RunJudge
 
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from lightning_fastdata.insight.measure.metrics import StageSummary
     from lightning_fastdata.insight.measure.wall import WallTime
     from lightning_fastdata.insight.model.evidence import Evidence
-    from lightning_fastdata.insight.verdicts.verdict import Verdict
+    from lightning_fastdata.insight.verdicts.catalogue import Verdict
+    from lightning_fastdata.plugin.loggers.boards import Scalars
     from lightning_fastdata.plugin.loggers.pictures import BatchPictures
     from lightning_fastdata.plugin.loggers.report_files import Misfortunes
-    from lightning_fastdata.plugin.loggers.scalars import Scalars
     from lightning_fastdata.plugin.watch.headroom import ReplayedSteps
     from lightning_fastdata.plugin.watch.recording import Recording
 
