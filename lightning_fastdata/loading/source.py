@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import torch
-from torch.utils.data import (
-    DataLoader,
-    IterableDataset,
-    IterDataPipe,
-    MapDataPipe,
-    default_collate,
-)
+from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, MapDataPipe, default_collate
 
 from lightning_fastdata.batches.collate import (
     FirstOfPairs,
@@ -28,7 +24,6 @@ from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.kinds import KINDS, executor_for
 from lightning_fastdata.host.memory import read_host_memory
 from lightning_fastdata.loading.kept_executor import KeptExecutor
-from lightning_fastdata.loading.worker_start import WorkerStart
 from lightning_fastdata.order.epoch_order import epoch_order
 from lightning_fastdata.order.repeats import spreading
 from lightning_fastdata.order.sampled import index_batches
@@ -46,6 +41,7 @@ if TYPE_CHECKING:
     from lightning_fastdata.randomness.shared_epoch import EpochCell
     from lightning_fastdata.stamps.own_stamps import WaitWatch
     from lightning_fastdata.types import Stage
+
 
 Source: TypeAlias = "DataLoader[Any] | KeptExecutor | ResidentBatches"
 
@@ -280,3 +276,26 @@ def _index_batches(settings: SourceSettings) -> Callable[[], Iterable[Any]]:
     if KINDS[settings.executor].gathers:
         return partial(index_batches, source)
     return partial(iter, source)
+
+
+class WorkerStart:
+    """Makes a worker a good neighbour, then runs the user's own ``worker_init_fn``.
+
+    It lets the training process go first, computes on one thread (torch sees to its own threads,
+    not to OpenCV's), and takes the sharing strategy of its parent, which only a forked one has.
+    """
+
+    def __init__(self, strategy: str, nice: int, then: Callable[[int], None] | None) -> None:
+        self.strategy = strategy
+        self.nice = nice
+        self.then = then
+
+    def __call__(self, worker_id: int) -> None:
+        """Prepare the worker process of this number."""
+        torch.multiprocessing.set_sharing_strategy(self.strategy)  # type: ignore[no-untyped-call]
+        if self.nice and hasattr(os, "nice"):
+            os.nice(self.nice)
+        if "cv2" in sys.modules:
+            sys.modules["cv2"].setNumThreads(0)
+        if self.then is not None:
+            self.then(worker_id)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_fastdata.host.processes import (
+from lightning_fastdata.host.usage import (
     parse_io,
     parse_pressure,
     parse_pss,

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from lightning_fastdata.host.cpu import CpuThrottling
-from lightning_fastdata.host.processes import ReadBytes
-from lightning_fastdata.host.usage import DeviceUsage, HostUsage
+from lightning_fastdata.host.usage import DeviceUsage, HostUsage, ReadBytes
 from lightning_fastdata.insight.measure.host_metrics import device_scalars, host_scalars
 from lightning_fastdata.insight.measure.metrics import StepTiming, columns_of
 from lightning_fastdata.insight.measure.wall import WallTime

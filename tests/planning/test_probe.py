@@ -26,7 +26,7 @@ from torch.utils.data import (
 
 from lightning_fastdata.host.cpu import CpuLimit, cpu_limit
 from lightning_fastdata.host.memory import HostMemory
-from lightning_fastdata.host.spent import queued_s
+from lightning_fastdata.host.usage import queued_s
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.planning.choose_executor import ExecutorChoice, choose_executor
 from lightning_fastdata.planning.facts.inspection import DatasetFacts, Questions, inspect_dataset

@@ -6,7 +6,7 @@ import dataclasses
 import time
 from typing import TYPE_CHECKING, Any
 
-from lightning_fastdata.host.spent import SpentMeter
+from lightning_fastdata.host.usage import SpentMeter
 from lightning_fastdata.insight.measure.timeline import StepTimeline
 from lightning_fastdata.insight.measure.window import MetricWindow
 from lightning_fastdata.insight.model.evidence import evidence_of, stage_evidence

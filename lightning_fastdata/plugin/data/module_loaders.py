@@ -33,7 +33,7 @@ from lightning_fastdata.plugin.data.sharing import settle_sharing, sharing_ranks
 from lightning_fastdata.plugin.placing.costs import ReadingProcesses
 from lightning_fastdata.plugin.placing.stage_plan import StagePlan
 from lightning_fastdata.plugin.seams.hooks import hook_against_device
-from lightning_fastdata.plugin.seams.trainer_facts import (
+from lightning_fastdata.plugin.seams.trainer import (
     device_type,
     first_epoch,
     running_stage,

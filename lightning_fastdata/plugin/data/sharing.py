@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from lightning_fastdata.errors import DatasetError
 from lightning_fastdata.order.epoch_order import EvaluationBatchSampler, dataset_length
 from lightning_fastdata.plugin.seams.internals import spreads_samples
-from lightning_fastdata.plugin.seams.sharing import average_exactly, silence_padding_warning
-from lightning_fastdata.plugin.seams.trainer_facts import running_stage
+from lightning_fastdata.plugin.seams.loaders import average_exactly, silence_padding_warning
+from lightning_fastdata.plugin.seams.trainer import running_stage
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from lightning_fastdata.plugin.seams.trainer_facts import attributes_of
+from lightning_fastdata.plugin.seams.internals import attributes_of
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from lightning_fastdata.batches.moving import batch_samples
 from lightning_fastdata.plugin.loggers.report_files import harmless
-from lightning_fastdata.plugin.seams.trainer_facts import steps_logged_by
+from lightning_fastdata.plugin.seams.trainer import steps_logged_by
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer

@@ -16,8 +16,8 @@ from lightning_fastdata.insight.model.simulate import simulate
 from lightning_fastdata.insight.verdicts.verdict import judge
 from lightning_fastdata.insight.waits.ranks import rank_evidence
 from lightning_fastdata.insight.waits.several_loaders import costliest
-from lightning_fastdata.plugin.seams.sources import flattened, keyed
-from lightning_fastdata.plugin.seams.trainer_facts import own_datamodule, written_hook
+from lightning_fastdata.plugin.seams.loaders import flattened, keyed
+from lightning_fastdata.plugin.seams.trainer import own_datamodule, written_hook
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

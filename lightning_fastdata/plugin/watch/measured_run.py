@@ -12,7 +12,8 @@ from lightning_fastdata.insight.report.run_report import RunReport
 from lightning_fastdata.plugin.loggers import boards
 from lightning_fastdata.plugin.loggers.report_files import ReportFiles
 from lightning_fastdata.plugin.loggers.scalars import chosen, custom_scalar_layout
-from lightning_fastdata.plugin.seams.trainer_facts import attributes_of, own_datamodule
+from lightning_fastdata.plugin.seams.internals import attributes_of
+from lightning_fastdata.plugin.seams.trainer import own_datamodule
 from lightning_fastdata.plugin.watch.judging import RunJudge
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Final
 from lightning_fastdata.insight.measure.clock import CudaClock
 from lightning_fastdata.insight.measure.stage_meter import StageMeter
 from lightning_fastdata.insight.measure.stage_stamps import StageStamps
+from lightning_fastdata.plugin.seams.loaders import flattened, keyed
 from lightning_fastdata.plugin.seams.profiler_tee import Listener
-from lightning_fastdata.plugin.seams.sources import flattened, keyed
 from lightning_fastdata.plugin.watch.host_metrics import HostMeter
 from lightning_fastdata.plugin.watch.wall_watch import HOOKS_OF, WallWatch
 

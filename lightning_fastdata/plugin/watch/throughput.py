@@ -19,14 +19,15 @@ from lightning_fastdata.plugin.loggers import boards
 from lightning_fastdata.plugin.loggers.pictures import PictureSettings, pictures_of
 from lightning_fastdata.plugin.loggers.report_files import Misfortunes, harmless, print_report
 from lightning_fastdata.plugin.loggers.scalars import PREDICTED_STEP, Scalars, wall_scalars
-from lightning_fastdata.plugin.seams.hook_on_instance import augment_foreign_batches
+from lightning_fastdata.plugin.seams.hooks import augment_foreign_batches
+from lightning_fastdata.plugin.seams.loaders import watch_sources
 from lightning_fastdata.plugin.seams.profiler_tee import Listener, attach
-from lightning_fastdata.plugin.seams.progress_bar import close_progress_bar, print_line
-from lightning_fastdata.plugin.seams.sources import watch_sources
-from lightning_fastdata.plugin.seams.trainer_facts import (
+from lightning_fastdata.plugin.seams.trainer import (
     augmenting_stages,
     check_hooks_run,
+    close_progress_bar,
     own_datamodule,
+    print_line,
     steps_logged_by,
 )
 from lightning_fastdata.plugin.watch.evaluation_hooks import NOT_MEASURED, EvaluationHooks

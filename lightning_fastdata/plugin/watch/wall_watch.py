@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from lightning_fastdata.insight.measure.wall import Activity, WallClock
 from lightning_fastdata.plugin.seams.hooks import overridden_hook
-from lightning_fastdata.plugin.seams.trainer_facts import attributes_of
+from lightning_fastdata.plugin.seams.internals import attributes_of
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer

@@ -1,21 +1,30 @@
-"""What a data module and a callback ask their trainer; the former may have none."""
+"""What a data module and a callback ask of their trainer; the former may have none."""
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lightning_fastdata.errors import TransformError
 from lightning_fastdata.plugin.contracts import DataModule
-from lightning_fastdata.plugin.seams.hooks import overridden_hook
-from lightning_fastdata.plugin.seams.internals import batches_that_stepped, began_from_file
+from lightning_fastdata.plugin.seams.hooks import PACKAGES, overridden_hook
+from lightning_fastdata.plugin.seams.internals import (
+    attributes_of,
+    batches_that_stepped,
+    began_from_file,
+)
 from lightning_fastdata.types import Stage
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Callback, LightningModule, Trainer
+    from collections.abc import Iterator
+
+    from lightning.pytorch import LightningModule, Trainer
+
 
 _STAGE_OF_FN: dict[str, Stage] = {
     "fit": "train",
@@ -23,21 +32,6 @@ _STAGE_OF_FN: dict[str, Stage] = {
     "test": "test",
     "predict": "predict",
 }
-
-
-class TrainerAttributes(Protocol):
-    """Attributes of a trainer that other classes of Lightning set, unseen by a type checker."""
-
-    datamodule: object
-    callbacks: list[Callback]
-    profiler: Any
-    fast_dev_run: bool | int
-    log_every_n_steps: int
-
-
-def attributes_of(trainer: Trainer) -> TrainerAttributes:
-    """Return the trainer, with types for the attributes that its class does not declare."""
-    return cast("TrainerAttributes", trainer)
 
 
 def own_datamodule(trainer: Trainer) -> DataModule | None:
@@ -129,3 +123,57 @@ def check_hooks_run(pl_module: LightningModule) -> None:
             "never run. Use training_step(batch, batch_idx), or call the transform in the step "
             "and leave out `augment`."
         )
+
+
+def print_line(trainer: Trainer, text: str) -> None:
+    """Print a line above the bar, if there is one."""
+    bar = trainer.progress_bar_callback
+    if bar is not None and getattr(bar, "is_enabled", False):
+        bar.print(text)
+        return
+    from rich.console import Console
+
+    Console().print(text, soft_wrap=True, highlight=False, markup=False)
+
+
+def close_progress_bar(trainer: Trainer) -> None:
+    """Close the bar, whose own teardown may come after ours and would draw over the summary.
+
+    Both of Lightning's bars are closed by these public names, and closing twice is harmless.
+    """
+    bar = trainer.progress_bar_callback
+    rich_progress = getattr(bar, "progress", None)
+    if rich_progress is not None:
+        rich_progress.stop()
+        return
+    for stage in ("train", "val", "test", "predict"):
+        with suppress(AttributeError, TypeError):  # TQDM's raise a TypeError before first use
+            getattr(bar, f"{stage}_progress_bar").close()
+
+
+@contextmanager
+def unseen_steps(trainer: Trainer, pl_module: LightningModule) -> Iterator[None]:
+    """Hide what happens in the block from callbacks, loggers and profiler; ``self.log`` is silent.
+
+    All that is replaced for it is as it was behind the block.
+    """
+    modules = (kind.__module__ for kind in type(trainer).__mro__)
+    package = next(name for name in modules if name.startswith(PACKAGES)).split(".trainer")[0]
+    loggers = importlib.import_module(f"{package}.loggers.logger")
+    profilers = importlib.import_module(f"{package}.profilers")
+    hidden = attributes_of(trainer)
+    kept = hidden.callbacks, trainer.loggers, hidden.profiler
+    attributes = vars(pl_module)
+    shadows = {name: attributes.get(name) for name in ("log", "log_dict")}
+    hidden.callbacks = []
+    trainer.loggers = [loggers.DummyLogger() for _ in trainer.loggers]
+    hidden.profiler = profilers.PassThroughProfiler()
+    attributes.update(dict.fromkeys(shadows, lambda *_, **__: None))
+    try:
+        yield
+    finally:
+        hidden.callbacks, trainer.loggers, hidden.profiler = kept
+        for name, shadow in shadows.items():
+            del attributes[name]
+            if shadow is not None:
+                attributes[name] = shadow
