@@ -22,13 +22,10 @@ than the second."""
 
 
 def keep_freed_memory() -> bool:
-    """Have this process keep what it frees, for the next batch, instead of giving it back.
+    """Have this process keep what it frees for the next batch; False where glibc cannot be set so.
 
     glibc gives large blocks back at once, and the system clears each page of the next one: for a
     batch of 12 MB that is 3000 page faults, a third of what a worker spends on decoded images.
-
-    Returns:
-        Whether it does now: where the C library is glibc, and takes the setting.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
