@@ -1,10 +1,12 @@
-"""Which hooks users wrote, whose transfer hooks Lightning calls, and augmentation in one."""
+"""Which hooks users wrote, which of them Lightning calls, and augmentation in one of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, Final
 
+from lightning_fastdata.attributes import held
 from lightning_fastdata.batches.moving import batch_samples
 from lightning_fastdata.plugin.seams.internals import (
     attributes_of,
@@ -20,30 +22,31 @@ if TYPE_CHECKING:
     from lightning_fastdata.plugin.contracts import DataModule
     from lightning_fastdata.types import Batch
 
-
 HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 PACKAGES: Final = ("lightning.pytorch.", "pytorch_lightning.")
 """How the modules of Lightning's two packages begin."""
 _BASES: Final = frozenset({"Callback", "DataHooks", "LightningModule", "ModelHooks"})
 """Classes of Lightning in which hooks are declared, so that it finds one wherever it asks."""
+_HOOK: Final = HOOKS[2]
+_STEPS: Final = "fastdata_steps"
+_EARLIER: Final = "fastdata_earlier"
 
 
 def overridden_hook(owner: object, name: str) -> Callable[..., Any] | None:
-    """Return the bound hook that somebody wrote on this object or in its class, or None.
+    """Return the bound hook that a user wrote on this object or in its class, or None.
 
     Args:
         owner: A LightningModule, a LightningDataModule or a callback; or None.
         name: Of the hook.
     """
-    if owner is None:
-        return None
-    if name in vars(owner):
-        return getattr(owner, name)  # type: ignore[no-any-return]
     # Asked anew each time: in a notebook a class gets hooks between two fits.
-    return getattr(owner, name) if _written_in_class(type(owner), name) else None
+    if owner is None or not (name in vars(owner) or _written_in_class(type(owner), name)):
+        return None
+    hook: Callable[..., Any] = getattr(owner, name)
+    return hook
 
 
-def _written_in_class(cls: type[Any], name: str) -> bool:
+def _written_in_class(cls: type[object], name: str) -> bool:
     definer = next((base for base in cls.__mro__ if name in vars(base)), None)
     if definer is None or definer.__name__ not in _BASES:
         return definer is not None
@@ -56,11 +59,11 @@ def hook_against_device(data: DataModule) -> str | None:
     Of a data module's own hooks those are right that call ``super()``. The LightningModule's
     ``on_after_batch_transfer`` comes after ours.
     """
-    module = None if data.trainer is None else data.trainer.lightning_module
-    for name in HOOKS:
-        code = getattr(getattr(type(data), name), "__code__", None)
-        if name in data.written_hooks() and "super" not in getattr(code, "co_names", ()):
+    for name in data.written_hooks() & set(HOOKS):
+        hook = getattr(type(data), name)
+        if not (isinstance(hook, FunctionType) and "super" in hook.__code__.co_names):
             return f"{type(data).__name__}.{name} does not call super(), which has them computed"
+    module = None if data.trainer is None else data.trainer.lightning_module
     for name in HOOKS[:2]:
         if overridden_hook(module, name) is not None:
             return (
@@ -101,9 +104,6 @@ class _ChoosesOwn:
         return self.datamodule if hook_name in self.names else self.ask(hook_name)
 
 
-HOOK = "on_after_batch_transfer"
-
-
 def augment_foreign_batches(
     trainer: Trainer,
     pl_module: LightningModule,
@@ -127,16 +127,17 @@ def augment_foreign_batches(
             and loggers send an example input through the same hook.
     """
     datamodule = attributes_of(trainer).datamodule
-    owner: object = pl_module
-    if overridden_hook(datamodule, HOOK) is not None:
-        owner = datamodule
-    progress = _Progress()
+    owner = pl_module if overridden_hook(datamodule, _HOOK) is None else datamodule
+    epoch, samples = -1, 0  # of this epoch that were augmented
 
     def augment(batch: Batch) -> Batch:
+        nonlocal epoch, samples
         if batch is None or not trainer.training or not in_transfer():
             return batch
-        key = SampleKey(seed, trainer.current_epoch, progress.samples_before(trainer.current_epoch))
-        progress.samples += batch_samples(batch)
+        if trainer.current_epoch != epoch:
+            epoch, samples = trainer.current_epoch, 0
+        key = SampleKey(seed, epoch, samples)
+        samples += batch_samples(batch)
         # Lightning converts to the precision's dtype before the transfer; uint8 images became
         # floating point only now.
         return trainer.precision_plugin.convert_input(transform.apply_unprepared(batch, key))
@@ -153,16 +154,14 @@ def augment_foreign_batches(
     return stop
 
 
-_STEPS = "fastdata_steps"
-
-
 def _steps_before_hook(owner: object) -> list[Callable[[Batch], Batch]]:
     """Return the functions that run before the owner's hook, installing them if need be."""
-    installed: Any = vars(owner).get(HOOK)
-    if hasattr(installed, _STEPS):
-        return getattr(installed, _STEPS)  # type: ignore[no-any-return]
-    earlier = getattr(owner, HOOK)
-    steps: list[Callable[[Batch], Batch]] = []
+    installed = vars(owner).get(_HOOK)
+    steps: list[Callable[[Batch], Batch]] | None = held(installed, _STEPS)
+    if steps is not None:
+        return steps
+    earlier = getattr(owner, _HOOK)
+    steps = []
 
     # A plain function without __wrapped__: Lightning compares its code with the default hook's.
     def on_after_batch_transfer(batch: Batch, dataloader_idx: int) -> Batch:
@@ -170,30 +169,15 @@ def _steps_before_hook(owner: object) -> list[Callable[[Batch], Batch]]:
             batch = step(batch)
         return earlier(batch, dataloader_idx)
 
-    setattr(on_after_batch_transfer, _STEPS, steps)
-    on_after_batch_transfer.earlier_attribute = installed  # type: ignore[attr-defined]
-    vars(owner)[HOOK] = on_after_batch_transfer
+    vars(on_after_batch_transfer).update({_STEPS: steps, _EARLIER: installed})
+    vars(owner)[_HOOK] = on_after_batch_transfer
     return steps
 
 
 def _restore_hook(owner: object) -> None:
-    installed: Any = vars(owner).get(HOOK)
-    if not hasattr(installed, _STEPS):
+    installed = vars(owner).get(_HOOK)
+    if held(installed, _STEPS) is None:
         return
-    if installed.earlier_attribute is None:
-        del vars(owner)[HOOK]
-    else:
-        vars(owner)[HOOK] = installed.earlier_attribute
-
-
-class _Progress:
-    """How many samples of the current epoch were augmented."""
-
-    def __init__(self) -> None:
-        self.epoch = -1
-        self.samples = 0
-
-    def samples_before(self, epoch: int) -> int:
-        if epoch != self.epoch:
-            self.epoch, self.samples = epoch, 0
-        return self.samples
+    del vars(owner)[_HOOK]
+    if held(installed, _EARLIER) is not None:
+        vars(owner)[_HOOK] = held(installed, _EARLIER)

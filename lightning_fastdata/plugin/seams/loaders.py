@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 
 import torch
+from torch.utils.data import DataLoader
 
 from lightning_fastdata.insight.waits.several_loaders import LoaderKey
 from lightning_fastdata.order.epoch_order import (
@@ -18,6 +19,7 @@ from lightning_fastdata.order.epoch_order import (
 from lightning_fastdata.plugin.seams.internals import (
     data_connector,
     data_source,
+    itself,
     replace_for_one_run,
 )
 
@@ -26,9 +28,21 @@ if TYPE_CHECKING:
 
     from lightning_fastdata.types import Stage
 
+_PADDED: Final = "Using `DistributedSampler` with the dataloaders. During `trainer."
+
+
+@runtime_checkable
+class _Combined(Protocol):
+    """Lightning's CombinedLoader, of either package."""
+
+    @property
+    def iterables(self) -> object: ...
+    @property
+    def flattened(self) -> object: ...
+
 
 def watch_sources(
-    trainer: Trainer, stages: Collection[Stage], watch: Callable[[Stage, Any], None]
+    trainer: Trainer, stages: Collection[Stage], watch: Callable[[Stage, object], None]
 ) -> Callable[[], None]:
     """Show a trainer's loaders before they are iterated, and return what stops that.
 
@@ -49,9 +63,7 @@ def watch_sources(
     ]
     shown = []
     for stage, loop in loops:
-        if stage not in stages:
-            continue
-        source = data_source(loop)
+        source = data_source(loop) if stage in stages else None
         if source is not None:
             vars(source)["dataloader"] = _ShownLoaders(source.dataloader, stage, watch)
             shown.append(source)
@@ -64,55 +76,42 @@ def watch_sources(
 
 
 class _ShownLoaders:
-    """Asks for loaders and shows them to somebody."""
+    """A data source's ``dataloader``, which shows what it returns."""
 
     def __init__(
-        self, ask: Callable[[], Any], stage: Stage, watch: Callable[[Stage, Any], None]
+        self, ask: Callable[[], object], stage: Stage, watch: Callable[[Stage, object], None]
     ) -> None:
         self.ask = ask
         self.stage = stage
         self.watch = watch
 
-    def __call__(self) -> Any:
+    def __call__(self) -> object:
         loaders = self.ask()
         self.watch(self.stage, loaders)
         return loaders
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object]]:
         # A copy of the trainer is not measured.
-        return _itself, (self.ask,)
+        return itself, (self.ask,)
 
 
-def _itself(value: Any) -> Any:
-    return value
-
-
-def flattened(loaders: Any) -> Iterator[Any]:
+def flattened(loaders: object) -> Iterator[Any]:
     """Return a trainer's loaders one by one, in whatever form they come."""
-    if loaders is None:
-        return
-    # Lightning's CombinedLoader.
-    loaders = getattr(loaders, "flattened", loaders)
-    if isinstance(loaders, Mapping):
-        loaders = list(loaders.values())
-    if isinstance(loaders, list | tuple):
-        for loader in loaders:
-            yield from flattened(loader)
-    else:
-        yield loaders
+    return (loader for _, loader in _with_paths(loaders, ()))
 
 
-def keyed(loaders: Any) -> list[tuple[LoaderKey, Any]]:
+def keyed(loaders: object) -> list[tuple[LoaderKey, Any]]:
     """Return several loaders with their keys as the user wrote them; empty if there is one."""
-    # Lightning's CombinedLoader has them as they were given.
-    found = list(_with_paths(getattr(loaders, "iterables", loaders), ()))
-    if len(found) < 2:
-        return []
-    return [(LoaderKey(path), loader) for path, loader in found]
+    found = [(LoaderKey(path), loader) for path, loader in _with_paths(loaders, ())]
+    return found if len(found) > 1 else []
 
 
-def _with_paths(loaders: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    inner: Iterable[tuple[Any, Any]]
+def _with_paths(
+    loaders: object, path: tuple[object, ...]
+) -> Iterator[tuple[tuple[object, ...], Any]]:
+    if isinstance(loaders, _Combined):
+        loaders = loaders.iterables
+    inner: Iterable[tuple[object, object]]
     if isinstance(loaders, Mapping):
         inner = loaders.items()
     elif isinstance(loaders, list | tuple):
@@ -123,9 +122,6 @@ def _with_paths(loaders: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any
         return
     for key, loader in inner:
         yield from _with_paths(loader, (*path, key))
-
-
-_PADDED: Final = "Using `DistributedSampler` with the dataloaders. During `trainer."
 
 
 def average_exactly(trainer: Trainer) -> None:
@@ -143,13 +139,13 @@ def average_exactly(trainer: Trainer) -> None:
 class _ExactReduce:
     """A strategy's ``reduce`` whose means of integers are floating-point numbers."""
 
-    def __init__(self, reduce: Callable[..., Any]) -> None:
+    def __init__(self, reduce: Callable[..., object]) -> None:
         self.reduce = reduce
 
-    def __call__(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        whole = isinstance(tensor, torch.Tensor) and not tensor.is_floating_point()
-        if whole and not tensor.is_complex() and reduce_op in ("mean", "avg"):
-            tensor = tensor.to(torch.get_default_dtype())
+    def __call__(self, tensor: object, group: object = None, reduce_op: object = "mean") -> object:
+        if isinstance(tensor, torch.Tensor) and reduce_op in ("mean", "avg"):
+            whole = not (tensor.is_floating_point() or tensor.is_complex())
+            tensor = tensor.to(torch.get_default_dtype()) if whole else tensor
         return self.reduce(tensor, group=group, reduce_op=reduce_op)
 
 
@@ -159,12 +155,10 @@ def silence_padding_warning(trainer: Trainer) -> None:
     The warning of every other loader is given.
     """
     connector = data_connector(trainer)
-    if connector is None:
+    if connector is None or isinstance(connector._prepare_dataloader, _QuietPrepare):
         return
-    prepare = connector._prepare_dataloader
-    if not isinstance(prepare, _QuietPrepare):
-        quiet = _QuietPrepare(prepare, trainer.world_size)
-        replace_for_one_run(trainer, connector, "_prepare_dataloader", quiet)
+    quiet = _QuietPrepare(connector._prepare_dataloader, trainer.world_size)
+    replace_for_one_run(trainer, connector, "_prepare_dataloader", quiet)
 
 
 class _QuietPrepare:
@@ -174,7 +168,7 @@ class _QuietPrepare:
         self.prepare = prepare
         self.ranks = ranks
 
-    def __call__(self, dataloader: object, *args: Any, **kwargs: Any) -> object:
+    def __call__(self, dataloader: object, *args: object, **kwargs: object) -> object:
         with warnings.catch_warnings():
             if is_shared_evenly(dataloader, self.ranks):
                 message = re.escape(_PADDED)
@@ -182,10 +176,9 @@ class _QuietPrepare:
             return self.prepare(dataloader, *args, **kwargs)
 
 
-def is_shared_evenly(loader: Any, ranks: int) -> bool:
+def is_shared_evenly(loader: object, ranks: int) -> bool:
     """Return whether ranks share a loader's samples, each once and in as many batches on each."""
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    if not isinstance(batch_sampler, EvaluationBatchSampler):
+    sampler = loader.batch_sampler if isinstance(loader, DataLoader) else None
+    if not isinstance(sampler, EvaluationBatchSampler) or not isinstance(loader, DataLoader):
         return False
-    length = dataset_length(loader.dataset) or 0
-    return can_share_evenly(length, batch_sampler.batch_size, ranks)
+    return can_share_evenly(dataset_length(loader.dataset) or 0, sampler.batch_size, ranks)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 
+from lightning_fastdata.attributes import held
 from lightning_fastdata.errors import TransformError
 from lightning_fastdata.plugin.contracts import DataModule
 from lightning_fastdata.plugin.seams.hooks import PACKAGES, overridden_hook
@@ -18,13 +19,10 @@ from lightning_fastdata.plugin.seams.internals import (
     batches_that_stepped,
     began_from_file,
 )
-from lightning_fastdata.types import Stage
+from lightning_fastdata.types import STAGES, Stage
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from lightning.pytorch import LightningModule, Trainer
-
 
 _STAGE_OF_FN: dict[str, Stage] = {
     "fit": "train",
@@ -32,6 +30,15 @@ _STAGE_OF_FN: dict[str, Stage] = {
     "test": "test",
     "predict": "predict",
 }
+
+
+@runtime_checkable
+class _PrintingBar(Protocol):
+    """A progress bar that prints above itself while it is shown."""
+
+    @property
+    def is_enabled(self) -> bool: ...
+    def print(self, *args: Any, **kwargs: Any) -> None: ...
 
 
 def own_datamodule(trainer: Trainer) -> DataModule | None:
@@ -83,23 +90,16 @@ def augmenting_stages(trainer: Trainer, pl_module: LightningModule) -> Callable[
 
     A data module knows it once it has made the stage's loaders.
     """
-    hook = "on_after_batch_transfer"
-    ours, written = own_datamodule(trainer), overridden_hook(pl_module, hook) is not None
-    if ours is not None and not written:
-        return ours.augments_on_device
-    written = written or overridden_hook(attributes_of(trainer).datamodule, hook) is not None
-    return lambda _stage: written
+    ours = own_datamodule(trainer)
+    owners = [pl_module] if ours is not None else [pl_module, attributes_of(trainer).datamodule]
+    written = any(overridden_hook(owner, "on_after_batch_transfer") for owner in owners)
+    return ours.augments_on_device if ours is not None and not written else lambda _stage: written
 
 
 def written_hook(trainer: Trainer, name: str) -> str:
-    """Return which transfer hook of the user runs, e.g. ``"Net.on_after_batch_transfer"``.
+    """Return which transfer hook of the user runs, e.g. ``"Net.on_after_batch_transfer"``, or "".
 
-    Args:
-        trainer: Lightning calls that of its data module, if it has one of its own.
-        name: Of the hook.
-
-    Returns:
-        Its class and name; empty if nobody wrote one.
+    Lightning calls that of its data module, if it has one of its own.
     """
     data, module = attributes_of(trainer).datamodule, trainer.lightning_module
     ours = own_datamodule(trainer)
@@ -127,8 +127,8 @@ def check_hooks_run(pl_module: LightningModule) -> None:
 
 def print_line(trainer: Trainer, text: str) -> None:
     """Print a line above the bar, if there is one."""
-    bar = trainer.progress_bar_callback
-    if bar is not None and getattr(bar, "is_enabled", False):
+    bar: object = trainer.progress_bar_callback
+    if isinstance(bar, _PrintingBar) and bar.is_enabled:
         bar.print(text)
         return
     from rich.console import Console
@@ -142,11 +142,11 @@ def close_progress_bar(trainer: Trainer) -> None:
     Both of Lightning's bars are closed by these public names, and closing twice is harmless.
     """
     bar = trainer.progress_bar_callback
-    rich_progress = getattr(bar, "progress", None)
+    rich_progress = held(bar, "progress")
     if rich_progress is not None:
         rich_progress.stop()
         return
-    for stage in ("train", "val", "test", "predict"):
+    for stage in STAGES:
         with suppress(AttributeError, TypeError):  # TQDM's raise a TypeError before first use
             getattr(bar, f"{stage}_progress_bar").close()
 
@@ -161,19 +161,20 @@ def unseen_steps(trainer: Trainer, pl_module: LightningModule) -> Iterator[None]
     package = next(name for name in modules if name.startswith(PACKAGES)).split(".trainer")[0]
     loggers = importlib.import_module(f"{package}.loggers.logger")
     profilers = importlib.import_module(f"{package}.profilers")
-    hidden = attributes_of(trainer)
+    hidden, attributes = attributes_of(trainer), vars(pl_module)
     kept = hidden.callbacks, trainer.loggers, hidden.profiler
-    attributes = vars(pl_module)
-    shadows = {name: attributes.get(name) for name in ("log", "log_dict")}
+    shadowed = {name: attributes[name] for name in {"log", "log_dict"} & attributes.keys()}
     hidden.callbacks = []
     trainer.loggers = [loggers.DummyLogger() for _ in trainer.loggers]
     hidden.profiler = profilers.PassThroughProfiler()
-    attributes.update(dict.fromkeys(shadows, lambda *_, **__: None))
+    attributes.update(log=_log_nothing, log_dict=_log_nothing)
     try:
         yield
     finally:
         hidden.callbacks, trainer.loggers, hidden.profiler = kept
-        for name, shadow in shadows.items():
-            del attributes[name]
-            if shadow is not None:
-                attributes[name] = shadow
+        del attributes["log"], attributes["log_dict"]
+        attributes.update(shadowed)
+
+
+def _log_nothing(*_: object, **__: object) -> None:
+    """Take the place of ``self.log`` and ``self.log_dict``."""
