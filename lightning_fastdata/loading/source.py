@@ -148,16 +148,15 @@ def open_source(
         return _open_executor(settings, dataset, collate_fn, epochs, reported)
     if stamps is not None:
         dataset, collate_fn = stamped(dataset, collate_fn)
-    order: dict[str, Any]
-    if streamed:
-        order = {"batch_size": settings.batch_size, "drop_last": settings.drop_last}
-    elif makes_batches(settings):
-        order = {"batch_sampler": settings.batch_sampler}
-    else:
-        order = {"batch_size": None, "sampler": settings.sampler}
-    if stamps is not None and not streamed:
+    order: dict[str, Any] = {"batch_size": settings.batch_size, "drop_last": settings.drop_last}
+    if not streamed:
         name = "batch_sampler" if makes_batches(settings) else "sampler"
-        order[name] = WatchedSampler(order[name], stamps)
+        indices = getattr(settings, name)
+        order = {"batch_size": 1 if makes_batches(settings) else None}
+        order[name] = indices if stamps is None else WatchedSampler(indices, stamps)
+    start = settings.worker_init_fn
+    if settings.num_workers:
+        start = WorkerStart(settings.worker_nice, start if stamps is None else ShowDataset(start))
     return DataLoader(
         dataset,
         **order,
@@ -165,7 +164,7 @@ def open_source(
         collate_fn=collate_fn,
         pin_memory=settings.pin_memory,
         timeout=settings.timeout,
-        worker_init_fn=_worker_start(settings, stamped=stamps is not None),
+        worker_init_fn=start,
         multiprocessing_context=settings.multiprocessing_context,
         generator=settings.generator,
         prefetch_factor=settings.prefetch_factor,
@@ -240,16 +239,16 @@ def _open_executor(
         context=settings.multiprocessing_context,
         look_ahead=ahead,
         memory_limit_bytes=read_host_memory().available_bytes // 4,
-        sharing_strategy=torch.multiprocessing.get_sharing_strategy(),  # type: ignore[no-untyped-call]
+        sharing_strategy=_sharing_strategy(),
         niceness=settings.worker_nice,
     )
     staged = isinstance(collate_fn, StagingCollate | RecordedCollate)
     return KeptExecutor(
-        executor,
-        plan,
+        name=executor,
+        plan=plan,
         batches=_index_batches(settings),
         epoch=epochs.get,
-        order=partial(epoch_order, settings.batch_sampler) if makes_batches(settings) else None,
+        order=partial(epoch_order, settings.batch_sampler),
         workers=settings.num_workers,
         persistent=settings.persistent_workers,
         staged=None if staged else settings.staged,
@@ -258,15 +257,6 @@ def _open_executor(
         generator=settings.generator,
         reported_batches=partial(reported.get, "batches") if streamed else None,
     )
-
-
-def _worker_start(settings: SourceSettings, *, stamped: bool) -> Callable[[int], None] | None:
-    then = settings.worker_init_fn
-    if settings.num_workers == 0:
-        return then
-    strategy = torch.multiprocessing.get_sharing_strategy()  # type: ignore[no-untyped-call]
-    then = ShowDataset(then) if stamped else then
-    return WorkerStart(strategy, settings.worker_nice, then)
 
 
 def _index_batches(settings: SourceSettings) -> Callable[[], Iterable[Any]]:
@@ -279,14 +269,14 @@ def _index_batches(settings: SourceSettings) -> Callable[[], Iterable[Any]]:
 
 
 class WorkerStart:
-    """Makes a worker a good neighbour, then runs the user's own ``worker_init_fn``.
+    """Prepares a worker process of torch, then runs the user's own ``worker_init_fn``.
 
     It lets the training process go first, computes on one thread (torch sees to its own threads,
     not to OpenCV's), and takes the sharing strategy of its parent, which only a forked one has.
     """
 
-    def __init__(self, strategy: str, nice: int, then: Callable[[int], None] | None) -> None:
-        self.strategy = strategy
+    def __init__(self, nice: int, then: Callable[[int], None] | None) -> None:
+        self.strategy = _sharing_strategy()
         self.nice = nice
         self.then = then
 
@@ -299,3 +289,8 @@ class WorkerStart:
             sys.modules["cv2"].setNumThreads(0)
         if self.then is not None:
             self.then(worker_id)
+
+
+def _sharing_strategy() -> str:
+    strategy: str = torch.multiprocessing.get_sharing_strategy()  # type: ignore[no-untyped-call]
+    return strategy
