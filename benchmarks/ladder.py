@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -22,6 +21,9 @@ from turns import arguments, in_turn, ratio, spread, write
 
 from lightning_fastdata import FastDataModule, LoaderOptions
 from lightning_fastdata.loading.loader import FastDataLoader
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
 
 SAMPLES, BATCH, BATCHES, SLEEP_S, SIDE = 512, 32, 160, 0.005, 224
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -7,13 +7,15 @@ import json
 import os
 import platform
 import statistics
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lightning_fastdata.host.machine import describe_machine, read_versions
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
 
 
 def arguments(what: str, *, rounds: int = 5) -> argparse.ArgumentParser:

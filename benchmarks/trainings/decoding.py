@@ -5,8 +5,7 @@ from __future__ import annotations
 import random
 import re
 import struct
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -14,6 +13,9 @@ from PIL import Image
 from torch.utils.data import ConcatDataset, Dataset, default_collate
 
 from trainings.parts import Accepted, Load, Made, Model, several
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 class Records(Dataset[torch.Tensor]):

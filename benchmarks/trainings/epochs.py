@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
@@ -15,6 +13,10 @@ from trainings.crowds import Chores
 from trainings.decoding import Rows
 from trainings.parts import Accepted, Load, Made, Model, several, spin
 from trainings.storage import ObjectStore
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
 
 
 def validated(_: Path, form: Any, val_form: Any, sample_s: float, val_batches: int) -> Made:

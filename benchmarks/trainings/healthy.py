@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -12,6 +11,9 @@ from torch.utils.data import Dataset, TensorDataset
 from trainings.decoding import Records, Rows
 from trainings.parts import Healthy, Load, Made, Model, several, spin
 from trainings.storage import ObjectStore
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 class Mapped(Dataset[torch.Tensor]):

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as lightning
 import torch
@@ -16,6 +14,10 @@ from torch.utils.data import Dataset, Sampler
 
 from trainings.decoding import Rows
 from trainings.parts import Accepted, Load, Made, Model, several, spin
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
 
 
 class WeightedDraws(Sampler[int]):

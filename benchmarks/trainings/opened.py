@@ -5,8 +5,7 @@ from __future__ import annotations
 import io
 import sqlite3
 import zipfile
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import h5py
 import numpy as np
@@ -14,6 +13,9 @@ import torch
 from torch.utils.data import Dataset
 
 from trainings.parts import Accepted, Load, Made, Model, several
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 class Sqlite(Dataset[torch.Tensor]):

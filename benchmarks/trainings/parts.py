@@ -6,14 +6,16 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import lightning.pytorch as lightning
 import torch
 from torch.utils.data import DataLoader
 
 from lightning_fastdata import FastDataLoader, FastDataModule, LoaderOptions
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 CPUS = len(os.sched_getaffinity(0))
 

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightning_fastdata.augment.callables import plain_tensors, table
-from lightning_fastdata.augment.collated_batches import OnCpu
 from lightning_fastdata.augment.ops.output import OutputForm, convert_output
 from lightning_fastdata.augment.pipeline.fields import (
     Fields,
@@ -22,8 +21,7 @@ from lightning_fastdata.augment.record.drawn import (
     carry_out,
     draw_samples,
 )
-from lightning_fastdata.augment.record.worker import convert_images
-from lightning_fastdata.augment.replay.layouts import places_of
+from lightning_fastdata.augment.record.targets import convert_images, places_of
 from lightning_fastdata.augment.transform import BatchTransform
 from lightning_fastdata.errors import BatchError
 from lightning_fastdata.types import SampleKey
@@ -31,6 +29,7 @@ from lightning_fastdata.types import SampleKey
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from lightning_fastdata.augment.collated_batches import OnCpu
     from lightning_fastdata.augment.replay.program import Draws
     from lightning_fastdata.types import Batch
 

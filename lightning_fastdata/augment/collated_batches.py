@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, cast, get_args
 
 import numpy as np
@@ -20,12 +19,13 @@ from lightning_fastdata.augment.pipeline.fields import (
 )
 from lightning_fastdata.augment.pipeline.plan import OF_BYTES, analyse
 from lightning_fastdata.augment.pipeline.values import Values
-from lightning_fastdata.augment.record.tape import Recorder, phantom, target_roles
-from lightning_fastdata.augment.replay.layouts import (
+from lightning_fastdata.augment.record.tape import Recorder, phantom
+from lightning_fastdata.augment.record.targets import (
     channels_as_given,
     channels_behind,
     check_images,
     places_of,
+    target_roles,
 )
 from lightning_fastdata.augment.replay.program import compile_tapes
 from lightning_fastdata.augment.replay.torch import put_rows, replay_image
@@ -33,6 +33,8 @@ from lightning_fastdata.errors import OptionsError, TransformError
 from lightning_fastdata.randomness.seeds import reseed
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from lightning_fastdata.augment.ops.operation import DeviceOp, Tape
     from lightning_fastdata.augment.pipeline.plan import Plan
     from lightning_fastdata.augment.pipeline.values import States

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final
@@ -15,6 +14,8 @@ from torch.utils.data import default_collate
 from lightning_fastdata.batches.packed import tensor_over
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
     from numpy.typing import NDArray
 
 _ALIGNMENT_BYTES: Final = 64

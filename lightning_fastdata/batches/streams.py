@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from contextlib import AbstractContextManager
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
 
 
 class StreamEvent(Protocol):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +18,8 @@ from lightning_fastdata.randomness.global_generators import kept_random_state
 from lightning_fastdata.types import SampleKey
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
     from lightning_fastdata.augment.contract import StageTransform
     from lightning_fastdata.batches.streams import DeviceStreams
     from lightning_fastdata.device.lookahead import Crossing

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from lightning_fastdata.executors.stream_fetch import END_OF_STREAM, fetcher_of
@@ -13,6 +11,9 @@ from lightning_fastdata.stamps.operations import OperationWatch
 from lightning_fastdata.stamps.own_stamps import WaitWatch
 
 if TYPE_CHECKING:
+    from collections import deque
+    from collections.abc import Iterable, Iterator
+
     from lightning_fastdata.executors.fetch import FetchPlan
 
 

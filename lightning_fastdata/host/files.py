@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import secrets
-from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def write_atomically(path: Path, text: str) -> Path:

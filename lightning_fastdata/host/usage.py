@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +20,8 @@ from lightning_fastdata.host.processes import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
     import torch
 
 

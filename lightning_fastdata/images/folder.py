@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import numpy as np
@@ -11,20 +10,26 @@ import torch
 from torch.utils.data import Dataset
 
 from lightning_fastdata.errors import BatchError, OptionsError
-from lightning_fastdata.images.crops import CropRule, keyed_uniform
 from lightning_fastdata.images.decoders import choose_decoder
 from lightning_fastdata.images.index import scan_folder
 from lightning_fastdata.images.reading import MAX_PIXELS, open_image
-from lightning_fastdata.images.resample import plan_resample, render, settle_resample
+from lightning_fastdata.images.resized_crop import (
+    CropRule,
+    keyed_uniform,
+    plan_resample,
+    render,
+    settle_resample,
+)
 from lightning_fastdata.randomness.shared_epoch import EpochCell
 from lightning_fastdata.types import SampleKey
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from numpy.typing import NDArray
 
-    from lightning_fastdata.images.crops import Crop
     from lightning_fastdata.images.decoders import Decoder, DecoderName, Pixels
-    from lightning_fastdata.images.resample import Resample
+    from lightning_fastdata.images.resized_crop import Crop, Resample
 
 
 _IMAGENET: Final = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
@@ -67,7 +72,7 @@ class FastImageFolder(Dataset[tuple[torch.Tensor, int]]):
             ImageNet's means and deviations; or ``(mean, std)``, three numbers each. Default: uint8.
         resample: ``"auto"``: fast for random crops, exactly torchvision's antialiased resize for
             the others; ``"exact"``, ``"linear"`` and ``"area"``: see
-            :data:`lightning_fastdata.images.resample.Resample`.
+            :data:`lightning_fastdata.images.resized_crop.Resample`.
         seed: Of the random crops and flips.
         decoder: ``"auto"`` takes the first of simplejpeg, torchcodec, opencv and pillow that can
             be loaded; :attr:`decoder` says which.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +17,7 @@ from lightning_fastdata.insight.report.run_report import RunReport
 from lightning_fastdata.types import STAGES
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Iterable, Iterator
     from types import TracebackType
 
     from lightning_fastdata.types import Batch, Stage

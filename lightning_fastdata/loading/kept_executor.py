@@ -6,8 +6,6 @@ import hashlib
 import math
 import warnings
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -23,6 +21,9 @@ from lightning_fastdata.executors.pool.crew_trial import CrewTrial
 from lightning_fastdata.torch_internals import pinned
 
 if TYPE_CHECKING:
+    from collections import deque
+    from collections.abc import Callable, Iterable
+
     from lightning_fastdata.batches.page_lock import PageLockName
     from lightning_fastdata.executors.contract import Executor
     from lightning_fastdata.executors.fetch import FetchPlan

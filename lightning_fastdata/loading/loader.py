@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
 from types import GenericAlias
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -26,6 +24,9 @@ from lightning_fastdata.randomness.shared_epoch import EpochAskedTwice, EpochCel
 from lightning_fastdata.stamps.stamped import Ledger, OpenedEnvelopes, stampable
 
 if TYPE_CHECKING:
+    from collections import deque
+    from collections.abc import Callable, Iterable, Iterator
+
     import torch
     from torch import Generator
 

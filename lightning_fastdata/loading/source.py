@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
@@ -37,6 +36,8 @@ from lightning_fastdata.randomness.own_generators import own_generators
 from lightning_fastdata.stamps.stamped import ShowDataset, WatchedSampler, stamped
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
     from torch.utils.data import Dataset
 
     from lightning_fastdata.augment.contract import StageTransform, WorkerTransform

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sized
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -26,6 +25,8 @@ from lightning_fastdata.order.permutation import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sized
+
     from numpy.typing import NDArray
 
 

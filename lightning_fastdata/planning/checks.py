@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -15,6 +14,8 @@ from lightning_fastdata.executors.kinds import KINDS
 from lightning_fastdata.randomness.seeds import find_composes
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
     from lightning_fastdata.executors.kinds import ExecutorName
 
 EXECUTORS: Final = ("auto", *KINDS)

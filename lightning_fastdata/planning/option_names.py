@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
 from difflib import get_close_matches
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from lightning_fastdata.errors import OptionsError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 C = TypeVar("C", bound=type)
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from lightning_fastdata.executors.kinds import ExecutorName
 from lightning_fastdata.planning.checks import (
     EXECUTORS,
     PAGE_LOCKS,
@@ -14,6 +13,9 @@ from lightning_fastdata.planning.checks import (
     is_seconds,
 )
 from lightning_fastdata.planning.option_names import refuses_unknown_names
+
+if TYPE_CHECKING:
+    from lightning_fastdata.executors.kinds import ExecutorName
 
 Auto: TypeAlias = Literal["auto"]
 

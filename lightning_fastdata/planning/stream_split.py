@@ -7,11 +7,10 @@ a part of their own; from the others, several workers would give each sample sev
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
 from types import CodeType, FunctionType, MethodType, ModuleType
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch.utils.data import (
@@ -24,6 +23,9 @@ from torch.utils.data import (
 )
 
 from lightning_fastdata.batches.keyed import KeyedIterableDataset
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
 
 _ASKS: Final = "get_worker_info"
 _SHARES: Final = frozenset({_ASKS, "num_workers", "id"})

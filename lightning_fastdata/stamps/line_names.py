@@ -7,8 +7,10 @@ import os
 import re
 import sysconfig
 from pathlib import Path
-from types import CodeType, FrameType
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+if TYPE_CHECKING:
+    from types import CodeType, FrameType
 
 _READS, _WRITES, _OWN, _LIBRARY, _USER = range(5)
 

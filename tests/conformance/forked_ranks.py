@@ -11,9 +11,12 @@ import socket
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
 
 
 def free_port() -> str:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -10,6 +10,9 @@ from torch.utils.data import Dataset
 
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.order.epoch_order import ShuffleSampler
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 
 class Counted(Dataset):

@@ -6,8 +6,7 @@ import dataclasses
 import random
 import threading
 import time
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -20,6 +19,9 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.kinds import open_executor
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 SIDE = ("workers", "sidecar")
 ALL = ("inline", *SIDE)

@@ -13,8 +13,7 @@ import sys
 import threading
 import time
 from collections import namedtuple
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import psutil
 import pytest
@@ -23,10 +22,14 @@ from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from lightning_fastdata.errors import WorkerError
 from lightning_fastdata.executors.fetch import FetchPlan
-from lightning_fastdata.executors.pool.process import ChildProcess
 from lightning_fastdata.executors.pool.scheduler import PoolExecutor
 from lightning_fastdata.executors.pool.wire import read_packet
 from lightning_fastdata.executors.stream import StreamExecutor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from lightning_fastdata.executors.pool.process import ChildProcess
 
 
 def listed(samples: list[Any]) -> Any:

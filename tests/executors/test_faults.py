@@ -11,8 +11,7 @@ import sys
 import textwrap
 import threading
 import time
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
@@ -25,6 +24,9 @@ from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.pool.protocol import DropSlot, TasksTaken
 from lightning_fastdata.executors.pool.scheduler import PoolExecutor
 from lightning_fastdata.executors.pool.wire import Wire, wire_pair
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def listed(samples: list[Any]) -> Any:

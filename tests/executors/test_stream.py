@@ -8,8 +8,7 @@ os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 
 import random
 import time
-from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -24,6 +23,9 @@ from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.kinds import open_executor
 from lightning_fastdata.executors.stream import StreamExecutor
 from lightning_fastdata.loading.loader import FastDataLoader
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 def share() -> tuple[int, int]:

@@ -8,8 +8,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -19,6 +18,9 @@ from lightning_fastdata.errors import WorkerError
 from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.stream import StreamExecutor
 from lightning_fastdata.loading.loader import FastDataLoader
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 class Lengths(IterableDataset):

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import threading
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch.utils.data import Dataset
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 SAMPLES = 40
 

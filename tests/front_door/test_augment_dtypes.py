@@ -10,7 +10,6 @@ import os
 
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import albumentations as A
@@ -23,6 +22,8 @@ from torch.utils.data import Dataset
 from lightning_fastdata import FastDataModule, LoaderOptions
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy as np
 
 torch.set_num_threads(1)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import io
 import os
 import struct
 import tempfile
 import zipfile
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import albumentations as A
 import numpy as np
@@ -24,6 +23,10 @@ from lightning_fastdata import (
     FastDataModule,
     LoaderOptions,
 )
+
+if TYPE_CHECKING:
+    import io
+    from pathlib import Path
 
 SAMPLES = 96
 SIDE = 8

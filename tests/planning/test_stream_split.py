@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch.utils.data as torch_data
@@ -14,6 +13,9 @@ from torch.utils.data.datapipes.iter import IterableWrapper
 
 from lightning_fastdata.planning.stream_split import StreamSplit, splits_itself
 from lightning_fastdata.planning.worker_count import workers_of_stream
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 class Stream(IterableDataset):

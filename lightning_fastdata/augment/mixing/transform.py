@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from lightning_fastdata.augment.callables import plain_tensors, table
 from lightning_fastdata.augment.mixing.fields import Mixer, Places
-from lightning_fastdata.augment.mixing.parts import MixStep
 from lightning_fastdata.augment.mixing.repeat import (
     repeat_batch,
     repeated_key,
 )
 from lightning_fastdata.augment.ops.output import OutputForm, check_form, output_form
 from lightning_fastdata.augment.pipeline.fields import Fields, find_fields, get_field
-from lightning_fastdata.augment.record.worker import convert_images
+from lightning_fastdata.augment.record.targets import convert_images
 from lightning_fastdata.augment.replay.program import Draws, compile_tapes
 from lightning_fastdata.augment.transform import BatchTransform, as_batch_transform
 from lightning_fastdata.errors import OptionsError, TransformError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from lightning_fastdata.augment.mixing.parts import MixStep
     from lightning_fastdata.augment.ops.operation import Tape
     from lightning_fastdata.augment.record.worker import ComposeWorker
     from lightning_fastdata.types import Batch, SampleKey

@@ -12,7 +12,6 @@ from __future__ import annotations
 import copy
 import time
 import warnings
-from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
@@ -22,14 +21,15 @@ from lightning_fastdata.augment.callables import plain_tensors
 from lightning_fastdata.augment.pipeline.bounds import EQUAL, FEW_ELSEWHERE, LIKE, bound_of
 from lightning_fastdata.augment.pipeline.fields import is_too_wide
 from lightning_fastdata.augment.pipeline.tree import is_albumentations, is_container
-from lightning_fastdata.augment.record.albumentations_internals import function_by_key
-from lightning_fastdata.augment.record.tape import Recorder
+from lightning_fastdata.augment.record.tape import Recorder, function_by_key
 from lightning_fastdata.augment.replay.torch import run_whole
 from lightning_fastdata.augment.show.parity import levels_per_unit
 from lightning_fastdata.randomness.seeds import reseed
 from lightning_fastdata.types import SampleKey
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
     from lightning_fastdata.augment.ops.operation import DeviceOp, TapeOp
     from lightning_fastdata.augment.pipeline.plan import Plan
 

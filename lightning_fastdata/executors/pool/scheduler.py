@@ -9,7 +9,6 @@ from __future__ import annotations
 import signal
 import time
 from collections import Counter, deque
-from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -30,6 +29,8 @@ from lightning_fastdata.executors.pool.splitter import EpochRun, PendingBatch, S
 from lightning_fastdata.stamps.own_stamps import WaitWatch
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from lightning_fastdata.batches.layout import SampleLayout
     from lightning_fastdata.batches.page_lock import PageLocks
     from lightning_fastdata.executors.fetch import FetchPlan

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from torch.utils.data import IterableDataset
@@ -20,6 +19,8 @@ from lightning_fastdata.insight.waits.several_loaders import (
 from lightning_fastdata.loading.loader import FastDataLoader
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
     from lightning_fastdata.insight.waits.causes import WaitCauses
     from lightning_fastdata.insight.waits.several_loaders import LoaderKey
     from lightning_fastdata.stamps.batch_stamps import BatchStamps, ReadRates

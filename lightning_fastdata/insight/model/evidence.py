@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
 
 from lightning_fastdata.insight.model.finding import STALL_LOW
-from lightning_fastdata.insight.model.inputs import BatchCost, LoaderSetup
 from lightning_fastdata.insight.model.loader_facts import device_could_augment
 from lightning_fastdata.insight.model.simulate import batch_costs
 from lightning_fastdata.insight.model.worker_shares import (
@@ -19,15 +17,18 @@ from lightning_fastdata.insight.model.worker_shares import (
     runqueue_share,
     worker_threads,
 )
-from lightning_fastdata.insight.waits.attribution import SlowSample, WaitParts
 from lightning_fastdata.insight.waits.causes import CauseTotals, OperationShare
-from lightning_fastdata.insight.waits.lines import LineShare
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from lightning_fastdata.insight.measure.metrics import PhaseSummary, StageSummary
     from lightning_fastdata.insight.measure.wall import WallTime
+    from lightning_fastdata.insight.model.inputs import BatchCost, LoaderSetup
     from lightning_fastdata.insight.model.loader_facts import LoaderFacts
+    from lightning_fastdata.insight.waits.attribution import SlowSample, WaitParts
     from lightning_fastdata.insight.waits.causes import WaitCauses
+    from lightning_fastdata.insight.waits.lines import LineShare
     from lightning_fastdata.insight.waits.several_loaders import OneOfSeveral
     from lightning_fastdata.stamps.batch_stamps import BatchStamps, ReadRates
 

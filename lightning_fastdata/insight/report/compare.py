@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -26,6 +25,7 @@ from lightning_fastdata.insight.report.recorded import (
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Iterable, Mapping
 
     from rich.console import Console, ConsoleOptions, RenderResult
 

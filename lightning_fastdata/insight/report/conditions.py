@@ -17,12 +17,14 @@ from __future__ import annotations
 import difflib
 import operator
 import re
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.insight.report.recorded import MAIN_STAGE, METRICS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
 
 _OPERATORS: Final[Mapping[str, Callable[[float, float], bool]]] = {
     ">": operator.gt,

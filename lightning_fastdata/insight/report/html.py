@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from lightning_fastdata.insight.measure.wall import PART_NAMES, STEP_PARTS
 from lightning_fastdata.insight.model.finding import Gain, gain_text
@@ -20,6 +19,9 @@ from lightning_fastdata.insight.report.markup import (
 )
 from lightning_fastdata.insight.waits.attribution import PART_WORDS
 from lightning_fastdata.types import STAGE_WORDS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
 
 _PHASES: Final = tuple((name, column.removesuffix("_ms")) for name, column in reversed(STACK))
 _POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'"

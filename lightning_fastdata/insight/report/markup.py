@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from html import escape
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from lightning_fastdata.errors import printable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
 
 
 class Markup(str):

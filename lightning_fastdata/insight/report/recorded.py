@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import fields
-from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.insight.measure.wall import PART_NAMES
 from lightning_fastdata.insight.waits.attribution import WaitParts
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
 
 READABLE_SCHEMAS: Final = (2, 3, 4, 5)
 """Versions of the JSON report that can be compared, also with each other."""

@@ -6,7 +6,6 @@ import dataclasses
 import html
 import json
 import math
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +23,7 @@ from lightning_fastdata.insight.report.summary_text import (
 )
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Mapping
 
     from rich.console import Console, ConsoleOptions, RenderResult

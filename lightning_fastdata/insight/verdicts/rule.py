@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Generic, Literal, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from lightning_fastdata.insight.measure.metrics import StageSummary
     from lightning_fastdata.insight.model.evidence import Evidence
     from lightning_fastdata.insight.model.finding import Finding, Kind

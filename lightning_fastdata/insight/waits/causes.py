@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 from operator import add
@@ -21,6 +20,8 @@ from lightning_fastdata.insight.waits.lines import LineShare, LineTotals, line_t
 from lightning_fastdata.stamps.sample_times import BUCKETS, bounds_ns
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
     from lightning_fastdata.stamps.batch_stamps import BatchStamps
 
 _NS_PER_MS: Final = 1e6

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Final
 
@@ -13,6 +12,8 @@ from lightning_fastdata.augment.record.deferred import DeferredTensor
 from lightning_fastdata.tree import Path, replace_leaves, spelled
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping, Sequence
+
     from lightning_fastdata.augment.ops.operation import DeviceOp
     from lightning_fastdata.types import Batch
 

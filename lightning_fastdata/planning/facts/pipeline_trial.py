@@ -20,7 +20,6 @@ from lightning_fastdata.augment.dataset_pipelines import (
 )
 from lightning_fastdata.augment.pipeline.operation_trial import Tried, try_operations
 from lightning_fastdata.augment.pipeline.tree import list_nodes
-from lightning_fastdata.augment.record.deferred import Waiting
 from lightning_fastdata.augment.record.pipeline_recorder import Watch
 from lightning_fastdata.augment.record.worker import device_ops
 from lightning_fastdata.augment.registry import registered_forms
@@ -35,6 +34,7 @@ from lightning_fastdata.randomness.shared_epoch import EpochCell
 
 if TYPE_CHECKING:
     from lightning_fastdata.augment.ops.operation import DeviceOp
+    from lightning_fastdata.augment.record.deferred import Waiting
     from lightning_fastdata.augment.switch import PlaceSwitch
 
 IN_WORKERS: Final = "all of it in the workers, by Albumentations itself"

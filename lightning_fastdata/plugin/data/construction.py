@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -20,6 +19,8 @@ from lightning_fastdata.plugin.data.module_loaders import DATASET_METHOD
 from lightning_fastdata.types import STAGES
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from lightning_fastdata.types import Stage
 
 _ABOUT_LOADERS: Final = ("batch_size", "shuffle", "options", *LOADER_ARGUMENTS)

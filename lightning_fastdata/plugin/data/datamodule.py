@@ -6,14 +6,10 @@ neither, and :mod:`lightning_fastdata.plugin.bindings` joins it to one of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, get_args
 
-from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.planning.checks import checked_seed
 from lightning_fastdata.planning.option_names import NeedsConstruction, refuses_unknown_names
-from lightning_fastdata.planning.options import Auto, LoaderOptions
-from lightning_fastdata.plugin.contracts import ImageForm
 from lightning_fastdata.plugin.data.arguments import (
     LOADER_ARGUMENTS,
     check_batches,
@@ -35,13 +31,17 @@ from lightning_fastdata.plugin.placing.prefetching import Prefetching, PrefetchN
 from lightning_fastdata.plugin.placing.stage_transforms import StageTransforms
 from lightning_fastdata.plugin.placing.trial import AugmentOn, Placing
 from lightning_fastdata.plugin.seams.hooks import HOOKS, choose_own_hooks
-from lightning_fastdata.types import Stage
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
     from lightning.pytorch import Trainer
     from torch.utils.data import Dataset
 
-    from lightning_fastdata.types import Batch
+    from lightning_fastdata.loading.loader import FastDataLoader
+    from lightning_fastdata.planning.options import Auto, LoaderOptions
+    from lightning_fastdata.plugin.contracts import ImageForm
+    from lightning_fastdata.types import Batch, Stage
 
 _OF_THE_CLASS: Any = object()
 """Stands for an argument that was not given, whose default is that of the constructor."""

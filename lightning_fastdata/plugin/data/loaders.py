@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -17,6 +16,8 @@ from lightning_fastdata.order.epoch_order import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from lightning_fastdata.planning.loader_plan import LoaderPlan
     from lightning_fastdata.types import Stage
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -43,6 +42,8 @@ from lightning_fastdata.randomness.seeds import find_composes
 from lightning_fastdata.types import STAGES
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch.utils.data import Dataset
 
     from lightning_fastdata.loading.loader import FastDataLoader

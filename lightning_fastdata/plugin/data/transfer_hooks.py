@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from lightning_fastdata.batches.streams import DeviceStreams, device_streams
@@ -10,6 +9,8 @@ from lightning_fastdata.plugin.placing.staging import inside
 from lightning_fastdata.plugin.seams.hooks import HOOKS, overridden_hook
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
 
     from lightning_fastdata.plugin.placing.prefetching import Prefetching

@@ -6,10 +6,12 @@ board shows is the same.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning_fastdata.plugin.seams.internals import scalar_prefix
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
 def write_scalars(logger: Any, scalars: Mapping[str, float], step: int) -> bool:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 from lightning_fastdata.insight.measure.wall import STEP_PARTS
 from lightning_fastdata.insight.metric_names import MAIN
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from lightning_fastdata.insight.measure.wall import WallTime
 
 Scalars: TypeAlias = Literal["main", "all"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import time
-from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -35,6 +34,8 @@ from lightning_fastdata.randomness.shared_epoch import EpochCell
 from lightning_fastdata.types import SampleKey
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
     from torch.utils.data import Dataset
 
     from lightning_fastdata.augment.contract import StageTransform

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
@@ -17,6 +16,8 @@ from lightning_fastdata.plugin.placing.staging import carry_out_draws, transfer
 from lightning_fastdata.plugin.seams.hooks import HOOKS, overridden_hook
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
     import torch
     from lightning.pytorch import Trainer
     from lightning.pytorch.plugins import Precision

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -10,6 +9,8 @@ from lightning_fastdata.augment.switch import PlaceSwitch, SwitchedTransform
 from lightning_fastdata.planning.facts.pipeline_trial import rests_on
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from lightning.pytorch import Trainer
     from torch.utils.data import Dataset
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from lightning_fastdata.augment.dataset_pipelines import DatasetDraws
 from lightning_fastdata.batches.staged import StagedBatch
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
 
     from lightning_fastdata.plugin.placing.stage_transforms import StageTransforms

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -14,6 +13,8 @@ from lightning_fastdata.insight.measure.metrics import measured, warm_steps
 from lightning_fastdata.insight.measure.timeline import StepTimeline
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
     import torch
 
     from lightning_fastdata.augment.placement import Place

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from lightning_fastdata.batches.moving import batch_samples
@@ -11,6 +10,8 @@ from lightning_fastdata.plugin.seams.trainer_facts import attributes_of
 from lightning_fastdata.types import SampleKey
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from lightning.pytorch import LightningModule, Trainer
 
     from lightning_fastdata.augment.contract import StageTransform

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any, Final
 
 from lightning_fastdata.plugin.seams.for_one_run import replace_for_one_run
 from lightning_fastdata.plugin.seams.internals import hook_selector
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
     from lightning.pytorch import Trainer
 
     from lightning_fastdata.plugin.contracts import DataModule

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -18,6 +17,8 @@ from lightning_fastdata.plugin.seams.for_one_run import replace_for_one_run
 from lightning_fastdata.plugin.seams.internals import data_connector
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from lightning.pytorch import Trainer
 
 _PADDED: Final = "Using `DistributedSampler` with the dataloaders. During `trainer."

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
@@ -12,10 +11,13 @@ from lightning_fastdata.errors import TransformError
 from lightning_fastdata.plugin.contracts import DataModule
 from lightning_fastdata.plugin.seams.hooks import overridden_hook
 from lightning_fastdata.plugin.seams.internals import batches_that_stepped, began_from_file
-from lightning_fastdata.types import Stage
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from lightning.pytorch import Callback, LightningModule, Trainer
+
+    from lightning_fastdata.types import Stage
 
 _STAGE_OF_FN: dict[str, Stage] = {
     "fit": "train",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 from lightning_fastdata.host.usage import (
@@ -19,6 +18,8 @@ from lightning_fastdata.insight.measure.host_metrics import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
 
 _REST: Final = 1000

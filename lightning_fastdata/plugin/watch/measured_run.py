@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -16,7 +15,7 @@ from lightning_fastdata.plugin.seams.trainer_facts import attributes_of, own_dat
 from lightning_fastdata.plugin.watch.judging import RunJudge
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     from lightning.pytorch import Trainer

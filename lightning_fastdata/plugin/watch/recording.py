@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
 from lightning_fastdata.insight.measure.clock import CudaClock
 from lightning_fastdata.insight.measure.stage_meter import StageMeter
 from lightning_fastdata.insight.measure.stage_stamps import StageStamps
-from lightning_fastdata.plugin.seams.profiler_tee import Listener
 from lightning_fastdata.plugin.seams.sources import flattened, keyed
 from lightning_fastdata.plugin.watch.host_metrics import HostMeter
 from lightning_fastdata.plugin.watch.wall_watch import HOOKS_OF, WallWatch
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
     import torch
     from lightning.pytorch import Trainer
 
+    from lightning_fastdata.plugin.seams.profiler_tee import Listener
     from lightning_fastdata.types import Stage
 
 _STAGES_OF: Final[Mapping[str, tuple[Stage, ...]]] = {

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.batches.moving import batch_samples
 from lightning_fastdata.errors import OptionsError
-from lightning_fastdata.insight.report.run_report import RunReport
 from lightning_fastdata.insight.report.summary_text import first_word
 from lightning_fastdata.insight.waits.ranks import rank_metrics
 from lightning_fastdata.planning.checks import check, check_among
@@ -37,7 +34,12 @@ from lightning_fastdata.plugin.watch.ranks import meet
 from lightning_fastdata.plugin.watch.recording import Recording
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
     from lightning.pytorch import LightningModule, Trainer
+
+    from lightning_fastdata.insight.report.run_report import RunReport
 
 _MOST_FIGURES = 20
 
