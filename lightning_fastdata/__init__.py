@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from lightning_fastdata.executors.gather.columns import ColumnDataset as ColumnDataset
     from lightning_fastdata.executors.gather.columns import TokenWindows as TokenWindows
     from lightning_fastdata.images.folder import FastImageFolder as FastImageFolder
-    from lightning_fastdata.images.index import PackedStrings as PackedStrings
+    from lightning_fastdata.images.packed import PackedStrings as PackedStrings
     from lightning_fastdata.insight.step_timer import StepTimer as StepTimer
     from lightning_fastdata.loading.loader import FastDataLoader as FastDataLoader
     from lightning_fastdata.order.epoch_order import EpochOrder as EpochOrder
@@ -39,7 +39,7 @@ _HOME = {
     "FastDataWarning": "errors",
     "FastImageFolder": "images.folder",
     "LoaderOptions": "planning.options",
-    "PackedStrings": "images.index",
+    "PackedStrings": "images.packed",
     "SampleKey": "types",
     "StepTimer": "insight.step_timer",
     "TokenWindows": "executors.gather.columns",
