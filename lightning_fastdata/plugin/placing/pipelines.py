@@ -15,8 +15,8 @@ from lightning_fastdata.augment.dataset_pipelines import (
 from lightning_fastdata.augment.record.worker import device_ops
 from lightning_fastdata.augment.registry import registered_forms
 from lightning_fastdata.augment.replay.triton import has_kernels
+from lightning_fastdata.augment.replay.warm_up import Variant, mask_dtypes, variants
 from lightning_fastdata.augment.transform import BatchTransform
-from lightning_fastdata.augment.warm_up import Variant, mask_dtypes, variants
 from lightning_fastdata.planning.facts.inspection import DatasetFacts, Questions
 from lightning_fastdata.planning.facts.pipeline_trial import IN_WORKERS, Trial, TriedDataset
 from lightning_fastdata.plugin.placing.stage_plan import DatasetPipeline, StagePlan

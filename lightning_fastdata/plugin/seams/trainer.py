@@ -22,7 +22,11 @@ from lightning_fastdata.plugin.seams.internals import (
 from lightning_fastdata.types import STAGES, Stage
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from lightning.pytorch import LightningModule, Trainer
+
+    from lightning_fastdata.types import Stage
 
 _STAGE_OF_FN: dict[str, Stage] = {
     "fit": "train",
