@@ -13,8 +13,12 @@ from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.insight.report.run_report import RunReport
 from lightning_fastdata.insight.report.summary_text import first_word
 from lightning_fastdata.insight.waits.ranks import rank_metrics
-from lightning_fastdata.planning.checks import check, check_among
-from lightning_fastdata.planning.option_names import NeedsConstruction, refuses_unknown_names
+from lightning_fastdata.planning.options import (
+    NeedsConstruction,
+    check,
+    check_among,
+    refuses_unknown_names,
+)
 from lightning_fastdata.plugin.loggers import boards
 from lightning_fastdata.plugin.loggers.pictures import PictureSettings, pictures_of
 from lightning_fastdata.plugin.loggers.report_files import Misfortunes, harmless, print_report
