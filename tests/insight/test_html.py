@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_fastdata.errors import printable
-from lightning_fastdata.insight.measure.headroom import Headroom
-from lightning_fastdata.insight.measure.metrics import StepHistory, StepTiming
+from lightning_fastdata.insight.measure.metrics import Headroom, StepHistory, StepTiming
 from lightning_fastdata.insight.report.chart import axis, timeline_chart
 from lightning_fastdata.insight.report.html import report_html
 from lightning_fastdata.insight.report.markup import Markup, element

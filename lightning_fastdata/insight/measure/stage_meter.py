@@ -7,8 +7,8 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from lightning_fastdata.host.usage import SpentMeter
+from lightning_fastdata.insight.measure.stage import MetricWindow
 from lightning_fastdata.insight.measure.timeline import StepTimeline
-from lightning_fastdata.insight.measure.window import MetricWindow
 from lightning_fastdata.insight.model.evidence import evidence_of, stage_evidence
 from lightning_fastdata.insight.model.setups import setup_of, stage_times
 from lightning_fastdata.insight.model.simulate import least_step_ms
@@ -17,9 +17,9 @@ from lightning_fastdata.insight.waits.several_loaders import costliest, cpus_use
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from lightning_fastdata.insight.measure.clock import DeviceClock, HostClock
     from lightning_fastdata.insight.measure.metrics import StageSummary
     from lightning_fastdata.insight.measure.stage_stamps import StageStamps
+    from lightning_fastdata.insight.measure.timeline import DeviceClock, HostClock
     from lightning_fastdata.insight.model.evidence import Evidence
     from lightning_fastdata.insight.model.loader_facts import LoaderFacts
     from lightning_fastdata.insight.waits.several_loaders import LoaderKey, OneOfSeveral
