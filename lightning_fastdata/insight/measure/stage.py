@@ -21,11 +21,15 @@ from lightning_fastdata.insight.measure.timeline import (
     StepTimeline,
     cuda_event,
 )
-from lightning_fastdata.insight.model.evidence import evidence_of, stage_evidence
-from lightning_fastdata.insight.model.loader_facts import LoaderFacts, read_loader
+from lightning_fastdata.insight.model.evidence import (
+    LoaderFacts,
+    evidence_of,
+    read_loader,
+    stage_evidence,
+)
 from lightning_fastdata.insight.model.setups import setup_of, stage_times
 from lightning_fastdata.insight.model.simulate import least_step_ms
-from lightning_fastdata.insight.verdicts.verdict import judge
+from lightning_fastdata.insight.verdicts.catalogue import judge
 from lightning_fastdata.insight.waits.several_loaders import costliest, cpus_used
 from lightning_fastdata.loading.loader import FastDataLoader
 
@@ -35,7 +39,7 @@ if TYPE_CHECKING:
     from lightning_fastdata.insight.measure.metrics import Columns, StageSummary, StepHistory
     from lightning_fastdata.insight.measure.timeline import DeviceClock
     from lightning_fastdata.insight.model.evidence import Evidence
-    from lightning_fastdata.insight.verdicts.verdict import Verdict
+    from lightning_fastdata.insight.verdicts.catalogue import Verdict
     from lightning_fastdata.insight.waits.several_loaders import LoaderKey, OneOfSeveral
     from lightning_fastdata.stamps.batch_stamps import BatchStamps
     from lightning_fastdata.types import Stage

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from lightning_fastdata.insight.measure.metrics import StageSummary
     from lightning_fastdata.insight.measure.stage_stamps import StageStamps
     from lightning_fastdata.insight.measure.timeline import DeviceClock, HostClock
-    from lightning_fastdata.insight.model.evidence import Evidence
-    from lightning_fastdata.insight.model.loader_facts import LoaderFacts
+    from lightning_fastdata.insight.model.evidence import Evidence, LoaderFacts
     from lightning_fastdata.insight.waits.several_loaders import LoaderKey, OneOfSeveral
     from lightning_fastdata.loading.loader import FastDataLoader
     from lightning_fastdata.stamps.batch_stamps import BatchStamps

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from lightning_fastdata.augment.switch import leaves_to_device
 from lightning_fastdata.host.cpu import read_cpu_limit
-from lightning_fastdata.insight.model.evidence import Evidence
-from lightning_fastdata.insight.model.loader_facts import LoaderFacts, read_loader
+from lightning_fastdata.insight.model.evidence import Evidence, LoaderFacts, read_loader
 from lightning_fastdata.insight.model.simulate import simulate
-from lightning_fastdata.insight.verdicts.verdict import judge
+from lightning_fastdata.insight.verdicts.catalogue import judge
 from lightning_fastdata.insight.waits.ranks import rank_evidence
 from lightning_fastdata.insight.waits.several_loaders import costliest
 from lightning_fastdata.plugin.seams.loaders import flattened, keyed
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 
     from lightning_fastdata.insight.measure.metrics import StageSummary
     from lightning_fastdata.insight.measure.wall import WallTime
-    from lightning_fastdata.insight.verdicts.verdict import Verdict
+    from lightning_fastdata.insight.verdicts.catalogue import Verdict
     from lightning_fastdata.insight.waits.several_loaders import LoaderWait
     from lightning_fastdata.plugin.watch.ranks import RankRecords
     from lightning_fastdata.plugin.watch.recording import Recording
