@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_fastdata.errors import OptionsError
-from lightning_fastdata.insight.measure.metrics import Headroom, modelled_headroom
 from lightning_fastdata.insight.model.finding import duration_text
 
 if TYPE_CHECKING:

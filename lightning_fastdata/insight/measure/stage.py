@@ -12,7 +12,7 @@ import torch
 from lightning_fastdata.augment.switch import leaves_to_device
 from lightning_fastdata.device.prefetch import Prefetched
 from lightning_fastdata.host.cpu import read_cpu_limit
-from lightning_fastdata.host.spent import SpentMeter
+from lightning_fastdata.host.usage import SpentMeter
 from lightning_fastdata.insight.measure.metrics import measured, p50_and_p95, warm_steps
 from lightning_fastdata.insight.measure.stage_stamps import StageStamps
 from lightning_fastdata.insight.measure.timeline import (

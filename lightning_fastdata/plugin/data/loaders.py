@@ -16,8 +16,8 @@ from lightning_fastdata.order.epoch_order import (
     dataset_length,
 )
 from lightning_fastdata.plugin.seams.internals import spreads_samples
-from lightning_fastdata.plugin.seams.sharing import average_exactly, silence_padding_warning
-from lightning_fastdata.plugin.seams.trainer_facts import running_stage
+from lightning_fastdata.plugin.seams.loaders import average_exactly, silence_padding_warning
+from lightning_fastdata.plugin.seams.trainer import running_stage
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer

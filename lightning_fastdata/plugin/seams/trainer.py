@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
     from lightning.pytorch import LightningModule, Trainer
 
-    from lightning_fastdata.types import Stage
 
 _STAGE_OF_FN: dict[str, Stage] = {
     "fit": "train",

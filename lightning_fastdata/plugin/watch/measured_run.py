@@ -22,14 +22,8 @@ from lightning_fastdata.plugin.loggers import boards
 from lightning_fastdata.plugin.loggers.boards import chosen, custom_scalar_layout
 from lightning_fastdata.plugin.loggers.report_files import ReportFiles
 from lightning_fastdata.plugin.seams.internals import attributes_of
-from lightning_fastdata.plugin.seams.sources import flattened, keyed
-from lightning_fastdata.plugin.seams.trainer import own_datamodule
-from lightning_fastdata.plugin.seams.trainer_facts import (
-    attributes_of,
-    own_datamodule,
-    written_hook,
-)
-from lightning_fastdata.plugin.watch.judging import RunJudge
+from lightning_fastdata.plugin.seams.loaders import flattened, keyed
+from lightning_fastdata.plugin.seams.trainer import own_datamodule, written_hook
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -39,7 +33,6 @@ if TYPE_CHECKING:
 
     from lightning_fastdata.insight.measure.metrics import StageSummary
     from lightning_fastdata.insight.measure.wall import WallTime
-    from lightning_fastdata.insight.model.evidence import Evidence
     from lightning_fastdata.insight.verdicts.catalogue import Verdict
     from lightning_fastdata.insight.waits.several_loaders import LoaderWait
     from lightning_fastdata.plugin.loggers.boards import Scalars

@@ -23,7 +23,6 @@ from lightning_fastdata.plugin.loggers import boards
 from lightning_fastdata.plugin.loggers.boards import PREDICTED_STEP, Scalars, wall_scalars
 from lightning_fastdata.plugin.loggers.pictures import PictureSettings, pictures_of
 from lightning_fastdata.plugin.loggers.report_files import Misfortunes, harmless, print_report
-from lightning_fastdata.plugin.seams.hook_on_instance import augment_foreign_batches
 from lightning_fastdata.plugin.seams.hooks import augment_foreign_batches
 from lightning_fastdata.plugin.seams.loaders import watch_sources
 from lightning_fastdata.plugin.seams.profiler_tee import Listener, attach
