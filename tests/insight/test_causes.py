@@ -21,9 +21,8 @@ from lightning_fastdata.insight.waits.causes import (
     operations_table,
     sample_times,
 )
-from lightning_fastdata.stamps.batch_stamps import BatchStamps, TaskStamps
+from lightning_fastdata.stamps.batch_stamps import BUCKETS, BatchStamps, TaskStamps, bucket_of
 from lightning_fastdata.stamps.operations import OperationTime
-from lightning_fastdata.stamps.sample_times import BUCKETS, bucket_of
 
 MS = 1_000_000
 

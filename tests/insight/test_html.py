@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from markupsafe import Markup
 
 from lightning_fastdata.errors import printable
-from lightning_fastdata.insight.measure.headroom import Headroom
-from lightning_fastdata.insight.measure.metrics import StepHistory, StepTiming
+from lightning_fastdata.insight.measure.metrics import Headroom, StepHistory, StepTiming
 from lightning_fastdata.insight.report.html import (
     TEMPLATES,
     axis,

@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 
 from lightning_fastdata.host.cpu import CpuThrottling
-from lightning_fastdata.host.processes import ReadBytes
-from lightning_fastdata.host.usage import DeviceUsage, HostUsage
+from lightning_fastdata.host.usage import DeviceUsage, HostUsage, ReadBytes
 from lightning_fastdata.insight.measure.host_metrics import device_scalars, host_scalars
 from lightning_fastdata.insight.measure.metrics import StepTiming, columns_of
+from lightning_fastdata.insight.measure.stage import window_means
 from lightning_fastdata.insight.measure.wall import WallTime
-from lightning_fastdata.insight.measure.window import window_means
 from lightning_fastdata.insight.metric_names import MACHINE, MAIN, METRICS, RANKS, STEPS, WAITS
 from lightning_fastdata.insight.waits.attribution import WaitParts
 from lightning_fastdata.insight.waits.ranks import RankTiming, rank_metrics

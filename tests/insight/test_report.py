@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_fastdata.insight.measure.metrics import StepHistory, StepTiming
-from lightning_fastdata.insight.measure.window import MetricWindow, window_means
+from lightning_fastdata.insight.measure.stage import MetricWindow, window_means
 from lightning_fastdata.insight.model.evidence import LoaderFacts, stage_evidence
 from lightning_fastdata.insight.model.finding import Finding, Gain, duration_text
 from lightning_fastdata.insight.report.html import report_html

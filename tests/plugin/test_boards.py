@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_fastdata import DataThroughputCallback, FastDataLoader
 from lightning_fastdata.insight.measure.metrics import StepHistory, StepTiming
-from lightning_fastdata.insight.measure.window import window_means
+from lightning_fastdata.insight.measure.stage import window_means
 from lightning_fastdata.insight.model.finding import gain_text
 from lightning_fastdata.insight.report.html import report_html
 from lightning_fastdata.insight.verdicts.catalogue import judge

@@ -16,7 +16,7 @@ from lightning_fastdata.insight.verdicts.catalogue import findings
 from lightning_fastdata.insight.verdicts.workers import working_workers
 from lightning_fastdata.insight.waits.attribution import WaitParts
 from lightning_fastdata.insight.waits.several_loaders import LoaderKey, OneOfSeveral
-from lightning_fastdata.plugin.seams.sources import keyed
+from lightning_fastdata.plugin.seams.loaders import keyed
 
 MS = 1e6
 

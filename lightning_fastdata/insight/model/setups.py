@@ -17,7 +17,7 @@ from lightning_fastdata.planning.worker_count import look_ahead_batches
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from lightning_fastdata.host.spent import SpentTime
+    from lightning_fastdata.host.usage import SpentTime
     from lightning_fastdata.insight.measure.metrics import StageSummary
     from lightning_fastdata.insight.model.events import Scheduling
     from lightning_fastdata.loading.loader import FastDataLoader

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_fastdata.errors import printable
-from lightning_fastdata.host.files import write_atomically
+from lightning_fastdata.host.system_calls import write_atomically
 from lightning_fastdata.insight.report.summary_text import (
     Line,
     as_ascii,
