@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import contextmanager
 from json import dumps as dump_json
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING
 from lightning_fastdata.errors import FastDataError, OptionsError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from jsonargparse import ArgumentParser
 
@@ -71,15 +72,13 @@ def show_augment(
     explained = as_batch_transform(pipeline).explain()
     own = ", ".join(own_ways(pipeline))
     note = f"The same distribution, not the same pixels: {own}." if own else ""
-    try:
+    with _writing("picture", out):
         draw_grid(original, shown, mask=drawn_on, note=note).save(out, "PNG")
-    except OSError as error:
-        raise OptionsError(f"The picture cannot be written to {out}: {error}.") from error
     rows = [(f"draw {number}: {one.caption()}", "") for number, one in enumerate(shown)]
     rows += [(note, "")] if note else []
     head, *places = explained.splitlines()
+    rows += [(f"{out} written.", "dim")]
     _print_lines([(head, "bold"), *((place, "") for place in places), ("", ""), *rows])
-    _print_lines([(f"{out} written.", "dim")])
 
 
 def augment_parity(markdown: str | None = None, draws: int = 2) -> None:
@@ -108,10 +107,8 @@ def augment_parity(markdown: str | None = None, draws: int = 2) -> None:
         pictures=len(photographs),
         draws=draws,
     )
-    try:
+    with _writing("page", markdown):
         Path(markdown).write_text(page)
-    except OSError as error:
-        raise OptionsError(f"The page cannot be written to {markdown}: {error}.") from error
     _print_lines([(f"{markdown} written.", "dim")])
 
 
@@ -121,15 +118,9 @@ def doctor() -> None:
     from lightning_fastdata.host.machine import doctor_text, read_versions
     from lightning_fastdata.host.memory import read_host_memory
 
-    sys.stdout.write(
-        doctor_text(
-            cpu=read_cpu_limit(),
-            memory=read_host_memory(),
-            gpus=_read_gpus(),
-            versions=read_versions(),
-        )
-        + "\n"
-    )
+    cpu, memory, versions = read_cpu_limit(), read_host_memory(), read_versions()
+    text = doctor_text(cpu=cpu, memory=memory, gpus=_read_gpus(), versions=versions)
+    sys.stdout.write(f"{text}\n")
 
 
 def compare(a: str, b: str, fail_if: Sequence[str] = (), json: bool = False) -> None:
@@ -238,12 +229,16 @@ def _read_gpus() -> list[tuple[str, DeviceMemory]]:
 
     from lightning_fastdata.host.memory import read_device_memory
 
-    found = []
-    for index in range(torch.cuda.device_count()):
-        held = read_device_memory(index)
-        if held is not None:
-            found.append((torch.cuda.get_device_name(index), held))
-    return found
+    held = {index: read_device_memory(index) for index in range(torch.cuda.device_count())}
+    return [(torch.cuda.get_device_name(i), one) for i, one in held.items() if one is not None]
+
+
+@contextmanager
+def _writing(what: str, path: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise OptionsError(f"The {what} cannot be written to {path}: {error}.") from error
 
 
 if __name__ == "__main__":

@@ -147,20 +147,18 @@ def draw_boxes(
 
 
 def _draw_box(region: Box, cut: Cut, random_state: np.random.Generator) -> Box:
+    def draw(low: int, high: int) -> int:
+        return int(random_state.integers(low, high, endpoint=True))
+
     rooms = (region.right - region.left, region.lower - region.upper)
     sides = [
-        int(
-            random_state.integers(
-                min(cut.shortest_px, round(0.8 * room)), min(cut.longest_px, room), endpoint=True
-            )
-        )
-        for room in rooms
+        draw(min(cut.shortest_px, round(0.8 * room)), min(cut.longest_px, room)) for room in rooms
     ]
     if max(sides) < cut.shortest_px:
         roomier = int(rooms[1] > rooms[0])
         sides[roomier] = min(cut.shortest_px, rooms[roomier])
-    left = region.left + int(random_state.integers(rooms[0] - sides[0], endpoint=True))
-    upper = region.upper + int(random_state.integers(rooms[1] - sides[1], endpoint=True))
+    left = region.left + draw(0, rooms[0] - sides[0])
+    upper = region.upper + draw(0, rooms[1] - sides[1])
     return Box(left, upper, left + sides[0], upper + sides[1])
 
 
@@ -196,9 +194,8 @@ def cut_photographs(folder: str | Path, cut: Cut | None = None, *, threads: int 
             for label, name in enumerate(PHOTOGRAPHS):
                 photograph = open_photograph(name)
                 jobs = _files_of(unfinished, name, label, photograph.size, cut)
-                save = partial(_save, photograph, cut.quality)
                 # list() raises here what a thread raised there.
-                list(pool.map(save, jobs))
+                list(pool.map(partial(_save, photograph, cut.quality), jobs))
         (unfinished / _MANIFEST).write_text(json.dumps(recipe, indent=1))
         unfinished.chmod(0o755)
         if replace:

@@ -275,7 +275,7 @@ def left_over(wanted: float, cpus: float, others: float) -> float:
     """
     if not others or wanted + others <= cpus:
         return cpus
-    return max(cpus - others, cpus * wanted / (wanted + others))
+    return min(cpus, max(cpus - others, cpus * wanted / (wanted + others)))
 
 
 def slowdowns(
