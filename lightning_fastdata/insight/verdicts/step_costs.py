@@ -62,21 +62,20 @@ def naming_loader(e: Evidence, found: Finding, *, remedy_too: bool) -> Finding:
     return replace(found, remedy=remedy, gain=gain)
 
 
-def begins_anew(e: Evidence) -> Finding | None:
-    """FD310 of one of several loaders: it is shorter than an epoch, and begins again within it."""
+def _begins_anew(e: Evidence) -> Finding | None:
     share = None if e.one_of is None else e.of_step(e.one_of.begins_ms)
     if e.one_of is None or share is None or share < _BEGINS_HIGH:
         return None
     if e.setup is not None and not e.setup.workers:
         return None  # nothing starts
-    kept = e.persistent_workers is True
+    remedy = "LoaderOptions(persistent_workers=True)"
+    if e.persistent_workers:
+        remedy = "a longer one: its workers are kept already"
     return Finding(
         code="FD310",
         severity=severity_of(share),
         cause=f"it is shorter than an epoch, and to begin it anew costs {share:.0%} of each step",
-        remedy="a longer one: its workers are kept already"
-        if kept
-        else "LoaderOptions(persistent_workers=True)",
+        remedy=remedy,
         gain=remedies.without(e, e.one_of.begins_ms),
     )
 
@@ -88,8 +87,7 @@ _GAP_LEAST_MS: Final = 1.0
 _HEADROOM_LOW: Final = 0.03
 
 
-def hidden(e: Evidence) -> Finding | None:
-    """FD301: the device has work while batches are waited for."""
+def _hidden(e: Evidence) -> Finding | None:
     wait, stall = e.of_step(e.wait_ms), e.stall_share
     if wait is None or stall is None or wait < STALL_LOW or stall >= STALL_LOW:
         return None
@@ -100,8 +98,7 @@ def hidden(e: Evidence) -> Finding | None:
     return Finding(code="FD301", severity="fine", cause=cause, remedy="", leave_alone="the loader")
 
 
-def transfer(e: Evidence) -> Finding | None:
-    """FD312: the copy to the device takes long."""
+def _transfer(e: Evidence) -> Finding | None:
     share = e.of_step(e.transfer_ms)
     if share is None or share < TRANSFER_HIGH:
         return None
@@ -126,8 +123,7 @@ def transfer(e: Evidence) -> Finding | None:
     )
 
 
-def augmentation(e: Evidence) -> Finding | None:
-    """FD313: augmentation on the device takes long."""
+def _augmentation(e: Evidence) -> Finding | None:
     share = e.of_step(e.augment_ms)
     if share is None or share < AUGMENT_HIGH:
         return None
@@ -143,13 +139,12 @@ def augmentation(e: Evidence) -> Finding | None:
     )
 
 
-def host_gap(e: Evidence) -> Finding | None:
-    """FD314: the device waits for the host, not for data."""
+def _host_gap(e: Evidence) -> Finding | None:
     share = e.of_step(e.gap_ms)
     if share is None or share < _GAP_HIGH or (e.gap_ms or 0.0) < _GAP_LEAST_MS:
         return None
-    if pauses.callbacks(e) or pauses.checkpoints(e) or pauses.logging(e):
-        return None  # which say whose work it is
+    if pauses.held_up(e):
+        return None
     return Finding(
         code="FD314",
         severity=severity_of(share),
@@ -162,8 +157,7 @@ def host_gap(e: Evidence) -> Finding | None:
     )
 
 
-def slow_rank(e: Evidence) -> Finding | None:
-    """FD316: one rank holds up the others."""
+def _slow_rank(e: Evidence) -> Finding | None:
     rank = e.slow_rank
     if rank is None:
         return None
@@ -183,8 +177,7 @@ def slow_rank(e: Evidence) -> Finding | None:
     )
 
 
-def memory(e: Evidence) -> Finding | None:
-    """FD317: the device is short of memory."""
+def _memory(e: Evidence) -> Finding | None:
     room = e.device_headroom_share
     if not e.alloc_retries or room is None or room >= _HEADROOM_LOW:
         return None
@@ -199,8 +192,7 @@ def memory(e: Evidence) -> Finding | None:
     )
 
 
-def free(e: Evidence) -> Finding | None:
-    """FD319: data is free."""
+def _free(e: Evidence) -> Finding | None:
     share = e.stall_share
     if share is None or share >= _FREE or e.held_up:
         return None
@@ -215,12 +207,12 @@ def free(e: Evidence) -> Finding | None:
 
 
 RULES: Final = (
-    Rule("FD310", "a loader begins anew within epochs", begins_anew, about="loader"),
-    Rule("FD301", "waits are hidden", hidden),
-    Rule("FD312", "the copy to the device takes long", transfer),
-    Rule("FD313", "augmentation on the device takes long", augmentation),
-    Rule("FD314", "the device waits for the host", host_gap),
-    Rule("FD316", "one rank holds up the others", slow_rank, about="rank"),
-    Rule("FD317", "the device is short of memory", memory),
-    Rule("FD319", "data is free", free),
+    Rule("FD310", "a loader begins anew within epochs", _begins_anew, about="loader"),
+    Rule("FD301", "waits are hidden", _hidden),
+    Rule("FD312", "the copy to the device takes long", _transfer),
+    Rule("FD313", "augmentation on the device takes long", _augmentation),
+    Rule("FD314", "the device waits for the host", _host_gap),
+    Rule("FD316", "one rank holds up the others", _slow_rank, about="rank"),
+    Rule("FD317", "the device is short of memory", _memory),
+    Rule("FD319", "data is free", _free),
 )
