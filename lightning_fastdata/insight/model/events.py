@@ -21,10 +21,9 @@ Scheduling: TypeAlias = Literal["batch", "queue", "sample"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchCost:
-    """What one batch costs, whoever makes it; times in nanoseconds without any waiting for CPUs."""
+    """What one batch costs, whoever makes it; times without any waiting for CPUs."""
 
     samples: int
-    """Samples in it."""
     cpu_ns: float
     """To read its samples: time on a CPU."""
     blocked_ns: float
@@ -59,8 +58,7 @@ class LoaderSetup:
     cpus: float = 1.0
     """CPUs this process and its workers may use."""
     step_cpus: float = 1.0
-    """CPUs the training process uses between two requests: 1 where it drives a device, more where
-    it computes on the host."""
+    """CPUs the training uses between two requests: 1 where it drives a device, or more."""
     worker_nice: int = 0
     """Niceness of the workers above that of the training, 0 to 19."""
     inline: bool = False
@@ -111,12 +109,7 @@ class EventModel:
         """What a sample takes, as the loader knows it: waiting for CPUs included."""
 
     def run(self, warm_up: int, steps: int) -> tuple[float, float]:
-        """Return the mean step, and the wait for a batch in it, in nanoseconds.
-
-        Args:
-            warm_up: Steps before those that count.
-            steps: Steps that count.
-        """
+        """Return the mean step, and the wait for a batch in it, in nanoseconds, after a warm-up."""
         began = waited = 0.0
         for number in range(warm_up + steps):
             if number == warm_up:
@@ -247,31 +240,24 @@ class EventModel:
         return span / own_stretch
 
 
+@dataclass(slots=True)
 class _Job:
     """A task: a batch, or a part of one."""
 
-    __slots__ = ("batch", "began_ns", "cpu_share", "lane", "left_ns", "samples")
-
-    def __init__(
-        self, batch: int, lane: int, samples: float, left_ns: float, cpu_share: float
-    ) -> None:
-        self.batch = batch
-        self.lane = lane
-        self.samples = samples
-        self.began_ns = 0.0
-        self.left_ns = left_ns
-        """At full speed."""
-        self.cpu_share = cpu_share
-        """Of its time at full speed, that on a CPU."""
+    batch: int
+    lane: int
+    samples: float
+    left_ns: float
+    """At full speed."""
+    cpu_share: float
+    """Of its time at full speed, that on a CPU."""
+    began_ns: float = 0.0
 
 
 def left_over(wanted: float, cpus: float, others: float) -> float:
     """Return the CPUs that are left beside other programs, which share them thread by thread.
 
-    Args:
-        wanted: CPUs that would be used.
-        cpus: That there are.
-        others: Of these, those that other programs use.
+    Of ``cpus``, ``wanted`` would be used by own work and ``others`` are by other programs.
     """
     if not others or wanted + others <= cpus:
         return cpus
@@ -281,7 +267,7 @@ def left_over(wanted: float, cpus: float, others: float) -> float:
 def slowdowns(
     jobs: float, share: float, own: float, cpus: float, weight: float = 1.0
 ) -> tuple[float, float]:
-    """Return how much longer CPU work takes that shares the CPUs: of the jobs, and of the training.
+    """Return by which factors, at least 1, sharing CPUs slows the CPU work of jobs and training.
 
     A job that is on a CPU for a share s of its time uses ``s / (1 - s + s x)`` CPUs if that part
     takes x times as long. The jobs are taken as one kind. While the training has less than its part
@@ -293,9 +279,6 @@ def slowdowns(
         own: CPUs that the training would use; one thread if they are up to 1.
         cpus: That there are.
         weight: Of a job; that of a thread of the training is 1.
-
-    Returns:
-        Two factors, at least 1.
     """
     wanted = jobs * share
     if wanted + own <= cpus:

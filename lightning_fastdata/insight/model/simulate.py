@@ -141,15 +141,10 @@ def scaled(
     handover: float = 1.0,
     slow_samples: bool = True,
 ) -> list[BatchCost]:
-    """Return the costs with some of them scaled; 0 removes one.
+    """Return the costs with some of them scaled by factors; 0 removes one.
 
-    Args:
-        costs: As recorded.
-        cpu: Factor on the time that reading is on a CPU.
-        blocked: Factor on the time that reading is blocked.
-        collate: Factor on collation.
-        handover: Factor on the hand-over.
-        slow_samples: False: no sample takes longer than the others of its batch.
+    ``cpu`` and ``blocked`` are of reading. Without ``slow_samples``, no sample takes longer than
+    the others of its batch.
     """
     found = []
     for cost in costs:
@@ -176,10 +171,6 @@ def scaled(
 def simulate(costs: Sequence[BatchCost], setup: LoaderSetup) -> Prediction:
     """Return what a steady run of these batches, over and over, would take in this setup.
 
-    Args:
-        costs: Of the recorded batches, at least one.
-        setup: The loader to model.
-
     Raises:
         ValueError: There are no costs.
     """
@@ -198,11 +189,8 @@ def simulate(costs: Sequence[BatchCost], setup: LoaderSetup) -> Prediction:
 def least_step_ms(costs: Sequence[BatchCost], setup: LoaderSetup, *, less_ms: float) -> float:
     """Return what a step takes at least because of a loader, if another one is waited for less.
 
-    Args:
-        costs: Of its recorded batches.
-        setup: The loader as it is.
-        less_ms: What is no longer waited for the other one in a step, the mean. Each recorded step
-            loses the same part of its length, as a few of them may have waited for all others.
+    ``less_ms`` is no longer waited for the other one in a step, the mean. Each recorded step loses
+    the same part of its length, as a few of them may have waited for all others.
     """
     step_ns = statistics.fmean(cost.step_ns for cost in costs)
     left = max(0.0, 1 - less_ms * _NS_PER_MS / step_ns) if step_ns > 0 else 1.0

@@ -29,13 +29,13 @@ _PAUSE_HIGH: Final = 0.05
 _FEWEST_EPOCHS: Final = 2
 """Workers have to start once; how the first epoch starts says nothing of the others."""
 _MOST_OF_START: Final = 0.5
+_SAVE_LESS: Final = (
+    "save less often (every_n_train_steps, train_time_interval), to a faster disk, or fewer "
+    "weights (save_weights_only=True)"
+)
 _HOLD_UPS: Final = {
     "callbacks": ("FD320", "run {name} less often, or make it cheaper"),
-    "checkpoints": (
-        "FD321",
-        "save less often (every_n_train_steps, train_time_interval), to a faster disk, or "
-        "fewer weights (save_weights_only=True)",
-    ),
+    "checkpoints": ("FD321", _SAVE_LESS),
     "logging": (
         "FD322",
         "log less often (Trainer(log_every_n_steps=...)), or with fewer self.log(..., on_step)",

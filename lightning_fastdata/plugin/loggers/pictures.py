@@ -7,7 +7,7 @@ import textwrap
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -39,6 +39,11 @@ _LETTER_PX: Final = 6.6
 def image_form(transforms: Iterable[object], image: int | str | None) -> ImageForm:
     """Return what is known of images that the transforms run on, in their order."""
     return ImageForm(image=image, normalized=find_normalized(list(transforms)))
+
+
+@runtime_checkable
+class _ReadsDataset(Protocol):
+    dataset: object
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +99,7 @@ def pictures_of(
     form = image_form([augment], image) if known is None else known.image_form("train")
     if form.normalized is None:
         loaders = flattened(trainer.train_dataloader)
-        datasets = [getattr(loader, "dataset", None) for loader in loaders]
+        datasets = [loader.dataset for loader in loaders if isinstance(loader, _ReadsDataset)]
         form = replace(form, normalized=find_normalized(datasets))
     return BatchPictures(settings, form if image is None else replace(form, image=image))
 
