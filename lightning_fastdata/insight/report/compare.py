@@ -57,28 +57,24 @@ _VISIBLE_CHANGE: Final = 0.02
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One metric of both runs."""
+    """One metric of both runs; None: not measured."""
 
     metric: str
     """Its name, with the stage before it if that is not training."""
     a: float | None
-    """In the first run; None = not measured."""
     b: float | None
-    """In the second run; None = not measured."""
 
     @property
     def difference(self) -> float | None:
-        """``b - a``; None if either was not measured."""
+        """``b - a``."""
         return None if self.a is None or self.b is None else self.b - self.a
 
     @property
     def change_percent(self) -> float | None:
-        """``100 (b - a) / a``; infinite if only a is 0, None if either was not measured."""
-        if self.a is None or self.b is None:
-            return None
-        if self.a == 0:
-            return 0.0 if self.b == 0 else math.inf
-        return 100.0 * (self.b - self.a) / self.a
+        """``100 (b - a) / a``; infinite if only a is 0."""
+        if self.difference is None or not self.a:
+            return math.inf if self.difference else self.difference
+        return 100.0 * self.difference / self.a
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,9 +85,8 @@ class Comparison:
     """
 
     a: str
-    """Name of the first run: what the other is compared with."""
+    """Name of the run that the other is compared with."""
     b: str
-    """Name of the second run."""
     rows: tuple[Row, ...]
     """Every metric that either run measured."""
     outcomes: tuple[Outcome, ...] = ()
@@ -129,8 +124,7 @@ class Comparison:
     def text(self, width: int = 80) -> str:
         """Return the comparison as plain ASCII text, but for what names and paths hold.
 
-        Args:
-            width: columns to wrap notes at; the table takes 80 and is never cut.
+        Notes are wrapped at ``width`` columns; the table takes 80 and is never cut.
         """
         return "\n".join(text.rstrip() for text, _ in self._lines(width))
 
@@ -161,29 +155,21 @@ class Comparison:
         for one in self.outcomes:
             words = f"{one.condition.text:<{texts}}  it is {one.found_text}"
             yield f" {'FAIL' if one.holds else 'ok':<4}  {words}", _OUTCOME_STYLE[one.holds]
-        for i, note in enumerate(self.notes):
-            if i == 0:
-                yield "", ""
-            yield from (
-                (line, "dim")
-                for line in textwrap.wrap(
-                    printable(note),
-                    max(40, width),
-                    initial_indent=" note  ",
-                    subsequent_indent=" " * 7,
-                )
-            )
+        if self.notes:
+            yield "", ""
+        wrapper = textwrap.TextWrapper(
+            max(40, width), initial_indent=" note  ", subsequent_indent=" " * 7
+        )
+        for note in self.notes:
+            yield from ((line, "dim") for line in wrapper.wrap(printable(note)))
 
 
 def compare_files(
     a: str | os.PathLike[str], b: str | os.PathLike[str], fail_if: Iterable[str] = ()
 ) -> Comparison:
-    """Return the comparison of two files that `RunReport.write_json` wrote.
+    """Return the comparison of two files that `RunReport.write_json` wrote; a comes before b.
 
-    Args:
-        a: The run to compare with.
-        b: The run that is compared.
-        fail_if: Conditions, in the grammar of `lightning_fastdata.insight.report.recorded`.
+    ``fail_if`` are conditions in the grammar of `lightning_fastdata.insight.report.recorded`.
 
     Raises:
         OptionsError: A file cannot be read or is no such report; a condition cannot be read, names
@@ -201,13 +187,7 @@ def compare(
     *,
     names: tuple[str, str] = ("a", "b"),
 ) -> Comparison:
-    """Return the comparison of two reports, as `RunReport.as_dict` gives them.
-
-    Args:
-        a: The run to compare with.
-        b: The run that is compared.
-        conditions: From `parse_condition`.
-        names: What to call the runs.
+    """Return the comparison of two reports, as `RunReport.as_dict` gives them, called by names.
 
     Raises:
         OptionsError: A condition is about a metric that was not measured in both runs.

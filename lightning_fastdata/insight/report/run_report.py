@@ -102,24 +102,16 @@ class RunReport:
         return f'<iframe sandbox srcdoc="{page}" style="{style}"></iframe>'
 
     def write_json(self, path: str | os.PathLike[str]) -> Path:
-        """Write the report as JSON; readers see the old file or the new one, never a part.
+        """Write the report as JSON and return the path; its folder is created.
 
-        Args:
-            path: the file; its folder is created.
-
-        Returns:
-            The path.
+        Readers see the old file or the new one, never a part.
         """
         return write_atomically(Path(path), json.dumps(self.as_dict(), indent=2, allow_nan=False))
 
     def write_html(self, path: str | os.PathLike[str]) -> Path:
-        """Write the report as one page of HTML that needs nothing else: no network, no scripts.
+        """Write the report as one page of HTML, as `write_json` does.
 
-        Args:
-            path: the file; its folder is created.
-
-        Returns:
-            The path.
+        The page needs nothing else: no network, no scripts.
         """
         from lightning_fastdata.insight.report.html import report_html
 
@@ -129,8 +121,8 @@ class RunReport:
         """Return the summary as plain text.
 
         Args:
-            width: columns; the text is laid out for 60 at least and for 120 at most.
-            ascii: draw with ASCII signs, for terminals that are not UTF-8.
+            width: Columns; the text is laid out for 60 at least and for 120 at most.
+            ascii: Draw with ASCII signs, for terminals that are not UTF-8.
         """
         lines = self._lines(width, ascii)
         return "\n".join("".join(piece for piece, _ in line).rstrip() for line in lines)
@@ -163,9 +155,9 @@ def comparison_text(
     """Return a bar of samples/s for each run, with its stall and its ratio to the first run.
 
     Args:
-        reports: Name of a run -> its report; the first is what the others are compared with.
-        width: columns; the text is laid out for 60 at least and for 120 at most.
-        ascii: draw with ASCII signs.
+        reports: By name of the run; the first is what the others are compared with.
+        width: Columns; the text is laid out for 60 at least and for 120 at most.
+        ascii: Draw with ASCII signs.
     """
     width = fitted(width)
     reports = {printable(name): report for name, report in reports.items()}
@@ -187,8 +179,7 @@ def comparison_text(
 
 def _stage_as_dict(stage: StageSummary, recent: Columns | None) -> dict[str, Any]:
     values = dataclasses.asdict(stage)
-    values["stall_share"] = stage.stall_share
-    values["speedup_possible"] = stage.speedup_possible
+    values |= {"stall_share": stage.stall_share, "speedup_possible": stage.speedup_possible}
     if recent is not None:
         values["recent"] = {
             name: [None if math.isnan(each) else each for each in column[-_MOST_RECENT:].tolist()]
@@ -201,9 +192,8 @@ def _verdict_as_dict(verdict: Verdict) -> dict[str, Any]:
     values = {"code": verdict.code, **dataclasses.asdict(verdict)}
     for found, written in zip(verdict.findings, values["findings"], strict=True):
         if found.gain is not None:
-            written["gain"]["factor"] = (
-                found.gain.factor if math.isfinite(found.gain.factor) else None
-            )
+            factor = found.gain.factor
+            written["gain"]["factor"] = factor if math.isfinite(factor) else None
     return values
 
 

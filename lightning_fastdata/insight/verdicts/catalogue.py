@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from lightning_fastdata.insight.model.evidence import Evidence, LoaderFacts
@@ -59,11 +60,7 @@ class Ranking(NamedTuple):
 
 
 def findings(evidence: Evidence) -> tuple[Finding, ...]:
-    """Return everything that the evidence shows, the finding to act upon first.
-
-    Args:
-        evidence: Measured facts; what was not measured gives no findings.
-    """
+    """Return everything that the evidence shows, the finding to act upon first."""
     return tuple(each.finding for each in ranked(evidence).order)
 
 
@@ -73,10 +70,7 @@ def ranked(evidence: Evidence, cost: Found | None = None) -> Ranking:
     By severity, then those first that gain clearly more, else as their rules stand in the
     catalogue. Before all others come the pause that costs the run most, if that is 10 % and more
     than late batches do, and then a rank that holds up this one: no other remedy would help.
-
-    Args:
-        evidence: Measured facts.
-        cost: What was found without stamps.
+    ``cost`` is what was found without stamps.
     """
     found = list(_found(evidence))
     replaced = frozenset[str]().union(*(each.rule.replaces for each in found))
@@ -116,9 +110,8 @@ def _worst_pause(found: Iterable[Found], wall: WallTime | None) -> Found | None:
     ]
     if wall is None or not gains:
         return None
-    cost_ms, worst = max(gains, key=lambda pair: pair[0])
-    cost_s = cost_ms * wall.steps / 1000
-    waited_s = wall.parts_s.get("wait", 0.0)
+    cost_ms, worst = max(gains, key=itemgetter(0))
+    cost_s, waited_s = cost_ms * wall.steps / 1000, wall.parts_s.get("wait", 0.0)
     return worst if cost_s > waited_s and wall.share(cost_s) > STALL_HIGH else None
 
 
@@ -169,8 +162,8 @@ def judge(
 
     Args:
         summary: The measured stage.
-        facts: What is known about the loader; None = nothing.
-        evidence: What the stamps of its batches say; None = there are no stamps.
+        facts: What is known about the loader; None: nothing.
+        evidence: What the stamps of its batches say; None: there are no stamps.
     """
     facts = LoaderFacts() if facts is None else facts
     evidence = Evidence() if evidence is None else evidence
@@ -227,14 +220,12 @@ def _evidence(summary: StageSummary, facts: LoaderFacts) -> tuple[str, ...]:
     which = "" if facts.loader is None else f"{facts.loader}: "
     if facts.num_workers is None:
         evidence.append(f"{which}number of workers not known")
-    elif facts.usable_cpus is None:
-        evidence.append(f"{which}{_counted(facts.num_workers)}, usable CPUs not known")
     else:
-        evidence.append(f"{which}{_counted(facts.num_workers)}, {facts.usable_cpus} usable CPUs")
+        workers = f"{facts.num_workers} worker{'' if facts.num_workers == 1 else 's'}"
+        cpus = "usable CPUs not known"
+        if facts.usable_cpus is not None:
+            cpus = f"{facts.usable_cpus} usable CPUs"
+        evidence.append(f"{which}{workers}, {cpus}")
     if facts.augment_on is not None:
         evidence.append(f"transforms run on the {'CPU' if facts.augment_on == 'cpu' else 'device'}")
     return tuple(evidence)
-
-
-def _counted(workers: int) -> str:
-    return "1 worker" if workers == 1 else f"{workers} workers"

@@ -40,10 +40,7 @@ def own_evidence(e: Evidence) -> Evidence:
 def naming_loader(e: Evidence, found: Finding, *, remedy_too: bool) -> Finding:
     """Return a finding that names its loader, and gains no more than the other loaders allow.
 
-    Args:
-        e: Of that loader.
-        found: The finding.
-        remedy_too: Whether its remedy is an option of the loader.
+    ``remedy_too``: its remedy is an option of the loader.
     """
     if e.one_of is None:
         return found
