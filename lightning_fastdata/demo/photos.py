@@ -1,9 +1,8 @@
 """Real photographs for the demo, the examples and the tests, without a download.
 
 scikit-image, scikit-learn and matplotlib ship a few colour photographs inside their wheels. Crops
-of them, saved as JPEG files in class folders, make a data set that costs what any folder of
-photographs costs: open, read, decode, crop, augment. The class of a crop is the photograph it was
-cut from.
+of them, saved as JPEG files in class folders, cost what any folder of photographs costs: open,
+read, decode, crop, augment. The class of a crop is the photograph it was cut from.
 """
 
 from __future__ import annotations
@@ -118,10 +117,8 @@ def open_photograph(name: str) -> Image:
 
 def regions(width: int, height: int, cut: Cut) -> tuple[Box, Box]:
     """Return the parts of a photograph that training and validation crops come from."""
-    return (
-        Box(0, 0, round(width * cut.train_share), height),
-        Box(width - round(width * cut.val_share), 0, width, height),
-    )
+    train = Box(0, 0, round(width * cut.train_share), height)
+    return train, Box(width - round(width * cut.val_share), 0, width, height)
 
 
 def draw_boxes(

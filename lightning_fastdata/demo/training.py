@@ -66,13 +66,8 @@ def train_augmentation(size_px: int = IMAGE_PX) -> Compose:
 def val_augmentation(size_px: int = IMAGE_PX) -> Compose:
     """Return the pipeline that brings photographs to one size, unchanged else."""
     albumentations = _albumentations()
-    return albumentations.Compose(
-        [
-            albumentations.Resize(size_px, size_px),
-            albumentations.Normalize(),
-            albumentations.ToTensorV2(),
-        ]
-    )
+    steps = albumentations.Resize(size_px, size_px), albumentations.Normalize()
+    return albumentations.Compose([*steps, albumentations.ToTensorV2()])
 
 
 class AugmentedPhotos(Dataset[tuple[torch.Tensor, int]]):
@@ -168,6 +163,7 @@ def run_demo(
     cut = Cut(train_per_class=crops, val_per_class=max(8, crops * 5 // 24))
     photos = cut_photographs(data, cut)
     train, val = photos / "train", photos / "val"
+    pipelines = {"train": train_augmentation(), "val": val_augmentation()}
     classes = len(PHOTOGRAPHS)
     say(
         f"{classes} photographs, cut into {classes * cut.train_per_class} "
@@ -187,7 +183,7 @@ def run_demo(
         photo_folder(train),
         photo_folder(val),
         batch_size=BATCH_SIZE,
-        augment={"train": train_augmentation(), "val": val_augmentation()},
+        augment=pipelines,
     )
     with _model_leaves_cpus_to_workers(say):
         reports["FastDataModule"], _ = _train(logs, "fastdata", epochs, datamodule=module)
@@ -198,10 +194,7 @@ def run_demo(
         FastImageFolder(train, size=IMAGE_PX, scale=CROP_SCALE),
         FastImageFolder(val, size=IMAGE_PX, crop="stretch"),
         batch_size=BATCH_SIZE,
-        augment={
-            "train": _without_first(train_augmentation()),
-            "val": _without_first(val_augmentation()),
-        },
+        augment={stage: _without_first(pipeline) for stage, pipeline in pipelines.items()},
     )
     with _model_leaves_cpus_to_workers(say):
         reports["+ FastImageFolder"], accuracy = _train(logs, "folder", epochs, datamodule=module)

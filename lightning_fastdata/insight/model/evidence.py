@@ -10,15 +10,9 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from torch.utils.data import IterableDataset
 
+from lightning_fastdata.insight.model import setups
 from lightning_fastdata.insight.model.events import BatchCost, LoaderSetup
 from lightning_fastdata.insight.model.finding import STALL_LOW
-from lightning_fastdata.insight.model.setups import (
-    busy_share,
-    by_epoch,
-    interpreter_share,
-    runqueue_share,
-    worker_threads,
-)
 from lightning_fastdata.insight.model.simulate import batch_costs
 from lightning_fastdata.insight.waits.attribution import SlowSample, WaitParts
 from lightning_fastdata.insight.waits.causes import CauseTotals, OperationShare
@@ -288,9 +282,9 @@ def evidence_of(
         setup = replace(
             setup,
             other_cpus=_taken_cpus(setup.cpus, **measured),
-            worker_threads=worker_threads(stamps),
+            worker_threads=setups.worker_threads(stamps),
         )
-    epochs = by_epoch(stamps)
+    epochs = setups.by_epoch(stamps)
     costs = [cost for epoch in epochs for cost in batch_costs(epoch, step_queued=step_queued)]
     if causes is None:
         totals = CauseTotals()
@@ -307,9 +301,9 @@ def evidence_of(
         stall_ms=_mean_ms(waits),
         setup=setup,
         costs=tuple(costs[-_MOST_COSTS:]),
-        busy_share=None if setup is None else busy_share(stamps, setup.workers),
-        runqueue_share=runqueue_share(stamps),
-        interpreter_share=interpreter_share(epochs),
+        busy_share=None if setup is None else setups.busy_share(stamps, setup.workers),
+        runqueue_share=setups.runqueue_share(stamps),
+        interpreter_share=setups.interpreter_share(epochs),
         epochs=len(epochs),
         epoch_wait_ms=_mean_ms(cold),
         steps_per_epoch=statistics.fmean(map(len, epochs)) if cold else None,

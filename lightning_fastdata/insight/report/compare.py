@@ -10,17 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from lightning_fastdata.errors import OptionsError, printable
-from lightning_fastdata.insight.report.recorded import (
-    RUN_METRICS,
-    WAIT_METRICS,
-    Condition,
-    Outcome,
-    number_text,
-    parse_condition,
-    read_report,
-    report_metrics,
-    signed_text,
-)
+from lightning_fastdata.insight.report import recorded
 
 if TYPE_CHECKING:
     import os
@@ -42,8 +32,8 @@ _SHOWN: Final = (
     "compute_ms",
     "gap_ms",
     "cold_wait_ms",
-    *WAIT_METRICS,
-    *RUN_METRICS[1:],
+    *recorded.WAIT_METRICS,
+    *recorded.RUN_METRICS[1:],
 )
 _SHOWN_OF_OTHERS: Final = ("samples_per_s", "stall_percent", "step_ms")
 _HIGHER_IS_BETTER: Final = frozenset(
@@ -89,7 +79,7 @@ class Comparison:
     b: str
     rows: tuple[Row, ...]
     """Every metric that either run measured."""
-    outcomes: tuple[Outcome, ...] = ()
+    outcomes: tuple[recorded.Outcome, ...] = ()
     """One for each condition, in their order."""
     notes: tuple[str, ...] = ()
     """What else differs and may be the reason: machine, versions, verdict."""
@@ -144,10 +134,10 @@ class Comparison:
         names = max((len(row.metric) for row in shown), default=6)
         yield f" {'metric':<{names}}  {'a':>9}  {'b':>9}  {'b - a':>9}  {'change':>8}", "bold"
         for row in shown:
-            numbers = (
-                f"{number_text(row.a):>9}  {number_text(row.b):>9}  "
-                f"{signed_text(row.difference):>9}  {signed_text(row.change_percent, '%'):>8}"
-            )
+            a, b = recorded.number_text(row.a), recorded.number_text(row.b)
+            difference = recorded.signed_text(row.difference)
+            change = recorded.signed_text(row.change_percent, "%")
+            numbers = f"{a:>9}  {b:>9}  {difference:>9}  {change:>8}"
             yield f" {row.metric:<{names}}  {numbers}", _style(row)
         if self.outcomes:
             yield "", ""
@@ -175,15 +165,17 @@ def compare_files(
         OptionsError: A file cannot be read or is no such report; a condition cannot be read, names
             an unknown metric, or one that was not measured in both runs.
     """
-    conditions = [parse_condition(text) for text in fail_if]
+    conditions = [recorded.parse_condition(text) for text in fail_if]
     names = str(a), str(b)
-    return compare(read_report(Path(a)), read_report(Path(b)), conditions, names=names)
+    return compare(
+        recorded.read_report(Path(a)), recorded.read_report(Path(b)), conditions, names=names
+    )
 
 
 def compare(
     a: Mapping[str, Any],
     b: Mapping[str, Any],
-    conditions: Iterable[Condition] = (),
+    conditions: Iterable[recorded.Condition] = (),
     *,
     names: tuple[str, str] = ("a", "b"),
 ) -> Comparison:
@@ -192,7 +184,7 @@ def compare(
     Raises:
         OptionsError: A condition is about a metric that was not measured in both runs.
     """
-    of_a, of_b = report_metrics(a), report_metrics(b)
+    of_a, of_b = recorded.report_metrics(a), recorded.report_metrics(b)
     known = dict.fromkeys((*of_a, *of_b))
     rows = [Row(metric=name, a=of_a.get(name), b=of_b.get(name)) for name in known]
     by_name = {row.metric: row for row in rows}
@@ -205,7 +197,9 @@ def compare(
     )
 
 
-def _outcome(condition: Condition, rows: Mapping[str, Row], names: tuple[str, str]) -> Outcome:
+def _outcome(
+    condition: recorded.Condition, rows: Mapping[str, Row], names: tuple[str, str]
+) -> recorded.Outcome:
     row = rows.get(condition.metric, Row(metric=condition.metric, a=None, b=None))
     missing = [name for name, value in zip(names, (row.a, row.b), strict=True) if value is None]
     if missing:
@@ -215,7 +209,7 @@ def _outcome(condition: Condition, rows: Mapping[str, Row], names: tuple[str, st
             "so that they measure it."
         )
     found = {"value": row.b, "difference": row.difference, "percent": row.change_percent}
-    return Outcome(condition=condition, found=found[condition.of] or 0.0)
+    return recorded.Outcome(condition=condition, found=found[condition.of] or 0.0)
 
 
 def _other_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterable[str]:

@@ -233,6 +233,7 @@ TEMPLATES.filters |= {
     "whole": _whole,
     "duration": duration_text,
     "longest": _longest,
+    "gain": gain_text,
     "gain_with_shares": _gain_with_shares,
 }
 TEMPLATES.tests["numeric"] = _is_numeric

@@ -13,15 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_fastdata.errors import printable
 from lightning_fastdata.host.system_calls import write_atomically
-from lightning_fastdata.insight.report.summary_text import (
-    Line,
-    as_ascii,
-    bar,
-    fitted,
-    percent,
-    rule,
-    summary_lines,
-)
+from lightning_fastdata.insight.report import summary_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -133,15 +125,15 @@ class RunReport:
         for line in self._lines(options.max_width, options.ascii_only):
             yield Text.assemble(*line, no_wrap=True, overflow="ellipsis")
 
-    def _lines(self, width: int, ascii_only: bool) -> list[Line]:
-        return summary_lines(
+    def _lines(self, width: int, ascii_only: bool) -> list[summary_text.Line]:
+        return summary_text.summary_lines(
             self.stages,
             self.verdict,
             wall=self.wall,
             ranks=self.ranks,
             notes=self.notes,
             ended=self.ended,
-            width=fitted(width),
+            width=summary_text.fitted(width),
             ascii=ascii_only,
         )
 
@@ -159,22 +151,24 @@ def comparison_text(
         width: Columns; the text is laid out for 60 at least and for 120 at most.
         ascii: Draw with ASCII signs.
     """
-    width = fitted(width)
+    width = summary_text.fitted(width)
     reports = {printable(name): report for name, report in reports.items()}
     rates = [_rate(report) for report in reports.values()]
     top = max(rates, default=0.0)
     names = max((len(name) for name in reports), default=0)
     length = max(4, width - names - 38)
-    lines = ["".join(piece for piece, _ in rule("fastdata · the same training ", width))]
+    lines = [
+        "".join(piece for piece, _ in summary_text.rule("fastdata · the same training ", width))
+    ]
     for (name, report), rate in zip(reports.items(), rates, strict=True):
         share = report.stages[0].stall_share if report.stages else None
-        stall = "" if share is None else f"wait {percent(share):>4}"
+        stall = "" if share is None else f"wait {summary_text.percent(share):>4}"
         ratio = f"{rate / rates[0]:5.2f}x" if rate and rates[0] else ""
-        drawn = bar(rate / top if top else 0.0, length, ascii=ascii)
+        drawn = summary_text.bar(rate / top if top else 0.0, length, ascii=ascii)
         shown = f"{rate:6.0f} samples/s" if rate else "  not measured  "
         lines.append(f" {name:<{names}} {drawn:<{length}} {shown} {ratio}  {stall}".rstrip())
     text = "\n".join(lines)
-    return as_ascii(text) if ascii else text
+    return summary_text.as_ascii(text) if ascii else text
 
 
 def _stage_as_dict(stage: StageSummary, recent: Columns | None) -> dict[str, Any]:

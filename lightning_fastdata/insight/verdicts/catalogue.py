@@ -18,14 +18,10 @@ from lightning_fastdata.insight.verdicts import (
     late_batches,
     pauses,
     step_costs,
+    without_stamps,
     workers,
 )
 from lightning_fastdata.insight.verdicts.rule import Found, Rule, Unstamped
-from lightning_fastdata.insight.verdicts.without_stamps import (
-    largest_cost,
-    timed_steps,
-    waiting_text,
-)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -167,7 +163,7 @@ def judge(
     """
     facts = LoaderFacts() if facts is None else facts
     evidence = Evidence() if evidence is None else evidence
-    cost = largest_cost(Unstamped(summary, facts, evidence.parts))
+    cost = without_stamps.largest_cost(Unstamped(summary, facts, evidence.parts))
     if cost.rule.code == "FD000" or summary.stall is None:
         return Verdict(
             kind="unknown",
@@ -179,7 +175,7 @@ def judge(
     kind: Kind = "data-bound" if share > STALL_HIGH else "balanced"
     if share < STALL_LOW and cost.finding.severity == "fine":
         kind = "compute-bound"
-    sentence = waiting_text(summary)
+    sentence = without_stamps.waiting_text(summary)
     order, pause = ranked(evidence, cost)
     rule, first = order[0]
     if pause is not None:
@@ -198,7 +194,7 @@ def judge(
 
 
 def _unmeasured(summary: StageSummary) -> tuple[str, ...]:
-    evidence = [f"{timed_steps(summary)} of {summary.steps} steps were timed"]
+    evidence = [f"{without_stamps.timed_steps(summary)} of {summary.steps} steps were timed"]
     if summary.stall is None and summary.steps:
         evidence.append("waits for batches were not seen")
     if summary.dropped_steps:

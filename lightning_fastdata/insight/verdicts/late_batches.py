@@ -7,18 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from lightning_fastdata.errors import printable
-from lightning_fastdata.insight.model import remedies
-from lightning_fastdata.insight.model.contention import (
-    OTHERS_LOW,
-    RUNQUEUE_HIGH,
-    crowded,
-    locked,
-    overcommitted,
-    part_shares,
-    queued_share,
-    runqueue_share,
-    throttled,
-)
+from lightning_fastdata.insight.model import contention, remedies
 from lightning_fastdata.insight.model.simulate import scaled
 from lightning_fastdata.insight.verdicts.rule import ALL_COSTS, Rule, late, of_wait
 from lightning_fastdata.insight.waits.lines import lock_between_processes, where_text
@@ -44,7 +33,7 @@ def largest(e: Evidence) -> tuple[str, float]:
         A field of :class:`WaitParts` without its unit, and its share of the wait; ``""`` and 0 if
         none is 40 % of it.
     """
-    shares = part_shares(e)
+    shares = contention.part_shares(e)
     if shares:
         shares["read_cpu"] += shares.pop("read_runqueue") + shares.pop("queued")
         if _at_limit(e):
@@ -83,7 +72,7 @@ def _more_workers(
 
 
 def _slow_samples(e: Evidence) -> Finding | None:
-    share = part_shares(e).get("slow_sample", 0.0)
+    share = contention.part_shares(e).get("slow_sample", 0.0)
     if share < _SLOW_HIGH or _at_limit(e):
         return None
     named = ", ".join(
@@ -167,9 +156,11 @@ def _bandwidth(e: Evidence) -> Finding | None:
 
 
 def _saturated(e: Evidence) -> bool:
-    loads = runqueue_share(e) >= RUNQUEUE_HIGH or throttled(e)
+    loads = contention.runqueue_share(e) >= contention.RUNQUEUE_HIGH or contention.throttled(e)
     reads = largest(e)[0] == "read_cpu"
-    return e.stalls and loads and reads and overcommitted(e) and not crowded(e)
+    return (
+        e.stalls and loads and reads and contention.overcommitted(e) and not contention.crowded(e)
+    )
 
 
 def _transforms(e: Evidence) -> str:
@@ -186,8 +177,8 @@ def _gain_of_transforms(e: Evidence) -> Gain | None:
 
 def _few_workers(e: Evidence) -> Finding | None:
     name, share = largest(e)
-    starved = queued_share(e) > share / 2
-    if name != "read_cpu" or starved or _saturated(e) or crowded(e):
+    starved = contention.queued_share(e) > share / 2
+    if name != "read_cpu" or starved or _saturated(e) or contention.crowded(e):
         return None
     cause = of_wait(e, share, "reading and transforming samples on a CPU")
     leave = "storage: it is not what is waited for"
@@ -197,12 +188,12 @@ def _few_workers(e: Evidence) -> Finding | None:
 
 
 def _few_cpus(e: Evidence) -> Finding | None:
-    if locked(e):
+    if contention.locked(e):
         return _one_interpreter(e)
     if not _saturated(e):
         return None
-    facts = [f"ready workers wait for a CPU for {runqueue_share(e):.0%} of their time"]
-    if throttled(e):
+    facts = [f"ready workers wait for a CPU for {contention.runqueue_share(e):.0%} of their time"]
+    if contention.throttled(e):
         facts.append(f"the CPU quota was used up in {e.throttled_share:.0%} of the periods")
     wanted, now = remedies.best_workers(e), e.setup
     remedy = _transforms(e)
@@ -254,7 +245,7 @@ def _collation(e: Evidence) -> Finding | None:
 def _capacity(e: Evidence) -> Finding | None:
     if not e.stalls or e.busy_share is None or e.busy_share <= _BUSY_HIGH or largest(e)[0]:
         return None
-    if crowded(e) or locked(e):
+    if contention.crowded(e) or contention.locked(e):
         return None
     cause = (
         f"the workers are busy {e.busy_share:.0%} of the time, and no single part of the wait, "
@@ -264,18 +255,22 @@ def _capacity(e: Evidence) -> Finding | None:
 
 
 def _neighbours(e: Evidence) -> Finding | None:
-    runqueue = runqueue_share(e)
+    runqueue = contention.runqueue_share(e)
     slowed = (e.compute_slowdown or 1.0) >= _COMPUTE_SLOWER
     pressed = slowed and (e.pressure_percent or 0.0) >= _PRESSURE_HIGH
-    own = e.setup is None or e.wanted_cpus is None or overcommitted(e)
-    if not e.stalls or (runqueue < RUNQUEUE_HIGH and not pressed):
+    own = e.setup is None or e.wanted_cpus is None or contention.overcommitted(e)
+    if not e.stalls or (runqueue < contention.RUNQUEUE_HIGH and not pressed):
         return None
-    if (own and not crowded(e)) or locked(e) or (e.setup is not None and not e.setup.workers):
+    if (
+        (own and not contention.crowded(e))
+        or contention.locked(e)
+        or (e.setup is not None and not e.setup.workers)
+    ):
         return None
     facts = [f"workers, or the training process, wait for a CPU for {runqueue:.0%} of the time"]
     if e.setup is not None and e.wanted_cpus is not None:
         facts.append(f"own work needs {e.wanted_cpus:.1f} of {e.setup.cpus:g} CPUs")
-    if (e.other_cpus or 0.0) >= OTHERS_LOW:
+    if (e.other_cpus or 0.0) >= contention.OTHERS_LOW:
         facts.append(f"other programs use {e.other_cpus:.1f} CPUs of this machine")
     if slowed:
         facts.append(f"a step computes {e.compute_slowdown:.2f} times as long as beside idle CPUs")

@@ -95,10 +95,24 @@ def _hidden(e: Evidence) -> Finding | None:
     return Finding(code="FD301", severity="fine", cause=cause, remedy="", leave_alone="the loader")
 
 
-def _transfer(e: Evidence) -> Finding | None:
-    share = e.of_step(e.transfer_ms)
-    if share is None or share < TRANSFER_HIGH:
+def _phase(
+    e: Evidence, code: str, ms: float | None, high: float, what: str, remedy: str, leave: str
+) -> Finding | None:
+    """Return the finding that a phase takes ``high`` of a step or more."""
+    share = e.of_step(ms)
+    if share is None or share < high:
         return None
+    return Finding(
+        code=code,
+        severity=severity_of(share),
+        cause=f"{what} takes {ms:.1f} ms, {share:.0%} of a step",
+        remedy=remedy,
+        gain=remedies.without(e, ms),
+        leave_alone=leave,
+    )
+
+
+def _transfer(e: Evidence) -> Finding | None:
     what, remedy = "copying a batch to the device", "send uint8 and normalize on the device"
     if not e.pinned:
         remedy = f"LoaderOptions(pin_memory=True), and {remedy}"
@@ -110,30 +124,15 @@ def _transfer(e: Evidence) -> Finding | None:
         what = "looking for tensors in the many objects of a batch"
         remedy = "batches of few tensors, or lists of objects within a class of your own, into "
         remedy += "which Lightning does not look"
-    return Finding(
-        code="FD312",
-        severity=severity_of(share),
-        cause=f"{what} takes {e.transfer_ms:.1f} ms, {share:.0%} of a step",
-        remedy=remedy,
-        gain=remedies.without(e, e.transfer_ms),
-        leave_alone="the number of workers",
-    )
+    leave = "the number of workers"
+    return _phase(e, "FD312", e.transfer_ms, TRANSFER_HIGH, what, remedy, leave)
 
 
 def _augmentation(e: Evidence) -> Finding | None:
-    share = e.of_step(e.augment_ms)
-    if share is None or share < AUGMENT_HIGH:
-        return None
-    return Finding(
-        code="FD313",
-        severity=severity_of(share),
-        cause=f"{e.augment_hook or 'augmenting on the device'} takes {e.augment_ms:.1f} ms, "
-        f"{share:.0%} of a step",
-        remedy="fewer or cheaper transforms "
-        + ("there" if e.augment_hook else "on the device, or on uint8"),
-        gain=remedies.without(e, e.augment_ms),
-        leave_alone="the loader",
-    )
+    what = e.augment_hook or "augmenting on the device"
+    where = "there" if e.augment_hook else "on the device, or on uint8"
+    remedy = f"fewer or cheaper transforms {where}"
+    return _phase(e, "FD313", e.augment_ms, AUGMENT_HIGH, what, remedy, "the loader")
 
 
 def _host_gap(e: Evidence) -> Finding | None:

@@ -6,13 +6,7 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Final
 
-from lightning_fastdata.insight.model import remedies
-from lightning_fastdata.insight.model.contention import (
-    RUNQUEUE_HIGH,
-    crowded,
-    part_shares,
-    runqueue_share,
-)
+from lightning_fastdata.insight.model import contention, remedies
 from lightning_fastdata.insight.model.finding import Finding, Gain
 from lightning_fastdata.insight.model.remedies import scaled_step_ms
 from lightning_fastdata.insight.model.simulate import simulate
@@ -54,7 +48,7 @@ def _unpacking(e: Evidence) -> Finding | None:
 
 
 def _own(e: Evidence, part: str, code: str, what: str, remedy: str, leave: str) -> Finding | None:
-    share = part_shares(e).get(part, 0.0)
+    share = contention.part_shares(e).get(part, 0.0)
     if not _costs_enough(e, share):
         return None
     gain = remedies.without(e, share * (e.stall_ms or 0.0))
@@ -68,9 +62,11 @@ def _costs_enough(e: Evidence, share: float) -> bool:
 
 
 def _handover(e: Evidence) -> Finding | None:
-    share = part_shares(e).get("handover", 0.0)
+    share = contention.part_shares(e).get("handover", 0.0)
     gain = remedies.without(e, share * (e.stall_ms or 0.0))
-    if crowded(e) or (runqueue_share(e) >= RUNQUEUE_HIGH and share < _DOMINANT):
+    if contention.crowded(e) or (
+        contention.runqueue_share(e) >= contention.RUNQUEUE_HIGH and share < _DOMINANT
+    ):
         return None  # who sends a batch away waits for a CPU as those do who make it
     # Page-locking is on the way, too, and then the longer part.
     if not _costs_enough(e, share) or largest(e)[0] == "pin":

@@ -18,7 +18,7 @@ from lightning_fastdata.errors import printable
 from lightning_fastdata.insight.measure.metrics import columns_of
 from lightning_fastdata.insight.measure.wall import STEP_PARTS, wall_text
 from lightning_fastdata.insight.metric_names import MAIN
-from lightning_fastdata.insight.model.finding import gain_text
+from lightning_fastdata.insight.report.html import TEMPLATES
 from lightning_fastdata.insight.waits.causes import cause_lines, operations_table
 from lightning_fastdata.insight.waits.lines import lines_table
 from lightning_fastdata.plugin.seams.internals import scalar_prefix
@@ -158,36 +158,21 @@ def phase_figure(steps: Sequence[StepTiming] | Columns) -> Figure:
 
 def verdict_markdown(verdict: Verdict, summary: StageSummary, wall: WallTime | None = None) -> str:
     """Return the verdict as markdown: a table of phases, the findings, and what was measured."""
-    lines = [f"### {verdict.kind}: {verdict.sentence}", ""]
     phases = {
         "wait": summary.stall,
         "transfer": summary.transfer,
         "augment": summary.augment,
         "compute": summary.compute,
     }
-    lines += ["| phase | mean ms | share | p50 | p95 | max |", "|---|---:|---:|---:|---:|---:|"]
-    lines += [
-        f"| {name} | {phase.mean_ms:.1f} | {phase.share:.0%} "
-        f"| {phase.p50_ms:.1f} | {phase.p95_ms:.1f} | {phase.max_ms:.1f} |"
-        for name, phase in phases.items()
-        if phase is not None
-    ]
-    for found in verdict.findings:
-        lines += ["", f"**{found.code}** {found.cause}", ""]
-        lines += [f"- try: **{found.remedy}**"] if found.remedy else []
-        lines += [f"- gain: {gain_text(found.gain)}"] if found.remedy and found.gain else []
-        lines += [f"- skip: {found.leave_alone}"] if found.leave_alone else []
     causes = summary.causes
-    facts = [*verdict.evidence, *([] if causes is None else cause_lines(causes))]
-    if facts:
-        lines += ["", "Also measured:", "", *(f"- {fact}" for fact in facts)]
-    if wall is not None:
-        lines += ["", f"The run so far, {wall_text(wall, summary.stage)}."]
-    if causes is not None and causes.operations:
-        lines += ["", operations_table(causes).rstrip()]
-    if causes is not None and causes.lines:
-        lines += ["", lines_table(causes.lines).rstrip()]
-    return "\n".join(lines) + "\n"
+    return TEMPLATES.get_template("verdict.md").render(
+        verdict=verdict,
+        phases=phases,
+        facts=[*verdict.evidence, *([] if causes is None else cause_lines(causes))],
+        wall=None if wall is None else wall_text(wall, summary.stage),
+        operations=causes and causes.operations and operations_table(causes).rstrip(),
+        lines=causes and causes.lines and lines_table(causes.lines).rstrip(),
+    )
 
 
 def log_to(loggers: Iterable[Logger], metrics: Mapping[str, float], step: int) -> None:
