@@ -240,7 +240,7 @@ class EventModel:
         return span / own_stretch
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Job:
     """A task: a batch, or a part of one."""
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 from lightning_fastdata.errors import printable
 from lightning_fastdata.insight.model import contention, remedies
 from lightning_fastdata.insight.model.simulate import scaled
-from lightning_fastdata.insight.verdicts.rule import ALL_COSTS, Rule, late, of_wait
+from lightning_fastdata.insight.verdicts.rule import ALL_COSTS, Rule, found, of_wait
 from lightning_fastdata.insight.waits.lines import lock_between_processes, where_text
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def _slow_samples(e: Evidence) -> Finding | None:
     else:
         gain = remedies.gain_of_costs(e, scaled(e.costs, slow_samples=False))
     leave = "the other samples" + (" and the number of workers" if same else "")
-    return late(e, "FD302", cause, repair, gain, leave)
+    return found("FD302", e.stall_share, cause, repair, gain, leave)
 
 
 def _read_more_by(e: Evidence) -> float | None:
@@ -124,15 +124,15 @@ def _latency(e: Evidence) -> Finding | None:
     name, share = largest(e)
     if name != "read_blocked" or _shares(e):
         return None
-    found = late(
-        e,
+    finding = found(
         "FD303",
+        e.stall_share,
         of_wait(e, share, "waiting for storage, a network or a lock") + _where(e, blocked=True),
         "keep the data on a local disk, or cache it",
         remedies.gain_of_costs(e, scaled(e.costs, blocked=0.0)),
         "transforms: the CPUs are not what is short",
     )
-    return _more_workers(e, found, together=(_read_more_by(e) or 0.0) < _BY_THEMSELVES)
+    return _more_workers(e, finding, together=(_read_more_by(e) or 0.0) < _BY_THEMSELVES)
 
 
 def _bandwidth(e: Evidence) -> Finding | None:
@@ -144,9 +144,9 @@ def _bandwidth(e: Evidence) -> Finding | None:
         few, few_per_s, many, many_per_s = e.read_rates
         cause += f"; {many} workers read {many_per_s:.3g} samples/s and {few} of them "
         cause += f"{few_per_s:.3g}"
-    return late(
-        e,
+    return found(
         "FD304",
+        e.stall_share,
         cause + _where(e, blocked=True),
         "find the lock, or read less: cache decoded or resized samples, or keep the data on "
         "a local disk",
@@ -183,8 +183,8 @@ def _few_workers(e: Evidence) -> Finding | None:
     cause = of_wait(e, share, "reading and transforming samples on a CPU")
     leave = "storage: it is not what is waited for"
     cause += _where(e, blocked=False)
-    found = late(e, "FD305", cause, _transforms(e), _gain_of_transforms(e), leave)
-    return _more_workers(e, found, computing=True)
+    finding = found("FD305", e.stall_share, cause, _transforms(e), _gain_of_transforms(e), leave)
+    return _more_workers(e, finding, computing=True)
 
 
 def _few_cpus(e: Evidence) -> Finding | None:
@@ -207,7 +207,7 @@ def _few_cpus(e: Evidence) -> Finding | None:
             remedy = f"{remedies.options_text(now, wanted)}, which is as fast; then {remedy}"
     cause = "; ".join(facts) + _where(e, blocked=False)
     leave = "more workers: they would share the same CPUs"
-    return late(e, "FD306", cause, remedy, _gain_of_transforms(e), leave)
+    return found("FD306", e.stall_share, cause, remedy, _gain_of_transforms(e), leave)
 
 
 def _one_interpreter(e: Evidence) -> Finding:
@@ -216,9 +216,9 @@ def _one_interpreter(e: Evidence) -> Finding:
         workers = max(1, int(e.setup.cpus))
         processes = f"LoaderOptions(executor='workers', num_workers={workers}), {processes}"
     # No gain is given: what samples cost is not known while their readers take the lock in turn.
-    return late(
-        e,
+    return found(
         "FD306",
+        e.stall_share,
         "the threads of a side process take turns: one of them at a time holds the interpreter's "
         f"lock, and together they use {e.interpreter_share or 0.0:.1f} CPUs"
         + _where(e, blocked=False),
@@ -231,9 +231,9 @@ def _collation(e: Evidence) -> Finding | None:
     name, share = largest(e)
     if name != "collate":
         return None
-    return late(
-        e,
+    return found(
         "FD307",
+        e.stall_share,
         of_wait(e, share, "collating samples"),
         "leave out collate_fn, with LoaderOptions(executor='workers'), or give the dataset a "
         "__getitems__ that returns them together",
@@ -251,7 +251,9 @@ def _capacity(e: Evidence) -> Finding | None:
         f"the workers are busy {e.busy_share:.0%} of the time, and no single part of the wait, "
         f"which costs {e.stall_share or 0.0:.0%} of each step, stands out" + _where(e)
     )
-    return _more_workers(e, late(e, "FD309", cause, _transforms(e), _gain_of_transforms(e)))
+    return _more_workers(
+        e, found("FD309", e.stall_share, cause, _transforms(e), _gain_of_transforms(e))
+    )
 
 
 def _neighbours(e: Evidence) -> Finding | None:
@@ -274,9 +276,9 @@ def _neighbours(e: Evidence) -> Finding | None:
         facts.append(f"other programs use {e.other_cpus:.1f} CPUs of this machine")
     if slowed:
         facts.append(f"a step computes {e.compute_slowdown:.2f} times as long as beside idle CPUs")
-    return late(
-        e,
+    return found(
         "FD315",
+        e.stall_share,
         "; ".join(facts),
         "find what else runs on this machine, if only threads that transforms start "
         "(cv2.setNumThreads(0)), or give this process CPUs of its own (taskset, a cgroup); "

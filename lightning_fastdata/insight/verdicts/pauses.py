@@ -15,9 +15,8 @@ from lightning_fastdata.insight.model.finding import (
     Finding,
     Gain,
     duration_text,
-    severity_of,
 )
-from lightning_fastdata.insight.verdicts.rule import Rule
+from lightning_fastdata.insight.verdicts.rule import Rule, found
 
 if TYPE_CHECKING:
     from lightning_fastdata.insight.measure.wall import WallTime
@@ -29,6 +28,7 @@ _PAUSE_HIGH: Final = 0.05
 _FEWEST_EPOCHS: Final = 2
 """Workers have to start once; how the first epoch starts says nothing of the others."""
 _MOST_OF_START: Final = 0.5
+_WITHIN_EPOCHS: Final = "the loader within epochs"
 _SAVE_LESS: Final = (
     "save less often (every_n_train_steps, train_time_interval), to a faster disk, or fewer "
     "weights (save_weights_only=True)"
@@ -54,8 +54,7 @@ def _epoch_starts(e: Evidence) -> Finding | None:
         f"starting epochs after the first took {duration_text(later_s)} of "
         f"{duration_text(wall.training_s)}, {duration_text(each_s)} each"
     )
-    leave = "the loader within epochs"
-    return _pause(wall, later_s, "FD310", what, _for_epoch_starts(e, each_s), leave)
+    return _pause(wall, later_s, "FD310", what, _for_epoch_starts(e, each_s), _WITHIN_EPOCHS)
 
 
 def _for_epoch_starts(e: Evidence, each_s: float) -> str:
@@ -99,15 +98,11 @@ def _first_batches(e: Evidence) -> Finding | None:
     remedy = "LoaderOptions(persistent_workers=True)"
     if e.persistent_workers:
         remedy = "longer epochs: the workers are kept already"
-    return Finding(
-        code="FD310",
-        severity=severity_of(share),
-        cause=f"the first batch of an epoch comes after {e.epoch_wait_ms:.0f} ms, which is "
-        f"{share:.0%} of an epoch",
-        remedy=remedy,
-        gain=gain,
-        leave_alone="" if e.stalls else "the loader within epochs",
+    cause = (
+        f"the first batch of an epoch comes after {e.epoch_wait_ms:.0f} ms, which is {share:.0%} "
+        "of an epoch"
     )
+    return found("FD310", share, cause, remedy, gain, "" if e.stalls else _WITHIN_EPOCHS)
 
 
 def _dataset_s(e: Evidence) -> float:
@@ -174,14 +169,8 @@ def _pause(
         return None
     before_ms = 1000 * wall.training_s / wall.steps
     after_ms = max(0.0, before_ms - 1000 * seconds / wall.steps)
-    return Finding(
-        code=code,
-        severity=severity_of(share),
-        cause=what,
-        remedy=remedy,
-        gain=Gain(before_ms=before_ms, after_ms=after_ms, basis="floor"),
-        leave_alone=leave,
-    )
+    gain = Gain(before_ms=before_ms, after_ms=after_ms, basis="floor")
+    return found(code, share, what, remedy, gain, leave)
 
 
 def _hold_up(part: str, title: str, kind: Kind) -> Rule[Evidence]:

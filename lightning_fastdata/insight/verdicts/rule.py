@@ -63,13 +63,18 @@ class Found(NamedTuple):
     finding: Finding
 
 
-def late(
-    e: Evidence, code: str, cause: str, remedy: str, gain: Gain | None = None, leave_alone: str = ""
+def found(
+    code: str,
+    share: float | None,
+    cause: str,
+    remedy: str,
+    gain: Gain | None = None,
+    leave_alone: str = "",
 ) -> Finding:
-    """Return a finding about late batches, as severe as they are."""
+    """Return the finding of something that costs this share of a step, 0 to 1."""
     return Finding(
         code=code,
-        severity=severity_of(e.stall_share),
+        severity=severity_of(share),
         cause=cause,
         remedy=remedy,
         gain=gain,

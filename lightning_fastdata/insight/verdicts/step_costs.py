@@ -12,10 +12,9 @@ from lightning_fastdata.insight.model.finding import (
     STALL_LOW,
     TRANSFER_HIGH,
     Finding,
-    severity_of,
 )
 from lightning_fastdata.insight.verdicts import pauses
-from lightning_fastdata.insight.verdicts.rule import Rule
+from lightning_fastdata.insight.verdicts.rule import Rule, found
 
 if TYPE_CHECKING:
     from lightning_fastdata.insight.model.evidence import Evidence
@@ -37,17 +36,17 @@ def own_evidence(e: Evidence) -> Evidence:
     )
 
 
-def naming_loader(e: Evidence, found: Finding, *, remedy_too: bool) -> Finding:
+def naming_loader(e: Evidence, finding: Finding, *, remedy_too: bool) -> Finding:
     """Return a finding that names its loader, and gains no more than the other loaders allow.
 
     ``remedy_too``: its remedy is an option of the loader.
     """
     if e.one_of is None:
-        return found
-    found = replace(found, cause=f"{e.one_of.label}: {found.cause}")
+        return finding
+    finding = replace(finding, cause=f"{e.one_of.label}: {finding.cause}")
     if not remedy_too:
-        return found
-    remedy, gain = f"{e.one_of.label}: {found.remedy}", found.gain
+        return finding
+    remedy, gain = f"{e.one_of.label}: {finding.remedy}", finding.gain
     other, least_ms = max(e.one_of.limits, key=lambda limit: limit[1], default=("", 0.0))
     if gain is not None and gain.after_ms < least_ms:
         allowed = replace(gain, after_ms=min(gain.before_ms, least_ms))
@@ -56,7 +55,7 @@ def naming_loader(e: Evidence, found: Finding, *, remedy_too: bool) -> Finding:
                 f"; {other} as well, because of which no step takes less than {least_ms:.1f} ms"
             )
         gain = allowed
-    return replace(found, remedy=remedy, gain=gain)
+    return replace(finding, remedy=remedy, gain=gain)
 
 
 def _begins_anew(e: Evidence) -> Finding | None:
@@ -68,13 +67,8 @@ def _begins_anew(e: Evidence) -> Finding | None:
     remedy = "LoaderOptions(persistent_workers=True)"
     if e.persistent_workers:
         remedy = "a longer one: its workers are kept already"
-    return Finding(
-        code="FD310",
-        severity=severity_of(share),
-        cause=f"it is shorter than an epoch, and to begin it anew costs {share:.0%} of each step",
-        remedy=remedy,
-        gain=remedies.without(e, e.one_of.begins_ms),
-    )
+    cause = f"it is shorter than an epoch, and to begin it anew costs {share:.0%} of each step"
+    return found("FD310", share, cause, remedy, remedies.without(e, e.one_of.begins_ms))
 
 
 _FREE: Final = 0.01
@@ -102,14 +96,8 @@ def _phase(
     share = e.of_step(ms)
     if share is None or share < high:
         return None
-    return Finding(
-        code=code,
-        severity=severity_of(share),
-        cause=f"{what} takes {ms:.1f} ms, {share:.0%} of a step",
-        remedy=remedy,
-        gain=remedies.without(e, ms),
-        leave_alone=leave,
-    )
+    cause = f"{what} takes {ms:.1f} ms, {share:.0%} of a step"
+    return found(code, share, cause, remedy, remedies.without(e, ms), leave)
 
 
 def _transfer(e: Evidence) -> Finding | None:
@@ -141,15 +129,15 @@ def _host_gap(e: Evidence) -> Finding | None:
         return None
     if pauses.held_up(e):
         return None
-    return Finding(
-        code="FD314",
-        severity=severity_of(share),
-        cause=f"the device has nothing to do for {e.gap_ms:.1f} ms, {share:.0%} of a step, "
-        "although no batch is waited for",
-        remedy="read values less often (.item(), .cpu(), print, prog_bar=True), log every n steps, "
-        "and look for slow callbacks; a compiled model launches fewer kernels",
-        gain=remedies.without(e, e.gap_ms),
-        leave_alone="" if e.stalls else "the loader",
+    return found(
+        "FD314",
+        share,
+        f"the device has nothing to do for {e.gap_ms:.1f} ms, {share:.0%} of a step, although no "
+        "batch is waited for",
+        "read values less often (.item(), .cpu(), print, prog_bar=True), log every n steps, and "
+        "look for slow callbacks; a compiled model launches fewer kernels",
+        remedies.without(e, e.gap_ms),
+        "" if e.stalls else "the loader",
     )
 
 
@@ -161,15 +149,14 @@ def _slow_rank(e: Evidence) -> Finding | None:
     mean = statistics.fmean(e.rank_stalls_ms)
     name = f"rank {rank}" + (f" on {e.rank_hosts[rank]}" if e.rank_hosts else "")
     reason = e.rank_reasons[rank] if e.rank_reasons else ""
-    return Finding(
-        code="FD316",
-        severity=severity_of(e.of_step(worst - mean)),
-        cause=f"{name} stalls {worst:.1f} ms a step, all of them {mean:.1f} on average, and "
-        "every rank waits for the last one" + (f"; there, {reason}" if reason else ""),
-        remedy=f"look at the data and the host of rank {rank}: its share of the files, its CPUs, "
-        "its disk",
-        gain=remedies.without(e, worst - max(others)),
-        leave_alone="the loaders of the other ranks",
+    return found(
+        "FD316",
+        e.of_step(worst - mean),
+        f"{name} stalls {worst:.1f} ms a step, all of them {mean:.1f} on average, and every rank "
+        "waits for the last one" + (f"; there, {reason}" if reason else ""),
+        f"look at the data and the host of rank {rank}: its share of the files, its CPUs, its disk",
+        remedies.without(e, worst - max(others)),
+        "the loaders of the other ranks",
     )
 
 

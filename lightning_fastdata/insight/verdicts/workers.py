@@ -11,7 +11,7 @@ from lightning_fastdata.insight.model.finding import Finding, Gain
 from lightning_fastdata.insight.model.remedies import scaled_step_ms
 from lightning_fastdata.insight.model.simulate import simulate
 from lightning_fastdata.insight.verdicts.late_batches import largest
-from lightning_fastdata.insight.verdicts.rule import ALL_COSTS, Rule, late, of_wait
+from lightning_fastdata.insight.verdicts.rule import ALL_COSTS, Rule, found, of_wait
 
 if TYPE_CHECKING:
     from lightning_fastdata.insight.model.evidence import Evidence
@@ -52,7 +52,7 @@ def _own(e: Evidence, part: str, code: str, what: str, remedy: str, leave: str) 
     if not _costs_enough(e, share):
         return None
     gain = remedies.without(e, share * (e.stall_ms or 0.0))
-    return late(e, code, of_wait(e, share, what), remedy, gain, leave)
+    return found(code, e.stall_share, of_wait(e, share, what), remedy, gain, leave)
 
 
 def _costs_enough(e: Evidence, share: float) -> bool:
@@ -80,7 +80,7 @@ def _handover(e: Evidence) -> Finding | None:
         remedy = "find threads of the training process that compute, such as loggers and "
         remedy += "callbacks, as they hold the interpreter's lock; then smaller batches"
     cause = of_wait(e, share, "handing complete batches over")
-    return late(e, "FD308", cause, remedy, gain, "the number of workers")
+    return found("FD308", e.stall_share, cause, remedy, gain, "the number of workers")
 
 
 def _pinning(e: Evidence) -> Finding | None:
@@ -90,7 +90,7 @@ def _pinning(e: Evidence) -> Finding | None:
     cause = of_wait(e, share, "copying batches into page-locked memory")
     remedy = "LoaderOptions(executor='workers', page_lock='register')"
     gain = remedies.without(e, None if e.stall_ms is None else share * e.stall_ms)
-    return late(e, "FD311", cause, remedy, gain, "the number of workers")
+    return found("FD311", e.stall_share, cause, remedy, gain, "the number of workers")
 
 
 _NEARLY_ALL: Final = 0.9
@@ -120,9 +120,9 @@ def _uneven(e: Evidence) -> Finding | None:
     who = f"{working} of {workers} workers make"
     if working == 1:
         who = f"one of {workers} workers makes"
-    return late(
-        e,
+    return found(
         "FD325",
+        e.stall_share,
         f"{who} {share:.0%} of the samples of this stream, and waiting for batches costs "
         f"{e.stall_share or 0.0:.0%} of each step",
         "share the stream out evenly: at least as many files as workers, of equal size, each read "
