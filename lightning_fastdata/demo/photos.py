@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -22,8 +23,6 @@ import numpy as np
 from lightning_fastdata.errors import DatasetError, OptionsError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from PIL.Image import Image
 
 PHOTOGRAPHS: dict[str, tuple[str, str]] = {

@@ -13,7 +13,10 @@ import logging
 import os
 import sys
 import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import lightning.pytorch as lightning
@@ -27,18 +30,12 @@ from lightning_fastdata import DataThroughputCallback, FastDataModule, FastImage
 from lightning_fastdata.demo.photos import PHOTOGRAPHS, Cut, cut_photographs
 from lightning_fastdata.errors import FastDataError
 from lightning_fastdata.host.cpu import read_cpu_limit
-from lightning_fastdata.insight.report.run_report import comparison_text
+from lightning_fastdata.insight.report.run_report import RunReport, comparison_text
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-    from types import ModuleType
-
     from albumentations import Compose
     from lightning.pytorch.utilities.types import OptimizerLRScheduler
     from torchvision.datasets import ImageFolder
-
-    from lightning_fastdata.insight.report.run_report import RunReport
 
 IMAGE_PX = 112
 BATCH_SIZE = 64

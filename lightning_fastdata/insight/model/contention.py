@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+from lightning_fastdata.insight.model.evidence import Evidence
 from lightning_fastdata.insight.model.simulate import scaled, simulate
-
-if TYPE_CHECKING:
-    from lightning_fastdata.insight.model.evidence import Evidence
 
 RUNQUEUE_HIGH: Final = 0.20
 """Of the time of workers or of the wait: CPUs are short."""

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 from lightning_fastdata.executors.pool.splitter import rows_per_task
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 Scheduling: TypeAlias = Literal["batch", "queue", "sample"]
 

@@ -6,24 +6,21 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import Any, Final, Literal
 
 from torch.utils.data import IterableDataset
 
+from lightning_fastdata.insight.measure.metrics import PhaseSummary, StageSummary
+from lightning_fastdata.insight.measure.wall import WallTime
 from lightning_fastdata.insight.model import setups
 from lightning_fastdata.insight.model.events import BatchCost, LoaderSetup
 from lightning_fastdata.insight.model.finding import STALL_LOW
 from lightning_fastdata.insight.model.simulate import batch_costs
 from lightning_fastdata.insight.waits.attribution import SlowSample, WaitParts
-from lightning_fastdata.insight.waits.causes import CauseTotals, OperationShare
+from lightning_fastdata.insight.waits.causes import CauseTotals, OperationShare, WaitCauses
 from lightning_fastdata.insight.waits.lines import LineShare
-
-if TYPE_CHECKING:
-    from lightning_fastdata.insight.measure.metrics import PhaseSummary, StageSummary
-    from lightning_fastdata.insight.measure.wall import WallTime
-    from lightning_fastdata.insight.waits.causes import WaitCauses
-    from lightning_fastdata.insight.waits.several_loaders import OneOfSeveral
-    from lightning_fastdata.stamps.batch_stamps import BatchStamps, ReadRates
+from lightning_fastdata.insight.waits.several_loaders import OneOfSeveral
+from lightning_fastdata.stamps.batch_stamps import BatchStamps, ReadRates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from torch.utils.data import IterableDataset, default_collate
 
 from lightning_fastdata.batches.collate import collate_samples
 from lightning_fastdata.batches.keyed import fetches_in_batches
 from lightning_fastdata.executors.kinds import KINDS
-from lightning_fastdata.insight.model.events import LoaderSetup
+from lightning_fastdata.host.usage import SpentTime
+from lightning_fastdata.insight.measure.metrics import StageSummary
+from lightning_fastdata.insight.model.events import LoaderSetup, Scheduling
+from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.loading.source import makes_batches, reads_with_torch
 from lightning_fastdata.planning.worker_count import look_ahead_batches
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from lightning_fastdata.host.usage import SpentTime
-    from lightning_fastdata.insight.measure.metrics import StageSummary
-    from lightning_fastdata.insight.model.events import Scheduling
-    from lightning_fastdata.loading.loader import FastDataLoader
-    from lightning_fastdata.stamps.batch_stamps import BatchStamps
+from lightning_fastdata.stamps.batch_stamps import BatchStamps
 
 _TORCH_PREFETCH: Final = 2
 """Torch's own default."""

@@ -12,13 +12,11 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from lightning_fastdata.insight.model.events import BatchCost, EventModel, LoaderSetup
 from lightning_fastdata.insight.waits.attribution import held_ns
-
-if TYPE_CHECKING:
-    from lightning_fastdata.stamps.batch_stamps import BatchStamps, TaskStamps
+from lightning_fastdata.stamps.batch_stamps import BatchStamps, TaskStamps
 
 _NS_PER_MS: Final = 1e6
 _MIN_STEPS: Final = 200

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import textwrap
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -13,8 +14,6 @@ from lightning_fastdata.errors import OptionsError, printable
 from lightning_fastdata.insight.report import recorded
 
 if TYPE_CHECKING:
-    import os
-
     from rich.console import Console, ConsoleOptions, RenderResult
 
 _SHOWN: Final = (

@@ -7,23 +7,21 @@ import html
 import json
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_fastdata.errors import printable
 from lightning_fastdata.host.system_calls import write_atomically
+from lightning_fastdata.insight.measure.metrics import Columns, StageSummary
+from lightning_fastdata.insight.measure.wall import WallTime
 from lightning_fastdata.insight.report import summary_text
+from lightning_fastdata.insight.verdicts.catalogue import Verdict
+from lightning_fastdata.insight.waits.ranks import RankTiming
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from rich.console import Console, ConsoleOptions, RenderResult
-
-    from lightning_fastdata.insight.measure.metrics import Columns, StageSummary
-    from lightning_fastdata.insight.measure.wall import WallTime
-    from lightning_fastdata.insight.verdicts.catalogue import Verdict
-    from lightning_fastdata.insight.waits.ranks import RankTiming
 
 SCHEMA_VERSION = 5
 """Raised when the form of the JSON report changes; 2 added ``causes`` to the stages, 3 ``recent``

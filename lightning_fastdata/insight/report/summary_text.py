@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import re
 import textwrap
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import TypeAlias, TypeVar
 
 from lightning_fastdata.errors import printable
-from lightning_fastdata.insight.measure.wall import wall_text
+from lightning_fastdata.insight.measure.metrics import StageSummary
+from lightning_fastdata.insight.measure.wall import WallTime, wall_text
 from lightning_fastdata.insight.model.finding import STALL_LOW, duration_text, gain_text
+from lightning_fastdata.insight.verdicts.catalogue import Verdict
 from lightning_fastdata.insight.waits.causes import cause_lines
-from lightning_fastdata.insight.waits.ranks import ranks_line
+from lightning_fastdata.insight.waits.ranks import RankTiming, ranks_line
 from lightning_fastdata.insight.waits.several_loaders import waits_line
 from lightning_fastdata.types import STAGE_WORDS
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from lightning_fastdata.insight.measure.metrics import StageSummary
-    from lightning_fastdata.insight.measure.wall import WallTime
-    from lightning_fastdata.insight.verdicts.catalogue import Verdict
-    from lightning_fastdata.insight.waits.ranks import RankTiming
 
 _MOST_REMEDIES = 2
 

@@ -8,10 +8,13 @@ codes say why a step is slow; those of
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from operator import itemgetter
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
+from lightning_fastdata.insight.measure.metrics import StageSummary
+from lightning_fastdata.insight.measure.wall import WallTime
 from lightning_fastdata.insight.model.evidence import Evidence, LoaderFacts
 from lightning_fastdata.insight.model.finding import STALL_HIGH, STALL_LOW, Finding, Kind
 from lightning_fastdata.insight.verdicts import (
@@ -22,12 +25,6 @@ from lightning_fastdata.insight.verdicts import (
     workers,
 )
 from lightning_fastdata.insight.verdicts.rule import Found, Rule, Unstamped
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-    from lightning_fastdata.insight.measure.metrics import StageSummary
-    from lightning_fastdata.insight.measure.wall import WallTime
 
 RULES: Final[tuple[Rule[Evidence], ...]] = tuple(
     sorted(

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from lightning_fastdata.errors import printable
 from lightning_fastdata.insight.model import contention, remedies
+from lightning_fastdata.insight.model.evidence import Evidence
+from lightning_fastdata.insight.model.finding import Finding, Gain
 from lightning_fastdata.insight.model.simulate import scaled
 from lightning_fastdata.insight.verdicts.rule import ALL_COSTS, Rule, found, of_wait
 from lightning_fastdata.insight.waits.lines import lock_between_processes, where_text
-
-if TYPE_CHECKING:
-    from lightning_fastdata.insight.model.evidence import Evidence
-    from lightning_fastdata.insight.model.finding import Finding, Gain
 
 _DOMINANT: Final = 0.4
 _SLOW_HIGH, _BUSY_HIGH = 0.30, 0.95

@@ -7,21 +7,19 @@ it; else by what they take of an epoch, or of their own steps.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+from lightning_fastdata.insight.measure.wall import WallTime
+from lightning_fastdata.insight.model.evidence import Evidence
 from lightning_fastdata.insight.model.finding import (
     EPOCH_START_HIGH,
     STALL_LOW,
     Finding,
     Gain,
+    Kind,
     duration_text,
 )
 from lightning_fastdata.insight.verdicts.rule import Rule, found
-
-if TYPE_CHECKING:
-    from lightning_fastdata.insight.measure.wall import WallTime
-    from lightning_fastdata.insight.model.evidence import Evidence
-    from lightning_fastdata.insight.model.finding import Kind
 
 _PAUSE_HIGH: Final = 0.05
 """Part of a run: what takes less is no finding."""

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Generic, Literal, NamedTuple, TypeVar
+from typing import Final, Generic, Literal, NamedTuple, TypeVar
 
-from lightning_fastdata.insight.model.finding import Finding, severity_of
-
-if TYPE_CHECKING:
-    from lightning_fastdata.insight.measure.metrics import StageSummary
-    from lightning_fastdata.insight.model.evidence import Evidence, LoaderFacts
-    from lightning_fastdata.insight.model.finding import Gain, Kind
-    from lightning_fastdata.insight.waits.attribution import WaitParts
+from lightning_fastdata.insight.measure.metrics import StageSummary
+from lightning_fastdata.insight.model.evidence import Evidence, LoaderFacts
+from lightning_fastdata.insight.model.finding import Finding, Gain, Kind, severity_of
+from lightning_fastdata.insight.waits.attribution import WaitParts
 
 SMALL_COSTS: Final = frozenset({"FD001", "FD002", "FD106", "FD201", "FD202"})
 """Findings without stamps where the stall is 10 % or less: any known cause replaces them."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import statistics
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from lightning_fastdata.insight.model import remedies
+from lightning_fastdata.insight.model.evidence import Evidence
 from lightning_fastdata.insight.model.finding import (
     AUGMENT_HIGH,
     STALL_LOW,
@@ -15,9 +16,6 @@ from lightning_fastdata.insight.model.finding import (
 )
 from lightning_fastdata.insight.verdicts import pauses
 from lightning_fastdata.insight.verdicts.rule import Rule, found
-
-if TYPE_CHECKING:
-    from lightning_fastdata.insight.model.evidence import Evidence
 
 _BEGINS_HIGH: Final = 0.05
 _MOST_OF_IT: Final = 0.5

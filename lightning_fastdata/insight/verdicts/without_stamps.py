@@ -7,8 +7,9 @@ shares of the step as the device saw it.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+from lightning_fastdata.insight.measure.metrics import PhaseSummary, StageSummary
 from lightning_fastdata.insight.model.evidence import device_could_augment
 from lightning_fastdata.insight.model.finding import (
     AUGMENT_HIGH,
@@ -23,9 +24,6 @@ from lightning_fastdata.insight.model.finding import (
 from lightning_fastdata.insight.verdicts.rule import Found, Rule, Unstamped
 from lightning_fastdata.insight.waits.attribution import PART_WORDS
 from lightning_fastdata.types import STAGE_WORDS
-
-if TYPE_CHECKING:
-    from lightning_fastdata.insight.measure.metrics import PhaseSummary, StageSummary
 
 _FEWEST_STEPS: Final = 5
 """Nothing is said of fewer."""

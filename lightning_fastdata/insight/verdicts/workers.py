@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import accumulate
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from lightning_fastdata.insight.model import contention, remedies
+from lightning_fastdata.insight.model.evidence import Evidence
 from lightning_fastdata.insight.model.finding import Finding, Gain
 from lightning_fastdata.insight.model.remedies import scaled_step_ms
 from lightning_fastdata.insight.model.simulate import simulate
 from lightning_fastdata.insight.verdicts.late_batches import largest
 from lightning_fastdata.insight.verdicts.rule import ALL_COSTS, Rule, found, of_wait
-
-if TYPE_CHECKING:
-    from lightning_fastdata.insight.model.evidence import Evidence
 
 _HIGH: Final = 0.20
 """Part of the wait: what takes less is no finding."""

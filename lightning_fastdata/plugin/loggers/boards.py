@@ -8,31 +8,26 @@ from __future__ import annotations
 
 import glob
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 import numpy as np
 
 from lightning_fastdata.errors import printable
-from lightning_fastdata.insight.measure.metrics import columns_of
-from lightning_fastdata.insight.measure.wall import STEP_PARTS, wall_text
+from lightning_fastdata.insight.measure.metrics import Columns, StageSummary, StepTiming, columns_of
+from lightning_fastdata.insight.measure.wall import STEP_PARTS, WallTime, wall_text
 from lightning_fastdata.insight.metric_names import MAIN
 from lightning_fastdata.insight.report.html import TEMPLATES
+from lightning_fastdata.insight.verdicts.catalogue import Verdict
 from lightning_fastdata.insight.waits.causes import cause_lines, operations_table
 from lightning_fastdata.insight.waits.lines import lines_table
 from lightning_fastdata.plugin.seams.internals import scalar_prefix
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-    from pathlib import Path
-
     from lightning.pytorch.loggers import Logger
     from matplotlib.figure import Figure
-
-    from lightning_fastdata.insight.measure.metrics import Columns, StageSummary, StepTiming
-    from lightning_fastdata.insight.measure.wall import WallTime
-    from lightning_fastdata.insight.verdicts.catalogue import Verdict
 
 
 Scalars: TypeAlias = Literal["main", "all"]

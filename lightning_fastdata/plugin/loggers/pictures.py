@@ -18,13 +18,12 @@ from lightning_fastdata.plugin.contracts import ImageForm
 from lightning_fastdata.plugin.loggers.boards import log_image
 from lightning_fastdata.plugin.seams.loaders import flattened
 from lightning_fastdata.plugin.seams.trainer import own_datamodule
+from lightning_fastdata.types import Batch
 
 if TYPE_CHECKING:
     import torch
     from lightning.pytorch import Trainer
     from lightning.pytorch.loggers import Logger
-
-    from lightning_fastdata.types import Batch
 
 TAG: Final = "data/batch"
 """What the pictures are called on a board."""

@@ -11,12 +11,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar
+from typing import Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar
 
 from lightning_fastdata.errors import FastDataWarning, printable
-
-if TYPE_CHECKING:
-    from lightning_fastdata.insight.report.run_report import RunReport
+from lightning_fastdata.insight.report.run_report import RunReport
 
 _Self = TypeVar("_Self", bound="_Measures")
 _Given = ParamSpec("_Given")
