@@ -122,9 +122,7 @@ class Evidence:
     read_rates: ReadRates | None = None
     """What few of the workers read together, and what all do, while batches were waited for."""
     epochs: int | None = None
-    """Epochs that were begun."""
     epoch_wait_ms: float | None = None
-    """Wait for the first batch of an epoch."""
     steps_per_epoch: float | None = None
     persistent_workers: bool | None = None
     device_could_augment: bool | None = None
@@ -134,7 +132,6 @@ class Evidence:
     settings_in: str = "LoaderOptions"
     """Where the loader's settings are written: there, or in ``FastDataLoader`` itself."""
     streamed: bool | None = None
-    """The loader reads an iterable dataset."""
     first_parts: WaitParts | None = None
     """Where the loader's wait for the first batch of an epoch went."""
     transfer_ms: float | None = None
@@ -143,11 +140,9 @@ class Evidence:
     pinned: bool | None = None
     """Batches arrive in page-locked memory."""
     augment_ms: float | None = None
-    """To augment on the device."""
     augment_hook: str = ""
     """The user's hook that does, e.g. ``"Net.on_after_batch_transfer"``; empty: none."""
     compute_ms: float | None = None
-    """Forward, backward and optimizer."""
     gap_ms: float | None = None
     """The device had nothing to do, although no batch was waited for."""
     alloc_retries: int | None = None
@@ -159,7 +154,6 @@ class Evidence:
     rank_reasons: tuple[str, ...] = ()
     """By rank: what its own stamps say of its late batches; empty text: nothing."""
     val_stall_share: float | None = None
-    """Of the validation steps, what waited for data."""
     val_loader: str | None = None
     """Of several validation loaders, the one that is waited for most."""
     one_of: OneOfSeveral | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -184,18 +185,16 @@ def runqueue_share(stamps: Sequence[BatchStamps]) -> float | None:
 
 def interpreter_share(epochs: Sequence[Sequence[BatchStamps]]) -> float | None:
     """Return how many CPUs the reading threads of the busiest process used."""
-    ran: dict[int, float] = {}
-    threads: dict[int, set[int]] = {}
+    ran: defaultdict[int, float] = defaultdict(float)
+    threads: defaultdict[int, set[int]] = defaultdict(set)
     span = 0.0
     for epoch in epochs:
         began, ended = epoch[0].delivered_ns, epoch[-1].delivered_ns
         span += ended - began
         for task in (task for batch in epoch for task in batch.tasks):
             inside = min(task.ended_ns, ended) - max(task.began_ns, began)
-            if task.cpu_ns is None or inside <= 0:
-                continue
-            used = task.cpu_ns * inside / max(1, task.ended_ns - task.began_ns)
-            ran[task.process] = ran.get(task.process, 0.0) + used
-            threads.setdefault(task.process, set()).add(task.thread)
+            if task.cpu_ns is not None and inside > 0:
+                ran[task.process] += task.cpu_ns * inside / max(1, task.ended_ns - task.began_ns)
+                threads[task.process].add(task.thread)
     shares = [used / span for process, used in ran.items() if len(threads[process]) > 1 and span]
     return max(shares, default=None)

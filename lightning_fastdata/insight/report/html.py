@@ -8,7 +8,7 @@ classes hold, texts are escaped, and the page's policy lets nothing be fetched o
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -64,7 +64,7 @@ def report_html(report: Mapping[str, Any]) -> str:
         wall=wall,
         measured=[name for name, key in PHASES.items() if first and first.get(key)],
         chart=timeline_chart(recent),
-        chart_phases=[name for name, column in _columns(recent).items() if _any_measured(column)],
+        chart_phases=_measured(recent),
         ranks=report.get("ranks"),
         notes=report.get("notes"),
         facts={**report.get("machine", {}), **report.get("versions", {})},
@@ -111,7 +111,7 @@ def timeline_chart(recent: Recent) -> Markup | None:
         areas=_areas(recent, top),
         floor=_floor(recent, top),
         epochs=[i for i, cold in enumerate(recent["cold"]) if cold == 1 and i],
-        figures=[_figures(recent, i) for i in range(len(recent["step_ms"]))],
+        figures=list(_figures(recent)),
         above=sum(value > top for value in totals),
         highest=max(totals),
     )
@@ -127,22 +127,21 @@ def axis(largest: float) -> tuple[float, list[float]]:
     return count * step, [i * step for i in range(count + 1)]
 
 
-def _columns(recent: Recent) -> dict[str, Sequence[float | None]]:
-    """Return the times of each phase, the top one first."""
-    return {name: recent.get(f"{key}_ms", ()) for name, key in PHASES.items()}
-
-
-def _any_measured(values: Sequence[float | None]) -> bool:
-    return any(value is not None for value in values)
+def _measured(recent: Recent) -> dict[str, Sequence[float | None]]:
+    """Return the times of each phase that was measured, the top one first."""
+    columns = {name: recent.get(f"{key}_ms", ()) for name, key in PHASES.items()}
+    return {
+        name: column
+        for name, column in columns.items()
+        if any(value is not None for value in column)
+    }
 
 
 def _areas(recent: Recent, top: float) -> dict[str, str]:
     """Return the outline of each measured phase, stepwise, on top of those before it."""
     base = [0.0] * len(recent["step_ms"])
     areas = {}
-    for name, values in reversed(_columns(recent).items()):
-        if not _any_measured(values):
-            continue
+    for name, values in reversed(_measured(recent).items()):
         upper = [low + (value or 0.0) for low, value in zip(base, values, strict=True)]
         areas[name] = "".join(
             f"M{i} {_y(low, top)}V{_y(high, top)}H{i + 1}V{_y(low, top)}Z"
@@ -155,24 +154,23 @@ def _areas(recent: Recent, top: float) -> dict[str, str]:
 
 def _floor(recent: Recent, top: float) -> int | None:
     """Return how high a line is where the median step would be if data were free."""
-    if not _any_measured(recent["stall_ms"]):
+    if "wait" not in _measured(recent):
         return None
     pairs = zip(recent["step_ms"], recent["stall_ms"], strict=True)
     left = [total - (stall or 0.0) for total, stall in pairs if total is not None]
     return _y(float(np.median(left)), top)
 
 
-def _figures(recent: Recent, i: int) -> str:
-    """Return the figures of one step, one in a line."""
-    total, cold = recent["step_ms"][i], round(recent["cold"][i] or 0)
-    measured = {name: column[i] for name, column in _columns(recent).items() if column}
-    return "\n".join(
-        (
-            f"step {round(recent['step'][i] or 0)}{_COLD_WORDS.get(cold, '')}",
-            "not timed" if total is None else f"{total:.1f} ms in all",
-            *(f"{name} {value:.1f} ms" for name, value in measured.items() if value is not None),
-        )
-    )
+def _figures(recent: Recent) -> Iterator[str]:
+    """Yield the figures of each step, one in a line."""
+    measured = _measured(recent)
+    for i, total in enumerate(recent["step_ms"]):
+        cold = _COLD_WORDS.get(round(recent["cold"][i] or 0), "")
+        lines = [f"step {round(recent['step'][i] or 0)}{cold}"]
+        lines.append("not timed" if total is None else f"{total:.1f} ms in all")
+        times = {name: column[i] for name, column in measured.items()}
+        lines += [f"{name} {value:.1f} ms" for name, value in times.items() if value is not None]
+        yield "\n".join(lines)
 
 
 def _y(value_ms: float, top: float) -> int:

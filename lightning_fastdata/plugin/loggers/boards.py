@@ -88,9 +88,6 @@ def custom_scalar_layout(scalars: Scalars = "main") -> dict[str, dict[str, list[
     TensorBoard gives all lines of a run one color, so no chart has more than two. The tags of a
     line chart are regular expressions, hence the ``$``; those of a band are exact, and are the
     line, its lower and its upper bound. A writer takes one layout only.
-
-    Args:
-        scalars: What is logged.
     """
     logged = {
         name: [kind, list(tags)]
@@ -173,10 +170,7 @@ def verdict_markdown(verdict: Verdict, summary: StageSummary, wall: WallTime | N
 def log_to(loggers: Iterable[Logger], metrics: Mapping[str, float], step: int) -> None:
     """Give metrics to every logger, with ``/`` replaced by the logger's own separator.
 
-    Args:
-        loggers: Lightning loggers.
-        metrics: By name; nothing is logged if empty.
-        step: Position on the step axis.
+    ``step`` is the position on the step axis.
     """
     if not metrics:
         return
@@ -191,11 +185,6 @@ def write_scalars(logger: Logger, scalars: Mapping[str, float], step: int) -> bo
 
     ``TensorBoardLogger.log_metrics`` writes an event for each, at 35 us of CPU time. It can be done
     for loggers with that very method, TensorBoard's own writer and no prefix.
-
-    Args:
-        logger: Any Lightning logger.
-        scalars: By their tags.
-        step: Position on the step axis.
     """
     own = str(logger.log_metrics.__module__).endswith(".loggers.tensorboard")
     if not own or scalar_prefix(logger) != "":
@@ -212,13 +201,9 @@ def write_scalars(logger: Logger, scalars: Mapping[str, float], step: int) -> bo
 
 
 def log_text(loggers: Iterable[Logger], name: str, markdown: str, step: int) -> None:
-    """Show a text on every logger that has a place for it: TensorBoard, W&B, MLflow.
+    """Show a text, under a name as ``group/name``, on every logger that has a place for it.
 
-    Args:
-        loggers: Lightning loggers.
-        name: With ``/`` between group and name.
-        markdown: The text.
-        step: Position on the step axis.
+    TensorBoard, W&B and MLflow have one. ``step`` is the position on the step axis.
     """
     markdown = printable(markdown)
     for logger in loggers:
@@ -232,13 +217,9 @@ def log_text(loggers: Iterable[Logger], name: str, markdown: str, step: int) -> 
 
 
 def log_figure(loggers: Iterable[Logger], name: str, draw: Callable[[], Figure], step: int) -> None:
-    """Show a figure on every logger that has a place for it: TensorBoard, W&B, MLflow.
+    """Show a figure on every logger that has a place for it, as `log_text` does a text.
 
-    Args:
-        loggers: Lightning loggers.
-        name: With ``/`` between group and name.
-        draw: Makes the figure; called only if a logger takes it.
-        step: Position on the step axis.
+    ``draw`` makes the figure; it is called only if a logger takes it.
     """
     draw = cache(draw)
     for logger in loggers:

@@ -116,11 +116,8 @@ class BatchPictures:
     ) -> None:
         """Show a batch on every logger that takes images, if it is time; say once if none does.
 
-        Args:
-            loggers: Lightning loggers.
-            batch: As the training step gets it, on any device; None where a loader gave none.
-            epoch: Counted from 0.
-            step: Position on the step axis.
+        The batch is as the training step gets it, None where a loader gave none; epochs count from
+        0, and ``step`` is the position on the step axis.
         """
         if batch is None or not self._is_due(epoch):
             return
