@@ -54,23 +54,17 @@ def show_augment(
         seed: Of the draws.
         draws: Rows of the picture, one draw each.
     """
+    from lightning_fastdata.augment.show import pictures
     from lightning_fastdata.augment.show.page import draw_grid
-    from lightning_fastdata.augment.show.pictures import (
-        load_pipeline,
-        own_ways,
-        read_mask,
-        read_picture,
-        show_draws,
-    )
     from lightning_fastdata.augment.transform import as_batch_transform
     from lightning_fastdata.demo.photos import photograph_path
 
-    pipeline = load_pipeline(compose)
-    original = read_picture(photograph_path("cat") if image is None else image)
-    drawn_on = None if mask is None else read_mask(mask, original.shape[:2])
-    shown = show_draws(pipeline, original, mask=drawn_on, seed=seed, draws=draws)
+    pipeline = pictures.load_pipeline(compose)
+    original = pictures.read_picture(photograph_path("cat") if image is None else image)
+    drawn_on = None if mask is None else pictures.read_mask(mask, original.shape[:2])
+    shown = pictures.show_draws(pipeline, original, mask=drawn_on, seed=seed, draws=draws)
     explained = as_batch_transform(pipeline).explain()
-    own = ", ".join(own_ways(pipeline))
+    own = ", ".join(pictures.own_ways(pipeline))
     note = f"The same distribution, not the same pixels: {own}." if own else ""
     with _writing("picture", out):
         draw_grid(original, shown, mask=drawn_on, note=note).save(out, "PNG")
@@ -144,14 +138,13 @@ def compare(a: str, b: str, fail_if: Sequence[str] = (), json: bool = False) -> 
         # 1 says that the comparison was made.
         sys.stderr.write(f"fastdata: {error}\n")
         raise SystemExit(2) from error
-    if json:
-        sys.stdout.write(dump_json(comparison.as_dict(), indent=2) + "\n")
-    elif sys.stdout.isatty():
+    if not json and sys.stdout.isatty():
         from rich.console import Console
 
         Console(highlight=False).print(comparison)
     else:
-        sys.stdout.write(comparison.text() + "\n")
+        text = dump_json(comparison.as_dict(), indent=2) if json else comparison.text()
+        sys.stdout.write(f"{text}\n")
     if comparison.failed:
         raise SystemExit(1)
 

@@ -174,13 +174,13 @@ def simulate(costs: Sequence[BatchCost], setup: LoaderSetup) -> Prediction:
     """
     if not costs:
         raise ValueError("There is nothing to simulate: no batch was recorded.")
-    if setup.workers == 0:
-        waits = [c.cpu_ns + c.blocked_ns + c.collate_ns for c in costs]
-        step = statistics.fmean(w + c.step_ns for w, c in zip(waits, costs, strict=True))
-        return Prediction(step_ms=step / _NS_PER_MS, wait_ms=statistics.fmean(waits) / _NS_PER_MS)
-    # Whole rounds, in which every batch counts as often as every other.
-    steps = -(-_MIN_STEPS // len(costs)) * len(costs)
-    step, wait = EventModel(costs, setup).run(setup.look_ahead + 2 * setup.workers, steps)
+    if setup.workers:
+        # Whole rounds, in which every batch counts as often as every other.
+        steps = -(-_MIN_STEPS // len(costs)) * len(costs)
+        step, wait = EventModel(costs, setup).run(setup.look_ahead + 2 * setup.workers, steps)
+    else:
+        wait = statistics.fmean(each.cpu_ns + each.blocked_ns + each.collate_ns for each in costs)
+        step = wait + statistics.fmean(each.step_ns for each in costs)
     return Prediction(step_ms=step / _NS_PER_MS, wait_ms=wait / _NS_PER_MS)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import TypeAlias, TypeVar
 
 from lightning_fastdata.errors import printable
-from lightning_fastdata.insight.measure.metrics import StageSummary
+from lightning_fastdata.insight.measure.metrics import PhaseSummary, StageSummary
 from lightning_fastdata.insight.measure.wall import WallTime, wall_text
 from lightning_fastdata.insight.model.finding import STALL_LOW, duration_text, gain_text
 from lightning_fastdata.insight.verdicts.catalogue import Verdict
@@ -118,23 +118,26 @@ def _verdict_lines(verdict: Verdict | None, width: int) -> Iterable[Line]:
 
 
 def _phase_rows(stage: StageSummary, width: int, ascii_only: bool) -> Iterable[Line]:
-    """Return a row for each measured phase; ``wait`` is the exposed part, so that all add up."""
-    phases = {
-        "wait": stage.stall,
-        "transfer": stage.transfer,
-        "augment": stage.augment,
-        "compute": stage.compute,
-    }
+    """Return a row for each measured phase."""
     length = min(40, width - _BAR_SPACE)
-    for name, phase in phases.items():
-        if phase is None:
-            continue
+    for name, phase in measured_phases(stage).items():
         yield [
             (f" {name:<9} ", "bold" if name == "wait" else ""),
             (f"{bar(phase.share, length, ascii=ascii_only):<{length}}", _PHASE_COLORS[name]),
             (f" {phase.mean_ms:8.1f} ms {phase.share:>4.0%}", ""),
             (f"  p95 {phase.p95_ms:7.1f}", "dim"),
         ]
+
+
+def measured_phases(stage: StageSummary) -> dict[str, PhaseSummary]:
+    """Return the measured phases of a step; ``wait`` is the exposed part, so that all add up."""
+    phases = {
+        "wait": stage.stall,
+        "transfer": stage.transfer,
+        "augment": stage.augment,
+        "compute": stage.compute,
+    }
+    return {name: phase for name, phase in phases.items() if phase is not None}
 
 
 def _throughput_lines(stage: StageSummary, wall: WallTime | None, width: int) -> Iterable[Line]:

@@ -215,10 +215,9 @@ def _evidence(summary: StageSummary, facts: LoaderFacts) -> tuple[str, ...]:
         evidence.append(f"{which}number of workers not known")
     else:
         workers = f"{facts.num_workers} worker{'' if facts.num_workers == 1 else 's'}"
-        cpus = "usable CPUs not known"
-        if facts.usable_cpus is not None:
-            cpus = f"{facts.usable_cpus} usable CPUs"
-        evidence.append(f"{which}{workers}, {cpus}")
+        cpus = "" if facts.usable_cpus is None else f"{facts.usable_cpus} "
+        unknown = "" if cpus else " not known"
+        evidence.append(f"{which}{workers}, {cpus}usable CPUs{unknown}")
     if facts.augment_on is not None:
         evidence.append(f"transforms run on the {'CPU' if facts.augment_on == 'cpu' else 'device'}")
     return tuple(evidence)

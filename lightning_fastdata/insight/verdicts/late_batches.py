@@ -105,9 +105,9 @@ def _read_more_by(e: Evidence) -> float | None:
 def _shares(e: Evidence) -> bool:
     """Return whether workers wait for something that they share."""
     more = _read_more_by(e)
-    if more is None:
-        return lock_between_processes(e.lines) is not None and e.setup is not None
-    return more < _SHARED
+    if more is not None:
+        return more < _SHARED
+    return lock_between_processes(e.lines) is not None and e.setup is not None
 
 
 def _at_limit(e: Evidence) -> bool:

@@ -7,6 +7,7 @@ shares of the step as the device saw it.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Final
 
 from lightning_fastdata.insight.measure.metrics import PhaseSummary, StageSummary
@@ -19,9 +20,8 @@ from lightning_fastdata.insight.model.finding import (
     TRANSFER_HIGH,
     Finding,
     Gain,
-    severity_of,
 )
-from lightning_fastdata.insight.verdicts.rule import Found, Rule, Unstamped
+from lightning_fastdata.insight.verdicts.rule import Found, Rule, Unstamped, found
 from lightning_fastdata.insight.waits.attribution import PART_WORDS
 from lightning_fastdata.types import STAGE_WORDS
 
@@ -32,8 +32,8 @@ _SHOWN_PARTS: Final = 3
 
 def largest_cost(known: Unstamped) -> Found:
     """Return the largest cost of a stage: what the first rule that holds finds."""
-    found = (Found(rule, finding) for rule in RULES if (finding := rule.find(known)) is not None)
-    return next(found)  # the last rule always holds
+    every = (Found(rule, finding) for rule in RULES if (finding := rule.find(known)) is not None)
+    return next(every)  # the last rule always holds
 
 
 def timed_steps(summary: StageSummary) -> int:
@@ -199,14 +199,8 @@ def _finding(
         share, before_ms = phase.share, summary.step.mean_ms
         after_ms = max(before_ms - phase.mean_ms, least_ms)
         gain = Gain(before_ms=before_ms, after_ms=after_ms, basis="floor")
-    return Finding(
-        code=code,
-        severity="fine" if share is None else severity_of(share),
-        cause=cause,
-        remedy=remedy,
-        gain=gain,
-        leave_alone=_leave_alone(summary, about),
-    )
+    finding = found(code, share, cause, remedy, gain, _leave_alone(summary, about))
+    return replace(finding, severity="fine") if share is None else finding
 
 
 def _of_loader(known: Unstamped, remedy: str) -> str:

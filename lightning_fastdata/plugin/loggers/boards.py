@@ -20,6 +20,7 @@ from lightning_fastdata.insight.measure.metrics import Columns, StageSummary, St
 from lightning_fastdata.insight.measure.wall import STEP_PARTS, WallTime, wall_text
 from lightning_fastdata.insight.metric_names import MAIN
 from lightning_fastdata.insight.report.html import TEMPLATES
+from lightning_fastdata.insight.report.summary_text import measured_phases
 from lightning_fastdata.insight.verdicts.catalogue import Verdict
 from lightning_fastdata.insight.waits.causes import cause_lines, operations_table
 from lightning_fastdata.insight.waits.lines import lines_table
@@ -150,16 +151,10 @@ def phase_figure(steps: Sequence[StepTiming] | Columns) -> Figure:
 
 def verdict_markdown(verdict: Verdict, summary: StageSummary, wall: WallTime | None = None) -> str:
     """Return the verdict as markdown: a table of phases, the findings, and what was measured."""
-    phases = {
-        "wait": summary.stall,
-        "transfer": summary.transfer,
-        "augment": summary.augment,
-        "compute": summary.compute,
-    }
     causes = summary.causes
     return TEMPLATES.get_template("verdict.md").render(
         verdict=verdict,
-        phases=phases,
+        phases=measured_phases(summary),
         facts=[*verdict.evidence, *([] if causes is None else cause_lines(causes))],
         wall=None if wall is None else wall_text(wall, summary.stage),
         operations=causes and causes.operations and operations_table(causes).rstrip(),
