@@ -186,12 +186,13 @@ def run_demo(
         reports["FastDataModule"], _ = _train(logs, "fastdata", epochs, datamodule=module)
     say(module.explain())
 
+    compose = _albumentations().Compose
     say("\n3  the same, and FastImageFolder decodes, crops and resizes")
     module = FastDataModule.from_datasets(
         FastImageFolder(train, size=IMAGE_PX, scale=CROP_SCALE),
         FastImageFolder(val, size=IMAGE_PX, crop="stretch"),
         batch_size=BATCH_SIZE,
-        augment={stage: _without_first(pipeline) for stage, pipeline in pipelines.items()},
+        augment={stage: compose(each.transforms[1:]) for stage, each in pipelines.items()},
     )
     with _model_leaves_cpus_to_workers(say):
         reports["+ FastImageFolder"], accuracy = _train(logs, "folder", epochs, datamodule=module)
@@ -200,11 +201,6 @@ def run_demo(
     say(f"\nvalidation accuracy of the last: {accuracy:.1%}")
     say(f"TensorBoard files: {logs}   (tensorboard --logdir {logs})")
     return reports
-
-
-def _without_first(compose: Compose) -> Compose:
-    """Return a pipeline without its first operation, which FastImageFolder does."""
-    return _albumentations().Compose(compose.transforms[1:])
 
 
 @contextmanager

@@ -212,17 +212,15 @@ class EventModel:
         threads = count * self._setup.worker_threads
         there = left_over(threads * share + cpus, self._setup.cpus, self._setup.other_cpus)
         slow, own_slow = slowdowns(threads, share, cpus, there, self._weight)
-        own_stretch = _stretch(min(1.0, cpus), own_slow)
+        own_stretch = 1 + min(1.0, cpus) * (own_slow - 1)
         extra = slow - 1
         span = own_ns * own_stretch
         for job in running:
             span = min(span, job.left_ns * (1 + job.cpu_share * extra))
         self._now_ns += span
-        ended = []
         for job in running:
             job.left_ns -= span / (1 + job.cpu_share * extra)
-            if job.left_ns <= _DONE_NS:
-                ended.append(job)
+        ended = [job for job in running if job.left_ns <= _DONE_NS]
         for job in ended:
             running.remove(job)
             self._idle.append(job.lane)
@@ -296,8 +294,3 @@ def slowdowns(
     root = math.sqrt(linear * linear - 4 * square * rest)
     y = -2 * rest / (linear + root) if linear > 0 else (root - linear) / (2 * square)
     return max(1.0, y / weight), max(1.0, y)
-
-
-def _stretch(cpu_share: float, slowdown: float) -> float:
-    """Return how much longer work takes whose part on a CPU is slowed down."""
-    return 1 - cpu_share + cpu_share * slowdown

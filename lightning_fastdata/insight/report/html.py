@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 from jinja2 import Environment, PackageLoader
@@ -38,8 +38,10 @@ _QUANTILE: Final = 0.95
 """The axis ends a little above this part of the steps: a few spikes must not press all others
 flat."""
 
-Recent = Mapping[str, Sequence[float | None]]
-"""Column of `StepTiming` -> one value per step, oldest first; None = not measured."""
+Recent: TypeAlias = Mapping[str, Sequence[float | None]]
+"""Column of `StepTiming` -> one value per step, oldest first; None: not measured."""
+Phases: TypeAlias = dict[str, Sequence[float | None]]
+"""Measured phase, the top one first -> its time in each step."""
 
 
 def report_html(report: Mapping[str, Any]) -> str:
@@ -64,7 +66,7 @@ def report_html(report: Mapping[str, Any]) -> str:
         wall=wall,
         measured=[name for name, key in PHASES.items() if first and first.get(key)],
         chart=timeline_chart(recent),
-        chart_phases=_measured(recent),
+        chart_phases=measured_phases(recent),
         ranks=report.get("ranks"),
         notes=report.get("notes"),
         facts={**report.get("machine", {}), **report.get("versions", {})},
@@ -103,15 +105,18 @@ def timeline_chart(recent: Recent) -> Markup | None:
     pairs = zip(recent["step_ms"], recent["cold"], strict=True)
     warm = [value for value, cold in pairs if value is not None and not cold]
     top, ticks = axis(float(np.quantile(warm or totals, _QUANTILE)) * 1.1)
+    phases = measured_phases(recent)
+    pairs = zip(recent["step_ms"], recent["stall_ms"], strict=True)
+    without_stalls = [total - (stall or 0.0) for total, stall in pairs if total is not None]
     chart = TEMPLATES.get_template("chart.html").render(
         steps=[round(value or 0) for value in recent["step"]],
         height=_HEIGHT,
         top=top,
         ticks=ticks,
-        areas=_areas(recent, top),
-        floor=_floor(recent, top),
+        areas=_areas(phases, top),
+        floor=_y(float(np.median(without_stalls)), top) if "wait" in phases else None,
         epochs=[i for i, cold in enumerate(recent["cold"]) if cold == 1 and i],
-        figures=list(_figures(recent)),
+        figures=list(_figures(recent, phases)),
         above=sum(value > top for value in totals),
         highest=max(totals),
     )
@@ -127,7 +132,7 @@ def axis(largest: float) -> tuple[float, list[float]]:
     return count * step, [i * step for i in range(count + 1)]
 
 
-def _measured(recent: Recent) -> dict[str, Sequence[float | None]]:
+def measured_phases(recent: Recent) -> Phases:
     """Return the times of each phase that was measured, the top one first."""
     columns = {name: recent.get(f"{key}_ms", ()) for name, key in PHASES.items()}
     return {
@@ -137,11 +142,10 @@ def _measured(recent: Recent) -> dict[str, Sequence[float | None]]:
     }
 
 
-def _areas(recent: Recent, top: float) -> dict[str, str]:
-    """Return the outline of each measured phase, stepwise, on top of those before it."""
-    base = [0.0] * len(recent["step_ms"])
-    areas = {}
-    for name, values in reversed(_measured(recent).items()):
+def _areas(phases: Phases, top: float) -> dict[str, str]:
+    """Return the outline of each phase, stepwise, on top of those below it."""
+    areas, base = {}, [0.0] * max(map(len, phases.values()), default=0)
+    for name, values in reversed(phases.items()):
         upper = [low + (value or 0.0) for low, value in zip(base, values, strict=True)]
         areas[name] = "".join(
             f"M{i} {_y(low, top)}V{_y(high, top)}H{i + 1}V{_y(low, top)}Z"
@@ -152,23 +156,13 @@ def _areas(recent: Recent, top: float) -> dict[str, str]:
     return areas
 
 
-def _floor(recent: Recent, top: float) -> int | None:
-    """Return how high a line is where the median step would be if data were free."""
-    if "wait" not in _measured(recent):
-        return None
-    pairs = zip(recent["step_ms"], recent["stall_ms"], strict=True)
-    left = [total - (stall or 0.0) for total, stall in pairs if total is not None]
-    return _y(float(np.median(left)), top)
-
-
-def _figures(recent: Recent) -> Iterator[str]:
+def _figures(recent: Recent, phases: Phases) -> Iterator[str]:
     """Yield the figures of each step, one in a line."""
-    measured = _measured(recent)
     for i, total in enumerate(recent["step_ms"]):
         cold = _COLD_WORDS.get(round(recent["cold"][i] or 0), "")
         lines = [f"step {round(recent['step'][i] or 0)}{cold}"]
         lines.append("not timed" if total is None else f"{total:.1f} ms in all")
-        times = {name: column[i] for name, column in measured.items()}
+        times = {name: column[i] for name, column in phases.items()}
         lines += [f"{name} {value:.1f} ms" for name, value in times.items() if value is not None]
         yield "\n".join(lines)
 

@@ -79,7 +79,14 @@ def ranked(evidence: Evidence, cost: Found | None = None) -> Ranking:
     leading = why if evidence.held_up else why[:1]
     rank = next((each for each in leading if each.rule.about == "rank"), None)
     found.sort(key=lambda each: (each is not pause, each is not rank, *_weight(each)))
-    return Ranking(tuple(_naming_settings(each, evidence.settings_in) for each in found), pause)
+    # Remedies are written for what holds the loader's settings.
+    options = f"{evidence.settings_in}("
+    remedies = [each.finding.remedy.replace("LoaderOptions(", options) for each in found]
+    order = (
+        Found(each.rule, replace(each.finding, remedy=remedy))
+        for each, remedy in zip(found, remedies, strict=True)
+    )
+    return Ranking(tuple(order), pause)
 
 
 def _found(evidence: Evidence) -> Iterator[Found]:
@@ -115,13 +122,6 @@ def _weight(found: Found) -> tuple[int, int]:
     factor = 1.0 if gain is None or found.rule.about == "rank" else gain.factor
     steps = math.floor(math.log(factor, _CLEARLY)) if 1.0 < factor < math.inf else 0
     return _SEVERITIES.index(found.finding.severity), -steps
-
-
-def _naming_settings(found: Found, settings_in: str) -> Found:
-    """Return a finding whose remedy is written for what holds the loader's settings."""
-    finding = found.finding
-    remedy = finding.remedy.replace("LoaderOptions(", f"{settings_in}(")
-    return Found(found.rule, replace(finding, remedy=remedy))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -168,9 +168,8 @@ def judge(
             evidence=_unmeasured(summary),
             findings=(cost.finding,),
         )
-    share = summary.stall.share
-    kind: Kind = "data-bound" if share > STALL_HIGH else "balanced"
-    if share < STALL_LOW and cost.finding.severity == "fine":
+    kind: Kind = "data-bound" if summary.stall.share > STALL_HIGH else "balanced"
+    if summary.stall.share < STALL_LOW and cost.finding.severity == "fine":
         kind = "compute-bound"
     sentence = without_stamps.waiting_text(summary)
     order, pause = ranked(evidence, cost)
