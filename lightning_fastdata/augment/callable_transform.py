@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightning_fastdata.augment.callables import plain_tensors, table
 from lightning_fastdata.augment.collated_batches import OnCpu
 from lightning_fastdata.augment.ops.output import OutputForm, convert_output
 from lightning_fastdata.augment.pipeline.fields import (
@@ -24,6 +23,7 @@ from lightning_fastdata.augment.record.drawn import (
 )
 from lightning_fastdata.augment.record.worker import convert_images
 from lightning_fastdata.augment.replay.layouts import places_of
+from lightning_fastdata.augment.stage_transform import plain_tensors, table
 from lightning_fastdata.augment.transform import BatchTransform
 from lightning_fastdata.errors import BatchError
 from lightning_fastdata.types import SampleKey

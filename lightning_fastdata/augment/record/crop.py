@@ -18,8 +18,13 @@ import numpy as np
 
 from lightning_fastdata.augment.ops.operation import Tape, TapeOp
 from lightning_fastdata.augment.pipeline.plan import OF_BYTES, analyse, device_form
-from lightning_fastdata.augment.pipeline.sizes import CHANGES_SIZE, Size, follow_sizes, size_after
-from lightning_fastdata.augment.pipeline.tree import list_leaves
+from lightning_fastdata.augment.pipeline.tree import (
+    CHANGES_SIZE,
+    Size,
+    follow_sizes,
+    list_leaves,
+    size_after,
+)
 from lightning_fastdata.augment.pipeline.values import changes_form
 
 if TYPE_CHECKING:

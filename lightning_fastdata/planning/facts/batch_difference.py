@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from lightning_fastdata.augment.pipeline.bounds import is_equal
+from lightning_fastdata.augment.pipeline.trial import is_equal
 from lightning_fastdata.augment.record.deferred import DeferredTensor
 from lightning_fastdata.tree import Path, replace_leaves, spelled
 

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from lightning_fastdata.augment.contract import SuitsSamples
 from lightning_fastdata.augment.dataset_pipelines import (
     PipelinePlace,
     explain_pipelines,
@@ -15,6 +14,7 @@ from lightning_fastdata.augment.dataset_pipelines import (
 from lightning_fastdata.augment.record.worker import device_ops
 from lightning_fastdata.augment.registry import registered_forms
 from lightning_fastdata.augment.replay.triton import has_kernels
+from lightning_fastdata.augment.stage_transform import SuitsSamples
 from lightning_fastdata.augment.transform import BatchTransform
 from lightning_fastdata.augment.warm_up import Variant, mask_dtypes, variants
 from lightning_fastdata.planning.facts.inspection import DatasetFacts, Questions

@@ -6,14 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lightning_fastdata.augment.switch import PlaceSwitch, SwitchedTransform
+from lightning_fastdata.augment.stage_transform import PlaceSwitch, SwitchedTransform
 from lightning_fastdata.planning.facts.pipeline_trial import rests_on
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
     from torch.utils.data import Dataset
 
-    from lightning_fastdata.augment.contract import StageTransform
+    from lightning_fastdata.augment.stage_transform import StageTransform
     from lightning_fastdata.planning.facts.pipeline_trial import Trial
     from lightning_fastdata.types import Stage
 

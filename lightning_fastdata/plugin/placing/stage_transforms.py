@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
-from lightning_fastdata.augment.contract import SuitsSamples
+from lightning_fastdata.augment.stage_transform import SuitsSamples
 from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.errors import TransformError
 from lightning_fastdata.plugin.contracts import ImageForm
@@ -13,8 +13,8 @@ from lightning_fastdata.plugin.loggers.pictures import image_form
 from lightning_fastdata.types import STAGES, Stage
 
 if TYPE_CHECKING:
-    from lightning_fastdata.augment.contract import StageTransform
     from lightning_fastdata.augment.placement import Place
+    from lightning_fastdata.augment.stage_transform import StageTransform
 
 
 class StageTransforms:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from lightning_fastdata.augment.switch import leaves_to_device
+from lightning_fastdata.augment.stage_transform import leaves_to_device
 from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.insight.model.evidence import Evidence
 from lightning_fastdata.insight.model.loader_facts import LoaderFacts, read_loader
