@@ -18,8 +18,7 @@ import torch
 from lightning_fastdata.augment.pipeline.fields import is_too_wide
 from lightning_fastdata.augment.pipeline.plan import analyse
 from lightning_fastdata.augment.pipeline.tree import is_albumentations, is_container, list_leaves
-from lightning_fastdata.augment.record.albumentations_internals import function_by_key
-from lightning_fastdata.augment.record.tape import Recorder
+from lightning_fastdata.augment.record.tape import Recorder, function_by_key
 from lightning_fastdata.augment.replay.program import compile_tapes
 from lightning_fastdata.augment.replay.torch import replay, run_whole
 from lightning_fastdata.augment.stage_transform import plain_tensors
