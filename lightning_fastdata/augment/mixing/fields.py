@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from lightning_fastdata.augment.callables import plain_tensors
 from lightning_fastdata.augment.mixing.parts import MixStep, Parts
 from lightning_fastdata.augment.ops.output import OutputForm
 from lightning_fastdata.augment.pipeline.fields import (
@@ -21,6 +20,7 @@ from lightning_fastdata.augment.pipeline.fields import (
     has_field,
     put_fields,
 )
+from lightning_fastdata.augment.stage_transform import plain_tensors
 from lightning_fastdata.errors import BatchError
 
 if TYPE_CHECKING:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lightning_fastdata.augment.callables import plain_tensors, table
 from lightning_fastdata.augment.mixing.fields import Mixer, Places
 from lightning_fastdata.augment.mixing.parts import MixStep
 from lightning_fastdata.augment.mixing.repeat import (
@@ -20,6 +19,7 @@ from lightning_fastdata.augment.ops.output import OutputForm, check_form, output
 from lightning_fastdata.augment.pipeline.fields import Fields, find_fields, get_field
 from lightning_fastdata.augment.record.targets import convert_images
 from lightning_fastdata.augment.replay.program import Draws, compile_tapes
+from lightning_fastdata.augment.stage_transform import plain_tensors, table
 from lightning_fastdata.augment.transform import BatchTransform, as_batch_transform
 from lightning_fastdata.errors import OptionsError, TransformError
 

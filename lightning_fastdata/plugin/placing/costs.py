@@ -16,7 +16,7 @@ from torch.utils.data import IterableDataset
 
 from lightning_fastdata.augment.dataset_pipelines import DatasetRecording, redrawn_of
 from lightning_fastdata.augment.placement import PlaceCosts, SampleCosts
-from lightning_fastdata.augment.switch import leaves_to_device, redrawn_on_device
+from lightning_fastdata.augment.stage_transform import leaves_to_device, redrawn_on_device
 from lightning_fastdata.batches.collate import (
     FirstOfPairs,
     RecordedCollate,
@@ -37,7 +37,7 @@ from lightning_fastdata.types import SampleKey
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
-    from lightning_fastdata.augment.contract import StageTransform
+    from lightning_fastdata.augment.stage_transform import StageTransform
     from lightning_fastdata.batches.staged import StagedBatch
     from lightning_fastdata.insight.measure.timeline import DeviceClock
     from lightning_fastdata.planning.facts.pipeline_trial import Trial
