@@ -132,7 +132,7 @@ class OneAhead:
     def __iter__(self) -> OneAhead:
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self) -> Batch:
         sent, self._next = self._next, None
         if sent is None:
             sent = self._sent(waiting=True)
@@ -174,7 +174,7 @@ class OneAhead:
 class _Sent:
     __slots__ = ("batch", "error")
 
-    def __init__(self, batch: Any, error: Exception | None) -> None:
+    def __init__(self, batch: object, error: Exception | None) -> None:
         self.batch = batch
         self.error = error
 
@@ -183,7 +183,7 @@ def _ended() -> OneAhead:
     return OneAhead(iter(()), _same, _same)
 
 
-def _same(batch: Any) -> Any:
+def _same(batch: object) -> Any:
     return batch
 
 

@@ -107,7 +107,7 @@ class Prefetched:
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iteration, and of the loader's samplers that have one."""
         self._next_epoch = epoch
-        loader: Any = self.loader
+        loader: object = self.loader
         sampler = getattr(loader, "sampler", None)
         batch_sampler = getattr(loader, "batch_sampler", None)
         inner = getattr(batch_sampler, "sampler", None)
@@ -146,7 +146,7 @@ class _Work:
         self._device = owner.device
         self._aside = aside
         self._seed, self._epoch = owner.seed, epoch
-        loader: Any = owner.loader
+        loader: object = owner.loader
         on_device = getattr(loader, "on_device", False)
         self._prepared = getattr(loader, "transform", None) if on_device else None
         self._transform: StageTransform | None = owner._transform

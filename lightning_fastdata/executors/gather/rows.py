@@ -18,6 +18,8 @@ from lightning_fastdata.executors.gather.columns import ColumnDataset, TokenWind
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from lightning_fastdata.types import Batch
+
 _SAME_WIDTH = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
 
 
@@ -115,12 +117,12 @@ class Rows:
 
     columns: tuple[Column, ...]
     """The leaves of a sample."""
-    form: Any
+    form: object
     """A batch with numbers of columns in the places of tensors."""
     length: int
     """Samples."""
 
-    def batch(self, tensors: list[torch.Tensor]) -> Any:
+    def batch(self, tensors: list[torch.Tensor]) -> Batch:
         """Return a batch of the tensors of its columns, in the form of the default collation."""
         return _filled(self.form, tensors)
 
@@ -150,7 +152,7 @@ def rows_of(dataset: Any, *, tried: bool = True) -> Rows | None:
     return rows
 
 
-def gatherable(dataset: Any) -> bool:
+def gatherable(dataset: object) -> bool:
     """Return whether batches of the dataset can be gathered; see :func:`rows_of`."""
     return rows_of(dataset) is not None
 
@@ -296,7 +298,7 @@ def _shifted(form: Any, by: int) -> Any:
     return [_shifted(part, by) for part in form] if isinstance(form, list) else form + by
 
 
-def _filled(form: Any, tensors: list[torch.Tensor]) -> Any:
+def _filled(form: Any, tensors: list[torch.Tensor]) -> Batch:
     if isinstance(form, dict):
         return {name: _filled(part, tensors) for name, part in form.items()}
     return [_filled(part, tensors) for part in form] if isinstance(form, list) else tensors[form]
