@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import default_collate
 
 from lightning_fastdata.batches.packed import tensor_over
+from lightning_fastdata.tree import children
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -136,7 +137,7 @@ def layout_of(sample: object, collate: Callable[[list[Any]], Any]) -> SampleLayo
         memory = np.zeros(max(1, layout.offsets(2)[1]), np.uint8)
         writers = layout.writers(memory, 2)
         layout.write([sample, sample], writers, 0)
-        same = _same(layout.batch(memory, 2), collate([sample, sample]))
+        same = same_bytes(layout.batch(memory, 2), collate([sample, sample]))
     except Exception:  # the true collation is to raise it, on the true batch
         return None
     return layout if same else None
@@ -247,17 +248,22 @@ def _collated(node: Node, tensors: list[torch.Tensor]) -> Batch:
     return node.kind(*parts) if hasattr(node.kind, "_fields") else parts
 
 
-def _same(ours: Any, theirs: Any) -> bool:
+def same_bytes(ours: object, theirs: object) -> bool:
+    """Return whether two batches are the same in structure, types and bytes.
+
+    NaN equals NaN here, as the bytes are what matters.
+    """
     if type(ours) is not type(theirs):
         return False
-    if isinstance(ours, torch.Tensor):
-        if ours.dtype != theirs.dtype or ours.shape != theirs.shape:
-            return False
-        if ours.dtype is torch.bfloat16:  # NumPy has no such type
-            return True
-        # NaN equals NaN here, as the bytes are what matters.
-        ours, theirs = (t.contiguous().numpy(force=True) for t in (ours, theirs))
-        return bool(ours.tobytes() == theirs.tobytes())
-    if isinstance(ours, dict):
-        return list(ours) == list(theirs) and all(_same(ours[k], theirs[k]) for k in ours)
-    return len(ours) == len(theirs) and all(map(_same, ours, theirs))
+    if isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor):
+        alike = ours.dtype == theirs.dtype and ours.shape == theirs.shape
+        return alike and _bytes(ours) == _bytes(theirs)
+    mine, other = children(ours) or [], children(theirs) or []
+    return [key for key, _ in mine] == [key for key, _ in other] and all(
+        same_bytes(one, another) for (_, one), (_, another) in zip(mine, other, strict=True)
+    )
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    flat = tensor.detach().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
