@@ -62,6 +62,11 @@ class Program:
     runs: tuple[FusedRun, ...] = ()
     """Steps that one kernel can carry out together, in order."""
 
+    @property
+    def makes_tensor(self) -> bool:
+        """Whether images end up ``[n, C, H, W]``."""
+        return any(step.name == "ToTensorV2" for step in self.steps)
+
 
 class Draws:
     """What the pipeline drew for a batch, on its way to the device beside the batch."""
