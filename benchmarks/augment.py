@@ -24,8 +24,9 @@ os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 
 import tempfile
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import albumentations as A
 import cv2
@@ -40,9 +41,6 @@ from turns import arguments, in_turn, ratio, spread, write
 from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.demo.photos import PHOTOGRAPHS, Cut, cut_photographs, open_photograph
 from lightning_fastdata.loading.loader import FastDataLoader
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
 
 BATCH, SIZE = 64, 224
 LAST = [A.Normalize(), A.ToTensorV2()]

@@ -21,9 +21,10 @@ import statistics
 import tempfile
 import time
 import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 
@@ -33,9 +34,6 @@ from torch.utils.data import DataLoader
 from turns import arguments, in_turn, ratio, write
 
 from lightning_fastdata import FastDataLoader, FastDataModule
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 TORCH_0, TORCH_2 = "torch, 0 workers", "torch, 2 workers"
 TWIN = "torch, 0 workers, once more"

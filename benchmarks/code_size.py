@@ -10,11 +10,8 @@ from __future__ import annotations
 import ast
 import re
 import statistics
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 PACKAGE = Path(__file__).parents[1] / "lightning_fastdata"
 MOST_LINES, MOST_IN_ROOM = 350, 10

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,9 +22,6 @@ from turns import arguments, in_turn, ratio, spread, write
 
 from lightning_fastdata import FastDataModule, LoaderOptions
 from lightning_fastdata.loading.loader import FastDataLoader
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 SAMPLES, BATCH, BATCHES, SLEEP_S, SIDE = 512, 32, 160, 0.005, 224
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -16,7 +16,8 @@ import statistics
 import tempfile
 import time
 import warnings
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
@@ -25,9 +26,6 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_fastdata import DataThroughputCallback, FastDataModule, LoaderOptions
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 _WARM_STEPS = 50
 LOG_EVERY = 50

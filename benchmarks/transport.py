@@ -13,16 +13,14 @@ from __future__ import annotations
 
 import statistics
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 from turns import arguments, in_turn, ratio, shm_bytes, tree_pss_bytes, write
 
 from lightning_fastdata.loading.loader import FastDataLoader
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 BATCH, WORKERS = 16, 2
 SIZES = tuple(4**power * 1024 for power in range(1, 10))

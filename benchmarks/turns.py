@@ -7,15 +7,13 @@ import json
 import os
 import platform
 import statistics
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from lightning_fastdata.host.machine import describe_machine, read_versions
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
 
 
 def arguments(what: str, *, rounds: int = 5) -> argparse.ArgumentParser:

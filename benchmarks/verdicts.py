@@ -29,10 +29,11 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
@@ -42,9 +43,6 @@ from trainings.registry import TRAININGS
 from trainings.tools import INSTALL_TRACEML, Opinion, simple_profiler, told, traceml
 from turns import write
 from verdicts.machine_load import undisturbed
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 HERE = Path(__file__).parent
 TIME_LIMIT_S = 180

@@ -20,11 +20,12 @@ import resource
 import statistics
 import time
 from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils.data import Dataset, default_collate
@@ -34,9 +35,6 @@ from lightning_fastdata.host.cpu import read_affinity, read_cpu_limit
 from lightning_fastdata.insight.model.setups import TrainingTimes, setup_of
 from lightning_fastdata.insight.model.simulate import batch_costs, simulate
 from lightning_fastdata.loading.loader import FastDataLoader
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 RECORDED = (2, True)
 """Workers, and whether in order."""

@@ -118,8 +118,7 @@ def augment_parity(markdown: str | None = None, draws: int = 2) -> None:
 def doctor() -> None:
     """Print what this machine allows, and what of it limits data loading."""
     from lightning_fastdata.host.cpu import read_cpu_limit
-    from lightning_fastdata.host.doctor import doctor_text
-    from lightning_fastdata.host.machine import read_versions
+    from lightning_fastdata.host.machine import doctor_text, read_versions
     from lightning_fastdata.host.memory import read_host_memory
 
     sys.stdout.write(

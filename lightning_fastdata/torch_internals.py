@@ -21,6 +21,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -28,8 +29,6 @@ from torch.utils.data._utils import worker
 from torch.utils.data._utils.collate import collate, collate_tensor_fn, default_collate_fn_map
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
     from torch.utils.data import Dataset
 
 __all__ = ["collate", "collate_tensor_fn", "default_collate_fn_map"]

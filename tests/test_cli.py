@@ -11,7 +11,7 @@ import pytest
 
 from lightning_fastdata.cli import main
 from lightning_fastdata.host.cpu import CpuLimit, cpu_limit, read_cpu_limit
-from lightning_fastdata.host.doctor import doctor_text, loading_limits
+from lightning_fastdata.host.machine import doctor_text, loading_limits
 from lightning_fastdata.host.memory import DeviceMemory, HostMemory
 from lightning_fastdata.insight.measure.metrics import StepHistory, StepTiming
 from lightning_fastdata.insight.report.run_report import RunReport

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Any
 
 from hypothesis import settings
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 LONG = os.environ.get("TEST_LONG") == "1"
 

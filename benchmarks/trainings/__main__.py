@@ -12,16 +12,14 @@ import os
 import time
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning.pytorch as lightning
 import torch
 
 from lightning_fastdata import DataThroughputCallback
 from trainings import registry
-
-if TYPE_CHECKING:
-    from trainings.parts import Load, Made
+from trainings.parts import Load, Made
 
 
 def arguments_of_fit(made: Made, changed: dict[str, Any], *, plain: bool) -> dict[str, Any]:

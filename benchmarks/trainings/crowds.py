@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch.utils.data import Dataset
 
 from trainings.decoding import Records, decoding
 from trainings.parts import CPUS, Accepted, Load, Made, Model, several, spin
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 class Filtered(Dataset[torch.Tensor]):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 import re
 import struct
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,9 +14,6 @@ from PIL import Image
 from torch.utils.data import ConcatDataset, Dataset, default_collate
 
 from trainings.parts import Accepted, Load, Made, Model, several
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 class Records(Dataset[torch.Tensor]):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
@@ -13,10 +15,6 @@ from trainings.crowds import Chores
 from trainings.decoding import Rows
 from trainings.parts import Accepted, Load, Made, Model, several, spin
 from trainings.storage import ObjectStore
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 
 def validated(_: Path, form: Any, val_form: Any, sample_s: float, val_batches: int) -> Made:

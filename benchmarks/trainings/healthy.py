@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,9 +12,6 @@ from torch.utils.data import Dataset, TensorDataset
 from trainings.decoding import Records, Rows
 from trainings.parts import Healthy, Load, Made, Model, several, spin
 from trainings.storage import ObjectStore
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 class Mapped(Dataset[torch.Tensor]):

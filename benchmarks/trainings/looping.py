@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as lightning
 import torch
@@ -14,10 +16,6 @@ from torch.utils.data import Dataset, Sampler
 
 from trainings.decoding import Rows
 from trainings.parts import Accepted, Load, Made, Model, several, spin
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 
 class WeightedDraws(Sampler[int]):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import io
 import sqlite3
 import zipfile
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
@@ -13,9 +14,6 @@ import torch
 from torch.utils.data import Dataset
 
 from trainings.parts import Accepted, Load, Made, Model, several
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 class Sqlite(Dataset[torch.Tensor]):

@@ -6,16 +6,14 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
 
 import lightning.pytorch as lightning
 import torch
 from torch.utils.data import DataLoader
 
 from lightning_fastdata import FastDataLoader, FastDataModule, LoaderOptions
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 CPUS = len(os.sched_getaffinity(0))
 

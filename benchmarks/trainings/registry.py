@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from trainings.crowds import CROWDS
 from trainings.decoding import DECODING
 from trainings.epochs import EPOCHS
 from trainings.healthy import HEALTHY
 from trainings.looping import LOOPING
 from trainings.opened import OPENED
+from trainings.parts import Training
 from trainings.storage import STORAGE
-
-if TYPE_CHECKING:
-    from trainings.parts import Training
 
 
 def name_of(training: Training) -> str:

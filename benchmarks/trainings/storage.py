@@ -7,16 +7,14 @@ import multiprocessing
 import socket
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
 
 from trainings.parts import Accepted, Load, Made, Model, several
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 FORK = multiprocessing.get_context("fork")
 

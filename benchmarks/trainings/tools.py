@@ -6,14 +6,12 @@ import json
 import re
 import subprocess
 from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-    from trainings.parts import Cost
+from trainings.parts import Cost
 
 INSTALL_TRACEML = (
     "not installed: python -m venv traceml; traceml/bin/pip install traceml-ai==0.5.0 "

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightning_fastdata.augment.callables import plain_tensors, table
+from lightning_fastdata.augment.collated_batches import OnCpu
 from lightning_fastdata.augment.ops.output import OutputForm, convert_output
 from lightning_fastdata.augment.pipeline.fields import (
     Fields,
@@ -29,7 +30,6 @@ from lightning_fastdata.types import SampleKey
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from lightning_fastdata.augment.collated_batches import OnCpu
     from lightning_fastdata.augment.replay.program import Draws
     from lightning_fastdata.types import Batch
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +19,6 @@ from lightning_fastdata.augment.pipeline.fields import (
 from lightning_fastdata.errors import BatchError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
     from lightning_fastdata.augment.replay.program import Draws
     from lightning_fastdata.types import Batch, SampleKey
 

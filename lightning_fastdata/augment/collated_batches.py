@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, cast, get_args
 
 import numpy as np
@@ -33,8 +34,6 @@ from lightning_fastdata.errors import OptionsError, TransformError
 from lightning_fastdata.randomness.seeds import reseed
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from lightning_fastdata.augment.ops.operation import DeviceOp, Tape
     from lightning_fastdata.augment.pipeline.plan import Plan
     from lightning_fastdata.augment.pipeline.values import States

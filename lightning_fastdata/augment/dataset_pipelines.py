@@ -8,6 +8,7 @@ without values; they run as always.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -29,8 +30,6 @@ from lightning_fastdata.randomness.seeds import find_composes
 from lightning_fastdata.tree import Path, replace_leaves, spelled
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-
     from lightning_fastdata.augment.ops.operation import DeviceOp
     from lightning_fastdata.augment.switch import PlaceSwitch
     from lightning_fastdata.types import Batch

@@ -11,6 +11,7 @@ import copy
 import os
 import pkgutil
 import random
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -24,8 +25,6 @@ from lightning_fastdata.augment.replay import instructions
 from lightning_fastdata.errors import TransformError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
     import torch
 
     from lightning_fastdata.augment.ops.operation import Encode, Run, Shape

@@ -7,6 +7,7 @@ left to do. The draws belong to the key as well, and are the same in both places
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,8 +16,6 @@ from lightning_fastdata.augment.pipeline.plan import redrawn
 from lightning_fastdata.augment.record.worker import device_ops
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from lightning_fastdata.augment.contract import StageTransform, WorkerTransform
     from lightning_fastdata.augment.placement import Place
     from lightning_fastdata.augment.replay.program import Draws

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final
@@ -14,8 +15,6 @@ from torch.utils.data import default_collate
 from lightning_fastdata.batches.packed import tensor_over
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
     from numpy.typing import NDArray
 
 _ALIGNMENT_BYTES: Final = 64

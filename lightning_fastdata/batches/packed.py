@@ -5,14 +5,13 @@ from __future__ import annotations
 import io
 import math
 import pickle
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from numpy.typing import NDArray
 
 _ALIGNMENT_BYTES: Final = 64

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import warnings
 import weakref
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypeAlias
 
@@ -21,7 +22,6 @@ from lightning_fastdata.errors import FastDataWarning
 
 if TYPE_CHECKING:
     import mmap
-    from collections.abc import Sequence
 
     from lightning_fastdata.batches.streams import StreamEvent
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, cast
 
 import torch
-
-if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
 
 
 class StreamEvent(Protocol):

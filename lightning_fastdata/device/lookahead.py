@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
@@ -12,8 +13,6 @@ from lightning_fastdata.randomness.global_generators import DrawWatch
 from lightning_fastdata.torch_internals import next_has_arrived
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
     from lightning_fastdata.batches.streams import DeviceStreams, StreamEvent
     from lightning_fastdata.types import Batch
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +19,6 @@ from lightning_fastdata.randomness.global_generators import kept_random_state
 from lightning_fastdata.types import SampleKey
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-
     from lightning_fastdata.augment.contract import StageTransform
     from lightning_fastdata.batches.streams import DeviceStreams
     from lightning_fastdata.device.lookahead import Crossing

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -18,8 +19,6 @@ from lightning_fastdata.host.memory import read_device_memory, read_host_memory
 from lightning_fastdata.order.epoch_order import dataset_length
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-
     from lightning_fastdata.types import Batch, Stage
 
 _SHARE: Final = 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -18,8 +19,6 @@ from lightning_fastdata.randomness.global_generators import GENERATORS, DrawWatc
 from lightning_fastdata.types import SampleKey
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-
     from lightning_fastdata.batches.layout import SampleLayout
     from lightning_fastdata.randomness.own_generators import OwnGenerators
     from lightning_fastdata.stamps.batch_stamps import TaskWatch

@@ -6,6 +6,7 @@ a name and a row here.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
@@ -14,8 +15,6 @@ from torch.utils.data import IterableDataset
 from lightning_fastdata.errors import OptionsError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
     from lightning_fastdata.batches.page_lock import PageLocks
     from lightning_fastdata.executors.contract import Executor
     from lightning_fastdata.executors.fetch import FetchPlan

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -25,14 +26,11 @@ from lightning_fastdata.executors.pool.faults import (
 )
 from lightning_fastdata.executors.pool.splitter import PendingBatch, Task
 from lightning_fastdata.executors.stream_fetch import StreamAsk
-from lightning_fastdata.stamps.own_stamps import WaitWatch
+from lightning_fastdata.stamps.batch_stamps import BatchStamps, WaitWatch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from lightning_fastdata.executors.fetch import FetchPlan
     from lightning_fastdata.executors.pool.process import ChildProcess
-    from lightning_fastdata.stamps.batch_stamps import BatchStamps
 
 
 @dataclass(slots=True, eq=False)

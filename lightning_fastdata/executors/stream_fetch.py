@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from torch.utils.data import IterableDataset
@@ -10,8 +11,6 @@ from torch.utils.data import IterableDataset
 from lightning_fastdata.executors.fetch import Fetcher
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-
     from lightning_fastdata.executors.fetch import FetchPlan
     from lightning_fastdata.stamps.batch_stamps import TaskWatch
 

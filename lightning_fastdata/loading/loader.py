@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from types import GenericAlias
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,18 +17,14 @@ from lightning_fastdata.errors import FastDataWarning
 from lightning_fastdata.executors.kinds import KINDS
 from lightning_fastdata.loading.kept_executor import KeptExecutor, RaisesNext
 from lightning_fastdata.loading.source import Source, SourceSettings, open_source, reads_with_torch
-from lightning_fastdata.planning.checks import check_loader, checked_seed
 from lightning_fastdata.planning.loader_plan import LoaderSpec
-from lightning_fastdata.planning.options import LoaderOptions
+from lightning_fastdata.planning.options import LoaderOptions, check_loader, checked_seed
 from lightning_fastdata.planning.plan_for import plan_for
 from lightning_fastdata.randomness.seeds import find_composes
 from lightning_fastdata.randomness.shared_epoch import EpochAskedTwice, EpochCell
 from lightning_fastdata.stamps.stamped import Ledger, OpenedEnvelopes, stampable
 
 if TYPE_CHECKING:
-    from collections import deque
-    from collections.abc import Callable, Iterable, Iterator
-
     import torch
     from torch import Generator
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable, Iterator, Sized
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -18,8 +19,6 @@ from lightning_fastdata.errors import FastDataWarning, OptionsError
 from lightning_fastdata.order.permutation import Order, cut, epoch_permutation, parts_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sized
-
     import numpy as np
     from numpy.typing import NDArray
     from torch.utils.data import Dataset

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Final, TypeAlias
+from collections.abc import Iterable, Iterator
+from typing import Final, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from lightning_fastdata.errors import OptionsError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
 
 # Of 2**24 samples, torch.randperm makes 128 MiB in 0.45 s before the first batch (27 ns a sample,
 # one thread of a server CPU), and of 2**30 8 GiB in half a minute. A computed batch costs 30 ns a

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sized
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -25,8 +26,6 @@ from lightning_fastdata.order.permutation import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sized
-
     from numpy.typing import NDArray
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -10,8 +11,6 @@ from torch.utils.data import IterableDataset
 from lightning_fastdata.executors.kinds import KINDS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch.utils.data import Dataset
 
     from lightning_fastdata.executors.kinds import ExecutorName

@@ -7,10 +7,11 @@ a part of their own; from the others, several workers would give each sample sev
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
 from types import CodeType, FunctionType, MethodType, ModuleType
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 from torch.utils.data import (
@@ -23,9 +24,6 @@ from torch.utils.data import (
 )
 
 from lightning_fastdata.batches.keyed import KeyedIterableDataset
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 _ASKS: Final = "get_worker_info"
 _SHARES: Final = frozenset({_ASKS, "num_workers", "id"})

@@ -8,12 +8,10 @@ own code is looked through, not that of installed packages.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from functools import cached_property, lru_cache, partial
 from types import CodeType, FunctionType, MethodType, ModuleType
-from typing import TYPE_CHECKING, Any, Final
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from typing import Any, Final
 
 _INSTALLED: Final = ("site-packages", "dist-packages")
 _WRAPPED: Final = ("__func__", "fget", "func")

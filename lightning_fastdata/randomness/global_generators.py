@@ -5,16 +5,14 @@ from __future__ import annotations
 import ctypes
 import random
 import sys
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 import numpy.random  # forked processes find it loaded, which takes a tenth of a second
 import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
 
 GENERATORS: Final = ("random", "numpy", "torch")
 """The global generators, as they are named here."""

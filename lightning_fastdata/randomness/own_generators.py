@@ -9,17 +9,15 @@ from __future__ import annotations
 import hashlib
 import random
 import warnings
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 import torch
 
 from lightning_fastdata.errors import FastDataWarning
 from lightning_fastdata.randomness.seeds import find_instances, loaded_classes
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 _KINDS: Final = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
 _MOST_BITS: Final = 64

@@ -15,6 +15,7 @@ import random
 import struct
 import sys
 import types
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -22,8 +23,6 @@ import numpy as np
 from lightning_fastdata.randomness.code_parts import code_parts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
     from lightning_fastdata.types import SampleKey
 
 _MAX_DEPTH: Final = 8

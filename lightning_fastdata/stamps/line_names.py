@@ -7,10 +7,8 @@ import os
 import re
 import sysconfig
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple
-
-if TYPE_CHECKING:
-    from types import CodeType, FrameType
+from types import CodeType, FrameType
+from typing import Final, NamedTuple
 
 _READS, _WRITES, _OWN, _LIBRARY, _USER = range(5)
 

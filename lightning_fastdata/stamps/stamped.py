@@ -8,20 +8,17 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from torch.utils.data import Dataset, IterableDataset, IterDataPipe, get_worker_info
 
 from lightning_fastdata.batches.keyed import fetches_in_batches
-from lightning_fastdata.stamps.batch_stamps import BatchStamps, TaskStamps, TaskWatch
+from lightning_fastdata.stamps.batch_stamps import BatchStamps, TaskStamps, TaskWatch, WaitWatch
 from lightning_fastdata.stamps.lines import LineWatch
 from lightning_fastdata.stamps.operations import OperationWatch
-from lightning_fastdata.stamps.own_stamps import WaitWatch
 from lightning_fastdata.torch_internals import early_batches, pinned, set_worker_info
-
-if TYPE_CHECKING:
-    from collections import deque
-    from collections.abc import Callable, Iterator, Sequence
 
 
 class Envelope:

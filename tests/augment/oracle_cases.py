@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from augment.pairwise import pairwise
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 CHANNELS = (1, 2, 3, 4, 6, 7)
 SIZES = ((53, 74), (48, 31), (1, 9), (7, 1))

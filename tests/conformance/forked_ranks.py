@@ -11,12 +11,9 @@ import socket
 import subprocess
 import sys
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
+from pathlib import Path
 
 
 def free_port() -> str:

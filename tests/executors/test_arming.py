@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import random
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -10,9 +10,6 @@ from torch.utils.data import Dataset
 
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.order.epoch_order import ShuffleSampler
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 
 class Counted(Dataset):

@@ -6,7 +6,8 @@ import dataclasses
 import random
 import threading
 import time
-from typing import TYPE_CHECKING, Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -19,9 +20,6 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.kinds import open_executor
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 SIDE = ("workers", "sidecar")
 ALL = ("inline", *SIDE)

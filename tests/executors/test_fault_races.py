@@ -13,7 +13,8 @@ import sys
 import threading
 import time
 from collections import namedtuple
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, ClassVar
 
 import psutil
 import pytest
@@ -22,14 +23,10 @@ from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from lightning_fastdata.errors import WorkerError
 from lightning_fastdata.executors.fetch import FetchPlan
+from lightning_fastdata.executors.pool.process import ChildProcess
 from lightning_fastdata.executors.pool.scheduler import PoolExecutor
 from lightning_fastdata.executors.pool.wire import read_packet
 from lightning_fastdata.executors.stream import StreamExecutor
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-
-    from lightning_fastdata.executors.pool.process import ChildProcess
 
 
 def listed(samples: list[Any]) -> Any:

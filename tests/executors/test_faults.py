@@ -11,7 +11,8 @@ import sys
 import textwrap
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -24,9 +25,6 @@ from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.pool.protocol import DropSlot, TasksTaken
 from lightning_fastdata.executors.pool.scheduler import PoolExecutor
 from lightning_fastdata.executors.pool.wire import Wire, wire_pair
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def listed(samples: list[Any]) -> Any:

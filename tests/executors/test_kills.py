@@ -10,8 +10,9 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 import pytest
@@ -21,9 +22,6 @@ from torch.utils.data import Dataset
 
 from lightning_fastdata.errors import WorkerError
 from lightning_fastdata.loading.loader import FastDataLoader
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 

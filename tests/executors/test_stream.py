@@ -8,7 +8,8 @@ os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 
 import random
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,9 +24,6 @@ from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.kinds import open_executor
 from lightning_fastdata.executors.stream import StreamExecutor
 from lightning_fastdata.loading.loader import FastDataLoader
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 def share() -> tuple[int, int]:

@@ -8,7 +8,8 @@ import random
 import signal
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -18,9 +19,6 @@ from lightning_fastdata.errors import WorkerError
 from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.stream import StreamExecutor
 from lightning_fastdata.loading.loader import FastDataLoader
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 class Lengths(IterableDataset):

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import torch
 from torch.utils.data import Dataset
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 SAMPLES = 40
 

@@ -10,6 +10,7 @@ import os
 
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import albumentations as A
@@ -22,8 +23,6 @@ from torch.utils.data import Dataset
 from lightning_fastdata import FastDataModule, LoaderOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import numpy as np
 
 torch.set_num_threads(1)

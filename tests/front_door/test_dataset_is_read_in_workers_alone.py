@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import os
 import struct
 import tempfile
 import zipfile
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import albumentations as A
 import numpy as np
@@ -23,10 +24,6 @@ from lightning_fastdata import (
     FastDataModule,
     LoaderOptions,
 )
-
-if TYPE_CHECKING:
-    import io
-    from pathlib import Path
 
 SAMPLES = 96
 SIDE = 8

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import albumentations as A
 import numpy as np
@@ -15,9 +15,6 @@ from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import Dataset, DistributedSampler, IterableDataset
 
 from lightning_fastdata import FastDataModule, LoaderOptions
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 

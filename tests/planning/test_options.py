@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -14,12 +14,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.host.cpu import CpuLimit, cpu_limit
 from lightning_fastdata.host.memory import HostMemory
+from lightning_fastdata.planning.loader_plan import LoaderPlan
 from lightning_fastdata.planning.options import LoaderOptions
 from lightning_fastdata.planning.plan_for import plan_loader
 from lightning_fastdata.types import STAGES
-
-if TYPE_CHECKING:
-    from lightning_fastdata.planning.loader_plan import LoaderPlan
 
 GIB = 2**30
 MIB = 2**20

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch.utils.data as torch_data
@@ -13,9 +14,6 @@ from torch.utils.data.datapipes.iter import IterableWrapper
 
 from lightning_fastdata.planning.stream_split import StreamSplit, splits_itself
 from lightning_fastdata.planning.worker_count import workers_of_stream
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 class Stream(IterableDataset):

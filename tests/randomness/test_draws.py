@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pickle
 import random
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -18,9 +18,6 @@ from lightning_fastdata.randomness.global_generators import (
     kept_random_state,
 )
 from lightning_fastdata.randomness.own_generators import OwnGenerators
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 DRAWS = {
     "random": random.random,

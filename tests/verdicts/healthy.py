@@ -12,19 +12,16 @@ from __future__ import annotations
 
 import random
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
+from lightning_fastdata.insight.model.evidence import Evidence
 from lightning_fastdata.insight.verdicts.catalogue import findings
 from verdicts.workloads import CPUS, Samples, Training, spin
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from lightning_fastdata.insight.model.evidence import Evidence
 
 HEALTHY = 50
 INPUT_BOUND = frozenset(f"FD3{row:02}" for row in range(2, 10))

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Generic, TypeVar
 
-from lightning_fastdata.host.processes import CpuUse, read_cpu_use
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from lightning_fastdata.host.usage import CpuUse, read_cpu_use
 
 MOST_OTHERS = 0.15
 """Of one CPU, what other processes may take on average while a run is measured."""

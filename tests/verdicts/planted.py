@@ -11,14 +11,16 @@ import multiprocessing
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from lightning_fastdata.insight.model.evidence import Evidence
 from lightning_fastdata.stamps.batch_stamps import ReadRates
 from verdicts.workloads import (
     CPUS,
@@ -31,11 +33,6 @@ from verdicts.workloads import (
     spin,
     train,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from lightning_fastdata.insight.model.evidence import Evidence
 
 BATCH = 16
 RUN_S = 1.2

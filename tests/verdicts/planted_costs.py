@@ -14,23 +14,20 @@ import random
 import tempfile
 import threading
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed
 import torch.nn.functional
 
+from lightning_fastdata.insight.model.evidence import Evidence
 from verdicts.planted import BATCH, Plant, of_training
 from verdicts.virtual_stream import VirtualStream
 from verdicts.workloads import Samples, Stage, Training, sleep_for, spin, train
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from lightning_fastdata.insight.model.evidence import Evidence
 
 _STEP_S = 0.02
 _STEPS = 50

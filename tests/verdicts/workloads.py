@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils.data import Dataset, default_collate
@@ -15,9 +16,6 @@ from lightning_fastdata.insight.measure.timeline import StepTimeline
 from lightning_fastdata.insight.model.evidence import Evidence, stage_evidence
 from lightning_fastdata.insight.model.setups import setup_of
 from lightning_fastdata.loading.loader import FastDataLoader
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 CPUS = read_cpu_limit().usable_cpus
 SLEEPING = 0.05

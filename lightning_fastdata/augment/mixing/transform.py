@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import hashlib
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from lightning_fastdata.augment.callables import plain_tensors, table
 from lightning_fastdata.augment.mixing.fields import Mixer, Places
+from lightning_fastdata.augment.mixing.parts import MixStep
 from lightning_fastdata.augment.mixing.repeat import (
     repeat_batch,
     repeated_key,
@@ -22,9 +24,6 @@ from lightning_fastdata.augment.transform import BatchTransform, as_batch_transf
 from lightning_fastdata.errors import OptionsError, TransformError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from lightning_fastdata.augment.mixing.parts import MixStep
     from lightning_fastdata.augment.ops.operation import Tape
     from lightning_fastdata.augment.record.worker import ComposeWorker
     from lightning_fastdata.types import Batch, SampleKey

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import time
 import warnings
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
@@ -28,8 +29,6 @@ from lightning_fastdata.randomness.seeds import reseed
 from lightning_fastdata.types import SampleKey
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
     from lightning_fastdata.augment.ops.operation import DeviceOp, TapeOp
     from lightning_fastdata.augment.pipeline.plan import Plan
 

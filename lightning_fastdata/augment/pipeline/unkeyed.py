@@ -12,16 +12,14 @@ import inspect
 import sys
 import textwrap
 import warnings
+from collections.abc import Iterator
 from types import FunctionType, ModuleType
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from lightning_fastdata.augment.pipeline.tree import list_nodes
 from lightning_fastdata.errors import FastDataWarning
 from lightning_fastdata.randomness.code_parts import is_users
 from lightning_fastdata.randomness.seeds import find_composes, loaded_classes
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 _DRAWS_NOTHING: Final = frozenset(
     {

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import random
 import warnings
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
@@ -25,8 +26,6 @@ from lightning_fastdata.augment.pipeline.tree import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
-
     from lightning_fastdata.augment.ops.operation import DeviceOp, Shape
 
 CASTS: Final = frozenset({"FromFloat", "Normalize", "ToFloat"})

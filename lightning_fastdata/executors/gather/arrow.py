@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -13,8 +14,6 @@ from torch.utils.data import default_collate
 from lightning_fastdata.host.memory import read_host_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from numpy.typing import NDArray
 
 _FORMATS: Final = ("numpy", "torch")

@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from collections import deque
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate, islice
 from typing import TYPE_CHECKING, Any, Final
@@ -21,8 +22,6 @@ from lightning_fastdata.executors.gather.rows import in_bounds, rows_of
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, TaskStamps
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
     from numpy.typing import NDArray
 
     from lightning_fastdata.batches.page_lock import PageLocks

@@ -8,6 +8,7 @@ import time
 import traceback
 from collections import deque
 from functools import partial
+from mmap import mmap
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from lightning_fastdata.batches.collate import collate_samples
@@ -23,8 +24,6 @@ from lightning_fastdata.stamps.lines import LineWatch
 from lightning_fastdata.stamps.operations import OperationWatch
 
 if TYPE_CHECKING:
-    from mmap import mmap
-
     from lightning_fastdata.executors.fetch import FetchPlan
     from lightning_fastdata.executors.pool.wire import Wire
 

@@ -12,6 +12,7 @@ import os
 import select
 import time
 import weakref
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -21,8 +22,6 @@ from lightning_fastdata.executors.pool.process import ChildProcess, stop_all
 from lightning_fastdata.executors.pool.wire import TaskQueue, make_packet
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Set
-
     from lightning_fastdata.batches.slots import Slot, SlotPool
     from lightning_fastdata.executors.fetch import FetchPlan
     from lightning_fastdata.executors.pool.splitter import Task

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
 from lightning_fastdata.stamps.batch_stamps import ReadRates
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from lightning_fastdata.stamps.batch_stamps import TaskStamps
 
 _ROUNDS: Final = 3

@@ -9,6 +9,7 @@ from __future__ import annotations
 import signal
 import time
 from collections import Counter, deque
+from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -26,11 +27,9 @@ from lightning_fastdata.executors.pool.faults import (
 )
 from lightning_fastdata.executors.pool.protocol import MAX_THREADS
 from lightning_fastdata.executors.pool.splitter import EpochRun, PendingBatch, Splitter, Task
-from lightning_fastdata.stamps.own_stamps import WaitWatch
+from lightning_fastdata.stamps.batch_stamps import WaitWatch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from lightning_fastdata.batches.layout import SampleLayout
     from lightning_fastdata.batches.page_lock import PageLocks
     from lightning_fastdata.executors.fetch import FetchPlan

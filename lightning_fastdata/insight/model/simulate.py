@@ -9,17 +9,15 @@ over all workers), and lets everything that needs a CPU at the same time share t
 from __future__ import annotations
 
 import statistics
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
-from lightning_fastdata.insight.model.events import EventModel
-from lightning_fastdata.insight.model.inputs import BatchCost, LoaderSetup
+from lightning_fastdata.insight.model.events import BatchCost, EventModel, LoaderSetup
 from lightning_fastdata.insight.waits.attribution import held_ns
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
     from lightning_fastdata.stamps.batch_stamps import BatchStamps, TaskStamps
 
 _NS_PER_MS: Final = 1e6

@@ -9,12 +9,11 @@ holds the interpreter that the hand-over needs. The parts of a wait add up to th
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
     from lightning_fastdata.stamps.batch_stamps import BatchStamps, TaskStamps
 
 _NS_PER_MS: Final = 1e6

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 from operator import add
@@ -17,11 +18,9 @@ from lightning_fastdata.insight.waits.attribution import (
     WaitParts,
 )
 from lightning_fastdata.insight.waits.lines import LineShare, LineTotals, line_text
-from lightning_fastdata.stamps.sample_times import BUCKETS, bounds_ns
+from lightning_fastdata.stamps.batch_stamps import BUCKETS, bounds_ns
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
     from lightning_fastdata.stamps.batch_stamps import BatchStamps
 
 _NS_PER_MS: Final = 1e6

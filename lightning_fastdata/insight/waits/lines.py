@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from lightning_fastdata.errors import printable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
     from lightning_fastdata.stamps.lines import LineTime
 
 _MOST_LINES: Final = 20

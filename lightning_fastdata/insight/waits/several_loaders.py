@@ -6,14 +6,13 @@ The loaders are asked one after the other, so that a step waits for the sum of t
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from lightning_fastdata.insight.waits.causes import CauseTotals
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
     from lightning_fastdata.insight.waits.causes import WaitCauses
     from lightning_fastdata.stamps.batch_stamps import BatchStamps, ReadRates
 

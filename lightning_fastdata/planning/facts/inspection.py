@@ -6,6 +6,7 @@ import errno
 import multiprocessing
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -26,8 +27,6 @@ from lightning_fastdata.randomness.global_generators import DrawWatch, kept_rand
 from lightning_fastdata.torch_internals import set_worker_info
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch.utils.data import Dataset
 
     from lightning_fastdata.planning.facts.probe import SampleCost

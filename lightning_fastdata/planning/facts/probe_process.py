@@ -20,15 +20,13 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 import torch
 
-from lightning_fastdata.host.processes import die_with
-
-if TYPE_CHECKING:
-    from multiprocessing.connection import Connection
+from lightning_fastdata.host.system_calls import die_with
 
 Tell: TypeAlias = Callable[[str, Any], None]
 """Sends a finding to the training process: its name, and a value that can be pickled."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,8 +25,8 @@ from lightning_fastdata.batches.collate import (
 )
 from lightning_fastdata.batches.keyed import keyed
 from lightning_fastdata.batches.moving import move
-from lightning_fastdata.host.spent import queued_s
-from lightning_fastdata.insight.measure.clock import CudaClock, HostClock
+from lightning_fastdata.host.usage import queued_s
+from lightning_fastdata.insight.measure.timeline import CudaClock, HostClock
 from lightning_fastdata.order.epoch_order import dataset_length
 from lightning_fastdata.order.repeats import spreading
 from lightning_fastdata.planning.facts.probe import spread_indices
@@ -34,13 +35,11 @@ from lightning_fastdata.randomness.shared_epoch import EpochCell
 from lightning_fastdata.types import SampleKey
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
     from torch.utils.data import Dataset
 
     from lightning_fastdata.augment.contract import StageTransform
     from lightning_fastdata.batches.staged import StagedBatch
-    from lightning_fastdata.insight.measure.clock import DeviceClock
+    from lightning_fastdata.insight.measure.timeline import DeviceClock
     from lightning_fastdata.planning.facts.pipeline_trial import Trial
     from lightning_fastdata.types import Stage
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from lightning_fastdata.augment.contract import SuitsSamples
@@ -18,14 +19,12 @@ from lightning_fastdata.augment.replay.warm_up import Variant, mask_dtypes, vari
 from lightning_fastdata.augment.transform import BatchTransform
 from lightning_fastdata.planning.facts.inspection import DatasetFacts, Questions
 from lightning_fastdata.planning.facts.pipeline_trial import IN_WORKERS, Trial, TriedDataset
-from lightning_fastdata.plugin.placing.stage_plan import DatasetPipeline, StagePlan
+from lightning_fastdata.plugin.placing.stage_transforms import DatasetPipeline, StagePlan
 from lightning_fastdata.plugin.placing.trial import AugmentOn, Placing
 from lightning_fastdata.randomness.seeds import find_composes
 from lightning_fastdata.types import STAGES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
     from lightning.pytorch import Trainer
     from torch.utils.data import Dataset
 

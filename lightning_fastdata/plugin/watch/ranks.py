@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import socket
 import time
+from collections.abc import Callable, Set
 from typing import TYPE_CHECKING, Any, Final
 
 from lightning_fastdata.insight.model.finding import STALL_LOW
@@ -18,8 +19,6 @@ from lightning_fastdata.insight.waits.ranks import RankTiming, rank_timing, toge
 from lightning_fastdata.torch_internals import default_store
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Set
-
     from lightning.pytorch import Trainer
 
     from lightning_fastdata.insight.measure.metrics import StageSummary, StepHistory
