@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import cache, partial
+from contextlib import nullcontext
+from functools import cache
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import numpy as np
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded, Run
     from lightning_fastdata.augment.ops.output import OutputForm
     from lightning_fastdata.augment.replay.program import Draws, Program, ProgramStep
+    from lightning_fastdata.augment.replay.runs import FusedRun
     from lightning_fastdata.types import Batch
 
 _WITHOUT_FLOAT64: Final = frozenset({"mps"})
@@ -72,61 +74,44 @@ def replay(
     Raises:
         TransformError: a step would give some samples another shape or dtype than the others.
     """
-    carry_out = partial(
-        _carry_out, program, ops, kernels=kernels, out_dtype=out_dtype, channels_last=channels_last
-    )
-    kind = batch.device.type
+    device, kind = batch.device, batch.device.type
     if kind in _WITHOUT_FLOAT64:
-        return carry_out(blob.cpu(), batch.cpu()).to(batch.device)
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-        # Matrix products of half precision would be other pixels.
-        with torch.autocast(kind, enabled=False):
-            return carry_out(blob, batch)
-    return carry_out(blob, batch)
+        blob, batch = blob.cpu(), batch.cpu()
+    # Matrix products of half precision would be other pixels.
+    half = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    with torch.autocast(kind, enabled=False) if half else nullcontext():
+        fused = has_kernels(batch.device) if kernels is None else kernels
+        runs = {run.first: run for run in program.runs} if fused else {}
+        result = _run_all(program, runs, blob, batch, ops, out_dtype, channels_last)
+        result = result if out_dtype is None else result.to(out_dtype)
+        if channels_last and result.ndim == 4:
+            result = result.contiguous(memory_format=torch.channels_last)
+        return result.to(device)
 
 
-def _carry_out(
+def _run_all(
     program: Program,
-    ops: Mapping[str, DeviceOp],
+    runs: Mapping[int, FusedRun],
     blob: torch.Tensor,
     batch: torch.Tensor,
-    *,
-    kernels: bool | None,
+    ops: Mapping[str, DeviceOp],
     out_dtype: torch.dtype | None,
     channels_last: bool,
 ) -> torch.Tensor:
-    given = batch.dtype
-    kind = _computed_as(given, batch.device)
-    current, owned = batch.to(kind), kind != given
-    kernels = has_kernels(batch.device) if kernels is None else kernels
-    runs = {run.first: run for run in program.runs} if kernels else {}
-    number = 0
+    given, kind = batch.dtype, _computed_as(batch.dtype, batch.device)
+    current, owned, number = batch.to(kind), kind != given, 0
     while number < len(program.steps):
         run = runs.get(number)
-        if run is not None and run.idle:
+        if run is not None and (run.idle or takes(run, current)):
             number = run.last + 1
+            if not run.idle:
+                form = (out_dtype, channels_last) if number == len(program.steps) else (None, False)
+                current, owned = run_fused(run, blob, current, *form), True
             continue
-        if run is not None and takes(run, current):
-            ends = run.last + 1 == len(program.steps)
-            current = run_fused(
-                run,
-                blob,
-                current,
-                out_dtype=out_dtype if ends else None,
-                channels_last=ends and channels_last,
-            )
-            owned = True
-            number = run.last + 1
-            continue
-        step = program.steps[number]
-        current, owned = _run_step(step, program, blob, current, ops, owned=owned)
+        current, owned = _run_step(program.steps[number], program, blob, current, ops, owned=owned)
         current = current if kind == given else _within(current, given)
         number += 1
-    current = current if kind == given else current.to(given)
-    current = current if out_dtype is None else current.to(out_dtype)
-    if channels_last and current.ndim == 4:
-        current = current.contiguous(memory_format=torch.channels_last)
-    return current
+    return current if kind == given else current.to(given)
 
 
 def replay_batch(
@@ -186,8 +171,7 @@ def replay_image(
         out_dtype=None if form is None else form.dtype,
         channels_last=form is not None and form.channels_last,
     )
-    tensor_form = any(step.name == "ToTensorV2" for step in program.steps)
-    drop = add_channel and not tensor_form and value.shape[-1] == 1
+    drop = add_channel and not program.makes_tensor and value.shape[-1] == 1
     return value.squeeze(-1) if drop else value
 
 
