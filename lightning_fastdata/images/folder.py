@@ -116,14 +116,7 @@ class FastImageFolder(Dataset[tuple[torch.Tensor, int]]):
         is_valid_file: Callable[[str], bool] | None = None,
         allow_empty: bool = False,
     ) -> None:
-        self.rule = CropRule(
-            size=size,
-            crop=crop,
-            scale=scale,
-            ratio=ratio,
-            horizontal_flip=horizontal_flip,
-            resize=resize,
-        )
+        self.rule = CropRule(size, crop, scale, ratio, horizontal_flip, resize)
         self._tables = None if normalize is False else _normalising_tables(normalize)
         self.resample = settle_resample(resample, crop)
         self.root = os.path.expanduser(os.fspath(root))  # noqa: PTH111  # as ImageFolder spells it
@@ -235,9 +228,12 @@ class FastImageFolder(Dataset[tuple[torch.Tensor, int]]):
         if self._tables is None:
             render(image, placement, plan, out)
         else:
+            import cv2
+
             pixels: Pixels = np.empty((self.rule.size, self.rule.size, 3), np.uint8)
             render(image, placement, plan, pixels)
-            _look_up(pixels, self._tables, out)
+            for plane, table, floats in zip(cv2.split(pixels), self._tables, out, strict=True):
+                cv2.LUT(plane, table, dst=floats)
         return int(self._targets[index])
 
     def __getstate__(self) -> dict[str, Any]:
@@ -252,12 +248,8 @@ class FastImageFolder(Dataset[tuple[torch.Tensor, int]]):
         )
 
     def _check_out(self, out: NDArray[Any]) -> None:
-        if (
-            out.shape != self.sample_shape
-            or out.dtype != self.sample_dtype
-            or not out.flags.c_contiguous
-            or not out.flags.writeable
-        ):
+        right = out.shape == self.sample_shape and out.dtype == self.sample_dtype
+        if not (right and out.flags.c_contiguous and out.flags.writeable):
             raise BatchError(
                 f"write_into needs a writable, C-contiguous {self.sample_dtype} array of shape "
                 f"{self.sample_shape}; it got {out.dtype} {out.shape} with strides {out.strides}, "
@@ -283,13 +275,6 @@ def _normalising_tables(
         )
     tables: NDArray[np.float32] = ((np.arange(256) / 255 - means) / stds).astype(np.float32)
     return tables
-
-
-def _look_up(pixels: Pixels, tables: NDArray[np.float32], out: NDArray[np.float32]) -> None:
-    import cv2
-
-    for plane, table, floats in zip(cv2.split(pixels), tables, out, strict=True):
-        cv2.LUT(plane, table, dst=floats)
 
 
 def _find_files(

@@ -126,13 +126,8 @@ def draw_samples(
 ) -> ExplicitDraws:
     """Return what a pipeline draws for images and masks of which only the form is known.
 
-    Args:
-        recorder: of the pipeline, for images of this size.
-        ops: device forms by name.
-        form: what the images will be.
-        samples: how many; sample ``i`` draws with ``key.index + i``.
-        key: key of the first sample.
-        targets: boxes, keypoints and labels of each sample, as the pipeline takes them.
+    Sample ``i`` draws with ``key.index + i``; ``targets`` are the boxes, keypoints and labels of
+    each sample, as the pipeline takes them.
 
     Raises:
         BatchError: ``targets`` are not of so many samples, or not what the pipeline needs.
@@ -167,12 +162,8 @@ def carry_out(
 ) -> dict[str, torch.Tensor]:
     """Return images and masks, by the pipeline's names for them, after what was drawn.
 
-    Args:
-        tensors: images ``[n, H, W, C]`` or ``[n, C, H, W]`` (``[n, H, W]`` of one channel), masks
-            ``[n, H, W]``, ``[n, H, W, C]`` or ``[n, C, H, W]``, all on one device.
-        draws: the draws; they follow the tensors to their device.
-        ops: device forms by name.
-        compose: the pipeline that drew.
+    Images are ``[n, H, W, C]`` or ``[n, C, H, W]`` (``[n, H, W]`` of one channel), masks
+    ``[n, H, W]``, ``[n, H, W, C]`` or ``[n, C, H, W]``, all on one device; the draws follow them.
 
     Raises:
         BatchError: a tensor is of another form than was drawn for.

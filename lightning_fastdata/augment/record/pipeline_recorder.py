@@ -6,6 +6,7 @@ import copy
 import functools
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import numpy as np
@@ -29,20 +30,17 @@ _Data: TypeAlias = "dict[str, Batch]"
 """What a pipeline is called with, and what it returns."""
 
 
+@dataclass(slots=True, kw_only=True)
 class Watch:
-    """What is seen of a dataset's calls of its pipelines while it is tried out.
+    """What is seen of a dataset's calls of its pipelines while it is tried out."""
 
-    Args:
-        records: Whether the calls are recorded, too; else they run as always.
-    """
-
-    def __init__(self, *, records: bool = True) -> None:
-        self.records = records
-        self.calls = 0
-        self.made: list[Waiting] = []
-        """Everything that waits, to see what becomes of it."""
-        self.given: dict[int, _Data] = {}
-        """A copy of what each pipeline was first called with, by its ``id``."""
+    records: bool = True
+    """Whether the calls are recorded, too; else they run as always."""
+    calls: int = 0
+    made: list[Waiting] = field(default_factory=list)
+    """Everything that waits, to see what becomes of it."""
+    given: dict[int, _Data] = field(default_factory=dict)
+    """A copy of what each pipeline was first called with, by its ``id``."""
 
     def call(self, compose: BaseCompose, data: Mapping[str, Batch]) -> None:
         """Note a call."""

@@ -210,13 +210,10 @@ def operands(tail: Sequence[TailStep]) -> dict[str, np.ndarray]:
 def carry_out(
     tail: Sequence[TailStep], values: torch.Tensor, numbers: Mapping[str, torch.Tensor]
 ) -> torch.Tensor:
-    """Return samples ``[n, ...]`` after a tail, on their device.
+    """Return samples ``[n, ...]`` after a tail, on their device; they are never written to.
 
-    Args:
-        tail: What is done to each sample.
-        values: The samples; never written to.
-        numbers: What :func:`operands` returned, on the same device. (Torch divides by a Python
-            number by way of its reciprocal on CUDA, but by a tensor as a CPU does.)
+    ``numbers`` is what :func:`operands` returned, there: torch divides by a Python number by way of
+    its reciprocal on CUDA, but by a tensor as a CPU does.
     """
     owned = False
     for place, step in enumerate(tail):

@@ -25,8 +25,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -59,12 +58,10 @@ _Values: TypeAlias = "dict[str, Batch]"
 """Parameters or data of a transform, by name."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Hooked:
+class _Hooked(NamedTuple):
     """A transform whose operations are noted, and what is known of it before any sample."""
 
     leaf: int
-    """Its number in its pipeline."""
     transform: BasicTransform
     original: Callable[..., _Values]
     """Its own ``apply_with_params``."""
@@ -103,15 +100,9 @@ class Recorder:
     ) -> tuple[_Values, Tape]:
         """Run the pipeline once and return what it returns, and what is still to be done.
 
-        Args:
-            data: the arguments of the pipeline.
-            sources: for images and masks whose entry in ``data`` only has the right shape and
-                dtype, the function that fetches the pixels. It is called at most once, and only
-                when an operation needs them.
-
-        Returns:
-            The pipeline's result, in which images and masks are as the real operations left them
-            (the source function itself where nothing needed the pixels), and the tape.
+        Images and masks of the result are as the real operations left them. Of those that have an
+        entry in ``sources``, ``data`` has only shape and dtype: the source fetches the pixels, at
+        most once, when an operation needs them, and is the result itself where none does.
         """
         self._targets = {key: Target(source, data[key]) for key, source in (sources or {}).items()}
         self._small = {}

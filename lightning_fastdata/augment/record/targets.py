@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -42,19 +42,16 @@ class Pending:
     """Whether it changes the form of the image, so that no later operation may have its pixels."""
 
 
+@dataclass(slots=True, eq=False)
 class Target:
-    """An image or mask on its way: real pixels, or what fetches them, and what is noted for them.
+    """An image or mask on its way through a pipeline."""
 
-    ``shown`` is what the pipeline handles in its place.
-    """
-
-    __slots__ = ("_unit", "pending", "real", "shown")
-
-    def __init__(self, real: Batch, shown: Batch) -> None:
-        self.real = real
-        self.shown = shown
-        self.pending: list[Pending] = []
-        self._unit: bool | None = None
+    real: Batch
+    """Its pixels, or what fetches them."""
+    shown: Batch
+    """What the pipeline handles in its place."""
+    pending: list[Pending] = field(default_factory=list)
+    _unit: bool | None = None
 
     def in_unit_range(self) -> bool:
         """Return whether the values here are integers, or sure to lie in [0, 1].
@@ -124,11 +121,7 @@ def convert_images(
 ) -> Batch:
     """Return a collated batch with its uint8 or float32 images in their output form.
 
-    Args:
-        batch: the batch.
-        fields: where its image is.
-        roles: names of a pipeline for what it takes; other images are keys of a dict.
-        form: what to convert to.
+    ``fields`` says where its image is; other images are keys of a dict, the names in ``roles``.
     """
     if not form.converts:
         return batch
@@ -155,11 +148,9 @@ def places_of(batch: Batch, fields: Fields, compose: BaseCompose) -> dict[str, L
 def channels_behind(
     tensors: Mapping[str, torch.Tensor], size: tuple[int, int]
 ) -> tuple[dict[str, torch.Tensor], frozenset[str]]:
-    """Return images and masks ``[n, H, W, ...]``, and the names of those that were turned.
+    """Return images and masks as ``[n, H, W, ...]``, and the names of those that were turned.
 
-    Args:
-        tensors: ``[n, H, W]``, ``[n, H, W, C]`` or ``[n, C, H, W]`` by name.
-        size: ``H, W``.
+    They are ``[n, H, W]``, ``[n, H, W, C]`` or ``[n, C, H, W]``, of ``size`` ``H, W``.
     """
     turned = frozenset(
         name

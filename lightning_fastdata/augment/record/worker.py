@@ -104,14 +104,8 @@ def crop_on_device(
 ) -> CropOnDevice | None:
     """Return how to defer the crop to the device, or None if it has to stay, or had better.
 
-    Args:
-        compose: the pipeline.
-        ops: device forms by class name.
-        size: ``(height, width)`` that images are believed to have.
-        refusal: a reason to run everything in the worker.
-        same_pixels: as :func:`~lightning_fastdata.augment.pipeline.plan.analyse` takes it.
-        channels: the same.
-        values: the same.
+    ``size`` is the ``(height, width)`` that images are believed to have; the other options are
+    those of :func:`~lightning_fastdata.augment.pipeline.plan.analyse`.
     """
     leaf, leaves = follow_sizes(compose, Size()).boundary, list_leaves(compose)
     if leaf < 0 or type(leaves[leaf].transform).__name__ not in _RESAMPLES:
@@ -333,8 +327,7 @@ def _own_if_gray(value: Batch) -> np.ndarray:
 def _with_channel(pixels: np.ndarray, given: np.ndarray, left: Track | None) -> np.ndarray:
     """Return an image ``[H, W, 1]`` as such, if an operation made ``[H, W]`` of it.
 
-    OpenCV's inpainting does, in the samples that drew it. It is one again behind ``ToTensorV2``, so
-    that a batch is possible.
+    OpenCV's inpainting does, in some samples; behind ``ToTensorV2`` a batch needs the channel.
     """
     lost = left is not None and left.role == "image" and pixels.ndim == 2 < given.ndim
     ends = lost and left is not None and any(op.name == "ToTensorV2" for op in left.ops)

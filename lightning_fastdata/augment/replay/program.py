@@ -150,16 +150,11 @@ def compile_tapes(
     ops: Mapping[str, DeviceOp] | None = None,
     beside: Mapping[str, np.ndarray] | None = None,
 ) -> Draws:
-    """Order and pack the tapes of a batch, and the arrays ``beside`` them.
+    """Order and pack the tapes of a batch, and the arrays ``beside`` them, by name.
 
-    The sample order is the order of the batch. Each sample keeps its own order of operations; a
-    step takes the operation that is written first among those that come next, with all samples
-    whose turn it is.
-
-    Args:
-        tapes: Of each sample.
-        ops: Device forms by name, which know what can be fused; None: nothing is.
-        beside: Arrays by name that travel with the tapes, for what comes after them.
+    Each sample keeps its own order of operations; a step takes the operation that is written first
+    among those that come next, with all samples whose turn it is. ``ops`` know what can be fused;
+    without them nothing is.
 
     Raises:
         BatchError: images come from the workers with several dtypes.
@@ -227,10 +222,8 @@ def _form(encoded: Encoded) -> object:
 def launches(program: Program) -> int:
     """Return how many times a batch is handed to the device, if kernels carry out the runs.
 
-    A run counts its kernels. A step that no run takes counts one for each of its parts, which are
-    samples with the same settings; torch launches several kernels for each of them. Images of
-    another form than uint8 RGB take no runs, nor do masks that are not integers, see
-    :func:`~lightning_fastdata.augment.replay.triton.takes`.
+    A run counts its kernels; a step that no run takes counts one for each of its parts, for which
+    torch launches several. Images other than uint8 RGB and masks of floats take no runs.
     """
     fused = {number for run in program.runs for number in range(run.first, run.last + 1)}
     rest = (len(step.parts) for number, step in enumerate(program.steps) if number not in fused)

@@ -16,18 +16,7 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
 import numpy as np
 
 from lightning_fastdata.augment.ops.operation import Fused, Instruction, Instructions
-from lightning_fastdata.augment.replay.instructions import (
-    BOTH_AXES,
-    CHANNELS,
-    CONTRAST,
-    ENDS,
-    LATE_HOLES,
-    WARP,
-    WIDTH,
-    holes,
-    is_reading,
-    is_transposing,
-)
+from lightning_fastdata.augment.replay import instructions
 
 if TYPE_CHECKING:
     import torch
@@ -169,7 +158,7 @@ def fuse(
         ended, open_run = open_run.ends, _OpenRun(number, samples, role)
         if ended or not open_run.takes(step):
             open_run = _OpenRun(number + 1, samples, role)
-        if ended or step.fused in ENDS:
+        if ended or step.fused in instructions.ENDS:
             # What follows are no bytes any more.
             break
     runs.append(open_run.close(len(steps) - 1, add))
@@ -242,8 +231,8 @@ class _OpenRun:
         for row, one, made in step.instructions(step.fused):
             if made is None or not self._fits(row, made):
                 return False
-            if made and is_reading(made[0]):
-                warps = made[0][0] == WARP
+            if made and instructions.is_reading(made[0]):
+                warps = made[0][0] == instructions.WARP
                 ways.add("warp" if warps else "filter")
                 sizes |= {dict(one.static)["size"]} if warps else set()
             found.append((row, made))
@@ -257,13 +246,13 @@ class _OpenRun:
         return True
 
     def _take_late_holes(self, step: ScheduledStep) -> bool:
-        if self.ending.channels_first or step.fused is not holes:
+        if self.ending.channels_first or step.fused is not instructions.holes:
             return False
-        found = list(step.instructions(holes))
+        found = list(step.instructions(instructions.holes))
         if any(made is None for _, _, made in found):
             return False
         for row, _, made in found:
-            self.code[row] += [(LATE_HOLES, *one[1:]) for one in made or []]
+            self.code[row] += [(instructions.LATE_HOLES, *one[1:]) for one in made or []]
         return True
 
     def _fits(self, row: int, made: list[Instruction]) -> bool:
@@ -271,17 +260,19 @@ class _OpenRun:
         code = self.code[row]
         if _contrasts(code) and _contrasts(made):
             return False
-        return not (code and made and is_reading(made[0]))
+        return not (code and made and instructions.is_reading(made[0]))
 
     def close(self, last: int, add: Callable[[np.ndarray], ArrayAt]) -> FusedRun | None:
         """Return the run, packed; None if it took nothing."""
         if not self.taken:
             return None
-        code = np.zeros((len(self.code), max(1, *map(len, self.code)), WIDTH), np.int32)
+        code = np.zeros(
+            (len(self.code), max(1, *map(len, self.code)), instructions.WIDTH), np.int32
+        )
         for row, listed in enumerate(self.code):
             for number, instruction in enumerate(listed):
                 code[row, number, : len(instruction)] = instruction
-        both_axes = np.flatnonzero(code[:, 0, 0] == BOTH_AXES)
+        both_axes = np.flatnonzero(code[:, 0, 0] == instructions.BOTH_AXES)
         code[both_axes, 0, 3] = np.arange(len(both_axes))
         geometry = self.reading.geometry
         return FusedRun(
@@ -294,15 +285,15 @@ class _OpenRun:
             idle=geometry == "none" and not any(self.code) and not self.ends,
             contrasts=any(map(_contrasts, self.code)),
             both_axes=add(both_axes.astype(np.int32)) if len(both_axes) else None,
-            keeps_size=geometry == "warp" and bool((code[:, 0, 0] != WARP).any()),
-            square=any(is_transposing(one) for listed in self.code for one in listed),
+            keeps_size=geometry == "warp" and bool((code[:, 0, 0] != instructions.WARP).any()),
+            square=any(instructions.is_transposing(one) for listed in self.code for one in listed),
         )
 
 
 def _is_of_colours(slot: ArrayAt | None) -> bool:
     """Return whether an array has a number for each channel of RGB, if there is one."""
-    return slot is None or slot.shape[1:] == (CHANNELS,)
+    return slot is None or slot.shape[1:] == (instructions.CHANNELS,)
 
 
 def _contrasts(code: Sequence[Instruction]) -> bool:
-    return any(instruction[0] == CONTRAST for instruction in code)
+    return any(instruction[0] == instructions.CONTRAST for instruction in code)

@@ -64,12 +64,10 @@ def replay(
         blob: the arrays of the program, on the device of ``batch``.
         batch: images ``[n, H, W, C]`` or masks ``[n, H, W]`` / ``[n, H, W, C]``; never written to.
         ops: device forms by name.
-        kernels: carry out fused runs by one kernel each, where they know the form of the batch;
-            None: on CUDA. On the CPU they need Triton's interpreter (``TRITON_INTERPRET=1`` before
-            Triton is imported).
-        out_dtype: dtype of the result, ``.to(out_dtype)``; None: what the last step makes.
-        channels_last: lay a result of four dimensions out as ``torch.channels_last``. The kernel
-            of a run that is the last writes this form itself.
+        kernels: one kernel for each fused run that knows the form of the batch; None: on CUDA. On
+            the CPU they need Triton's interpreter (``TRITON_INTERPRET=1`` before its import).
+        out_dtype: dtype of the result; None: what the last step makes.
+        channels_last: lay a result of four dimensions out as ``torch.channels_last``.
 
     Raises:
         TransformError: a step would give some samples another shape or dtype than the others.
@@ -121,14 +119,10 @@ def replay_batch(
     ops: Mapping[str, DeviceOp],
     form: OutputForm | None = None,
 ) -> Batch:
-    """Return a batch as the workers left it with the programs of its images and masks carried out.
+    """Return a batch as the workers left it after the programs of its images and masks.
 
-    Args:
-        batch: its images are ``[n, H, W, C]`` or ``[n, H, W]``.
-        draws: what was drawn for it, on its device.
-        fields: where its image and mask are.
-        ops: device forms by name.
-        form: of the images that come out; None: as the pipeline makes them.
+    Its images are ``[n, H, W, C]`` or ``[n, H, W]`` and come out in ``form``; ``draws`` are on its
+    device.
 
     Raises:
         BatchError: a field is missing, or has another number of samples than was drawn.

@@ -96,8 +96,7 @@ def takes(run: FusedRun, batch: torch.Tensor) -> bool:
     """Return whether a run knows a batch of this form and size.
 
     A run that reads some samples as they are keeps the size of the batch, and one that turns some
-    samples on their side has square images. Otherwise torch carries out its steps, or says why it
-    cannot.
+    samples on their side has square images. Otherwise torch carries out its steps, or says why not.
     """
     if not (is_fusible(batch) if run.role == "image" else is_movable(batch)):
         return False
@@ -124,13 +123,9 @@ def run_fused(
         blob: The arrays of the program, on the device of ``batch``.
         batch: uint8 images ``[n, H, W, 3]`` or masks of integers ``[n, H, W]`` or ``[n, H, W, C]``,
             which the run :func:`takes`; never written to.
-        out_dtype: A floating dtype for the result, rounded to the nearest, halves to even; None:
-            float32 if the run ends in Normalize or ToFloat, else uint8.
-        channels_last: The result of a run that ends in ToTensorV2 lies in memory with the channels
-            of a pixel side by side (``torch.channels_last``).
-
-    Returns:
-        images ``[n, h, w, 3]`` or ``[n, 3, h, w]``; masks ``[n, h, w]`` or ``[n, h, w, C]``.
+        out_dtype: A floating dtype, rounded to the nearest, halves to even; None: float32 behind
+            Normalize or ToFloat, else uint8.
+        channels_last: A result ``[n, 3, h, w]`` lies in memory as ``torch.channels_last``.
     """
     from lightning_fastdata.augment.replay.kernels import fused
 

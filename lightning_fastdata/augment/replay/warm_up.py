@@ -80,13 +80,8 @@ def variants(
 ) -> tuple[Variant, ...]:
     """Return runs that need all kernels which batches of a pipeline may need; some may need none.
 
-    Args:
-        compose: The pipeline.
-        plan: Where its operations run.
-        ops: Device forms by name.
-        masks: Dtypes of the masks that it is given.
-        out_dtype: Floating dtype of the images, as :func:`~.triton.run_fused` takes it.
-        channels_last: As that takes it.
+    ``masks`` are the dtypes of the masks that it is given; ``out_dtype`` and ``channels_last`` as
+    :func:`~lightning_fastdata.augment.replay.triton.run_fused` takes them, for images.
     """
     before = follow_sizes(compose, Size()).before
     known = before[-1].exact if before else None
