@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import Dataset
 
 from lightning_fastdata.errors import BatchError, DatasetError, OptionsError
-from lightning_fastdata.images.decoders import choose_decoder
+from lightning_fastdata.images.decoders import Decoder, DecoderName, Pixels, choose_decoder
 from lightning_fastdata.images.packed import PackedStrings
 from lightning_fastdata.images.reading import MAX_PIXELS, open_image
 from lightning_fastdata.images.resized_crop import (
@@ -27,7 +27,6 @@ from lightning_fastdata.types import SampleKey
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from lightning_fastdata.images.decoders import Decoder, DecoderName, Pixels
     from lightning_fastdata.images.resized_crop import Crop, Resample
 
 

@@ -10,7 +10,6 @@ computes it on the spot, by Albumentations, so that the result is the one withou
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
@@ -103,11 +102,6 @@ class Waiting(Derived):
         """The function of torch that needed the values first; None: none did."""
         self.derived: list[weakref.ref[Derived]] = []
         """What is made of it, as long as that is needed."""
-
-    @property
-    def program_key(self) -> tuple[object, ...]:
-        """Equal for what one program can compute: it orders operations by their numbers."""
-        return self.pipeline, self.pixels.shape, self.pixels.dtype
 
     def value(self) -> torch.Tensor:
         """Return the tensor; all that was made of it is computed before it can be written to."""
@@ -227,18 +221,16 @@ def _stacked(
     waiting = tuple(one for part in parts for one in part.waiting)
     if any((part.form, part.tail, part.stacked) != (form, tail, stacked) for part in parts):
         return None
-    if len({one.program_key for one in waiting}) > 1:
+    # One program computes them: it orders operations by their numbers in the pipeline.
+    if len({(one.pipeline, one.pixels.shape, one.pixels.dtype) for one in waiting}) > 1:
         return None
     if any(step.kind == "permute" for step in tail):
         # What was turned would lie in memory as it is written.
         tail += (TailStep("contiguous", form.dtype),)
-    source = Derived(functools.partial(_stack_values, [part.source for part in parts]))
+    sources = [part.source for part in parts]
+    source = Derived(lambda: torch.stack([one.value() for one in sources]))
     shape = (len(parts), *stacked)
     return DeferredTensor.of(form, waiting, shape, tail=tail, source=source, shares=False)
-
-
-def _stack_values(sources: Sequence[Derived]) -> torch.Tensor:
-    return torch.stack([source.value() for source in sources])
 
 
 def _changed(

@@ -12,7 +12,7 @@ import torch
 from lightning_fastdata.augment.collated_batches import refuse_pixels
 from lightning_fastdata.augment.pipeline.fields import describe, numpy_dtype
 from lightning_fastdata.augment.pipeline.values import Values
-from lightning_fastdata.augment.record.tape import phantom
+from lightning_fastdata.augment.record.tape import Recorder, phantom
 from lightning_fastdata.augment.record.targets import (
     channels_as_given,
     channels_behind,
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from albumentations import BaseCompose
 
     from lightning_fastdata.augment.ops.operation import DeviceOp, Tape
-    from lightning_fastdata.augment.record.tape import Recorder
     from lightning_fastdata.types import Batch, SampleKey
 
 

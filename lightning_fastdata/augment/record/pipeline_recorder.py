@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeAlias, TypeVar
 import numpy as np
 import torch
 
-from lightning_fastdata.augment.ops.operation import Track
+from lightning_fastdata.augment.ops.operation import DeviceOp, Track
 from lightning_fastdata.augment.pipeline.fields import is_too_wide
 from lightning_fastdata.augment.pipeline.tree import list_leaves, list_nodes
 from lightning_fastdata.augment.record.deferred import DeferredTensor, Waiting
@@ -21,7 +21,6 @@ from lightning_fastdata.augment.record.tape import Recorder
 if TYPE_CHECKING:
     from albumentations import BaseCompose
 
-    from lightning_fastdata.augment.ops.operation import DeviceOp
     from lightning_fastdata.augment.pipeline.plan import Plan
     from lightning_fastdata.types import Batch
 
@@ -75,7 +74,8 @@ class Turn:
                 return False
         if threading.get_ident() != self._thread:
             return False
-        if self._calls and self._calls[-1].contains(recorder.compose):
+        within = self._calls[-1] if self._calls else recorder
+        if within.compose is not recorder.compose and id(recorder.compose) in within.nodes:
             return False
         self._calls.append(recorder)
         return True
@@ -100,7 +100,7 @@ class PipelineRecorder(Recorder):
         self._hooks: list[tuple[object, str, Callable[..., object], object]] = []
         """Owner, name, what is there while hooked, and before (None: the method of the class)."""
         self._turn = turn
-        self._nodes = {id(node) for node in list_nodes(compose)}
+        self.nodes = {id(node) for node in list_nodes(compose)}
         self._classes = tuple(type(leaf.transform) for leaf in list_leaves(compose))
         self._given: _Data = {}
         super().__init__(compose, plan, ops, copied=False)
@@ -108,10 +108,6 @@ class PipelineRecorder(Recorder):
             chosen = functools.partial(hook, getattr(compose, name))
             self._hooks.append((compose, name, chosen, vars(compose).get(name)))
         self.hook()
-
-    def contains(self, compose: BaseCompose) -> bool:
-        """Return whether a pipeline is a part of this one, and not all of it."""
-        return compose is not self.compose and id(compose) in self._nodes
 
     def hook(self) -> None:
         """Have the calls of the pipeline recorded from now on, when it is its turn."""

@@ -13,14 +13,14 @@ from __future__ import annotations
 import copy
 import dataclasses
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 
-from lightning_fastdata.augment.ops.operation import Tape, TapeOp
+from lightning_fastdata.augment.ops.operation import DeviceOp, Tape, TapeOp, Track
 from lightning_fastdata.augment.ops.output import OutputForm
 from lightning_fastdata.augment.pipeline.fields import (
     Fields,
@@ -33,23 +33,18 @@ from lightning_fastdata.augment.pipeline.fields import (
     put_fields,
     to_hwc,
 )
-from lightning_fastdata.augment.pipeline.plan import OF_BYTES, analyse, device_form
+from lightning_fastdata.augment.pipeline.plan import OF_BYTES, Plan, analyse, device_form
 from lightning_fastdata.augment.pipeline.sizes import CHANGES_SIZE, Size, follow_sizes, size_after
 from lightning_fastdata.augment.pipeline.tree import list_leaves
-from lightning_fastdata.augment.pipeline.values import changes_form, values_of
+from lightning_fastdata.augment.pipeline.values import States, Values, changes_form, values_of
 from lightning_fastdata.augment.record.tape import Recorder
 from lightning_fastdata.augment.record.targets import argument_names, convert_images, target_roles
 from lightning_fastdata.augment.replay.program import Draws, compile_tapes
 from lightning_fastdata.randomness.seeds import reseeder
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
-
     from albumentations import BaseCompose
 
-    from lightning_fastdata.augment.ops.operation import DeviceOp, Track
-    from lightning_fastdata.augment.pipeline.plan import Plan
-    from lightning_fastdata.augment.pipeline.values import States, Values
     from lightning_fastdata.types import Batch, SampleKey
 
 _Seed: TypeAlias = "Callable[[SampleKey], None]"

@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
-from lightning_fastdata.augment.ops.operation import Fused, Instruction, Instructions
+from lightning_fastdata.augment.ops.operation import Encoded, Fused, Instruction, Instructions, Role
 from lightning_fastdata.augment.replay import instructions
 
 if TYPE_CHECKING:
     import torch
 
-    from lightning_fastdata.augment.ops.operation import Encoded, Role
 
 Geometry: TypeAlias = Literal["none", "window", "resize", "warp", "filter"]
 REPLICATE: Final = 1

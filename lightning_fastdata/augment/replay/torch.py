@@ -227,7 +227,8 @@ def _run_step(
         arrays = {name: slot.view(blob) for name, slot in part.arrays.items()}
         if part.rows is None:
             out = run(current, dict(part.static), arrays)
-            return out, owned or not _same_memory(out, current)
+            storages = {one.untyped_storage().data_ptr() for one in (out, current)}
+            return out, owned or len(storages) == 2
         rows = part.rows.view(blob)
         results.append((rows, run(current.index_select(0, rows), dict(part.static), arrays)))
     forms = {(out.shape[1:], out.dtype) for _, out in results}
@@ -255,7 +256,3 @@ def put_rows(batch: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> t
     signed = _SIGNED.get(batch.dtype, batch.dtype)
     batch.view(signed).index_copy_(0, rows, values.view(signed))
     return batch
-
-
-def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
@@ -21,7 +21,6 @@ from lightning_fastdata.errors import FastDataWarning
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
-    from contextlib import AbstractContextManager
 
     from lightning_fastdata.augment.replay.runs import FusedRun
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 import numpy as np
 import torch
 
-from lightning_fastdata.augment.pipeline.plan import device_form
+from lightning_fastdata.augment.pipeline.plan import Plan, device_form
 from lightning_fastdata.augment.pipeline.sizes import Size, follow_sizes
 from lightning_fastdata.augment.pipeline.tree import list_leaves
 from lightning_fastdata.augment.replay import instructions
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from albumentations import BaseCompose
 
     from lightning_fastdata.augment.ops.operation import DeviceOp, Fused, Role
-    from lightning_fastdata.augment.pipeline.plan import Plan
     from lightning_fastdata.types import Batch
 
 _Forms: TypeAlias = "list[Fused | None]"
@@ -91,9 +90,11 @@ def variants(
     made = []
     for role, dtype in roles:
         forms = _forms(compose, plan, ops, role)
+        geometries: dict[Geometry, None] = {"none": None}
+        geometries |= {_READS[one]: None for one in forms if one and one in _READS}
         changes_form = not _CASTS.isdisjoint(forms) or "channels first" in forms
         batch = torch.zeros((1, *shape, 3) if role == "image" else (1, *shape), dtype=dtype)
-        for geometry, (cast, planes) in itertools.product(_geometries(forms), _endings(forms)):
+        for geometry, (cast, planes) in itertools.product(geometries, _endings(forms)):
             last = planes or cast is not None or not changes_form
             out = out_dtype if last and role == "image" else None
             run, blob = _run(role, forms, geometry, cast, shape, planes=planes)
@@ -112,11 +113,6 @@ def _forms(compose: BaseCompose, plan: Plan, ops: Mapping[str, DeviceOp], role: 
     pairs = zip(list_leaves(compose), plan.placements, strict=True)
     found = [device_form(leaf.transform, ops) for leaf, place in pairs if place.where != "worker"]
     return [fused_form(op, role) for op in found if op is not None]
-
-
-def _geometries(forms: _Forms) -> list[Geometry]:
-    """Return how runs may read."""
-    return list(dict.fromkeys(["none", *(_READS[one] for one in forms if one and one in _READS)]))
 
 
 def _endings(forms: _Forms) -> list[tuple[Fused | None, bool]]:
