@@ -73,14 +73,6 @@ class ExplicitDraws(Draws):
         """Boxes, keypoints and labels of each sample as the pipeline returns them; None if none
         were given."""
 
-    def pin_memory(self, device: str | None = None) -> ExplicitDraws:
-        """Return the same draws in page-locked memory."""
-        return ExplicitDraws(super().pin_memory(device), self.form, self.targets)
-
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> ExplicitDraws:
-        """Return the same draws on a device; one copy."""
-        return ExplicitDraws(super().to(device, non_blocking), self.form, self.targets)
-
     def describe(self, sample: int, target: str = "image") -> list[tuple[str, dict[str, Any]]]:
         """Return the operations that one sample drew, in their order.
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import numpy as np
 import torch
@@ -90,15 +91,15 @@ class Draws:
         self.beside = beside or {}
         """Where in the blob other arrays lie, by name: what was drawn for the batch as a whole."""
 
-    def pin_memory(self, device: str | None = None) -> Draws:  # noqa: ARG002 - torch's signature
+    def pin_memory(self, device: str | None = None) -> Self:  # noqa: ARG002 - torch's signature
         """Return the same draws in page-locked memory."""
-        return Draws(self.samples, self.programs, self.blob.pin_memory(), self.beside)
+        return self._with(self.blob.pin_memory())
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the tensors that are moved."""
         return [self.blob]
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> Draws:
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
         """Return the same draws on a device; one copy."""
         kind, blob = torch.device(device).type, self.blob
         if non_blocking and kind == "cuda" and blob.is_cpu and not blob.is_pinned():
@@ -106,8 +107,12 @@ class Draws:
             # uses this memory again only when the copy is done.
             blob = blob.pin_memory()
         # What comes back is read at once.
-        blob = blob.to(device, non_blocking=non_blocking and kind != "cpu")
-        return Draws(self.samples, self.programs, blob, self.beside)
+        return self._with(blob.to(device, non_blocking=non_blocking and kind != "cpu"))
+
+    def _with(self, blob: torch.Tensor) -> Self:
+        moved = copy.copy(self)
+        moved.blob = blob
+        return moved
 
 
 class Packer:
