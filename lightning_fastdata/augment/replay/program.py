@@ -10,13 +10,7 @@ import numpy as np
 import torch
 
 from lightning_fastdata.augment.replay.instructions import fused_form
-from lightning_fastdata.augment.replay.runs import (
-    ArrayAt,
-    FusedRun,
-    ScheduledStep,
-    StepGroup,
-    fuse,
-)
+from lightning_fastdata.augment.replay.runs import ArrayAt, FusedRun, ScheduledStep, StepGroup, fuse
 from lightning_fastdata.errors import BatchError
 
 if TYPE_CHECKING:

@@ -33,11 +33,7 @@ _WITHOUT_FLOAT64: Final = frozenset({"mps"})
 """Devices on which positions cannot be computed as exactly as OpenCV does: for these the CPU
 computes."""
 
-_SIGNED: Final = {
-    torch.uint16: torch.int16,
-    torch.uint32: torch.int32,
-    torch.uint64: torch.int64,
-}
+_SIGNED: Final = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 _BY_WAY_OF: Final = {
     torch.uint16: torch.float32,
     torch.uint32: torch.int64,
