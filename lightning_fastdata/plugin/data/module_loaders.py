@@ -120,17 +120,8 @@ class ModuleLoaders:
         check_dataset(dataset, name, ordered=ordered)
         refuse_empty(dataset, name)
         spec = self._spec(dataset, name, stage, options, asked)
-        of = StagePlan(
-            dataset=dataset,
-            composes=spec.pipelines,
-            stage=stage,
-            name=name,
-            seed=seed,
-            collate_fn=asked["collate_fn"],
-            batch_size=asked["batch_size"] or 1,
-            against=hook_against_device(module),
-            trainer=trainer,
-        )
+        against = hook_against_device(module)
+        of = StagePlan(spec=spec, seed=seed, against=against, trainer=trainer)
         questions = replace(
             self.pipelines.questions(of),
             sample=trainer is not None,
@@ -152,8 +143,8 @@ class ModuleLoaders:
         self._plans[name] = plan
         self._prefetching.decide(module)
         settings: dict[str, Any] = {
-            "batch_size": of.batch_size,
-            "collate_fn": of.collate_fn,
+            "batch_size": spec.batch_size or 1,
+            "collate_fn": spec.collate_fn,
             "drop_last": module.drop_last and stage == "train",
             "seed": seed,
             "epoch": partial(_training_epoch, module) if stage == "train" else first_epoch,

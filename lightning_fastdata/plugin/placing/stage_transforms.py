@@ -12,7 +12,6 @@ from lightning_fastdata.augment.switch import PlaceSwitch, SwitchedTransform
 from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.batches.staged import StagedBatch
 from lightning_fastdata.errors import TransformError
-from lightning_fastdata.planning.facts.pipeline_trial import rests_on
 from lightning_fastdata.plugin.contracts import ImageForm
 from lightning_fastdata.plugin.loggers.pictures import image_form
 from lightning_fastdata.types import STAGES, Stage
@@ -20,47 +19,24 @@ from lightning_fastdata.types import STAGES, Stage
 if TYPE_CHECKING:
     import torch
     from lightning.pytorch import Trainer
-    from torch.utils.data import Dataset
 
     from lightning_fastdata.augment.contract import StageTransform
     from lightning_fastdata.augment.placement import Place
     from lightning_fastdata.planning.facts.pipeline_trial import Trial
+    from lightning_fastdata.planning.loader_plan import LoaderSpec
     from lightning_fastdata.types import Batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePlan:
-    """A loader that is to be made for a stage, as far as its pipelines rest on it."""
+    """A loader that is to be made for a stage, and what its pipelines rest on besides."""
 
-    dataset: Dataset[Any]
-    """What it reads."""
-    stage: Stage
-    """What it is for."""
-    name: str
-    """How the user knows its dataset."""
-    seed: int
-    """Of the draws."""
-    collate_fn: Callable[[list[Any]], Any] | None
-    """The user's; None: the default collation."""
-    composes: tuple[Any, ...]
-    """The pipelines that the dataset calls itself."""
-    batch_size: int = 1
-    """Samples in a batch of this rank; 1 where single samples come."""
+    spec: LoaderSpec
+    seed: int  # of the draws
     against: str | None = None
     """Why the dataset's own pipeline may leave nothing to the device; None: it may."""
     trainer: Trainer | None = None
-    """Who runs the stage; None: nobody yet, and everything is left to the workers."""
-
-    @property
-    def rests_on(self) -> tuple[Any, ...]:
-        """What a trial of the dataset rests on."""
-        return rests_on(
-            self.dataset,
-            self.composes,
-            seed=self.seed,
-            collate_fn=self.collate_fn,
-            against=self.against,
-        )
+    """Who runs the stage; None: not known yet, and everything is deferred to the workers."""
 
 
 class DatasetPipeline(NamedTuple):

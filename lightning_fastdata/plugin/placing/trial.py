@@ -151,7 +151,7 @@ class Placing:
             workers: Its side processes.
             processes: How samples may be read before it is opened.
         """
-        stage, trainer = of.stage, of.trainer
+        stage, trainer = of.spec.stage, of.trainer
         starts = found.transform is not None or found.own is not None
         if not starts or trainer is None or self.asked != "auto":
             on_device = starts and self.may_use_device(stage, trainer)
@@ -160,19 +160,19 @@ class Placing:
             made = found.loader_settings(on_device=on_device)
         else:
             task = PlaceTask(
-                dataset=of.dataset,
+                dataset=of.spec.dataset,
                 transform=found.transform,
                 own=found.own,
                 stage=stage,
                 device=trainer.strategy.root_device,
-                batch_size=of.batch_size,
+                batch_size=of.spec.batch_size or 1,
                 workers=workers,
                 processes=processes,
                 cpus=read_cpu_limit(local_ranks=trainer.num_devices).usable_cpus,
-                collate_fn=of.collate_fn,
+                collate_fn=of.spec.collate_fn,
                 seed=of.seed,
             )
-            made = self._auto(task, found, settings, of.name, trainer)
+            made = self._auto(task, found, settings, of.spec.name, trainer)
         # Without a trainer there is no hook to finish the batches, so they come finished.
         later = made["recording"] is not None
         later |= transforms.run_on_device(stage, pipeline=self.may_use_device(stage, trainer))
