@@ -22,13 +22,13 @@ from lightning_fastdata.batches.collate import (
     RecordedCollate,
     StagingCollate,
     collate_samples,
+    spreading,
 )
 from lightning_fastdata.batches.keyed import keyed
-from lightning_fastdata.batches.moving import move
+from lightning_fastdata.batches.staged import move
 from lightning_fastdata.host.usage import queued_s
 from lightning_fastdata.insight.measure.timeline import CudaClock, HostClock
 from lightning_fastdata.order.epoch_order import dataset_length
-from lightning_fastdata.order.repeats import spreading
 from lightning_fastdata.planning.facts.probe import spread_indices
 from lightning_fastdata.planning.facts.probe_process import Tell, try_apart
 from lightning_fastdata.randomness.shared_epoch import EpochCell

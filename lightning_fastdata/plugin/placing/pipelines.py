@@ -21,7 +21,7 @@ from lightning_fastdata.planning.facts.inspection import DatasetFacts, Questions
 from lightning_fastdata.planning.facts.pipeline_trial import IN_WORKERS, Trial, TriedDataset
 from lightning_fastdata.plugin.placing.stage_transforms import DatasetPipeline, StagePlan
 from lightning_fastdata.plugin.placing.trial import AugmentOn, Placing
-from lightning_fastdata.randomness.seeds import find_composes
+from lightning_fastdata.randomness.search import find_composes
 from lightning_fastdata.types import STAGES
 
 if TYPE_CHECKING:
