@@ -26,7 +26,7 @@ from torch.utils.data import (
 
 from lightning_fastdata.host.cpu import CpuLimit, cpu_limit
 from lightning_fastdata.host.memory import HostMemory
-from lightning_fastdata.host.spent import queued_s
+from lightning_fastdata.host.usage import queued_s
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.planning.facts.inspection import DatasetFacts, Questions, inspect_dataset
 from lightning_fastdata.planning.facts.probe import (
@@ -51,7 +51,7 @@ from lightning_fastdata.planning.worker_count import (
     workers_for,
     workers_that_wait,
 )
-from lightning_fastdata.randomness.global_generators import DrawWatch
+from lightning_fastdata.randomness.generators import DrawWatch
 
 BLOCK = bytes(400_000)
 GIB = 2**30

@@ -27,11 +27,11 @@ from lightning_fastdata.executors.pool.faults import (
 )
 from lightning_fastdata.executors.pool.protocol import MAX_THREADS
 from lightning_fastdata.executors.pool.splitter import EpochRun, PendingBatch, Splitter, Task
-from lightning_fastdata.stamps.own_stamps import WaitWatch
+from lightning_fastdata.stamps.batch_stamps import WaitWatch
 
 if TYPE_CHECKING:
     from lightning_fastdata.batches.layout import SampleLayout
-    from lightning_fastdata.batches.page_lock import PageLocks
+    from lightning_fastdata.batches.streams import PageLocks
     from lightning_fastdata.executors.fetch import FetchPlan
     from lightning_fastdata.executors.pool.process import ChildProcess
     from lightning_fastdata.order.epoch_order import EpochOrder

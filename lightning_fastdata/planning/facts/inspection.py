@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 from torch.utils.data import Subset
 
-from lightning_fastdata.attributes import held
 from lightning_fastdata.batches.collate import collate_samples
 from lightning_fastdata.batches.keyed import fetches_in_batches
 from lightning_fastdata.batches.uncollatable import uncollatable
@@ -23,8 +22,9 @@ from lightning_fastdata.order.epoch_order import dataset_length
 from lightning_fastdata.planning.facts.pipeline_trial import Trial, try_recording
 from lightning_fastdata.planning.facts.probe import further_samples, measure_samples, probe_indices
 from lightning_fastdata.planning.facts.probe_process import Failure, Findings, Tell, try_apart
-from lightning_fastdata.randomness.global_generators import DrawWatch, kept_random_state
+from lightning_fastdata.randomness.generators import DrawWatch, kept_random_state
 from lightning_fastdata.torch_internals import set_worker_info
+from lightning_fastdata.tree import held
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset

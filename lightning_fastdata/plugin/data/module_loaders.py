@@ -38,13 +38,13 @@ from lightning_fastdata.plugin.data.loaders import build_loader, settle_sharing,
 from lightning_fastdata.plugin.placing.costs import ReadingProcesses
 from lightning_fastdata.plugin.placing.stage_transforms import StagePlan
 from lightning_fastdata.plugin.seams.hooks import hook_against_device
-from lightning_fastdata.plugin.seams.trainer_facts import (
+from lightning_fastdata.plugin.seams.trainer import (
     device_type,
     first_epoch,
     running_stage,
     training_epoch,
 )
-from lightning_fastdata.randomness.seeds import find_composes
+from lightning_fastdata.randomness.search import find_composes
 from lightning_fastdata.types import STAGES
 
 if TYPE_CHECKING:

@@ -22,13 +22,13 @@ from lightning_fastdata.batches.collate import (
     RecordedCollate,
     StagingCollate,
     collate_samples,
+    spreading,
 )
 from lightning_fastdata.batches.keyed import keyed
-from lightning_fastdata.batches.moving import move
-from lightning_fastdata.host.spent import queued_s
-from lightning_fastdata.insight.measure.clock import CudaClock, HostClock
+from lightning_fastdata.batches.staged import move
+from lightning_fastdata.host.usage import queued_s
+from lightning_fastdata.insight.measure.timeline import CudaClock, HostClock
 from lightning_fastdata.order.epoch_order import dataset_length
-from lightning_fastdata.order.repeats import spreading
 from lightning_fastdata.planning.facts.probe import spread_indices
 from lightning_fastdata.planning.facts.probe_process import Tell, try_apart
 from lightning_fastdata.randomness.shared_epoch import EpochCell
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from lightning_fastdata.augment.contract import StageTransform
     from lightning_fastdata.batches.staged import StagedBatch
-    from lightning_fastdata.insight.measure.clock import DeviceClock
+    from lightning_fastdata.insight.measure.timeline import DeviceClock
     from lightning_fastdata.planning.facts.pipeline_trial import Trial
     from lightning_fastdata.types import Stage
 

@@ -30,7 +30,7 @@ from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.plugin.placing.costs import PlaceTask, ReadingProcesses, read_place_costs
 from lightning_fastdata.plugin.placing.stage_transforms import carry_out_draws, finish
 from lightning_fastdata.plugin.placing.step_watch import StepWatch
-from lightning_fastdata.plugin.seams.trainer_facts import device_type
+from lightning_fastdata.plugin.seams.trainer import device_type
 
 if TYPE_CHECKING:
     import torch
