@@ -23,10 +23,8 @@ if TYPE_CHECKING:
 class ImageForm:
     """What is known of the images of a batch."""
 
-    image: int | str | None = None
-    """Key or index of the images; None: to be found."""
-    normalized: Normalized | None = None
-    """How they were normalised; None: not known."""
+    image: int | str | None = None  # their key or index; None: to be found
+    normalized: Normalized | None = None  # how they were normalised; None: not known
 
 
 @runtime_checkable
