@@ -32,16 +32,13 @@ class LoaderSpec:
     batch_size: int | None
     """Samples in one batch of this rank; None: samples are delivered, or batches of unknown
     size."""
-    pipelines: tuple[Any, ...] = ()
-    """The Albumentations pipelines that the dataset calls itself."""
-    transformed: bool = False
-    """An Albumentations pipeline of the loader runs on each sample."""
+    pipelines: tuple[Any, ...] = ()  # of Albumentations, which the dataset calls itself
+    transformed: bool = False  # an Albumentations pipeline of the loader runs on each sample
     collate_fn: Callable[[list[Any]], Any] | None = None
     """The user's; None: the default collation, if samples are put together."""
     sampler: Iterable[Any] | None = None
-    """The user's, which gives the keys of samples; None: these are numbers from 0."""
     batch_sampler: Iterable[Any] | None = None
-    """The user's, likewise."""
+    """The user's, which give the keys of samples; None: these are numbers from 0."""
     worker_init_fn: Callable[[int], None] | None = None
     """Called in each worker with its number; it may give a stream's copy there its part."""
     start_method: str | None = None
@@ -83,12 +80,9 @@ class LoaderSpec:
 class Setting:
     """One setting of a loader and where it comes from."""
 
-    option: str
-    """Name of the field of ``LoaderOptions``."""
-    value: Value
-    """What the loader uses; None leaves it to torch."""
-    why: str
-    """The reason, with the numbers it rests on."""
+    option: str  # name of the field of ``LoaderOptions``
+    value: Value  # what the loader uses; None leaves it to torch
+    why: str  # the reason, with the numbers it rests on
     by: Literal["you", "auto"]
     """``"you"``: set by the user to other than the default, and never changed."""
 

@@ -47,10 +47,7 @@ def check_among(name: str, value: object, allowed: tuple[str, ...]) -> None:
 def check_callable(name: str, value: object, takes: str) -> None:
     """Raise an :class:`OptionsError` unless a value is None or can be called.
 
-    Args:
-        name: Of the option.
-        value: What was given.
-        takes: What the function takes and returns, as ``"samples and returns a batch"``.
+    ``takes`` says what the function takes and returns, as ``"samples and returns a batch"``.
     """
     fine = value is None or (callable(value) and not isinstance(value, str))
     check(name, value, fine, f"None and a function that takes {takes}")
@@ -105,16 +102,8 @@ def check_loader(
 ) -> None:
     """Raise an error that names what of a loader's arguments is impossible, if anything is.
 
-    Args:
-        dataset: What is to be read.
-        executor: Its name.
-        page_lock: How memory is locked.
-        transform: Of this package, or None.
-        stall_timeout: Seconds, or "auto".
-        needs_batches: Something runs on the device, on batches.
-        whole: Whole numbers or None, and from where on they are allowed.
-        orders: Samplers, or None.
-        functions: Functions or None, and what each takes.
+    ``whole`` are whole numbers or None and where they start, ``orders`` samplers, ``functions``
+    callables and what each takes. ``needs_batches``: something runs on the device, on batches.
 
     Raises:
         DatasetError: It is no dataset.
@@ -154,10 +143,7 @@ def check_loader(
 def check_dataset(dataset: object, name: str, *, ordered: bool) -> None:
     """Raise a :class:`DatasetError` that says what else was given, unless it is a dataset.
 
-    Args:
-        dataset: What was given.
-        name: How the user knows it.
-        ordered: Whether a sampler is given too, which knows the order without the length.
+    ``ordered``: a sampler is given too, which knows the order without the length.
     """
     if isinstance(dataset, IterableDataset):
         return
@@ -254,9 +240,6 @@ def refuses_unknown_names(cls: C) -> C:
     """Make the constructor of a class raise OptionsError for a keyword that it does not have.
 
     The signature stays visible to LightningCLI and to ``help()``.
-
-    Args:
-        cls: A class with an ``__init__`` of its own, without ``**kwargs``.
     """
     construct: Callable[..., None] = vars(cls)["__init__"]
     known = list(inspect.signature(construct).parameters)[1:]
@@ -336,8 +319,7 @@ class LoaderOptions:
             value = getattr(self, name)
             check(name, value, value == "auto" or type(value) is bool, 'True, False or "auto"')
         for name in ("in_order", "probe"):
-            value = getattr(self, name)
-            check(name, value, type(value) is bool, "True and False")
+            check(name, getattr(self, name), type(getattr(self, name)) is bool, "True and False")
         check_among("multiprocessing_context", self.multiprocessing_context, _START_METHODS)
         check_among("sharing_strategy", self.sharing_strategy, _SHARING)
         check_among("executor", self.executor, _EXECUTORS)

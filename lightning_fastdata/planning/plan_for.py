@@ -83,12 +83,10 @@ def plan_for(
 ) -> LoaderPlan:
     """Read the limits of this machine, and make the plan of a loader.
 
-    Args:
-        spec: The loader.
-        facts: About its dataset; None: what the plan rests on is found out now.
-        accelerator: ``"cpu"``, ``"cuda"`` or another device type; None: that of this machine.
-        local_ranks: Training processes that share this host.
-        recorded: The dataset's own pipelines leave something to the device.
+    What the plan rests on is found out now, unless there are ``facts``. ``accelerator`` is
+    ``"cpu"``, ``"cuda"`` or another device type (None: that of this machine), ``local_ranks`` the
+    training processes on this host. ``recorded``: the dataset's own pipelines leave something to
+    the device.
     """
     if facts is None:
         facts = inspect_dataset(spec, Questions(cost=spec.needs_cost))
@@ -141,16 +139,11 @@ def choose_executor(
 ) -> ExecutorChoice:
     """Return the executor that suits a dataset, and why. Pure.
 
-    Threads are never chosen: whether a dataset may be read by several at once cannot be seen from
-    outside, and processes decode this package's own images at least as fast.
-
-    Args:
-        spec: The loader. ``num_workers=0`` is a wish to fetch in the training process, a higher
-            number one for workers, also where the samples that were read are cheap: others may not
-            be.
-        facts: What was found out about its dataset.
-        cpus: That this rank may use.
-        shared_memory: The system has the memory that side processes need (Linux).
+    ``num_workers=0`` is a wish to fetch in the training process, a higher number one for workers,
+    also where the samples that were read are cheap: others may not be. Threads are never chosen:
+    whether a dataset may be read by several at once cannot be seen from outside, and processes
+    decode this package's own images at least as fast. ``shared_memory``: the system has the memory
+    that side processes need (Linux).
     """
     workers, batch_size = spec.options.num_workers, spec.batch_size or 1
     keyed = facts.draws or bool(spec.pipelines)
@@ -209,26 +202,10 @@ def plan_loader(
 ) -> LoaderPlan:
     """Decide every setting of a loader. Reads nothing: the same arguments give the same plan.
 
-    Args:
-        options: What the user set; it always wins, and gets a limit message where it cannot work.
-        stage: What the loader is for.
-        cpu: CPUs of this rank.
-        memory: Free memory of this host, shared by its ranks.
-        accelerator: ``"cpu"``, ``"cuda"``, ``"mps"`` or another device type.
-        sample_bytes: Size of one collated sample; None if unknown, and memory then sets no bound.
-        batch_size: Samples in one batch of this rank.
-        dataset_length: Samples this rank reads in an epoch; None if unknown.
-        iterable: The dataset is a stream (``IterableDataset``).
-        batched_fetch: The dataset gives a whole batch in one call (``__getitems__``).
-        in_memory: The samples are tensors in RAM and nothing is computed for each.
-        stream: Whether a stream shares itself out among workers; None: unknown.
-        choice: The executor that suits the dataset; taken if ``"auto"`` is asked for.
-        cost: Of a sample; samples that wait get more workers than there are CPUs. None: unknown.
-        split: Samples of one batch may be read by several workers, as default collation allows.
-        start_method: Of processes, if the options leave it open; None: the default of Python.
-        instead_of_fork: How processes are to be started, as forked ones were seen to fail; None:
-            they were not. What the options say wins.
-        platform: ``sys.platform``.
+    ``cpu``, ``batch_size`` and ``dataset_length`` are this rank's, ``memory`` is the host's. None:
+    not known. ``split``: the samples of one batch may be read by several workers. ``choice`` is
+    taken if the options leave the executor open, ``start_method`` likewise (None: the default of
+    Python), ``instead_of_fork`` where forked processes were seen to fail.
 
     Raises:
         OptionsError: ``batch_size`` is below 1, or the system has no such start method or sharing

@@ -95,11 +95,8 @@ def workers_for(
 ) -> tuple[int, str]:
     """Return how many workers keep the CPUs of this rank busy with samples that compute, and why.
 
-    Args:
-        stage: What the loader is for; the workers of training stay alive during validation.
-        cpu: CPUs of this rank.
-        on_cpu: The model computes on them, too.
-        batches: In an epoch; None if unknown.
+    The workers of training stay alive during validation. ``on_cpu``: the model computes on the
+    CPUs, too.
     """
     count, why = cpu.usable_cpus, "the training process mostly waits for the device"
     if on_cpu:
@@ -119,10 +116,7 @@ def workers_of_stream(
 ) -> tuple[int, str, list[str]]:
     """Return how many workers read a stream, why, and what to report where it is not known.
 
-    Args:
-        computing: How many there would be if it had an index, more than one.
-        why: The reason for that.
-        stream: Whether it shares itself out among them; None: unknown.
+    There would be ``computing`` of them, more than one, if it had an index.
     """
     if stream is None or not stream.splits:
         unseen = "it was not looked at" if stream is None else stream.why
@@ -147,14 +141,7 @@ def workers_that_wait(
 
     A worker that computes for c and waits for w keeps a CPU busy for c / (c + w) of the time, so
     that 1 + w / c of them fill it; c is the sample's ``cpu_ms`` and 0.1 ms for handing it over.
-
-    Args:
-        computing: How many would do if samples did not wait.
-        cost: Of a sample.
-        tasks: Samples or batches in an epoch, whichever is handed to a worker; None if unknown.
-        memory: Of this host.
-        ranks: That share the memory.
-        forked: Workers are forked from the training process.
+    ``tasks`` are the samples or batches of an epoch, whichever is handed to a worker.
     """
     wanted = math.ceil(computing * (1 + cost.wait_ms / (cost.cpu_ms + _HANDOVER_MS)))
     why = f"a sample waits {cost.wait_ms:.3g} of its {cost.wall_ms:.3g} ms"
@@ -191,8 +178,7 @@ def count_workers(
     """Return how many workers there are, why, and what bounds them.
 
     ``alone``: the training process had better read for itself. ``computing``: how many would do if
-    samples did not wait, and why. ``cost``: None where torch reads, too. See the functions above
-    for the rest.
+    samples did not wait, and why. ``cost``: None where torch reads, too.
     """
     count, why = computing
     kind = KINDS[executor]
@@ -218,11 +204,8 @@ def count_workers(
 def look_ahead_batches(workers: int, *, prefetch: int | None, batch_size: int, split: bool) -> int:
     """Return how many batches are under way at once.
 
-    Args:
-        workers: That fetch.
-        prefetch: Batches for each of them, as set by the user; None: chosen here.
-        batch_size: Samples in a batch.
-        split: The samples of one batch are given to several workers.
+    ``prefetch`` batches for each worker if the user set that. ``split``: the samples of one batch
+    are given to several workers.
     """
     if prefetch is not None:
         return max(_LOOK_AHEAD_BATCHES, workers * prefetch)

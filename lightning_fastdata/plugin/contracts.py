@@ -50,7 +50,9 @@ class DataModule(Protocol):
     ) -> FastDataLoader:
         """Return the loader for a dataset."""
 
-    def register_transform(self, transform: Any, *, stage: Stage = "train") -> Callable[[], None]:
+    def register_transform(
+        self, transform: object, *, stage: Stage = "train"
+    ) -> Callable[[], None]:
         """Add a transform to a stage, and return what removes it again."""
 
     def batch_for_guard(self, rows: int) -> Batch:

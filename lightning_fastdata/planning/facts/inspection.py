@@ -41,17 +41,13 @@ _KEYS: Final = 64  # of a sampler of the user's, to read samples by
 class Questions:
     """What is to be found out; each costs the reading of a few samples."""
 
-    sample: bool = False
-    """Sample 0, to be checked."""
-    collated: bool = False
-    """Whether torch can collate that sample."""
-    further: int = 0
-    """So many samples from all over the dataset."""
+    sample: bool = False  # sample 0, to be checked
+    collated: bool = False  # whether torch can collate that sample
+    further: int = 0  # so many samples from all over the dataset
     trial: tuple[int, Callable[[list[Any]], Any] | None] | None = None
     """Whether the dataset's own pipelines can be left to a device: the seed of their draws, and the
     user's collate function or None."""
-    cost: bool = False
-    """What the executor is chosen by: what a sample costs, and whether reading one draws."""
+    cost: bool = False  # what a sample costs, and whether reading one draws
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,41 +56,33 @@ class DatasetFacts:
 
     sampled: bool = False  # there is a sample
     sample: object = None  # the first one
-    uncollatable: str | None = None
-    """What in the sample torch cannot collate, and what to do; None: nothing."""
+    uncollatable: str | None = None  # what in the sample torch cannot collate, and what to do
     further: tuple[object, ...] = ()  # samples from all over the dataset
     trial: Trial | None = None
     """Of the dataset's own pipelines, without its places; None: it has none."""
-    trial_failed: str | None = None
-    """Why there is no trial; None: there is one, or none was asked for."""
+    trial_failed: str | None = None  # why there is no trial that was asked for
     rows: bool = False
     """Batches are rows of columns of numbers, collated by default, without a transform. Then no
     sample is measured."""
     split: bool = False  # the samples of one batch may be given to several workers
     cost: SampleCost | None = None  # of reading a sample
-    draws: bool = False
-    """Reading a sample drew from the generators of random, numpy or torch."""
-    start_method: str | None = None
-    """How workers have to be started, where the usual way was seen to fail; None: as usual."""
+    draws: bool = False  # reading a sample drew from the generators of random, numpy or torch
+    start_method: str | None = None  # of workers, where the usual way was seen to fail
     shared_file: str | None = None
     """A file that the training process has opened and the dataset reads by its position, which
     forked workers would share; None: there is none."""
-    warnings: tuple[str, ...] = ()
-    """What the user should know, each a sentence or more."""
+    warnings: tuple[str, ...] = ()  # what the user should know, each a sentence or more
 
 
 def inspect_dataset(spec: LoaderSpec, questions: Questions) -> DatasetFacts:
     """Find out what is asked about a dataset, in a process that is started as its workers will be.
 
-    Datasets of rows (see :func:`~lightning_fastdata.executors.gather.rows.rows_of`), which hold no
-    code of the user and nothing that is opened, are read here. A stream is not read, nor is
-    anything with ``probe=False``. Where the training process will read the dataset itself, what
-    another process makes of open files and clients means nothing.
-
-    Args:
-        spec: The loader. Where the start method is left open it is Python's default, or
-            ``"forkserver"`` where a forked process cannot read the dataset.
-        questions: What to find out.
+    Where the start method is left open it is Python's default, or ``"forkserver"`` where a forked
+    process cannot read the dataset. Datasets of rows (see
+    :func:`~lightning_fastdata.executors.gather.rows.rows_of`), which hold no code of the user and
+    nothing that is opened, are read here. A stream is not read, nor is anything with
+    ``probe=False``. Where the training process will read the dataset itself, what another process
+    makes of open files and clients means nothing.
 
     Raises:
         DatasetError: Sample 0 was asked for and reading it raised.
@@ -192,16 +180,16 @@ def _answer(spec: LoaderSpec, questions: Questions, tell: Tell) -> None:
 def _facts(
     spec: LoaderSpec, questions: Questions, gathered: bool, findings: Findings
 ) -> DatasetFacts:
-    values = findings.values
+    values, failure, failed = findings.values, findings.failure, None
     cost, draws = values.get("cost", (None, False))
-    splits = spec.default_collation and not spec.transformed
-    failed, failure = None, findings.failure
     if spec.is_stream:
         failed = "it is a stream, of which no sample can be tried without losing it"
     elif questions.trial is not None and "trial" not in values:
         # Where there was no process, or its outcome could not be pickled, there is none to name.
-        tried = "it was tried in a side process, which {}"
-        failed = "it was not tried" if failure is None else tried.format(failure.what)
+        failed = "it was not tried"
+        if failure is not None:
+            failed = f"it was tried in a side process, which {failure.what}"
+    splits = questions.cost and spec.default_collation and not spec.transformed
     return DatasetFacts(
         sampled="sample" in values,
         sample=values.get("sample"),
@@ -210,7 +198,7 @@ def _facts(
         trial=values.get("trial"),
         trial_failed=failed,
         rows=gathered,
-        split=questions.cost and splits and not fetches_in_batches(spec.dataset),
+        split=splits and not fetches_in_batches(spec.dataset),
         cost=cost,
         draws=draws,
         shared_file=next(iter(values.get("moved", ())), None),

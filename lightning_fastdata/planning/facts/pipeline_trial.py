@@ -85,15 +85,7 @@ def try_recording(
     Each operation that would be left to the device is tried by itself, too, however seldom it is
     drawn (:mod:`~lightning_fastdata.augment.pipeline.operation_trial`). The dataset and the global
     random state stay as they were, but for what the dataset keeps of samples that it reads. What is
-    deferred is computed here, by one thread.
-
-    Args:
-        dataset: A dataset.
-        seed: Of the draws.
-        collate_fn: The user's; None: the default collation.
-
-    Returns:
-        The trial; None if the dataset holds no pipeline.
+    deferred is computed here, by one thread. None: the dataset holds no pipeline.
     """
     composes = find_composes(dataset)
     registered = registered_forms(*composes)
@@ -243,15 +235,11 @@ def _find_difference(
     *,
     again: Callable[[], Batch],
 ) -> str | None:
-    """Return in what a batch differs from the plain one, in words; None if in nothing.
+    """Return in what a batch differs from the ``plain`` one, in words; None if in nothing.
 
-    Args:
-        plain: The batch as always.
-        waiting: The one that was recorded; what still waits in it is computed by Albumentations.
-        done: The same, computed by the device forms.
-        ops: Device forms by name.
-        redrawn: Names of operations of which a device makes other pixels of the same distribution.
-        again: Reads the plain batch once more, to see which fields are other ones each time.
+    What was recorded is ``waiting`` to be computed by Albumentations, and was ``done`` by the
+    device forms; of the ``redrawn`` operations a device makes other pixels of the same
+    distribution. ``again`` reads the plain batch anew, to see which fields differ each time.
     """
     by_device, by_itself = {}, {}
     for path, leaf in _leaves(waiting).items():

@@ -64,10 +64,8 @@ class Failure:
 class Findings:
     """What came of a trial."""
 
-    values: dict[str, Any] = field(default_factory=dict)
-    """The findings that were sent, by name."""
-    failure: Failure | None = None
-    """Why it did not end; None: it did."""
+    values: dict[str, Any] = field(default_factory=dict)  # what was sent, by name
+    failure: Failure | None = None  # why it did not end; None: it did
 
 
 def try_apart(
@@ -78,13 +76,8 @@ def try_apart(
 ) -> Findings:
     """Run some work in a process of its own, and return what it sends.
 
-    The process is ended when the work has ended, or at the deadline.
-
-    Args:
-        work: Called with ``arguments`` and what sends a finding (:data:`Tell`).
-        arguments: For the work; to be pickled unless processes are forked.
-        start_method: ``"fork"``, ``"spawn"`` or ``"forkserver"``.
-        deadline_s: Seconds from the start of the work.
+    The work is called with ``arguments``, to be pickled unless processes are forked, and what sends
+    a finding (:data:`Tell`). The process is ended when the work has ended, or at the deadline.
     """
     context = multiprocessing.get_context(start_method)
     ours, theirs = context.Pipe(duplex=False)

@@ -170,11 +170,7 @@ def _warn_of_lost(module: object, names: Sequence[str]) -> None:
 def joined_options(
     options: LoaderOptions | Mapping[str, LoaderOptions] | None, given: Mapping[str, Any]
 ) -> LoaderOptions | dict[Stage, LoaderOptions]:
-    """Return the options of a data module, for all stages or for each.
-
-    Args:
-        options: As the user gave them.
-        given: Arguments of :data:`LOADER_ARGUMENTS`; None and ``"auto"``: not given.
+    """Return the options of a data module, for all stages or for each, with the arguments given.
 
     Raises:
         OptionsError: They are no options, name a stage that does not exist, or contradict an

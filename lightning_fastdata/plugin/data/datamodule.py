@@ -195,10 +195,10 @@ class DataModuleHooks(TransferHooks, NeedsConstruction):
     @classmethod
     def from_datasets(  # type: ignore[no-untyped-def]
         cls,
-        train_dataset: Any = None,
-        val_dataset: Any = None,
-        test_dataset: Any = None,
-        predict_dataset: Any = None,
+        train_dataset: object = None,
+        val_dataset: object = None,
+        test_dataset: object = None,
+        predict_dataset: object = None,
         batch_size: int = _OF_THE_CLASS,
         num_workers: int | Auto | None = None,
         **arguments: Any,
@@ -223,10 +223,10 @@ class DataModuleHooks(TransferHooks, NeedsConstruction):
     @classmethod
     def from_loaders(  # type: ignore[no-untyped-def]
         cls,
-        train: Any = None,
-        val: Any = None,
-        test: Any = None,
-        predict: Any = None,
+        train: object = None,
+        val: object = None,
+        test: object = None,
+        predict: object = None,
         *,
         keep_workers: bool = False,
         **arguments: Any,
@@ -258,7 +258,9 @@ class DataModuleHooks(TransferHooks, NeedsConstruction):
         loaders = dict(zip(STAGES, (train, val, test, predict), strict=True))
         return of_loaders(cls, loaders, arguments, keep_workers=keep_workers)
 
-    def register_transform(self, transform: Any, *, stage: Stage = "train") -> Callable[[], None]:
+    def register_transform(
+        self, transform: object, *, stage: Stage = "train"
+    ) -> Callable[[], None]:
         """Add a transform that runs on every batch of a stage, on the device.
 
         Transforms run in the order of their registration. An Albumentations pipeline starts in the

@@ -153,10 +153,7 @@ def taken_apart(
 ) -> tuple[Any, dict[str, Any]]:
     """Return the dataset of an item that a dataset method returned, and arguments of its loader.
 
-    Args:
-        item: A dataset, or a :class:`GivenLoader`.
-        batch_size: Of the data module.
-        options: Of the stage. What the user set there wins over the loader.
+    What the user set in the options of the stage wins over a :class:`GivenLoader`.
     """
     if not isinstance(item, GivenLoader):
         return item, {}
@@ -179,9 +176,8 @@ def _given_loaders(
 ) -> tuple[Any, Callable[[Any], Any] | None]:
     """Take a DataLoader, a list or dict of them, or Lightning's CombinedLoader of these apart.
 
-    Returns:
-        A :class:`GivenLoader` for each, in the same form, and what combines the loaders made of
-        them; None: Lightning does.
+    Returns a :class:`GivenLoader` for each, in the same form, and what combines the loaders made of
+    them; None: Lightning does.
     """
     combine, mode = None, combined_mode(loaders)
     if mode is not None:
@@ -278,12 +274,9 @@ def _workers(loader: DataLoader[Any], keep: bool) -> dict[str, object]:
 def of_datasets(
     cls: Callable[..., M], datasets: Sequence[object], arguments: Mapping[str, Any]
 ) -> M:
-    """Return a data module whose dataset methods return these datasets.
+    """Return a data module whose dataset methods return these datasets, one or None for each stage.
 
-    Args:
-        cls: Its class.
-        datasets: One for each stage; None: the stage has none.
-        arguments: Of the constructor; None for a loader's own argument: not given.
+    Arguments of the constructor that are None and a loader's own count as not given.
     """
     module = _made(cls, arguments)
     for stage, dataset in zip(STAGES, datasets, strict=True):
@@ -299,13 +292,7 @@ def of_loaders(
     *,
     keep_workers: bool,
 ) -> M:
-    """Return a data module that makes the batches of these loaders.
-
-    Args:
-        cls: Its class.
-        loaders: By stage, in any form; None: the stage has none.
-        arguments: Of the constructor.
-        keep_workers: Keep their workers and pinning, instead of choosing them.
+    """Return a data module that makes the batches of loaders, which are given by stage in any form.
 
     Raises:
         OptionsError: An argument is one that the loaders decide, or one of them cannot be taken

@@ -39,17 +39,10 @@ def build_loader(
 ) -> FastDataLoader:
     """Return the loader; a sharing strategy that was planned is set for the whole process.
 
-    With several ranks, evaluation is put into batches that can be shared among them, unless an
-    override says which samples come in which order.
-
-    Args:
-        dataset: The dataset to load.
-        stage: Training is shuffled unless something else is asked for.
-        plan: The settings that were chosen for this machine.
-        settings: Further arguments of :class:`FastDataLoader`.
-        overrides: Arguments that win over all others; what they exclude is left out.
-        shuffle: Whether to shuffle, by the seed in ``settings``; None: as suits the stage.
-        trainer: The trainer it is for, or None.
+    Of its arguments the planned ones win over ``settings``, and ``overrides`` over all; what they
+    exclude is left out. Training is shuffled by the seed in ``settings``, unless ``shuffle`` says
+    otherwise. With several ranks, evaluation is put into batches that can be shared among them,
+    unless an override says which samples come in which order.
     """
     if plan.sharing_strategy is not None:
         torch.multiprocessing.set_sharing_strategy(plan.sharing_strategy)  # type: ignore[no-untyped-call]
@@ -91,13 +84,9 @@ def _without(arguments: Mapping[str, Any], names: Sequence[str]) -> dict[str, An
 def settle_sharing(
     loader: FastDataLoader, name: str, stage: Stage, trainer: Trainer | None
 ) -> None:
-    """Make sure that what the ranks share can be, and is averaged as on one device.
+    """Make sure that what the ranks share in evaluation can be, and is averaged as on one device.
 
-    Args:
-        loader: For evaluation; one that Lightning shares in its own way is left alone.
-        name: How messages call its dataset.
-        stage: The stage it is for.
-        trainer: The trainer it is for, or None.
+    A loader that Lightning shares in its own way is left alone.
 
     Raises:
         DatasetError: There is less to predict than there are ranks, whereupon Lightning ends those

@@ -51,14 +51,10 @@ class PlaceTask:
 
     of: StagePlan
     found: DatasetPipeline
-    device: torch.device
-    """Where the trainer computes."""
-    workers: int
-    """Side processes of its loader."""
-    cpus: float
-    """CPUs that this rank may use."""
-    start_method: str | None = None
-    """How its workers are started; None: the default of Python."""
+    device: torch.device  # where the trainer computes
+    workers: int  # side processes of its loader
+    cpus: float  # that this rank may use
+    start_method: str | None = None  # of its workers; None: the default of Python
 
     @property
     def batch_size(self) -> int:
@@ -76,16 +72,9 @@ def read_place_costs(
 ) -> PlaceCosts:
     """Measure what a pipeline costs the workers, and the device; the random state stays.
 
-    That reads up to 16 samples, or for 0.3 s, and runs the device's part of one batch 7 times.
-    Nothing is measured where nothing can be chosen.
-
-    Args:
-        task: The loader's work.
-        accelerator: Whether the training runs on something else than a CPU.
-        clocks: Of the process; workers have one thread, where OpenCV may use many here.
-        device_ms: Returns the milliseconds that some work takes a device; default:
-            :func:`time_on_device`.
-        budget_s: Seconds after which no further sample is begun.
+    That reads up to 16 samples, or for 0.3 s, and runs the device's part of one batch 7 times, by
+    ``device_ms``. Nothing is measured where nothing can be chosen, as without an accelerator. The
+    default clocks count CPU time of all threads: workers have one, where OpenCV may use many here.
     """
     spec, (transform, own) = task.of.spec, task.found
     defers = transform is None or leaves_to_device(transform)
@@ -220,11 +209,8 @@ def time_on_device(
 ) -> float:
     """Return the milliseconds in which a device does some work: the median of 5, after 2 others.
 
-    Args:
-        work: What is given to the device.
-        device: The device.
-        clock: Marks points of the device's time. Default: CUDA's events, or the host's clock.
-        wait: Returns when a device has done what it was given.
+    The clock marks points of the device's time (default: CUDA's events, or the host's clock);
+    ``wait`` returns when the device has done what it was given.
     """
     on_cuda = device.type == "cuda"
     took_ms = []

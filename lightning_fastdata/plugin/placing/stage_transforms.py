@@ -64,10 +64,7 @@ class DatasetPipeline(NamedTuple):
 class StageTransforms:
     """What was registered for each stage; an Albumentations pipeline is always the first.
 
-    Args:
-        augment: A transform for training, or a dict with stages as keys, or None.
-        image: Where the image is in a sample; see :func:`as_batch_transform`.
-        mask: Where the mask is.
+    ``augment`` is a transform for training, or a dict with stages as keys, or None.
 
     Raises:
         TransformError: As :meth:`register`.

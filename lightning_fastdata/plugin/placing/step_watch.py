@@ -26,11 +26,8 @@ _MARKS: Final = 512  # events that the device has not reached yet: about 80 step
 class StepWatch:
     """Measures steps from one request for a batch to the next; on CUDA by events, read late.
 
-    Args:
-        device: Where the trainer computes.
-        clock: Of the host.
-        device_clock: Makes the clock of the device; None where the host's tells what it does.
-            Default: CUDA's events on a CUDA device.
+    ``device_clock`` makes the clock of the device; None: CUDA's events, or the host's clock where
+    that shows what the device does.
     """
 
     def __init__(

@@ -74,13 +74,10 @@ class _Held:
 
 
 class Placing:
-    """Decides where pixels are computed, for one data module.
+    """Decides where pixels are computed, for one data module, as the user ``asked``.
 
-    Args:
-        asked: What the user set.
-        accelerator: Returns the device type of a trainer.
-        costs: Measures what a pipeline costs; see :func:`read_place_costs`.
-        watch: Makes what measures the steps on a device.
+    ``accelerator`` returns the device type of a trainer, ``costs`` measures what a pipeline costs,
+    ``watch`` makes what measures the steps on a device.
     """
 
     def __init__(
@@ -135,12 +132,7 @@ class Placing:
     ) -> dict[str, Any]:
         """Decide for a loader that is to be made, and return what it takes for it.
 
-        Args:
-            of: The loader.
-            found: The pipeline that runs on its dataset.
-            transforms: Of all stages.
-            settings: Its other settings; of these ``epoch`` and ``ahead`` are replaced.
-            plan: Of its workers.
+        Of its other ``settings``, ``epoch`` and ``ahead`` are replaced.
         """
         stage, trainer = of.spec.stage, of.trainer
         starts = found.transform is not None or found.own is not None
