@@ -21,8 +21,8 @@ from lightning_fastdata.errors import BatchError, OptionsError
 from lightning_fastdata.torch_internals import collate, collate_tensor_fn, default_collate_fn_map
 
 if TYPE_CHECKING:
-    from lightning_fastdata.augment.contract import WorkerTransform
     from lightning_fastdata.augment.dataset_pipelines import DatasetDraws, DatasetRecording
+    from lightning_fastdata.augment.stage_transform import WorkerTransform
     from lightning_fastdata.types import Batch, Stage
 
 _Collate: TypeAlias = Callable[[Any], Any]

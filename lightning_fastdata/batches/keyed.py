@@ -21,8 +21,8 @@ from lightning_fastdata.tree import held
 from lightning_fastdata.types import SampleKey
 
 if TYPE_CHECKING:
-    from lightning_fastdata.augment.contract import WorkerTransform
     from lightning_fastdata.augment.dataset_pipelines import DatasetRecording
+    from lightning_fastdata.augment.stage_transform import WorkerTransform
 
 
 class _Keying:

@@ -18,7 +18,7 @@ from lightning_fastdata.randomness.generators import kept_random_state
 from lightning_fastdata.types import SampleKey
 
 if TYPE_CHECKING:
-    from lightning_fastdata.augment.contract import StageTransform
+    from lightning_fastdata.augment.stage_transform import StageTransform
     from lightning_fastdata.batches.streams import DeviceStreams
     from lightning_fastdata.device.lookahead import Crossing
     from lightning_fastdata.types import Batch

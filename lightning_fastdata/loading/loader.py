@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Generator
 
-    from lightning_fastdata.augment.contract import StageTransform
     from lightning_fastdata.augment.dataset_pipelines import DatasetRecording
+    from lightning_fastdata.augment.stage_transform import StageTransform
     from lightning_fastdata.batches.streams import PageLockName
     from lightning_fastdata.executors.kinds import ExecutorName
     from lightning_fastdata.planning.loader_plan import LoaderPlan

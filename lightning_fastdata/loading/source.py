@@ -33,8 +33,8 @@ from lightning_fastdata.stamps.stamped import ShowDataset, WatchedSampler, stamp
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
-    from lightning_fastdata.augment.contract import StageTransform, WorkerTransform
     from lightning_fastdata.augment.dataset_pipelines import DatasetRecording
+    from lightning_fastdata.augment.stage_transform import StageTransform, WorkerTransform
     from lightning_fastdata.batches.streams import PageLockName
     from lightning_fastdata.executors.kinds import ExecutorName
     from lightning_fastdata.randomness.shared_epoch import EpochCell

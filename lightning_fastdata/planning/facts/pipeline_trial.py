@@ -17,8 +17,7 @@ from lightning_fastdata.augment.dataset_pipelines import (
     place_pipelines,
     redrawn_of,
 )
-from lightning_fastdata.augment.pipeline.bounds import is_equal
-from lightning_fastdata.augment.pipeline.operation_trial import try_operations
+from lightning_fastdata.augment.pipeline.trial import is_equal, try_operations
 from lightning_fastdata.augment.record.deferred import DeferredTensor, Waiting
 from lightning_fastdata.augment.record.pipeline_recorder import Watch
 from lightning_fastdata.augment.record.worker import device_ops
@@ -34,7 +33,7 @@ from lightning_fastdata.tree import Path, replace_leaves, spelled
 
 if TYPE_CHECKING:
     from lightning_fastdata.augment.ops.operation import DeviceOp
-    from lightning_fastdata.augment.switch import PlaceSwitch
+    from lightning_fastdata.augment.stage_transform import PlaceSwitch
     from lightning_fastdata.types import Batch
 
 IN_WORKERS: Final = "all of it in the workers, by Albumentations itself"
@@ -83,7 +82,7 @@ def try_recording(
     """Read samples as always and once more with their pixels deferred, and compare.
 
     Each operation that would be left to the device is tried by itself, too, however seldom it is
-    drawn (:mod:`~lightning_fastdata.augment.pipeline.operation_trial`). The dataset and the global
+    drawn (:mod:`~lightning_fastdata.augment.pipeline.trial`). The dataset and the global
     random state stay as they were, but for what the dataset keeps of samples that it reads. What is
     deferred is computed here, by one thread. None: the dataset holds no pipeline.
     """

@@ -16,7 +16,7 @@ import torch
 
 from lightning_fastdata.augment.dataset_pipelines import DatasetRecording, redrawn_of
 from lightning_fastdata.augment.placement import PlaceCosts, SampleCosts
-from lightning_fastdata.augment.switch import leaves_to_device, redrawn_on_device
+from lightning_fastdata.augment.stage_transform import leaves_to_device, redrawn_on_device
 from lightning_fastdata.batches.collate import (
     FirstOfPairs,
     RecordedCollate,
