@@ -1,4 +1,4 @@
-"""What you may set about a loader, and the checks of it."""
+"""What you may set about a loader, and how it is checked."""
 
 from __future__ import annotations
 

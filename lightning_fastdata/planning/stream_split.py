@@ -150,7 +150,7 @@ def _hugging_face(stream: Any) -> StreamSplit:
     try:
         shards = int(getattr(stream, "num_shards", None) or stream.n_shards)
     except Exception:  # whatever a version raises that has neither
-        return _no("its number of shards could not be told")
+        return _no("its number of shards is not known")
     shared = "its 1 shard is" if shards == 1 else f"its {shards} shards are"
     return StreamSplit(splits=True, why=f"{shared} shared out", most_workers=shards)
 
@@ -179,7 +179,7 @@ def _web_dataset(stream: object, seen: frozenset[int]) -> StreamSplit:
     if len(splitting) != 1:
         return _no(f"{len(splitting)} stages of its pipeline split by worker, and one should")
     if splitting[0].most_workers is None and shards is None:
-        return _no("its number of shards could not be told")  # a worker without any would raise
+        return _no("its number of shards is not known")  # a worker without any would raise
     return splitting[0]
 
 

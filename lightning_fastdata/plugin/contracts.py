@@ -39,7 +39,7 @@ class DataModule(Protocol):
     seed: int | None
     guard: GuardPolicy
     notes: list[str]
-    """What the report of the run has to say of it."""
+    """What the report of the run has to mention."""
 
     @property
     def trainer(self) -> Trainer | None:

@@ -45,8 +45,8 @@ class Questions:
     collated: bool = False  # whether torch can collate that sample
     further: int = 0  # so many samples from all over the dataset
     trial: tuple[int, Callable[[list[Any]], Any] | None] | None = None
-    """Whether the dataset's own pipelines can be left to a device: the seed of their draws, and the
-    user's collate function or None."""
+    """Whether a device can run the dataset's own pipelines: the seed of their draws, and the user's
+    collate function or None."""
     cost: bool = False  # what a sample costs, and whether reading one draws
 
 

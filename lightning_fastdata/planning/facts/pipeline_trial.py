@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 IN_WORKERS: Final = "all of it in the workers, by Albumentations itself"
 _SAMPLES: Final = 3
 # Parts of the range of values. Where operations may be a level off, they make a hundredth of what
-# the mean difference may be, a mirror or another draw twenty times as much of it. Where they are
+# the mean difference may be, a mirror or another draw twenty times as much. Where they are
 # equal, the largest difference may be a fortieth of a level.
 _CLOSE: Final = 0.01
 _ROUNDING: Final = 1e-4
@@ -81,9 +81,8 @@ def try_recording(
 ) -> Trial | None:
     """Read samples as always and once more with their pixels deferred, and compare.
 
-    Each operation that would be left to the device is tried by itself, too, however seldom it is
-    drawn (:mod:`~lightning_fastdata.augment.pipeline.trial`). The dataset and the global
-    random state stay as they were, but for what the dataset keeps of samples that it reads. What is
+    Each operation that the device would run is tried by itself, too, however seldom it is drawn
+    (:mod:`~lightning_fastdata.augment.pipeline.trial`). The dataset and the global random state stay as they were, but for what the dataset keeps of samples that it reads. What is
     deferred is computed here, by one thread. None: the dataset holds no pipeline.
     """
     composes = find_composes(dataset)

@@ -266,6 +266,8 @@ def measure_samples(
     if not groups:
         return None
     groups = groups[1:] or groups
+    again_s = _AGAIN_SHARE * budget_s
+    again_ms = None if at_once else _again_ms(dataset, fresh, groups[-1], again_s, clocks.cpu_s)
     weighed = samples[:_WEIGHED_SAMPLES] if isinstance(samples, list) else samples
     in_weighed = len(weighed) if isinstance(samples, list) else groups[-1].size
     # Calls for many samples at once take less for each.
@@ -279,9 +281,7 @@ def measure_samples(
         samples=int(reads[0]),
         collate_ms=float(collated[3] / collated[0]),
         pace=1000 * median(paces_s) / _KNOWN_MS or 1.0,
-        again_ms=None
-        if at_once
-        else _again_ms(dataset, fresh, groups[-1], _AGAIN_SHARE * budget_s, clocks.cpu_s),
+        again_ms=again_ms,
     )
 
 

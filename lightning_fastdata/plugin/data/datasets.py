@@ -34,20 +34,15 @@ from lightning_fastdata.torch_internals import MAKES_BATCHES
 from lightning_fastdata.types import STAGES
 
 if TYPE_CHECKING:
+    from lightning_fastdata.plugin.contracts import DataModule
     from lightning_fastdata.types import Stage
 
-M = TypeVar("M", bound="_Module")
+M = TypeVar("M", bound="DataModule")
 DATASET_METHOD: Final = {stage: f"{stage}_dataset" for stage in STAGES}
 """What a subclass writes for each stage."""
 _LOOKED_AT: Final = 64
 _WORKERS: Final = ("num_workers", "prefetch_factor", "persistent_workers")
 _ABOUT_LOADERS: Final = ("batch_size", "shuffle", "options", *LOADER_ARGUMENTS)
-
-
-class _Module(Protocol):
-    batch_size: int
-    shuffle: bool | Mapping[str, bool] | None
-    options: LoaderOptions | dict[Stage, LoaderOptions]
 
 
 # -- what a dataset method returns -----------------------------------------------------------------

@@ -148,7 +148,7 @@ class Pipelines:
         return known.trial if known is not None and known.holds_for(of) else None
 
     def _trial(self, of: StagePlan, facts: DatasetFacts) -> Trial | None:
-        """Return the trial of a dataset; None if no pipeline of it leaves something over."""
+        """Return the trial of a dataset; None if it defers nothing to the device."""
         trial = self._known(of)
         if trial is None:
             stage_and_name, composes = (of.spec.stage, of.spec.name), of.spec.pipelines
@@ -170,7 +170,7 @@ class Pipelines:
         return trial if trial.defers else None
 
     def run_on_device(self, stage: Stage, trainer: Trainer | None) -> bool:
-        """Return whether anything of a stage runs on the device, as far as it is known."""
+        """Return whether anything of a stage is known to run on the device."""
         may = self.placing.may_use_device(stage, trainer)
         if may and any(trial.defers for trial in self._trials_of(stage)):
             return True
@@ -179,7 +179,7 @@ class Pipelines:
     def settled(self, stage: Stage) -> bool:
         """Return whether it was found out where the pixels of a stage are best computed.
 
-        They were weighed, or those of a dataset's own pipelines cannot be left to the device.
+        They were weighed, or those of a dataset's own pipelines cannot be deferred to the device.
         """
         if self.placing.choice(stage) is not None:
             return True

@@ -44,7 +44,7 @@ class DatasetPipeline(NamedTuple):
     transform: StageTransform | None
     """The data module's, which starts in the workers, as it suits the dataset."""
     own: Trial | None
-    """A trial of those that the dataset calls itself, if they leave something over."""
+    """A trial of those that the dataset calls itself, if they defer something to the device."""
 
     def loader_settings(
         self, *, on_device: bool, switch: PlaceSwitch | None = None

@@ -2,7 +2,7 @@
 
 ``augment_on="auto"`` decides for each stage when its loader is made. For training it decides again
 at the border of each epoch, from the steps that were measured. The border is where a loader asks
-for the number of its epoch. Nobody has begun a sample of that epoch, unless the loader's workers
+for the number of its epoch. No sample of that epoch has begun by then, unless the loader's workers
 stay and fetch the first batches of an epoch while the one before ends: with those a change takes
 effect one epoch later.
 """
@@ -215,7 +215,7 @@ class Placing:
         return finish(batch, transforms)
 
     def where(self, stage: Stage, trainer: Trainer | None) -> tuple[Place, str]:
-        """Return where the pixels of a stage are computed, and why, as far as it is known."""
+        """Return where the pixels of a stage are, or will be, computed, and why."""
         if self.asked == "cpu":
             return "workers", 'augment_on="cpu"'
         if self.asked == "gpu":
