@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Final
 from lightning_fastdata.insight.measure.host_metrics import HostMeter
 from lightning_fastdata.insight.measure.stage import StageMeter
 from lightning_fastdata.insight.measure.stage_stamps import StageStamps
-from lightning_fastdata.insight.measure.timeline import CudaClock
 from lightning_fastdata.insight.measure.wall import Activity, WallClock
 from lightning_fastdata.plugin.seams.hooks import overridden_hook
 from lightning_fastdata.plugin.seams.profiler_tee import Listener
@@ -245,8 +244,7 @@ class Recording:
         self.batches_stepped = 0
         device = trainer.strategy.root_device
         meters = [
-            _stage_meter(stage, device, StageStamps(_PREFIXES[stage]))
-            for stage in _STAGES_OF[method]
+            _meter(stage, device, StageStamps(_PREFIXES[stage])) for stage in _STAGES_OF[method]
         ]
         self.main, self.evaluated = meters[0], meters[-1]
         self._shown: Any = None
@@ -294,7 +292,7 @@ class Recording:
         device = self._trainer.strategy.root_device
         for meter in self.meters:
             meter.stamps.restart()
-        meters = [_stage_meter(meter.stage, device, meter.stamps) for meter in self.meters]
+        meters = [_meter(meter.stage, device, meter.stamps) for meter in self.meters]
         self.main, self.evaluated = meters[0], meters[-1]
         # Loaders that were made anew behind our back, and those that no source could be asked for.
         self.watch(self.main.stage, self.loaders())
@@ -409,7 +407,5 @@ def _both(first: Callable[[], None], second: Callable[[], None]) -> Callable[[],
     return call
 
 
-def _stage_meter(stage: Stage, device: torch.device, stamps: StageStamps) -> StageMeter:
-    clock = CudaClock() if device.type == "cuda" else None
-    updates = 0 if stage == "train" else None
-    return StageMeter(stage, device.type, stamps, device=clock, updates=updates)
+def _meter(stage: Stage, device: torch.device, stamps: StageStamps) -> StageMeter:
+    return StageMeter(stage, device, stamps, updates=0 if stage == "train" else None)
