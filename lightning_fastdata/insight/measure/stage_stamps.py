@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import weakref
 from bisect import bisect_right
@@ -61,16 +62,16 @@ class _Watched:
 class StageStamps:
     """The stamps of one stage's loaders, and what the waits for their batches were made of.
 
-    Where several loaders are known by their keys, each is reported by itself, and :meth:`summary`,
-    :meth:`slowest_loader` and what is derived from it are about the one that is waited for most.
+    Where several loaders are known by their keys, each is reported by itself, and what is asked of
+    "the" loader is about the one that is waited for most.
 
     Args:
         prefix: Of the names for loggers: ``data`` for training, ``data_val`` for validation.
         lendable: Let a later one take over a loader, and take over those of earlier ones that do.
 
     Attributes:
-        step_wait_ms: What a step waits for all loaders, the mean over the steps that are not first
-            in an epoch, as the loop measured it; None: not known.
+        step_wait_ms: What a step waits for all loaders as the loop measured it, the mean without
+            first steps of epochs; None: not known.
     """
 
     def __init__(self, prefix: str, *, lendable: bool = False) -> None:
@@ -79,7 +80,7 @@ class StageStamps:
         self._lendable = lendable
         self._sources: dict[LoaderKey | None, LoaderTotals] = {}
         self._watched: list[_Watched] = []
-        self._loaders = 0
+        self._numbers = itertools.count()
         self._keys: dict[LoaderKey, str] = {}
         """Of several loaders, in their order: why one is not watched; empty: it is."""
         self._unwatched: dict[str, None] = {}
@@ -94,8 +95,8 @@ class StageStamps:
 
         Args:
             loaders: Of the stage.
-            keys: Their keys where they are several that are read in the same steps or in turn;
-                none: they are reported together.
+            keys: Of several that are read in the same steps or in turn; none: they are reported
+                together.
         """
         loaders = list(loaders)
         key_of = {id(loader): key for loader, key in zip(loaders, keys, strict=False)}
@@ -111,31 +112,28 @@ class StageStamps:
             if key is not None:
                 self._keys[key] = why
 
-    def _begin_watching(self, loader: Any, key: LoaderKey | None) -> str:
+    def _begin_watching(self, loader: object, key: LoaderKey | None) -> str:
         """Have a loader record its stamps, or return why it does not."""
         if not isinstance(loader, FastDataLoader):
             return f"a {type(loader).__name__} takes no stamps, as FastDataLoader does"
         mine = self._lendable and isinstance(loader.records, StampQueue)
         if loader.records is not None and not mine:
-            return "somebody else takes the stamps of its loader"
-        loader.record_stamps(self._watched_of(loader, key).records)
+            return "other code takes the stamps of its loader"
+        watched = next((each for each in self._watched if each.loader() is loader), None)
+        if watched is None:  # else it was taken over in between
+            watched = _Watched(next(self._numbers), loader, key, lendable=self._lendable)
+            self._watched.append(watched)
+        loader.record_stamps(watched.records)
         return ""
 
-    def _recognized(self, loader: Any) -> bool:
+    def _recognized(self, loader: object) -> bool:
         """Note a loader that records for us: maybe one that Lightning made from one of ours."""
-        for watched in self._watched:
-            if getattr(loader, "records", None) is watched.records:
-                watched.loader = weakref.ref(loader)
-                return True
+        if isinstance(loader, FastDataLoader):
+            for watched in self._watched:
+                if loader.records is watched.records:
+                    watched.loader = weakref.ref(loader)
+                    return True
         return False
-
-    def _watched_of(self, loader: FastDataLoader, key: LoaderKey | None) -> _Watched:
-        for watched in self._watched:
-            if watched.loader() is loader:  # it was taken over in between
-                return watched
-        self._watched.append(_Watched(self._loaders, loader, key, lendable=self._lendable))
-        self._loaders += 1
-        return self._watched[-1]
 
     def restart(self) -> None:
         """Forget what was recorded so far."""
@@ -192,26 +190,26 @@ class StageStamps:
 
     def summary(self) -> WaitCauses | None:
         """Return why batches were late, or None without stamps."""
-        source = self._slowest_source()
+        return self._causes_of(self._slowest_source())
+
+    def _causes_of(self, source: LoaderTotals | None) -> WaitCauses | None:
         return None if source is None else source.totals.summary(self._path_of)
 
     def loader_waits(self) -> tuple[LoaderWait, ...]:
         """Return what each of several loaders costs, in their order; empty where there is one."""
         self.cut()
         waits = self._waits_ms()
-        found = []
-        for key in self._keys:
-            source = self._sources.get(key)
-            found.append(
-                LoaderWait(
-                    name=key.name,
-                    label=key.label,
-                    wait_ms=waits[key],
-                    batches=None if source is None else source.batches,
-                    causes=None if source is None else source.totals.summary(self._path_of),
-                )
+        return tuple(
+            LoaderWait(
+                name=key.name,
+                label=key.label,
+                wait_ms=waits[key],
+                batches=None if source is None else source.batches,
+                causes=self._causes_of(source),
             )
-        return tuple(found)
+            for key in self._keys
+            for source in (self._sources.get(key),)
+        )
 
     def _waits_ms(self) -> dict[LoaderKey, float | None]:
         return step_waits_ms(
@@ -261,10 +259,7 @@ class StageStamps:
         )
 
     def other_loaders(self) -> list[tuple[LoaderKey, FastDataLoader, list[BatchStamps]]]:
-        """Return the loaders beside that one that nearly every step takes a batch of.
-
-        With the newest stamps of each.
-        """
+        """Return the other loaders of which nearly every step takes a batch, and their stamps."""
         slowest, found = self._slowest_source(), []
         for source in self._sources.values():
             loader, stamps = self._newest_of(source.key)
@@ -287,10 +282,7 @@ class StageStamps:
         return tuple(source.made[number] for number in range(loader.num_workers))
 
     def busy_share(self) -> float | None:
-        """Return the part of the time in which that loader's workers had a task; None if unknown.
-
-        Over its newest batches, 0 to 1, the mean over workers.
-        """
+        """Return the part of the time, 0 to 1, in which that loader's workers had a task lately."""
         loader, stamps = self.slowest_loader()
         return None if loader is None else busy_share(stamps, loader.num_workers)
 
@@ -331,9 +323,7 @@ class StageStamps:
 
 
 def sample_path(dataset: Any, index: Any) -> str | None:
-    """Return the file of a sample of an image folder, torchvision's or ours.
-
-    Subsets and concatenations of such folders are looked through.
+    """Return the file of a sample of an image folder, torchvision's or ours, also within subsets.
 
     None if the dataset holds no list ``samples`` that begins with paths. Bytes that are no text are
     surrogates in it, as the ``os`` module has them.
