@@ -53,7 +53,7 @@ __all__ = sorted(_HOME)  # noqa: PLE0605
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from lightning_fastdata.versions import check_versions
+    from lightning_fastdata.host.machine import check_versions
 
     check_versions()
     value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

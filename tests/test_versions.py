@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lightning_fastdata.errors import VersionError
-from lightning_fastdata.versions import LEAST, MALICIOUS, check_versions
+from lightning_fastdata.host.machine import LEAST, MALICIOUS, check_versions
 
 PROJECT = Path(__file__).parents[1] / "pyproject.toml"
 

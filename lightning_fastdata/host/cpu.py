@@ -9,23 +9,18 @@ from __future__ import annotations
 import math
 import os
 import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 from lightning_fastdata.errors import OptionsError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
 
 _LOCAL_SIZE_VARIABLES = (
     "LOCAL_WORLD_SIZE",  # torchrun, torch elastic
     "OMPI_COMM_WORLD_LOCAL_SIZE",  # Open MPI
     "MPI_LOCALNRANKS",  # Intel MPI, MPICH
 )
-_V1_QUOTA = "cpu.cfs_quota_us"
-_V1_PERIOD = "cpu.cfs_period_us"
-_V2_QUOTA = "cpu.max"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,8 +30,8 @@ class CpuLimit:
     affinity_cpus: int
     """CPUs the scheduler may run this process on (``taskset``, cpuset, Slurm binding)."""
     quota_cpus: float | None
-    """CPU seconds per second the tightest cgroup grants, 1.5 = one and a half CPUs; None: no quota.
-    It bounds computing, not waiting: workers that wait for a disk may be more."""
+    """CPU seconds per second that the tightest cgroup grants; None: no quota. It bounds computing,
+    not waiting: workers that wait for a disk may be more."""
     quota_source: str | None
     """File that states the quota; None without a quota."""
     ranks_on_host: int
@@ -47,22 +42,18 @@ class CpuLimit:
     """One sentence that derives ``usable_cpus``."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CpuThrottling:
+class CpuThrottling(NamedTuple):
     """Counters of a cgroup with a quota, since it was made; compare two readings."""
 
     periods: int
     """Quota periods (100 ms by default) in which something ran."""
     throttled_periods: int
-    """Periods in which the quota was used up. A growing share means that the quota, not the
-    program, sets the pace."""
+    """Periods in which the quota was used up."""
     throttled_us: int
-    """Microseconds in which runnable threads were held back, summed over the CPUs that they were
-    queued on."""
+    """Time in which runnable threads were held back, summed over CPUs."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CgroupMount:
+class CgroupMount(NamedTuple):
     """One mounted cgroup hierarchy."""
 
     controllers: frozenset[str]
@@ -70,7 +61,12 @@ class CgroupMount:
     root: PurePosixPath
     """Cgroup shown at the mount point; not ``/`` inside many containers."""
     mount_point: PurePosixPath
-    """Where it is mounted."""
+
+
+def counters(text: str) -> dict[str, int]:
+    """Return what lines as ``name 5``, ``name: 5`` or ``name:  5 kB`` of a system file count."""
+    found = re.findall(r"^(\w+):?\s+(\d+)(?: kB)?$", text, flags=re.MULTILINE)
+    return {name: int(number) for name, number in found}
 
 
 def parse_cpu_max(text: str) -> float | None:
@@ -80,15 +76,15 @@ def parse_cpu_max(text: str) -> float | None:
     is None too: a limit we cannot read must not stop a training run.
     """
     match re.findall(r"\d+|max", text):
-        case [quota, period] if quota != "max" != period:
+        case [quota, period]:
             return parse_cfs_quota(quota, period)
     return None
 
 
 def parse_cfs_quota(quota_us: str, period_us: str) -> float | None:
-    """CPUs granted by v1 ``cpu.cfs_quota_us`` and ``cpu.cfs_period_us``; None when not limited.
+    """CPUs granted by v1 ``cpu.cfs_quota_us`` (-1: no limit) and ``cpu.cfs_period_us``, or None.
 
-    No limit reads ``-1``. https://docs.kernel.org/scheduler/sched-bwc.html
+    https://docs.kernel.org/scheduler/sched-bwc.html
     """
     try:
         quota, period = int(quota_us), int(period_us)
@@ -98,21 +94,12 @@ def parse_cfs_quota(quota_us: str, period_us: str) -> float | None:
 
 
 def parse_cpu_stat(text: str) -> CpuThrottling | None:
-    r"""Throttling counters of a cgroup's ``cpu.stat`` (v1 or v2); None if it counts none.
-
-    Example:
-        >>> parse_cpu_stat("nr_periods 40\nnr_throttled 10\nthrottled_usec 250000\n").throttled_us
-        250000
-    """
-    counts = dict(re.findall(r"^(\w+) (\d+)$", text, flags=re.MULTILINE))
+    """Throttling counters of a cgroup's ``cpu.stat`` (v1 or v2); None if it counts none."""
+    counts = counters(text)
     if "nr_throttled" not in counts:
         return None
-    nanoseconds_v1 = int(counts.get("throttled_time", 0))
-    return CpuThrottling(
-        periods=int(counts.get("nr_periods", 0)),
-        throttled_periods=int(counts["nr_throttled"]),
-        throttled_us=int(counts.get("throttled_usec", nanoseconds_v1 // 1000)),
-    )
+    microseconds = counts.get("throttled_usec", counts.get("throttled_time", 0) // 1000)
+    return CpuThrottling(counts.get("nr_periods", 0), counts["nr_throttled"], microseconds)
 
 
 def parse_cgroup_membership(text: str) -> dict[str, PurePosixPath]:
@@ -120,12 +107,12 @@ def parse_cgroup_membership(text: str) -> dict[str, PurePosixPath]:
 
     Lines look like ``4:cpu,cpuacct:/docker/0123`` (v1) and ``0::/user.slice`` (v2).
     """
-    membership = {}
-    for line in text.splitlines():
-        match line.split(":", maxsplit=2):
-            case [_, controllers, path]:
-                membership.update(dict.fromkeys(controllers.split(","), PurePosixPath(path)))
-    return membership
+    lines = [line.split(":", maxsplit=2) for line in text.splitlines() if line.count(":") > 1]
+    return {
+        controller: PurePosixPath(path)
+        for _, controllers, path in lines
+        for controller in controllers.split(",")
+    }
 
 
 def parse_cgroup_mounts(text: str) -> tuple[CgroupMount, ...]:
@@ -139,23 +126,18 @@ def parse_cgroup_mounts(text: str) -> tuple[CgroupMount, ...]:
         where, _, what = line.partition(" - ")
         match where.split(), what.split():
             case [_, _, _, root, mount_point, *_], [("cgroup" | "cgroup2") as kind, _, options]:
-                v1 = kind == "cgroup"
-                mounts.append(
-                    CgroupMount(
-                        controllers=frozenset(options.split(",") if v1 else ()),
-                        root=PurePosixPath(_unescaped(root)),
-                        mount_point=PurePosixPath(_unescaped(mount_point)),
-                    )
+                controllers = options.split(",") if kind == "cgroup" else ()
+                mount = CgroupMount(
+                    frozenset(controllers), _unescaped(root), _unescaped(mount_point)
                 )
+                mounts.append(mount)
     return tuple(mounts)
 
 
 def cgroup_folders(
     controller: str, *, membership: Mapping[str, PurePosixPath], mounts: tuple[CgroupMount, ...]
 ) -> tuple[PurePosixPath, ...]:
-    """Folders of this process's cgroup and of those above it, innermost first.
-
-    All of them count: a limit on an outer cgroup holds for what is inside.
+    """Folders of this process's cgroup and of those above it, whose limits hold, too; inner first.
 
     Args:
         controller: v1 controller, e.g. ``"cpu"`` or ``"memory"``. Folders of the v2 hierarchy are
@@ -180,8 +162,7 @@ def cgroup_folders(
 
 def tasks_on_node(tasks_per_node: str, node: int) -> int | None:
     """Entry of one node in Slurm's compressed list: ``"4(x2),1"`` is 4, 4, 1; None if not there."""
-    entries = re.fullmatch(r"\d+(\(x\d+\))?(,\d+(\(x\d+\))?)*", tasks_per_node)
-    if entries is None:
+    if not re.fullmatch(r"\d+(\(x\d+\))?(,\d+(\(x\d+\))?)*", tasks_per_node):
         return None
     for tasks, repeat in re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks_per_node):
         node -= int(repeat or 1)
@@ -191,14 +172,13 @@ def tasks_on_node(tasks_per_node: str, node: int) -> int | None:
 
 
 def ranks_on_host(environ: Mapping[str, str]) -> int:
-    """Training processes on this host as the launcher's environment variables tell; 1 if unknown.
+    """Training processes on this host by the launcher's environment variables; 1 if unknown.
 
     Known are torchrun, Open MPI, Intel MPI, MPICH and Slurm. Lightning's own launcher sets no such
     variable: pass its number of devices to ``read_cpu_limit`` instead.
     """
-    told = [environ.get(name, "") for name in _LOCAL_SIZE_VARIABLES]
-    numbers = [int(text) for text in told if text.isdecimal()]
-    return next((n for n in [*numbers, _slurm_tasks(environ) or 0] if n > 0), 1)
+    numbers = [_number(environ, name) for name in _LOCAL_SIZE_VARIABLES]
+    return next((n for n in [*numbers, _slurm_tasks(environ)] if n), 1)
 
 
 def cpu_limit(
@@ -231,8 +211,8 @@ def cpu_limit(
         ranks_on_host=ranks,
         usable_cpus=usable,
         reason=(
-            f"{_count(usable, 'CPU')} for this rank: affinity {affinity_cpus}{owner}, {quota}, "
-            f"{_count(ranks, 'rank')} on this host"
+            f"{usable} CPU{'s' * (usable != 1)} for this rank: affinity {affinity_cpus}{owner}, "
+            f"{quota}, {ranks} rank{'s' * (ranks != 1)} on this host"
         ),
     )
 
@@ -268,77 +248,65 @@ def read_cpu_limit(
         )
     ranks = ranks_on_host(environ) if local_ranks is None else local_ranks
     affinity_cpus = affinity()
-    quotas = list(_read_quotas(root))
-    quota_cpus, quota_source = min(quotas, default=(None, None))
+    quota_cpus, quota_source = min(_read_quotas(root), default=(None, None))
+    # srun binds each task to its own CPUs. When the ranks are the tasks, an affinity of
+    # cpus-per-task is already one rank's share, and dividing it again would leave CPUs idle.
+    bound = ranks > 1 and _slurm_tasks(environ) == ranks
     return cpu_limit(
         affinity_cpus=affinity_cpus,
         quota_cpus=quota_cpus,
         quota_source=quota_source,
         ranks=ranks,
-        bound_to_rank=_bound_by_slurm(environ, ranks=ranks, affinity_cpus=affinity_cpus),
+        bound_to_rank=bound and affinity_cpus <= (_number(environ, "SLURM_CPUS_PER_TASK") or 0),
     )
 
 
 def read_cpu_throttling(*, root: Path = Path("/")) -> CpuThrottling | None:
     """Counters of the most throttled cgroup around this process; None without such counters."""
-    folders = read_cgroup_folders("cpu", root=root)
-    texts = [read_text(root, folder / "cpu.stat") for folder in folders]
-    found = [stat for text in texts if text is not None and (stat := parse_cpu_stat(text))]
+    texts = (read_text(root, f / "cpu.stat") or "" for f in read_cgroup_folders("cpu", root=root))
+    found = filter(None, map(parse_cpu_stat, texts))
     return max(found, key=lambda stat: stat.throttled_us, default=None)
 
 
 def read_cgroup_folders(controller: str, *, root: Path = Path("/")) -> tuple[PurePosixPath, ...]:
     """``cgroup_folders`` of this process; empty where the system has no cgroups."""
-    return cgroup_folders(
-        controller,
-        membership=parse_cgroup_membership(
-            read_text(root, PurePosixPath("/proc/self/cgroup")) or ""
-        ),
-        mounts=parse_cgroup_mounts(read_text(root, PurePosixPath("/proc/self/mountinfo")) or ""),
-    )
+    membership = parse_cgroup_membership(read_text(root, "/proc/self/cgroup") or "")
+    mounts = parse_cgroup_mounts(read_text(root, "/proc/self/mountinfo") or "")
+    return cgroup_folders(controller, membership=membership, mounts=mounts)
 
 
-def read_text(root: Path, path: PurePosixPath) -> str | None:
+def read_text(root: Path, path: PurePosixPath | str) -> str | None:
     """Text of an absolute path below another root; None if it cannot be read."""
     try:
-        return (root / path.relative_to("/")).read_text()
+        return (root / PurePosixPath(path).relative_to("/")).read_text()
     except OSError:
         return None
 
 
 def _read_quotas(root: Path) -> Iterator[tuple[float, str]]:
     for folder in read_cgroup_folders("cpu", root=root):
-        v2 = read_text(root, folder / _V2_QUOTA)
-        if v2 is not None and (cpus := parse_cpu_max(v2)) is not None:
-            yield cpus, str(folder / _V2_QUOTA)
-        quota, period = read_text(root, folder / _V1_QUOTA), read_text(root, folder / _V1_PERIOD)
-        if quota and period and (cpus := parse_cfs_quota(quota, period)) is not None:
-            yield cpus, str(folder / _V1_QUOTA)
+        cpus = parse_cpu_max(read_text(root, folder / "cpu.max") or "")
+        if cpus is not None:
+            yield cpus, str(folder / "cpu.max")
+        quota, period = (
+            read_text(root, folder / f"cpu.cfs_{name}_us") or "" for name in ("quota", "period")
+        )
+        cpus = parse_cfs_quota(quota, period)
+        if cpus is not None:
+            yield cpus, str(folder / "cpu.cfs_quota_us")
+
+
+def _number(environ: Mapping[str, str], name: str) -> int | None:
+    text = environ.get(name, "")
+    return int(text) if text.isdecimal() else None
 
 
 def _slurm_tasks(environ: Mapping[str, str]) -> int | None:
-    node = environ.get("SLURM_NODEID", "0")
+    node = _number({"SLURM_NODEID": "0", **environ}, "SLURM_NODEID")
     step = environ.get("SLURM_STEP_TASKS_PER_NODE", "")
-    tasks = tasks_on_node(step, int(node)) if node.isdecimal() else None
-    asked = environ.get("SLURM_NTASKS_PER_NODE", "")
-    return tasks or (int(asked) if asked.isdecimal() else None)
+    tasks = None if node is None else tasks_on_node(step, node)
+    return tasks or _number(environ, "SLURM_NTASKS_PER_NODE")
 
 
-def _bound_by_slurm(environ: Mapping[str, str], *, ranks: int, affinity_cpus: int) -> bool:
-    # srun binds each task to its own CPUs. When the ranks are the tasks, an affinity of
-    # cpus-per-task is already one rank's share, and dividing it again would leave CPUs idle.
-    each = environ.get("SLURM_CPUS_PER_TASK", "")
-    return (
-        ranks > 1
-        and _slurm_tasks(environ) == ranks
-        and each.isdecimal()
-        and affinity_cpus <= int(each)
-    )
-
-
-def _unescaped(path: str) -> str:
-    return re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal.group(1), 8)), path)
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+def _unescaped(path: str) -> PurePosixPath:
+    return PurePosixPath(re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), path))

@@ -1,38 +1,74 @@
-"""What this machine and its libraries are, for reports."""
+"""What this machine and its libraries are, and what of it limits data loading."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import platform
-from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Final
 
-from lightning_fastdata.host.cpu import read_cpu_limit
+from lightning_fastdata.errors import VersionError
+from lightning_fastdata.host.cpu import CpuLimit, read_cpu_limit
 
 if TYPE_CHECKING:
     import torch
 
-PACKAGES = ("lightning-fastdata", "torch", "torchvision", "lightning", "albumentations", "numpy")
+    from lightning_fastdata.host.memory import DeviceMemory, HostMemory
+
+LEAST: Final = {"torch": (2, 6), "lightning": (2, 5), "pytorch-lightning": (2, 5)}
+"""The first versions that will do, as in ``pyproject.toml``. An Albumentations that will not do is
+found out when a pipeline is to run, which then runs on the CPU."""
+MALICIOUS: Final = dict.fromkeys(("lightning", "pytorch-lightning"), ((2, 6, 2), (2, 6, 3)))
+"""Uploads that were no releases (GHSA-w37p-236h-pfx3)."""
+_REPORTED: Final = (
+    "lightning-fastdata", "torch", "torchvision", "lightning", "albumentations", "numpy",
+)  # fmt: skip
+_MIB: Final = 2**20
+_GIB: Final = 2**30
+_ENOUGH_OPEN_FILES: Final = 65536
+
+
+def check_versions(installed: Callable[[str], str] = importlib.metadata.version) -> None:
+    """Raise :class:`VersionError` if a package is installed in a version that will not do.
+
+    Args:
+        installed: Returns the version of a distribution, or raises ``PackageNotFoundError``.
+    """
+    for name, least in LEAST.items():
+        try:
+            version = installed(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        found = tuple(map(int, re.findall(r"\d+", (version or "").split("+")[0])[:3]))
+        if found and found < least:
+            needed = ".".join(map(str, least))
+            raise VersionError(
+                f"lightning_fastdata needs {name} {needed} or newer, and {version} is installed. "
+                f"pip install --upgrade '{name}>={needed}'"
+            )
+        if found in MALICIOUS.get(name, ()):
+            raise VersionError(
+                f"{name} {version} was a malicious upload, not a release: GHSA-w37p-236h-pfx3 says "
+                f"what to do about it. Then pip install '{name}>2.6.3'."
+            )
 
 
 def read_versions() -> dict[str, str]:
     """Return the versions of this package and of those it stands on; absent ones are left out."""
     found = {"python": platform.python_version()}
-    for package in PACKAGES:
+    for package in _REPORTED:
         try:
-            found[package] = version(package)
-        except PackageNotFoundError:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
             continue
     return found
 
 
 def describe_machine(device: torch.device) -> dict[str, str | int | float]:
-    """Return system, CPUs that may be used, and the device that computes.
-
-    Args:
-        device: The device that the model is on.
-    """
+    """Return system, CPUs that may be used, and the device that the model is on."""
     name = device.type
-    if device.type == "cuda":
+    if name == "cuda":
         import torch
 
         name = torch.cuda.get_device_name(device)
@@ -41,3 +77,86 @@ def describe_machine(device: torch.device) -> dict[str, str | int | float]:
         "usable_cpus": read_cpu_limit().usable_cpus,
         "device": name,
     }
+
+
+def doctor_text(
+    *,
+    cpu: CpuLimit,
+    memory: HostMemory,
+    gpus: Sequence[tuple[str, DeviceMemory]],
+    versions: Mapping[str, str],
+) -> str:
+    """Return the text that ``fastdata doctor`` prints.
+
+    Args:
+        cpu: CPUs of this process.
+        memory: Free memory and limits of this process.
+        gpus: Name and memory of each CUDA device.
+        versions: Package name -> version.
+    """
+    shm, soft, hard = memory.shm_free_bytes, memory.open_files_soft, memory.open_files_hard
+    upper = "no upper limit" if hard is None else f"up to {hard}"
+    left = memory.cgroup_available_bytes
+    contained = left is not None and left <= memory.ram_available_bytes
+    whole = f" in this container, {_size(memory.ram_available_bytes)} on the machine"
+    rows = [
+        ("CPUs", cpu.reason),
+        ("memory", f"{_size(memory.available_bytes)} available{whole if contained else ''}"),
+        ("/dev/shm", "none on this system" if shm is None else f"{_size(shm)} free"),
+        ("open files", "no limit" if soft is None else f"{soft} ({upper})"),
+        *(
+            (f"GPU {index}", f"{name}, {_size(held.free_bytes)} of {_size(held.total_bytes)} free")
+            for index, (name, held) in enumerate(gpus)
+        ),
+        *([] if gpus else [("GPU", "none that this torch can use; training runs on the CPU")]),
+        *versions.items(),
+    ]
+    width = max(len(name) for name, _ in rows)
+    limits = list(loading_limits(cpu=cpu, memory=memory, has_gpu=bool(gpus)))
+    head = "What limits loading here:" if limits else "Nothing here limits loading."
+    facts = [f"{name:<{width}}  {value}" for name, value in rows]
+    return "\n".join([*facts, "", head, *(f"- {limit}" for limit in limits)])
+
+
+def loading_limits(*, cpu: CpuLimit, memory: HostMemory, has_gpu: bool) -> Iterator[str]:
+    """Yield what will limit data loading on this machine, each with what to do about it."""
+    if cpu.quota_cpus is not None and cpu.quota_cpus < cpu.affinity_cpus:
+        yield (
+            f"The container may use {cpu.quota_cpus:g} CPUs of the {cpu.affinity_cpus} that "
+            f"programs see ({cpu.quota_source}). More workers than that only get throttled; ask "
+            "for more CPUs (docker --cpus, Kubernetes limits.cpu)."
+        )
+    if has_gpu and cpu.usable_cpus < 4:
+        yield (
+            f"{cpu.usable_cpus} usable CPUs are few for a GPU. Let FastDataModule run the "
+            "augmentation on the GPU (augment=...), and store images at the size you train with."
+        )
+    if not has_gpu and cpu.usable_cpus <= 2:
+        yield (
+            f"Training and loading share {cpu.usable_cpus} usable CPUs: loading ahead can hide "
+            "waiting for files, but not computing."
+        )
+    if memory.shm_free_bytes is not None and memory.shm_free_bytes < 512 * _MIB:
+        yield (
+            f"/dev/shm has {_size(memory.shm_free_bytes)} free. Batches of worker processes live "
+            "there, and a full one kills workers with a bus error: start the container with "
+            "--shm-size=8g or --ipc=host."
+        )
+    if memory.open_files_soft is not None and memory.open_files_soft < 4096:
+        raised = min(_ENOUGH_OPEN_FILES, memory.open_files_hard or _ENOUGH_OPEN_FILES)
+        yield (
+            f"{memory.open_files_soft} open files are allowed. Tensors from worker processes take "
+            f"one each while they are alive: run `ulimit -n {raised}` before "
+            "training if it fails with 'Too many open files'."
+        )
+    if memory.available_bytes < 2 * _GIB:
+        yield (
+            f"{_size(memory.available_bytes)} of memory are available; every worker process takes "
+            "a share of them. Free some, or use fewer workers (LoaderOptions(num_workers=1))."
+        )
+
+
+def _size(size_bytes: int) -> str:
+    if size_bytes >= _GIB:
+        return f"{size_bytes / _GIB:.1f} GiB"
+    return f"{size_bytes / _MIB:.0f} MiB"

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import math
 import os
-import re
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
-from lightning_fastdata.host.cpu import read_cgroup_folders, read_text
+from lightning_fastdata.host.cpu import counters, read_cgroup_folders, read_text
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     import torch
 
 _V1_NO_LIMIT_BYTES = 2**62
@@ -45,14 +43,14 @@ class HostMemory:
         return min(self.ram_available_bytes, self.cgroup_available_bytes)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class BatchMemory:
     """Where batches of worker processes are held, and how much of it one rank may fill."""
 
     place: str
     """``"/dev/shm"`` or ``"RAM"``."""
     free_bytes: int
-    """What is free there, for all ranks of the host."""
+    """For all ranks of the host."""
     parts: int
     """Into how many parts ``free_bytes`` is divided, of which one loader of one rank may fill one:
     4 for each rank. The training and the validation workers live at the same time, and the dataset
@@ -69,31 +67,17 @@ class BatchMemory:
         return self.remedy.format(gib=math.ceil(batches_bytes * self.parts / 2**30))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceMemory:
+class DeviceMemory(NamedTuple):
     """Memory of one GPU, as its driver counts it: all processes together."""
 
     free_bytes: int
     """What a new allocation can get. Memory that torch keeps cached counts as used here."""
     total_bytes: int
-    """What the device has."""
-
-
-def parse_meminfo(text: str) -> int | None:
-    """``MemAvailable`` of ``/proc/meminfo`` in bytes; None if it is not stated."""
-    found = re.search(r"^MemAvailable:\s+(\d+) kB$", text, flags=re.MULTILINE)
-    return None if found is None else int(found.group(1)) * 1024
 
 
 def parse_memory_limit(text: str) -> int | None:
-    """Bytes stated by v2 ``memory.max``, ``memory.high`` or v1 ``memory.limit_in_bytes``.
-
-    None: no limit.
-    """
-    digits = text.strip()
-    if not digits.isdecimal():
-        return None
-    limit_bytes = int(digits)
+    """Bytes stated by ``memory.max``, ``memory.high`` or v1 ``memory.limit_in_bytes``, or None."""
+    limit_bytes = int(text) if text.strip().isdecimal() else _V1_NO_LIMIT_BYTES
     return limit_bytes if limit_bytes < _V1_NO_LIMIT_BYTES else None
 
 
@@ -109,32 +93,22 @@ def cgroup_available(*, limit_bytes: int, usage_bytes: int, stat: str) -> int:
         usage_bytes: ``memory.current`` (v2) or ``memory.usage_in_bytes`` (v1).
         stat: Text of ``memory.stat``.
     """
-    counts = dict(re.findall(r"^(\w+) (\d+)$", stat, flags=re.MULTILINE))
+    counts = counters(stat)
     # v1 gives both; the one with "total_" includes the cgroups below, as the usage does.
-    inactive = int(counts.get("total_inactive_file") or counts.get("inactive_file") or 0)
+    inactive = counts.get("total_inactive_file") or counts.get("inactive_file") or 0
     return max(0, limit_bytes - max(0, usage_bytes - inactive))
 
 
 def batch_memories(memory: HostMemory, *, ranks: int) -> tuple[BatchMemory, ...]:
     """Every place that the batches of worker processes must fit into."""
-    ram = BatchMemory(
-        place="RAM",
-        free_bytes=memory.available_bytes,
-        parts=4 * ranks,
-        remedy="Take smaller batches or fewer workers, or free {gib} GiB of memory for the job.",
-    )
+    less = "Take smaller batches or fewer workers, or free {gib} GiB of memory for the job."
+    ram = BatchMemory("RAM", memory.available_bytes, 4 * ranks, less)
     if memory.shm_free_bytes is None:
         return (ram,)
-    shm = BatchMemory(
-        place="/dev/shm",
-        free_bytes=memory.shm_free_bytes,
-        parts=4 * ranks,
-        remedy=(
-            "Give it {gib} GiB: docker run --shm-size={gib}g, or "
-            "mount -o remount,size={gib}G /dev/shm."
-        ),
+    more = (
+        "Give it {gib} GiB: docker run --shm-size={gib}g, or mount -o remount,size={gib}G /dev/shm."
     )
-    return shm, ram
+    return BatchMemory("/dev/shm", memory.shm_free_bytes, 4 * ranks, more), ram
 
 
 def read_host_memory(*, root: Path = Path("/")) -> HostMemory:
@@ -155,24 +129,28 @@ def read_host_memory(*, root: Path = Path("/")) -> HostMemory:
 
 
 def read_device_memory(device: torch.device | str | int) -> DeviceMemory | None:
-    """Free and total memory of a CUDA device; None for a device of another kind.
-
-    Args:
-        device: Device, its name, or a CUDA index.
-    """
+    """Memory of a CUDA device, its name or its index; None for a device of another kind."""
     import torch
 
     device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-    if device.type != "cuda":
-        return None
-    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
-    return DeviceMemory(free_bytes=free_bytes, total_bytes=total_bytes)
+    return DeviceMemory(*torch.cuda.mem_get_info(device)) if device.type == "cuda" else None
+
+
+def read_open_file_limits() -> tuple[int | None, int | None]:
+    """Return the soft and the hard limit of open files; None: there is none, or it is not known."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None, None
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    endless = resource.RLIM_INFINITY
+    return None if soft == endless else soft, None if hard == endless else hard
 
 
 def _read_ram_available(root: Path) -> int:
-    stated = parse_meminfo(read_text(root, PurePosixPath("/proc/meminfo")) or "")
-    if stated is not None:
-        return stated
+    kib = counters(read_text(root, "/proc/meminfo") or "").get("MemAvailable")
+    if kib is not None:
+        return kib * 1024
     import psutil  # macOS and Windows have no /proc
 
     return int(psutil.virtual_memory().available)
@@ -188,11 +166,8 @@ def _read_cgroup_available(root: Path) -> Iterator[int]:
             limit = parse_memory_limit(read_text(root, folder / limit_name) or "")
             usage = read_text(root, folder / usage_name)
             if limit is not None and usage is not None:
-                yield cgroup_available(
-                    limit_bytes=limit,
-                    usage_bytes=int(usage),
-                    stat=read_text(root, folder / "memory.stat") or "",
-                )
+                stat = read_text(root, folder / "memory.stat") or ""
+                yield cgroup_available(limit_bytes=limit, usage_bytes=int(usage), stat=stat)
 
 
 def _read_free(folder: Path) -> int | None:
@@ -201,14 +176,3 @@ def _read_free(folder: Path) -> int | None:
     except (OSError, AttributeError):  # no such folder; no such call on Windows
         return None
     return status.f_bavail * status.f_frsize
-
-
-def read_open_file_limits() -> tuple[int | None, int | None]:
-    """Return the soft and the hard limit of open files; None: there is none, or it is not told."""
-    try:
-        import resource
-    except ImportError:  # Windows
-        return None, None
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    endless = resource.RLIM_INFINITY
-    return None if soft == endless else soft, None if hard == endless else hard

@@ -1,32 +1,51 @@
-"""What the training takes of its machine at one moment, as counters; compare two readings."""
+"""What processes, threads and devices use, as counters of the system; compare two readings."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
-from lightning_fastdata.host.cpu import CpuThrottling, read_cpu_throttling
-from lightning_fastdata.host.processes import (
-    CpuUse,
-    ReadBytes,
-    read_cpu_use,
-    read_io_each,
-    read_pressure,
-    read_pss,
-    read_queued,
-)
+from lightning_fastdata.host.cpu import CpuThrottling, counters, read_cpu_throttling, read_text
 
 if TYPE_CHECKING:
     import torch
 
+_BUSY: Final = (0, 1, 2, 5, 6, 7)
+"""user, nice, system, irq, softirq and steal: where ``/proc/stat`` counts work of any process."""
+_USED: Final = slice(11, 15)
+"""utime, stime, cutime and cstime of ``/proc/PID/stat``, behind the name of the program."""
+_SCHEDSTAT: Final = Path("/proc/thread-self/schedstat")
+
+
+class ReadBytes(NamedTuple):
+    """Bytes that one process has read since it began."""
+
+    asked_bytes: int
+    """What read calls returned, cached or not (``rchar``); memory maps are not in it."""
+    storage_bytes: int
+    """What was fetched from storage (``read_bytes``): the file cache serves the rest. Network file
+    systems may count nothing here."""
+
+
+class CpuUse(NamedTuple):
+    """CPU seconds used since some moment in the past."""
+
+    all_s: float
+    """Of all processes on all CPUs of the machine."""
+    own_s: float
+    """Of one process and its workers, and of those children of theirs that have ended."""
+    cpus: int
+    """CPUs of the machine."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostUsage:
-    """Counters of the host and of this process with its workers."""
+    """Counters of the host and of this process with its workers; None: not known."""
 
     at_s: float
     """When it was read, in seconds of a monotonic clock."""
@@ -41,7 +60,7 @@ class HostUsage:
     read: Mapping[int, ReadBytes]
     """What this process and its workers have read, by process number."""
     cpu: CpuUse | None = None
-    """CPU seconds of the machine, and of this process with its workers."""
+    """Of the machine, and of this process with its workers."""
     queued_ns: int | None = None
     """Time in which the workers that are alive were ready but without a CPU, together."""
     shm_used_share: float | None = None
@@ -57,9 +76,138 @@ class DeviceUsage:
     never_used_bytes: int
     """What no process took, even when this one held most."""
     total_bytes: int
-    """What the device has."""
     alloc_retries: int
     """How often the allocator had to free its cache and try again."""
+
+
+class SpentTime(NamedTuple):
+    """Time of the calling process, its children left out."""
+
+    wall_s: float = 0.0
+    """That passed."""
+    cpu_s: float = 0.0
+    """Of all its threads on CPUs."""
+    runqueue_s: float = 0.0
+    """In which the thread that reads this was ready to run, but had no CPU; 0 where not known."""
+
+
+def queued_s(schedstat: Path = _SCHEDSTAT) -> float:
+    """Return the seconds this thread was ready to run and had no CPU; 0 where it is not counted.
+
+    The second number of https://docs.kernel.org/scheduler/sched-stats.html, in nanoseconds.
+    """
+    try:
+        return int(schedstat.read_bytes().split()[1]) / 1e9
+    except (OSError, IndexError, ValueError):
+        return 0.0
+
+
+def read_spent(schedstat: Path = _SCHEDSTAT) -> SpentTime:
+    """Return what the process has used since some moment in the past."""
+    return SpentTime(
+        wall_s=time.monotonic(), cpu_s=time.process_time(), runqueue_s=queued_s(schedstat)
+    )
+
+
+class SpentMeter:
+    """Adds up what is used between each begin and the pause that follows.
+
+    Args:
+        read: Returns what was used since some moment in the past.
+    """
+
+    def __init__(self, read: Callable[[], SpentTime] = read_spent) -> None:
+        self._read = read
+        self._total = SpentTime()
+        self._began: SpentTime | None = None
+
+    def began(self) -> None:
+        """Measure from now on, if it is not measured already."""
+        self._began = self._began or self._read()
+
+    def paused(self) -> None:
+        """Do not measure until it begins again."""
+        self._total, self._began = self.used(), None
+
+    def used(self) -> SpentTime:
+        """Return what was used so far."""
+        if self._began is None:
+            return self._total
+        readings = zip(self._total, self._read(), self._began, strict=True)
+        return SpentTime(*(total + (now - began) for total, now, began in readings))
+
+
+def parse_cpu_use(machine: str, processes: Iterable[str]) -> CpuUse | None:
+    """CPU seconds from ``/proc/stat`` and ``/proc/PID/stat``, see proc(5); None if not stated.
+
+    Args:
+        machine: The text of ``/proc/stat``.
+        processes: The texts of the processes; those that are empty have ended.
+    """
+    lines = [line.split() for line in machine.splitlines() if line.startswith("cpu")]
+    if len(lines) < 2 or len(lines[0]) < 9:
+        return None
+    ticks_s = 1 / os.sysconf("SC_CLK_TCK")
+    busy = sum(int(lines[0][1 + place]) for place in _BUSY)
+    # The name of a program, in brackets, may hold spaces and brackets.
+    stated = [text.rpartition(")")[2].split()[_USED] for text in processes]
+    own = sum(int(field) for fields in stated for field in fields)
+    return CpuUse(busy * ticks_s, own * ticks_s, len(lines) - 1)
+
+
+def read_cpu_use(processes: Iterable[int], *, root: Path = Path("/")) -> CpuUse | None:
+    """CPU seconds of the machine, and of a process with its workers; None if not stated.
+
+    Args:
+        processes: Numbers of the process and of its workers. Those of them that have ended since
+            count as long as the first one has waited for them, as ``multiprocessing`` does.
+        root: Folder that holds ``proc``.
+    """
+    texts = [_text_of(process, "stat", root) for process in processes]
+    return parse_cpu_use(read_text(root, "/proc/stat") or "", texts)
+
+
+def read_queued(processes: Iterable[int], *, root: Path = Path("/")) -> int | None:
+    """Nanoseconds in which main threads of processes were ready but without a CPU, together."""
+    texts = [_text_of(process, "schedstat", root).split() for process in processes]
+    return _sum(int(text[1]) for text in texts if len(text) > 1)
+
+
+def parse_io(text: str) -> ReadBytes | None:
+    """Bytes read by a process, from ``/proc/PID/io``; None if it does not state them."""
+    counts = counters(text)
+    if "rchar" not in counts or "read_bytes" not in counts:
+        return None
+    return ReadBytes(counts["rchar"], counts["read_bytes"])
+
+
+def read_io(processes: Iterable[int], *, root: Path = Path("/")) -> dict[int, ReadBytes]:
+    """Bytes that each process has read, by its number; without those for which it is not known."""
+    texts = {process: _text_of(process, "io", root) for process in processes}
+    found = {process: parse_io(text) for process, text in texts.items()}
+    return {process: counts for process, counts in found.items() if counts is not None}
+
+
+def read_pressure(resource: Literal["cpu", "io"], *, root: Path = Path("/")) -> int | None:
+    """Microseconds in which at least one task of the machine waited for a resource.
+
+    https://docs.kernel.org/accounting/psi.html; None where the kernel keeps no such file.
+    """
+    for line in (read_text(root, f"/proc/pressure/{resource}") or "").splitlines():
+        if line.startswith("some ") and line.rpartition(" total=")[2].isdecimal():
+            return int(line.rpartition(" total=")[2])
+    return None
+
+
+def read_pss(processes: Iterable[int], *, root: Path = Path("/")) -> int | None:
+    """Bytes that processes take together; None if it is known for none of them.
+
+    Pages that several of them share count once. Reading takes some 10 ms for a process that has
+    loaded torch, as the kernel walks through its pages.
+    """
+    texts = [_text_of(process, "smaps_rollup", root) for process in processes]
+    sizes = [counters(text).get("Pss") for text in texts]
+    return _sum(size * 1024 for size in sizes if size is not None)
 
 
 def worker_processes() -> list[int]:
@@ -71,7 +219,7 @@ def worker_processes() -> list[int]:
 def read_host_usage(
     workers: Iterable[int], *, at_s: float, own: int | None = None, root: Path = Path("/")
 ) -> HostUsage:
-    """Read the counters, in about a millisecond; what the system does not tell is None.
+    """Read the counters, in about a millisecond.
 
     Args:
         workers: Their process numbers.
@@ -80,15 +228,14 @@ def read_host_usage(
         root: Folder that holds ``proc``, ``sys`` and ``dev``.
     """
     workers = list(workers)
-    cpu, io = read_pressure("cpu", root=root), read_pressure("io", root=root)
     processes = [os.getpid() if own is None else own, *workers]
     return HostUsage(
         at_s=at_s,
         workers=len(workers),
-        cpu_pressure_us=None if cpu is None else cpu.some_total_us,
-        io_pressure_us=None if io is None else io.some_total_us,
+        cpu_pressure_us=read_pressure("cpu", root=root),
+        io_pressure_us=read_pressure("io", root=root),
         throttling=read_cpu_throttling(root=root),
-        read=read_io_each(processes, root=root),
+        read=read_io(processes, root=root),
         cpu=read_cpu_use(processes, root=root),
         queued_ns=read_queued(workers, root=root),
         shm_used_share=_used_share(root / "dev" / "shm"),
@@ -96,15 +243,7 @@ def read_host_usage(
 
 
 def read_memory_together(workers: Iterable[int], *, root: Path = Path("/")) -> int | None:
-    """Bytes that this process and its workers take together; None if the system does not tell.
-
-    The kernel walks through all of their pages, which takes some 10 ms for a process that has
-    loaded torch.
-
-    Args:
-        workers: Their process numbers.
-        root: Folder that holds ``proc``.
-    """
+    """Bytes that this process and its workers, by number, take together; see :func:`read_pss`."""
     return read_pss([os.getpid(), *workers], root=root)
 
 
@@ -115,7 +254,7 @@ def read_device_usage(device: torch.device) -> DeviceUsage | None:
     import torch
 
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
-    # Others' memory may change as well; what they take now is taken off.
+    # What other processes take now is taken off.
     room = free_bytes + torch.cuda.memory_reserved(device)
     return DeviceUsage(
         peak_bytes=torch.cuda.max_memory_allocated(device),
@@ -123,6 +262,15 @@ def read_device_usage(device: torch.device) -> DeviceUsage | None:
         total_bytes=total_bytes,
         alloc_retries=torch.cuda.memory_stats(device).get("num_alloc_retries", 0),
     )
+
+
+def _sum(numbers: Iterable[int]) -> int | None:
+    found = list(numbers)
+    return sum(found) if found else None
+
+
+def _text_of(process: int, name: str, root: Path) -> str:
+    return read_text(root, f"/proc/{process}/{name}") or ""
 
 
 def _used_share(folder: Path) -> float | None:

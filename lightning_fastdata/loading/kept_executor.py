@@ -8,8 +8,8 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
 
 import torch
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from lightning_fastdata.executors.kinds import ExecutorName
     from lightning_fastdata.order.epoch_order import EpochOrder
     from lightning_fastdata.stamps.batch_stamps import BatchStamps
-    from lightning_fastdata.types import Stage
+    from lightning_fastdata.types import Batch, Stage
 
 _TOO_MANY: Final = (
     "Length of IterableDataset was reported to be {reported} batches by len(loader), but {given} "
@@ -38,66 +38,57 @@ _TOO_MANY: Final = (
 )
 
 
+@runtime_checkable
+class _Announces(Protocol):
+    """An executor that knows whether its next batch is ready."""
+
+    def ready(self) -> bool: ...
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
 class KeptExecutor:
-    """Iterable over epochs; starts its executor at the first one.
+    """Iterable over epochs; starts its executor at the first one."""
 
-    Args:
-        name: Which executor; not torch's own.
-        plan: What to fetch.
-        batches: Called at the start of each epoch for its batches of indices.
-        epoch: Called at the start of each epoch for its number.
-        order: Called with the number of an epoch for the plan its batches follow, if that is known;
-            the first batches of such an epoch are fetched while the one before it ends.
-        workers: Who fetches, as the kind of executor has it: side processes, all their threads
-            together, or threads of this process.
-        persistent: Keep side processes between epochs.
-        staged: Deliver :class:`StagedBatch` of this stage, without draws.
-        pin_memory: Copy batches into page-locked memory.
-        page_lock: ``"register"``: have CUDA lock the memory that batches come in, and copy only
-            what lies elsewhere.
-        generator: From which torch would draw its base seed at this place; drawn from likewise,
-            so that the draws after it are the same. Side processes are seeded from it: those of a
-            stream as torch does, others from it, the plan's seed and the epoch they start in.
-        reported_batches: Called at the start of each epoch for the length that the loader of a
-            stream has reported; None if it was not asked for one, or there is an index.
-    """
+    name: ExecutorName
+    """Not torch's own."""
+    plan: FetchPlan
+    batches: Callable[[], Iterable[object]]
+    """Returns the batches of indices of an epoch that begins."""
+    epoch: Callable[[], int]
+    """Returns the number of the epoch that begins."""
+    order: Callable[[int], EpochOrder | None]
+    """Returns the plan that the batches of an epoch follow, if that is known; the first batches of
+    such an epoch are fetched while the one before it ends."""
+    workers: int
+    """Who fetches, as the kind of executor has it: side processes, all their threads together, or
+    threads of this process."""
+    persistent: bool
+    """Keep side processes between epochs."""
+    staged: Stage | None
+    """Deliver :class:`StagedBatch` of this stage, without draws."""
+    pin_memory: bool
+    """Copy batches into page-locked memory."""
+    page_lock: PageLockName
+    """``"register"``: have CUDA lock the memory of batches, and copy only what lies elsewhere."""
+    generator: torch.Generator | None
+    """From which torch would draw its base seed at this place; drawn from likewise, so that the
+    draws after it are the same. Side processes are seeded from it: those of a stream as torch does,
+    others from it, the plan's seed and the epoch they start in."""
+    reported_batches: Callable[[], int | None] | None
+    """Returns the length that the loader of a stream has reported, or None."""
 
-    def __init__(
-        self,
-        name: ExecutorName,
-        plan: FetchPlan,
-        *,
-        batches: Callable[[], Iterable[Any]],
-        epoch: Callable[[], int],
-        order: Callable[[int], EpochOrder | None] | None = None,
-        workers: int,
-        persistent: bool = False,
-        staged: Stage | None = None,
-        pin_memory: bool = False,
-        page_lock: PageLockName = "copy",
-        generator: torch.Generator | None = None,
-        reported_batches: Callable[[], int | None] | None = None,
-    ) -> None:
-        kind = KINDS[name]
-        self.name = name
-        self.plan = plan
-        self.batches = batches
-        self.epoch = epoch
-        self.order = order
-        self.processes = math.ceil(workers / kind.threads_per_process)
-        self.threads = math.ceil(workers / max(1, self.processes))
+    def __post_init__(self) -> None:
+        kind = KINDS[self.name]
+        self.processes = math.ceil(self.workers / kind.threads_per_process)
+        self.threads = math.ceil(self.workers / max(1, self.processes))
         self.trial = CrewTrial(self.processes * self.threads)
-        self.persistent = persistent
         # Threads of one process share a dataset, which is in one epoch at a time.
-        self._arms = kind.threads_per_process == 1 or decodes_in_place(plan.dataset)
+        self._arms = kind.threads_per_process == 1 or decodes_in_place(self.plan.dataset)
         # Threads and reused memory cost nothing between epochs; processes do.
-        self.keep = persistent or not kind.side_processes
-        self.staged = staged
-        self.pin_on = _pinning_device() if pin_memory else None
-        self.page_locks = cuda_page_locks(self.pin_on) if page_lock == "register" else None
-        self.generator = generator
+        self.keep = self.persistent or not kind.side_processes
+        self.pin_on = _pinning_device() if self.pin_memory else None
+        self.page_locks = cuda_page_locks(self.pin_on) if self.page_lock == "register" else None
         self.records: deque[BatchStamps] | None = None
-        self.reported_batches = reported_batches
         self._running: weakref.ref[EpochIterator] | None = None
         self._base_seed: int | None = None
         # Under this name Lightning looks for workers to stop when it is done.
@@ -108,12 +99,11 @@ class KeptExecutor:
             drawn = torch.empty((), dtype=torch.int64).random_(generator=self.generator)
             self._base_seed = int(drawn)
         other = None if self._running is None else self._running()
-        if other is not None and other.executor is None:
-            other = None
-        if other is not None and self.persistent:
+        unfinished = other is not None and other.executor is not None
+        if other is not None and unfinished and self.persistent:
             other.end("another epoch of its loader has begun, which keeps its workers")
-            other = None
-        keep = self.keep and other is None
+            unfinished = False
+        keep = self.keep and not unfinished
         executor = self._iterator if keep else None
         if executor is None:
             plan = replace(self.plan, base_seed=self._seed_of_processes(self._base_seed))
@@ -131,7 +121,7 @@ class KeptExecutor:
             self._iterator = executor
         self._start_epoch(executor)
         reported = None if self.reported_batches is None else self.reported_batches()
-        running = EpochIterator(executor, self.finish, keep=keep, reported_batches=reported)
+        running = EpochIterator(executor, self.finish, reported, keep=keep)
         self._running = weakref.ref(running)
         return running
 
@@ -145,7 +135,7 @@ class KeptExecutor:
 
     def _start_epoch(self, executor: Executor) -> None:
         epoch = self.epoch()
-        order = None if self.order is None else self.order(epoch)
+        order = self.order(epoch)
         if order is None or not self.persistent or not isinstance(executor, ArmingExecutor):
             executor.start_epoch(self.batches(), epoch)
             return
@@ -161,7 +151,7 @@ class KeptExecutor:
         if self._iterator is not None:
             self._iterator.record(records)
 
-    def finish(self, batch: Any) -> Any:
+    def finish(self, batch: Batch) -> Batch:
         """Return the batch as it is delivered."""
         if self.staged is not None:
             batch = StagedBatch(batch, None, self.staged)
@@ -177,29 +167,27 @@ class KeptExecutor:
 
 
 class EpochIterator:
-    """The batches of one epoch."""
+    """The batches of one epoch; without an executor none."""
 
     def __init__(
         self,
-        executor: Executor | None,
-        finish: Callable[[Any], Any],
-        *,
-        keep: bool,
+        executor: Executor | None = None,
+        finish: Callable[[Batch], Batch] | None = None,
         reported_batches: int | None = None,
+        *,
+        keep: bool = True,
     ) -> None:
         self.executor = executor
         self._finish = finish
         self._reported = reported_batches
         self._given = 0
         self._why: str | None = None
-        self._closer: Callable[[], Any] | None = None
-        if executor is not None and not keep:
-            self._closer = weakref.finalize(self, executor.close)
+        self._closer = None if keep or executor is None else weakref.finalize(self, executor.close)
 
     def __iter__(self) -> EpochIterator:
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self) -> Batch:
         if self._why is not None:
             raise WorkerError(f"This iterator has ended: {self._why}. Use the newer one.")
         if self.executor is None:
@@ -215,20 +203,19 @@ class EpochIterator:
         if self._reported is not None and self._given > self._reported:
             text = _TOO_MANY.format(reported=self._reported, given=self._given)
             warnings.warn(text, stacklevel=2)
-        return self._finish(batch)
+        return batch if self._finish is None else self._finish(batch)
 
     def ready(self) -> bool:
         """Return whether the next batch, or the end, comes without waiting for a side process."""
-        ready = getattr(self.executor, "ready", None)
-        return True if ready is None else bool(ready())
+        return self.executor.ready() if isinstance(self.executor, _Announces) else True
 
     def end(self, why: str) -> None:
         """Give no more batches."""
         self.executor, self._why = None, why
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[type[EpochIterator], tuple[()]]:
         # Lightning copies its trainer with the iterators in it; processes cannot be copied.
-        return _ended, ()
+        return EpochIterator, ()
 
 
 class RaisesNext:
@@ -240,16 +227,8 @@ class RaisesNext:
     def __iter__(self) -> RaisesNext:
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self) -> Batch:
         raise self._error
-
-
-def _ended() -> EpochIterator:
-    return EpochIterator(None, _same, keep=True)
-
-
-def _same(batch: Any) -> Any:
-    return batch
 
 
 def _pinning_device() -> str | None:

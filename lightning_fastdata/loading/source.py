@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import torch
-from torch.utils.data import (
-    DataLoader,
-    IterableDataset,
-    IterDataPipe,
-    MapDataPipe,
-    default_collate,
-)
+from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, MapDataPipe, default_collate
 
 from lightning_fastdata.batches.collate import (
     FirstOfPairs,
@@ -28,7 +24,6 @@ from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.kinds import KINDS, executor_for
 from lightning_fastdata.host.memory import read_host_memory
 from lightning_fastdata.loading.kept_executor import KeptExecutor
-from lightning_fastdata.loading.worker_start import WorkerStart
 from lightning_fastdata.order.epoch_order import epoch_order
 from lightning_fastdata.order.repeats import spreading
 from lightning_fastdata.order.sampled import index_batches
@@ -46,6 +41,7 @@ if TYPE_CHECKING:
     from lightning_fastdata.randomness.shared_epoch import EpochCell
     from lightning_fastdata.stamps.batch_stamps import WaitWatch
     from lightning_fastdata.types import Stage
+
 
 Source: TypeAlias = "DataLoader[Any] | KeptExecutor | ResidentBatches"
 
@@ -152,16 +148,15 @@ def open_source(
         return _open_executor(settings, dataset, collate_fn, epochs, reported)
     if stamps is not None:
         dataset, collate_fn = stamped(dataset, collate_fn)
-    order: dict[str, Any]
-    if streamed:
-        order = {"batch_size": settings.batch_size, "drop_last": settings.drop_last}
-    elif makes_batches(settings):
-        order = {"batch_sampler": settings.batch_sampler}
-    else:
-        order = {"batch_size": None, "sampler": settings.sampler}
-    if stamps is not None and not streamed:
+    order: dict[str, Any] = {"batch_size": settings.batch_size, "drop_last": settings.drop_last}
+    if not streamed:
         name = "batch_sampler" if makes_batches(settings) else "sampler"
-        order[name] = WatchedSampler(order[name], stamps)
+        indices = getattr(settings, name)
+        order = {"batch_size": 1 if makes_batches(settings) else None}
+        order[name] = indices if stamps is None else WatchedSampler(indices, stamps)
+    start = settings.worker_init_fn
+    if settings.num_workers:
+        start = WorkerStart(settings.worker_nice, start if stamps is None else ShowDataset(start))
     return DataLoader(
         dataset,
         **order,
@@ -169,7 +164,7 @@ def open_source(
         collate_fn=collate_fn,
         pin_memory=settings.pin_memory,
         timeout=settings.timeout,
-        worker_init_fn=_worker_start(settings, stamped=stamps is not None),
+        worker_init_fn=start,
         multiprocessing_context=settings.multiprocessing_context,
         generator=settings.generator,
         prefetch_factor=settings.prefetch_factor,
@@ -244,16 +239,16 @@ def _open_executor(
         context=settings.multiprocessing_context,
         look_ahead=ahead,
         memory_limit_bytes=read_host_memory().available_bytes // 4,
-        sharing_strategy=torch.multiprocessing.get_sharing_strategy(),  # type: ignore[no-untyped-call]
+        sharing_strategy=_sharing_strategy(),
         niceness=settings.worker_nice,
     )
     staged = isinstance(collate_fn, StagingCollate | RecordedCollate)
     return KeptExecutor(
-        executor,
-        plan,
+        name=executor,
+        plan=plan,
         batches=_index_batches(settings),
         epoch=epochs.get,
-        order=partial(epoch_order, settings.batch_sampler) if makes_batches(settings) else None,
+        order=partial(epoch_order, settings.batch_sampler),
         workers=settings.num_workers,
         persistent=settings.persistent_workers,
         staged=None if staged else settings.staged,
@@ -264,15 +259,6 @@ def _open_executor(
     )
 
 
-def _worker_start(settings: SourceSettings, *, stamped: bool) -> Callable[[int], None] | None:
-    then = settings.worker_init_fn
-    if settings.num_workers == 0:
-        return then
-    strategy = torch.multiprocessing.get_sharing_strategy()  # type: ignore[no-untyped-call]
-    then = ShowDataset(then) if stamped else then
-    return WorkerStart(strategy, settings.worker_nice, then)
-
-
 def _index_batches(settings: SourceSettings) -> Callable[[], Iterable[Any]]:
     if isinstance(settings.dataset, IterableDataset):
         return partial(repeat, settings.batch_size)
@@ -280,3 +266,31 @@ def _index_batches(settings: SourceSettings) -> Callable[[], Iterable[Any]]:
     if KINDS[settings.executor].gathers:
         return partial(index_batches, source)
     return partial(iter, source)
+
+
+class WorkerStart:
+    """Prepares a worker process of torch, then runs the user's own ``worker_init_fn``.
+
+    It lets the training process go first, computes on one thread (torch sees to its own threads,
+    not to OpenCV's), and takes the sharing strategy of its parent, which only a forked one has.
+    """
+
+    def __init__(self, nice: int, then: Callable[[int], None] | None) -> None:
+        self.strategy = _sharing_strategy()
+        self.nice = nice
+        self.then = then
+
+    def __call__(self, worker_id: int) -> None:
+        """Prepare the worker process of this number."""
+        torch.multiprocessing.set_sharing_strategy(self.strategy)  # type: ignore[no-untyped-call]
+        if self.nice and hasattr(os, "nice"):
+            os.nice(self.nice)
+        if "cv2" in sys.modules:
+            sys.modules["cv2"].setNumThreads(0)
+        if self.then is not None:
+            self.then(worker_id)
+
+
+def _sharing_strategy() -> str:
+    strategy: str = torch.multiprocessing.get_sharing_strategy()  # type: ignore[no-untyped-call]
+    return strategy

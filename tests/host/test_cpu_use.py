@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from lightning_fastdata.host.processes import parse_cpu_use, read_cpu_use
+from lightning_fastdata.host.usage import parse_cpu_use, read_cpu_use
 
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 MACHINE = """cpu  100 10 20 999 30 1 2 3 0 0

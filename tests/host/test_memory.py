@@ -16,7 +16,6 @@ from lightning_fastdata.host.memory import (
     HostMemory,
     batch_memories,
     cgroup_available,
-    parse_meminfo,
     parse_memory_limit,
     read_device_memory,
     read_host_memory,
@@ -38,10 +37,12 @@ def write(root: Path, files: dict[str, str]) -> Path:
     return root
 
 
-def test_meminfo_counts_in_kibibytes() -> None:
+def test_meminfo_counts_in_kibibytes(tmp_path: Path) -> None:
     text = "MemTotal:       24684084 kB\nMemFree:  9 kB\nMemAvailable:   24192520 kB\n"
-    assert parse_meminfo(text) == 24192520 * 1024
-    assert parse_meminfo("MemTotal:  5 kB\n") is None
+    memory = read_host_memory(root=write(tmp_path, {"proc/meminfo": text}))
+    assert memory.ram_available_bytes == 24192520 * 1024
+    memory = read_host_memory(root=write(tmp_path, {"proc/meminfo": "MemTotal:  5 kB\n"}))
+    assert memory.ram_available_bytes > 5 * 1024
 
 
 @pytest.mark.parametrize(

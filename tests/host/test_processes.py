@@ -10,14 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_fastdata.host.processes import (
-    parse_io,
-    parse_pressure,
-    parse_pss,
-    read_io,
-    read_pressure,
-    read_pss,
-)
+from lightning_fastdata.host.cpu import counters
+from lightning_fastdata.host.usage import parse_io, read_io, read_pressure, read_pss
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -46,22 +40,20 @@ def proc(root: Path, files: dict[str, str]) -> Path:
 
 @given(st.integers(0, 2**50), st.integers(0, 2**60), st.integers(0, 2**60))
 def test_numbers_are_read_as_they_are_written(pss: int, asked: int, stored: int) -> None:
-    assert parse_pss(ROLLUP.format(pss=pss)) == pss * 1024
+    assert counters(ROLLUP.format(pss=pss))["Pss"] == pss
     counts = parse_io(IO.format(asked=asked, stored=stored))
     assert (counts.asked_bytes, counts.storage_bytes) == (asked, stored)
 
 
 @given(st.text(max_size=60))
 def test_a_text_of_another_form_is_no_answer_and_no_error(text: str) -> None:
-    assert parse_pss(text) is None
+    assert "Pss" not in counters(text)
     assert parse_io(text) is None
-    assert parse_pressure(text) is None
 
 
-def test_the_pressure_is_that_of_some_tasks_and_not_of_all() -> None:
-    pressure = parse_pressure(PRESSURE)
-    assert (pressure.some_10s_percent, pressure.some_60s_percent) == (12.5, 3.25)
-    assert pressure.some_total_us == 123456789
+@pytest.mark.parametrize("text", ["", "some", "full total=5", "some avg10=1.5 total=many", "7"])
+def test_pressure_of_another_form_is_no_answer_and_no_error(text: str, tmp_path: Path) -> None:
+    assert read_pressure("io", root=proc(tmp_path, {"pressure/io": text})) is None
 
 
 def test_processes_are_added_up_without_those_that_are_gone(tmp_path: Path) -> None:
@@ -76,15 +68,14 @@ def test_processes_are_added_up_without_those_that_are_gone(tmp_path: Path) -> N
         },
     )
     assert read_pss([11, 12, 13], root=root) == 150 * 1024
-    counts = read_io([11, 12, 13], root=root)
-    assert (counts.asked_bytes, counts.storage_bytes) == (12, 3)
-    assert read_pressure("io", root=root).some_10s_percent == 12.5
+    assert read_io([11, 12, 13], root=root) == {11: (7, 3), 12: (5, 0)}
+    assert read_pressure("io", root=root) == 123456789, "that of some tasks, not of all"
     assert read_pressure("cpu", root=root) is None
 
 
 def test_a_machine_that_tells_nothing_says_so(tmp_path: Path) -> None:
     assert read_pss([os.getpid()], root=tmp_path) is None
-    assert read_io([os.getpid()], root=tmp_path) is None
+    assert read_io([os.getpid()], root=tmp_path) == {}
     assert read_pressure("cpu", root=tmp_path) is None
 
 
@@ -120,17 +111,16 @@ def test_memory_that_a_child_has_touched_is_seen() -> None:
 def test_bytes_that_this_process_reads_are_counted(tmp_path: Path) -> None:
     file = tmp_path / "data"
     file.write_bytes(bytes(3 * 2**20))
-    before = read_io([os.getpid()])
+    before = read_io([os.getpid()])[os.getpid()]
     file.read_bytes()
-    after = read_io([os.getpid()])
+    after = read_io([os.getpid()])[os.getpid()]
     assert 3 * 2**20 <= after.asked_bytes - before.asked_bytes < 4 * 2**20
     assert after.storage_bytes >= before.storage_bytes
 
 
 @linux
-def test_the_pressure_of_this_machine_is_a_percentage_or_unknown() -> None:
-    for resource in ("cpu", "io", "memory"):
+def test_the_pressure_of_this_machine_only_grows_or_is_unknown() -> None:
+    for resource in ("cpu", "io"):
         pressure = read_pressure(resource)
         if os.path.exists(f"/proc/pressure/{resource}") and pressure is not None:
-            assert 0 <= pressure.some_10s_percent <= 100
-            assert read_pressure(resource).some_total_us >= pressure.some_total_us
+            assert 0 <= pressure <= read_pressure(resource)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
-from lightning_fastdata.host.spent import SpentMeter, SpentTime, read_spent
+from lightning_fastdata.host.usage import SpentMeter, SpentTime, read_spent
 
 
 def test_intervals_add_up_and_breaks_do_not_count():

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from lightning_fastdata.insight.measure.metrics import StepHistory, StepTiming
 from lightning_fastdata.insight.report.run_report import RunReport
-from lightning_fastdata.insight.verdicts.verdict import judge
+from lightning_fastdata.insight.verdicts.catalogue import judge
 from lightning_fastdata.insight.waits.attribution import WaitCutter, WaitParts
 from lightning_fastdata.insight.waits.causes import (
     CauseTotals,

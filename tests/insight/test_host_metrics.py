@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_fastdata.host.cpu import CpuThrottling
-from lightning_fastdata.host.processes import ReadBytes
-from lightning_fastdata.host.usage import DeviceUsage, HostUsage
+from lightning_fastdata.host.usage import DeviceUsage, HostUsage, ReadBytes
 from lightning_fastdata.insight.measure.host_metrics import (
     device_scalars,
     host_evidence,

@@ -14,11 +14,15 @@ from hypothesis import strategies as st
 
 from lightning_fastdata.errors import printable
 from lightning_fastdata.insight.measure.metrics import Headroom, StepHistory, StepTiming
-from lightning_fastdata.insight.report.chart import axis, timeline_chart
-from lightning_fastdata.insight.report.html import report_html
-from lightning_fastdata.insight.report.markup import Markup, element
+from lightning_fastdata.insight.report.html import (
+    Markup,
+    axis,
+    element,
+    report_html,
+    timeline_chart,
+)
 from lightning_fastdata.insight.report.run_report import RunReport
-from lightning_fastdata.insight.verdicts.verdict import judge
+from lightning_fastdata.insight.verdicts.catalogue import judge
 from lightning_fastdata.insight.waits.attribution import SlowSample, WaitParts
 from lightning_fastdata.insight.waits.causes import OperationShare, WaitCauses
 

@@ -18,16 +18,15 @@ from torch.utils.data import DataLoader
 
 import lightning_fastdata
 from lightning_fastdata import DataThroughputCallback
-from lightning_fastdata.plugin import seams
 from lightning_fastdata.plugin.seams import internals
-from lightning_fastdata.plugin.seams.for_one_run import replace_for_one_run
 from lightning_fastdata.plugin.seams.hooks import HOOKS
-from lightning_fastdata.plugin.seams.sharing import (
+from lightning_fastdata.plugin.seams.internals import replace_for_one_run
+from lightning_fastdata.plugin.seams.loaders import (
     average_exactly,
     is_shared_evenly,
     silence_padding_warning,
 )
-from lightning_fastdata.plugin.seams.unseen_steps import unseen_steps
+from lightning_fastdata.plugin.seams.trainer import unseen_steps
 
 PACKAGE = Path(lightning_fastdata.__file__).parent
 NAMES = (
@@ -56,7 +55,7 @@ def test_only_the_seams_use_a_private_name_and_their_docstring_has_it(name):
         if used.search(file.read_text("utf-8"))
     }
     assert users == {("plugin", "seams")}
-    assert used.search(seams.__doc__)
+    assert used.search(internals.__doc__)
 
 
 @pytest.mark.parametrize("name", CLASSES_KNOWN_BY_NAME)
@@ -340,7 +339,7 @@ def test_lightnings_own_warning_of_doubled_samples_begins_with_what_is_silenced(
 
     from lightning.pytorch.trainer.connectors import data_connector
 
-    from lightning_fastdata.plugin.seams import sharing
+    from lightning_fastdata.plugin.seams import loaders
 
-    begins = sharing._PADDED.removesuffix("trainer.")
+    begins = loaders._PADDED.removesuffix("trainer.")
     assert begins in inspect.getsource(data_connector._DataConnector)

@@ -13,7 +13,7 @@ from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
 from torch.utils.data import BatchSampler, SequentialSampler
 
 from lightning_fastdata.order.epoch_order import EvaluationBatchSampler
-from lightning_fastdata.plugin.seams.sharing import average_exactly
+from lightning_fastdata.plugin.seams.loaders import average_exactly
 
 
 def ranks_of(tmp_path, **arguments):

@@ -22,8 +22,7 @@ from lightning_fastdata.batches.slots import map_shared_memory
 from lightning_fastdata.executors.pool import protocol
 from lightning_fastdata.executors.pool.child_task import SharedState, TaskThread, describe_error
 from lightning_fastdata.executors.pool.wire import Wire, number_in, read_packet, request_in
-from lightning_fastdata.host.allocator import keep_freed_memory
-from lightning_fastdata.host.processes import die_with
+from lightning_fastdata.host.system_calls import die_with, keep_freed_memory
 from lightning_fastdata.randomness.shared_epoch import keep_own_epochs
 from lightning_fastdata.torch_internals import set_worker_info
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from lightning_fastdata.insight.report.drawing import duration_text
+from lightning_fastdata.insight.model.finding import duration_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -13,15 +13,19 @@ from lightning_fastdata.attributes import held
 from lightning_fastdata.augment.switch import leaves_to_device
 from lightning_fastdata.device.prefetch import Prefetched
 from lightning_fastdata.host.cpu import read_cpu_limit
-from lightning_fastdata.host.spent import SpentMeter
+from lightning_fastdata.host.usage import SpentMeter
 from lightning_fastdata.insight.measure.metrics import measured, p50_and_p95, warm_steps
 from lightning_fastdata.insight.measure.stage_stamps import StageStamps
 from lightning_fastdata.insight.measure.timeline import CudaClock, HostClock, StepTimeline
-from lightning_fastdata.insight.model.evidence import evidence_of, stage_evidence
-from lightning_fastdata.insight.model.loader_facts import LoaderFacts, read_loader
+from lightning_fastdata.insight.model.evidence import (
+    LoaderFacts,
+    evidence_of,
+    read_loader,
+    stage_evidence,
+)
 from lightning_fastdata.insight.model.setups import setup_of, stage_times
 from lightning_fastdata.insight.model.simulate import least_step_ms
-from lightning_fastdata.insight.verdicts.verdict import judge
+from lightning_fastdata.insight.verdicts.catalogue import judge
 from lightning_fastdata.insight.waits.several_loaders import costliest, cpus_used
 from lightning_fastdata.loading.loader import FastDataLoader
 
@@ -30,7 +34,7 @@ if TYPE_CHECKING:
 
     from lightning_fastdata.insight.measure.metrics import Columns, StageSummary
     from lightning_fastdata.insight.model.evidence import Evidence
-    from lightning_fastdata.insight.verdicts.verdict import Verdict
+    from lightning_fastdata.insight.verdicts.catalogue import Verdict
     from lightning_fastdata.insight.waits.several_loaders import LoaderKey, OneOfSeveral
     from lightning_fastdata.stamps.batch_stamps import BatchStamps
     from lightning_fastdata.types import Stage

@@ -23,7 +23,7 @@ from torch.utils.data import (
 )
 
 from lightning_fastdata.batches.keyed import fetches_in_batches
-from lightning_fastdata.host.spent import queued_s
+from lightning_fastdata.host.usage import queued_s
 from lightning_fastdata.order.epoch_order import ShuffleSampler, dataset_length
 from lightning_fastdata.randomness.global_generators import kept_random_state
 

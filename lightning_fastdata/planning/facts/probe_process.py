@@ -26,7 +26,7 @@ from typing import Any, Final, Literal, TypeAlias
 
 import torch
 
-from lightning_fastdata.host.processes import die_with
+from lightning_fastdata.host.system_calls import die_with
 
 Tell: TypeAlias = Callable[[str, Any], None]
 """Sends a finding to the training process: its name, and a value that can be pickled."""

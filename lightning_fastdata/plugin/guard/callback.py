@@ -11,10 +11,11 @@ from torch.utils.data import IterableDataset
 from lightning_fastdata.errors import DatasetError, FastDataWarning
 from lightning_fastdata.executors.kinds import KINDS
 from lightning_fastdata.order.epoch_order import dataset_length
-from lightning_fastdata.plugin.data.given_loaders import GivenLoader, taken_apart
+from lightning_fastdata.plugin.data.datasets import GivenLoader, taken_apart
 from lightning_fastdata.plugin.guard.prediction import CudaMemoryReader, skipped
 from lightning_fastdata.plugin.guard.steps import apply_decision, run_guard
-from lightning_fastdata.plugin.seams.trainer_facts import attributes_of, has_cuda, own_datamodule
+from lightning_fastdata.plugin.seams.internals import attributes_of
+from lightning_fastdata.plugin.seams.trainer import has_cuda, own_datamodule
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -33,9 +33,8 @@ from lightning_fastdata.plugin.guard.prediction import (
 )
 from lightning_fastdata.plugin.guard.snapshot import Undo, snapshot, snapshot_random_states
 from lightning_fastdata.plugin.seams.hooks import overridden_hook
-from lightning_fastdata.plugin.seams.internals import forget_training_loader
-from lightning_fastdata.plugin.seams.trainer_facts import attributes_of
-from lightning_fastdata.plugin.seams.unseen_steps import unseen_steps
+from lightning_fastdata.plugin.seams.internals import attributes_of, forget_training_loader
+from lightning_fastdata.plugin.seams.trainer import unseen_steps
 from lightning_fastdata.torch_internals import may_have_compiled
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from lightning_fastdata.augment.show.normalized import find_normalized
 from lightning_fastdata.errors import BatchError, FastDataWarning, OptionsError
 from lightning_fastdata.plugin.contracts import ImageForm
 from lightning_fastdata.plugin.loggers.boards import log_image
-from lightning_fastdata.plugin.seams.sources import flattened
-from lightning_fastdata.plugin.seams.trainer_facts import own_datamodule
+from lightning_fastdata.plugin.seams.loaders import flattened
+from lightning_fastdata.plugin.seams.trainer import own_datamodule
 
 if TYPE_CHECKING:
     import torch

@@ -25,7 +25,7 @@ from lightning_fastdata.batches.collate import (
 )
 from lightning_fastdata.batches.keyed import keyed
 from lightning_fastdata.batches.moving import move
-from lightning_fastdata.host.spent import queued_s
+from lightning_fastdata.host.usage import queued_s
 from lightning_fastdata.insight.measure.timeline import CudaClock, HostClock
 from lightning_fastdata.order.epoch_order import dataset_length
 from lightning_fastdata.order.repeats import spreading

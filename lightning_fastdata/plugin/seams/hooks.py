@@ -1,41 +1,52 @@
-"""Which hooks somebody wrote, and whose transfer hooks Lightning calls."""
+"""Which hooks users wrote, which of them Lightning calls, and augmentation in one of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, Final
 
-from lightning_fastdata.plugin.seams.for_one_run import replace_for_one_run
-from lightning_fastdata.plugin.seams.internals import hook_selector
+from lightning_fastdata.attributes import held
+from lightning_fastdata.batches.moving import batch_samples
+from lightning_fastdata.plugin.seams.internals import (
+    attributes_of,
+    hook_selector,
+    replace_for_one_run,
+)
+from lightning_fastdata.types import SampleKey
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
+    from lightning.pytorch import LightningModule, Trainer
 
+    from lightning_fastdata.augment.contract import StageTransform
     from lightning_fastdata.plugin.contracts import DataModule
+    from lightning_fastdata.types import Batch
 
 HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 PACKAGES: Final = ("lightning.pytorch.", "pytorch_lightning.")
 """How the modules of Lightning's two packages begin."""
 _BASES: Final = frozenset({"Callback", "DataHooks", "LightningModule", "ModelHooks"})
 """Classes of Lightning in which hooks are declared, so that it finds one wherever it asks."""
+_HOOK: Final = HOOKS[2]
+_STEPS: Final = "fastdata_steps"
+_EARLIER: Final = "fastdata_earlier"
 
 
 def overridden_hook(owner: object, name: str) -> Callable[..., Any] | None:
-    """Return the bound hook that somebody wrote on this object or in its class, or None.
+    """Return the bound hook that a user wrote on this object or in its class, or None.
 
     Args:
         owner: A LightningModule, a LightningDataModule or a callback; or None.
         name: Of the hook.
     """
-    if owner is None:
-        return None
-    if name in vars(owner):
-        return getattr(owner, name)  # type: ignore[no-any-return]
     # Asked anew each time: in a notebook a class gets hooks between two fits.
-    return getattr(owner, name) if _written_in_class(type(owner), name) else None
+    if owner is None or not (name in vars(owner) or _written_in_class(type(owner), name)):
+        return None
+    hook: Callable[..., Any] = getattr(owner, name)
+    return hook
 
 
-def _written_in_class(cls: type[Any], name: str) -> bool:
+def _written_in_class(cls: type[object], name: str) -> bool:
     definer = next((base for base in cls.__mro__ if name in vars(base)), None)
     if definer is None or definer.__name__ not in _BASES:
         return definer is not None
@@ -48,11 +59,11 @@ def hook_against_device(data: DataModule) -> str | None:
     Of a data module's own hooks those are right that call ``super()``. The LightningModule's
     ``on_after_batch_transfer`` comes after ours.
     """
-    module = None if data.trainer is None else data.trainer.lightning_module
-    for name in HOOKS:
-        code = getattr(getattr(type(data), name), "__code__", None)
-        if name in data.written_hooks() and "super" not in getattr(code, "co_names", ()):
+    for name in data.written_hooks() & set(HOOKS):
+        hook = getattr(type(data), name)
+        if not (isinstance(hook, FunctionType) and "super" in hook.__code__.co_names):
             return f"{type(data).__name__}.{name} does not call super(), which has them computed"
+    module = None if data.trainer is None else data.trainer.lightning_module
     for name in HOOKS[:2]:
         if overridden_hook(module, name) is not None:
             return (
@@ -91,3 +102,82 @@ class _ChoosesOwn:
 
     def __call__(self, hook_name: str) -> object:
         return self.datamodule if hook_name in self.names else self.ask(hook_name)
+
+
+def augment_foreign_batches(
+    trainer: Trainer,
+    pl_module: LightningModule,
+    transform: StageTransform,
+    *,
+    seed: int,
+    in_transfer: Callable[[], bool],
+) -> Callable[[], None]:
+    """Run a transform on every training batch of a trainer, and return what stops it.
+
+    Lightning asks one object for the hook: the data module if it overrides it, else the
+    LightningModule. That instance gets an attribute of the hook's name, which runs the transform
+    and then what was there before; the class is not touched.
+
+    Args:
+        trainer: The trainer, after its data module is attached.
+        pl_module: The module it trains.
+        transform: Runs on each training batch, on the batch's device.
+        seed: Seed of the draws.
+        in_transfer: Whether the trainer is moving a batch of a loader right now. The model summary
+            and loggers send an example input through the same hook.
+    """
+    datamodule = attributes_of(trainer).datamodule
+    owner = pl_module if overridden_hook(datamodule, _HOOK) is None else datamodule
+    epoch, samples = -1, 0  # of this epoch that were augmented
+
+    def augment(batch: Batch) -> Batch:
+        nonlocal epoch, samples
+        if batch is None or not trainer.training or not in_transfer():
+            return batch
+        if trainer.current_epoch != epoch:
+            epoch, samples = trainer.current_epoch, 0
+        key = SampleKey(seed, epoch, samples)
+        samples += batch_samples(batch)
+        # Lightning converts to the precision's dtype before the transfer; uint8 images became
+        # floating point only now.
+        return trainer.precision_plugin.convert_input(transform.apply_unprepared(batch, key))
+
+    steps = _steps_before_hook(owner)
+    steps.append(augment)
+
+    def stop() -> None:
+        if augment in steps:
+            steps.remove(augment)
+        if not steps:
+            _restore_hook(owner)
+
+    return stop
+
+
+def _steps_before_hook(owner: object) -> list[Callable[[Batch], Batch]]:
+    """Return the functions that run before the owner's hook, installing them if need be."""
+    installed = vars(owner).get(_HOOK)
+    steps: list[Callable[[Batch], Batch]] | None = held(installed, _STEPS)
+    if steps is not None:
+        return steps
+    earlier = getattr(owner, _HOOK)
+    steps = []
+
+    # A plain function without __wrapped__: Lightning compares its code with the default hook's.
+    def on_after_batch_transfer(batch: Batch, dataloader_idx: int) -> Batch:
+        for step in steps:
+            batch = step(batch)
+        return earlier(batch, dataloader_idx)
+
+    vars(on_after_batch_transfer).update({_STEPS: steps, _EARLIER: installed})
+    vars(owner)[_HOOK] = on_after_batch_transfer
+    return steps
+
+
+def _restore_hook(owner: object) -> None:
+    installed = vars(owner).get(_HOOK)
+    if held(installed, _STEPS) is None:
+        return
+    del vars(owner)[_HOOK]
+    if held(installed, _EARLIER) is not None:
+        vars(owner)[_HOOK] = held(installed, _EARLIER)

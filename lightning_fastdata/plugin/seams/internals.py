@@ -1,11 +1,54 @@
-"""The private names of Lightning that are read, and what holds where a version has none of them."""
+"""The only place that reads private names of Lightning; ``docs/seams.md`` says what for.
+
+Read: ``_data_source`` of a loop; ``_loaded_from_state_dict``, ``_combined_loader`` of the fit loop;
+``_batches_that_stepped`` of the epoch loop; ``_accelerator_connector``, ``_data_connector`` of a
+trainer, of the latter ``_datahook_selector`` and ``_prepare_dataloader``; ``_mode`` of a
+CombinedLoader; ``_prefix`` of a TensorBoardLogger; ``_compiler_ctx`` of a LightningModule.
+
+Replaced on one object, never on a class, until the run of its trainer ends:
+
+- in :mod:`.profiler_tee`: ``trainer.profiler``
+- in :mod:`.loaders`: ``dataloader`` of a loop's data source, ``reduce`` of the strategy,
+  ``_prepare_dataloader`` of the data connector
+- in :mod:`.hooks`: ``on_after_batch_transfer`` of a module, ``get_instance`` of the hook selector
+- here: ``teardown`` of the strategy, which puts back what :func:`replace_for_one_run` replaced
+- in :mod:`.trainer`, during the steps that the batch-size guard tries: ``callbacks``, ``loggers``
+  and ``profiler`` of the trainer, ``log`` and ``log_dict`` of the module
+
+``tests/plugin/test_seams.py`` pins each of them against the installed Lightning.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.strategies import Strategy
+
+_Value = TypeVar("_Value")
+
+
+class TrainerAttributes(Protocol):
+    """Attributes of a trainer that other classes of Lightning set, unseen by a type checker."""
+
+    datamodule: object
+    callbacks: list[Callback]
+    profiler: Any
+    fast_dev_run: bool | int
+    log_every_n_steps: int
+
+
+def attributes_of(trainer: Trainer) -> TrainerAttributes:
+    """Return the trainer, with types for the attributes that its class does not declare."""
+    return cast("TrainerAttributes", trainer)
+
+
+def _private(owner: object, *path: str) -> Any:
+    """Return an attribute, or that of an attribute and so on; None where a version lacks one."""
+    for name in path:
+        owner = getattr(owner, name, None)
+    return owner
 
 
 def data_source(loop: object) -> Any:
@@ -13,14 +56,14 @@ def data_source(loop: object) -> Any:
 
     Lightning calls no hook between getting a loader and starting its workers.
     """
-    source = getattr(loop, "_data_source", None)
-    replaceable = hasattr(source, "__dict__") and callable(getattr(source, "dataloader", None))
-    return source if replaceable else None
+    source = _private(loop, "_data_source")
+    replaceable = _private(source, "__dict__") is not None
+    return source if replaceable and callable(_private(source, "dataloader")) else None
 
 
 def began_from_file(trainer: Trainer) -> bool:
     """Return whether a fit that resumes from a file has not ended its first epoch; else False."""
-    return bool(getattr(trainer.fit_loop, "_loaded_from_state_dict", False))
+    return bool(_private(trainer.fit_loop, "_loaded_from_state_dict"))
 
 
 def batches_that_stepped(trainer: Trainer) -> int | None:
@@ -29,13 +72,14 @@ def batches_that_stepped(trainer: Trainer) -> int | None:
     It counts batches that ended in an optimizer step, which differs from ``global_step`` with
     several optimizers.
     """
-    return getattr(trainer.fit_loop.epoch_loop, "_batches_that_stepped", None)
+    stepped: int | None = _private(trainer.fit_loop.epoch_loop, "_batches_that_stepped")
+    return stepped
 
 
 def spreads_samples(trainer: Trainer) -> bool:
     """Return what ``use_distributed_sampler`` was given; its default, True, where not known."""
-    connector = getattr(trainer, "_accelerator_connector", None)
-    return bool(getattr(connector, "use_distributed_sampler", True))
+    given = _private(trainer, "_accelerator_connector", "use_distributed_sampler")
+    return given is None or bool(given)
 
 
 def forget_training_loader(trainer: Trainer) -> None:
@@ -43,14 +87,14 @@ def forget_training_loader(trainer: Trainer) -> None:
 
     Without the name a loader that was made already keeps its batch size.
     """
-    if getattr(trainer.fit_loop, "_combined_loader", None) is not None:
+    if _private(trainer.fit_loop, "_combined_loader") is not None:
         trainer.fit_loop._combined_loader = None
 
 
 def data_connector(trainer: Trainer) -> Any:
     """Return what asks a FastDataModule for its loaders and spreads them; None: not known."""
-    connector = getattr(trainer, "_data_connector", None)
-    return connector if callable(getattr(connector, "_prepare_dataloader", None)) else None
+    connector = _private(trainer, "_data_connector")
+    return connector if callable(_private(connector, "_prepare_dataloader")) else None
 
 
 def hook_selector(trainer: Trainer) -> Any:
@@ -58,21 +102,65 @@ def hook_selector(trainer: Trainer) -> Any:
 
     Each run has one of its own, made before the data module gets its trainer.
     """
-    connector = getattr(trainer, "_data_connector", None)
-    selector = getattr(connector, "_datahook_selector", None)
-    return selector if callable(getattr(selector, "get_instance", None)) else None
+    selector = _private(trainer, "_data_connector", "_datahook_selector")
+    return selector if callable(_private(selector, "get_instance")) else None
 
 
 def combined_mode(loaders: object) -> str | None:
     """Return how a CombinedLoader combines, such as ``"max_size"``; None: it is none."""
-    return getattr(loaders, "_mode", None) if hasattr(loaders, "flattened") else None
+    mode: str | None = _private(loaders, "_mode")
+    return None if _private(loaders, "flattened") is None else mode
 
 
 def scalar_prefix(logger: object) -> str | None:
     """Return what a logger puts before the name of each scalar; None: not known."""
-    return getattr(logger, "_prefix", None)
+    prefix: str | None = _private(logger, "_prefix")
+    return prefix
 
 
 def is_compiled(pl_module: LightningModule) -> bool:
     """Return whether a module was made by ``torch.compile``; False where that is not known."""
-    return getattr(pl_module, "_compiler_ctx", None) is not None
+    return _private(pl_module, "_compiler_ctx") is not None
+
+
+def itself(value: _Value) -> _Value:
+    """Return what was given: how a copy of a trainer gets what was there before a replacement."""
+    return value
+
+
+def replace_for_one_run(trainer: Trainer, owner: object, name: str, value: object) -> None:
+    """Replace an attribute of one object, and put it back when the trainer's run ends.
+
+    Every run ends in ``strategy.teardown()``, after an exception, too. The hooks of a data module
+    or LightningModule, which users override without ``super()``, would not do.
+
+    Args:
+        trainer: In its run, or before it.
+        owner: Has the attribute; its class is not touched.
+        name: Of the attribute.
+        value: What it is from now on. To be picklable, and copied with the trainer.
+    """
+    ending = vars(trainer.strategy).get("teardown")
+    if not isinstance(ending, _PutsBack):
+        ending = _PutsBack(trainer.strategy)
+        ending.replace(trainer.strategy, "teardown", ending)
+    ending.replace(owner, name, value)
+
+
+class _PutsBack:
+    """A strategy's ``teardown`` that first puts back what was replaced."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        self.strategy = strategy
+        self.before: list[tuple[object, str, dict[str, object]]] = []
+
+    def replace(self, owner: object, name: str, value: object) -> None:
+        attributes = vars(owner)
+        self.before.append((owner, name, {n: v for n, v in attributes.items() if n == name}))
+        attributes[name] = value
+
+    def __call__(self) -> None:
+        for owner, name, before in reversed(self.before):
+            vars(owner).pop(name, None)
+            vars(owner).update(before)
+        self.strategy.teardown()

@@ -12,22 +12,18 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 from lightning_fastdata.augment.switch import leaves_to_device
 from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.host.machine import describe_machine, read_versions
-from lightning_fastdata.insight.model.evidence import Evidence
-from lightning_fastdata.insight.model.loader_facts import LoaderFacts, read_loader
+from lightning_fastdata.insight.model.evidence import Evidence, LoaderFacts, read_loader
 from lightning_fastdata.insight.model.simulate import simulate
 from lightning_fastdata.insight.report.run_report import RunReport
-from lightning_fastdata.insight.verdicts.verdict import judge
+from lightning_fastdata.insight.verdicts.catalogue import judge
 from lightning_fastdata.insight.waits.ranks import rank_evidence
 from lightning_fastdata.insight.waits.several_loaders import costliest
 from lightning_fastdata.plugin.loggers import boards
+from lightning_fastdata.plugin.loggers.boards import chosen, custom_scalar_layout
 from lightning_fastdata.plugin.loggers.report_files import ReportFiles
-from lightning_fastdata.plugin.loggers.scalars import chosen, custom_scalar_layout
-from lightning_fastdata.plugin.seams.sources import flattened, keyed
-from lightning_fastdata.plugin.seams.trainer_facts import (
-    attributes_of,
-    own_datamodule,
-    written_hook,
-)
+from lightning_fastdata.plugin.seams.internals import attributes_of
+from lightning_fastdata.plugin.seams.loaders import flattened, keyed
+from lightning_fastdata.plugin.seams.trainer import own_datamodule, written_hook
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -37,11 +33,11 @@ if TYPE_CHECKING:
 
     from lightning_fastdata.insight.measure.metrics import StageSummary
     from lightning_fastdata.insight.measure.wall import WallTime
-    from lightning_fastdata.insight.verdicts.verdict import Verdict
+    from lightning_fastdata.insight.verdicts.catalogue import Verdict
     from lightning_fastdata.insight.waits.several_loaders import LoaderWait
+    from lightning_fastdata.plugin.loggers.boards import Scalars
     from lightning_fastdata.plugin.loggers.pictures import BatchPictures
     from lightning_fastdata.plugin.loggers.report_files import Misfortunes
-    from lightning_fastdata.plugin.loggers.scalars import Scalars
     from lightning_fastdata.plugin.watch.headroom import ReplayedSteps
     from lightning_fastdata.plugin.watch.ranks import RankRecords
     from lightning_fastdata.plugin.watch.recording import Recording

@@ -11,9 +11,9 @@ from lightning_fastdata.insight.measure.stage import StageMeter
 from lightning_fastdata.insight.measure.stage_stamps import StageStamps
 from lightning_fastdata.insight.measure.wall import Activity, WallClock
 from lightning_fastdata.plugin.seams.hooks import overridden_hook
+from lightning_fastdata.plugin.seams.internals import attributes_of
+from lightning_fastdata.plugin.seams.loaders import flattened, keyed
 from lightning_fastdata.plugin.seams.profiler_tee import Listener
-from lightning_fastdata.plugin.seams.sources import flattened, keyed
-from lightning_fastdata.plugin.seams.trainer_facts import attributes_of
 
 if TYPE_CHECKING:
     import torch

@@ -13,20 +13,25 @@ from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.insight.report.run_report import RunReport
 from lightning_fastdata.insight.report.summary_text import first_word
 from lightning_fastdata.insight.waits.ranks import rank_metrics
-from lightning_fastdata.planning.checks import check, check_among
-from lightning_fastdata.planning.option_names import NeedsConstruction, refuses_unknown_names
+from lightning_fastdata.planning.options import (
+    NeedsConstruction,
+    check,
+    check_among,
+    refuses_unknown_names,
+)
 from lightning_fastdata.plugin.loggers import boards
+from lightning_fastdata.plugin.loggers.boards import PREDICTED_STEP, Scalars, wall_scalars
 from lightning_fastdata.plugin.loggers.pictures import PictureSettings, pictures_of
 from lightning_fastdata.plugin.loggers.report_files import Misfortunes, harmless, print_report
-from lightning_fastdata.plugin.loggers.scalars import PREDICTED_STEP, Scalars, wall_scalars
-from lightning_fastdata.plugin.seams.hook_on_instance import augment_foreign_batches
+from lightning_fastdata.plugin.seams.hooks import augment_foreign_batches
+from lightning_fastdata.plugin.seams.loaders import watch_sources
 from lightning_fastdata.plugin.seams.profiler_tee import Listener, attach
-from lightning_fastdata.plugin.seams.progress_bar import close_progress_bar, print_line
-from lightning_fastdata.plugin.seams.sources import watch_sources
-from lightning_fastdata.plugin.seams.trainer_facts import (
+from lightning_fastdata.plugin.seams.trainer import (
     augmenting_stages,
     check_hooks_run,
+    close_progress_bar,
     own_datamodule,
+    print_line,
     steps_logged_by,
 )
 from lightning_fastdata.plugin.watch.headroom import ReplayedSteps

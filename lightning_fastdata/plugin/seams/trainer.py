@@ -1,21 +1,31 @@
-"""What a data module and a callback ask their trainer; the former may have none."""
+"""What a data module and a callback ask of their trainer; the former may have none."""
 
 from __future__ import annotations
 
+import importlib
 import inspect
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 
+from lightning_fastdata.attributes import held
 from lightning_fastdata.errors import TransformError
 from lightning_fastdata.plugin.contracts import DataModule
-from lightning_fastdata.plugin.seams.hooks import overridden_hook
-from lightning_fastdata.plugin.seams.internals import batches_that_stepped, began_from_file
-from lightning_fastdata.types import Stage
+from lightning_fastdata.plugin.seams.hooks import PACKAGES, overridden_hook
+from lightning_fastdata.plugin.seams.internals import (
+    attributes_of,
+    batches_that_stepped,
+    began_from_file,
+)
+from lightning_fastdata.types import STAGES, Stage
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Callback, LightningModule, Trainer
+    from collections.abc import Callable
+
+    from lightning.pytorch import LightningModule, Trainer
+
 
 _STAGE_OF_FN: dict[str, Stage] = {
     "fit": "train",
@@ -25,19 +35,13 @@ _STAGE_OF_FN: dict[str, Stage] = {
 }
 
 
-class TrainerAttributes(Protocol):
-    """Attributes of a trainer that other classes of Lightning set, unseen by a type checker."""
+@runtime_checkable
+class _PrintingBar(Protocol):
+    """A progress bar that prints above itself while it is shown."""
 
-    datamodule: object
-    callbacks: list[Callback]
-    profiler: Any
-    fast_dev_run: bool | int
-    log_every_n_steps: int
-
-
-def attributes_of(trainer: Trainer) -> TrainerAttributes:
-    """Return the trainer, with types for the attributes that its class does not declare."""
-    return cast("TrainerAttributes", trainer)
+    @property
+    def is_enabled(self) -> bool: ...
+    def print(self, *args: Any, **kwargs: Any) -> None: ...
 
 
 def own_datamodule(trainer: Trainer) -> DataModule | None:
@@ -89,23 +93,16 @@ def augmenting_stages(trainer: Trainer, pl_module: LightningModule) -> Callable[
 
     A data module knows it once it has made the stage's loaders.
     """
-    hook = "on_after_batch_transfer"
-    ours, written = own_datamodule(trainer), overridden_hook(pl_module, hook) is not None
-    if ours is not None and not written:
-        return ours.augments_on_device
-    written = written or overridden_hook(attributes_of(trainer).datamodule, hook) is not None
-    return lambda _stage: written
+    ours = own_datamodule(trainer)
+    owners = [pl_module] if ours is not None else [pl_module, attributes_of(trainer).datamodule]
+    written = any(overridden_hook(owner, "on_after_batch_transfer") for owner in owners)
+    return ours.augments_on_device if ours is not None and not written else lambda _stage: written
 
 
 def written_hook(trainer: Trainer, name: str) -> str:
-    """Return which transfer hook of the user runs, e.g. ``"Net.on_after_batch_transfer"``.
+    """Return which transfer hook of the user runs, e.g. ``"Net.on_after_batch_transfer"``, or "".
 
-    Args:
-        trainer: Lightning calls that of its data module, if it has one of its own.
-        name: Of the hook.
-
-    Returns:
-        Its class and name; empty if nobody wrote one.
+    Lightning calls that of its data module, if it has one of its own.
     """
     data, module = attributes_of(trainer).datamodule, trainer.lightning_module
     ours = own_datamodule(trainer)
@@ -129,3 +126,58 @@ def check_hooks_run(pl_module: LightningModule) -> None:
             "never run. Use training_step(batch, batch_idx), or call the transform in the step "
             "and leave out `augment`."
         )
+
+
+def print_line(trainer: Trainer, text: str) -> None:
+    """Print a line above the bar, if there is one."""
+    bar: object = trainer.progress_bar_callback
+    if isinstance(bar, _PrintingBar) and bar.is_enabled:
+        bar.print(text)
+        return
+    from rich.console import Console
+
+    Console().print(text, soft_wrap=True, highlight=False, markup=False)
+
+
+def close_progress_bar(trainer: Trainer) -> None:
+    """Close the bar, whose own teardown may come after ours and would draw over the summary.
+
+    Both of Lightning's bars are closed by these public names, and closing twice is harmless.
+    """
+    bar = trainer.progress_bar_callback
+    rich_progress = held(bar, "progress")
+    if rich_progress is not None:
+        rich_progress.stop()
+        return
+    for stage in STAGES:
+        with suppress(AttributeError, TypeError):  # TQDM's raise a TypeError before first use
+            getattr(bar, f"{stage}_progress_bar").close()
+
+
+@contextmanager
+def unseen_steps(trainer: Trainer, pl_module: LightningModule) -> Iterator[None]:
+    """Hide what happens in the block from callbacks, loggers and profiler; ``self.log`` is silent.
+
+    All that is replaced for it is as it was behind the block.
+    """
+    modules = (kind.__module__ for kind in type(trainer).__mro__)
+    package = next(name for name in modules if name.startswith(PACKAGES)).split(".trainer")[0]
+    loggers = importlib.import_module(f"{package}.loggers.logger")
+    profilers = importlib.import_module(f"{package}.profilers")
+    hidden, attributes = attributes_of(trainer), vars(pl_module)
+    kept = hidden.callbacks, trainer.loggers, hidden.profiler
+    shadowed = {name: attributes[name] for name in {"log", "log_dict"} & attributes.keys()}
+    hidden.callbacks = []
+    trainer.loggers = [loggers.DummyLogger() for _ in trainer.loggers]
+    hidden.profiler = profilers.PassThroughProfiler()
+    attributes.update(log=_log_nothing, log_dict=_log_nothing)
+    try:
+        yield
+    finally:
+        hidden.callbacks, trainer.loggers, hidden.profiler = kept
+        del attributes["log"], attributes["log_dict"]
+        attributes.update(shadowed)
+
+
+def _log_nothing(*_: object, **__: object) -> None:
+    """Take the place of ``self.log`` and ``self.log_dict``."""

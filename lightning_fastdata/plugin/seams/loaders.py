@@ -1,0 +1,184 @@
+"""The loaders of a trainer: seen before they are iterated, one by one, and shared by ranks."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
+
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_fastdata.insight.waits.several_loaders import LoaderKey
+from lightning_fastdata.order.epoch_order import (
+    EvaluationBatchSampler,
+    can_share_evenly,
+    dataset_length,
+)
+from lightning_fastdata.plugin.seams.internals import (
+    data_connector,
+    data_source,
+    itself,
+    replace_for_one_run,
+)
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+    from lightning_fastdata.types import Stage
+
+_PADDED: Final = "Using `DistributedSampler` with the dataloaders. During `trainer."
+
+
+@runtime_checkable
+class _Combined(Protocol):
+    """Lightning's CombinedLoader, of either package."""
+
+    @property
+    def iterables(self) -> object: ...
+    @property
+    def flattened(self) -> object: ...
+
+
+def watch_sources(
+    trainer: Trainer, stages: Collection[Stage], watch: Callable[[Stage, object], None]
+) -> Callable[[], None]:
+    """Show a trainer's loaders before they are iterated, and return what stops that.
+
+    Lightning calls no hook between getting a loader and starting its workers. Where a version has
+    no data source, the loaders are seen when the training starts.
+
+    Args:
+        trainer: Before it has any loader.
+        stages: Whose loaders are to be seen.
+        watch: Called with the stage and its loaders, in whatever form they come.
+    """
+    loops: list[tuple[Stage, object]] = [
+        ("train", trainer.fit_loop),
+        ("val", trainer.fit_loop.epoch_loop.val_loop),
+        ("val", trainer.validate_loop),
+        ("test", trainer.test_loop),
+        ("predict", trainer.predict_loop),
+    ]
+    shown = []
+    for stage, loop in loops:
+        source = data_source(loop) if stage in stages else None
+        if source is not None:
+            vars(source)["dataloader"] = _ShownLoaders(source.dataloader, stage, watch)
+            shown.append(source)
+
+    def stop() -> None:
+        for source in shown:
+            vars(source).pop("dataloader", None)
+
+    return stop
+
+
+class _ShownLoaders:
+    """A data source's ``dataloader``, which shows what it returns."""
+
+    def __init__(
+        self, ask: Callable[[], object], stage: Stage, watch: Callable[[Stage, object], None]
+    ) -> None:
+        self.ask = ask
+        self.stage = stage
+        self.watch = watch
+
+    def __call__(self) -> object:
+        loaders = self.ask()
+        self.watch(self.stage, loaders)
+        return loaders
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object]]:
+        # A copy of the trainer is not measured.
+        return itself, (self.ask,)
+
+
+def flattened(loaders: object) -> Iterator[Any]:
+    """Return a trainer's loaders one by one, in whatever form they come."""
+    return (loader for _, loader in _with_paths(loaders, ()))
+
+
+def keyed(loaders: object) -> list[tuple[LoaderKey, Any]]:
+    """Return several loaders with their keys as the user wrote them; empty if there is one."""
+    found = [(LoaderKey(path), loader) for path, loader in _with_paths(loaders, ())]
+    return found if len(found) > 1 else []
+
+
+def _with_paths(
+    loaders: object, path: tuple[object, ...]
+) -> Iterator[tuple[tuple[object, ...], Any]]:
+    if isinstance(loaders, _Combined):
+        loaders = loaders.iterables
+    inner: Iterable[tuple[object, object]]
+    if isinstance(loaders, Mapping):
+        inner = loaders.items()
+    elif isinstance(loaders, list | tuple):
+        inner = enumerate(loaders)
+    else:
+        if loaders is not None:
+            yield path, loaders
+        return
+    for key, loader in inner:
+        yield from _with_paths(loader, (*path, key))
+
+
+def average_exactly(trainer: Trainer) -> None:
+    """Keep a trainer's strategy from rounding the mean of whole numbers over the ranks, in one run.
+
+    An epoch's mean in ``self.log(..., sync_dist=True)`` is the mean of the ranks' sums over the
+    mean of their counts. Lightning rounds the latter down, because counts are integers: 11 samples
+    on two ranks count as 2 * 5, and the logged mean is a tenth too large.
+    """
+    strategy = trainer.strategy
+    if not isinstance(vars(strategy).get("reduce"), _ExactReduce):
+        replace_for_one_run(trainer, strategy, "reduce", _ExactReduce(strategy.reduce))
+
+
+class _ExactReduce:
+    """A strategy's ``reduce`` whose means of integers are floating-point numbers."""
+
+    def __init__(self, reduce: Callable[..., object]) -> None:
+        self.reduce = reduce
+
+    def __call__(self, tensor: object, group: object = None, reduce_op: object = "mean") -> object:
+        if isinstance(tensor, torch.Tensor) and reduce_op in ("mean", "avg"):
+            whole = not (tensor.is_floating_point() or tensor.is_complex())
+            tensor = tensor.to(torch.get_default_dtype()) if whole else tensor
+        return self.reduce(tensor, group=group, reduce_op=reduce_op)
+
+
+def silence_padding_warning(trainer: Trainer) -> None:
+    """Keep Lightning from warning, in one run, that samples of evenly shared loaders count twice.
+
+    The warning of every other loader is given.
+    """
+    connector = data_connector(trainer)
+    if connector is None or isinstance(connector._prepare_dataloader, _QuietPrepare):
+        return
+    quiet = _QuietPrepare(connector._prepare_dataloader, trainer.world_size)
+    replace_for_one_run(trainer, connector, "_prepare_dataloader", quiet)
+
+
+class _QuietPrepare:
+    """A data connector's ``_prepare_dataloader``, which warns only where there is reason to."""
+
+    def __init__(self, prepare: Callable[..., object], ranks: int) -> None:
+        self.prepare = prepare
+        self.ranks = ranks
+
+    def __call__(self, dataloader: object, *args: object, **kwargs: object) -> object:
+        with warnings.catch_warnings():
+            if is_shared_evenly(dataloader, self.ranks):
+                message = re.escape(_PADDED)
+                warnings.filterwarnings("ignore", message=message, category=UserWarning)
+            return self.prepare(dataloader, *args, **kwargs)
+
+
+def is_shared_evenly(loader: object, ranks: int) -> bool:
+    """Return whether ranks share a loader's samples, each once and in as many batches on each."""
+    sampler = loader.batch_sampler if isinstance(loader, DataLoader) else None
+    if not isinstance(sampler, EvaluationBatchSampler) or not isinstance(loader, DataLoader):
+        return False
+    return can_share_evenly(dataset_length(loader.dataset) or 0, sampler.batch_size, ranks)
