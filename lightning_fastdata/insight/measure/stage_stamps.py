@@ -249,7 +249,7 @@ class StageStamps:
             return None
         waits = self._waits_ms()
         mine_ms, all_ms = waits[source.key] or 0.0, sum(each or 0.0 for each in waits.values())
-        within_ms = source.within_pass_ms(self._steps)
+        within_ms = source.waited_ms(self._steps, within_passes=True)
         return OneOfSeveral(
             label=source.key.label,
             wait_ms=mine_ms,

@@ -8,11 +8,10 @@ holds up the others is the one that stalls most, and its compute is the shortest
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
 
-import numpy as np
-
+from lightning_fastdata.insight.measure.metrics import measured, warm_steps
 from lightning_fastdata.insight.model.finding import STALL_LOW
 
 if TYPE_CHECKING:
@@ -56,32 +55,27 @@ class RankTiming:
 
 
 def rank_timing(steps: Columns, *, rank: int, host: str, reason: str = "") -> RankTiming:
-    """Return the means of a rank's steps.
+    """Return the means of a rank's steps, as from :meth:`StepHistory.newest`; may be none at all.
 
-    Args:
-        steps: Timings, as from :meth:`StepHistory.newest`; may be none at all.
-        rank: Global rank.
-        host: Name of its machine.
-        reason: Why its batches are late.
+    ``reason``: Why its batches are late.
     """
-    counted = steps["cold"] == 0
-    if not counted.any():
-        counted = np.ones_like(counted)
-    means = {name: _mean(steps[name][counted]) for name in _MEANS}
-    return RankTiming(rank=rank, host=host, steps=int(counted.sum()), reason=reason, **means)
+    counted = warm_steps(steps)
+    known = {name: measured(counted[name]) for name in _MEANS}
+    means = {name: float(values.mean()) for name, values in known.items() if values.size}
+    return RankTiming(rank=rank, host=host, steps=len(counted["cold"]), reason=reason, **means)
 
 
 def together(timings: Sequence[RankTiming]) -> RankTiming:
-    """Return several timings of one rank as one: means over all of their steps.
-
-    Args:
-        timings: At least one, oldest first.
-    """
-    newest = timings[-1]
-    means: dict[str, Any] = {
-        name: _weighted((getattr(t, name), t.steps) for t in timings) for name in _MEANS
-    }
-    return replace(newest, steps=sum(timing.steps for timing in timings), **means)
+    """Return several timings of one rank, oldest first, as one: means over all of their steps."""
+    newest, means = timings[-1], {}
+    for name in _MEANS:
+        known = [(v, t.steps) for t in timings if (v := getattr(t, name)) is not None and t.steps]
+        total = sum(steps for _, steps in known)
+        means[name] = sum(value * steps for value, steps in known) / total if total else None
+    steps = sum(timing.steps for timing in timings)
+    return RankTiming(
+        rank=newest.rank, host=newest.host, steps=steps, reason=newest.reason, **means
+    )
 
 
 def slowest(ranks: Iterable[RankTiming]) -> RankTiming | None:
@@ -135,7 +129,7 @@ def ranks_line(ranks: Sequence[RankTiming]) -> str | None:
     return f"{where} stall alike, {mean:.1f} ms a step, at most {stall:.1f}"
 
 
-def rank_evidence(ranks: Sequence[RankTiming]) -> dict[str, tuple[Any, ...]]:
+def rank_evidence(ranks: Sequence[RankTiming]) -> dict[str, tuple[object, ...]]:
     """Return the fields of :class:`Evidence` that are about ranks.
 
     Empty if a stall is missing: a rank that is not known may be the one that is looked for.
@@ -153,14 +147,3 @@ def rank_evidence(ranks: Sequence[RankTiming]) -> dict[str, tuple[Any, ...]]:
 
 def _with_stall(ranks: Iterable[RankTiming]) -> list[RankTiming]:
     return [each for each in ranks if each.stall_ms is not None]
-
-
-def _mean(values: Any) -> float | None:
-    values = values[~np.isnan(values)]
-    return float(values.mean()) if values.size else None
-
-
-def _weighted(values: Iterable[tuple[float | None, int]]) -> float | None:
-    known = [(value, steps) for value, steps in values if value is not None and steps]
-    total = sum(steps for _, steps in known)
-    return sum(value * steps for value, steps in known) / total if total else None

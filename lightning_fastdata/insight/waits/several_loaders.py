@@ -6,9 +6,9 @@ The loaders are asked one after the other, so that a step waits for the sum of t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from lightning_fastdata.insight.waits.causes import CauseTotals
 
@@ -23,20 +23,18 @@ _NS_PER_MS: Final = 1e6
 class LoaderKey:
     """Where a loader stands in the list or dict that the user wrote."""
 
-    path: tuple[Any, ...]
+    path: tuple[Hashable, ...]
     """Keys and positions, the outermost first."""
 
     @property
     def name(self) -> str:
         """For lists, e.g. ``images``, ``1`` or ``pairs[0]``."""
-        first, *inner = self.path
-        return f"{first}{''.join(f'[{key!r}]' for key in inner)}"
+        return f"{self.path[0]}{''.join(f'[{key!r}]' for key in self.path[1:])}"
 
     @property
     def label(self) -> str:
         """For sentences, e.g. ``loader 'images'``, ``loader 1`` or ``loader 'pairs'[0]``."""
-        first, *inner = self.path
-        return f"loader {first!r}{''.join(f'[{key!r}]' for key in inner)}"
+        return f"loader {self.path[0]!r}{''.join(f'[{key!r}]' for key in self.path[1:])}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,12 +73,7 @@ class OneOfSeveral:
     """The other loaders, and the ms a step takes at least because of them."""
 
     def changed_step_ms(self, step_ms: float, ratio: float) -> float:
-        """Return a step of which the time between this loader's batches has changed.
-
-        Args:
-            step_ms: Before.
-            ratio: Of the time between two of its batches, after to before.
-        """
+        """Return a step if the time between two batches of this loader changes by a ratio."""
         # Steps that take no batch of it are as long as the others without the wait for it.
         rest_ms = max(0.0, step_ms - self.wait_ms) * min(1.0, self.batches_per_step)
         return max(0.0, step_ms - min(step_ms, rest_ms + self.wait_ms) * (1 - ratio))
@@ -127,13 +120,10 @@ class LoaderTotals:
             batch = batch._replace(first=opening)
         self.totals.add(batch, loader)
 
-    def waited_ms(self, steps: int) -> float:
-        """Return the wait for its batches, the mean over so many steps."""
-        return self.waited_ns / steps / _NS_PER_MS
-
-    def within_pass_ms(self, steps: int) -> float:
-        """Return the same without the first batches of passes over it."""
-        return (self.waited_ns - self.begins_ns) / steps / _NS_PER_MS
+    def waited_ms(self, steps: int, *, within_passes: bool = False) -> float:
+        """Return the mean wait over so many steps, maybe without first batches of passes."""
+        waited_ns = self.waited_ns - (self.begins_ns if within_passes else 0)
+        return waited_ns / steps / _NS_PER_MS
 
 
 def step_waits_ms(
@@ -149,7 +139,7 @@ def step_waits_ms(
         keys: Of all loaders.
         totals: Of those that take stamps.
         steps: Over which the mean is taken.
-        step_wait_ms: What a step waits for all of them, as the loop measured it; None: not known.
+        step_wait_ms: For all of them, as the loop measured it; None: not known.
     """
     found: dict[LoaderKey, float | None] = dict.fromkeys(keys)
     if not steps:
