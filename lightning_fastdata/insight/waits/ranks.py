@@ -1,25 +1,42 @@
-"""What the steps of each rank took, and which rank holds up the others. Pure.
+"""What the steps of each rank took, which rank holds up the others, and how rank 0 learns it.
 
 Where ranks compute in step, all their steps are equally long: the rank whose data is late stalls,
 and the others wait for it inside their backward pass, which counts as compute. So the rank that
 holds up the others is the one that stalls most, and its compute is the shortest.
+
+Once an epoch each rank writes one short record into the key-value store at which the ranks of
+``torch.distributed`` met, and rank 0 reads them. That is no collective: it works with every
+backend, cannot get between the collectives of the training, and a rank that is ahead, behind, or
+gone makes no other wait for longer than some seconds, once.
 """
 
 from __future__ import annotations
 
 import json
+import socket
+import time
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from lightning_fastdata.insight.measure.metrics import measured, warm_steps
 from lightning_fastdata.insight.model.finding import STALL_LOW
+from lightning_fastdata.insight.waits.causes import cause_lines
+from lightning_fastdata.torch_internals import default_store
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence, Set
 
-    from lightning_fastdata.insight.measure.metrics import Columns
+    from torch.distributed import Store  # type: ignore[attr-defined]
 
-_MEANS = ("step_ms", "stall_ms", "wait_ms", "compute_ms")
+    from lightning_fastdata.insight.measure.metrics import Columns, StageSummary, StepHistory
+
+T = TypeVar("T")
+
+_MEANS: Final = ("step_ms", "stall_ms", "wait_ms", "compute_ms")
+_PATIENCE_S: Final = 2.0
+_LATE_PATIENCE_S: Final = 0.05
+"""For ranks that have been waited for in vain the last time."""
+_POLL_S: Final = 0.005
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,3 +164,130 @@ def rank_evidence(ranks: Sequence[RankTiming]) -> dict[str, tuple[object, ...]]:
 
 def _with_stall(ranks: Iterable[RankTiming]) -> list[RankTiming]:
     return [each for each in ranks if each.stall_ms is not None]
+
+
+class RankRecords:
+    """What the ranks of one run have measured so far; complete on rank 0 only.
+
+    Every rank makes one when its training starts.
+
+    Args:
+        store: That all ranks share; None: there is none.
+        rank: Of this process, global.
+        world_size: Number of ranks.
+        host: Name of this machine.
+        patience_s: How long rank 0 waits at the end of an epoch for ranks that have not reported.
+            Once it has waited in vain for a rank, it hardly waits for that one any more until it
+            has caught up.
+    """
+
+    def __init__(
+        self,
+        store: Store | None,
+        *,
+        rank: int,
+        world_size: int,
+        host: str | None = None,
+        patience_s: float = _PATIENCE_S,
+    ) -> None:
+        self._store = store
+        self._rank = rank
+        self._host = socket.gethostname() if host is None else host
+        self._patience_s = patience_s
+        self._steps = self._epochs = 0
+        # Records that are next to be read of each rank, and what is known of it.
+        self._next = dict.fromkeys(range(world_size), 0)
+        self._late: set[int] = set()
+        self._so_far: dict[int, RankTiming] = {}
+        self._broken = None if store is not None else "there is no store that the ranks share"
+        # A later fit of the same ranks must not read what an earlier one left.
+        self._run = self._tried(lambda store: store.add(f"runs/{rank}", 1))
+
+    @property
+    def so_far(self) -> tuple[RankTiming, ...]:
+        """The means over all epochs that were reported, by rank; on other ranks than 0 empty."""
+        return tuple(self._so_far[rank] for rank in sorted(self._so_far))
+
+    def epoch_ended(
+        self, history: StepHistory, summary: StageSummary | None = None
+    ) -> tuple[RankTiming, ...]:
+        """Report what the steps since the last call took, and return what is new on rank 0.
+
+        Args:
+            history: Of this rank's training steps; only the kept ones count.
+            summary: Of all of its training steps; says why its batches are late.
+        """
+        new, self._steps = history.steps - self._steps, history.steps
+        reason = ""
+        if summary is not None and (summary.stall_share or 0.0) >= STALL_LOW and summary.causes:
+            reason = next(iter(cause_lines(summary.causes)), "")
+        timing = rank_timing(history.newest(new), rank=self._rank, host=self._host, reason=reason)
+        key = self._key(self._rank, self._epochs)
+        self._tried(lambda store: store.set(key, timing.as_json()))
+        self._epochs += 1
+        return self.read(self._patience_s)
+
+    def read(self, patience_s: float = 0.0) -> tuple[RankTiming, ...]:
+        """Return what ranks have reported since the last call, on rank 0; nothing on other ranks.
+
+        ``patience_s``: How long to wait for ranks that have ended fewer epochs than this one.
+        """
+        if self._rank != 0:
+            return ()
+        newest: dict[int, RankTiming] = {}
+        self._tried(lambda store: self._read_into(newest, store, patience_s))
+        return tuple(newest[rank] for rank in sorted(newest))
+
+    def notes(self) -> tuple[str, ...]:
+        """Return what has to be said of ranks that are not known."""
+        if self._broken is not None:
+            return (f"What the other ranks measured is not known: {self._broken}.",)
+        missing = sorted(self._next.keys() - self._so_far.keys())
+        if self._rank != 0 or not missing or not self._epochs:
+            return ()
+        return (f"Nothing was heard of rank {', '.join(map(str, missing))}.",)
+
+    def _read_into(self, newest: dict[int, RankTiming], store: Store, patience_s: float) -> None:
+        self._await(self._next.keys() - self._late, store, patience_s)
+        self._await(self._late, store, min(patience_s, _LATE_PATIENCE_S))
+        for rank in self._next:
+            reported = []
+            while store.check([key := self._key(rank, self._next[rank])]):
+                reported.append(RankTiming.from_json(store.get(key)))
+                store.delete_key(key)
+                self._next[rank] += 1
+            if reported:
+                newest[rank] = together(reported)
+                known = self._so_far.get(rank)
+                self._so_far[rank] = together(reported if known is None else [known, *reported])
+        self._late = {rank for rank, number in self._next.items() if number < self._epochs}
+
+    def _await(self, ranks: Set[int], store: Store, patience_s: float) -> None:
+        newest = self._epochs - 1
+        awaited = [self._key(rank, newest) for rank in ranks if self._next[rank] <= newest]
+        until = time.monotonic() + patience_s
+        while awaited and not store.check(awaited) and time.monotonic() < until:
+            time.sleep(_POLL_S)
+
+    def _key(self, rank: int, number: int) -> str:
+        return f"{self._run}/{rank}/{number}"
+
+    def _tried(self, act: Callable[[Store], T]) -> T | None:
+        """Use the store while it answers; the training does not fail if it does not."""
+        if self._broken is not None or self._store is None:
+            return None
+        try:
+            return act(self._store)
+        except RuntimeError as error:  # every torch.distributed error is one
+            self._broken = f"{type(error).__name__}: {error}".splitlines()[0]
+            return None
+
+
+def shared_store() -> Store | None:
+    """Return a store of our own within the one at which this process met its ranks, or None."""
+    store = default_store()
+    if store is None:
+        return None
+    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+    return PrefixStore("lightning_fastdata", store)
