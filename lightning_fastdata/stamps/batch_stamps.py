@@ -134,15 +134,12 @@ class TaskStamps(NamedTuple):
     thread: int
     """Number of the thread in it."""
     began_ns: int
-    """When it began."""
     ended_ns: int
-    """When it had finished."""
     cpu_ns: int | None
     """Time on a CPU; None where the kernel does not report it, or the task was too short to ask."""
     runqueue_ns: int | None
     """Time ready to run while other threads had the CPUs; None as above."""
     samples: int
-    """Samples read."""
     read_ns: int
     """Time in the dataset: reading, decoding and transforming."""
     collate_ns: int
@@ -180,17 +177,16 @@ class BatchStamps(NamedTuple):
     number: int
     """Counts the batches of the loader."""
     samples: int
-    """Samples in it."""
     requested_ns: int
     """When the training asked for it."""
     delivered_ns: int
     """When the training got it."""
     tasks: tuple[TaskStamps, ...]
-    """What was done for it, in the order in which it ended."""
+    """In the order in which they ended."""
     ready_ahead: int
     """Later batches that were complete when it was asked for."""
     first: bool = False
-    """It was the first batch of its epoch."""
+    """Whether it was the first batch of its epoch."""
     pinned_ns: tuple[int, int] | None = None
     """When its copy into page-locked memory began and ended; None where torch makes none."""
     own: OwnStamps = _NOTHING

@@ -74,11 +74,7 @@ def key_of(place: Place) -> tuple[int, ...]:
 
 
 def place_of(frame: FrameType | None) -> Place | None:
-    """Return where a thread is that reads samples; None: it does something else.
-
-    Args:
-        frame: The innermost one of the thread.
-    """
+    """Return where a thread is that reads samples, by its frame; None: it does something else."""
     called: CodeType | None = None
     inside: CodeType | None = None
     below: CodeType | None = None

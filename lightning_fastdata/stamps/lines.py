@@ -60,10 +60,9 @@ class LineTime(NamedTuple):
 
 
 class LineWatch:
-    """Looks where the threads of a process are that read samples, at one of them at a time.
+    """Looks for one of so many parts of the time where threads are that read samples.
 
-    Nothing that goes wrong in it is raised; then lines are not named. Reading is looked at for one
-    of so many (``every``) parts of the time.
+    At one of them at a time. After an error in it, lines are not named.
     """
 
     def __init__(self, every: int = EVERY) -> None:

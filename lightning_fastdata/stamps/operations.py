@@ -68,10 +68,7 @@ class OperationWatch:
                 vars(owner)["transforms"] = stand_ins
 
     def end(self) -> tuple[OperationTime, ...] | None:
-        """End the task; return what its operations took, or None if it was not timed.
-
-        None, too, if the dataset holds no composition. Does nothing the second time.
-        """
+        """End the task; return what its operations took: None if it was not timed, or has none."""
         if self._thread is None or self._thread != threading.get_ident():
             return None
         held = bool(self._replaced)

@@ -58,7 +58,7 @@ def _arrived(began_ns: int, batch: Batch, task: TaskStamps, ended_ns: int) -> En
 
 
 class ReadingWatch:
-    """Takes the stamps of one batch after the other, in whichever process and thread reads them.
+    """Takes the stamps of one batch after the other, in whichever thread reads them.
 
     A task begins with the first sample of a batch and ends when the batch is collated.
     """
@@ -194,11 +194,7 @@ class EnvelopeCollate:
 
 
 class ShowDataset:
-    """Has ``get_worker_info().dataset`` be the dataset itself, then starts the worker.
-
-    Args:
-        then: Called with the number of the worker.
-    """
+    """Has ``get_worker_info().dataset`` be the dataset itself, then starts the worker."""
 
     def __init__(self, then: Callable[[int], None] | None) -> None:
         self.then = then

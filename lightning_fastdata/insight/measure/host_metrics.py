@@ -20,10 +20,7 @@ if TYPE_CHECKING:
 
 
 def host_scalars(before: HostUsage, after: HostUsage) -> dict[str, float]:
-    """Return what the host and its workers did between two readings, as ``MACHINE`` names it.
-
-    What the host does not report has no key.
-    """
+    """Return what the host and its workers did between two readings, as far as it is reported."""
     seconds = after.at_s - before.at_s
     throttled, shm = throttled_share(before, after), after.shm_used_share
     found = {
@@ -51,10 +48,7 @@ def host_scalars(before: HostUsage, after: HostUsage) -> dict[str, float]:
 
 
 def device_scalars(before: DeviceUsage | None, after: DeviceUsage | None) -> dict[str, float]:
-    """Return how the device's memory was used, as ``metric_names.MACHINE`` names it.
-
-    ``before`` is the reading at the begin of the training. Empty for devices that report nothing.
-    """
+    """Return how the device's memory was used since a first reading; empty: not reported."""
     if before is None or after is None:
         return {}
     return {
@@ -116,14 +110,7 @@ _REST: Final = 1000
 
 
 class HostMeter:
-    """The machine's side of one training, from its construction on.
-
-    Args:
-        device: What computes.
-        busy_share: Return the part of the time in which the workers had a task, 0 to 1, or None.
-        clock_s: Monotonic time in seconds.
-        workers: Return the process numbers of the workers.
-    """
+    """The machine's side of one training, from its construction on."""
 
     def __init__(
         self,
@@ -142,10 +129,7 @@ class HostMeter:
         self._due_s = self._memory_due_s = clock_s()
 
     def metrics(self, *, memory: bool = True) -> dict[str, float]:
-        """Return the scalars since the last call that returned some; empty if that is too recent.
-
-        The memory of this process and its workers is expensive to add up, and read more rarely.
-        """
+        """Return the scalars since the last call that returned some; empty if it is too early."""
         began_s = self._clock_s()
         if began_s < self._due_s:
             return {}

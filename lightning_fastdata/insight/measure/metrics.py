@@ -39,10 +39,7 @@ class Cold(IntEnum):
 
 
 class StepTiming(NamedTuple):
-    """What one step cost. None = not measured, never 0.
-
-    A tuple and not a frozen dataclass, because one is made in every step, at a quarter of the cost.
-    """
+    """What one step cost; None: not measured. A tuple is made in a quarter of the time."""
 
     step: int
     """Number of the step in its stage, counted from 0 over all epochs."""
@@ -172,15 +169,7 @@ class StageSummary:
 
 
 class StepHistory:
-    """Totals over all steps and the single values of the newest, in memory that never grows.
-
-    Args:
-        window: How many of the newest steps keep their single values.
-
-    Attributes:
-        steps: All steps so far.
-        samples: Samples in all steps so far.
-    """
+    """Totals over all steps, and single values of the newest, in memory that never grows."""
 
     def __init__(self, window: int = 1024) -> None:
         self._rows: deque[StepTiming] = deque(maxlen=window)
@@ -218,14 +207,7 @@ class StepHistory:
     def summarize(
         self, stage: str, *, duration_s: float, device: str = "cpu", dropped_steps: int = 0
     ) -> StageSummary:
-        """Return where all steps so far went: the warm ones, unless there are none.
-
-        Args:
-            stage: Name of the stage.
-            duration_s: Its wall time.
-            device: Type of the device that computed.
-            dropped_steps: Steps without device figures.
-        """
+        """Return where all steps so far went: the warm ones, unless there are none."""
         kind = next((kind for kind in Cold if any(self._count[kind])), Cold.NO)
         columns = warm_steps(self.newest())
         totals, counts = self._sum[kind], self._count[kind]

@@ -43,12 +43,7 @@ if TYPE_CHECKING:
 class StageMeter:
     """The timeline of one stage, its stamps, its log window and the wall time it has covered.
 
-    Args:
-        stage: What the steps are for.
-        device: What computes.
-        stamps: Of its loaders.
-        host: The clock for waits.
-        updates: Optimizer steps so far; None: not counted.
+    ``updates`` counts optimizer steps; None: they are not counted.
     """
 
     def __init__(
@@ -132,14 +127,8 @@ class StageMeter:
     def evidence(
         self, summary: StageSummary, facts: LoaderFacts, *, cpus: float, **measured: Any
     ) -> Evidence:
-        """Return everything that is known of the stage.
-
-        Args:
-            summary: Of this stage.
-            facts: What its loader says about itself.
-            cpus: CPUs that this process and its workers may use.
-            measured: Further fields of :class:`Evidence`.
-        """
+        """Return everything that is known of the stage; ``measured`` are further fields of it."""
+        totals = self.stamps.slowest()
         loader, stamps = self.stamps.slowest_loader()
         most = costliest(summary.loaders)
         if most is not None and most.causes is None:
@@ -158,7 +147,7 @@ class StageMeter:
             setup,
             facts,
             step_queued=times.step_queued,
-            read_rates=self.stamps.read_rates(),
+            read_rates=None if totals is None else totals.rates,
             **measured,
         )
 
@@ -277,10 +266,6 @@ def window_means(columns: Columns, prefix: str = "data") -> dict[str, float]:
     """Return the scalars of a window of steps, as ``metric_names.STEPS`` has them.
 
     Cold steps are left out, unless there are no others; what was not measured has no key.
-
-    Args:
-        columns: The steps, as from `StepHistory.newest`.
-        prefix: ``data`` for training, ``data_val`` for validation.
     """
     columns = warm_steps(columns)
     step, stall, samples = columns["step_ms"], columns["stall_ms"], columns["samples"]

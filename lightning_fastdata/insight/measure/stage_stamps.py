@@ -19,14 +19,13 @@ from lightning_fastdata.insight.waits.several_loaders import (
     LoaderTotals,
     LoaderWait,
     OneOfSeveral,
-    step_waits_ms,
 )
 from lightning_fastdata.loading.loader import FastDataLoader
 
 if TYPE_CHECKING:
     from lightning_fastdata.insight.waits.causes import WaitCauses
     from lightning_fastdata.insight.waits.several_loaders import LoaderKey
-    from lightning_fastdata.stamps.batch_stamps import BatchStamps, ReadRates
+    from lightning_fastdata.stamps.batch_stamps import BatchStamps
 
 _MOST_UNCUT: Final = 256
 """Waits are cut when a result is asked for, at the latest when there are so many."""
@@ -68,10 +67,6 @@ class StageStamps:
     Args:
         prefix: Of the names for loggers: ``data`` for training, ``data_val`` for validation.
         lendable: Let a later one take over a loader, and take over those of earlier ones that do.
-
-    Attributes:
-        step_wait_ms: What a step waits for all loaders as the loop measured it, the mean without
-            first steps of epochs; None: not known.
     """
 
     def __init__(self, prefix: str, *, lendable: bool = False) -> None:
@@ -90,13 +85,10 @@ class StageStamps:
         self._steps = self._window_steps = 0
         """Steps that were not the first of an epoch: all, and since the last metrics."""
 
-    def watch(self, loaders: Iterable[Any], keys: Sequence[LoaderKey] = ()) -> None:
+    def watch(self, loaders: Iterable[object], keys: Sequence[LoaderKey] = ()) -> None:
         """Have each FastDataLoader among some loaders record its stamps, if no other code does.
 
-        Args:
-            loaders: Of the stage.
-            keys: Of several that are read in the same steps or in turn; none: they are reported
-                together.
+        Several that are read in the same steps or in turn have keys; else they count as one.
         """
         loaders = list(loaders)
         key_of = {id(loader): key for loader, key in zip(loaders, keys, strict=False)}
@@ -174,26 +166,21 @@ class StageStamps:
                 return
 
     def metrics(self) -> dict[str, float]:
-        """Return the mean parts of the waits since the last call, by their names for loggers.
-
-        Of a batch; of a step where several loaders are known by their keys.
-        """
+        """Return the mean parts of the waits since the last call, a batch or a step with keys."""
         self.cut()
         steps, self._window_steps = self._window_steps, 0
         found: dict[str, float] = {}
         for source in self._sources.values():
             batches, source.window_batches = source.window_batches, 0
             per_step = 1.0 if source.key is None else batches / max(1, steps)
-            for name, ms in source.totals.window().items():
+            for name, ms in source.window().items():
                 found[name] = found.get(name, 0.0) + ms * per_step
         return found
 
     def summary(self) -> WaitCauses | None:
         """Return why batches were late, or None without stamps."""
-        return self._causes_of(self._slowest_source())
-
-    def _causes_of(self, source: LoaderTotals | None) -> WaitCauses | None:
-        return None if source is None else source.totals.summary(self._path_of)
+        source = self.slowest()
+        return None if source is None else source.summary(self._path_of)
 
     def loader_waits(self) -> tuple[LoaderWait, ...]:
         """Return what each of several loaders costs, in their order; empty where there is one."""
@@ -205,31 +192,44 @@ class StageStamps:
                 label=key.label,
                 wait_ms=waits[key],
                 batches=None if source is None else source.batches,
-                causes=self._causes_of(source),
+                causes=None if source is None else source.summary(self._path_of),
             )
             for key in self._keys
             for source in (self._sources.get(key),)
         )
 
     def _waits_ms(self) -> dict[LoaderKey, float | None]:
-        return step_waits_ms(
-            self._keys, self._sources, steps=self._steps, step_wait_ms=self.step_wait_ms
-        )
+        """Return what a step waits for each of several loaders; None: not known."""
+        found: dict[LoaderKey, float | None] = dict.fromkeys(self._keys)
+        if not self._steps:
+            return found
+        mine = {key: self._sources[key] for key in found if key in self._sources}
+        stamped = {key: each.waited_ms(self._steps) for key, each in mine.items()}
+        silent = [key for key in found if key not in mine]
+        found |= stamped
+        if self.step_wait_ms is None:
+            return found
+        # No stamp shows what it takes to end a pass over a loader and to begin the next one.
+        left_ms = max(0.0, self.step_wait_ms - sum(stamped.values()))
+        begins = sum(each.begins for each in mine.values())
+        if len(silent) == 1:
+            found[silent[0]] = left_ms
+        elif begins and not silent:
+            found |= {key: stamped[key] + left_ms * o.begins / begins for key, o in mine.items()}
+        return found
 
-    def _slowest_source(self) -> LoaderTotals | None:
+    def slowest(self) -> LoaderTotals | None:
+        """Return what is known of the loader that was waited for most; None without stamps."""
         self.cut()
         waits = self._waits_ms()
-        keyed = [each for each in self._sources.values() if each.key is not None]
+        keyed = {key: each for key, each in self._sources.items() if key is not None}
         if not keyed:
             return self._sources.get(None)
-        return max(keyed, key=lambda each: (waits.get(each.key) or 0.0) if each.key else 0.0)
+        return keyed[max(keyed, key=lambda key: waits.get(key) or 0.0)]
 
     def slowest_loader(self) -> tuple[FastDataLoader | None, list[BatchStamps]]:
-        """Return the loader that was waited for most of late, and its newest stamps.
-
-        The loader is None if it is gone, and there are no stamps if none were taken.
-        """
-        source = self._slowest_source()
+        """Return the loader that was waited for most (None: gone), and its newest stamps."""
+        source = self.slowest()
         return (None, []) if source is None else self._newest_of(source.key)
 
     def _newest_of(self, key: LoaderKey | None) -> tuple[FastDataLoader | None, list[BatchStamps]]:
@@ -237,14 +237,9 @@ class StageStamps:
         slowest = max(mine, key=lambda each: each.waited_ns, default=None)
         return (None, []) if slowest is None else (slowest.loader(), list(slowest.newest))
 
-    def read_rates(self) -> ReadRates | None:
-        """Return what half of that loader's workers and all of them read; None if not tried."""
-        source = self._slowest_source()
-        return None if source is None else source.rates
-
     def one_of(self) -> OneOfSeveral | None:
         """Return which of several loaders is waited for most; None where there is one."""
-        source = self._slowest_source()
+        source = self.slowest()
         if source is None or source.key is None or not self._steps:
             return None
         waits = self._waits_ms()
@@ -260,7 +255,7 @@ class StageStamps:
 
     def other_loaders(self) -> list[tuple[LoaderKey, FastDataLoader, list[BatchStamps]]]:
         """Return the other loaders of which nearly every step takes a batch, and their stamps."""
-        slowest, found = self._slowest_source(), []
+        slowest, found = self.slowest(), []
         for source in self._sources.values():
             loader, stamps = self._newest_of(source.key)
             paces = source.batches >= _EACH_STEP * self._steps
@@ -274,7 +269,7 @@ class StageStamps:
         Empty where it reads no stream, has one worker at most, or delivers batches out of order:
         then workers make as much as they are fast.
         """
-        source, (loader, _) = self._slowest_source(), self.slowest_loader()
+        source, (loader, _) = self.slowest(), self.slowest_loader()
         if source is None or loader is None or loader.num_workers < 2 or not loader.in_order:
             return ()
         if not isinstance(loader.dataset, IterableDataset):
@@ -291,11 +286,10 @@ class StageStamps:
         self.cut()
         if self._stamped:
             return None
-        executors = {
-            f"executor {loader.executor!r} takes no stamps": None
-            for watched in self._watched
-            if (loader := watched.loader()) is not None
-        }
+        loaders = [each.loader() for each in self._watched]
+        executors = dict.fromkeys(
+            f"executor {each.executor!r} takes no stamps" for each in loaders if each is not None
+        )
         return ", ".join(self._unwatched or executors) or "no stamps were taken"
 
     def missing_loaders(self) -> dict[str, str]:
@@ -314,20 +308,13 @@ class StageStamps:
                 source.add(batch, watched.number, opening=self._opening)
                 watched.newest.append(batch)
 
-    def _path_of(self, number: int, index: Any) -> str | None:
-        for watched in self._watched:
-            loader = watched.loader()
-            if watched.number == number and loader is not None:
-                return sample_path(loader.dataset, index)
-        return None
+    def _path_of(self, number: int, index: object) -> str | None:
+        owner = next((each.loader() for each in self._watched if each.number == number), None)
+        return None if owner is None else sample_path(owner.dataset, index)
 
 
 def sample_path(dataset: Any, index: Any) -> str | None:
-    """Return the file of a sample of an image folder, torchvision's or ours, also within subsets.
-
-    None if the dataset holds no list ``samples`` that begins with paths. Bytes that are no text are
-    surrogates in it, as the ``os`` module has them.
-    """
+    """Return the file of a sample of an image folder, also within subsets, if it is known."""
     try:
         while isinstance(dataset, Subset | ConcatDataset):
             if isinstance(dataset, Subset):

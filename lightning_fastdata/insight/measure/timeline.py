@@ -65,16 +65,11 @@ def cuda_event() -> TimingEvent:
 
 
 class CudaClock:
-    """A ring of events on the current CUDA stream.
+    """A ring of events on the current stream of a device, by default of the current device.
 
     Events are created once and recorded again and again. A mark is given out only while its event
-    is not needed for an older mark; otherwise `mark` returns None and the caller goes without.
-
-    Args:
-        capacity: Number of events in the ring. A step uses up to seven, so the default
-            lets the host run about 140 steps ahead of the device.
-        new_event: Makes one event.
-        device: On the current stream of this device; None: of the current device.
+    is not needed for an older mark; otherwise `mark` returns None and the caller goes without. A
+    step uses up to seven, so that the host may run about 140 steps ahead of the device.
     """
 
     __slots__ = ("_device", "_events", "_newest", "_oldest")
@@ -178,20 +173,15 @@ class _Step:
 class StepTimeline:
     """Receives the marks of one stage's steps and keeps what they cost.
 
-    It knows no training loop: the caller marks, in the order of one step. Waits may come several
-    times before one `compute_ended` (loaders of unknown length fetch ahead; several loaders) and
-    then add up. An ``..._ended`` without its ``..._began`` is ignored; a second ``..._began``
-    replaces the first. A step is recorded when the device has passed its last mark, in order, with
-    no synchronisation, so the newest steps of a GPU are a little late in `history`.
+    The caller marks in the order of one step. Waits may come several times before one
+    `compute_ended` (loaders of unknown length fetch ahead; several loaders) and then add up. An
+    ``..._ended`` without its ``..._began`` is ignored; a second ``..._began`` replaces the first. A
+    step is recorded when the device has passed its last mark, in order, with no synchronisation.
 
     Args:
         host: The clock for waits.
-        device: The clock for all that the device does; None: the host is the device, and
-            ``stall_ms`` is exactly ``wait_ms``.
+        device: The clock for all that the device does; None: the host is the device.
         window: How many of the newest steps keep their single values.
-
-    Attributes:
-        dropped_steps: Steps without device figures because the device clock was full.
     """
 
     def __init__(

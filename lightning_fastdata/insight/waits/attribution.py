@@ -25,10 +25,9 @@ _TYPICAL_WEIGHT: Final = 0.05
 
 @dataclass(frozen=True, slots=True)
 class WaitParts:
-    """Where the time of one or more waits went. The sum of all parts is the time waited.
+    """Where the time of one or more waits went; ``PART_WORDS`` says what each part is.
 
-    ``PART_WORDS`` says what each part is. Of ``read_ms`` it is not known which of the three parts
-    before it.
+    Of ``read_ms`` it is not known which of the three parts before it.
     """
 
     read_cpu_ms: float = 0.0
@@ -120,9 +119,7 @@ class WaitCutter:
     def cut(self, batch: BatchStamps) -> tuple[list[float], TaskStamps | None]:
         """Return where the wait for a noted batch went, by what is known now.
 
-        Returns:
-            The parts in nanoseconds, in the order of ``PARTS``, and the task of the slow sample
-            that held up the batch, if one did.
+        In nanoseconds, in the order of ``PARTS``, and the task of a slow sample that held it up.
         """
         ns = [0.0] * len(PARTS)
         start, end = batch.requested_ns, batch.delivered_ns

@@ -107,11 +107,7 @@ class _Total:
 
 
 class CauseTotals:
-    """Adds up the waits of one stage, whose batches may come from several loaders.
-
-    Args:
-        prefix: Of the names for loggers: ``data`` for training, ``data_val`` for validation.
-    """
+    """Adds up the waits of one stage, whose batches may come from several loaders."""
 
     def __init__(self, prefix: str = "data") -> None:
         self._prefix = prefix
@@ -176,10 +172,7 @@ class CauseTotals:
         return sorted(self._slow.items(), key=lambda item: -item[1].ms)[:most]
 
     def window(self) -> dict[str, float]:
-        """Return the mean parts of the waits since the last call, as ``WAITS`` names them.
-
-        They add up to the loader's mean wait. First batches of epochs are left out.
-        """
+        """Return the mean parts of the waits since the last call, by their names for loggers."""
         self._cut_held()
         window, self._window = self._window, _Total()
         self._before.add(window.ns, window.overtaken, window.batches)
@@ -190,10 +183,7 @@ class CauseTotals:
     def summary(
         self, path_of: Callable[[int, object], str | None] = lambda _loader, _index: None
     ) -> WaitCauses | None:
-        """Return why batches were late, or None if there are no stamps.
-
-        ``path_of`` returns the file of a loader's sample, by its index, if that is known.
-        """
+        """Return why batches were late, or None; ``path_of`` knows files of a loader's samples."""
         self._cut_held()
         warm = _Total()
         for each in (self._before, self._window):
@@ -229,10 +219,7 @@ class CauseTotals:
 
 
 def sample_times(counts: Sequence[int]) -> SampleTimes | None:
-    """Return the percentiles of times by their counts on the scale of ``bucket_of``.
-
-    A percentile is the middle of the step of the scale in which it lies. None if there are none.
-    """
+    """Return the percentiles of times, counted by ``bucket_of``, to the middle of a bucket."""
     samples = sum(counts)
     if not samples:
         return None
@@ -255,7 +242,7 @@ def sample_times(counts: Sequence[int]) -> SampleTimes | None:
 
 
 def cause_lines(causes: WaitCauses, *, brief: bool = False) -> list[str]:
-    """Return the causes in words: a line for each part of the wait above 5 %, largest first.
+    """Return the causes in words: parts of the wait above 5 %, largest first.
 
     Then the slowest samples, and the operations and lines of code above 5 % of the time to read a
     sample. ``brief``: only the largest part, the slowest sample, the operations, the first line.

@@ -72,10 +72,7 @@ class RankTiming:
 
 
 def rank_timing(steps: Columns, *, rank: int, host: str, reason: str = "") -> RankTiming:
-    """Return the means of a rank's steps, as from :meth:`StepHistory.newest`; may be none at all.
-
-    ``reason``: Why its batches are late.
-    """
+    """Return the means of a rank's warm steps, with the reason why its batches are late."""
     counted = warm_steps(steps)
     known = {name: measured(counted[name]) for name in _MEANS}
     means = {name: float(values.mean()) for name, values in known.items() if values.size}
@@ -96,10 +93,7 @@ def together(timings: Sequence[RankTiming]) -> RankTiming:
 
 
 def slowest(ranks: Iterable[RankTiming]) -> RankTiming | None:
-    """Return the rank whose data holds up the others most: the largest stall, then least compute.
-
-    None if no stall was measured on two ranks or more.
-    """
+    """Return the rank that stalls most, then computes least; None with fewer than two."""
     timed = _with_stall(ranks)
     if len(timed) < 2:
         return None
@@ -113,10 +107,7 @@ def mean_stall_ms(ranks: Iterable[RankTiming]) -> float | None:
 
 
 def rank_metrics(ranks: Sequence[RankTiming]) -> dict[str, float]:
-    """Return the scalars of several ranks, as ``metric_names.RANKS`` has them.
-
-    What was not measured has no key; empty with fewer than two ranks.
-    """
+    """Return the scalars of two ranks or more, as ``metric_names.RANKS`` has them."""
     if len(ranks) < 2:
         return {}
     found: dict[str, float | None] = {"stall_mean_ms": mean_stall_ms(ranks)}
@@ -169,16 +160,9 @@ def _with_stall(ranks: Iterable[RankTiming]) -> list[RankTiming]:
 class RankRecords:
     """What the ranks of one run have measured so far; complete on rank 0 only.
 
-    Every rank makes one when its training starts.
-
-    Args:
-        store: That all ranks share; None: there is none.
-        rank: Of this process, global.
-        world_size: Number of ranks.
-        host: Name of this machine.
-        patience_s: How long rank 0 waits at the end of an epoch for ranks that have not reported.
-            Once it has waited in vain for a rank, it hardly waits for that one any more until it
-            has caught up.
+    Every rank makes one when its training starts. At the end of an epoch rank 0 waits
+    ``patience_s`` for ranks that have not reported; once it has waited in vain for a rank, it
+    hardly waits for that one any more until it has caught up.
     """
 
     def __init__(
@@ -211,12 +195,7 @@ class RankRecords:
     def epoch_ended(
         self, history: StepHistory, summary: StageSummary | None = None
     ) -> tuple[RankTiming, ...]:
-        """Report what the steps since the last call took, and return what is new on rank 0.
-
-        Args:
-            history: Of this rank's training steps; only the kept ones count.
-            summary: Of all of its training steps; says why its batches are late.
-        """
+        """Report what the steps since the last call took; return what is new on rank 0."""
         new, self._steps = history.steps - self._steps, history.steps
         reason = ""
         if summary is not None and (summary.stall_share or 0.0) >= STALL_LOW and summary.causes:
@@ -228,10 +207,7 @@ class RankRecords:
         return self.read(self._patience_s)
 
     def read(self, patience_s: float = 0.0) -> tuple[RankTiming, ...]:
-        """Return what ranks have reported since the last call, on rank 0; nothing on other ranks.
-
-        ``patience_s``: How long to wait for ranks that have ended fewer epochs than this one.
-        """
+        """Return on rank 0 what ranks have reported since the last call, waiting for late ones."""
         if self._rank != 0:
             return ()
         newest: dict[int, RankTiming] = {}

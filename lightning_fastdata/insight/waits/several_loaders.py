@@ -6,7 +6,7 @@ The loaders are asked one after the other, so that a step waits for the sum of t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -79,17 +79,12 @@ class OneOfSeveral:
         return max(0.0, step_ms - min(step_ms, rest_ms + self.wait_ms) * (1 - ratio))
 
 
-class LoaderTotals:
-    """What the batches of one loader cost, whichever object delivers them in each epoch.
-
-    Args:
-        key: Of several loaders, which one it is; None: there is one.
-        prefix: Of the names for loggers.
-    """
+class LoaderTotals(CauseTotals):
+    """What the batches of a loader cost, whichever object delivers them in each epoch."""
 
     def __init__(self, key: LoaderKey | None, prefix: str) -> None:
+        super().__init__(prefix)
         self.key = key
-        self.totals = CauseTotals(prefix)
         self.rates: ReadRates | None = None
         """What half of its workers and all of them read, if that was tried."""
         self.made: Counter[int] = Counter()
@@ -102,7 +97,7 @@ class LoaderTotals:
         self.window_batches = 0
         """Batches since the last metrics."""
 
-    def add(self, batch: BatchStamps, loader: int, *, opening: bool) -> None:
+    def add(self, batch: BatchStamps, loader: int = 0, *, opening: bool = False) -> None:
         """Count a batch of a loader, which may have come in the first step of an epoch."""
         for task in batch.tasks:
             self.made[task.process] += task.samples
@@ -118,46 +113,12 @@ class LoaderTotals:
         if self.key is not None:
             # Of several loaders, one may begin anew within an epoch, and its step is as the others.
             batch = batch._replace(first=opening)
-        self.totals.add(batch, loader)
+        super().add(batch, loader)
 
     def waited_ms(self, steps: int, *, within_passes: bool = False) -> float:
         """Return the mean wait over so many steps, maybe without first batches of passes."""
         waited_ns = self.waited_ns - (self.begins_ns if within_passes else 0)
         return waited_ns / steps / _NS_PER_MS
-
-
-def step_waits_ms(
-    keys: Iterable[LoaderKey],
-    totals: Mapping[LoaderKey | None, LoaderTotals],
-    *,
-    steps: int,
-    step_wait_ms: float | None,
-) -> dict[LoaderKey, float | None]:
-    """Return what a step waits for each of several loaders, in ms; None: not known.
-
-    Args:
-        keys: Of all loaders.
-        totals: Of those that take stamps.
-        steps: Over which the mean is taken.
-        step_wait_ms: For all of them, as the loop measured it; None: not known.
-    """
-    found: dict[LoaderKey, float | None] = dict.fromkeys(keys)
-    if not steps:
-        return found
-    mine = {key: totals[key] for key in found if key in totals}
-    stamped = {key: each.waited_ms(steps) for key, each in mine.items()}
-    silent = [key for key in found if key not in mine]
-    found |= stamped
-    if step_wait_ms is None:
-        return found
-    # No stamp shows what it takes to end a pass over a loader and to begin the next one.
-    left_ms = max(0.0, step_wait_ms - sum(stamped.values()))
-    begins = sum(each.begins for each in mine.values())
-    if len(silent) == 1:
-        found[silent[0]] = left_ms
-    elif begins and not silent:
-        found |= {key: stamped[key] + left_ms * each.begins / begins for key, each in mine.items()}
-    return found
 
 
 def costliest(loaders: Iterable[LoaderWait]) -> LoaderWait | None:

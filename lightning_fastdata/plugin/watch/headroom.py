@@ -35,11 +35,7 @@ _LEAST_S: Final = 1.0
 
 
 class ReplayedSteps:
-    """Keeps the first batches of a training and replays them when it has ended.
-
-    Args:
-        clock_s: Monotonic time in seconds.
-    """
+    """Keeps the first batches of a training and replays them when it has ended."""
 
     def __init__(self, clock_s: Callable[[], float] = time.perf_counter) -> None:
         self._clock_s = clock_s

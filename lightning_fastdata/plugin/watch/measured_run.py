@@ -47,11 +47,7 @@ _MOST_OF_RUN: Final = 0.01
 
 
 class RunJudge:
-    """Judges the training of one trainer, as it goes on and when it has ended.
-
-    Attributes:
-        ranks: What the ranks have reported; None with one rank.
-    """
+    """Judges the training of one trainer, as it goes on and when it has ended."""
 
     def __init__(
         self, trainer: Trainer, recording: Recording, clock: Callable[[], float] = time.monotonic
@@ -74,10 +70,7 @@ class RunJudge:
         return judge(train, self.facts(train), evidence)
 
     def facts(self, main: StageSummary | None = None) -> LoaderFacts:
-        """Return what the trainer's loader says about itself.
-
-        Of several loaders, the one that is waited for most by a summary; without one, the first.
-        """
+        """Return what the loader says about itself: the costliest one, else the first."""
         stage = self._recording.main.stage
         label, loader = _costliest_loader(self._recording.loaders(), main)
         transform = recording = switch = None
@@ -183,11 +176,7 @@ class Asked(Protocol):
 class MeasuredRun:
     """What one run of a trainer needs and nothing outlives.
 
-    Args:
-        trainer: Whose run.
-        recording: What is measured of it.
-        undo: What takes away again what was put into the trainer.
-        ours: The callback that measures, for what it was asked to do.
+    ``undo`` takes away again what was put into the trainer; ``ours`` is the callback that measures.
     """
 
     def __init__(
@@ -308,9 +297,7 @@ class MeasuredRun:
     def report(self, *, ended: bool = True, verdict: Verdict | None = None) -> RunReport | None:
         """Return the report of this run, or None if no step ended.
 
-        Args:
-            ended: No more steps come, so that what other ranks have still to report is read.
-            verdict: What limits the run, if that was judged just now.
+        ``verdict``: What limits the run, if that was judged just now.
         """
         main = self.recording.main.summary()
         if main is None:

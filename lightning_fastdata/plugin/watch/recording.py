@@ -187,14 +187,11 @@ class Recording:
     Attributes:
         main: Measures what the method is for: the training of a fit, else the only stage.
         evaluated: Measures what is evaluated: the validation of a fit, else the only stage.
-        fits: Whether this is a fit, so that validation is not what the run is for.
         augments: Whether something runs in ``on_after_batch_transfer`` in a stage; if not, no
             augmentation is measured, so that none is reported as 0.
         in_transfer: Whether the trainer is moving a batch of one of its loaders.
         optimizer_stepped: Whether the open batch has ended in an optimizer step.
         batches_stepped: Batches that did; with manual optimization, all batches.
-        host: What the run takes of its machine; None before it begins.
-        wall: Where the wall time of the run goes.
     """
 
     def __init__(self, trainer: Trainer, ours: object = None, method: str = "fit") -> None:
