@@ -10,9 +10,9 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Protocol, cast
 
 from torch.utils.data import Dataset, IterableDataset, IterDataPipe, get_worker_info
 
@@ -218,29 +218,37 @@ def stampable(dataset: object) -> bool:
     return not isinstance(dataset, IterDataPipe)
 
 
-class WatchedSampler:
+class _Delegate:
+    """Has the length and all other attributes of what it stands for."""
+
+    def __init__(self, inner: object) -> None:
+        self._inner = inner
+
+    def __len__(self) -> int:
+        return len(cast("Sized", self._inner))
+
+    def __getattr__(self, name: str) -> object:
+        if name == "_inner":
+            raise AttributeError(name)
+        return getattr(self._inner, name)
+
+
+class WatchedSampler(_Delegate):
     """A sampler or batch sampler of any kind that torch takes, whose calls are noted."""
 
     def __init__(self, sampler: Iterable[object], wait: WaitWatch) -> None:
-        self._sampler = sampler
+        super().__init__(sampler)
+        self._indices = sampler
         self._wait = wait
 
-    def __len__(self) -> int:
-        return len(self._sampler)  # type: ignore[arg-type]
-
     def __iter__(self) -> Iterator[object]:
-        drawn = iter(self._sampler)
+        drawn = iter(self._indices)
         while True:
             try:
                 indices = self._wait.sampled(drawn)
             except StopIteration:
                 return
             yield indices
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_sampler":
-            raise AttributeError(name)
-        return getattr(self._sampler, name)
 
 
 def stamped(
@@ -268,19 +276,17 @@ class Ledger:
         """Takes the stamps; None: they are not taken."""
 
 
-class OpenedEnvelopes:
+class OpenedEnvelopes(_Delegate):
     """The batches of one epoch, each taken out of its envelope when it is delivered."""
 
     def __init__(self, envelopes: Iterator[Envelope], ledger: Ledger) -> None:
+        super().__init__(envelopes)
         self._envelopes = envelopes
         self._ledger = ledger
         self._first = True
 
     def __iter__(self) -> OpenedEnvelopes:
         return self
-
-    def __len__(self) -> int:
-        return len(self._envelopes)  # type: ignore[arg-type]
 
     def __next__(self) -> Batch:
         ledger = self._ledger
@@ -320,8 +326,3 @@ class OpenedEnvelopes:
     def __reduce__(self) -> tuple[object, ...]:
         # Lightning copies its trainer with the iterators in it; processes cannot be copied.
         return iter, ((),)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_envelopes":
-            raise AttributeError(name)
-        return getattr(self._envelopes, name)

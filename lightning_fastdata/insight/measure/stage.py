@@ -91,10 +91,6 @@ class StageMeter:
         self._last = now
         self.stamps.step_ended()
 
-    def updated(self) -> None:
-        """Note that an optimizer step was made."""
-        self.updates = (self.updates or 0) + 1
-
     def paused(self) -> None:
         """Do not count the time until the stage goes on: training and validation take turns."""
         self._last = None

@@ -166,7 +166,11 @@ class WaitCutter:
     def _work(self, task: TaskStamps, overlap_ns: float, ns: list[float]) -> None:
         """Add the time of a task that overlaps a wait to the parts it belongs to."""
         length = max(1, task.ended_ns - task.began_ns)
-        excess = self._excess_ns(task)
+        # While other threads had the CPUs, no sample was slow: any of them would have been.
+        typical, slowest = self._typical_ns, task.slowest_ns - (task.runqueue_ns or 0)
+        excess = 0.0
+        if typical is not None and slowest >= _SLOW_FACTOR * typical:
+            excess = slowest - typical
         slow = min(overlap_ns, excess)
         rest = overlap_ns - slow
         usual = max(1.0, length - excess)
@@ -187,14 +191,6 @@ class WaitCutter:
         ns[_SLOW] += slow
         ns[_COLLATE] += collate
         ns[_HANDOVER] += rest - read - collate
-
-    def _excess_ns(self, task: TaskStamps) -> float:
-        # While other threads had the CPUs, no sample was slow: any of them would have been.
-        slowest_ns = task.slowest_ns - (task.runqueue_ns or 0)
-        typical = self._typical_ns
-        return (
-            0.0 if typical is None or slowest_ns < _SLOW_FACTOR * typical else slowest_ns - typical
-        )
 
     def _learn(self, tasks: Iterable[TaskStamps]) -> None:
         """Move the estimate towards the tasks' samples, each without its slowest one."""

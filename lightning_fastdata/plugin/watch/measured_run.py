@@ -180,11 +180,7 @@ class MeasuredRun:
     """
 
     def __init__(
-        self,
-        trainer: Trainer,
-        recording: Recording,
-        undo: list[Callable[[], None]],
-        ours: Asked,
+        self, trainer: Trainer, recording: Recording, undo: list[Callable[[], None]], ours: Asked
     ) -> None:
         self.trainer = trainer
         self.recording = recording

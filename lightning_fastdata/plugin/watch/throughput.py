@@ -241,7 +241,7 @@ class ThroughputHooks(EvaluationHooks, NeedsConstruction):
         if run.replay is not None:
             run.replay.keep(batch)
         if recording.optimizer_stepped:
-            recording.main.updated()
+            recording.main.updates = (recording.main.updates or 0) + 1
         if not (recording.optimizer_stepped or not pl_module.automatic_optimization):
             return
         recording.optimizer_stepped = False
