@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 BUCKETS: Final = 256
 _STEPS_BITS: Final = 2
-"""Two bits behind the leading one tell four steps of each octave apart."""
+"""Two bits behind the leading one: four steps an octave."""
 
 
 def bucket_of(ns: int) -> int:
@@ -204,7 +204,7 @@ class BatchStamps(NamedTuple):
         first: bool,
         own: OwnStamps = _NOTHING,
     ) -> BatchStamps:
-        """Return the stamps of a batch that was made in one task by whoever asked for it."""
+        """Return the stamps of a batch that was made in one task by its caller."""
         times = requested_ns, task.ended_ns
         return cls(number, task.samples, *times, (task,), ready_ahead=0, first=first, own=own)
 

@@ -69,7 +69,7 @@ ELSEWHERE: Final = Place(compile("", "<elsewhere>", "exec"), 0, 0, None, None)
 
 
 def key_of(place: Place) -> tuple[int, ...]:
-    """Return what tells places apart, cheaply: code objects are long to hash."""
+    """Return what distinguishes places, cheaply: code objects are long to hash."""
     return id(place.code), place.line, place.at, id(place.called), id(place.inside)
 
 

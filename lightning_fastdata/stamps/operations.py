@@ -4,7 +4,7 @@ While a task is timed, the compositions that the dataset holds (``Compose`` of t
 v2, and Albumentations' ``Compose``, ``OneOf`` and the like) have a list of stand-ins for their
 operations; afterwards they have their own list again. A stand-in calls its operation and does
 nothing else, so that samples and random draws are the same, timed or not. Neither library is
-imported: where nobody has, there is nothing to time.
+imported: where no code has, there is nothing to time.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def host_scalars(before: HostUsage, after: HostUsage) -> dict[str, float]:
-    """Return what the host and its workers did between two readings, as far as it is reported."""
+    """Return what the host and its workers did between two readings, where reported."""
     seconds = after.at_s - before.at_s
     throttled, shm = throttled_share(before, after), after.shm_used_share
     found = {

@@ -66,11 +66,6 @@ class StageMeter:
         self._last: float | None = None
         self._cpu = SpentMeter()
 
-    @property
-    def running(self) -> bool:
-        """Whether the stage is under way."""
-        return self._last is not None
-
     def epoch_opens(self) -> None:
         """Note that the next step is the first of an epoch, and counted apart."""
         self.timeline.epoch_began()
@@ -123,7 +118,7 @@ class StageMeter:
     def evidence(
         self, summary: StageSummary, facts: LoaderFacts, *, cpus: float, **measured: Any
     ) -> Evidence:
-        """Return everything that is known of the stage; ``measured`` are further fields of it."""
+        """Return everything that is known of the stage; ``measured`` is added to it."""
         totals = self.stamps.slowest()
         loader, stamps = self.stamps.slowest_loader()
         most = costliest(summary.loaders)
@@ -225,7 +220,7 @@ class LoopStage(StageMeter):
 
     def _drop_foreign(self) -> None:
         """Forget stamps of batches that were read outside of the loop."""
-        if not self.running:
+        if self._last is None:
             self.stamps.drop_uncut()
 
 

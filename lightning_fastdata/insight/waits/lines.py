@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from lightning_fastdata.errors import printable
@@ -58,12 +58,13 @@ class LineShare:
         return self.blocked_share is not None and self.blocked_share > _MOST_OF_IT
 
 
+@dataclass(slots=True)
 class _Line:
-    def __init__(self) -> None:
-        self.total_ns = self.blocked_ns = 0
-        self.unmeasured = False
-        self.calls: Counter[str] = Counter()
-        self.waits: Counter[str] = Counter()
+    total_ns: int = 0
+    blocked_ns: int = 0
+    unmeasured: bool = False
+    calls: Counter[str] = field(default_factory=Counter)
+    waits: Counter[str] = field(default_factory=Counter)
 
 
 class LineTotals:

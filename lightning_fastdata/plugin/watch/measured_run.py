@@ -65,10 +65,6 @@ class RunJudge:
         lasted_s = self._clock() - self._began_s
         return self._spent_s + self._dearest_s <= _MOST_OF_RUN * lasted_s or not self._spent_s
 
-    def verdict(self, train: StageSummary, evidence: Evidence) -> Verdict:
-        """Return what limits the training, of which this is known."""
-        return judge(train, self.facts(train), evidence)
-
     def facts(self, main: StageSummary | None = None) -> LoaderFacts:
         """Return what the loader says about itself: the costliest one, else the first."""
         stage = self._recording.main.stage
@@ -96,16 +92,16 @@ class RunJudge:
             loader=label,
         )
 
-    def evidence(
-        self, train: StageSummary, val: StageSummary | None = None, wall: WallTime | None = None
-    ) -> Evidence:
-        """Return everything that is known of the training."""
+    def judged(
+        self, train: StageSummary, val: StageSummary | None, wall: WallTime
+    ) -> tuple[Verdict, Evidence]:
+        """Return what limits the training, and everything that is known of it."""
         host, ranks = self._recording.host, self.ranks
         slowest = None if val is None else costliest(val.loaders)
-        ours = own_datamodule(self._trainer)
-        return self._recording.main.evidence(
+        ours, facts = own_datamodule(self._trainer), self.facts(train)
+        evidence = self._recording.main.evidence(
             train,
-            self.facts(train),
+            facts,
             cpus=float(self._usable_cpus),
             val_stall_share=None if val is None else val.stall_share,
             val_loader=None if slowest is None else slowest.label,
@@ -116,6 +112,7 @@ class RunJudge:
             **({} if host is None else host.evidence()),
             **({} if ranks is None else rank_evidence(ranks.so_far)),
         )
+        return judge(train, facts, evidence), evidence
 
     @contextmanager
     def spending(self) -> Iterator[None]:
@@ -213,7 +210,7 @@ class MeasuredRun:
             boards.log_layout(self.trainer.loggers, custom_scalar_layout(self._ours.scalars))
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Give scalars to the loggers, as far as they were asked for."""
+        """Give those scalars to the loggers that were asked for."""
         self.step = step
         if self.logs:
             boards.log_to(self.trainer.loggers, chosen(metrics, self._ours.scalars), step)
@@ -261,9 +258,7 @@ class MeasuredRun:
             return None
         with self.judge.spending():
             wall = self.wall()
-            val = self._validation()
-            evidence = self.judge.evidence(summary, val, wall)
-            verdict = self.judge.verdict(summary, evidence)
+            verdict, evidence = self.judge.judged(summary, self._validation(), wall)
             with self._ours.misfortunes.survived("The report was not written"):
                 report = self.report(ended=False, verdict=verdict)
                 if report is not None and self.files is not None:
@@ -307,7 +302,7 @@ class MeasuredRun:
         if ranks is not None and ended:
             ranks.read()
         if verdict is None:
-            verdict = self.judge.verdict(main, self.judge.evidence(main, val, self.wall()))
+            verdict, _ = self.judge.judged(main, val, self.wall())
         return RunReport(
             ended=ended,
             wall=self.wall(),  # judging took its time, too

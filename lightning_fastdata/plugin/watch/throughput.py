@@ -188,7 +188,7 @@ class ThroughputHooks(EvaluationHooks, NeedsConstruction):
 
     @harmless("The training is not measured")
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Forget what tuners and finders ran before, and tell TensorBoard how to lay out charts."""
+        """Forget what tuners and finders ran before, and lay out TensorBoard's charts."""
         run = self._run
         if run is None:
             return
