@@ -93,6 +93,7 @@ class StageMeter:
 
     def metrics(self) -> dict[str, float]:
         """Return the means over the steps since the last call, by their names for loggers."""
+        self._drop_foreign()
         history = self.timeline.history
         new, self._logged_steps = history.steps - self._logged_steps, history.steps
         means = window_means(history.newest(new), self.stamps.prefix) if new else {}
@@ -100,6 +101,7 @@ class StageMeter:
 
     def summary(self) -> StageSummary | None:
         """Return where the steps went, or None before the first step ended."""
+        self._drop_foreign()
         history = self.timeline.history
         if history.steps == 0:
             return None
@@ -114,6 +116,9 @@ class StageMeter:
         most = costliest(loaders)
         causes = self.stamps.summary() if most is None else most.causes
         return dataclasses.replace(summary, causes=causes, loaders=loaders, updates=self.updates)
+
+    def _drop_foreign(self) -> None:
+        """Forget stamps of batches that were read outside of the steps."""
 
     def evidence(
         self, summary: StageSummary, facts: LoaderFacts, *, cpus: float, **measured: Any
@@ -190,16 +195,6 @@ class LoopStage(StageMeter):
         self.stamps.cut()
         super().paused()
 
-    def metrics(self) -> dict[str, float]:
-        """Return the means over the steps since the last call, by their names for loggers."""
-        self._drop_foreign()
-        return super().metrics()
-
-    def summary(self) -> StageSummary | None:
-        """Return where the steps went, or None before the first step ended."""
-        self._drop_foreign()
-        return super().summary()
-
     def verdict(self, summary: StageSummary, *, val_stall_share: float | None = None) -> Verdict:
         """Return what limits the stage, given the stall of validation, 0 to 1."""
         cpus = read_cpu_limit().usable_cpus
@@ -219,7 +214,6 @@ class LoopStage(StageMeter):
         return tuple(notes)
 
     def _drop_foreign(self) -> None:
-        """Forget stamps of batches that were read outside of the loop."""
         if self._last is None:
             self.stamps.drop_uncut()
 

@@ -159,9 +159,9 @@ class _Step:
     work_ended: int | None = None
     """Mark of the end of the step, where it came before the end was counted."""
     lost: bool = False
-    """True once the device clock had no room: no device figure of this step can be trusted."""
+    """Whether the device clock had no room: no device figure of this step can be trusted."""
     touched: bool = False
-    """True once any mark was made."""
+    """Whether any mark was made."""
     index: int = 0
     cold: Cold = Cold.NO
     # Filled at the end of the step.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import add
@@ -178,7 +178,11 @@ class CauseTotals:
         self._before.add(window.ns, window.overtaken, window.batches)
         if not window.batches:
             return {}
-        return {f"{self._prefix}_wait/{k}": v for k, v in _measured(window.means()).items()}
+        # Without what was not measured: how reading went, or that it went, or any pinning.
+        means = window.means()
+        unknown = means["read_ms"] > 0 and not any(means[name] for name in _BY_KIND)
+        optional = (*_OPTIONAL, *_BY_KIND) if unknown else _OPTIONAL
+        return {f"{self._prefix}_wait/{k}": v for k, v in means.items() if v or k not in optional}
 
     def summary(
         self, path_of: Callable[[int, object], str | None] = lambda _loader, _index: None
@@ -287,13 +291,6 @@ def operations_table(causes: WaitCauses) -> str:
         for each in causes.operations
     ]
     return "\n".join(lines) + "\n"
-
-
-def _measured(means: Mapping[str, float]) -> dict[str, float]:
-    """Leave out what was not measured: how reading went, or that it went, or any pinning."""
-    unknown = means["read_ms"] > 0 and not any(means[name] for name in _BY_KIND)
-    optional = (*_OPTIONAL, *_BY_KIND) if unknown else _OPTIONAL
-    return {name: value for name, value in means.items() if value or name not in optional}
 
 
 def _plain(index: object) -> int | str | None:

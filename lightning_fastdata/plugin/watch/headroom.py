@@ -8,7 +8,7 @@ import random
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
@@ -37,8 +37,7 @@ _LEAST_S: Final = 1.0
 class ReplayedSteps:
     """Keeps the first batches of a training and replays them when it has ended."""
 
-    def __init__(self, clock_s: Callable[[], float] = time.perf_counter) -> None:
-        self._clock_s = clock_s
+    def __init__(self) -> None:
         self._batches: list[Batch] = []
         self._rounds_ms: list[float] = []
         self._samples = self._steps = 0
@@ -95,12 +94,12 @@ class ReplayedSteps:
         rounds_ms: list[float] = []
         first_s = 0.0
         for number in range(_MOST_ROUNDS + 1):
-            began_s = self._clock_s()
+            began_s = time.perf_counter()
             for index, batch in enumerate(batches):
                 step(batch, index)
             if device.type == "cuda":
                 torch.cuda.synchronize(device)  # the training is over: this holds up no step
-            ended_s = self._clock_s()
+            ended_s = time.perf_counter()
             if number == 0:
                 first_s = ended_s  # compiles, and fills the caches
             else:
