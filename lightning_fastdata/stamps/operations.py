@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
-from lightning_fastdata.randomness.seeds import find_instances, loaded_classes
+from lightning_fastdata.randomness.search import find_instances, loaded_classes
 
 EVERY: Final = 32
 """One of so many tasks is timed."""

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from lightning_fastdata.attributes import held
-from lightning_fastdata.augment.switch import leaves_to_device
+from lightning_fastdata.augment.stage_transform import leaves_to_device
 from lightning_fastdata.device.prefetch import Prefetched
 from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.host.usage import SpentMeter
@@ -28,6 +27,7 @@ from lightning_fastdata.insight.model.simulate import least_step_ms
 from lightning_fastdata.insight.verdicts.catalogue import judge
 from lightning_fastdata.insight.waits.several_loaders import costliest, cpus_used
 from lightning_fastdata.loading.loader import FastDataLoader
+from lightning_fastdata.tree import held
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

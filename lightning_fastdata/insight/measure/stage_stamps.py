@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 from torch.utils.data import ConcatDataset, IterableDataset, Subset
 
-from lightning_fastdata.attributes import held
 from lightning_fastdata.executors.fetch import decodes_in_place
 from lightning_fastdata.insight.model.setups import busy_share
 from lightning_fastdata.insight.waits.several_loaders import LoaderTotals, LoaderWait, OneOfSeveral
 from lightning_fastdata.loading.loader import FastDataLoader
+from lightning_fastdata.tree import held
 
 if TYPE_CHECKING:
     from lightning_fastdata.insight.waits.causes import WaitCauses

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from lightning_fastdata.batches.moving import batch_samples
+from lightning_fastdata.batches.staged import batch_samples
 from lightning_fastdata.plugin.loggers.report_files import harmless
 from lightning_fastdata.plugin.seams.trainer import steps_logged_by
 
