@@ -49,8 +49,7 @@ class OwnStamps(NamedTuple):
     sampled_ns: tuple[tuple[int, int], ...] = ()
     """Begin and end of each call of the sampler or batch sampler."""
     unpacked_ns: tuple[tuple[int, int], ...] = ()
-    """Begin and end of each time that a batch was taken out of what it was sent in, above all
-    unpickled; as long as that took a CPU."""
+    """Begin and end of each unpickling of a batch; as long as that took a CPU."""
     runqueue_ns: int | None = None
     """Time ready to run while other threads had the CPUs; None: not reported."""
 

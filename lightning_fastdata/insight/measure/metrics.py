@@ -48,7 +48,7 @@ class StepTiming(NamedTuple):
     cold: int
     """One of `Cold`: 0 for a warm step."""
     wait_ms: float | None = None
-    """Host time spent asking for the batch. Part of it may be hidden behind a busy device."""
+    """Host time spent asking for the batch, some of it maybe while the device is busy."""
     stall_ms: float | None = None
     """Time the device stood idle because of data; equals ``wait_ms`` where the host is the device.
     This, not ``wait_ms``, is what faster data would save."""

@@ -46,9 +46,8 @@ class LoaderWait:
     label: str
     """The same for sentences, e.g. ``loader 'images'``."""
     wait_ms: float | None
-    """Wait for it, the mean over the steps that are not first in an epoch; the waits of all loaders
-    add up to that of the step. None: not known, which is so where several loaders take no
-    stamps."""
+    """Wait for it, the mean over the steps that are not first in an epoch; those of all loaders add
+    up to that of the step. None: not known, as where several loaders take no stamps."""
     batches: int | None
     """Its batches in these steps; None where it takes no stamps."""
     causes: WaitCauses | None
