@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-from contextlib import contextmanager
 from json import dumps as dump_json
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning_fastdata.errors import FastDataError, OptionsError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from jsonargparse import ArgumentParser
 
@@ -55,7 +53,6 @@ def show_augment(
         draws: Rows of the picture, one draw each.
     """
     from lightning_fastdata.augment.show import pictures
-    from lightning_fastdata.augment.show.page import draw_grid
     from lightning_fastdata.augment.transform import as_batch_transform
     from lightning_fastdata.demo.photos import photograph_path
 
@@ -66,44 +63,15 @@ def show_augment(
     explained = as_batch_transform(pipeline).explain()
     own = ", ".join(pictures.own_ways(pipeline))
     note = f"The same distribution, not the same pixels: {own}." if own else ""
-    with _writing("picture", out):
-        draw_grid(original, shown, mask=drawn_on, note=note).save(out, "PNG")
+    try:
+        pictures.draw_grid(original, shown, mask=drawn_on, note=note).save(out, "PNG")
+    except OSError as error:
+        raise OptionsError(f"The picture cannot be written to {out}: {error}.") from error
     rows = [(f"draw {number}: {one.caption()}", "") for number, one in enumerate(shown)]
     rows += [(note, "")] if note else []
     head, *places = explained.splitlines()
     rows += [(f"{out} written.", "dim")]
     _print_lines([(head, "bold"), *((place, "") for place in places), ("", ""), *rows])
-
-
-def augment_parity(markdown: str | None = None, draws: int = 2) -> None:
-    """Print how far each operation's pixels on the device are from Albumentations' own.
-
-    Args:
-        markdown: File to write the table to as a page, instead of printing it.
-        draws: How often each of eleven photographs goes through each operation.
-    """
-    import numpy as np
-
-    from lightning_fastdata.augment.show import parity_page
-    from lightning_fastdata.demo.photos import PHOTOGRAPHS, open_photograph
-
-    if draws < 1:
-        raise OptionsError(f"draws is {draws}; ask for at least 1.")
-    photographs = [np.asarray(open_photograph(name)) for name in PHOTOGRAPHS]
-    rows = list(parity_page.measure_all(photographs, draws=draws))
-    if markdown is None:
-        _print_lines([(line, "") for line in parity_page.plain(rows)])
-        return
-    page = parity_page.markdown(
-        rows,
-        versions=parity_page.read_pixel_versions(),
-        others=parity_page.without_device_form(),
-        pictures=len(photographs),
-        draws=draws,
-    )
-    with _writing("page", markdown):
-        Path(markdown).write_text(page)
-    _print_lines([(f"{markdown} written.", "dim")])
 
 
 def doctor() -> None:
@@ -163,7 +131,6 @@ def main(arguments: list[str] | None = None) -> None:
         "demo": demo,
         "doctor": doctor,
         "show-augment": show_augment,
-        "augment-parity": augment_parity,
     }
     for name, function in functions.items():
         summary = (function.__doc__ or "").partition("\n")[0]
@@ -224,14 +191,6 @@ def _read_gpus() -> list[tuple[str, DeviceMemory]]:
 
     held = {index: read_device_memory(index) for index in range(torch.cuda.device_count())}
     return [(torch.cuda.get_device_name(i), one) for i, one in held.items() if one is not None]
-
-
-@contextmanager
-def _writing(what: str, path: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise OptionsError(f"The {what} cannot be written to {path}: {error}.") from error
 
 
 if __name__ == "__main__":
