@@ -101,3 +101,12 @@ def replace_leaves(
     if all(new is old for new, (_, old) in zip(replaced, parts, strict=True)):
         return batch
     return rebuilt(batch, replaced)
+
+
+def held(owner: object, name: str) -> Any:
+    """Return an attribute that an object holds itself; None if it has none of that name.
+
+    Neither a property nor ``__getattr__`` is called: either may open what should be opened in the
+    workers alone.
+    """
+    return getattr(owner, "__dict__", {}).get(name)

@@ -13,15 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import Dataset, IterableDataset, StackDataset, Subset, get_worker_info
 
-from lightning_fastdata.attributes import held
 from lightning_fastdata.errors import BatchError
-from lightning_fastdata.randomness.seeds import find_composes, reseed
+from lightning_fastdata.randomness.search import find_composes
+from lightning_fastdata.randomness.seeds import reseed
 from lightning_fastdata.randomness.shared_epoch import EpochCell
+from lightning_fastdata.tree import held
 from lightning_fastdata.types import SampleKey
 
 if TYPE_CHECKING:
-    from lightning_fastdata.augment.contract import WorkerTransform
     from lightning_fastdata.augment.dataset_pipelines import DatasetRecording
+    from lightning_fastdata.augment.stage_transform import WorkerTransform
 
 
 class _Keying:

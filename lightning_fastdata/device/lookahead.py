@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
-from lightning_fastdata.batches.moving import leaves, shows_its_memory
-from lightning_fastdata.randomness.global_generators import DrawWatch
+from lightning_fastdata.batches.staged import leaves, shows_its_memory
+from lightning_fastdata.randomness.generators import DrawWatch
 from lightning_fastdata.torch_internals import next_has_arrived
 
 if TYPE_CHECKING:

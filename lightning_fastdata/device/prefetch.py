@@ -9,17 +9,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightning_fastdata.augment.transform import as_batch_transform
-from lightning_fastdata.batches.moving import leaves, move
-from lightning_fastdata.batches.staged import StagedBatch
+from lightning_fastdata.batches.staged import StagedBatch, leaves, move
 from lightning_fastdata.batches.streams import device_streams
 from lightning_fastdata.device.lookahead import OneAhead, SideLane
 from lightning_fastdata.errors import BatchError, OptionsError
 from lightning_fastdata.executors.fetch import seed_global_generators
-from lightning_fastdata.randomness.global_generators import kept_random_state
+from lightning_fastdata.randomness.generators import kept_random_state
 from lightning_fastdata.types import SampleKey
 
 if TYPE_CHECKING:
-    from lightning_fastdata.augment.contract import StageTransform
+    from lightning_fastdata.augment.stage_transform import StageTransform
     from lightning_fastdata.batches.streams import DeviceStreams
     from lightning_fastdata.device.lookahead import Crossing
     from lightning_fastdata.types import Batch

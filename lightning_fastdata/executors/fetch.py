@@ -15,12 +15,12 @@ import torch
 
 from lightning_fastdata.batches.keyed import fetches_in_batches
 from lightning_fastdata.images.folder import FastImageFolder
-from lightning_fastdata.randomness.global_generators import GENERATORS, DrawWatch, kept_random_state
+from lightning_fastdata.randomness.generators import GENERATORS, DrawWatch, kept_random_state
 from lightning_fastdata.types import SampleKey
 
 if TYPE_CHECKING:
     from lightning_fastdata.batches.layout import SampleLayout
-    from lightning_fastdata.randomness.own_generators import OwnGenerators
+    from lightning_fastdata.randomness.generators import OwnGenerators
     from lightning_fastdata.stamps.batch_stamps import TaskWatch
 
 _Fetched = TypeVar("_Fetched")

@@ -15,6 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lightning_fastdata.batches.slots import SlotPool
+from lightning_fastdata.executors.inline import StreamAsk
 from lightning_fastdata.executors.pool import protocol
 from lightning_fastdata.executors.pool.crew import Answer, Crew, Loss
 from lightning_fastdata.executors.pool.faults import (
@@ -25,7 +26,6 @@ from lightning_fastdata.executors.pool.faults import (
     stream_timed_out,
 )
 from lightning_fastdata.executors.pool.splitter import PendingBatch, Task
-from lightning_fastdata.executors.stream_fetch import StreamAsk
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, WaitWatch
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightning_fastdata.batches.moving import batch_samples
+from lightning_fastdata.batches.staged import batch_samples
 from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.host.machine import describe_machine, read_versions
 from lightning_fastdata.insight.measure.stage import LoopStage

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_fastdata.errors import DatasetError, OptionsError, TransformError
 from lightning_fastdata.executors.kinds import KINDS, ExecutorName
-from lightning_fastdata.randomness.seeds import find_composes
+from lightning_fastdata.randomness.search import find_composes
 
 EXECUTORS: Final = ("auto", *KINDS)
 PAGE_LOCKS: Final = ("copy", "register")

@@ -14,7 +14,7 @@ import threading
 import time
 from typing import Any, Final, NamedTuple
 
-from lightning_fastdata.randomness.seeds import find_instances, loaded_classes
+from lightning_fastdata.randomness.search import find_instances, loaded_classes
 
 EVERY: Final = 32
 """One of so many tasks is timed."""

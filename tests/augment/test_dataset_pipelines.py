@@ -28,7 +28,7 @@ from lightning_fastdata.planning.facts.inspection import DatasetFacts
 from lightning_fastdata.planning.facts.pipeline_trial import try_recording
 from lightning_fastdata.plugin.placing.pipelines import Pipelines
 from lightning_fastdata.plugin.placing.stage_transforms import StagePlan, StageTransforms, finish
-from lightning_fastdata.randomness.seeds import find_composes
+from lightning_fastdata.randomness.search import find_composes
 
 COUNT = 14
 RNG = np.random.default_rng(0)

@@ -27,7 +27,7 @@ from torch.utils.data import IterableDataset
 from lightning_fastdata import DataThroughputCallback, FastDataModule, LoaderOptions
 from lightning_fastdata.augment.mixing import CutMix, mixed
 from lightning_fastdata.augment.placement import PlaceCosts, SampleCosts, StepSeen, choose_place
-from lightning_fastdata.augment.switch import (
+from lightning_fastdata.augment.stage_transform import (
     PlaceSwitch,
     SwitchedTransform,
     leaves_to_device,

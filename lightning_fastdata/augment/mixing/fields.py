@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_fastdata.augment.callables import plain_tensors
 from lightning_fastdata.augment.mixing.step import MixStep, Parts
 from lightning_fastdata.augment.ops.output import OutputForm
 from lightning_fastdata.augment.pipeline.fields import (
@@ -22,6 +21,7 @@ from lightning_fastdata.augment.pipeline.fields import (
     has_field,
     put_fields,
 )
+from lightning_fastdata.augment.stage_transform import plain_tensors
 from lightning_fastdata.errors import BatchError
 from lightning_fastdata.types import Batch
 

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from lightning_fastdata.augment.callables import plain_tensors, table
 from lightning_fastdata.augment.mixing.fields import Mixer, Places
 from lightning_fastdata.augment.mixing.step import MixStep
 from lightning_fastdata.augment.ops.operation import Tape
@@ -19,6 +18,7 @@ from lightning_fastdata.augment.pipeline.fields import Fields, find_fields, get_
 from lightning_fastdata.augment.record.targets import convert_images
 from lightning_fastdata.augment.record.worker import ComposeWorker
 from lightning_fastdata.augment.replay.program import Draws, compile_tapes
+from lightning_fastdata.augment.stage_transform import plain_tensors, table
 from lightning_fastdata.augment.transform import BatchTransform, as_batch_transform
 from lightning_fastdata.errors import OptionsError, TransformError
 from lightning_fastdata.types import Batch, SampleKey

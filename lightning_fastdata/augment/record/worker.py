@@ -27,8 +27,13 @@ from lightning_fastdata.augment.pipeline.fields import (
     to_hwc,
 )
 from lightning_fastdata.augment.pipeline.plan import OF_BYTES, analyse, device_form
-from lightning_fastdata.augment.pipeline.sizes import CHANGES_SIZE, Size, follow_sizes, size_after
-from lightning_fastdata.augment.pipeline.tree import list_leaves
+from lightning_fastdata.augment.pipeline.tree import (
+    CHANGES_SIZE,
+    Size,
+    follow_sizes,
+    list_leaves,
+    size_after,
+)
 from lightning_fastdata.augment.pipeline.values import changes_form, values_of
 from lightning_fastdata.augment.record.tape import Recorder
 from lightning_fastdata.augment.record.targets import argument_names, convert_images, target_roles

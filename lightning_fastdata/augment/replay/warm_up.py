@@ -14,8 +14,7 @@ import numpy as np
 import torch
 
 from lightning_fastdata.augment.pipeline.plan import device_form
-from lightning_fastdata.augment.pipeline.sizes import Size, follow_sizes
-from lightning_fastdata.augment.pipeline.tree import list_leaves
+from lightning_fastdata.augment.pipeline.tree import Size, follow_sizes, list_leaves
 from lightning_fastdata.augment.replay import instructions
 from lightning_fastdata.augment.replay.instructions import fused_form
 from lightning_fastdata.augment.replay.program import Packer

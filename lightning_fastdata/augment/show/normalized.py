@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lightning_fastdata.augment.pipeline.tree import list_leaves
-from lightning_fastdata.randomness.seeds import find_composes, find_instances, loaded_classes
+from lightning_fastdata.randomness.search import find_composes, find_instances, loaded_classes
 
 
 class Normalized(NamedTuple):

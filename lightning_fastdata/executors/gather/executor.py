@@ -24,7 +24,7 @@ from lightning_fastdata.stamps.batch_stamps import BatchStamps, TaskStamps
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from lightning_fastdata.batches.page_lock import PageLocks
+    from lightning_fastdata.batches.streams import PageLocks
     from lightning_fastdata.executors.fetch import FetchPlan
     from lightning_fastdata.executors.gather.rows import Rows
 

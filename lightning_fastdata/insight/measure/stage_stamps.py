@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 from torch.utils.data import ConcatDataset, IterableDataset, Subset
 
-from lightning_fastdata.attributes import held
 from lightning_fastdata.executors.fetch import decodes_in_place
 from lightning_fastdata.insight.model.setups import busy_share
 from lightning_fastdata.insight.waits.several_loaders import (
@@ -21,6 +20,7 @@ from lightning_fastdata.insight.waits.several_loaders import (
     step_waits_ms,
 )
 from lightning_fastdata.loading.loader import FastDataLoader
+from lightning_fastdata.tree import held
 
 if TYPE_CHECKING:
     from lightning_fastdata.insight.waits.causes import WaitCauses

@@ -18,9 +18,8 @@ from lightning_fastdata.augment.dataset_pipelines import (
     place_pipelines,
     redrawn_of,
 )
-from lightning_fastdata.augment.pipeline.bounds import is_equal
-from lightning_fastdata.augment.pipeline.operation_trial import Tried, try_operations
 from lightning_fastdata.augment.pipeline.tree import list_nodes
+from lightning_fastdata.augment.pipeline.trial import Tried, is_equal, try_operations
 from lightning_fastdata.augment.record.deferred import DeferredTensor, Waiting
 from lightning_fastdata.augment.record.pipeline_recorder import Watch
 from lightning_fastdata.augment.record.worker import device_ops
@@ -29,14 +28,14 @@ from lightning_fastdata.batches.collate import RecordedCollate, collate_samples
 from lightning_fastdata.batches.keyed import fetches_in_batches, keyed
 from lightning_fastdata.order.epoch_order import dataset_length
 from lightning_fastdata.planning.facts.probe import spread_indices
-from lightning_fastdata.randomness.global_generators import DrawWatch
-from lightning_fastdata.randomness.seeds import find_composes
+from lightning_fastdata.randomness.generators import DrawWatch
+from lightning_fastdata.randomness.search import find_composes
 from lightning_fastdata.randomness.shared_epoch import EpochCell
 from lightning_fastdata.tree import Path, replace_leaves, spelled
 
 if TYPE_CHECKING:
     from lightning_fastdata.augment.ops.operation import DeviceOp
-    from lightning_fastdata.augment.switch import PlaceSwitch
+    from lightning_fastdata.augment.stage_transform import PlaceSwitch
     from lightning_fastdata.types import Batch
 
 _CLOSE: Final = 0.01
@@ -270,7 +269,7 @@ def try_recording(
     """Read samples as always and once more with their pixels left over, and compare.
 
     Each operation that would be left to the device is tried by itself, too, however seldom it is
-    drawn (:mod:`~lightning_fastdata.augment.pipeline.operation_trial`). The dataset and the global
+    drawn (:mod:`~lightning_fastdata.augment.pipeline.trial`). The dataset and the global
     random state stay as they were, but for what the dataset keeps of samples that it reads. What is
     left over is computed here, by one thread.
 

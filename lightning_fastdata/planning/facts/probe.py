@@ -24,8 +24,9 @@ from torch.utils.data import (
 
 from lightning_fastdata.batches.keyed import fetches_in_batches
 from lightning_fastdata.host.usage import queued_s
-from lightning_fastdata.order.epoch_order import ShuffleSampler, dataset_length
-from lightning_fastdata.randomness.global_generators import kept_random_state
+from lightning_fastdata.order.epoch_order import dataset_length
+from lightning_fastdata.order.samplers import ShuffleSampler
+from lightning_fastdata.randomness.generators import kept_random_state
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset

@@ -10,11 +10,8 @@ from torch.utils.data import Dataset, IterableDataset, SequentialSampler
 
 from lightning_fastdata.errors import DatasetError, OptionsError
 from lightning_fastdata.loading.loader import FastDataLoader
-from lightning_fastdata.order.epoch_order import (
-    EvaluationBatchSampler,
-    ShuffleSampler,
-    dataset_length,
-)
+from lightning_fastdata.order.epoch_order import dataset_length
+from lightning_fastdata.order.samplers import EvaluationBatchSampler, ShuffleSampler
 from lightning_fastdata.plugin.seams.internals import spreads_samples
 from lightning_fastdata.plugin.seams.loaders import average_exactly, silence_padding_warning
 from lightning_fastdata.plugin.seams.trainer import running_stage

@@ -44,7 +44,7 @@ from lightning_fastdata.plugin.seams.trainer import (
     running_stage,
     training_epoch,
 )
-from lightning_fastdata.randomness.seeds import find_composes
+from lightning_fastdata.randomness.search import find_composes
 from lightning_fastdata.types import STAGES
 
 if TYPE_CHECKING:

@@ -16,19 +16,19 @@ from torch.utils.data import IterableDataset
 
 from lightning_fastdata.augment.dataset_pipelines import DatasetRecording, redrawn_of
 from lightning_fastdata.augment.placement import PlaceCosts, SampleCosts
-from lightning_fastdata.augment.switch import leaves_to_device, redrawn_on_device
+from lightning_fastdata.augment.stage_transform import leaves_to_device, redrawn_on_device
 from lightning_fastdata.batches.collate import (
     FirstOfPairs,
     RecordedCollate,
     StagingCollate,
     collate_samples,
+    spreading,
 )
 from lightning_fastdata.batches.keyed import keyed
-from lightning_fastdata.batches.moving import move
+from lightning_fastdata.batches.staged import move
 from lightning_fastdata.host.usage import queued_s
 from lightning_fastdata.insight.measure.timeline import CudaClock, HostClock
 from lightning_fastdata.order.epoch_order import dataset_length
-from lightning_fastdata.order.repeats import spreading
 from lightning_fastdata.planning.facts.probe import spread_indices
 from lightning_fastdata.planning.facts.probe_process import Tell, try_apart
 from lightning_fastdata.randomness.shared_epoch import EpochCell
@@ -37,7 +37,7 @@ from lightning_fastdata.types import SampleKey
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
-    from lightning_fastdata.augment.contract import StageTransform
+    from lightning_fastdata.augment.stage_transform import StageTransform
     from lightning_fastdata.batches.staged import StagedBatch
     from lightning_fastdata.insight.measure.timeline import DeviceClock
     from lightning_fastdata.planning.facts.pipeline_trial import Trial

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from lightning_fastdata.augment.contract import SuitsSamples
 from lightning_fastdata.augment.dataset_pipelines import (
     PipelinePlace,
     explain_pipelines,
@@ -16,12 +15,13 @@ from lightning_fastdata.augment.record.worker import device_ops
 from lightning_fastdata.augment.registry import registered_forms
 from lightning_fastdata.augment.replay.triton import has_kernels
 from lightning_fastdata.augment.replay.warm_up import Variant, mask_dtypes, variants
+from lightning_fastdata.augment.stage_transform import SuitsSamples
 from lightning_fastdata.augment.transform import BatchTransform
 from lightning_fastdata.planning.facts.inspection import DatasetFacts, Questions
 from lightning_fastdata.planning.facts.pipeline_trial import IN_WORKERS, Trial, TriedDataset
 from lightning_fastdata.plugin.placing.stage_transforms import DatasetPipeline, StagePlan
 from lightning_fastdata.plugin.placing.trial import AugmentOn, Placing
-from lightning_fastdata.randomness.seeds import find_composes
+from lightning_fastdata.randomness.search import find_composes
 from lightning_fastdata.types import STAGES
 
 if TYPE_CHECKING:

@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from lightning_fastdata.augment.contract import SuitsSamples
 from lightning_fastdata.augment.dataset_pipelines import DatasetDraws
-from lightning_fastdata.augment.switch import PlaceSwitch, SwitchedTransform
+from lightning_fastdata.augment.stage_transform import PlaceSwitch, SuitsSamples, SwitchedTransform
 from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.batches.staged import StagedBatch
 from lightning_fastdata.errors import TransformError
@@ -22,8 +21,8 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
     from torch.utils.data import Dataset
 
-    from lightning_fastdata.augment.contract import StageTransform
     from lightning_fastdata.augment.placement import Place
+    from lightning_fastdata.augment.stage_transform import StageTransform
     from lightning_fastdata.planning.facts.pipeline_trial import Trial
     from lightning_fastdata.types import Batch
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
-from lightning_fastdata.batches.moving import move
-from lightning_fastdata.batches.staged import StagedBatch
+from lightning_fastdata.batches.staged import StagedBatch, move
 from lightning_fastdata.batches.streams import DeviceStreams, device_streams
 from lightning_fastdata.device.lookahead import Crossing, OneAhead, SideLane
 from lightning_fastdata.errors import FastDataWarning

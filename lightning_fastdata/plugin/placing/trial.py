@@ -23,7 +23,7 @@ from lightning_fastdata.augment.placement import (
     StepSeen,
     choose_place,
 )
-from lightning_fastdata.augment.switch import PlaceSwitch
+from lightning_fastdata.augment.stage_transform import PlaceSwitch
 from lightning_fastdata.batches.staged import StagedBatch
 from lightning_fastdata.executors.kinds import KINDS
 from lightning_fastdata.host.cpu import read_cpu_limit

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import torch
 
-from lightning_fastdata.batches.moving import batch_samples
+from lightning_fastdata.batches.staged import batch_samples
 from lightning_fastdata.insight.measure.metrics import measured_headroom
 from lightning_fastdata.plugin.seams.internals import is_compiled
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from lightning_fastdata.augment.transform import as_batch_transform
-from lightning_fastdata.batches.moving import batch_samples
+from lightning_fastdata.batches.staged import batch_samples
 from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.insight.report.run_report import RunReport
 from lightning_fastdata.insight.report.summary_text import first_word

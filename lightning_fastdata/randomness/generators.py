@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import random
 import sys
+import warnings
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -13,6 +15,9 @@ from typing import Any, Final, Protocol
 import numpy as np
 import numpy.random  # forked processes find it loaded, which takes a tenth of a second
 import torch
+
+from lightning_fastdata.errors import FastDataWarning
+from lightning_fastdata.randomness.search import find_instances, loaded_classes
 
 GENERATORS: Final = ("random", "numpy", "torch")
 """The global generators, as they are named here."""
@@ -195,3 +200,156 @@ def kept_random_state(names: Collection[str] = GENERATORS) -> Iterator[None]:
         yield
     finally:
         watch.restore()
+
+
+_KINDS: Final = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
+_MOST_BITS: Final = 64
+"""Of a seed that somebody chose; NumPy takes 128 bits from the system if nobody does."""
+
+
+class OwnGenerators:
+    """The generators that a map-style dataset holds where they can be found.
+
+    Found are those in attributes of the dataset and of what it holds, and those that the user's own
+    code refers to, but not those of Albumentations pipelines, which are keyed with these.
+
+    Args:
+        dataset: The dataset, in the process whose generators count as its initial ones.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+        # Side processes get these along with the dataset, as the very objects that it holds.
+        self._found = [(generator, _origin(generator)) for generator in _generators(dataset)]
+        self._refused = False
+
+    def __bool__(self) -> bool:
+        return bool(self._found)
+
+    def look_again(self) -> bool:
+        """Take in generators that were made since; return whether there are any."""
+        known = {id(generator) for generator, _ in self._found}
+        held = _generators(self.dataset)
+        new = [generator for generator in held if id(generator) not in known]
+        if new:
+            # One that took another's place is keyed in its place.
+            here = {id(generator) for generator in held}
+            kept = [pair for pair in self._found if id(pair[0]) in here]
+            self._found = [*kept, *((generator, b"") for generator in new)]
+        return bool(new)
+
+    def key(self, seed: int, epoch: int, index: Any) -> None:
+        """Give each generator the state that belongs to one sample."""
+        for place, (generator, origin) in enumerate(self._found):
+            text = f"{seed},{epoch},{index},{place},".encode() + origin
+            number = int.from_bytes(hashlib.blake2b(text, digest_size=16).digest(), "little")
+            try:
+                _seed(generator, number)
+            except Exception as error:  # whatever a generator of another kind raises
+                self._refuse(generator, error)
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Leave the generators as they were at the end of the block."""
+        states = [(generator, _state(generator)) for generator, _ in self._found]
+        try:
+            yield
+        finally:
+            for generator, state in states:
+                _set_state(generator, state)
+
+    def _refuse(self, generator: Any, error: Exception) -> None:
+        if not self._refused:
+            self._refused = True
+            warnings.warn(
+                f"{type(self.dataset).__name__} draws from a {type(generator).__name__} that "
+                f"cannot be seeded for each sample ({error}): what it draws depends on which "
+                "worker reads a sample. Use np.random.default_rng(...), or executor='torch'.",
+                FastDataWarning,
+                stacklevel=2,
+            )
+
+
+def own_generators(dataset: Any, *, shared: bool) -> OwnGenerators | None:
+    """Return the generators of a map-style dataset that are to be keyed.
+
+    Args:
+        dataset: The dataset of a loader, without what this package puts around it.
+        shared: Threads of one process read it, so that no generator can be keyed; that is warned
+            of if there are any.
+    """
+    own = OwnGenerators(dataset)
+    if not shared:
+        return own
+    if own:
+        warnings.warn(
+            f"{type(dataset).__name__} draws from generators of its own, which the threads of a "
+            "sidecar share: its samples depend on timing, and differ from run to run. Use "
+            "executor='workers', which keys them by sample.",
+            FastDataWarning,
+            stacklevel=2,
+        )
+    return None
+
+
+def _generators(dataset: Any) -> list[Any]:
+    pipelines = loaded_classes("albumentations", "BaseCompose", "BasicTransform")
+    return [
+        found
+        for found in find_instances(dataset, (*_KINDS, *pipelines))
+        if isinstance(found, _KINDS) and not _is_global(found)
+    ]
+
+
+def _is_global(generator: Any) -> bool:
+    """Return whether a generator is keyed with the global ones, or is none to be seeded at all."""
+    return (
+        isinstance(generator, random.SystemRandom)
+        or generator is getattr(random.getstate, "__self__", None)
+        or generator is getattr(np.random.get_state, "__self__", None)
+        or generator is torch.default_generator
+    )
+
+
+def _origin(generator: Any) -> bytes:
+    """Return what tells a generator from one that was seeded otherwise."""
+    if isinstance(generator, torch.Generator):
+        return b"%d" % generator.initial_seed()
+    if isinstance(generator, np.random.Generator):
+        seeds = getattr(generator.bit_generator, "seed_seq", None)
+        entropy = getattr(seeds, "entropy", None)
+        if isinstance(entropy, int) and entropy.bit_length() > _MOST_BITS:
+            entropy = None  # seeded by the system: each run would be another one
+        return repr((entropy, getattr(seeds, "spawn_key", ()))).encode()
+    return hashlib.blake2b(repr(_state(generator)).encode(), digest_size=16).digest()
+
+
+def _seed(generator: Any, number: int) -> None:
+    if isinstance(generator, np.random.Generator):
+        kind: Any = type(generator.bit_generator)
+        generator.bit_generator.state = kind(number).state
+    elif isinstance(generator, np.random.RandomState):
+        generator.seed(np.frombuffer(number.to_bytes(16, "little"), np.uint32))
+    elif isinstance(generator, torch.Generator):
+        generator.manual_seed(number % 2**63)
+    else:
+        generator.seed(number)
+
+
+def _state(generator: Any) -> Any:
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    if isinstance(generator, np.random.RandomState):
+        return generator.get_state(legacy=False)
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    return generator.getstate()
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    elif isinstance(generator, np.random.RandomState | torch.Generator):
+        generator.set_state(state)
+    else:
+        generator.setstate(state)
