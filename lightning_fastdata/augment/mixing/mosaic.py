@@ -49,7 +49,6 @@ class Mosaic:
     min_visibility: float = 0.1
 
     sees_others: ClassVar[bool] = True
-    """Samples see each other."""
 
     def __post_init__(self) -> None:
         check_share("p", self.p)
@@ -147,17 +146,10 @@ class Mosaic:
 def move_boxes(
     boxes: Tensor, quarter: Tensor, point: Tensor, size: tuple[int, int]
 ) -> tuple[Tensor, Tensor]:
-    """Return boxes of images after these were laid in quarters of mosaics, cut to the quarters.
+    """Return boxes ``[k, 4]`` cut to the quarters they are laid in, and the part that is left.
 
-    Args:
-        boxes: ``[k, 4]`` of left, top, right, bottom in pixels.
-        quarter: of each box, int64 ``[k]``: 0 upper left, 1 upper right, 2 lower left, 3 lower
-            right.
-        point: of each box, int64 ``[k, 2]``: row and column of the point in the middle.
-        size: height and width of the images.
-
-    Returns:
-        Boxes ``[k, 4]``, and the part of each one's area that is left, float ``[k]``.
+    ``quarter`` is int64 ``[k]``: 0 upper left, 1 upper right, 2 lower left, 3 lower right;
+    ``point`` is the row and column of the point in the middle, int64 ``[k, 2]``.
     """
     (y, x), (height, width) = point.unbind(1), size
     lower, right = quarter >= 2, quarter % 2 == 1

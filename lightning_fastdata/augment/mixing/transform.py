@@ -31,14 +31,10 @@ def repeated_key(key: SampleKey, repeats: int, number: int) -> SampleKey:
 
 def repeat_batch(batch: Batch, samples: int, repeats: int) -> Batch:
     """Return a batch in which every sample stands ``repeats`` times, one after the other."""
-    if isinstance(batch, Mapping):
-        return put_fields(
-            batch, {name: repeat_entries(one, samples, repeats) for name, one in batch.items()}
-        )
-    if isinstance(batch, list | tuple):
-        entries = [repeat_entries(one, samples, repeats) for one in batch]
-        return put_fields(batch, dict(enumerate(entries)))
-    return repeat_entries(batch, samples, repeats)
+    if not isinstance(batch, Mapping | list | tuple):
+        return repeat_entries(batch, samples, repeats)
+    entries = batch.items() if isinstance(batch, Mapping) else enumerate(batch)
+    return put_fields(batch, {at: repeat_entries(one, samples, repeats) for at, one in entries})
 
 
 def repeat_entries(field: Any, samples: int, repeats: int) -> Any:
@@ -160,90 +156,81 @@ def _check_all_is_mixed(pipeline: BatchTransform, boxes: int | str | None) -> No
         )
 
 
-def _is_step(value: Any) -> bool:
-    return all(callable(getattr(value, name, None)) for name in ("count", "draw", "mix"))
+def _is_step(value: object) -> bool:
+    return isinstance(value, MixStep)
 
 
 class MixedTransform:
-    """An Albumentations pipeline or none, and what mixes the batch behind it; see :func:`mixed`."""
+    """An Albumentations pipeline or none, and what mixes the batch behind it; see :func:`mixed`.
+
+    Attributes:
+        pipeline: what runs on each sample before the mixing, or None.
+        repeats: how often each sample of the loader is in a batch.
+    """
 
     starts_in_worker = True
 
     def __init__(self, pipeline: BatchTransform | None, mixer: Mixer, repeats: int = 1) -> None:
         self.name = ", ".join([*([pipeline.name] if pipeline else []), *map(_name, mixer.steps)])
-        self._pipeline = pipeline
+        self.pipeline = pipeline
+        self.repeats = repeats
         self._mixer = mixer
-        self._repeats = repeats
-
-    @property
-    def repeats(self) -> int:
-        """How often each sample of the loader is in a batch."""
-        return self._repeats
 
     @property
     def compose(self) -> Any:
         """The ``A.Compose`` that runs before the mixing, or None."""
-        return None if self._pipeline is None else self._pipeline.compose
+        return None if self.pipeline is None else self.pipeline.compose
 
-    @property
-    def pipeline(self) -> BatchTransform | None:
-        """What runs on each sample before the mixing; None: nothing."""
-        return self._pipeline
-
-    def check_sample(self, sample: Any) -> None:
+    def check_sample(self, sample: Batch) -> None:
         """Raise BatchError if a sample of the dataset holds no image that can be read."""
-        if self._pipeline is not None:
-            self._pipeline.check_sample(sample)
+        if self.pipeline is not None:
+            self.pipeline.check_sample(sample)
         else:
             find_fields(sample, self._mixer.places.fields, batched=False)
 
     def for_samples(self, samples: Iterable[Any]) -> MixedTransform:
         """Return the transform for a dataset, of which these are samples from all over it."""
-        pipeline = None if self._pipeline is None else self._pipeline.for_samples(samples)
-        return MixedTransform(pipeline, self._mixer, self._repeats)
+        pipeline = None if self.pipeline is None else self.pipeline.for_samples(samples)
+        return MixedTransform(pipeline, self._mixer, self.repeats)
 
     def in_worker(self, *, on_device: bool) -> MixedWorker:
         """Return the part that runs on each sample in the side process."""
-        pipeline = self._pipeline
-        inner = None if pipeline is None else pipeline.in_worker(on_device=on_device)
-        return MixedWorker(inner, self._mixer, self._repeats)
+        inner = None if self.pipeline is None else self.pipeline.in_worker(on_device=on_device)
+        return MixedWorker(inner, self._mixer, self.repeats)
 
     def apply(self, batch: Batch, draws: Draws | None) -> Batch:
-        """Carry out what was drawn: first the pipeline, then what mixes.
-
-        Raises:
-            BatchError: a field is missing or has another form than mixing needs.
-        """
+        """Run the pipeline, then the mixing; BatchError if a field has not the form it needs."""
         if draws is None:
             return batch
-        if self._pipeline is not None:
-            batch = self._pipeline.apply(batch, draws)
+        if self.pipeline is not None:
+            batch = self.pipeline.apply(batch, draws)
         return _mix(self._mixer, batch, draws)
 
     def apply_unprepared(self, batch: Batch, key: SampleKey) -> Batch:
         """Draw here and carry out, for a batch of another loader."""
-        if self._repeats > 1:
-            found = find_fields(batch, self._mixer.places.fields, batched=True)
-            samples = len(get_field(batch, found.image))
-            batch = repeat_batch(batch, samples, self._repeats)
-            key = repeated_key(key, self._repeats, 0)
-        if self._pipeline is not None:
-            batch = self._pipeline.apply_unprepared(batch, key)
+        if self.repeats > 1:
+            batch = repeat_batch(batch, len(self._images(batch)), self.repeats)
+            key = repeated_key(key, self.repeats, 0)
+        if self.pipeline is not None:
+            batch = self.pipeline.apply_unprepared(batch, key)
+        images = self._images(batch)
+        keys = [key._replace(index=key.index + row) for row in range(len(images))]
+        drawn = [draw_numbers(self._mixer.steps, own) for own in keys]
+        return _mix(self._mixer, batch, _pack(drawn).to(images.device, True))
+
+    def _images(self, batch: Batch) -> Tensor:
         found = find_fields(batch, self._mixer.places.fields, batched=True)
-        image = get_field(batch, found.image)
-        drawn = [
-            draw_numbers(self._mixer.steps, key._replace(index=key.index + row))
-            for row in range(len(image))
-        ]
-        return _mix(self._mixer, batch, _pack(drawn).to(image.device, True))
+        images: Tensor = get_field(batch, found.image)
+        return images
 
     def explain(self) -> str:
         """Return where each operation runs and why, as text."""
-        rows = [] if self._pipeline is None else list(self._pipeline.plan.placements)
+        placed = () if self.pipeline is None else self.pipeline.plan.placements
+        rows = [(row.name, row.where, row.why) for row in placed]
         steps = [(_name(step), "batch", "mixes its samples") for step in self._mixer.steps]
-        if self._repeats > 1:
-            steps.insert(0, ("repeats", "worker", f"{self._repeats} augmentations of each sample"))
-        return table([(row.name, row.where, row.why) for row in rows] + steps)
+        if self.repeats > 1:
+            steps.insert(0, ("repeats", "worker", f"{self.repeats} augmentations of each sample"))
+        return table(rows + steps)
 
 
 class MixedWorker:
@@ -256,7 +243,7 @@ class MixedWorker:
         self._mixer = mixer
         self.repeats = repeats
 
-    def __call__(self, sample: Any, key: SampleKey) -> tuple[Any, Any]:
+    def __call__(self, sample: Batch, key: SampleKey) -> tuple[Batch, object]:
         """Return the sample as the worker leaves it, and what was drawn for it.
 
         With repeats, these are a list of samples and a list of draws.
@@ -267,7 +254,7 @@ class MixedWorker:
         each = [self._once(sample, own) for own in keys]
         return [one for one, _ in each], [drawn for _, drawn in each]
 
-    def _once(self, sample: Any, key: SampleKey) -> tuple[Any, Any]:
+    def _once(self, sample: Batch, key: SampleKey) -> tuple[Batch, object]:
         self._mixer.check_classes(sample)
         tape: Tape | None = None
         if self._inner is not None:
