@@ -75,7 +75,7 @@ class Mosaic:
         below = torch.arange(height, device=y.device) >= y[:, None]
         beside = torch.arange(width, device=x.device) >= x[:, None]
         own = torch.arange(len(order), device=order.device)
-        # Who is at each pixel: 0 is upper left, 1 upper right, 2 lower left, 3 lower right.
+        # Whose pixel it is: 0 is upper left, 1 upper right, 2 lower left, 3 lower right.
         quarter = below.long()[:, :, None] * 2 + beside.long()[:, None, :]
         whose = torch.stack([own, *others]).T.gather(1, quarter.flatten(1)).view(quarter.shape)
         # A corner at the point: in each quarter the image is shifted around by the same amount.
@@ -88,10 +88,9 @@ class Mosaic:
             out = torch.where(per_sample(is_mosaic, out), out, last)
             return out.movedim(-1, 1).contiguous() if pixels.ndim == 4 else out
 
-        sides = (
-            torch.stack([y, height - y], 1)[:, :, None] * torch.stack([x, width - x], 1)[:, None]
-        )
-        shares = sides.flatten(1).double() / (height * width)
+        heights, widths = torch.stack([y, height - y], 1), torch.stack([x, width - x], 1)
+        areas = (heights[:, :, None] * widths[:, None]).flatten(1)
+        shares = areas.double() / (height * width)
         only_own = (torch.arange(4, device=y.device) == 0).double()
         shares = torch.where(is_mosaic[:, None], shares, only_own)
         changed = replace(
@@ -137,8 +136,8 @@ class Mosaic:
         laid = torch.where(whole[:, None], boxes, moved)[chosen]
         classes = parts.classes
         if classes is not None:
-            told = joined(classes)
-            kept_of = told[taken.to(told.device)][chosen.to(told.device)]
+            every = joined(classes)
+            kept_of = every[taken.to(every.device)][chosen.to(every.device)]
             classes = torch.split(kept_of, sizes)
         return replace(parts, boxes=torch.split(laid, sizes), classes=classes)
 

@@ -37,7 +37,7 @@ def repeat_batch(batch: Batch, samples: int, repeats: int) -> Batch:
     return put_fields(batch, {at: repeat_entries(one, samples, repeats) for at, one in entries})
 
 
-def repeat_entries(field: Any, samples: int, repeats: int) -> Any:
+def repeat_entries(field: Batch, samples: int, repeats: int) -> Batch:
     """Return a field with each entry ``repeats`` times; a field of no entries as it is."""
     if isinstance(field, Tensor) and field.ndim and len(field) == samples:
         return field.repeat_interleave(repeats, 0)
@@ -50,7 +50,7 @@ _NUMBERS, _ORDER = "mixing numbers", "mixing order"
 
 
 def mixed(
-    *steps: Any,
+    *steps: object,
     image: int | str | None = None,
     mask: int | str | None = None,
     label: int | str | Sequence[int | str] | None = None,
@@ -101,7 +101,7 @@ def mixed(
         raise OptionsError(f"repeats is {repeats}; give the augmentations per sample, at least 1.")
     rest = list(steps)
     pipeline = None
-    if rest and not _is_step(rest[0]):
+    if rest and not isinstance(rest[0], MixStep):
         first = as_batch_transform(rest.pop(0), image=image, mask=mask, same_pixels=same_pixels)
         if not isinstance(first, BatchTransform):
             raise TransformError(
@@ -112,14 +112,15 @@ def mixed(
         check_form(output, first.compose)
         pipeline = copy.copy(first)
         pipeline.form = OutputForm()  # What it makes is mixed before it is converted.
-    wrong = [step for step in rest if not _is_step(step)]
+    mixes = tuple(step for step in rest if isinstance(step, MixStep))
+    wrong = [step for step in rest if not isinstance(step, MixStep)]
     if wrong or (not rest and repeats == 1):
         what = f"{wrong[0]!r} does not mix" if wrong else "There is nothing that mixes"
         raise TransformError(
             f"{what}. Give mixed() an albumentations Compose first, if you have one, and then "
             "MixUp, CutMix, Mosaic, RandomErasing or OneOfMixes."
         )
-    if pipeline is not None and any(step.sees_others for step in rest):
+    if pipeline is not None and any(step.sees_others for step in mixes):
         _check_all_is_mixed(pipeline, boxes)
     labels = _listed(label)
     counts = _listed(num_classes) or (None,) * max(1, len(labels))
@@ -130,7 +131,7 @@ def mixed(
         )
     fields = Fields(image=image, mask=mask)
     places = Places(fields=fields, labels=labels, boxes=boxes, classes=classes)
-    return MixedTransform(pipeline, Mixer(tuple(rest), places, counts, output), repeats)
+    return MixedTransform(pipeline, Mixer(mixes, places, counts, output), repeats)
 
 
 def _listed(value: Any) -> tuple[Any, ...]:
@@ -154,10 +155,6 @@ def _check_all_is_mixed(pipeline: BatchTransform, boxes: int | str | None) -> No
             f"The pipeline transforms {what}, which cannot be mixed, so that they would no longer "
             "belong to their images. Only RandomErasing and repeats leave them alone."
         )
-
-
-def _is_step(value: object) -> bool:
-    return isinstance(value, MixStep)
 
 
 class MixedTransform:
@@ -207,7 +204,7 @@ class MixedTransform:
         return _mix(self._mixer, batch, draws)
 
     def apply_unprepared(self, batch: Batch, key: SampleKey) -> Batch:
-        """Draw here and carry out, for a batch of another loader."""
+        """Draw and apply in one go, for a batch of another loader."""
         if self.repeats > 1:
             batch = repeat_batch(batch, len(self._images(batch)), self.repeats)
             key = repeated_key(key, self.repeats, 0)
@@ -273,7 +270,7 @@ class MixedWorker:
         return self._inner.collate([tape for tape, _ in each], stack_drawn(numbers))
 
     def finish(self, batch: Batch, drawn: Sequence[Any]) -> Batch:
-        """Return a batch that was collated here, where nothing is left to the device, mixed."""
+        """Return a batch that was collated here, mixed; for where nothing runs on the device."""
         return _mix(self._mixer, batch, _pack([numbers for _, numbers in self._each(drawn)]))
 
 

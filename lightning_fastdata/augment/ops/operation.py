@@ -107,7 +107,7 @@ class DeviceOp:
     """Whether the device draws numbers for every pixel, given the transform. The result then has
     the distribution of Albumentations' result, not its pixels."""
     fused: Fused | None = None
-    """What it is within a run of operations on images that one kernel carries out."""
+    """What it is within a run of operations on images that one kernel computes."""
     freedom: str = "draws numbers for every pixel there"
     """Where ``draws_pixels`` is true: what the device does in its own way, for people."""
     owner: type | None = None
@@ -118,7 +118,7 @@ class DeviceOp:
 
 
 class TapeOp(NamedTuple):
-    """One operation that is still to be carried out on one sample."""
+    """One operation that the device has still to run on one sample."""
 
     leaf: int
     """Number of the transform in its pipeline."""
@@ -129,7 +129,7 @@ class TapeOp(NamedTuple):
 
 
 class Track(NamedTuple):
-    """All operations still to be carried out on one image or mask of a sample, in order."""
+    """All operations that the device has still to run on an image or mask of a sample, in order."""
 
     role: Role
     """Whether they treat it as an image or as a mask."""
@@ -138,7 +138,7 @@ class Track(NamedTuple):
     size: tuple[int, int] | None = None
     """Height and width of its pixels before any of them."""
     dtype: DType | None = None
-    """Of its pixels before any of them; None: nobody has looked."""
+    """Of its pixels before any of them; None: unknown."""
 
 
 Tape: TypeAlias = Mapping[str, Track]

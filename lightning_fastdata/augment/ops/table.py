@@ -132,7 +132,7 @@ def _by_table(images: Tensor, static: Values, arrays: Arrays) -> Tensor:
 
 
 def change_value(images: Tensor, static: Values, arrays: Arrays) -> Tensor:
-    """Carry out what `encode_value` encoded."""
+    """Run what `encode_value` encoded."""
     form = static["form"]
     if form == "table":
         return _by_table(images, static, arrays)

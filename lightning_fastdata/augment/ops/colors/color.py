@@ -255,26 +255,12 @@ def _run_channel_dropout(images: Tensor, static: Values, arrays: Arrays) -> Tens
 OPS = (
     DeviceOp("HueSaturationValue", _encode_hsv, _run_hsv, fused=instructions.hsv),
     DeviceOp("ColorJitter", _encode_jitter, _run_jitter, fused=instructions.jitter),
-    DeviceOp(
-        "ToGray",
-        _encode_gray,
-        _run_gray,
-        out_shape=_gray_shape,
-        fused=instructions.gray,
-    ),
+    DeviceOp("ToGray", _encode_gray, _run_gray, out_shape=_gray_shape, fused=instructions.gray),
     DeviceOp("ToRGB", _encode_rgb, _run_rgb, out_shape=_rgb_shape),
     DeviceOp("ToSepia", _encode_sepia, _run_sepia),
+    DeviceOp("ChannelShuffle", _encode_shuffle, _run_shuffle, fused=instructions.shuffle),
     DeviceOp(
-        "ChannelShuffle",
-        _encode_shuffle,
-        _run_shuffle,
-        fused=instructions.shuffle,
-    ),
-    DeviceOp(
-        "ChannelDropout",
-        _encode_channel_dropout,
-        _run_channel_dropout,
-        fused=instructions.drop,
+        "ChannelDropout", _encode_channel_dropout, _run_channel_dropout, fused=instructions.drop
     ),
 )
 """On uint8, gray and channel moves are exact and HueSaturationValue is at most one level off, above

@@ -78,36 +78,33 @@ def opencv_lanes() -> int:
     return 256 - truncated if truncated else 0
 
 
+def _hue(rgb: Tensor, high: Tensor, sixth: Tensor) -> Tensor:
+    """Return the hue in degrees; ``high`` is the largest channel, ``sixth`` 60 over the span."""
+    red, green, blue = rgb.unbind(-1)
+    behind = torch.where(high == green, (blue - red) * sixth + 120, (red - green) * sixth + 240)
+    hue = torch.where(high == red, (green - blue) * sixth, behind)
+    return torch.where(hue < 0, hue + 360, hue)
+
+
 def shift_hue_floats(images: Tensor, turn: Tensor) -> Tensor:
     """Return float32 RGB images with the hue moved by ``turn`` (1 is the whole circle)."""
     red, green, blue = images.unbind(-1)
     value = torch.maximum(torch.maximum(red, green), blue)
     spread = value - torch.minimum(torch.minimum(red, green), blue)
     tiny = torch.finfo(torch.float32).eps
-    by_spread = 60.0 / (spread + tiny)
-    hue = torch.where(
-        value == red,
-        (green - blue) * by_spread,
-        torch.where(
-            value == green, (blue - red) * by_spread + 120, (red - green) * by_spread + 240
-        ),
-    )
-    hue = (torch.where(hue < 0, hue + 360, hue) + turn * 360).remainder(360)
+    hue = _hue(images, value, 60.0 / (spread + tiny))
+    hue = (hue + turn * 360).remainder(360)
     return _sector_colours(hue / 60, spread / (value.abs() + tiny), value)
 
 
 def hls_floats(rgb: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return hue in degrees, lightness and saturation of floats ``[..., 3]``, as OpenCV does."""
-    red, green, blue = rgb.unbind(-1)
     high, low = rgb.amax(-1), rgb.amin(-1)
     span, total = high - low, high + low
     lightness = total * 0.5
     colored = span > torch.finfo(torch.float32).eps
     saturation = span / torch.where(lightness < 0.5, total, 2 - total)
-    sixth = torch.full_like(span, 60) / span
-    behind = torch.where(high == green, (blue - red) * sixth + 120, (red - green) * sixth + 240)
-    hue = torch.where(high == red, (green - blue) * sixth, behind)
-    hue = torch.where(hue < 0, hue + 360, hue)
+    hue = _hue(rgb, high, torch.full_like(span, 60) / span)
     return torch.where(colored, hue, 0.0), lightness, torch.where(colored, saturation, 0.0)
 
 

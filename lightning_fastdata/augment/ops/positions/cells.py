@@ -93,12 +93,7 @@ def _whole(where: Tensor, nearest: bool) -> Tensor:
 
 
 def sample_cells(
-    images: Tensor,
-    rows: Tensor,
-    columns: Tensor,
-    interpolation: int,
-    mode: int,
-    fill: Tensor,
+    images: Tensor, rows: Tensor, columns: Tensor, interpolation: int, mode: int, fill: Tensor
 ) -> Tensor:
     """Return the values ``[n, h, w, C]`` at positions in 1/32 pixels; with NEAREST in whole pixels.
 
