@@ -19,7 +19,7 @@ def spelled(path: Path) -> str:
     return "".join(f"[{key!r}]" for key in path) or "the batch itself"
 
 
-def children(value: Any) -> list[tuple[Any, Any]] | None:
+def children(value: object) -> list[tuple[Any, Any]] | None:
     """Return the parts of a container with their keys, positions or field names; None of a leaf.
 
     Containers are mappings, sequences (named tuples among them) and dataclasses. Tensors and
@@ -57,7 +57,7 @@ def rebuilt(value: Any, parts: list[Any]) -> Any:
     return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
 
 
-def leaves(value: Any, is_leaf: Callable[[Any], bool] = lambda _: False) -> Iterator[Any]:
+def leaves(value: object, is_leaf: Callable[[Any], bool] = lambda _: False) -> Iterator[Any]:
     """Yield the leaves, in order.
 
     Args:
@@ -73,7 +73,7 @@ def leaves(value: Any, is_leaf: Callable[[Any], bool] = lambda _: False) -> Iter
 
 
 def replace_leaves(
-    batch: Any,
+    batch: object,
     function: Callable[[Path, Any], Any],
     path: Path = (),
     *,

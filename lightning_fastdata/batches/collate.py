@@ -58,7 +58,7 @@ def _collate_samples(samples: Sequence[Any], collate_fields: _Collate) -> Batch:
         ) from error
 
 
-def collate_privately(samples: Any) -> Any:
+def collate_privately(samples: object) -> Batch:
     """Return what ``default_collate`` returns in the training process.
 
     In a worker torch collates into new shared memory for each batch, which costs a page fault for
@@ -98,7 +98,7 @@ def for_writing(collate_fn: _Collate) -> _Collate:
     return collate_fn
 
 
-def _collate_late(samples: Sequence[Any], otherwise: _Collate) -> Any:
+def _collate_late(samples: Sequence[Any], otherwise: _Collate) -> Batch:
     if not _runs_no_user_code(samples[0]):
         return otherwise(samples)
     return collate(samples, collate_fn_map={**default_collate_fn_map, torch.Tensor: _stack_late})
@@ -151,7 +151,7 @@ def _collate(samples: Sequence[Any]) -> Batch:
     return type(first)(*columns_) if hasattr(first, "_fields") else columns_
 
 
-def _holds_dataclass(sample: Any) -> bool:
+def _holds_dataclass(sample: object) -> bool:
     if type(sample) in _KNOWN:  # asked of each batch, and most samples are made of these
         return False
     if is_dataclass(sample):
@@ -169,7 +169,7 @@ class _HandsOn(ABC):
         self._collate_handed_on = collate_fn
 
     @abstractmethod
-    def __call__(self, samples: Any) -> Any:
+    def __call__(self, samples: Any) -> Batch:
         """Return the batch of samples, or of what stands in their place."""
 
     def for_writing(self) -> Self:
@@ -263,7 +263,7 @@ class FirstOfPairs(_HandsOn):
         self.transform = transform
         self.single = single
 
-    def __call__(self, pairs: Any) -> Any:
+    def __call__(self, pairs: Any) -> Batch:
         """Return the batch of the samples, or what becomes of the single one."""
         if self.single:
             return self.collate_fn(pairs[0])
@@ -274,7 +274,7 @@ class FirstOfPairs(_HandsOn):
 
 
 def spreading(
-    collate_fn: Callable[[list[Any]], Batch], worker_part: Any
+    collate_fn: Callable[[list[Any]], Batch], worker_part: object
 ) -> Callable[[list[Any]], Batch]:
     """Return what collates the samples that a transform makes.
 

@@ -61,7 +61,7 @@ class _Keying:
             return nullcontext()
         return self.recording.reading(self.dataset, key.epoch)
 
-    def finish(self, sample: Any, key: SampleKey) -> Any:
+    def finish(self, sample: object, key: SampleKey) -> Any:
         return sample if self.transform is None else self.transform(sample, key)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -82,7 +82,7 @@ class _Stand:
             raise AttributeError(name)
         return getattr(self._keying.dataset, name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         setattr(self._keying.dataset, name, value)
 
 
@@ -99,7 +99,7 @@ class KeyedDataset(_Stand, Dataset[Any]):
         self._keying.epoch.set(epoch)
         tell_epoch(self._keying.dataset, epoch)
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: object) -> Any:
         keying = self._keying
         key = keying.key(_as_int(index))
         keying.seed_for(key)
@@ -193,7 +193,7 @@ def tell_epoch(dataset: Dataset[Any], epoch: int) -> None:
             waiting.extend(_wrapped(one))
 
 
-def _wrapped(dataset: Any) -> Iterator[Any]:
+def _wrapped(dataset: object) -> Iterator[Any]:
     """Yield the datasets that a dataset holds, by themselves or in lists."""
     for value in list(getattr(dataset, "__dict__", {}).values()):
         if isinstance(value, Dataset):

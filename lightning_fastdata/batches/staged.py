@@ -119,7 +119,7 @@ def move(batch: Batch, device: torch.device, *, non_blocking: bool = False) -> B
 def with_leaves(batch: Batch, function: Callable[[Any], Any]) -> Batch:
     """Return a batch with what can be moved replaced by what a function makes of it."""
 
-    def replaced(_: Path, leaf: Any) -> Any:
+    def replaced(_: Path, leaf: object) -> Any:
         return function(leaf) if _can_be_moved(leaf) else leaf
 
     return replace_leaves(batch, replaced, depth=_ANY_DEPTH, is_leaf=_can_be_moved)
@@ -147,24 +147,24 @@ def batch_samples(batch: Batch) -> int:
     return len(batch) if isinstance(batch, Sized) else 1
 
 
-def shows_its_memory(leaf: Any) -> bool:
+def shows_its_memory(leaf: object) -> bool:
     """Return whether the memory of a leaf can be kept from being used again too early."""
     if isinstance(leaf, torch.Tensor):
         return leaf.layout is torch.strided and not leaf.is_nested
     return _is_tensor(leaf)
 
 
-def _can_be_moved(value: Any) -> bool:
+def _can_be_moved(value: object) -> bool:
     return isinstance(value, StagedBatch) or (
         not isinstance(value, type) and callable(getattr(value, "to", None))
     )
 
 
-def _is_whole(value: Any) -> bool:
+def _is_whole(value: object) -> bool:
     return isinstance(value, StagedBatch) or _is_tensor(value)
 
 
-def _is_tensor(value: Any) -> bool:
+def _is_tensor(value: object) -> bool:
     # Also batches of graph libraries, which offer the two methods of tensors that matter here.
     if isinstance(value, torch.Tensor):
         return True

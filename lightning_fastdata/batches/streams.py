@@ -43,7 +43,7 @@ class DeviceStreams(Protocol):
     def wait(self, event: StreamEvent) -> None:
         """Have the current stream wait for an event; the host does not."""
 
-    def keep(self, tensor: Any) -> None:
+    def keep(self, tensor: object) -> None:
         """Have the memory of a tensor used again only when the current stream is done with it.
 
         That is, with all work it has been given by the time the tensor is gone.

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from lightning_fastdata.executors.pool.crew_trial import CrewTrial
     from lightning_fastdata.order.epoch_order import EpochOrder
     from lightning_fastdata.stamps.batch_stamps import BatchStamps
+    from lightning_fastdata.types import Batch
 
 ExecutorName: TypeAlias = Literal["torch", "inline", "gather", "workers", "sidecar"]
 
@@ -197,7 +198,7 @@ class Executor(Protocol):
 
     def __iter__(self) -> Executor: ...
 
-    def __next__(self) -> Any:
+    def __next__(self) -> Batch:
         """Return the next batch; the user may keep it, and nothing will overwrite it."""
 
     def record(self, records: deque[BatchStamps] | None) -> None:

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 import numpy.random  # forked processes find it loaded, which takes a tenth of a second
@@ -37,7 +37,7 @@ class DrawWatch:
     """
 
     def __init__(self, names: Collection[str] = GENERATORS) -> None:
-        self._watched: dict[str, _Watched] = {name: _watched(name) for name in names}
+        self._watched = {name: _WATCHED[name]() for name in names}
         self.begin()
 
     def begin(self) -> None:
@@ -64,29 +64,16 @@ class DrawWatch:
             del self._watched[name]
 
 
-class _Watched(Protocol):
-    """One generator, its state, and whether it has moved since that was remembered."""
-
-    def begin(self) -> None: ...
-    def moved(self) -> bool: ...
-    def restore(self) -> None: ...
-
-
-def _watched(name: str) -> _Watched:
-    if name == "random":
-        return PythonGenerator(_python_address())
-    return _NumpyGenerator() if name == "numpy" else _TorchGenerator()
-
-
 class PythonGenerator:
     """The state behind ``random``, read from memory: ``getstate`` and a comparison take 15 us.
 
     Args:
-        address: Where its position and words are; 0: ``getstate`` is to be asked.
+        address: Where its position and words are; 0: ``getstate`` is to be asked. Default: where
+            CPython keeps them.
     """
 
-    def __init__(self, address: int) -> None:
-        self._address = address
+    def __init__(self, address: int | None = None) -> None:
+        self._address = _python_address() if address is None else address
         self._state: Any = None
 
     def begin(self) -> None:
@@ -110,12 +97,8 @@ class PythonGenerator:
         if not self._address:
             return random.getstate()
         # A normal deviate is kept back beside the words.
-        kept_back = _python_generator().gauss_next
+        kept_back = random.getstate.__self__.gauss_next  # type: ignore[attr-defined]
         return ctypes.string_at(self._address, _MT19937_BYTES), kept_back
-
-
-def _python_generator() -> Any:
-    return random.getstate.__self__  # type: ignore[attr-defined]
 
 
 @cache
@@ -139,7 +122,7 @@ class _NumpyGenerator:
     """The state behind ``numpy.random``, read from memory: its own ``get_state`` takes 30 us."""
 
     def __init__(self) -> None:
-        self._owner: Any = None
+        self._owner: object = None
         self._address = 0
         self._words: bytes | None = None
         self._plain: bytes | None = None
@@ -186,6 +169,9 @@ class _TorchGenerator:
         torch.set_rng_state(self._state)
 
 
+_WATCHED: Final = {"random": PythonGenerator, "numpy": _NumpyGenerator, "torch": _TorchGenerator}
+
+
 def _equal(ours: Any, theirs: Any) -> bool:
     if isinstance(ours, dict):
         return ours.keys() == theirs.keys() and all(_equal(ours[k], theirs[k]) for k in ours)
@@ -217,7 +203,7 @@ class OwnGenerators:
         dataset: The dataset, in the process whose generators count as its initial ones.
     """
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: object) -> None:
         self.dataset = dataset
         # Side processes get these along with the dataset, as the very objects that it holds.
         self._found = [(generator, _origin(generator)) for generator in _generators(dataset)]
@@ -238,7 +224,7 @@ class OwnGenerators:
             self._found = [*kept, *((generator, b"") for generator in new)]
         return bool(new)
 
-    def key(self, seed: int, epoch: int, index: Any) -> None:
+    def key(self, seed: int, epoch: int, index: object) -> None:
         """Give each generator the state that belongs to one sample."""
         for place, (generator, origin) in enumerate(self._found):
             text = f"{seed},{epoch},{index},{place},".encode() + origin
@@ -258,7 +244,7 @@ class OwnGenerators:
             for generator, state in states:
                 _set_state(generator, state)
 
-    def _refuse(self, generator: Any, error: Exception) -> None:
+    def _refuse(self, generator: object, error: Exception) -> None:
         if not self._refused:
             self._refused = True
             warnings.warn(
@@ -270,7 +256,7 @@ class OwnGenerators:
             )
 
 
-def own_generators(dataset: Any, *, shared: bool) -> OwnGenerators | None:
+def own_generators(dataset: object, *, shared: bool) -> OwnGenerators | None:
     """Return the generators of a map-style dataset that are to be keyed.
 
     Args:
@@ -292,7 +278,7 @@ def own_generators(dataset: Any, *, shared: bool) -> OwnGenerators | None:
     return None
 
 
-def _generators(dataset: Any) -> list[Any]:
+def _generators(dataset: object) -> list[Any]:
     pipelines = loaded_classes("albumentations", "BaseCompose", "BasicTransform")
     return [
         found
@@ -301,7 +287,7 @@ def _generators(dataset: Any) -> list[Any]:
     ]
 
 
-def _is_global(generator: Any) -> bool:
+def _is_global(generator: object) -> bool:
     """Return whether a generator is keyed with the global ones, or is none to be seeded at all."""
     return (
         isinstance(generator, random.SystemRandom)
@@ -311,7 +297,7 @@ def _is_global(generator: Any) -> bool:
     )
 
 
-def _origin(generator: Any) -> bytes:
+def _origin(generator: object) -> bytes:
     """Return what tells a generator from one that was seeded otherwise."""
     if isinstance(generator, torch.Generator):
         return b"%d" % generator.initial_seed()

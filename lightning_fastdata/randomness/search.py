@@ -2,34 +2,28 @@
 
 from __future__ import annotations
 
-import collections
-import functools
 import sys
-import types
+from collections import UserDict
 from collections.abc import Iterator
 from functools import cached_property, lru_cache, partial
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import (
+    BuiltinMethodType,
+    CodeType,
+    FunctionType,
+    MappingProxyType,
+    MethodType,
+    ModuleType,
+)
 from typing import Any, Final
 
 import numpy as np
 
 _MAX_DEPTH: Final = 8
-
-
 _MAX_ITEMS: Final = 256
-
-
-_LEAF_TYPES: Final = (
-    str,
-    bytes,
-    bytearray,
-    int,
-    float,
-    complex,
-    bool,
-    type(None),
-    np.ndarray,
-)
+_LEAF_TYPES: Final = (str, bytes, bytearray, int, float, complex, type(None), np.ndarray)
+_INSTALLED: Final = ("site-packages", "dist-packages")
+_WRAPPED: Final = ("__func__", "fget", "func")
+"""Where static and class methods, properties and cached properties keep their function."""
 
 
 def find_composes(obj: object) -> tuple[Any, ...]:
@@ -72,16 +66,16 @@ def find_instances(obj: object, kinds: tuple[type, ...]) -> tuple[Any, ...]:
 
 
 def _parts(item: object, kinds: tuple[type, ...]) -> Iterator[object]:
-    if isinstance(item, dict | collections.UserDict | types.MappingProxyType):
+    if isinstance(item, dict | UserDict | MappingProxyType):
         # Not any mapping: reading the values of one that stands for a file would open it.
         yield from list(item.values())[:_MAX_ITEMS]
     elif isinstance(item, list | tuple):
         yield from item[:_MAX_ITEMS]
-    elif isinstance(item, functools.partial):
+    elif isinstance(item, partial):
         yield item.func
         yield from item.args
         yield from item.keywords.values()
-    elif isinstance(item, types.MethodType | types.BuiltinMethodType):
+    elif isinstance(item, MethodType | BuiltinMethodType):
         yield item.__self__
     elif not _is_module_or_tensor(item):
         if hasattr(item, "__dict__") and not isinstance(item, type):
@@ -92,11 +86,6 @@ def _parts(item: object, kinds: tuple[type, ...]) -> Iterator[object]:
 def _is_module_or_tensor(item: object) -> bool:
     torch = sys.modules.get("torch")
     return isinstance(item, type(sys)) or (torch is not None and isinstance(item, torch.Tensor))
-
-
-_INSTALLED: Final = ("site-packages", "dist-packages")
-_WRAPPED: Final = ("__func__", "fget", "func")
-"""Where static and class methods, properties and cached properties keep their function."""
 
 
 def code_parts(item: object, kinds: tuple[type, ...]) -> Iterator[object]:
@@ -165,7 +154,7 @@ def _names(code: CodeType) -> Iterator[str]:
             yield from _names(constant)
 
 
-def _may_lead_on(value: Any) -> bool:
+def _may_lead_on(value: object) -> bool:
     if isinstance(value, dict | list | tuple | partial | MethodType):
         return True
     owner = value if isinstance(value, FunctionType | type) else type(value)

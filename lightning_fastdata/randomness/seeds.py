@@ -46,7 +46,7 @@ def reseed(composes: Sequence[Any], key: SampleKey) -> None:
         compose.set_random_state(generator, python)
 
 
-def reseeder(compose: Any) -> Callable[[SampleKey], None]:
+def reseeder(compose: object) -> Callable[[SampleKey], None]:
     """Return what does to one pipeline as :func:`reseed` does, at less cost.
 
     Args:
