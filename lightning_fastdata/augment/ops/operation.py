@@ -148,12 +148,12 @@ Tape: TypeAlias = Mapping[str, Track]
 def draw_params(
     op: DeviceOp,
     transform: Transform,
-    sampler: Callable[..., Values],
+    sampler: Callable[..., dict[str, Any]],
     params: Values,
     data: Values,
     *,
     whole: bool,
-) -> Values:
+) -> dict[str, Any]:
     """Return what a transform draws for a sample, with what the device form needs of it.
 
     Of images and masks in ``data`` only shape and dtype count. ``whole``: what ``sampler``, its own
@@ -164,7 +164,7 @@ def draw_params(
         small = peek_params(op, transform, params, data)
         return {**sampler(params=params, data=data), **small}
     drawn = None if op.draw is None else op.draw(transform, params, data)
-    return sampler(params=params, data=data) if drawn is None else drawn
+    return sampler(params=params, data=data) if drawn is None else dict(drawn)
 
 
 def peek_params(op: DeviceOp, transform: Transform, params: Values, data: Values) -> dict[str, Any]:
