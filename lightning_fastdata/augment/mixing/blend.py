@@ -53,7 +53,6 @@ class MixUp:
     p: float = 1.0
 
     sees_others: ClassVar[bool] = True
-    """Samples see each other."""
 
     def __post_init__(self) -> None:
         _check_alpha_and_p(self.alpha, self.p)
@@ -67,11 +66,7 @@ class MixUp:
         return [generator.random(), generator.beta(self.alpha, self.alpha)]
 
     def mix(self, parts: Parts, numbers: Tensor, order: Tensor) -> Parts:
-        """Return the blended batch; see :class:`MixStep`.
-
-        Raises:
-            BatchError: the batch has masks, which cannot be blended.
-        """
+        """Return the blended batch; BatchError if it has masks, which cannot be blended."""
         if parts.mask is not None:
             raise BatchError(
                 "MixUp blends images, and this batch has masks of pixels, which cannot be blended. "
@@ -126,7 +121,6 @@ class CutMix:
     p: float = 1.0
 
     sees_others: ClassVar[bool] = True
-    """Samples see each other."""
 
     def __post_init__(self) -> None:
         _check_alpha_and_p(self.alpha, self.p)
@@ -141,11 +135,7 @@ class CutMix:
         return [generator.random(), share, *generator.random(2)]
 
     def mix(self, parts: Parts, numbers: Tensor, order: Tensor) -> Parts:
-        """Return the batch with rectangles; see :class:`MixStep`.
-
-        Raises:
-            BatchError: the batch has boxes.
-        """
+        """Return the batch with rectangles; BatchError if it has boxes."""
         if parts.boxes is not None:
             raise BatchError("CutMix cannot cut boxes. Use Mosaic or MixUp for batches with boxes.")
         height, width = parts.size
@@ -164,13 +154,9 @@ class CutMix:
 def cut_boxes(
     numbers: Tensor, height: int, width: int, *, p: float = 1.0
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return left, top, right and bottom of the rectangles that CutMix cuts, int64 ``[n]`` each.
+    """Return left, top, right and bottom of the rectangles to cut, int64 ``[n]`` each.
 
-    Args:
-        numbers: what :class:`CutMix` drew, float64 ``[n, 4]``.
-        height: of the images in pixels.
-        width: of the images in pixels.
-        p: probability of a rectangle; without one all four are equal.
+    ``numbers`` is what `CutMix` drew, float64 ``[n, 4]``; without a rectangle all four are equal.
     """
     whether, share, across, down = numbers.unbind(1)
     half = torch.where(whether < p, 0.5 * (1 - share).clamp(min=0).sqrt(), 0.0)
@@ -209,7 +195,6 @@ class RandomErasing:
     value: float | tuple[float, ...] | Literal["random"] = 0.0
 
     sees_others: ClassVar[bool] = False
-    """Every image is changed by itself."""
 
     def __post_init__(self) -> None:
         check_share("p", self.p)
@@ -237,11 +222,7 @@ class RandomErasing:
         ]
 
     def mix(self, parts: Parts, numbers: Tensor, order: Tensor) -> Parts:  # noqa: ARG002
-        """Return the batch with rectangles painted over; see :class:`MixStep`.
-
-        Raises:
-            BatchError: there are not as many values as channels.
-        """
+        """Return the batch painted over; BatchError if values and channels differ in number."""
         height, width = parts.size
         top, left, tall, wide = erased_boxes(numbers, height, width, p=self.p)
         y = torch.arange(height, device=numbers.device) - top[:, None]
@@ -272,11 +253,7 @@ def erased_boxes(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return top, left, height and width of what is painted over, int64 ``[n]`` each.
 
-    Args:
-        numbers: what :class:`RandomErasing` drew, float64 ``[n, 25]``.
-        height: of the images in pixels.
-        width: of the images in pixels.
-        p: probability of a rectangle; without one its height and width are 0.
+    ``numbers`` is what `RandomErasing` drew, float64 ``[n, 25]``; none has height and width 0.
     """
     area = numbers[:, 1 : 1 + _ATTEMPTS] * (height * width)
     ratio = numbers[:, 1 + _ATTEMPTS : 1 + 2 * _ATTEMPTS]

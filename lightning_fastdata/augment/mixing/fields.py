@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -61,39 +61,28 @@ class Mixer:
     def _sees_others(self) -> bool:
         return any(step.sees_others for step in self.steps)
 
-    def check_classes(self, sample: Any) -> None:
-        """Refuse a sample whose class is none; it would train as if it had no label.
+    def check_classes(self, sample: Batch) -> None:
+        """Raise BatchError if a class of a sample is not below ``num_classes``.
 
-        Here, because on a device nobody could look at it without waiting.
-
-        Raises:
-            BatchError: a class is not below ``num_classes``.
+        It would train as if it had no label, and on the device a look at it would have to wait.
         """
         if not self._sees_others or not any(self._num_classes):
             return
         image = find_fields(sample, self.places.fields, batched=False).image
-        for place, classes in zip(
-            self._label_places(sample, image), self._num_classes, strict=False
-        ):
+        places = self._label_places(sample, image)
+        for place, classes in zip(places, self._num_classes, strict=False):
             value = get_field(sample, place) if has_field(sample, place) else None
-            if classes is None or not isinstance(value, int | np.integer):
-                continue
-            if value >= classes:
+            if classes is not None and isinstance(value, int | np.integer) and value >= classes:
                 raise BatchError(
                     f"The label {place!r} of a sample is class {value}, but num_classes={classes} "
                     f"means classes 0 to {classes - 1}."
                 )
 
     def mix(self, batch: Batch, numbers: Tensor, order: Tensor) -> Batch:
-        """Return a batch with its samples mixed.
+        """Return a collated batch with its samples mixed.
 
-        Args:
-            batch: a collated batch.
-            numbers: what was drawn, float64 ``[n, count]``.
-            order: a random number of each sample for each step, int64 ``[n, steps]``.
-
-        Raises:
-            BatchError: a field is missing or has another form than mixing needs.
+        By the numbers drawn for it, float64 ``[n, count]``, and a random number of each sample for
+        each step, int64 ``[n, steps]``. BatchError: a field has not the form that mixing needs.
         """
         with plain_tensors():
             found = self._find(batch)
@@ -114,21 +103,19 @@ class Mixer:
                 self._shares(get_field(batch, place), classes, form.image.device)
                 for place, classes in zip(labels, self._num_classes, strict=False)
             ]
-            parts = self._parts(batch, found, form, shares)
+            parts = _parts(batch, found, form.image, shares)
             start = 0
             for number, step in enumerate(self.steps):
                 own = numbers[:, start : start + step.count()]
                 parts = step.mix(parts, own, order[:, number])
                 start += step.count()
-            values = {
-                "image": form.restored(parts.image),
-                "mask": None
-                if parts.mask is None
-                else _mask_restored(parts.mask, get_field(batch, found["mask"])),
-                "boxes": None if parts.boxes is None else list(parts.boxes),
-                "classes": None if parts.classes is None else list(parts.classes),
-            }
-            changed: dict[Location, Any] = {found[name]: values[name] for name in found}
+            changed: dict[Location, object] = {found["image"]: form.restored(parts.image)}
+            if parts.mask is not None:
+                given = get_field(batch, found["mask"])
+                changed[found["mask"]] = _mask_restored(parts.mask, given)
+            for name, values in (("boxes", parts.boxes), ("classes", parts.classes)):
+                if values is not None:
+                    changed[found[name]] = list(values)
             if parts.labels is not None:
                 widths = [one.shape[1] for one in shares]
                 changed.update(zip(labels, torch.split(parts.labels, widths, 1), strict=True))
@@ -136,29 +123,31 @@ class Mixer:
 
     def _find(self, batch: Batch) -> dict[str, Location]:
         image, mask = find_fields(batch, self.places.fields, batched=True)
-        found = {"image": image}
         if not self._sees_others:
-            return found
-        untold = [name for name in _BOX_KEYS if isinstance(batch, Mapping) and name in batch]
-        if untold and self.places.boxes is None:
+            return {"image": image}
+        unnamed = [name for name in _BOX_KEYS if isinstance(batch, Mapping) and name in batch]
+        if unnamed and self.places.boxes is None:
             raise BatchError(
-                f"The batch holds {untold[0]!r}, which mixing would leave where they are while the "
-                f"images change. Say that these are boxes: mixed(..., boxes={untold[0]!r})."
+                f"The batch holds {unnamed[0]!r}, which mixing would leave where they are while "
+                f"the images change. Say that these are boxes: mixed(..., boxes={unnamed[0]!r})."
             )
         given = {"mask": mask, "boxes": self.places.boxes, "classes": self.places.classes}
-        for name, place in given.items():
-            if place is not None:
-                found[name] = _existing(batch, place, name)
-        return found
+        others = {
+            name: _existing(batch, place, name)
+            for name, place in given.items()
+            if place is not None
+        }
+        return {"image": image, **others}
 
     def _find_labels(self, batch: Batch, image: Location) -> Sequence[int | str]:
         if not self._sees_others:
             return []
-        given = self.places.labels
         places = self._label_places(batch, image)
-        return [_existing(batch, place, "label") for place in places] if given else places
+        if not self.places.labels:
+            return places
+        return [_existing(batch, place, "label") for place in places]
 
-    def _label_places(self, item: Any, image: Location) -> Sequence[int | str]:
+    def _label_places(self, item: Batch, image: Location) -> Sequence[int | str]:
         if self.places.labels or self.places.boxes is not None:
             return list(self.places.labels)
         if isinstance(item, Mapping):
@@ -167,27 +156,8 @@ class Mixer:
             return [image + 1]
         return []
 
-    def _parts(
-        self,
-        batch: Batch,
-        found: Mapping[str, Location],
-        form: _Form,
-        shares: Sequence[Tensor],
-    ) -> Parts:
-        def field(name: str) -> Any:
-            return get_field(batch, found[name]) if name in found else None
-
-        mask = field("mask")
-        return Parts(
-            image=form.image,
-            labels=torch.cat(list(shares), 1) if shares else None,
-            mask=None if mask is None else _mask_parts(mask, form.image),
-            boxes=_ragged(field("boxes"), len(form.image), "boxes"),
-            classes=_ragged(field("classes"), len(form.image), "classes"),
-        )
-
     @staticmethod
-    def _shares(labels: Any, num_classes: int | None, device: torch.device) -> Tensor:
+    def _shares(labels: object, num_classes: int | None, device: torch.device) -> Tensor:
         if not isinstance(labels, Tensor) or labels.ndim not in {1, 2}:
             raise BatchError(
                 f"The labels are {describe(labels)}. Mixing needs classes [n] or one-hot rows "
@@ -210,6 +180,19 @@ def _existing(batch: Batch, place: int | str, name: str) -> int | str:
     return place
 
 
+def _parts(
+    batch: Batch, found: Mapping[str, Location], image: Tensor, shares: Sequence[Tensor]
+) -> Parts:
+    given = {name: get_field(batch, place) for name, place in found.items()}
+    return Parts(
+        image=image,
+        labels=torch.cat(list(shares), 1) if shares else None,
+        mask=_mask_parts(given["mask"], image) if "mask" in given else None,
+        boxes=_ragged(given.get("boxes"), len(image), "boxes"),
+        classes=_ragged(given.get("classes"), len(image), "classes"),
+    )
+
+
 class _Form:
     """The images of a batch as ``[n, C, H, W]``, and the way back to how they came."""
 
@@ -217,7 +200,9 @@ class _Form:
         self._gray = image.ndim == 3
         self._last = image.ndim == 4 and not channels_first(tuple(image.shape[1:]))
         image = image[:, None] if self._gray else image
-        self._format = _memory_format(image)
+        last = image.is_contiguous(memory_format=torch.channels_last)
+        keeps = last and not image.is_contiguous()
+        self._format = torch.channels_last if keeps else torch.contiguous_format
         self.image = image.permute(0, 3, 1, 2) if self._last else image
 
     def restored(self, image: Tensor) -> Tensor:
@@ -229,12 +214,7 @@ class _Form:
         return image.contiguous(memory_format=self._format)
 
 
-def _memory_format(image: Tensor) -> torch.memory_format:
-    last = image.is_contiguous(memory_format=torch.channels_last)
-    return torch.channels_last if last and not image.is_contiguous() else torch.contiguous_format
-
-
-def _mask_parts(mask: Any, image: Tensor) -> Tensor:
+def _mask_parts(mask: object, image: Tensor) -> Tensor:
     size = tuple(image.shape[2:])
     if isinstance(mask, Tensor) and mask.ndim in {3, 4}:
         if tuple(mask.shape[1:3]) == size:
@@ -252,13 +232,14 @@ def _mask_restored(mask: Tensor, given: Tensor) -> Tensor:
     return mask if same else mask.permute(0, 2, 3, 1).contiguous()
 
 
-def _ragged(value: Any, samples: int, name: str) -> tuple[Tensor, ...] | None:
+def _ragged(value: object, samples: int, name: str) -> tuple[Tensor, ...] | None:
     if value is None:
         return None
-    ok = isinstance(value, list | tuple) and len(value) == samples
-    if not ok or not all(isinstance(one, Tensor) for one in value):
+    entries = value if isinstance(value, list | tuple) else ()
+    tensors = tuple(one for one in entries if isinstance(one, Tensor))
+    if not isinstance(value, list | tuple) or not len(tensors) == len(value) == samples:
         raise BatchError(
             f"The field for {name} is {describe(value)}. Mixing needs a list of {samples} tensors, "
             "one per sample, as a detection collate_fn gives them."
         )
-    return tuple(value)
+    return tensors

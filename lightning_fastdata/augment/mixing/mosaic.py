@@ -49,7 +49,6 @@ class Mosaic:
     min_visibility: float = 0.1
 
     sees_others: ClassVar[bool] = True
-    """Samples see each other."""
 
     def __post_init__(self) -> None:
         check_share("p", self.p)
@@ -76,7 +75,7 @@ class Mosaic:
         below = torch.arange(height, device=y.device) >= y[:, None]
         beside = torch.arange(width, device=x.device) >= x[:, None]
         own = torch.arange(len(order), device=order.device)
-        # Who is at each pixel: 0 is upper left, 1 upper right, 2 lower left, 3 lower right.
+        # Whose pixel it is: 0 is upper left, 1 upper right, 2 lower left, 3 lower right.
         quarter = below.long()[:, :, None] * 2 + beside.long()[:, None, :]
         whose = torch.stack([own, *others]).T.gather(1, quarter.flatten(1)).view(quarter.shape)
         # A corner at the point: in each quarter the image is shifted around by the same amount.
@@ -89,10 +88,9 @@ class Mosaic:
             out = torch.where(per_sample(is_mosaic, out), out, last)
             return out.movedim(-1, 1).contiguous() if pixels.ndim == 4 else out
 
-        sides = (
-            torch.stack([y, height - y], 1)[:, :, None] * torch.stack([x, width - x], 1)[:, None]
-        )
-        shares = sides.flatten(1).double() / (height * width)
+        heights, widths = torch.stack([y, height - y], 1), torch.stack([x, width - x], 1)
+        areas = (heights[:, :, None] * widths[:, None]).flatten(1)
+        shares = areas.double() / (height * width)
         only_own = (torch.arange(4, device=y.device) == 0).double()
         shares = torch.where(is_mosaic[:, None], shares, only_own)
         changed = replace(
@@ -138,8 +136,8 @@ class Mosaic:
         laid = torch.where(whole[:, None], boxes, moved)[chosen]
         classes = parts.classes
         if classes is not None:
-            told = joined(classes)
-            kept_of = told[taken.to(told.device)][chosen.to(told.device)]
+            every = joined(classes)
+            kept_of = every[taken.to(every.device)][chosen.to(every.device)]
             classes = torch.split(kept_of, sizes)
         return replace(parts, boxes=torch.split(laid, sizes), classes=classes)
 
@@ -147,17 +145,10 @@ class Mosaic:
 def move_boxes(
     boxes: Tensor, quarter: Tensor, point: Tensor, size: tuple[int, int]
 ) -> tuple[Tensor, Tensor]:
-    """Return boxes of images after these were laid in quarters of mosaics, cut to the quarters.
+    """Return boxes ``[k, 4]`` cut to the quarters they are laid in, and the part that is left.
 
-    Args:
-        boxes: ``[k, 4]`` of left, top, right, bottom in pixels.
-        quarter: of each box, int64 ``[k]``: 0 upper left, 1 upper right, 2 lower left, 3 lower
-            right.
-        point: of each box, int64 ``[k, 2]``: row and column of the point in the middle.
-        size: height and width of the images.
-
-    Returns:
-        Boxes ``[k, 4]``, and the part of each one's area that is left, float ``[k]``.
+    ``quarter`` is int64 ``[k]``: 0 upper left, 1 upper right, 2 lower left, 3 lower right;
+    ``point`` is the row and column of the point in the middle, int64 ``[k, 2]``.
     """
     (y, x), (height, width) = point.unbind(1), size
     lower, right = quarter >= 2, quarter % 2 == 1

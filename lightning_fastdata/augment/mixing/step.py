@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -13,6 +13,10 @@ from lightning_fastdata.errors import OptionsError
 
 if TYPE_CHECKING:
     import numpy as np
+
+
+Ragged: TypeAlias = tuple[Tensor, ...]
+"""A tensor per sample, each of a length of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,9 +29,9 @@ class Parts:
     """Shares of the classes ``[n, classes]``, float32; None if there are no labels."""
     mask: Tensor | None = None
     """Classes of pixels ``[n, H, W]`` of any integer dtype, or ``[n, C, H, W]``; or None."""
-    boxes: tuple[Tensor, ...] | None = None
+    boxes: Ragged | None = None
     """Per sample ``[k, 4]`` of left, top, right, bottom in pixels; or None."""
-    classes: tuple[Tensor, ...] | None = None
+    classes: Ragged | None = None
     """Per sample one entry ``[k, ...]`` for each box; or None."""
 
     @property
@@ -36,6 +40,7 @@ class Parts:
         return int(self.image.shape[2]), int(self.image.shape[3])
 
 
+@runtime_checkable
 class MixStep(Protocol):
     """One way to change a batch whose samples may see each other."""
 
@@ -72,19 +77,12 @@ def check_positive(name: str, value: float) -> None:
 
 
 def partners(order: Tensor, distance: int = 1) -> Tensor:
-    """Return for each sample the position of the sample it is mixed with.
+    """Return for each sample the position of the sample it is mixed with, int64 ``[n]``.
 
-    The samples stand in a ring, sorted by their random numbers; everybody's partner is the one
-    ``distance`` places before. Nobody is their own partner in a batch of more than ``distance``,
-    everybody is somebody's partner once, and who meets whom depends on which samples the batch
+    The samples stand in a ring, sorted by their random numbers ``order``, int64 ``[n]``; a sample's
+    partner is the one ``distance`` places before. In a batch of more than ``distance`` no sample is
+    its own partner, each is a partner once, and who meets whom depends on which samples the batch
     holds, not on their order in it.
-
-    Args:
-        order: int64 ``[n]``.
-        distance: places between the two.
-
-    Returns:
-        int64 ``[n]``.
     """
     ring = order.argsort(stable=True)
     return torch.empty_like(ring).scatter_(0, ring, ring.roll(distance))
@@ -98,8 +96,7 @@ def per_sample(values: Tensor, like: Tensor) -> Tensor:
 def joined(tensors: Sequence[Tensor]) -> Tensor:
     """Return entries ``[k, ...]`` of several samples in one tensor.
 
-    A sample without boxes may have a tensor of another dtype, as ``torch.tensor([])`` has, which
-    says nothing of the others.
+    An empty tensor may have another dtype, as ``torch.tensor([])`` has, which says nothing.
     """
     filled = [one for one in tensors if len(one)]
     return torch.cat(filled or list(tensors[:1]))
@@ -108,11 +105,8 @@ def joined(tensors: Sequence[Tensor]) -> Tensor:
 def mixed_labels(parts: Parts, shares: Tensor, others: tuple[Tensor, ...]) -> Tensor | None:
     """Return the shares of the classes, or None if there are no labels.
 
-    Args:
-        parts: the batch.
-        shares: part of each source in each sample, float64 ``[n, 1 + len(others)]``: its own, then
-            that of each partner.
-        others: positions of the partners, int64 ``[n]`` each.
+    ``shares`` is the part of the sample itself, then of each partner, float64
+    ``[n, 1 + len(others)]``; ``others`` are positions of the partners, int64 ``[n]`` each.
     """
     if parts.labels is None:
         return None
@@ -124,13 +118,7 @@ def mixed_labels(parts: Parts, shares: Tensor, others: tuple[Tensor, ...]) -> Te
 
 
 def with_pixels(parts: Parts, choose: Tensor, other: Tensor) -> Parts:
-    """Return the batch with the pixels of a partner where ``choose`` says so.
-
-    Args:
-        parts: the batch.
-        choose: bool ``[n, H, W]``.
-        other: positions of the partners, int64 ``[n]``.
-    """
+    """Return the batch with the pixels of ``other`` samples where ``choose`` ``[n, H, W]`` is."""
     image = torch.where(choose[:, None], parts.image[other], parts.image)
     mask = parts.mask
     if mask is not None:
@@ -167,7 +155,6 @@ class OneOfMixes:
         self._bounds = [p * sum(given[: end + 1]) / sum(given) for end in range(len(given))]
 
     sees_others: ClassVar[bool] = True
-    """Samples see each other."""
 
     def __repr__(self) -> str:
         return f"OneOfMixes({', '.join(map(repr, self.steps))}, p={self.p})"
@@ -184,11 +171,7 @@ class OneOfMixes:
         return numbers
 
     def mix(self, parts: Parts, numbers: Tensor, order: Tensor) -> Parts:
-        """Return the batch with each sample mixed in its way; see :class:`MixStep`.
-
-        Raises:
-            BatchError: the batch has boxes or masks, and a way does not take them.
-        """
+        """Return the batch with each sample mixed in its way; BatchError as the ways raise it."""
         out, start, low = parts, 1, 0.0
         for step, high in zip(self.steps, self._bounds, strict=True):
             own = numbers[:, start : start + step.count()]
@@ -205,9 +188,7 @@ def _where(chosen: Tensor, new: Parts, old: Parts) -> Parts:
             return None
         return torch.where(per_sample(chosen, one), one, other)
 
-    def pick_each(
-        one: tuple[Tensor, ...] | None, other: tuple[Tensor, ...] | None
-    ) -> tuple[Tensor, ...] | None:
+    def pick_each(one: Ragged | None, other: Ragged | None) -> Ragged | None:
         if one is None or other is None:
             return None
         return tuple(a if yes else b for yes, a, b in zip(rows, one, other, strict=True))

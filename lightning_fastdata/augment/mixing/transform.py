@@ -31,17 +31,13 @@ def repeated_key(key: SampleKey, repeats: int, number: int) -> SampleKey:
 
 def repeat_batch(batch: Batch, samples: int, repeats: int) -> Batch:
     """Return a batch in which every sample stands ``repeats`` times, one after the other."""
-    if isinstance(batch, Mapping):
-        return put_fields(
-            batch, {name: repeat_entries(one, samples, repeats) for name, one in batch.items()}
-        )
-    if isinstance(batch, list | tuple):
-        entries = [repeat_entries(one, samples, repeats) for one in batch]
-        return put_fields(batch, dict(enumerate(entries)))
-    return repeat_entries(batch, samples, repeats)
+    if not isinstance(batch, Mapping | list | tuple):
+        return repeat_entries(batch, samples, repeats)
+    entries = batch.items() if isinstance(batch, Mapping) else enumerate(batch)
+    return put_fields(batch, {at: repeat_entries(one, samples, repeats) for at, one in entries})
 
 
-def repeat_entries(field: Any, samples: int, repeats: int) -> Any:
+def repeat_entries(field: Batch, samples: int, repeats: int) -> Batch:
     """Return a field with each entry ``repeats`` times; a field of no entries as it is."""
     if isinstance(field, Tensor) and field.ndim and len(field) == samples:
         return field.repeat_interleave(repeats, 0)
@@ -54,7 +50,7 @@ _NUMBERS, _ORDER = "mixing numbers", "mixing order"
 
 
 def mixed(
-    *steps: Any,
+    *steps: object,
     image: int | str | None = None,
     mask: int | str | None = None,
     label: int | str | Sequence[int | str] | None = None,
@@ -105,7 +101,7 @@ def mixed(
         raise OptionsError(f"repeats is {repeats}; give the augmentations per sample, at least 1.")
     rest = list(steps)
     pipeline = None
-    if rest and not _is_step(rest[0]):
+    if rest and not isinstance(rest[0], MixStep):
         first = as_batch_transform(rest.pop(0), image=image, mask=mask, same_pixels=same_pixels)
         if not isinstance(first, BatchTransform):
             raise TransformError(
@@ -116,14 +112,15 @@ def mixed(
         check_form(output, first.compose)
         pipeline = copy.copy(first)
         pipeline.form = OutputForm()  # What it makes is mixed before it is converted.
-    wrong = [step for step in rest if not _is_step(step)]
+    mixes = tuple(step for step in rest if isinstance(step, MixStep))
+    wrong = [step for step in rest if not isinstance(step, MixStep)]
     if wrong or (not rest and repeats == 1):
         what = f"{wrong[0]!r} does not mix" if wrong else "There is nothing that mixes"
         raise TransformError(
             f"{what}. Give mixed() an albumentations Compose first, if you have one, and then "
             "MixUp, CutMix, Mosaic, RandomErasing or OneOfMixes."
         )
-    if pipeline is not None and any(step.sees_others for step in rest):
+    if pipeline is not None and any(step.sees_others for step in mixes):
         _check_all_is_mixed(pipeline, boxes)
     labels = _listed(label)
     counts = _listed(num_classes) or (None,) * max(1, len(labels))
@@ -134,7 +131,7 @@ def mixed(
         )
     fields = Fields(image=image, mask=mask)
     places = Places(fields=fields, labels=labels, boxes=boxes, classes=classes)
-    return MixedTransform(pipeline, Mixer(tuple(rest), places, counts, output), repeats)
+    return MixedTransform(pipeline, Mixer(mixes, places, counts, output), repeats)
 
 
 def _listed(value: Any) -> tuple[Any, ...]:
@@ -160,90 +157,77 @@ def _check_all_is_mixed(pipeline: BatchTransform, boxes: int | str | None) -> No
         )
 
 
-def _is_step(value: Any) -> bool:
-    return all(callable(getattr(value, name, None)) for name in ("count", "draw", "mix"))
-
-
 class MixedTransform:
-    """An Albumentations pipeline or none, and what mixes the batch behind it; see :func:`mixed`."""
+    """An Albumentations pipeline or none, and what mixes the batch behind it; see :func:`mixed`.
+
+    Attributes:
+        pipeline: what runs on each sample before the mixing, or None.
+        repeats: how often each sample of the loader is in a batch.
+    """
 
     starts_in_worker = True
 
     def __init__(self, pipeline: BatchTransform | None, mixer: Mixer, repeats: int = 1) -> None:
         self.name = ", ".join([*([pipeline.name] if pipeline else []), *map(_name, mixer.steps)])
-        self._pipeline = pipeline
+        self.pipeline = pipeline
+        self.repeats = repeats
         self._mixer = mixer
-        self._repeats = repeats
-
-    @property
-    def repeats(self) -> int:
-        """How often each sample of the loader is in a batch."""
-        return self._repeats
 
     @property
     def compose(self) -> Any:
         """The ``A.Compose`` that runs before the mixing, or None."""
-        return None if self._pipeline is None else self._pipeline.compose
+        return None if self.pipeline is None else self.pipeline.compose
 
-    @property
-    def pipeline(self) -> BatchTransform | None:
-        """What runs on each sample before the mixing; None: nothing."""
-        return self._pipeline
-
-    def check_sample(self, sample: Any) -> None:
+    def check_sample(self, sample: Batch) -> None:
         """Raise BatchError if a sample of the dataset holds no image that can be read."""
-        if self._pipeline is not None:
-            self._pipeline.check_sample(sample)
+        if self.pipeline is not None:
+            self.pipeline.check_sample(sample)
         else:
             find_fields(sample, self._mixer.places.fields, batched=False)
 
     def for_samples(self, samples: Iterable[Any]) -> MixedTransform:
         """Return the transform for a dataset, of which these are samples from all over it."""
-        pipeline = None if self._pipeline is None else self._pipeline.for_samples(samples)
-        return MixedTransform(pipeline, self._mixer, self._repeats)
+        pipeline = None if self.pipeline is None else self.pipeline.for_samples(samples)
+        return MixedTransform(pipeline, self._mixer, self.repeats)
 
     def in_worker(self, *, on_device: bool) -> MixedWorker:
         """Return the part that runs on each sample in the side process."""
-        pipeline = self._pipeline
-        inner = None if pipeline is None else pipeline.in_worker(on_device=on_device)
-        return MixedWorker(inner, self._mixer, self._repeats)
+        inner = None if self.pipeline is None else self.pipeline.in_worker(on_device=on_device)
+        return MixedWorker(inner, self._mixer, self.repeats)
 
     def apply(self, batch: Batch, draws: Draws | None) -> Batch:
-        """Carry out what was drawn: first the pipeline, then what mixes.
-
-        Raises:
-            BatchError: a field is missing or has another form than mixing needs.
-        """
+        """Run the pipeline, then the mixing; BatchError if a field has not the form it needs."""
         if draws is None:
             return batch
-        if self._pipeline is not None:
-            batch = self._pipeline.apply(batch, draws)
+        if self.pipeline is not None:
+            batch = self.pipeline.apply(batch, draws)
         return _mix(self._mixer, batch, draws)
 
     def apply_unprepared(self, batch: Batch, key: SampleKey) -> Batch:
-        """Draw here and carry out, for a batch of another loader."""
-        if self._repeats > 1:
-            found = find_fields(batch, self._mixer.places.fields, batched=True)
-            samples = len(get_field(batch, found.image))
-            batch = repeat_batch(batch, samples, self._repeats)
-            key = repeated_key(key, self._repeats, 0)
-        if self._pipeline is not None:
-            batch = self._pipeline.apply_unprepared(batch, key)
+        """Draw and apply in one go, for a batch of another loader."""
+        if self.repeats > 1:
+            batch = repeat_batch(batch, len(self._images(batch)), self.repeats)
+            key = repeated_key(key, self.repeats, 0)
+        if self.pipeline is not None:
+            batch = self.pipeline.apply_unprepared(batch, key)
+        images = self._images(batch)
+        keys = [key._replace(index=key.index + row) for row in range(len(images))]
+        drawn = [draw_numbers(self._mixer.steps, own) for own in keys]
+        return _mix(self._mixer, batch, _pack(drawn).to(images.device, True))
+
+    def _images(self, batch: Batch) -> Tensor:
         found = find_fields(batch, self._mixer.places.fields, batched=True)
-        image = get_field(batch, found.image)
-        drawn = [
-            draw_numbers(self._mixer.steps, key._replace(index=key.index + row))
-            for row in range(len(image))
-        ]
-        return _mix(self._mixer, batch, _pack(drawn).to(image.device, True))
+        images: Tensor = get_field(batch, found.image)
+        return images
 
     def explain(self) -> str:
         """Return where each operation runs and why, as text."""
-        rows = [] if self._pipeline is None else list(self._pipeline.plan.placements)
+        placed = () if self.pipeline is None else self.pipeline.plan.placements
+        rows = [(row.name, row.where, row.why) for row in placed]
         steps = [(_name(step), "batch", "mixes its samples") for step in self._mixer.steps]
-        if self._repeats > 1:
-            steps.insert(0, ("repeats", "worker", f"{self._repeats} augmentations of each sample"))
-        return table([(row.name, row.where, row.why) for row in rows] + steps)
+        if self.repeats > 1:
+            steps.insert(0, ("repeats", "worker", f"{self.repeats} augmentations of each sample"))
+        return table(rows + steps)
 
 
 class MixedWorker:
@@ -256,7 +240,7 @@ class MixedWorker:
         self._mixer = mixer
         self.repeats = repeats
 
-    def __call__(self, sample: Any, key: SampleKey) -> tuple[Any, Any]:
+    def __call__(self, sample: Batch, key: SampleKey) -> tuple[Batch, object]:
         """Return the sample as the worker leaves it, and what was drawn for it.
 
         With repeats, these are a list of samples and a list of draws.
@@ -267,7 +251,7 @@ class MixedWorker:
         each = [self._once(sample, own) for own in keys]
         return [one for one, _ in each], [drawn for _, drawn in each]
 
-    def _once(self, sample: Any, key: SampleKey) -> tuple[Any, Any]:
+    def _once(self, sample: Batch, key: SampleKey) -> tuple[Batch, object]:
         self._mixer.check_classes(sample)
         tape: Tape | None = None
         if self._inner is not None:
@@ -286,7 +270,7 @@ class MixedWorker:
         return self._inner.collate([tape for tape, _ in each], stack_drawn(numbers))
 
     def finish(self, batch: Batch, drawn: Sequence[Any]) -> Batch:
-        """Return a batch that was collated here, where nothing is left to the device, mixed."""
+        """Return a batch that was collated here, mixed; for where nothing runs on the device."""
         return _mix(self._mixer, batch, _pack([numbers for _, numbers in self._each(drawn)]))
 
 

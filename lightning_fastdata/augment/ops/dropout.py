@@ -1,10 +1,11 @@
-"""Rectangles of a constant, of a random colour, or of noise."""
+"""What loses pixels: rectangles of a constant, a random colour or noise, and single pixels."""
 
 # ruff: noqa: ARG001 - all operations share one signature
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -15,33 +16,33 @@ from lightning_fastdata.augment.ops.operation import (
     DeviceOp,
     DType,
     Encoded,
-    Params,
+    Run,
     Shape,
-    Static,
     Transform,
+    Values,
+    always,
     as_channels_last,
     channels,
 )
-from lightning_fastdata.augment.ops.splitmix import uniform
+from lightning_fastdata.augment.ops.splitmix import peek_seed, skip_doubles, uniform
 from lightning_fastdata.augment.replay import instructions
 
 _GRAIN = 4
 """The number of rectangles is rounded up to a multiple of this, so that samples share launches."""
 _MOST_COLOURS = 64
 """More holes, each with a colour, would take a pass over the images each."""
+_MASK_STREAM = 1
 _STREAM = 0x401E5
 """Tells the random numbers of holes from those of noise."""
 
 
 def _padded(rows: np.ndarray) -> np.ndarray:
-    count = max(_GRAIN, len(rows) + -len(rows) % _GRAIN)
-    padded = np.zeros((count, rows.shape[1]), rows.dtype)
-    padded[: len(rows)] = rows
-    return padded
+    missing = max(_GRAIN, len(rows) + -len(rows) % _GRAIN) - len(rows)
+    return np.concatenate([rows, np.zeros((missing, rows.shape[1]), rows.dtype)])
 
 
 def _encode_random(
-    transform: Transform, params: Params, shape: Shape, dtype: DType
+    transform: Transform, params: Values, shape: Shape, dtype: DType
 ) -> dict[str, np.ndarray] | None:
     """Return the colour of each hole, or the seed of the colours of all pixels."""
     if dtype not in (np.uint8, np.float32):
@@ -58,7 +59,7 @@ def _encode_random(
     return {"colours": _padded(rows)}
 
 
-def _encode(transform: Transform, params: Params, shape: Shape, dtype: DType) -> Encoded | None:
+def _encode(transform: Transform, params: Values, shape: Shape, dtype: DType) -> Encoded | None:
     fill, fill_mask = transform.fill, transform.fill_mask
     if "seed" not in params:
         return None  # Erasing found no place; Albumentations raises its own error.
@@ -66,15 +67,12 @@ def _encode(transform: Transform, params: Params, shape: Shape, dtype: DType) ->
     if isinstance(fill, str):
         if (holes[:, 2:] < holes[:, :2]).any():
             return None  # Albumentations raises its own error.
-        random = _encode_random(transform, params, shape, dtype)
-        if random is None:
-            return None
-        arrays = random
+        arrays = _encode_random(transform, params, shape, dtype)
     else:
-        values = np.atleast_1d(np.array(fill, np.float64)).ravel()
-        if values.size not in (1, channels(shape)):
-            return None
-        arrays = {"fill": values.astype(np.float32)}
+        values = np.atleast_1d(np.array(fill, np.float64)).ravel().astype(np.float32)
+        arrays = {"fill": values} if values.size in (1, channels(shape)) else None
+    if arrays is None:
+        return None
     if (holes < 0).any():
         # Cells of a grid with more of them than pixels end before they begin: NumPy counts from
         # the end of the image then.
@@ -85,26 +83,14 @@ def _encode(transform: Transform, params: Params, shape: Shape, dtype: DType) ->
     return Encoded((), arrays)
 
 
-def _covered(rows: Tensor, columns: Tensor) -> Tensor:
-    """Return which pixels ``[n, H, W]`` any of the holes covers.
-
-    Args:
-        rows: whether a hole covers a row, ``[n, holes, H]``.
-        columns: the same of columns, ``[n, holes, W]``.
-    """
-    # Holes are few in most transforms, but a GridDropout has hundreds of them: in float64, as
-    # nobody can have such a matrix product rounded.
-    return torch.bmm(rows.double().mT, columns.double()) > 0
-
-
 def _noise(images: Tensor, seed: Tensor) -> Tensor:
     """Return values over the whole range, as evenly as Albumentations draws them, in float32."""
     numbers = uniform(seed, images[0].numel()).view(images.shape)
     return (numbers * 256).floor() if images.dtype == torch.uint8 else numbers
 
 
-def _fill(name: str) -> Any:
-    def run(batch: Tensor, static: Static, arrays: Arrays) -> Tensor:
+def _fill(name: str) -> Run:
+    def run(batch: Tensor, static: Values, arrays: Arrays) -> Tensor:
         random = name == "fill" and name not in arrays
         if name not in arrays and not random:
             return batch
@@ -119,7 +105,9 @@ def _fill(name: str) -> Any:
                 covered = inside[0][:, hole, :, None] & inside[1][:, hole, None, :]
                 images = torch.where(covered.unsqueeze(-1), colour[:, None, None], images)
             return images.view(batch.shape)
-        covered = _covered(*inside)
+        # Whether any of the holes covers a pixel. In float64, as a matrix product of float32 may be
+        # one of TF32; GridDropout has hundreds of holes.
+        covered = torch.bmm(inside[0].double().mT, inside[1].double()) > 0
         fill = _noise(images, arrays["seed"]) if random else arrays[name][:, None, None, :]
         fill = fill.to(batch.dtype)
         return torch.where(covered.unsqueeze(-1), fill, images).view(batch.shape)
@@ -127,22 +115,86 @@ def _fill(name: str) -> Any:
     return run
 
 
-OPS = tuple(
-    DeviceOp(
-        name,
-        _encode,
-        _fill("fill"),
-        mask=_fill("fill_mask"),
-        draws_pixels=lambda transform: transform.fill == "random",
-        fused=instructions.holes,
-    )
-    for name in (
-        "CoarseDropout",
-        "Erasing",
-        "FrequencyMasking",
-        "GridDropout",
-        "TimeMasking",
-        "XYMasking",
-    )
+def _draw_lost(transform: Transform, params: Values, data: Values) -> Values | None:
+    from albumentations.augmentations.pixel import functional
+
+    image, mask = data["image"], functional.get_mask_array(data)
+    if image.dtype not in (np.uint8, np.float32):
+        return None
+    generator = transform.random_generator
+    drawn: dict[str, Any] = {"lost_seed": peek_seed(generator)}
+    targets = [("lost", image, transform.drop_value)]
+    if transform.mask_drop_value is not None and mask is not None:
+        targets.append(("lost_mask", mask, transform.mask_drop_value))
+    for name, array, value in targets:
+        count = channels(array.shape)
+        skip_doubles(generator, array.size if transform.per_channel else array.size // count)
+        pixel = np.empty((1, 1, count), array.dtype)
+        drawn[name] = functional.prepare_drop_values(pixel, value, generator).reshape(-1)
+    return drawn
+
+
+def _encode_lost(
+    transform: Transform, params: Values, shape: Shape, dtype: DType
+) -> Encoded | None:
+    if "lost" not in params or params["lost"].size not in (1, channels(shape)):
+        return None
+    arrays = {"value": params["lost"], "seed": params["lost_seed"]}
+    if "lost_mask" in params:
+        arrays["mask_value"] = params["lost_mask"]
+    if "drop_mask" in params:
+        # Boxes are filtered by the pixels that were lost, so those travel.
+        del arrays["seed"]
+        for name, key in (("lost", "drop_mask"), ("lost_mask", "mask_drop_mask")):
+            where = params[key]
+            if where is not None:
+                alike = where.ndim == 3 and not transform.per_channel
+                arrays[name] = np.packbits(where[..., :1] if alike else where)
+    static = (("each", bool(transform.per_channel)), ("share", float(transform.dropout_prob)))
+    return Encoded(static, arrays)
+
+
+def _lose(value: str, lost: str, stream: int) -> Run:
+    def run(batch: Tensor, static: Values, arrays: Arrays) -> Tensor:
+        if value not in arrays:
+            return batch
+        images = as_channels_last(batch)
+        n, height, width, count = images.shape
+        layers = count if static["each"] else 1
+        total = height * width * layers
+        if lost in arrays:
+            place = torch.arange(7, -1, -1, device=batch.device, dtype=torch.uint8)
+            chosen = (arrays[lost][:, :, None] >> place & 1).view(n, -1)[:, :total] > 0
+        else:
+            chosen = uniform(arrays["seed"], total, stream) < static["share"]
+        chosen = chosen.view(n, height, width, layers)
+        out = torch.where(chosen, arrays[value].to(batch.dtype)[:, None, None, :], images)
+        return out.reshape(batch.shape)
+
+    return run
+
+
+_HOLES: Final = (
+    *("CoarseDropout", "Erasing", "FrequencyMasking", "GridDropout", "TimeMasking", "XYMasking"),
 )
-"""Exact, but for noise, which the device draws."""
+_with_holes = partial(
+    DeviceOp,
+    encode=_encode,
+    image=_fill("fill"),
+    mask=_fill("fill_mask"),
+    draws_pixels=lambda transform: transform.fill == "random",
+    fused=instructions.holes,
+)
+OPS = (
+    *(_with_holes(name) for name in _HOLES),
+    DeviceOp(
+        "PixelDropout",
+        _encode_lost,
+        image=_lose("value", "lost", 0),
+        mask=_lose("mask_value", "lost_mask", _MASK_STREAM),
+        draw=_draw_lost,
+        draws_pixels=always,
+    ),
+)
+"""Exact, but for noise and lost pixels, which the device draws; PixelDropout is exact where there
+are boxes."""

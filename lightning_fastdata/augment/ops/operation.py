@@ -17,17 +17,11 @@ if TYPE_CHECKING:
 Role: TypeAlias = Literal["image", "mask"]
 Shape: TypeAlias = tuple[int, ...]
 """``(height, width)`` or ``(height, width, channels)``, as Albumentations sees one image."""
-
-
+DType: TypeAlias = "np.dtype[Any]"
 Transform: TypeAlias = "BasicTransform"
 """An Albumentations transform; its settings are its attributes."""
-Params: TypeAlias = Mapping[str, Any]
-"""What a transform drew for a sample, or the sample itself, by Albumentations' names."""
-Drawn: TypeAlias = dict[str, Any]
-"""The same, as a new dictionary."""
-DType: TypeAlias = "np.dtype[Any]"
-Static: TypeAlias = Mapping[str, Any]
-"""Settings that all samples of one launch share."""
+Values: TypeAlias = Mapping[str, Any]
+"""By name: what was drawn, the targets of a sample, or settings that all samples share."""
 Arrays: TypeAlias = "Mapping[str, Tensor]"
 """Numbers that differ between samples, stacked to ``[n, ...]``."""
 
@@ -41,9 +35,9 @@ class Encoded(NamedTuple):
     """Numbers that differ between samples, e.g. a 2x3 matrix or a 256-entry table."""
 
 
-Encode: TypeAlias = "Callable[[Transform, Params, Shape, DType], Encoded | None]"
-Draw: TypeAlias = Callable[["Transform", Params, Params], Drawn | None]
-Run: TypeAlias = "Callable[[Tensor, Static, Arrays], Tensor]"
+Encode: TypeAlias = "Callable[[Transform, Values, Shape, DType], Encoded | None]"
+Draw: TypeAlias = "Callable[[Transform, Values, Values], Values | None]"
+Run: TypeAlias = "Callable[[Tensor, Values, Arrays], Tensor]"
 Instruction: TypeAlias = tuple[int, ...]
 Instructions: TypeAlias = "Callable[[Encoded, Mapping[str, int]], list[Instruction] | None]"
 End: TypeAlias = Literal["normalize", "to float", "channels first"]
@@ -53,7 +47,7 @@ Fused: TypeAlias = "Instructions | Geometry | End"
 
 
 # Functions with a name: what users register travels to other processes.
-def _same_shape(transform: Transform, params: Params, shape: Shape) -> Shape:  # noqa: ARG001
+def _same_shape(transform: Transform, params: Values, shape: Shape) -> Shape:  # noqa: ARG001
     return shape
 
 
@@ -61,12 +55,13 @@ def _same_dtype(transform: Transform, dtype: DType) -> DType:  # noqa: ARG001
     return dtype
 
 
-def _never(transform: Transform) -> bool:  # noqa: ARG001
+def never(transform: Transform) -> bool:  # noqa: ARG001
+    """Return False."""
     return False
 
 
 def always(transform: Transform) -> bool:  # noqa: ARG001
-    """Return True: whatever the settings are."""
+    """Return True."""
     return True
 
 
@@ -99,7 +94,7 @@ class DeviceOp:
     mask: Run | None = None
     """The same for masks; None leaves masks as they are."""
     _: KW_ONLY
-    out_shape: Callable[[Transform, Params, Shape], Shape] = _same_shape
+    out_shape: Callable[[Transform, Values, Shape], Shape] = _same_shape
     """Shape of one image after the operation, given its shape before."""
     out_dtype: Callable[[Transform, DType], DType] = _same_dtype
     """Dtype of one image after the operation, given its dtype before."""
@@ -108,11 +103,11 @@ class DeviceOp:
     size of the image. It draws from the transform's generators what the sampler would draw, in the
     same order, and returns the few numbers that ``encode`` needs; or None, having drawn nothing, if
     only the sampler will do. Without it the sampler runs."""
-    draws_pixels: Callable[[Transform], bool] = _never
+    draws_pixels: Callable[[Transform], bool] = never
     """Whether the device draws numbers for every pixel, given the transform. The result then has
     the distribution of Albumentations' result, not its pixels."""
     fused: Fused | None = None
-    """What it is within a run of operations on images that one kernel carries out."""
+    """What it is within a run of operations on images that one kernel computes."""
     freedom: str = "draws numbers for every pixel there"
     """Where ``draws_pixels`` is true: what the device does in its own way, for people."""
     owner: type | None = None
@@ -123,7 +118,7 @@ class DeviceOp:
 
 
 class TapeOp(NamedTuple):
-    """One operation that is still to be carried out on one sample."""
+    """One operation that the device has still to run on one sample."""
 
     leaf: int
     """Number of the transform in its pipeline."""
@@ -134,7 +129,7 @@ class TapeOp(NamedTuple):
 
 
 class Track(NamedTuple):
-    """All operations still to be carried out on one image or mask of a sample, in order."""
+    """All operations that the device has still to run on an image or mask of a sample, in order."""
 
     role: Role
     """Whether they treat it as an image or as a mask."""
@@ -143,7 +138,7 @@ class Track(NamedTuple):
     size: tuple[int, int] | None = None
     """Height and width of its pixels before any of them."""
     dtype: DType | None = None
-    """Of its pixels before any of them; None: nobody has looked."""
+    """Of its pixels before any of them; None: unknown."""
 
 
 Tape: TypeAlias = Mapping[str, Track]
@@ -154,32 +149,25 @@ def draw_params(
     op: DeviceOp,
     transform: Transform,
     sampler: Callable[..., dict[str, Any]],
-    params: Params,
-    data: Params,
+    params: Values,
+    data: Values,
     *,
     whole: bool,
 ) -> dict[str, Any]:
     """Return what a transform draws for a sample, with what the device form needs of it.
 
-    Args:
-        op: device form of the transform.
-        transform: the transform.
-        sampler: its own ``get_params_dependent_on_data``.
-        params: what it drew before.
-        data: the sample; of images and masks only shape and dtype count.
-        whole: whether the parameters of the sampler are needed beside those of the device form.
-            Both are then drawn from the same state of the generators.
+    Of images and masks in ``data`` only shape and dtype count. ``whole``: what ``sampler``, its own
+    ``get_params_dependent_on_data``, returns is needed, too; both draw from the same state of the
+    generators.
     """
-    if op.draw is None:
-        return sampler(params=params, data=data)
-    if not whole:
-        small = op.draw(transform, params, data)
-        return sampler(params=params, data=data) if small is None else small
-    small = peek_params(op, transform, params, data)
-    return {**sampler(params=params, data=data), **small}
+    if whole:
+        small = peek_params(op, transform, params, data)
+        return {**sampler(params=params, data=data), **small}
+    drawn = None if op.draw is None else op.draw(transform, params, data)
+    return sampler(params=params, data=data) if drawn is None else dict(drawn)
 
 
-def peek_params(op: DeviceOp, transform: Transform, params: Params, data: Params) -> dict[str, Any]:
+def peek_params(op: DeviceOp, transform: Transform, params: Values, data: Values) -> dict[str, Any]:
     """Return what the device form of a transform draws, and leave its generators as they were."""
     if op.draw is None:
         return {}
@@ -188,4 +176,4 @@ def peek_params(op: DeviceOp, transform: Transform, params: Params, data: Params
     small = op.draw(transform, params, data)
     bits.state = numpy_state
     transform.py_random.setstate(python_state)
-    return small or {}
+    return dict(small or {})

@@ -21,11 +21,7 @@ _LOW: Final = 0xFFFFFFFF
 
 
 def peek_seed(generator: np.random.Generator) -> np.ndarray:
-    """Return a seed that belongs to the present state of a generator, which stays as it is.
-
-    Returns:
-        int64 ``[2]``.
-    """
+    """Return a seed, int64 ``[2]``, of the present state of a generator, which stays as it is."""
     bits: Any = generator.bit_generator
     state = bits.state
     seed = take_seed(generator)
@@ -67,16 +63,7 @@ def _shifted(words: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def words(seed: torch.Tensor, count: int, stream: int = 0) -> torch.Tensor:
-    """Return random words of 64 bits.
-
-    Args:
-        seed: int64 ``[n, 2]``.
-        count: words per sample.
-        stream: which of the independent sequences of a seed.
-
-    Returns:
-        int64 ``[n, count]``.
-    """
+    """Return words, int64 ``[n, count]``, of one of the independent streams of seeds ``[n, 2]``."""
     position = torch.arange(1, count + 1, device=seed.device) + (stream << 40)
     # Multiplied, so that second keys of a few bits differ in many.
     mixed = (position * _WEYL + seed[:, :1]).bitwise_xor_(seed[:, 1:] * _SECOND)

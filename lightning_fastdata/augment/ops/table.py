@@ -1,10 +1,11 @@
 """Operations on single values: a table of 256 entries for uint8, a formula for float32."""
 
+# ruff: noqa: ARG001 - all operations share one signature
+
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Final
 
 import numpy as np
 import torch
@@ -13,13 +14,12 @@ from torch import Tensor
 from lightning_fastdata.augment.ops.operation import (
     Arrays,
     DeviceOp,
-    Drawn,
     DType,
     Encoded,
-    Params,
+    Run,
     Shape,
-    Static,
     Transform,
+    Values,
     channels,
 )
 from lightning_fastdata.augment.replay import instructions
@@ -28,9 +28,7 @@ from lightning_fastdata.augment.replay import instructions
 def look_up(images: Tensor, table: Tensor) -> Tensor:
     """Return ``table[i, value, channel]`` for every value of image ``i``.
 
-    Args:
-        images: uint8 ``[n, H, W, C]``.
-        table: ``[n, 256, C]``, or ``[n, 256, 1]`` for all channels alike; any dtype.
+    Of uint8 ``[n, H, W, C]`` and a table ``[n, 256, C]``, or ``[n, 256, 1]`` for all channels.
     """
     n, _, count = table.shape
     first = torch.arange(n, device=images.device, dtype=torch.int32).view(n, 1, 1, 1) * 256
@@ -45,11 +43,15 @@ def to_bytes(images: Tensor) -> Tensor:
     return (images * 255).round().clamp(0, 255).to(torch.uint8)
 
 
-def via_bytes(images: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return ``change(images)``, through uint8 if they are float32, as Albumentations does."""
-    if images.dtype == torch.uint8:
-        return change(images)
-    return change(to_bytes(images)).float() / 255
+def through_bytes(change: Run) -> Run:
+    """Let an operation on uint8 take float32 through uint8, as Albumentations does."""
+
+    def run(images: Tensor, static: Values, arrays: Arrays) -> Tensor:
+        if images.dtype == torch.uint8:
+            return change(images, static, arrays)
+        return change(to_bytes(images), static, arrays).float() / 255
+
+    return run
 
 
 @cache
@@ -57,7 +59,7 @@ def _ramp(count: int) -> np.ndarray:
     return np.repeat(np.arange(256, dtype=np.uint8).reshape(16, 16, 1), count, 2)
 
 
-def ramp_table(transform: Transform, params: Params, count: int) -> np.ndarray:
+def ramp_table(transform: Transform, params: Values, count: int) -> np.ndarray:
     """Return what Albumentations itself makes of every uint8 value: uint8 ``[256, count]``."""
     # A copy: some transforms write to what they are given.
     ramp = _ramp(count).copy()
@@ -65,99 +67,87 @@ def ramp_table(transform: Transform, params: Params, count: int) -> np.ndarray:
     return np.ascontiguousarray(out.reshape(256, count))
 
 
-def _row(value: Any, count: int) -> np.ndarray | None:
+def _row(value: object, count: int) -> np.ndarray:
     """Return a number, or numbers per channel, as float32 ``[count]``."""
-    values = np.asarray(value, np.float32).ravel()
-    if values.size not in (1, count):
-        return None
-    return np.broadcast_to(values, (count,)).copy()
+    return np.broadcast_to(np.asarray(value, np.float32).ravel(), (count,)).copy()
 
 
-def _pointwise(transform: Transform, params: Params, count: int) -> Drawn | None:
+def _pointwise(name: str, params: Values, count: int) -> Values | None:
     """Return params that act on each value alone, or None."""
-    name = type(transform).__name__
+    if name == "PlanckianJitter" and count != 3:
+        return None
     if name == "Posterize" and np.size(params["num_bits"]) not in (1, count):
         return None  # Albumentations leaves the other channels as the memory was
-    for key in ("multiplier", "noise_map"):
-        if key in params:
-            if _row(params[key], count) is None:
-                return None
-            return {**params, key: np.asarray(params[key]).ravel()}
-    return dict(params)
+    flat = {key: np.ravel(params[key]) for key in ("multiplier", "noise_map") if key in params}
+    fits = all(numbers.size in (1, count) for numbers in flat.values())
+    return {**params, **flat} if fits else None
 
 
-def _float_form(
-    transform: Transform, params: Params, count: int
-) -> tuple[str, dict[str, np.ndarray]] | None:
-    """Return which formula stands for the transform on float32, and its numbers."""
+def _encode_floats(transform: Transform, params: Values, count: int) -> Encoded | None:
+    """Return the formula that stands for a transform on float32, and its numbers."""
     name = type(transform).__name__
-    if name == "RandomGamma":
-        return "power", {"exponent": np.array([params["gamma"]], np.float32)}
+    if name in _ONE_NUMBER:
+        form, key = _ONE_NUMBER[name]
+        return Encoded((("form", form),), {"number": np.array([params[key]], np.float32)})
     if name == "PlanckianJitter":
         # Albumentations' own gains, read off a gray that no gain takes out of range.
         gray = np.full((1, 1, 3), 1 / 64, np.float32)
-        gains = 64 * transform.apply(gray, **params).ravel()
-        return "clipped line", {"gain": gains, "offset": np.zeros(3, np.float32)}
-    if name == "Solarize":
-        return "solarize", {"threshold": np.array([params["threshold"]], np.float32)}
-    gain, offset, kind = {
-        "InvertImg": (-1.0, 1.0, "line"),
-        "RandomBrightnessContrast": (params.get("alpha"), params.get("beta"), "clipped line"),
-        "MultiplicativeNoise": (params.get("multiplier"), 0.0, "clipped line"),
-        "RGBShift": (1.0, params.get("noise_map"), "clipped line"),
-    }.get(name, (None, None, ""))
-    if gain is None or offset is None:
+        params = {**params, "gains": 64 * transform.apply(gray, **params).ravel()}
+    if name not in _LINES:
         return None
-    gains, offsets = _row(gain, count), _row(offset, count)
-    if gains is None or offsets is None:
-        return None
-    return kind, {"gain": gains, "offset": offsets}
+    form, *line = _LINES[name]
+    gain, offset = (_row(params[one] if isinstance(one, str) else one, count) for one in line)
+    return Encoded((("form", form),), {"gain": gain, "offset": offset})
+
+
+_ONE_NUMBER: Final = {"RandomGamma": ("power", "gamma"), "Solarize": ("solarize", "threshold")}
+"""Formula, and the parameter that has its number."""
+_LINES: Final = {
+    "InvertImg": ("line", -1.0, 1.0),
+    "RandomBrightnessContrast": ("clipped line", "alpha", "beta"),
+    "MultiplicativeNoise": ("clipped line", "multiplier", 0.0),
+    "PlanckianJitter": ("clipped line", "gains", 0.0),
+    "RGBShift": ("clipped line", 1.0, "noise_map"),
+}
+"""Formula, gain and offset: a number, or the parameter that has it."""
 
 
 def encode_value(
-    transform: Transform, params: Params, shape: Shape, dtype: DType
+    transform: Transform, params: Values, shape: Shape, dtype: DType
 ) -> Encoded | None:
     """Return the table, or the numbers of the formula, of one operation on one sample."""
     count, name = channels(shape), type(transform).__name__
-    plain = _pointwise(transform, params, count)
-    if plain is None or (name == "PlanckianJitter" and count != 3):
+    plain = _pointwise(name, params, count)
+    if plain is None:
         return None
     # Albumentations takes these two through uint8 even for float32 images.
     if dtype == np.uint8 or name in {"Posterize", "RandomToneCurve"}:
         return Encoded((("form", "table"),), {"table": ramp_table(transform, plain, count)})
-    form = _float_form(transform, plain, count)
-    if form is None or dtype != np.float32:
-        return None
-    return Encoded((("form", form[0]),), form[1])
+    return _encode_floats(transform, plain, count) if dtype == np.float32 else None
 
 
-def change_value(images: Tensor, static: Static, arrays: Arrays) -> Tensor:
-    """Carry out what `encode_value` encoded."""
+@through_bytes
+def _by_table(images: Tensor, static: Values, arrays: Arrays) -> Tensor:
+    return look_up(images, arrays["table"])
+
+
+def change_value(images: Tensor, static: Values, arrays: Arrays) -> Tensor:
+    """Run what `encode_value` encoded."""
     form = static["form"]
     if form == "table":
-        if images.dtype == torch.uint8:
-            return look_up(images, arrays["table"])
-        return look_up(to_bytes(images), arrays["table"]).float() / 255
+        return _by_table(images, static, arrays)
     numbers = {name: value[:, None, None, :] for name, value in arrays.items()}
     if form == "power":
-        return images ** numbers["exponent"]
+        return images ** numbers["number"]
     if form == "solarize":
-        return torch.where(images >= numbers["threshold"], 1 - images, images).clamp(0, 1)
+        return torch.where(images >= numbers["number"], 1 - images, images).clamp(0, 1)
     line = images * numbers["gain"] + numbers["offset"]
     return line.clamp(0, 1) if form == "clipped line" else line
 
 
-OPS = tuple(
-    DeviceOp(name, encode_value, change_value, fused=instructions.table)
-    for name in (
-        "InvertImg",
-        "PlanckianJitter",
-        "Posterize",
-        "RGBShift",
-        "RandomBrightnessContrast",
-        "RandomGamma",
-        "RandomToneCurve",
-        "Solarize",
-    )
+_NAMES: Final = (
+    *("InvertImg", "PlanckianJitter", "Posterize", "RGBShift", "RandomBrightnessContrast"),
+    *("RandomGamma", "RandomToneCurve", "Solarize"),
 )
+OPS = tuple(DeviceOp(name, encode_value, change_value, fused=instructions.table) for name in _NAMES)
 """Exact on uint8, since the table is made by Albumentations; on float32 to 1e-5."""

@@ -12,26 +12,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_fastdata.augment.ops.colors.spaces import (
-    gray,
-    hsv_bytes,
-    lab_bytes,
-    opencv_lanes,
-    rgb_bytes,
-    shift_hue_floats,
-)
+from lightning_fastdata.augment.ops.colors import spaces
 from lightning_fastdata.augment.ops.operation import (
     Arrays,
     DeviceOp,
     DType,
     Encoded,
-    Params,
     Shape,
-    Static,
     Transform,
+    Values,
     channels,
 )
-from lightning_fastdata.augment.ops.table import look_up, ramp_table, to_bytes, via_bytes
+from lightning_fastdata.augment.ops.table import look_up, ramp_table, through_bytes
 from lightning_fastdata.augment.replay import instructions
 
 _OF_RGB = ("weighted_average", "from_lab")
@@ -60,7 +52,7 @@ def _shift_table(levels: int) -> np.ndarray:
     return table
 
 
-def _encode_hsv(transform: Transform, params: Params, shape: Shape, dtype: DType) -> Encoded | None:
+def _encode_hsv(transform: Transform, params: Values, shape: Shape, dtype: DType) -> Encoded | None:
     if channels(shape) == 1:
         table = ramp_table(transform, params, 1)
         return Encoded((("form", "gray"),), {"table": table})
@@ -75,22 +67,22 @@ def _encode_hsv(transform: Transform, params: Params, shape: Shape, dtype: DType
     table[:, 1] = _shift_table(int(saturation))
     table[0, 1] = 0  # gray stays gray
     table[:, 2] = _shift_table(int(value))
-    return Encoded((("form", "hsv"), ("lanes", opencv_lanes())), {"table": table})
+    return Encoded((("form", "hsv"), ("lanes", spaces.opencv_lanes())), {"table": table})
 
 
-def _run_hsv(images: Tensor, static: Static, arrays: Arrays) -> Tensor:
-    as_bytes = images if images.dtype == torch.uint8 else to_bytes(images)
-    if static["form"] == "hsv":
-        planes = torch.stack(hsv_bytes(as_bytes), -1).to(torch.uint8)
-        hue, saturation, value = look_up(planes, arrays["table"]).unbind(-1)
-        out = rgb_bytes(hue, saturation, value, static["lanes"])
-    else:
-        out = as_bytes if static["form"] == "same" else look_up(as_bytes, arrays["table"])
-    return out if images.dtype == torch.uint8 else out.float() / 255
+@through_bytes
+def _run_hsv(images: Tensor, static: Values, arrays: Arrays) -> Tensor:
+    if static["form"] == "gray":
+        return look_up(images, arrays["table"])
+    if static["form"] == "same":
+        return images
+    planes = torch.stack(spaces.hsv_bytes(images), -1).to(torch.uint8)
+    hue, saturation, value = look_up(planes, arrays["table"]).unbind(-1)
+    return spaces.rgb_bytes(hue, saturation, value, static["lanes"])
 
 
 def _encode_jitter(
-    transform: Transform, params: Params, shape: Shape, dtype: DType
+    transform: Transform, params: Values, shape: Shape, dtype: DType
 ) -> Encoded | None:
     if channels(shape) != 3 or dtype not in (np.uint8, np.float32):
         return None
@@ -101,7 +93,7 @@ def _encode_jitter(
         "order": np.array(params["order"], np.int32),
         "hue_table": _hue_table(180 * hue)[:, None],
     }
-    return Encoded((("shifts_hue", bool(hue != 0)), ("lanes", opencv_lanes())), arrays)
+    return Encoded((("shifts_hue", bool(hue != 0)), ("lanes", spaces.opencv_lanes())), arrays)
 
 
 def _scaled(images: Tensor, gain: Tensor, offset: Tensor) -> Tensor:
@@ -112,7 +104,7 @@ def _scaled(images: Tensor, gain: Tensor, offset: Tensor) -> Tensor:
 
 
 def _contrast(images: Tensor, factor: Tensor) -> Tensor:
-    luminance = gray(images)
+    luminance = spaces.gray(images)
     whole = luminance.dtype == torch.int32
     total = luminance.sum((1, 2), dtype=torch.int64 if whole else torch.float64)
     # By a tensor: CUDA would multiply by the reciprocal of a number, and halves decide below.
@@ -126,7 +118,7 @@ def _contrast(images: Tensor, factor: Tensor) -> Tensor:
 
 def _saturation(images: Tensor, factor: Tensor) -> Tensor:
     factor = factor.float()[:, None, None, None]
-    mixed = images.float() * factor + gray(images).float().unsqueeze(-1) * (1 - factor)
+    mixed = images.float() * factor + spaces.gray(images).float().unsqueeze(-1) * (1 - factor)
     whole = images.dtype == torch.uint8
     mixed = mixed.round().clamp(0, 255) if whole else mixed.clamp(0, 1)
     return torch.where(factor == 1, images, mixed.to(images.dtype))
@@ -134,13 +126,13 @@ def _saturation(images: Tensor, factor: Tensor) -> Tensor:
 
 def _hue(images: Tensor, arrays: Arrays, lanes: int) -> Tensor:
     if images.dtype != torch.uint8:
-        return shift_hue_floats(images, arrays["factors"][:, 3].float()[:, None, None])
-    hue, saturation, value = hsv_bytes(images)
+        return spaces.shift_hue_floats(images, arrays["factors"][:, 3].float()[:, None, None])
+    hue, saturation, value = spaces.hsv_bytes(images)
     moved = look_up(hue.to(torch.uint8).unsqueeze(-1), arrays["hue_table"]).squeeze(-1)
-    return rgb_bytes(moved, saturation, value, lanes)
+    return spaces.rgb_bytes(moved, saturation, value, lanes)
 
 
-def _run_jitter(images: Tensor, static: Static, arrays: Arrays) -> Tensor:
+def _run_jitter(images: Tensor, static: Values, arrays: Arrays) -> Tensor:
     # Each sample has its own order. A sample whose turn it is not has factor 1, which changes
     # nothing, so nothing here depends on values that only the device knows.
     for turn in arrays["order"].unbind(1):
@@ -156,7 +148,7 @@ def _run_jitter(images: Tensor, static: Static, arrays: Arrays) -> Tensor:
 
 
 def _encode_gray(
-    transform: Transform, params: Params, shape: Shape, dtype: DType
+    transform: Transform, params: Values, shape: Shape, dtype: DType
 ) -> Encoded | None:
     count, out = channels(shape), transform.num_output_channels
     if count == 1:
@@ -168,14 +160,19 @@ def _encode_gray(
     return Encoded((("method", transform.method), ("channels", out)), {})
 
 
-def _run_gray(images: Tensor, static: Static, arrays: Arrays) -> Tensor:
+@through_bytes
+def _lightness(images: Tensor, static: Values, arrays: Arrays) -> Tensor:
+    return spaces.lab_bytes(images)[0].to(torch.uint8)
+
+
+def _run_gray(images: Tensor, static: Values, arrays: Arrays) -> Tensor:
     method = static["method"]
     if method == "same":
         return images
     if method == "weighted_average":
-        out = gray(images)
+        out = spaces.gray(images)
     elif method == "from_lab":
-        out = via_bytes(images, lambda as_bytes: lab_bytes(as_bytes)[0].to(torch.uint8))
+        out = _lightness(images, static, arrays)
     elif method == "max":
         out = images.amax(-1)
     elif method == "average":
@@ -188,28 +185,28 @@ def _run_gray(images: Tensor, static: Static, arrays: Arrays) -> Tensor:
     return out.to(images.dtype).unsqueeze(-1).repeat(1, 1, 1, static["channels"])
 
 
-def _gray_shape(transform: Transform, params: Params, shape: Shape) -> Shape:
+def _gray_shape(transform: Transform, params: Values, shape: Shape) -> Shape:
     return shape if channels(shape) == 1 else (*shape[:2], transform.num_output_channels)
 
 
-def _encode_rgb(transform: Transform, params: Params, shape: Shape, dtype: DType) -> Encoded | None:
+def _encode_rgb(transform: Transform, params: Values, shape: Shape, dtype: DType) -> Encoded | None:
     # Albumentations refuses other images, and squeezes those of a single row or column.
     if channels(shape) != 1 or 1 in shape[:2]:
         return None
     return Encoded((("channels", transform.num_output_channels),), {})
 
 
-def _run_rgb(images: Tensor, static: Static, arrays: Arrays) -> Tensor:
+def _run_rgb(images: Tensor, static: Values, arrays: Arrays) -> Tensor:
     return images.repeat(1, 1, 1, static["channels"])
 
 
-def _rgb_shape(transform: Transform, params: Params, shape: Shape) -> Shape:
+def _rgb_shape(transform: Transform, params: Values, shape: Shape) -> Shape:
     count = transform.num_output_channels
     return shape if count == 1 else (*shape[:2], count)
 
 
 def _encode_sepia(
-    transform: Transform, params: Params, shape: Shape, dtype: DType
+    transform: Transform, params: Values, shape: Shape, dtype: DType
 ) -> Encoded | None:
     if channels(shape) == 1:
         return Encoded((("matrix", None),), {})
@@ -219,7 +216,7 @@ def _encode_sepia(
     return Encoded((("matrix", matrix),), {})
 
 
-def _run_sepia(images: Tensor, static: Static, arrays: Arrays) -> Tensor:
+def _run_sepia(images: Tensor, static: Values, arrays: Arrays) -> Tensor:
     if static["matrix"] is None:
         return images
     rows = static["matrix"]
@@ -234,50 +231,36 @@ def _run_sepia(images: Tensor, static: Static, arrays: Arrays) -> Tensor:
     return torch.stack(mixed, -1).clamp(0, 255).to(torch.uint8)
 
 
-def _encode_shuffle(transform: Transform, params: Params, shape: Shape, dtype: DType) -> Encoded:
+def _encode_shuffle(transform: Transform, params: Values, shape: Shape, dtype: DType) -> Encoded:
     order = params["channels_shuffled"]
     return Encoded((), {"order": np.array([0] if order is None else order, np.int64)})
 
 
-def _run_shuffle(images: Tensor, static: Static, arrays: Arrays) -> Tensor:
+def _run_shuffle(images: Tensor, static: Values, arrays: Arrays) -> Tensor:
     return images.gather(-1, arrays["order"][:, None, None, :].expand(images.shape))
 
 
 def _encode_channel_dropout(
-    transform: Transform, params: Params, shape: Shape, dtype: DType
+    transform: Transform, params: Values, shape: Shape, dtype: DType
 ) -> Encoded:
     dropped = np.zeros(channels(shape), np.bool_)
     dropped[list(params["channels_to_drop"])] = True
     return Encoded((("fill", np.array(transform.fill).astype(dtype).item()),), {"dropped": dropped})
 
 
-def _run_channel_dropout(images: Tensor, static: Static, arrays: Arrays) -> Tensor:
+def _run_channel_dropout(images: Tensor, static: Values, arrays: Arrays) -> Tensor:
     return images.masked_fill(arrays["dropped"][:, None, None, :], static["fill"])
 
 
 OPS = (
     DeviceOp("HueSaturationValue", _encode_hsv, _run_hsv, fused=instructions.hsv),
     DeviceOp("ColorJitter", _encode_jitter, _run_jitter, fused=instructions.jitter),
-    DeviceOp(
-        "ToGray",
-        _encode_gray,
-        _run_gray,
-        out_shape=_gray_shape,
-        fused=instructions.gray,
-    ),
+    DeviceOp("ToGray", _encode_gray, _run_gray, out_shape=_gray_shape, fused=instructions.gray),
     DeviceOp("ToRGB", _encode_rgb, _run_rgb, out_shape=_rgb_shape),
     DeviceOp("ToSepia", _encode_sepia, _run_sepia),
+    DeviceOp("ChannelShuffle", _encode_shuffle, _run_shuffle, fused=instructions.shuffle),
     DeviceOp(
-        "ChannelShuffle",
-        _encode_shuffle,
-        _run_shuffle,
-        fused=instructions.shuffle,
-    ),
-    DeviceOp(
-        "ChannelDropout",
-        _encode_channel_dropout,
-        _run_channel_dropout,
-        fused=instructions.drop,
+        "ChannelDropout", _encode_channel_dropout, _run_channel_dropout, fused=instructions.drop
     ),
 )
 """On uint8, gray and channel moves are exact and HueSaturationValue is at most one level off, above

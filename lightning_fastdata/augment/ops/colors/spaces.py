@@ -52,14 +52,7 @@ def hsv_bytes(images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def rgb_bytes(hue: Tensor, saturation: Tensor, value: Tensor, lanes: int) -> Tensor:
-    """Return uint8 RGB images from what `hsv_bytes` returns, with OpenCV's rounding.
-
-    Args:
-        hue: ``[n, H, W]``, 0 to 179.
-        saturation: ``[n, H, W]``, 0 to 255.
-        value: ``[n, H, W]``, 0 to 255.
-        lanes: See :func:`opencv_lanes`.
-    """
+    """Return uint8 RGB images of what `hsv_bytes` returns; `opencv_lanes` says how to round."""
     sixths = hue.float() * (6.0 / 180)
     rgb = _sector_colours(sixths, saturation.float() * (1.0 / 255), value.float() * (1.0 / 255))
     rgb = rgb * 255
@@ -73,11 +66,10 @@ def rgb_bytes(hue: Tensor, saturation: Tensor, value: Tensor, lanes: int) -> Ten
 
 @cache
 def opencv_lanes() -> int:
-    """Return how many pixels OpenCV on this CPU converts from HSV at a time.
+    """Return how many pixels OpenCV here converts from HSV at a time; 0: it rounds them all.
 
-    Whole groups of that many pixels of a row are truncated to bytes, what is left of the row is
-    rounded. The number depends on the CPU and on OpenCV's build, so it is found out by converting
-    a row of a color whose green is 173.67. 0 means that every pixel is rounded.
+    Whole groups of that many pixels of a row are truncated to bytes, the rest is rounded. It is
+    read off a row of a color whose green is 173.67.
     """
     import cv2
 
@@ -86,22 +78,46 @@ def opencv_lanes() -> int:
     return 256 - truncated if truncated else 0
 
 
+def _hue(rgb: Tensor, high: Tensor, sixth: Tensor) -> Tensor:
+    """Return the hue in degrees; ``high`` is the largest channel, ``sixth`` 60 over the span."""
+    red, green, blue = rgb.unbind(-1)
+    behind = torch.where(high == green, (blue - red) * sixth + 120, (red - green) * sixth + 240)
+    hue = torch.where(high == red, (green - blue) * sixth, behind)
+    return torch.where(hue < 0, hue + 360, hue)
+
+
 def shift_hue_floats(images: Tensor, turn: Tensor) -> Tensor:
     """Return float32 RGB images with the hue moved by ``turn`` (1 is the whole circle)."""
     red, green, blue = images.unbind(-1)
     value = torch.maximum(torch.maximum(red, green), blue)
     spread = value - torch.minimum(torch.minimum(red, green), blue)
     tiny = torch.finfo(torch.float32).eps
-    by_spread = 60.0 / (spread + tiny)
-    hue = torch.where(
-        value == red,
-        (green - blue) * by_spread,
-        torch.where(
-            value == green, (blue - red) * by_spread + 120, (red - green) * by_spread + 240
-        ),
-    )
-    hue = (torch.where(hue < 0, hue + 360, hue) + turn * 360).remainder(360)
+    hue = _hue(images, value, 60.0 / (spread + tiny))
+    hue = (hue + turn * 360).remainder(360)
     return _sector_colours(hue / 60, spread / (value.abs() + tiny), value)
+
+
+def hls_floats(rgb: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return hue in degrees, lightness and saturation of floats ``[..., 3]``, as OpenCV does."""
+    high, low = rgb.amax(-1), rgb.amin(-1)
+    span, total = high - low, high + low
+    lightness = total * 0.5
+    colored = span > torch.finfo(torch.float32).eps
+    saturation = span / torch.where(lightness < 0.5, total, 2 - total)
+    hue = _hue(rgb, high, torch.full_like(span, 60) / span)
+    return torch.where(colored, hue, 0.0), lightness, torch.where(colored, saturation, 0.0)
+
+
+def rgb_from_hls(hue: Tensor, lightness: Tensor, saturation: Tensor) -> Tensor:
+    """Return the reverse of `hls_floats`; the hue may lie outside of 0 to 360."""
+    bright = lightness + saturation - lightness * saturation
+    top = torch.where(lightness <= 0.5, lightness * (1 + saturation), bright)
+    bottom = 2 * lightness - top
+    sextant = hue * (6 / 360)
+    # A channel rises over one sextant, stays for two, falls over one, and stays for two.
+    turns = torch.stack([sextant + 2, sextant, sextant - 2], -1).remainder(6)
+    share = torch.minimum(turns, 4 - turns).clamp(0, 1)
+    return bottom.unsqueeze(-1) + (top - bottom).unsqueeze(-1) * share
 
 
 _TO_XYZ: Final = np.array(
@@ -186,10 +202,7 @@ def _tables() -> Mapping[str, np.ndarray]:
 
 @cache
 def lab_tables(device: torch.device) -> LabTables:
-    """Return the tables on a device; made once.
-
-    The host waits for that one time: any stream may use them from then on.
-    """
+    """Return the tables on a device; made once, and then free to use in any stream."""
     return LabTables(
         **{
             name: torch.from_numpy(table.astype(np.int32)).to(device)

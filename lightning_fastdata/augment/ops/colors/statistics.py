@@ -1,4 +1,8 @@
-"""Operations that follow from the colours of each image: its histograms, its principal axes."""
+"""Operations that follow from the colours of each image: its histograms, its principal axes.
+
+FancyPCA is by Krizhevsky, Sutskever and Hinton, "ImageNet classification with deep convolutional
+neural networks" (NeurIPS 2012), in the form that Albumentations gives it.
+"""
 
 # ruff: noqa: ARG001 - all operations share one signature
 
@@ -11,47 +15,38 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_fastdata.augment.ops.colors.spaces import (
-    lab_bytes,
-    rgb_from_lab,
-    rgb_from_ycrcb,
-    ycrcb_bytes,
-)
+from lightning_fastdata.augment.ops.colors import spaces
 from lightning_fastdata.augment.ops.operation import (
     Arrays,
     DeviceOp,
     DType,
     Encoded,
-    Params,
     Shape,
-    Static,
     Transform,
+    Values,
     always,
     channels,
 )
 from lightning_fastdata.augment.ops.positions.index import REFLECT_101, fold
-from lightning_fastdata.augment.ops.table import look_up, via_bytes
+from lightning_fastdata.augment.ops.table import look_up, through_bytes
 
 _COUNTS_IN_FLOAT32: Final = 1 << 24
 """Albumentations counts pixels in float32: from this number on it miscounts."""
 
 
 def _histograms(values: Tensor) -> Tensor:
-    """Return how often each value is in each row of ``[n, pixels]`` uint8: int32 ``[n, 256]``."""
-    n = values.shape[0]
-    first = torch.arange(n, device=values.device, dtype=torch.int32)[:, None] * 256
-    bins = (first + values).reshape(-1)
-    counts = torch.zeros(n * 256, device=values.device, dtype=torch.int32)
+    """Return how often each value is in rows of uint8 ``[..., pixels]``: int32 ``[..., 256]``."""
+    first = torch.arange(values[..., 0].numel(), device=values.device, dtype=torch.int32) * 256
+    bins = (first.view(*values.shape[:-1], 1) + values).reshape(-1)
+    counts = torch.zeros(len(first) * 256, device=values.device, dtype=torch.int32)
     # Whole numbers: the order in which a GPU adds them does not matter.
     ones = torch.ones(1, device=values.device, dtype=torch.int32).expand(bins.shape)
-    return counts.index_add_(0, bins, ones).view(n, 256)
+    return counts.index_add_(0, bins, ones).view(*values.shape[:-1], 256)
 
 
 def channel_histograms(images: Tensor) -> Tensor:
     """Return the histograms of uint8 ``[n, H, W, C]``: int32 ``[n, C, 256]``."""
-    n, _, _, count = images.shape
-    planes = images.permute(0, 3, 1, 2).reshape(n * count, -1)
-    return _histograms(planes).view(n, count, 256)
+    return _histograms(images.flatten(1, 2).mT.contiguous())
 
 
 def _identity(counts: Tensor) -> Tensor:
@@ -77,49 +72,37 @@ def _equalizing(counts: Tensor, mode: str) -> Tensor:
     return table.clamp(0, 255).to(torch.uint8)
 
 
-def _per_channel(images: Tensor, tables: Tensor) -> Tensor:
-    return look_up(images, tables.mT)
-
-
-def _encode_equalize(
-    transform: Transform, params: Params, shape: Shape, dtype: DType
+def _encode_equal(
+    transform: Transform, params: Values, shape: Shape, dtype: DType
 ) -> Encoded | None:
-    count = channels(shape)
-    if params["mask"] is not None or count not in (1, 3):
-        return None
-    if shape[0] * shape[1] >= _COUNTS_IN_FLOAT32:
+    count, countable = channels(shape), shape[0] * shape[1] < _COUNTS_IN_FLOAT32
+    if params["mask"] is not None or count not in (1, 3) or not countable:
         return None
     luma = count == 3 and not transform.by_channels
     return Encoded((("mode", transform.mode), ("luma", luma)), {})
 
 
-def _equalize(images: Tensor, static: Static, arrays: Arrays) -> Tensor:
-    def change(as_bytes: Tensor) -> Tensor:
-        if not static["luma"]:
-            tables = _equalizing(channel_histograms(as_bytes), static["mode"])
-            return _per_channel(as_bytes, tables)
-        luma, red, blue = ycrcb_bytes(as_bytes)
-        luma = luma.to(torch.uint8).unsqueeze(-1)
-        tables = _equalizing(channel_histograms(luma), static["mode"])
-        return rgb_from_ycrcb(_per_channel(luma, tables).squeeze(-1).int(), red, blue)
-
-    return via_bytes(images, change)
+@through_bytes
+def _equalize(images: Tensor, static: Values, arrays: Arrays) -> Tensor:
+    if not static["luma"]:
+        tables = _equalizing(channel_histograms(images), static["mode"])
+        return look_up(images, tables.mT)
+    luma, red, blue = spaces.ycrcb_bytes(images)
+    luma = luma.to(torch.uint8).unsqueeze(-1)
+    tables = _equalizing(channel_histograms(luma), static["mode"])
+    return spaces.rgb_from_ycrcb(look_up(luma, tables.mT).squeeze(-1).int(), red, blue)
 
 
-def _encode_contrast(
-    transform: Transform, params: Params, shape: Shape, dtype: DType
+def _encode_stretch(
+    transform: Transform, params: Values, shape: Shape, dtype: DType
 ) -> Encoded | None:
     ignore = transform.ignore
     if shape[0] * shape[1] >= _COUNTS_IN_FLOAT32 or not (ignore is None or 0 <= ignore <= 255):
         return None
-    static = (
-        ("cutoff", float(transform.cutoff)),
-        ("method", transform.method),
-        ("ignore", ignore),
-        # Albumentations skips the channel of that number, too.
-        ("skip", ignore if ignore is not None and ignore < channels(shape) else None),
-    )
-    return Encoded(static, {})
+    # Albumentations skips the channel of that number, too.
+    skip = ignore if ignore is not None and ignore < channels(shape) else None
+    how = (("cutoff", float(transform.cutoff)), ("method", transform.method))
+    return Encoded((*how, ("ignore", ignore), ("skip", skip)), {})
 
 
 def _bounds(counts: Tensor, cutoff: float) -> tuple[Tensor, Tensor]:
@@ -158,39 +141,32 @@ def _stretching(counts: Tensor, cutoff: float, method: str) -> Tensor:
     return torch.where(high <= low, _identity(counts), table).clamp(0, 255).to(torch.uint8)
 
 
-def _contrast(images: Tensor, static: Static, arrays: Arrays) -> Tensor:
-    def change(as_bytes: Tensor) -> Tensor:
-        counts = channel_histograms(as_bytes)
-        # Albumentations counts from 0 to 255 without 255.
-        counts[..., 255] = 0
-        if static["ignore"] is not None:
-            counts[..., static["ignore"]] = 0
-        tables = _stretching(counts, static["cutoff"], static["method"])
-        if static["ignore"] is not None:
-            tables[..., static["ignore"]] = static["ignore"]
-        if static["skip"] is not None:
-            tables[:, static["skip"]] = torch.arange(256, device=tables.device).to(torch.uint8)
-        return _per_channel(as_bytes, tables)
-
-    return via_bytes(images, change)
-
-
-def _tile(length: int, tiles: int, *, extends: bool) -> int:
-    """Return the pixels of a tile along one axis."""
-    # Where one axis does not divide, OpenCV extends both, by a whole row of pixels per tile even
-    # where the other divides.
-    return (length + tiles - length % tiles if extends else length) // tiles
+@through_bytes
+def _stretch(images: Tensor, static: Values, arrays: Arrays) -> Tensor:
+    counts, ignore = channel_histograms(images), static["ignore"]
+    # Albumentations counts from 0 to 255 without 255.
+    counts[..., 255] = 0
+    if ignore is not None:
+        counts[..., ignore] = 0
+    tables = _stretching(counts, static["cutoff"], static["method"])
+    if ignore is not None:
+        tables[..., ignore] = ignore
+    if static["skip"] is not None:
+        tables[:, static["skip"]] = torch.arange(256, device=tables.device).to(torch.uint8)
+    return look_up(images, tables.mT)
 
 
 def _encode_clahe(
-    transform: Transform, params: Params, shape: Shape, dtype: DType
+    transform: Transform, params: Values, shape: Shape, dtype: DType
 ) -> Encoded | None:
     if channels(shape) not in (1, 3):
         return None
     across, down = map(int, transform.tile_grid_size)
-    extends = shape[0] % down != 0 or shape[1] % across != 0
-    height = _tile(shape[0], down, extends=extends)
-    width = _tile(shape[1], across, extends=extends)
+    height, width = shape[:2]
+    if height % down or width % across:
+        # OpenCV extends both axes, by a whole row of pixels per tile even where one divides.
+        height, width = height + down - height % down, width + across - width % across
+    height, width = height // down, width // across
     limit = max(int(params["clip_limit"] * (height * width) / 256), 1)
     static = (("tiles", (down, across)), ("tile", (height, width)))
     return Encoded(static, {"limit": np.array([limit], np.int32)})
@@ -220,7 +196,7 @@ def _between(
     return first.clamp(min=0), (first + 1).clamp(max=tiles - 1), where - low
 
 
-def _equalized_tiles(plane: Tensor, static: Static, limit: Tensor) -> Tensor:
+def _equalized_tiles(plane: Tensor, static: Values, limit: Tensor) -> Tensor:
     """Equalize uint8 ``[n, H, W]`` by tiles, blending the tables of the four nearest ones."""
     n, height, width = plane.shape
     (down, across), (tall, wide) = static["tiles"], static["tile"]
@@ -229,8 +205,7 @@ def _equalized_tiles(plane: Tensor, static: Static, limit: Tensor) -> Tensor:
     columns = fold(torch.arange(across * wide, device=device), width, REFLECT_101)
     tiles = plane.index_select(1, rows).index_select(2, columns)
     tiles = tiles.view(n, down, tall, across, wide).transpose(2, 3)
-    counts = _histograms(tiles.reshape(n * down * across, tall * wide))
-    counts = _clipped(counts.view(n, down * across, 256), limit)
+    counts = _clipped(_histograms(tiles.reshape(n, down * across, tall * wide)), limit)
     scale = float(np.float32(255) / np.float32(tall * wide))
     tables = (counts.cumsum(-1).float() * scale).round().clamp(0, 255).reshape(-1)
 
@@ -249,15 +224,13 @@ def _equalized_tiles(plane: Tensor, static: Static, limit: Tensor) -> Tensor:
     return blended.round().clamp(0, 255).to(torch.uint8)
 
 
-def _clahe(images: Tensor, static: Static, arrays: Arrays) -> Tensor:
-    def change(as_bytes: Tensor) -> Tensor:
-        if as_bytes.shape[-1] == 1:
-            return _equalized_tiles(as_bytes.squeeze(-1), static, arrays["limit"]).unsqueeze(-1)
-        lightness, a, b = lab_bytes(as_bytes)
-        lightness = _equalized_tiles(lightness.to(torch.uint8), static, arrays["limit"])
-        return rgb_from_lab(lightness.int(), a, b)
-
-    return via_bytes(images, change)
+@through_bytes
+def _clahe(images: Tensor, static: Values, arrays: Arrays) -> Tensor:
+    if images.shape[-1] == 1:
+        return _equalized_tiles(images.squeeze(-1), static, arrays["limit"]).unsqueeze(-1)
+    lightness, a, b = spaces.lab_bytes(images)
+    lightness = _equalized_tiles(lightness.to(torch.uint8), static, arrays["limit"])
+    return spaces.rgb_from_lab(lightness.int(), a, b)
 
 
 _MOST_CHANNELS: Final = 5
@@ -266,17 +239,12 @@ _SWEEPS: Final = 8
 
 
 def principal_axes(matrices: Tensor) -> tuple[Tensor, Tensor]:
-    """Return eigenvalues in descending order, and eigenvectors, of small symmetric matrices.
+    """Return eigenvalues ``[n, c]``, the largest first, and eigenvectors as columns ``[n, c, c]``.
 
-    By Jacobi's rotations (Golub and Van Loan, "Matrix computations", 8.5.2), a fixed number of
-    them: no step depends on a value, so nothing waits for the device. An eigenvector's sign is a
-    choice, and LAPACKs choose differently; here its largest component is positive.
-
-    Args:
-        matrices: ``[n, c, c]``, float64.
-
-    Returns:
-        ``[n, c]``, and ``[n, c, c]`` with one eigenvector per column.
+    Of symmetric float64 matrices ``[n, c, c]``, by Jacobi's rotations (Golub and Van Loan, "Matrix
+    computations", 8.5.2), a fixed number of them: no step depends on a value, so nothing waits for
+    the device. An eigenvector's sign is a choice, and LAPACKs choose differently; here its largest
+    component is positive.
     """
     count = matrices.shape[-1]
     whole = torch.eye(count, dtype=matrices.dtype, device=matrices.device)
@@ -292,8 +260,7 @@ def principal_axes(matrices: Tensor) -> tuple[Tensor, Tensor]:
             sine = tangent * cosine
             left = cosine[:, None] * whole[p] - sine[:, None] * whole[q]
             right = sine[:, None] * whole[p] + cosine[:, None] * whole[q]
-            columns = [whole[k].expand_as(left) for k in range(count)]
-            columns[p], columns[q] = left, right
+            columns = [{p: left, q: right}.get(k, whole[k].expand_as(left)) for k in range(count)]
             turn = torch.stack(columns, -1)
             matrices = turn.mT @ matrices @ turn
             vectors = vectors @ turn
@@ -301,22 +268,6 @@ def principal_axes(matrices: Tensor) -> tuple[Tensor, Tensor]:
     vectors = vectors.gather(2, order[:, None, :].expand_as(vectors))
     largest = vectors.gather(1, vectors.abs().argmax(1, keepdim=True))
     return values, vectors * torch.where(largest < 0, -1.0, 1.0).to(vectors.dtype)
-
-
-def mixed_channels(images: Tensor, mixing: Tensor) -> Tensor:
-    """Return images of which each channel is a sum of all channels.
-
-    One product after the other: a matrix product may be one of TF32, if the user allows that.
-
-    Args:
-        images: float32 ``[n, H, W, c]``.
-        mixing: float32 ``[n, c, c]``: row ``i`` has the shares of channel ``i``.
-    """
-    columns = mixing[:, None, None].unbind(-1)
-    out = images[..., :1] * columns[0]
-    for channel, column in enumerate(columns[1:], 1):
-        out = out + images[..., channel : channel + 1] * column
-    return out
 
 
 def _moments(images: Tensor) -> tuple[Tensor, Tensor]:
@@ -346,14 +297,14 @@ def _moments(images: Tensor) -> tuple[Tensor, Tensor]:
     return mean / unit, scatter / (max(many - 1, 1) * unit**2)
 
 
-def _encode_pca(transform: Transform, params: Params, shape: Shape, dtype: DType) -> Encoded | None:
+def _encode_pca(transform: Transform, params: Values, shape: Shape, dtype: DType) -> Encoded | None:
     fits = channels(shape) <= _MOST_CHANNELS and shape[0] * shape[1] > 1
     if not fits or dtype not in (np.uint8, np.float32):
         return None
     return Encoded((), {"strength": np.asarray(params["alpha_vector"], np.float64)})
 
 
-def _run_pca(images: Tensor, static: Static, arrays: Arrays) -> Tensor:
+def _run_pca(images: Tensor, static: Values, arrays: Arrays) -> Tensor:
     whole = images.dtype == torch.uint8
     mean, covariance = _moments(images)
     count = images.shape[-1]
@@ -364,18 +315,19 @@ def _run_pca(images: Tensor, static: Static, arrays: Arrays) -> Tensor:
     else:
         values, vectors = principal_axes(covariance)
         mixing = vectors * (arrays["strength"] * values)[:, None, :]
-    colours = (
-        images.float() / torch.full_like(mean, 255).float()[:, None, None] if whole else images
-    )
+    unit = torch.full_like(mean, 255).float()[:, None, None]
+    colours = images.float() / unit if whole else images
     centred = colours - mean.float()[:, None, None]
-    moved = mixed_channels(centred, mixing.float())
+    # One product after the other: a matrix product may be one of TF32, if the user allows that.
+    pairs = zip(torch.split(centred, 1, -1), mixing.float()[:, None, None].unbind(-1), strict=True)
+    moved = sum((channel * shares for channel, shares in pairs), torch.zeros_like(centred))
     out = (colours + moved).clamp(0, 1)
     return (out * 255).round().to(torch.uint8) if whole else out
 
 
 OPS = (
-    DeviceOp("Equalize", _encode_equalize, _equalize),
-    DeviceOp("AutoContrast", _encode_contrast, _contrast),
+    DeviceOp("Equalize", _encode_equal, _equalize),
+    DeviceOp("AutoContrast", _encode_stretch, _stretch),
     DeviceOp("CLAHE", _encode_clahe, _clahe),
     DeviceOp(
         "FancyPCA",

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Final
 
 import numpy as np
 import torch
@@ -15,10 +16,9 @@ from lightning_fastdata.augment.ops.operation import (
     DeviceOp,
     DType,
     Encoded,
-    Params,
     Shape,
-    Static,
     Transform,
+    Values,
 )
 from lightning_fastdata.augment.ops.positions.index import REFLECT_101, fold
 from lightning_fastdata.augment.ops.table import to_bytes
@@ -41,20 +41,6 @@ def padded_kernel(kernel: np.ndarray) -> np.ndarray | None:
     return padded
 
 
-def _encode_blur(
-    transform: Transform, params: Params, shape: Shape, dtype: DType
-) -> Encoded | None:
-    kernel = params["kernel"]
-    if isinstance(kernel, (int, np.integer)):
-        kernel = np.full(int(kernel), 1.0 / int(kernel))
-    padded = padded_kernel(np.asarray(kernel))
-    if padded is None or dtype not in (np.uint8, np.float32):
-        return None
-    # A box blur keeps the range by itself; the others are cut to it, even after Normalize.
-    clips = type(transform).__name__ != "Blur"
-    return Encoded((("clips", clips),), {"kernel": padded})
-
-
 def reflected(values: Tensor, axis: int, margin: int) -> Tensor:
     """Return ``[n, H, W, C]`` with a margin on both sides of one axis, reflected as OpenCV does."""
     length = values.shape[axis]
@@ -73,11 +59,9 @@ def correlate_along(values: Tensor, kernel: Tensor, axis: int) -> Tensor:
 
 
 def correlate(values: Tensor, kernel: Tensor) -> Tensor:
-    """Correlate float32 ``[n, H, W, C]`` with a kernel per sample.
+    """Correlate float32 ``[n, H, W, C]`` with a kernel of odd size per sample.
 
-    Args:
-        values: images.
-        kernel: ``[n, k]`` for both axes, one after the other, or ``[n, k, k]``; ``k`` is odd.
+    Either ``[n, k]`` for both axes, one after the other, or ``[n, k, k]``.
     """
     if kernel.ndim == 2:
         return correlate_along(correlate_along(values, kernel, 2), kernel, 1)
@@ -91,7 +75,7 @@ def correlate(values: Tensor, kernel: Tensor) -> Tensor:
     return total
 
 
-def run_kernel(images: Tensor, static: Static, arrays: Arrays) -> Tensor:
+def run_kernel(images: Tensor, static: Values, arrays: Arrays) -> Tensor:
     """Correlate uint8 or float32 images with ``arrays["kernel"]`` and round as OpenCV does."""
     out = correlate(images.float(), arrays["kernel"])
     if images.dtype == torch.uint8:
@@ -99,19 +83,28 @@ def run_kernel(images: Tensor, static: Static, arrays: Arrays) -> Tensor:
     return out.clamp(0, 1) if static["clips"] else out
 
 
-def _encode_convolution(
-    transform: Transform, params: Params, shape: Shape, dtype: DType
+_NAMED: Final = {"Emboss": "emboss_matrix", "Sharpen": "sharpening_matrix"}
+"""Parameters that have the kernel."""
+
+
+def _encode_kernel(
+    transform: Transform, params: Values, shape: Shape, dtype: DType
 ) -> Encoded | None:
     name = type(transform).__name__
-    if dtype not in (np.uint8, np.float32):
-        return None
-    if name == "Defocus":
+    kernel: np.ndarray | None
+    if name in _NAMED:
+        kernel = np.asarray(params[_NAMED[name]], np.float32)
+    elif name == "Defocus":
         kernel = padded_kernel(_disk(params["radius"], params["alias_blur"]))
+    elif isinstance(params["kernel"], int | np.integer):
+        size = int(params["kernel"])
+        kernel = padded_kernel(np.full(size, 1.0 / size))
     else:
-        kernel = params[{"Emboss": "emboss_matrix", "Sharpen": "sharpening_matrix"}[name]]
-    if kernel is None:
+        kernel = padded_kernel(np.asarray(params["kernel"]))
+    if kernel is None or dtype not in (np.uint8, np.float32):
         return None
-    return Encoded((("clips", True),), {"kernel": kernel.astype(np.float32)})
+    # A box blur keeps the range by itself; the others are cut to it, even after Normalize.
+    return Encoded((("clips", name != "Blur"),), {"kernel": kernel})
 
 
 def _disk(radius: int, alias_blur: float) -> np.ndarray:
@@ -155,24 +148,21 @@ def _gaussian(size: int, sigma: float) -> np.ndarray:
 
 
 def _encode_sharpen(
-    transform: Transform, params: Params, shape: Shape, dtype: DType
+    transform: Transform, params: Values, shape: Shape, dtype: DType
 ) -> Encoded | None:
     if transform.method == "kernel":
-        encoded = _encode_convolution(transform, params, shape, dtype)
+        encoded = _encode_kernel(transform, params, shape, dtype)
         return encoded and Encoded((("method", "kernel"), *encoded.static), encoded.arrays)
-    size = transform.kernel_size
-    static = (("method", "gaussian"),)
-    if dtype == np.uint8:
-        kernel = padded_kernel(_gaussian_256ths(size, transform.sigma))
-    else:
-        kernel = padded_kernel(_gaussian(size, transform.sigma))
+    gaussian = _gaussian_256ths if dtype == np.uint8 else _gaussian
+    kernel = padded_kernel(gaussian(transform.kernel_size, transform.sigma))
     # With (height, width, 1), Albumentations subtracts an image without its channel axis.
     if kernel is None or dtype not in (np.uint8, np.float32) or shape[2:] == (1,):
         return None
-    return Encoded(static, {"kernel": kernel, "alpha": np.array([params["alpha"]], np.float64)})
+    arrays = {"kernel": kernel, "alpha": np.array([params["alpha"]], np.float64)}
+    return Encoded((("method", "gaussian"),), arrays)
 
 
-def _sharpen(images: Tensor, static: Static, arrays: Arrays) -> Tensor:
+def _sharpen(images: Tensor, static: Values, arrays: Arrays) -> Tensor:
     if static["method"] == "kernel":
         return run_kernel(images, static, arrays)
     blurred = correlate(images.float(), arrays["kernel"])
@@ -186,7 +176,7 @@ def _sharpen(images: Tensor, static: Static, arrays: Arrays) -> Tensor:
 
 
 def _encode_unsharp(
-    transform: Transform, params: Params, shape: Shape, dtype: DType
+    transform: Transform, params: Values, shape: Shape, dtype: DType
 ) -> Encoded | None:
     kernel = padded_kernel(_gaussian(params["ksize"], params["sigma"]))
     if kernel is None or dtype not in (np.uint8, np.float32):
@@ -207,14 +197,14 @@ def _pairs(values: Tensor, kernel: Tensor, axis: int) -> Tensor:
     return total
 
 
-def _blurred(values: Tensor, static: Static, kernel: Tensor) -> Tensor:
+def _blurred(values: Tensor, static: Values, kernel: Tensor) -> Tensor:
     # OpenCV's order of additions. The last bit decides where a difference meets the threshold,
     # which is often on uint8 and with the kernels of 1/4 and 1/2.
     along = _pairs if static["small"] else correlate_along
     return _pairs(along(values, kernel, 2), kernel, 1)
 
 
-def _unsharp(images: Tensor, static: Static, arrays: Arrays) -> Tensor:
+def _unsharp(images: Tensor, static: Values, arrays: Arrays) -> Tensor:
     values = images
     if images.dtype == torch.uint8:
         values = images.float()
@@ -227,15 +217,17 @@ def _unsharp(images: Tensor, static: Static, arrays: Arrays) -> Tensor:
     return to_bytes(out) if images.dtype == torch.uint8 else out
 
 
+_KERNELS: Final = (
+    *("AdvancedBlur", "Blur", "GaussianBlur", "MotionBlur", "RingingOvershoot"),
+    *("Emboss", "Defocus"),
+)
 OPS = (
-    *tuple(
-        DeviceOp(name, _encode_blur, run_kernel, fused=instructions.correlation)
-        for name in ("AdvancedBlur", "Blur", "GaussianBlur", "MotionBlur", "RingingOvershoot")
+    *(
+        DeviceOp(name, _encode_kernel, run_kernel, fused=instructions.correlation)
+        for name in _KERNELS
     ),
     DeviceOp("Sharpen", _encode_sharpen, _sharpen, fused=instructions.correlation),
     DeviceOp("UnsharpMask", _encode_unsharp, _unsharp),
-    DeviceOp("Emboss", _encode_convolution, run_kernel, fused=instructions.correlation),
-    DeviceOp("Defocus", _encode_convolution, run_kernel, fused=instructions.correlation),
 )
 """On uint8, Sharpen by a Gaussian is exact, and the others are at most one level off, mostly where
 the sum lies between two levels. In UnsharpMask, rounding can decide whether a difference is above

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache
 from typing import Final, NamedTuple
 
@@ -17,15 +16,14 @@ from lightning_fastdata.augment.ops.operation import (
     DeviceOp,
     DType,
     Encoded,
-    Params,
     Shape,
-    Static,
     Transform,
+    Values,
     as_channels_last,
     channels,
 )
 from lightning_fastdata.augment.ops.positions.index import REPLICATE, fold
-from lightning_fastdata.augment.ops.table import via_bytes
+from lightning_fastdata.augment.ops.table import through_bytes
 from lightning_fastdata.augment.replay import instructions
 
 _LARGEST_MEDIAN: Final = 7
@@ -34,24 +32,25 @@ _VALUES_AT_ONCE: Final = 1 << 23
 """Values of a batch whose medians are looked for at a time: some fifty copies of them are held."""
 
 
-class _Compare(NamedTuple):
-    """One step of a comparison network: the smaller or the larger of two earlier values."""
+class _Step(NamedTuple):
+    """The smaller or the larger of two earlier values; numbers name them, the inputs first."""
 
+    made: int
     larger: bool
     first: int
     second: int
 
 
 class _Network:
-    """Values that are named by numbers, the inputs first, and how they come about."""
+    """A comparison network: how sorted values come about from others."""
 
     def __init__(self, inputs: int) -> None:
-        self.inputs = inputs
-        self.steps: list[_Compare] = []
+        self.made = inputs
+        self.steps: list[_Step] = []
 
     def exchange(self, first: int, second: int) -> list[int]:
-        at = self.inputs + len(self.steps)
-        self.steps += [_Compare(larger, first, second) for larger in (False, True)]
+        at, self.made = self.made, self.made + 2
+        self.steps += [_Step(at + larger, larger, first, second) for larger in (False, True)]
         return [at, at + 1]
 
     def merge(self, one: list[int], other: list[int]) -> list[int]:
@@ -73,40 +72,30 @@ class _Network:
             return values
         return self.merge(self.sort(values[:half]), self.sort(values[half:]))
 
-    def needed_for(self, results: Sequence[int]) -> list[tuple[int, _Compare]]:
-        """Return the steps that the results depend on, with the number each one makes."""
-        needed = set(results)
-        steps = []
-        for at in range(self.inputs + len(self.steps) - 1, self.inputs - 1, -1):
-            if at in needed:
-                step = self.steps[at - self.inputs]
-                needed |= {step.first, step.second}
-                steps.append((at, step))
-        return steps[::-1]
-
 
 class _Program(NamedTuple):
-    steps: tuple[tuple[int, _Compare, tuple[int, ...]], ...]
-    """The number a step makes, the step, and the numbers that are not needed after it."""
-    results: tuple[int, ...]
-    """The numbers to return."""
+    steps: list[tuple[_Step, set[int]]]
+    """The steps, with the numbers of the values that are not needed after each."""
+    results: list[int]
 
 
-def _program(network: _Network, results: Sequence[int]) -> _Program:
-    done = set(results)
+def _program(network: _Network, results: list[int]) -> _Program:
+    """Return the steps that the results depend on."""
+    needed = set(results)
     steps = []
-    for at, step in reversed(network.needed_for(results)):
-        last = {step.first, step.second} - done
-        done |= last
-        steps.append((at, step, tuple(last)))
-    return _Program(tuple(reversed(steps)), tuple(results))
+    for step in reversed(network.steps):
+        if step.made in needed:
+            last = {step.first, step.second} - needed
+            needed |= last
+            steps.append((step, last))
+    return _Program(steps[::-1], results)
 
 
-def _run(program: _Program, inputs: Sequence[Tensor]) -> list[Tensor]:
+def _run(program: _Program, inputs: list[Tensor]) -> list[Tensor]:
     values = dict(enumerate(inputs))
-    for at, step, last in program.steps:
+    for step, last in program.steps:
         choose = torch.maximum if step.larger else torch.minimum
-        values[at] = choose(values[step.first], values[step.second])
+        values[step.made] = choose(values[step.first], values[step.second])
         for number in last:
             del values[number]
     return [values[number] for number in program.results]
@@ -131,13 +120,10 @@ def _median_of_columns(size: int) -> _Program:
     too_small, runs = 0, []
     for rank in range(size):
         row = network.sort([rank * size + column for column in range(size)])
-        run = []
-        for column, value in enumerate(row):
-            if (size - rank) * (size - column) > middle + 1:
-                too_small += 1
-            elif (rank + 1) * (column + 1) <= middle + 1:
-                run.append(value)
-        runs.append(run)
+        small = [(size - rank) * (size - column) > middle + 1 for column in range(size)]
+        large = [(rank + 1) * (column + 1) > middle + 1 for column in range(size)]
+        too_small += sum(small)
+        runs.append([row[at] for at in range(size) if not small[at] and not large[at]])
     while len(runs) > 1:
         runs.sort(key=len)
         runs = [network.merge(runs[0], runs[1]), *runs[2:]]
@@ -158,7 +144,7 @@ def _median(images: Tensor, size: int) -> Tensor:
 
 
 def _encode_median(
-    transform: Transform, params: Params, shape: Shape, dtype: DType
+    transform: Transform, params: Values, shape: Shape, dtype: DType
 ) -> Encoded | None:
     size = int(params["kernel"])
     # OpenCV refuses more than 5x5 of two channels.
@@ -168,16 +154,14 @@ def _encode_median(
     return Encoded((("size", size),), {})
 
 
-def _median_blur(images: Tensor, static: Static, arrays: Arrays) -> Tensor:
-    def change(as_bytes: Tensor) -> Tensor:
-        some = max(1, _VALUES_AT_ONCE // max(1, as_bytes[0].numel()))
-        return torch.cat([_median(part, static["size"]) for part in torch.split(as_bytes, some)])
-
-    return via_bytes(images, change)
+@through_bytes
+def _median_blur(images: Tensor, static: Values, arrays: Arrays) -> Tensor:
+    some = max(1, _VALUES_AT_ONCE // max(1, images[0].numel()))
+    return torch.cat([_median(part, static["size"]) for part in torch.split(images, some)])
 
 
 def _encode_morphology(
-    transform: Transform, params: Params, shape: Shape, dtype: DType
+    transform: Transform, params: Values, shape: Shape, dtype: DType
 ) -> Encoded | None:
     kernel = np.asarray(params["kernel"])
     rows, columns = np.nonzero(kernel)
@@ -199,7 +183,7 @@ def _never_chosen(dtype: torch.dtype, *, grows: bool) -> float:
     return info.min if grows else info.max
 
 
-def _morphology(batch: Tensor, static: Static, arrays: Arrays) -> Tensor:
+def _morphology(batch: Tensor, static: Values, arrays: Arrays) -> Tensor:
     images = as_channels_last(batch)
     n, height, width, count = images.shape
     tall, wide = static["size"]

@@ -25,10 +25,7 @@ _Numbers = TypeVar("_Numbers", Tensor, np.ndarray)
 
 @cache
 def on_cells() -> bool:
-    """Return whether this OpenCV rounds positions to 1/32 pixel.
-
-    A ramp is read a third of a pixel further.
-    """
+    """Return whether this OpenCV rounds positions to 1/32 pixel, as a third of a pixel shows."""
     import cv2
 
     ramp = np.arange(64, dtype=np.float32).reshape(1, 64)
@@ -59,13 +56,9 @@ def invert(matrix: np.ndarray, *, projective: bool) -> np.ndarray:
 def cells_of_matrix(
     inverse: Tensor, size: tuple[int, int], *, projective: bool, nearest: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return where each output pixel comes from: rows and columns, int64 ``[n, height, width]``.
+    """Return the rows and columns that output pixels come from, int64 ``[n, height, width]``.
 
-    Args:
-        inverse: float64 ``[n, 3, 3]``, from output to input.
-        size: height and width of the output.
-        projective: as ``cv2.warpPerspective``, else as ``cv2.warpAffine``.
-        nearest: in pixels; else in 1/32 pixels.
+    By float64 matrices ``inverse`` ``[n, 3, 3]``; in pixels if ``nearest``, else in 1/32 pixels.
     """
     y = torch.arange(size[0], device=inverse.device, dtype=inverse.dtype)[:, None]
     x = torch.arange(size[1], device=inverse.device, dtype=inverse.dtype)[None, :]
@@ -100,25 +93,11 @@ def _whole(where: Tensor, nearest: bool) -> Tensor:
 
 
 def sample_cells(
-    images: Tensor,
-    rows: Tensor,
-    columns: Tensor,
-    interpolation: int,
-    mode: int,
-    fill: Tensor,
+    images: Tensor, rows: Tensor, columns: Tensor, interpolation: int, mode: int, fill: Tensor
 ) -> Tensor:
-    """Return the values at positions in 1/32 pixels; with NEAREST in whole pixels.
+    """Return the values ``[n, h, w, C]`` at positions in 1/32 pixels; with NEAREST in whole pixels.
 
-    Args:
-        images: ``[n, H, W, C]``.
-        rows: int64 ``[n, h, w]``, also outside the image.
-        columns: the same.
-        interpolation: NEAREST, LINEAR or CUBIC.
-        mode: ``BORDER_*``.
-        fill: value outside the image for CONSTANT, ``[n, C]``, in the dtype of ``images``.
-
-    Returns:
-        ``[n, h, w, C]`` in the dtype of ``images``.
+    ``rows`` and ``columns`` are int64 ``[n, h, w]``, also outside the image.
     """
     if interpolation == NEAREST:
         return read(images, rows, columns, mode, fill)

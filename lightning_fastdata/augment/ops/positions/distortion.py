@@ -1,6 +1,6 @@
 """Distortions: every output pixel is read from a position that a smooth field gives.
 
-The worker sends the few numbers that determine the field; it is computed on the device.
+The worker sends the few numbers that determine the field; the device computes it.
 """
 
 # ruff: noqa: ARG001 - all operations share one signature
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Final, TypeAlias
+from typing import Final, TypeAlias
 
 import numpy as np
 import torch
@@ -19,119 +19,119 @@ from lightning_fastdata.augment.ops.operation import (
     Arrays,
     DeviceOp,
     Draw,
-    Drawn,
     DType,
     Encode,
     Encoded,
-    Params,
+    Run,
     Shape,
-    Static,
     Transform,
+    Values,
     always,
     as_channels_last,
     channels,
+    never,
 )
+from lightning_fastdata.augment.ops.positions import warp
 from lightning_fastdata.augment.ops.positions.cells import on_cells
-from lightning_fastdata.augment.ops.positions.index import MODES, REPLICATE, encode_fills, fill_like
+from lightning_fastdata.augment.ops.positions.index import REPLICATE, fill_like
 from lightning_fastdata.augment.ops.positions.resize import CUBIC
-from lightning_fastdata.augment.ops.positions.warp import FAR, WARPED, sample, still_on_cells
 from lightning_fastdata.augment.ops.splitmix import normal, take_seed, uniform
-from lightning_fastdata.augment.ops.table import via_bytes
+from lightning_fastdata.augment.ops.table import through_bytes
 
 Size: TypeAlias = tuple[int, int]
-Field: TypeAlias = Callable[[Static, Arrays, Size], tuple[Tensor, Tensor]]
+Field: TypeAlias = tuple[Tensor, Tensor]
+"""The rows and columns that pixels are read from, float32 ``[n, H, W]``."""
+MakeField: TypeAlias = Callable[[Values, Arrays, Size], Field]
 
 _NOWHERE: Final = 1e15
 """Control points that fill up an array are so far away that they have no weight."""
 
 
-def settings(transform: Transform, shape: Shape) -> tuple[tuple[str, Any], ...] | None:
-    """Return the settings of a distortion that a launch shares, or None: no device form."""
-    kinds = {transform.interpolation, transform.mask_interpolation}
-    fills = encode_fills(transform, shape, extends=False)
-    if fills is None or not kinds <= WARPED or transform.border_mode not in MODES:
-        return None
-    return (
-        ("interpolation", int(transform.interpolation)),
-        ("mask_interpolation", int(transform.mask_interpolation)),
-        ("border", int(transform.border_mode)),
-        ("cells", on_cells()),
-    )
-
-
-def encoded(
-    transform: Transform, shape: Shape, arrays: Mapping[str, np.ndarray], *own: tuple[str, Any]
+def _encoded(
+    transform: Transform, shape: Shape, arrays: Mapping[str, np.ndarray], own: warp.Settings = ()
 ) -> Encoded | None:
-    """Return a distortion with its own settings and arrays, or None: no device form."""
-    shared = settings(transform, shape)
-    if shared is None:
-        return None
-    fills = encode_fills(transform, shape, extends=False) or {}
-    return Encoded((*shared, *own), {**arrays, **fills})
+    how = warp.encode_sampling(transform, shape, extends=False)
+    return None if how is None else Encoded((*how.static, *own), {**arrays, **how.arrays})
 
 
-def _drawn(make: Callable[[Any, Size], dict[str, Any]]) -> Draw:
+def _drawn(key: str, make: Callable[[Transform, Size], np.ndarray]) -> Draw:
     """Return a ``draw`` that draws nothing for images without a device form."""
 
-    def draw(transform: Transform, params: Params, data: Params) -> Drawn | None:
-        if settings(transform, data["image"].shape) is None:
+    def draw(transform: Transform, params: Values, data: Values) -> Values | None:
+        if warp.encode_sampling(transform, data["image"].shape, extends=False) is None:
             return None
         height, width = params["shape"][:2]
-        return make(transform, (int(height), int(width)))
+        return {key: make(transform, (int(height), int(width)))}
 
     return draw
 
 
+def _encode_drawn(key: str) -> Encode:
+    def encode(transform: Transform, params: Values, shape: Shape, dtype: DType) -> Encoded | None:
+        return _encoded(transform, shape, {key: params[key]}) if key in params else None
+
+    return encode
+
+
 def _encode_grid(
-    transform: Transform, params: Params, shape: Shape, dtype: DType
+    transform: Transform, params: Values, shape: Shape, dtype: DType
 ) -> Encoded | None:
     # The field is a meshgrid: one column for each x, one row for each y.
-    rows, columns = params["map_y"][:, 0], params["map_x"][0]
-    arrays = {"rows": rows.astype(np.float32), "columns": columns.astype(np.float32)}
-    return encoded(transform, shape, arrays)
+    lines = {"rows": params["map_y"][:, 0], "columns": params["map_x"][0]}
+    lines = {name: at.astype(np.float32) for name, at in lines.items()}
+    return _encoded(transform, shape, lines)
 
 
-def _grid_field(static: Static, arrays: Arrays, size: Size) -> tuple[Tensor, Tensor]:
-    n = len(arrays["rows"])
+def _grid_field(static: Values, arrays: Arrays, size: Size) -> Field:
     rows, columns = arrays["rows"][:, :, None], arrays["columns"][:, None, :]
-    return rows.expand(n, *size), columns.expand(n, *size)
+    return rows.expand(-1, *size), columns.expand(-1, *size)
 
 
-def _draw_lens(transform: Transform, size: Size) -> dict[str, Any]:
-    return {"lens": transform.py_random.uniform(*transform.distort_limit)}
+def _draw_lens(transform: Transform, size: Size) -> np.ndarray:
+    return np.array([transform.py_random.uniform(*transform.distort_limit)], np.float64)
 
 
 def _encode_lens(
-    transform: Transform, params: Params, shape: Shape, dtype: DType
+    transform: Transform, params: Values, shape: Shape, dtype: DType
 ) -> Encoded | None:
     if "lens" not in params:
         return None
-    lens = np.array([params["lens"]], np.float64)
-    return encoded(transform, shape, {"lens": lens}, ("mode", transform.mode))
+    return _encoded(transform, shape, {"lens": params["lens"]}, (("mode", transform.mode),))
 
 
-def _lens_field(static: Static, arrays: Arrays, size: Size) -> tuple[Tensor, Tensor]:
+def _lens_field(static: Values, arrays: Arrays, size: Size) -> Field:
     height, width = size
     strength = arrays["lens"][:, :, None]
     y = torch.arange(height, device=strength.device)[:, None]
     x = torch.arange(width, device=strength.device)[None, :]
     if static["mode"] == "camera":
-        # OpenCV's initUndistortRectifyMap, which puts the image's centre between the pixels, in
-        # front of a camera whose principal point is half a pixel further.
+        # OpenCV puts the image's centre between the pixels, in front of a camera whose principal
+        # point is half a pixel further.
         strength = strength.float().double()
-        y = (y - (height - 1) / 2).double() / torch.full_like(y, height).double()
-        x = (x - (width - 1) / 2).double() / torch.full_like(x, width).double()
-        square = y * y + x * x
-        factor = (strength * square + strength) * square + 1
-        rows = y * factor * height + height / 2
-        return rows.float(), (x * factor * width + width / 2).float()
+        rows, columns = _bent(y - (height - 1) / 2, x - (width - 1) / 2, strength, strength, size)
+        return rows.float(), columns.float()
     y, x = y.float() - height / 2, x.float() - width / 2
     farthest = math.hypot(height / 2, width / 2)
     factor = 1 + strength.float() * ((y * y + x * x) / farthest**2)
     return y * factor + height / 2, x * factor + width / 2
 
 
-def _draw_piecewise(transform: Transform, size: Size) -> dict[str, Any]:
+def _bent(y: Tensor, x: Tensor, first: Tensor, second: Tensor, size: Size) -> Field:
+    """Return what OpenCV's ``initUndistortRectifyMap`` makes of positions, float64.
+
+    A point at distance r from the middle, as a part of the size of the image, moves to
+    ``r (1 + k1 r^2 + k2 r^4)``, with ``first`` k1 and ``second`` k2.
+    """
+    height, width = size
+    # By tensors: CUDA would multiply by the reciprocal of a number.
+    y = y.double() / torch.full_like(y, height, dtype=torch.float64)
+    x = x.double() / torch.full_like(x, width, dtype=torch.float64)
+    square = x * x + y * y
+    bend = 1 + (second * square + first) * square
+    return y * bend * height + height / 2, x * bend * width + width / 2
+
+
+def _draw_piecewise(transform: Transform, size: Size) -> np.ndarray:
     rows = max(2, transform.py_random.randint(*transform.nb_rows))
     columns = max(2, transform.py_random.randint(*transform.nb_cols))
     scale = transform.py_random.uniform(*transform.scale)
@@ -147,21 +147,16 @@ def _draw_piecewise(transform: Transform, size: Size) -> dict[str, Any]:
     padded = np.full((most, 4), _NOWHERE, np.float32)
     padded[: len(points)] = points
     padded[len(points) :, 2:] = 0
-    return {"points": padded}
+    return padded
 
 
-def _draw_piecewise_if_moved(transform: Transform, params: Params, data: Params) -> Drawn | None:
+def _draw_points(transform: Transform, params: Values, data: Values) -> Values | None:
     # Without a scale Albumentations itself has no field.
-    return None if min(transform.scale) <= 0 else _drawn(_draw_piecewise)(transform, params, data)
+    draw = _drawn("points", _draw_piecewise)
+    return None if min(transform.scale) <= 0 else draw(transform, params, data)
 
 
-def _encode_points(
-    transform: Transform, params: Params, shape: Shape, dtype: DType
-) -> Encoded | None:
-    return encoded(transform, shape, {"points": params["points"]}) if "points" in params else None
-
-
-def _piecewise_field(static: Static, arrays: Arrays, size: Size) -> tuple[Tensor, Tensor]:
+def _piecewise_field(static: Values, arrays: Arrays, size: Size) -> Field:
     """Return the mean of the moved nodes, weighted by the inverse square distance to the nodes."""
     points = arrays["points"]
     y = torch.arange(size[0], device=points.device, dtype=torch.float32)
@@ -178,7 +173,7 @@ def _piecewise_field(static: Static, arrays: Arrays, size: Size) -> tuple[Tensor
     return (rows / total).clamp(0, size[0] - 1), (columns / total).clamp(0, size[1] - 1)
 
 
-def _draw_spline(transform: Transform, size: Size) -> dict[str, Any]:
+def _draw_spline(transform: Transform, size: Size) -> np.ndarray:
     from albumentations.augmentations.geometric import functional
 
     nodes = functional.generate_control_points(transform.num_control_points)
@@ -188,21 +183,13 @@ def _draw_spline(transform: Transform, size: Size) -> dict[str, Any]:
     flat = np.zeros((len(affine), 4))
     flat[:, 2:] = affine
     # One row per node (x, y, and its weights for both), and three for the affine part.
-    return {"spline": np.concatenate([np.hstack([nodes, bends]), flat]).astype(np.float32)}
+    return np.concatenate([np.hstack([nodes, bends]), flat]).astype(np.float32)
 
 
-def _encode_spline(
-    transform: Transform, params: Params, shape: Shape, dtype: DType
-) -> Encoded | None:
-    return encoded(transform, shape, {"spline": params["spline"]}) if "spline" in params else None
-
-
-def _spline_field(static: Static, arrays: Arrays, size: Size) -> tuple[Tensor, Tensor]:
+def _spline_field(static: Values, arrays: Arrays, size: Size) -> Field:
     """Return the thin plate spline in the image scaled to the unit square."""
     spline = arrays["spline"][:, :, :, None, None]
-    device = spline.device
-    y = (torch.arange(size[0], device=device).double() / _of(size[0], device)).float()[:, None]
-    x = (torch.arange(size[1], device=device).double() / _of(size[1], device)).float()
+    y, x = _parts(size[0], spline.device)[:, None], _parts(size[1], spline.device)
     one, along_x, along_y = spline[:, -3:, 2:].unbind(1)
     columns = one[:, 0] + along_x[:, 0] * x + along_y[:, 0] * y
     rows = one[:, 1] + along_x[:, 1] * x + along_y[:, 1] * y
@@ -216,78 +203,36 @@ def _spline_field(static: Static, arrays: Arrays, size: Size) -> tuple[Tensor, T
     return rows * size[0], columns * size[1]
 
 
-def _of(length: int, device: torch.device) -> Tensor:
-    # A tensor, since CUDA would multiply by the reciprocal of a number.
-    return torch.full((), length, device=device, dtype=torch.float64)
+def _parts(length: int, device: torch.device) -> Tensor:
+    at = torch.arange(length, device=device).double()
+    # By a tensor, since CUDA would multiply by the reciprocal of a number.
+    return (at / torch.full_like(at, length)).float()
 
 
-def remap(field: Field, setting: str, fill_name: str) -> Any:
-    """Return what carries out a distortion on a batch.
-
-    Args:
-        field: ``(static, arrays, size) -> rows, columns``, float32 ``[n, H, W]``.
-        setting: which interpolation.
-        fill_name: which fill.
-    """
-
-    def run(batch: Tensor, static: Static, arrays: Arrays) -> Tensor:
-        images = as_channels_last(batch)
-        where = field(static, arrays, (images.shape[1], images.shape[2]))
-        rows, columns = (torch.nan_to_num(at, nan=0.0).clamp(-FAR, FAR) for at in where)
-        fill = fill_like(images, arrays, fill_name)
-        kind, mode = static[setting], static["border"]
-        cells = static["cells"] or (kind != CUBIC and still_on_cells(images))
-        out = sample(images, rows, columns, kind, mode, fill, cells=cells)
-        return out.reshape(batch.shape)
-
-    return run
-
-
-def _op(name: str, field: Field, encode: Encode, draw: Draw | None = None) -> DeviceOp:
-    return DeviceOp(
-        name,
-        encode,
-        remap(field, "interpolation", "fill"),
-        mask=remap(field, "mask_interpolation", "fill_mask"),
-        draw=draw,
-    )
-
-
-def _draw_elastic(transform: Transform, params: Params, data: Params) -> Drawn | None:
-    if settings(transform, data["image"].shape) is None:
+def _draw_elastic(transform: Transform, params: Values, data: Values) -> Values | None:
+    if warp.encode_sampling(transform, data["image"].shape, extends=False) is None:
         return None
     return {"elastic_seed": take_seed(transform.random_generator)}
 
 
 def _encode_elastic(
-    transform: Transform, params: Params, shape: Shape, dtype: DType
+    transform: Transform, params: Values, shape: Shape, dtype: DType
 ) -> Encoded | None:
     if "map_x" in params:
         # Boxes or keypoints are moved by this very field.
-        return encoded(transform, shape, {"rows": params["map_y"], "columns": params["map_x"]})
+        return _encoded(transform, shape, {"rows": params["map_y"], "columns": params["map_x"]})
     radius = 8 if transform.approximate else round(transform.sigma * 8 + 1) // 2
-    own = (
-        ("noise", transform.noise_distribution),
-        ("same", bool(transform.same_dxdy)),
-        ("radius", radius),
-        ("sigma", float(transform.sigma)),
-        ("alpha", float(transform.alpha)),
-    )
-    return encoded(transform, shape, {"seed": params["elastic_seed"]}, *own)
+    numbers = (("sigma", float(transform.sigma)), ("alpha", float(transform.alpha)))
+    noise = (("noise", transform.noise_distribution), ("same", bool(transform.same_dxdy)))
+    own = (*noise, ("radius", radius), *numbers)
+    return _encoded(transform, shape, {"seed": params["elastic_seed"]}, own)
 
 
 def smoothing(length: int, sigma: float, radius: int, device: torch.device) -> Tensor:
     """Return the matrix that smooths ``length`` values with a Gaussian; the edge values go on.
 
-    Args:
-        length: values along the axis.
-        sigma: standard deviation of the Gaussian, in pixels.
-        radius: pixels after which it is cut, on either side.
-        device: where the matrix is made.
-
-    Returns:
-        float64 ``[length, length]``: a matrix product of float32 may be one of TF32, if the user
-        allows that.
+    ``sigma`` is in pixels, and the Gaussian is cut after ``radius`` pixels. float64 ``[length,
+    length]``: a matrix product of float32 may be one of TF32, if the user allows that.
     """
     offset = torch.arange(-radius, radius + 1, device=device, dtype=torch.float64)
     weights = (offset * offset * (-0.5 / sigma**2)).exp()
@@ -302,7 +247,7 @@ def smoothing(length: int, sigma: float, radius: int, device: torch.device) -> T
     return share - below[(first + radius).clamp(0, 2 * radius + 1)]
 
 
-def displacements(static: Static, seed: Tensor, size: tuple[int, int]) -> Tensor:
+def displacements(static: Values, seed: Tensor, size: tuple[int, int]) -> Tensor:
     """Return the displacements along x and y: ``[n, 2, H, W]``, or ``[n, 1, H, W]`` for both."""
     height, width = size
     fields = 1 if static["same"] else 2
@@ -320,7 +265,7 @@ def displacements(static: Static, seed: Tensor, size: tuple[int, int]) -> Tensor
     return smooth.float().mul(float(static["alpha"])).view(-1, fields, height, width)
 
 
-def _elastic_field(static: Static, arrays: Arrays, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
+def _elastic_field(static: Values, arrays: Arrays, size: Size) -> Field:
     if "rows" in arrays:
         return arrays["rows"], arrays["columns"]
     moves = displacements(static, arrays["seed"], size)
@@ -330,71 +275,67 @@ def _elastic_field(static: Static, arrays: Arrays, size: tuple[int, int]) -> tup
 
 
 def _encode_aberration(
-    transform: Transform, params: Params, shape: Shape, dtype: DType
+    transform: Transform, params: Values, shape: Shape, dtype: DType
 ) -> Encoded | None:
-    if channels(shape) != 3 or transform.interpolation not in WARPED:
+    if channels(shape) != 3 or transform.interpolation not in warp.WARPED:
         return None
-    lens = [
-        [params[f"{order}_distortion_{color}"] for order in ("primary", "secondary")]
-        for color in ("red", "blue")
-    ]
+    orders = ("primary", "secondary")
+    lens = [[params[f"{one}_distortion_{color}"] for one in orders] for color in ("red", "blue")]
     # Albumentations hands them to OpenCV as float32, which computes in float64.
     rounded = np.array(lens, np.float32).astype(np.float64)
     static = (("interpolation", int(transform.interpolation)), ("cells", on_cells()))
     return Encoded(static, {"lens": rounded})
 
 
-def _bent(lens: Tensor, height: int, width: int) -> tuple[Tensor, Tensor]:
-    """Return the rows and columns that a lens ``[n, 2]`` moves pixels to, float32 ``[n, H, W]``.
+@through_bytes
+def _aberration(images: Tensor, static: Values, arrays: Arrays) -> Tensor:
+    """Bend red and blue, each by a lens of its own."""
+    n, height, width, _ = images.shape
+    planes = list(torch.split(images, 1, -1))
+    y = torch.arange(height, device=images.device)[:, None] - height / 2
+    x = torch.arange(width, device=images.device)[None, :] - width / 2
+    for lens, plane in ((0, 0), (1, 2)):
+        first, second = arrays["lens"][:, lens, :, None, None].unbind(1)
+        where = _bent(y, x, first, second, (height, width))
+        rows, columns = (at.float().clamp(-warp.FAR, warp.FAR) for at in where)
+        how = (static["interpolation"], REPLICATE, images.new_zeros(n, 1))
+        planes[plane] = warp.sample(planes[plane], rows, columns, *how, on_cells=static["cells"])
+    return torch.cat(planes, -1)
 
-    A point at distance r from the middle, as a part of the size of the image, moves to
-    ``r (1 + k1 r^2 + k2 r^4)``: OpenCV's ``initUndistortRectifyMap``.
-    """
-    first, second = lens[:, 0, None, None], lens[:, 1, None, None]
-    y = torch.arange(height, device=lens.device, dtype=lens.dtype)[:, None] - height / 2
-    x = torch.arange(width, device=lens.device, dtype=lens.dtype)[None, :] - width / 2
-    # By tensors: CUDA would multiply by the reciprocal of a number.
-    y, x = y / torch.full_like(y, height), x / torch.full_like(x, width)
-    square = x * x + y * y
-    bend = 1 + (second * square + first) * square
-    rows, columns = y * bend * height + height / 2, x * bend * width + width / 2
-    return rows.float().clamp(-FAR, FAR), columns.float().clamp(-FAR, FAR)
+
+def _remap(field: MakeField, setting: str, fill_name: str) -> Run:
+    def run(batch: Tensor, static: Values, arrays: Arrays) -> Tensor:
+        images = as_channels_last(batch)
+        where = field(static, arrays, (images.shape[1], images.shape[2]))
+        rows, columns = map(warp.clamped, where)
+        fill = fill_like(images, arrays, fill_name)
+        kind, mode = static[setting], static["border"]
+        cells = static["cells"] or (kind != CUBIC and warp.still_on_cells(images))
+        out = warp.sample(images, rows, columns, kind, mode, fill, on_cells=cells)
+        return out.reshape(batch.shape)
+
+    return run
 
 
-def _aberration(images: Tensor, static: Static, arrays: Arrays) -> Tensor:
-    def change(as_bytes: Tensor) -> Tensor:
-        n, height, width, _ = as_bytes.shape
-        planes = list(torch.split(as_bytes, 1, -1))
-        nothing = as_bytes.new_zeros(n, 1)
-        for lens, plane in ((0, 0), (1, 2)):
-            rows, columns = _bent(arrays["lens"][:, lens], height, width)
-            planes[plane] = sample(
-                planes[plane],
-                rows,
-                columns,
-                static["interpolation"],
-                REPLICATE,
-                nothing,
-                cells=static["cells"],
-            )
-        return torch.cat(planes, -1)
-
-    return via_bytes(images, change)
+def _op(
+    name: str, encode: Encode, field: MakeField, draw: Draw | None = None, *, random: bool = False
+) -> DeviceOp:
+    return DeviceOp(
+        name,
+        encode,
+        _remap(field, "interpolation", "fill"),
+        _remap(field, "mask_interpolation", "fill_mask"),
+        draw=draw,
+        draws_pixels=always if random else never,
+    )
 
 
 OPS = (
-    _op("GridDistortion", _grid_field, _encode_grid),
-    _op("OpticalDistortion", _lens_field, _encode_lens, _drawn(_draw_lens)),
-    _op("PiecewiseAffine", _piecewise_field, _encode_points, _draw_piecewise_if_moved),
-    _op("ThinPlateSpline", _spline_field, _encode_spline, _drawn(_draw_spline)),
-    DeviceOp(
-        "ElasticTransform",
-        _encode_elastic,
-        remap(_elastic_field, "interpolation", "fill"),
-        mask=remap(_elastic_field, "mask_interpolation", "fill_mask"),
-        draw=_draw_elastic,
-        draws_pixels=always,
-    ),
+    _op("GridDistortion", _encode_grid, _grid_field),
+    _op("OpticalDistortion", _encode_lens, _lens_field, _drawn("lens", _draw_lens)),
+    _op("PiecewiseAffine", _encode_drawn("points"), _piecewise_field, _draw_points),
+    _op("ThinPlateSpline", _encode_drawn("spline"), _spline_field, _drawn("spline", _draw_spline)),
+    _op("ElasticTransform", _encode_elastic, _elastic_field, _draw_elastic, random=True),
     DeviceOp("ChromaticAberration", _encode_aberration, _aberration),
 )
 """With OpenCV 5, at most one level off on uint8: the field is Albumentations' own but for the

@@ -4,8 +4,8 @@
 
 from __future__ import annotations
 
-from functools import cache, lru_cache
-from typing import Any, Final
+from functools import cache, lru_cache, partial
+from typing import Final
 
 import numpy as np
 import torch
@@ -14,23 +14,18 @@ from torch import Tensor
 from lightning_fastdata.augment.ops.operation import (
     Arrays,
     DeviceOp,
-    Drawn,
     DType,
     Encoded,
-    Params,
+    Run,
     Shape,
-    Static,
     Transform,
+    Values,
     as_channels_last,
     channels,
 )
 from lightning_fastdata.augment.replay import instructions
 
-CONSTANT: Final = 0
-REPLICATE: Final = 1
-REFLECT: Final = 2
-WRAP: Final = 3
-REFLECT_101: Final = 4
+CONSTANT, REPLICATE, REFLECT, WRAP, REFLECT_101 = range(5)
 MODES: Final = frozenset({CONSTANT, REPLICATE, REFLECT, WRAP, REFLECT_101})
 """OpenCV's ``BORDER_*`` numbers that have a device form."""
 
@@ -40,10 +35,7 @@ _OPENCV_CHANNELS: Final = 4
 def fold(index: Tensor, length: int, mode: int) -> Tensor:
     """Map positions outside ``0 .. length - 1`` to inside, by OpenCV's ``borderInterpolate``.
 
-    Args:
-        index: positions along one axis, any integer dtype and shape.
-        length: pixels along that axis.
-        mode: ``BORDER_*``; for CONSTANT the nearest pixel is returned, for the caller to overwrite.
+    For CONSTANT the nearest pixel is returned, for the caller to overwrite.
     """
     if mode == WRAP:
         return index.remainder(length)
@@ -57,15 +49,9 @@ def fold(index: Tensor, length: int, mode: int) -> Tensor:
 
 
 def gather(batch: Tensor, y: Tensor, x: Tensor) -> Tensor:
-    """Return the pixels ``batch[i, y[i], x[i]]``.
+    """Return the pixels ``batch[i, y[i], x[i]]``, ``[n, ..., C]``, of a batch ``[n, H, W, C]``.
 
-    Args:
-        batch: ``[n, H, W, C]``.
-        y: rows inside the image, ``[n, ...]``, integer.
-        x: columns inside the image; broadcasts with ``y``.
-
-    Returns:
-        ``[n, ..., C]``.
+    Rows and columns are inside the image, integers ``[n, ...]`` that broadcast with each other.
     """
     n, height, width, count = batch.shape
     first = torch.arange(n, device=batch.device).view(n, *[1] * (y.ndim - 1)) * (height * width)
@@ -74,14 +60,9 @@ def gather(batch: Tensor, y: Tensor, x: Tensor) -> Tensor:
 
 
 def read(batch: Tensor, y: Tensor, x: Tensor, mode: int, fill: Tensor) -> Tensor:
-    """Return the pixels at any integer positions.
+    """Return pixels of ``[n, H, W, C]`` at any rows ``[n, a, b]`` and columns, by a border mode.
 
-    Args:
-        batch: ``[n, H, W, C]``.
-        y: rows ``[n, a, b]``, also outside the image; integer.
-        x: columns; broadcasts with ``y``.
-        mode: ``BORDER_*``.
-        fill: value outside the image for CONSTANT, ``[n, C]``, in the dtype of ``batch``.
+    ``fill`` is the value outside the image for CONSTANT, ``[n, C]``, in the dtype of ``batch``.
     """
     _, height, width, _ = batch.shape
     pixels = gather(batch, fold(y, height, mode), fold(x, width, mode))
@@ -91,28 +72,22 @@ def read(batch: Tensor, y: Tensor, x: Tensor, mode: int, fill: Tensor) -> Tensor
     return torch.where(inside.unsqueeze(-1), pixels, fill[:, None, None, :])
 
 
-def encode_fill(fill: Any, count: int, *, extends: bool = True) -> np.ndarray | None:
-    """Return OpenCV's border value for each channel, or None if it has no device form.
+def _encode_fill(fill: object, count: int, *, extends: bool = True) -> np.ndarray | None:
+    """Return OpenCV's border value, float32 ``[count]``, or None if it has no device form.
 
-    A plain number is a value for every channel if Albumentations extends it before it calls
-    OpenCV. If not, OpenCV reads it as a value for the first channel, and 0 for the others.
-
-    Args:
-        fill: ``fill`` or ``fill_mask`` of a transform.
-        count: channels of the image.
-        extends: whether Albumentations extends a float over the channels.
-
-    Returns:
-        float32 ``[count]``.
+    A plain number is a value for every channel if Albumentations ``extends`` it before it calls
+    OpenCV; else OpenCV reads it as a value for the first channel, and 0 for the others.
     """
     if fill is not None and not isinstance(fill, int | float):
-        fill = tuple(np.ravel(fill).tolist())
+        fill = tuple(np.asarray(fill).ravel().tolist())
     return _border_value(fill, count, extends)
 
 
 # The same for each sample. A number may be a float or not.
 @lru_cache(maxsize=64, typed=True)
-def _border_value(fill: Any, count: int, extends: bool) -> np.ndarray | None:
+def _border_value(
+    fill: float | tuple[float, ...] | None, count: int, extends: bool
+) -> np.ndarray | None:
     if fill is None or (extends and isinstance(fill, float)):
         return np.full(count, fill or 0.0, np.float32)
     given = np.atleast_1d(np.asarray(fill, np.float32))
@@ -128,69 +103,46 @@ def _places(count: int) -> list[int]:
 
     Albumentations calls OpenCV for four channels at a time, and for each of the last two.
     """
-    if count <= _OPENCV_CHANNELS:
-        return list(range(count))
     places = [channel % _OPENCV_CHANNELS for channel in range(count)]
-    if count % _OPENCV_CHANNELS == 2:
+    if count > _OPENCV_CHANNELS and count % _OPENCV_CHANNELS == 2:
         places[-1] = 0
     return places
 
 
-def encode_fills(transform: Transform, shape: Shape, *, extends: bool = True) -> Drawn | None:
+def encode_fills(transform: Transform, shape: Shape, *, extends: bool = True) -> Values | None:
     """Return the fill of images and of masks, one number per channel, or None.
 
     Masks may have other channels than the image beside them, so theirs covers at least four.
     """
-    image = encode_fill(transform.fill, channels(shape), extends=extends)
-    mask = encode_fill(transform.fill_mask, _OPENCV_CHANNELS, extends=extends)
-    if image is None or mask is None:
-        return None
-    return {"fill": image, "fill_mask": mask}
+    image = _encode_fill(transform.fill, channels(shape), extends=extends)
+    mask = _encode_fill(transform.fill_mask, _OPENCV_CHANNELS, extends=extends)
+    return None if image is None or mask is None else {"fill": image, "fill_mask": mask}
 
 
 def fill_like(batch: Tensor, arrays: Arrays, name: str) -> Tensor:
     """Return the fill ``[n, C]`` in the dtype of ``batch`` ``[n, H, W, C]``, rounded if needed."""
-    fill = arrays[name]
-    count = batch.shape[-1]
+    fill, count = arrays[name], batch.shape[-1]
     if count > fill.shape[-1]:
         fill = torch.stack([fill[:, place % fill.shape[-1]] for place in _places(count)], 1)
     fill = fill[:, :count]
-    if batch.dtype == torch.uint8:
-        fill = fill.round().clamp(0, 255)
-    elif not batch.is_floating_point():
-        fill = fill.round()
-    return fill.to(batch.dtype)
+    fill = fill.clamp(0, 255) if batch.dtype == torch.uint8 else fill
+    return (fill if batch.is_floating_point() else fill.round()).to(batch.dtype)
 
 
-_SYMMETRIES = {
-    "e": (False, 0),
-    "r90": (False, 1),
-    "r180": (False, 2),
-    "r270": (False, 3),
-    "t": (True, 0),
-    "h": (True, 3),
-    "hvt": (True, 2),
-    "v": (True, 1),
-}
-"""Albumentations' names of the eight symmetries, as a transposition before quarter turns."""
+_TURNS: Final = {"e": 0, "r90": 1, "r180": 2, "r270": 3}
+_TURNS_TRANSPOSED: Final = {"t": 0, "h": 3, "hvt": 2, "v": 1}
+"""Quarter turns by Albumentations' names of the symmetries; here after a transposition."""
+_FLIPS: Final = {"HorizontalFlip": "h", "TimeReverse": "h", "VerticalFlip": "v", "Transpose": "t"}
 
 
-_ELEMENTS = {
-    "HorizontalFlip": "h",
-    "TimeReverse": "h",
-    "VerticalFlip": "v",
-    "Transpose": "t",
-    "NoOp": "e",
-}
-"""The symmetries that transforms are called by."""
-
-
-def _moves(transform: Transform, params: Params) -> tuple[bool, int]:
+def _moves(transform: Transform, params: Values) -> tuple[bool, int]:
     """Return whether an image is transposed, and by how many quarter turns it is turned then."""
     name = type(transform).__name__
-    if name == "RandomRotate90":
-        return False, int(params["factor"]) % 4
-    return _SYMMETRIES[_ELEMENTS.get(name) or str(params["group_element"])]
+    if name in ("NoOp", "RandomRotate90"):
+        return False, int(params.get("factor", 0)) % 4
+    element = _FLIPS.get(name) or str(params["group_element"])
+    transposed = element in _TURNS_TRANSPOSED
+    return transposed, (_TURNS_TRANSPOSED if transposed else _TURNS)[element]
 
 
 @cache
@@ -198,21 +150,21 @@ def _encoded_symmetry(transposed: bool, turns: int) -> Encoded:
     return Encoded((("transposed", transposed), ("turns", turns)), {})
 
 
-def _encode_symmetry(transform: Transform, params: Params, shape: Shape, dtype: DType) -> Encoded:
+def _encode_symmetry(transform: Transform, params: Values, shape: Shape, dtype: DType) -> Encoded:
     return _encoded_symmetry(*_moves(transform, params))
 
 
-def _symmetry(batch: Tensor, static: Static, arrays: Arrays) -> Tensor:
+def _symmetry(batch: Tensor, static: Values, arrays: Arrays) -> Tensor:
     moved = batch.transpose(1, 2) if static["transposed"] else batch
     return torch.rot90(moved, static["turns"], (1, 2)) if static["turns"] else moved
 
 
-def _symmetry_shape(transform: Transform, params: Params, shape: Shape) -> Shape:
+def _symmetry_shape(transform: Transform, params: Values, shape: Shape) -> Shape:
     transposed, turns = _moves(transform, params)
     return (shape[1], shape[0], *shape[2:]) if transposed != (turns % 2 == 1) else shape
 
 
-def _window(transform: Transform, params: Params, shape: Shape) -> tuple[int, int, int, int]:
+def _window(transform: Transform, params: Values, shape: Shape) -> tuple[int, int, int, int]:
     """Return ``top, left, height, width`` of the output in the input; it may reach outside."""
     if "crop_coords" not in params:
         height = shape[0] + int(params["pad_top"]) + int(params["pad_bottom"])
@@ -225,7 +177,7 @@ def _window(transform: Transform, params: Params, shape: Shape) -> tuple[int, in
 
 
 def _encode_window(
-    transform: Transform, params: Params, shape: Shape, dtype: DType
+    transform: Transform, params: Values, shape: Shape, dtype: DType
 ) -> Encoded | None:
     top, left, height, width = _window(transform, params, shape)
     corner = np.array([top, left], np.int32)
@@ -236,36 +188,34 @@ def _encode_window(
     fills = encode_fills(transform, shape) if pads else {}
     if fills is None or (pads and transform.border_mode not in MODES):
         return None
-    if inside:
-        # The border is never read, so samples that need none can share one launch.
-        return Encoded((("size", (height, width)), ("border", REPLICATE)), {"corner": corner})
-    static = (("size", (height, width)), ("border", int(transform.border_mode)))
-    return Encoded(static, {"corner": corner, **fills})
+    # Samples whose border is never read share one launch.
+    border = REPLICATE if inside else int(transform.border_mode)
+    arrays = {"corner": corner} if inside else {"corner": corner, **fills}
+    return Encoded((("size", (height, width)), ("border", border)), arrays)
 
 
-def _cut(fill_name: str) -> Any:
-    def run(batch: Tensor, static: Static, arrays: Arrays) -> Tensor:
+def _cut(fill_name: str) -> Run:
+    def run(batch: Tensor, static: Values, arrays: Arrays) -> Tensor:
         images = as_channels_last(batch)
         height, width = static["size"]
-        top, left = arrays["corner"].long().unbind(1)
-        y = top[:, None] + torch.arange(height, device=batch.device)
-        x = left[:, None] + torch.arange(width, device=batch.device)
-        if fill_name in arrays:
-            fill = fill_like(images, arrays, fill_name)
-        else:
-            fill = images.new_zeros(len(images), images.shape[-1])
+        top, left = arrays["corner"].long()[:, :, None].unbind(1)
+        y = top + torch.arange(height, device=batch.device)
+        x = left + torch.arange(width, device=batch.device)
+        # Without a fill, no pixel outside is read.
+        no_fill = images.new_zeros(len(images), images.shape[-1])
+        fill = fill_like(images, arrays, fill_name) if fill_name in arrays else no_fill
         cut = read(images, y[:, :, None], x[:, None, :], static["border"], fill)
         return cut.view(*cut.shape[:3], *batch.shape[3:])
 
     return run
 
 
-def _window_shape(transform: Transform, params: Params, shape: Shape) -> Shape:
+def _window_shape(transform: Transform, params: Values, shape: Shape) -> Shape:
     return (*_window(transform, params, shape)[2:], *shape[2:])
 
 
 def _encode_tiles(
-    transform: Transform, params: Params, shape: Shape, dtype: DType
+    transform: Transform, params: Values, shape: Shape, dtype: DType
 ) -> Encoded | None:
     rows, columns = transform.grid
     tiles = np.asarray(params["tiles"], np.int32)
@@ -283,7 +233,7 @@ def _encode_tiles(
     return Encoded((), arrays)
 
 
-def _shuffle_tiles(batch: Tensor, static: Static, arrays: Arrays) -> Tensor:
+def _shuffle_tiles(batch: Tensor, static: Values, arrays: Arrays) -> Tensor:
     images = as_channels_last(batch)
     y = torch.arange(images.shape[1], device=images.device)
     x = torch.arange(images.shape[2], device=images.device)
@@ -294,38 +244,27 @@ def _shuffle_tiles(batch: Tensor, static: Static, arrays: Arrays) -> Tensor:
     return out.reshape(batch.shape)
 
 
+_SYMMETRIES: Final = ("NoOp", *_FLIPS, "RandomRotate90", "D4", "SquareSymmetry")
+_WINDOWS: Final = ("RandomCrop", "CenterCrop", "Crop", "Pad", "PadIfNeeded")
+_moved = partial(
+    DeviceOp,
+    encode=_encode_symmetry,
+    image=_symmetry,
+    mask=_symmetry,
+    out_shape=_symmetry_shape,
+    fused=instructions.mirror,
+)
+_cut_out = partial(
+    DeviceOp,
+    encode=_encode_window,
+    image=_cut("fill"),
+    mask=_cut("fill_mask"),
+    out_shape=_window_shape,
+    fused="window",
+)
 OPS = (
-    *(
-        DeviceOp(
-            name,
-            _encode_symmetry,
-            _symmetry,
-            mask=_symmetry,
-            out_shape=_symmetry_shape,
-            fused=instructions.mirror,
-        )
-        for name in (
-            "NoOp",
-            "HorizontalFlip",
-            "TimeReverse",
-            "VerticalFlip",
-            "Transpose",
-            "RandomRotate90",
-            "D4",
-            "SquareSymmetry",
-        )
-    ),
-    *(
-        DeviceOp(
-            name,
-            _encode_window,
-            _cut("fill"),
-            mask=_cut("fill_mask"),
-            out_shape=_window_shape,
-            fused="window",
-        )
-        for name in ("RandomCrop", "CenterCrop", "Crop", "Pad", "PadIfNeeded")
-    ),
+    *(_moved(name) for name in _SYMMETRIES),
+    *(_cut_out(name) for name in _WINDOWS),
     DeviceOp("RandomGridShuffle", _encode_tiles, _shuffle_tiles, mask=_shuffle_tiles),
 )
 """Exact for every dtype."""

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, Final
 
@@ -16,15 +17,15 @@ from lightning_fastdata.augment.ops.operation import (
     DeviceOp,
     DType,
     Encoded,
-    Params,
+    Run,
     Shape,
-    Static,
     Transform,
+    Values,
     as_channels_last,
     channels,
 )
 from lightning_fastdata.augment.ops.positions.index import gather
-from lightning_fastdata.augment.ops.table import via_bytes
+from lightning_fastdata.augment.ops.table import through_bytes
 
 NEAREST: Final = 0
 LINEAR: Final = 1
@@ -35,10 +36,8 @@ _WEIGHT_BITS: Final = 11
 
 
 def _out_size(transform: Transform) -> tuple[int, int]:
-    if hasattr(transform, "size"):
-        height, width = transform.size
-    else:
-        height, width = transform.height, transform.width
+    resizes = type(transform).__name__ == "Resize"
+    height, width = (transform.height, transform.width) if resizes else transform.size
     return int(height), int(width)
 
 
@@ -54,7 +53,7 @@ def _static(
 
 
 def _encode_resize(
-    transform: Transform, params: Params, shape: Shape, dtype: DType
+    transform: Transform, params: Values, shape: Shape, dtype: DType
 ) -> Encoded | None:
     box = params.get("crop_coords", (0, 0, shape[1], shape[0]))
     left, top, right, bottom = box
@@ -102,10 +101,7 @@ def _linear(first: Tensor, last: Tensor, out: int) -> tuple[Tensor, Tensor, Tens
 def blend_bytes(corners: list[Tensor], across: Tensor, down: Tensor) -> Tensor:
     """Return the mean of uint8 pixels above left, above right, below left and below right.
 
-    Args:
-        corners: the four, alike in shape.
-        across: weight of the right ones, float32 in [0, 1]; broadcasts with them.
-        down: weight of the lower ones.
+    ``across`` and ``down`` are the weights of the right and of the lower ones, float32 in [0, 1].
     """
     one = 1 << _WEIGHT_BITS
     right, left = (across * one).round().int(), ((1 - across) * one).round().int()
@@ -115,8 +111,19 @@ def blend_bytes(corners: list[Tensor], across: Tensor, down: Tensor) -> Tensor:
     return ((((upper * above) >> 16) + ((lower * below) >> 16) + 2) >> 2).to(torch.uint8)
 
 
-def _resample(setting: str) -> Any:
-    def run(batch: Tensor, static: Static, arrays: Arrays) -> Tensor:
+def _corners(
+    images: Tensor, rows: Sequence[Tensor], columns: Sequence[Tensor]
+) -> tuple[list[Tensor], Tensor, Tensor]:
+    """Return the four pixels around positions, and the weights of the right and the lower ones."""
+    (y0, y1, down), (x0, x1, across) = rows, columns
+    # OpenCV clamps columns by dropping the weight, rows by reading the edge row twice.
+    across = torch.where(x0 == x1, 0.0, across)
+    corners = [gather(images, y[:, :, None], x[:, None, :]) for y in (y0, y1) for x in (x0, x1)]
+    return corners, across[:, None, :, None], down[:, :, None, None]
+
+
+def _resample(setting: str) -> Run:
+    def run(batch: Tensor, static: Values, arrays: Arrays) -> Tensor:
         images = as_channels_last(batch)
         height, width = static["size"]
         left, top, right, bottom = arrays["box"].long().unbind(1)
@@ -124,30 +131,28 @@ def _resample(setting: str) -> Any:
             y, x = _nearest(top, bottom, height), _nearest(left, right, width)
             out = gather(images, y[:, :, None], x[:, None, :])
         else:
-            y0, y1, down = _linear(top, bottom, height)
-            x0, x1, across = _linear(left, right, width)
-            # OpenCV clamps columns by dropping the weight, rows by reading the edge row twice.
-            across = torch.where(x0 == x1, 0.0, across)
-            corners = [
-                gather(images, y[:, :, None], x[:, None, :]) for y in (y0, y1) for x in (x0, x1)
-            ]
-            across, down = across[:, None, :, None], down[:, :, None, None]
-            if images.dtype == torch.uint8:
-                out = blend_bytes(corners, across, down)
-                if images.shape[-1] == 2:
-                    # Halved in another way than one, three or four channels are.
-                    halved = (bottom - top == 2 * height) & (right - left == 2 * width)
-                    mean = torch.stack(corners).float().mean(0)
-                    out = torch.where(halved[:, None, None, None], mean.round().byte(), out)
-            else:
-                upper = corners[0] * (1 - across) + corners[1] * across
-                lower = corners[2] * (1 - across) + corners[3] * across
-                mixed = upper * (1 - down) + lower * down
-                # OpenCV rounds masks of other integers to the even number.
-                out = (mixed if images.is_floating_point() else mixed.round()).to(images.dtype)
+            rows, columns = _linear(top, bottom, height), _linear(left, right, width)
+            corners, across, down = _corners(images, rows, columns)
+            out = _blend(corners, across, down)
+            if images.dtype == torch.uint8 and images.shape[-1] == 2:
+                # Halved in another way than one, three or four channels are.
+                halved = (bottom - top == 2 * height) & (right - left == 2 * width)
+                mean = torch.stack(corners).float().mean(0)
+                out = torch.where(halved[:, None, None, None], mean.round().byte(), out)
         return out.view(*out.shape[:3], *batch.shape[3:])
 
     return run
+
+
+def _blend(corners: list[Tensor], across: Tensor, down: Tensor) -> Tensor:
+    dtype = corners[0].dtype
+    if dtype == torch.uint8:
+        return blend_bytes(corners, across, down)
+    upper = corners[0] * (1 - across) + corners[1] * across
+    lower = corners[2] * (1 - across) + corners[3] * across
+    mixed = upper * (1 - down) + lower * down
+    # OpenCV rounds masks of other integers to the even number.
+    return (mixed if dtype.is_floating_point else mixed.round()).to(dtype)
 
 
 _AREA: Final = 3
@@ -223,7 +228,7 @@ def _encode_axis(
 
 
 def _encode_downscale(
-    transform: Transform, params: Params, shape: Shape, dtype: DType
+    transform: Transform, params: Values, shape: Shape, dtype: DType
 ) -> Encoded | None:
     down, up = (int(transform.interpolation_pair[key]) for key in ("downscale", "upscale"))
     if down not in (NEAREST, LINEAR, _AREA) or up not in (NEAREST, LINEAR):
@@ -245,12 +250,10 @@ def _encode_downscale(
 
 
 def _between(images: Tensor, arrays: Arrays, stage: str) -> Tensor:
-    y0, y1, down = (arrays[f"{stage} y {key}"] for key in ("first", "second", "weight"))
-    x0, x1, across = (arrays[f"{stage} x {key}"] for key in ("first", "second", "weight"))
-    # OpenCV clamps columns by dropping the weight, rows by reading the edge row twice.
-    across = torch.where(x0 == x1, 0.0, across)
-    corners = [gather(images, y[:, :, None], x[:, None, :]) for y in (y0, y1) for x in (x0, x1)]
-    return blend_bytes(corners, across[:, None, :, None], down[:, :, None, None])
+    rows, columns = (
+        [arrays[f"{stage} {axis} {key}"] for key in ("first", "second", "weight")] for axis in "yx"
+    )
+    return blend_bytes(*_corners(images, rows, columns))
 
 
 def _covered(images: Tensor, arrays: Arrays, *, halves: bool) -> Tensor:
@@ -275,18 +278,16 @@ def _covered(images: Tensor, arrays: Arrays, *, halves: bool) -> Tensor:
     return rounded.clamp(0, 255).to(torch.uint8)
 
 
-def _downscale(images: Tensor, static: Static, arrays: Arrays) -> Tensor:
-    def change(as_bytes: Tensor) -> Tensor:
-        if static["down"] == LINEAR:
-            as_bytes = _between(as_bytes, arrays, "down")
-        elif static["down"] == _AREA:
-            as_bytes = _covered(as_bytes, arrays, halves=static["halves"])
-        if static["up"] == LINEAR:
-            return _between(as_bytes, arrays, "up")
-        y, x = arrays["up y first"], arrays["up x first"]
-        return gather(as_bytes, y[:, :, None], x[:, None, :])
-
-    return via_bytes(images, change)
+@through_bytes
+def _downscale(images: Tensor, static: Values, arrays: Arrays) -> Tensor:
+    if static["down"] == LINEAR:
+        images = _between(images, arrays, "down")
+    elif static["down"] == _AREA:
+        images = _covered(images, arrays, halves=static["halves"])
+    if static["up"] == LINEAR:
+        return _between(images, arrays, "up")
+    y, x = arrays["up y first"], arrays["up x first"]
+    return gather(images, y[:, :, None], x[:, None, :])
 
 
 OPS = (

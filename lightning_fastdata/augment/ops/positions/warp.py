@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, Final
+from typing import Final, TypeAlias
 
 import numpy as np
 import torch
@@ -17,21 +17,13 @@ from lightning_fastdata.augment.ops.operation import (
     DeviceOp,
     DType,
     Encoded,
-    Params,
+    Run,
     Shape,
-    Static,
     Transform,
+    Values,
     as_channels_last,
 )
-from lightning_fastdata.augment.ops.positions.cells import (
-    cells_of_field,
-    cells_of_matrix,
-    cubic_weights,
-    determinant,
-    invert,
-    on_cells,
-    sample_cells,
-)
+from lightning_fastdata.augment.ops.positions import cells
 from lightning_fastdata.augment.ops.positions.index import MODES, encode_fills, fill_like, read
 from lightning_fastdata.augment.ops.positions.resize import CUBIC, LINEAR, NEAREST
 from lightning_fastdata.augment.replay import instructions
@@ -39,6 +31,7 @@ from lightning_fastdata.augment.replay import instructions
 WARPED: Final = frozenset({NEAREST, LINEAR, CUBIC})
 """Interpolations that warps and distortions have a device form for."""
 _STILL_ON_CELLS: Final = (torch.int16, torch.int32, torch.int64)
+Settings: TypeAlias = tuple[tuple[str, object], ...]
 FAR: Final = 1 << 20
 """No image is this wide: positions are limited to it before they become integers."""
 _FOLDED: Final = 16
@@ -55,16 +48,14 @@ def still_on_cells(batch: Tensor) -> bool:
     return batch.dtype in _STILL_ON_CELLS or (batch.ndim == 4 and batch.shape[-1] == 2)
 
 
-def _out_size(transform: Transform, params: Params, shape: Shape) -> tuple[int, int]:
-    if type(transform).__name__ == "Perspective":
-        if transform.keep_size:
-            return shape[0], shape[1]
-        return int(params["max_height"]), int(params["max_width"])
-    height, width = params.get("output_shape", shape[:2])
-    return round(float(height)), round(float(width))
+def _out_shape(transform: Transform, params: Values, shape: Shape) -> Shape:
+    size = params.get("output_shape", shape[:2])
+    if type(transform).__name__ == "Perspective" and not transform.keep_size:
+        size = params["max_height"], params["max_width"]
+    return round(float(size[0])), round(float(size[1])), *shape[2:]
 
 
-def _forward(transform: Transform, params: Params, shape: Shape) -> np.ndarray:
+def _forward(transform: Transform, params: Values, shape: Shape) -> np.ndarray:
     matrix = np.asarray(params["matrix"], np.float64)
     if type(transform).__name__ != "Perspective":
         # Albumentations returns the image itself if the matrix is close to the identity.
@@ -85,32 +76,37 @@ def _is_close(matrix: np.ndarray) -> bool:
 
 
 @lru_cache(maxsize=64)
-def _static(**settings: Any) -> tuple[tuple[str, Any], ...]:
-    return tuple(settings.items())
+def _settings(interpolation: int, mask_interpolation: int, border: int) -> Settings:
+    kinds = (("interpolation", interpolation), ("mask_interpolation", mask_interpolation))
+    return (*kinds, ("border", border), ("cells", cells.on_cells()))
 
 
-def _encode(transform: Transform, params: Params, shape: Shape, dtype: DType) -> Encoded | None:
-    projective = type(transform).__name__ == "Perspective"
-    fills = encode_fills(transform, shape, extends=not projective)
+def encode_sampling(transform: Transform, shape: Shape, *, extends: bool) -> Encoded | None:
+    """Return how a transform reads between pixels and outside; None: it has no device form."""
+    fills = encode_fills(transform, shape, extends=extends)
     kinds = transform.interpolation, transform.mask_interpolation
     if fills is None or not WARPED.issuperset(kinds) or transform.border_mode not in MODES:
         return None
-    if getattr(transform, "crop_border", False):
-        return None
+    return Encoded(_settings(*map(int, (*kinds, transform.border_mode))), fills)
+
+
+def _encode(transform: Transform, params: Values, shape: Shape, dtype: DType) -> Encoded | None:
+    name = type(transform).__name__
+    projective = name == "Perspective"
+    how = encode_sampling(transform, shape, extends=not projective)
     matrix = _forward(transform, params, shape)
-    if abs(determinant(matrix)) < 1e-12:
+    singular = abs(cells.determinant(matrix)) < 1e-12
+    if how is None or singular or (name == "Rotate" and transform.crop_border):
         return None
-    inverse = np.linalg.inv(matrix)
-    static = _static(
-        size=_out_size(transform, params, shape),
-        interpolation=int(kinds[0]),
-        mask_interpolation=int(kinds[1]),
-        border=int(transform.border_mode),
-        projective=projective,
-        cells=on_cells(),
-    )
-    exact = invert(matrix, projective=projective)
-    return Encoded(static, {"inverse": inverse.astype(np.float32), "exact": exact, **fills})
+    exact = cells.invert(matrix, projective=projective)
+    arrays = {"inverse": np.linalg.inv(matrix).astype(np.float32), "exact": exact}
+    own = (("size", _out_shape(transform, params, shape)[:2]), ("projective", projective))
+    return Encoded((*how.static, *own), {**arrays, **how.arrays})
+
+
+def clamped(where: Tensor) -> Tensor:
+    """Return positions that can become integers."""
+    return torch.nan_to_num(where, nan=0.0).clamp(-FAR, FAR)
 
 
 def _positions(
@@ -134,9 +130,7 @@ def _positions(
     if projective:
         depth = line(2)
         columns, rows = columns / depth, rows / depth
-    return tuple(  # type: ignore[return-value]
-        torch.nan_to_num(where, nan=0.0).clamp(-FAR, FAR) for where in (rows, columns)
-    )
+    return clamped(rows), clamped(columns)
 
 
 def sample(
@@ -147,26 +141,17 @@ def sample(
     mode: int,
     fill: Tensor,
     *,
-    cells: bool = False,
+    on_cells: bool = False,
 ) -> Tensor:
-    """Return the values between the pixels, as OpenCV 5 does: in float32, without a grid.
+    """Return the values ``[n, h, w, C]`` between the pixels, as OpenCV 5 does: without a grid.
 
-    Args:
-        images: ``[n, H, W, C]``.
-        rows: positions ``[n, h, w]`` in pixels, also outside the image; float.
-        columns: the same.
-        interpolation: NEAREST, LINEAR or CUBIC.
-        mode: ``BORDER_*``.
-        fill: value outside the image for CONSTANT, ``[n, C]``, in the dtype of ``images``.
-        cells: as OpenCV 4 does: at multiples of 1/32 pixel.
-
-    Returns:
-        ``[n, h, w, C]`` in the dtype of ``images``.
+    ``rows`` and ``columns`` are float positions in pixels, also outside the image; with
+    ``on_cells`` they are rounded to 1/32 pixel, as in OpenCV 4.
     """
-    if cells:
+    if on_cells:
         nearest = interpolation == NEAREST
-        rows, columns = (cells_of_field(at, nearest=nearest) for at in (rows, columns))
-        return sample_cells(images, rows, columns, interpolation, mode, fill)
+        rows, columns = (cells.cells_of_field(at, nearest=nearest) for at in (rows, columns))
+        return cells.sample_cells(images, rows, columns, interpolation, mode, fill)
     if interpolation == NEAREST:
         return read(images, rows.round().long(), columns.round().long(), mode, fill)
     if interpolation == CUBIC:
@@ -194,7 +179,7 @@ def sample(
 
 def _cubic(tap: Callable[[int, int], Tensor], down: Tensor, across: Tensor) -> Tensor:
     """Return the mean of sixteen neighbours with OpenCV's weights, line by line."""
-    beside, along = cubic_weights(across), cubic_weights(down)
+    beside, along = cells.cubic_weights(across), cells.cubic_weights(down)
     out = torch.zeros((), device=down.device)
     for row in range(4):
         line = torch.zeros((), device=down.device)
@@ -204,19 +189,18 @@ def _cubic(tap: Callable[[int, int], Tensor], down: Tensor, across: Tensor) -> T
     return out
 
 
-def _warp(setting: str, fill_name: str) -> Any:
-    def run(batch: Tensor, static: Static, arrays: Arrays) -> Tensor:
+def _warp(setting: str, fill_name: str) -> Run:
+    def run(batch: Tensor, static: Values, arrays: Arrays) -> Tensor:
         images = as_channels_last(batch)
         fill = fill_like(images, arrays, fill_name)
         size, projective, kind = static["size"], static["projective"], static[setting]
         if static["cells"] or (kind != CUBIC and still_on_cells(images)):
-            places = cells_of_matrix(
-                arrays["exact"], size, projective=projective, nearest=kind == NEAREST
-            )
-            out = sample_cells(images, *places, kind, static["border"], fill)
+            exact, nearest = arrays["exact"], kind == NEAREST
+            places = cells.cells_of_matrix(exact, size, projective=projective, nearest=nearest)
+            out = cells.sample_cells(images, *places, kind, static["border"], fill)
         else:
-            rows, columns = _positions(arrays["inverse"], size, projective=projective)
-            out = sample(images, rows, columns, kind, static["border"], fill)
+            places = _positions(arrays["inverse"], size, projective=projective)
+            out = sample(images, *places, kind, static["border"], fill)
         return out.view(*out.shape[:3], *batch.shape[3:])
 
     return run
@@ -228,10 +212,7 @@ OPS = tuple(
         _encode,
         _warp("interpolation", "fill"),
         mask=_warp("mask_interpolation", "fill_mask"),
-        out_shape=lambda transform, params, shape: (
-            *_out_size(transform, params, shape),
-            *shape[2:],
-        ),
+        out_shape=_out_shape,
         fused=instructions.warp,
     )
     for name in ("Affine", "Rotate", "ShiftScaleRotate", "SafeRotate", "Perspective")
