@@ -44,15 +44,8 @@ def child_main(
 ) -> None:
     """Fetch what the training process asks for until it closes the wire.
 
-    Args:
-        end: Of the wire.
-        plan: What is fetched.
-        number: Of this process.
-        processes: How many there are.
-        threads: That work here.
-        inherited_fds: To be closed, as a fork copies them: wires of other processes, and the queue.
-        parent: Process id of the training process, to end with it; 0: end with the wire only.
-        epoch: The one that ``set_epoch`` of the dataset was called with; None: it is called here.
+    ``inherited_fds`` are what a fork copied; the arguments are those of :class:`.ChildProcess`.
+    ``parent`` is the process that this one ends with; 0: it ends with the wire only.
     """
     for descriptor in inherited_fds:
         os.close(descriptor)
@@ -145,8 +138,7 @@ class Child:
         while True:
             # One thread waits for the next task, and does it: to hand it to another takes time.
             with self.turn:
-                while number >= self.wanted:
-                    self.turn.wait()
+                self.turn.wait_for(lambda: number < self.wanted)
                 task = self._next_task(number)
             if task is None:
                 break
@@ -170,14 +162,13 @@ class Child:
                 self.poller.poll()
                 continue
             number = number_in(packet)
+            progress.take(thread, number)
             try:
                 task = request_in(packet)
             except Exception as error:
-                progress.take(thread, number)
                 failure = protocol.TaskError(0, *describe_error(error, "in unpickling indices"))
                 self.shared.send(protocol.TaskEnded(number, 0, None, failure))
                 continue
-            progress.take(thread, number)
             # What it rests on was sent before it was queued, but may still be on its way.
             self._read_wire()
             while self._lacks(task) and not self.closed:

@@ -39,12 +39,7 @@ def describe_error(error: BaseException, where: str) -> tuple[type[BaseException
 class SharedState:
     """What the threads of a side process share.
 
-    Args:
-        wire: To the training process.
-        plan: What is fetched.
-        number: Of this process.
-        progress: Where the threads note what they do.
-        epoch: The one that ``set_epoch`` of the dataset was called with; None: it is called here.
+    ``epoch`` is the one that ``set_epoch`` of the dataset was called with; None: it is called here.
     """
 
     def __init__(
@@ -67,12 +62,12 @@ class SharedState:
         self.first_samples: dict[tuple[int, int], Any] = {}
         """By batch and position: read to find their layout, and not yet written."""
         self.awaiting_rest: deque[tuple[int, int]] = deque()
-        """Parts of batches, by batch and position, of which only the first sample was read. What is
-        to become of the rest is on its way, and goes before what waits in the queue."""
+        """Parts of batches, likewise, of which only the first sample was read. What is to become of
+        the rest is on its way, and goes before what waits in the queue."""
         self._epoch = epoch
         self._epoch_lock = threading.Lock()
 
-    def begin_epoch(self, dataset: Any, generation: int, epoch: int) -> bool:
+    def begin_epoch(self, generation: int, epoch: int) -> bool:
         """Tell the dataset the epoch of a task; False if the task is one of an epoch that is over.
 
         Tasks of an older epoch that other threads took before do not turn it back.
@@ -81,7 +76,7 @@ class SharedState:
             if generation < self.progress.generation:
                 return False
             if epoch != self._epoch:
-                tell_epoch(dataset, epoch)
+                tell_epoch(self.plan.dataset, epoch)
                 self._epoch = epoch
             return True
 
@@ -118,7 +113,7 @@ class TaskThread:
         files: tuple[int, ...] = ()
         where = f"in set_epoch({task.epoch})"
         try:
-            wanted = shared.begin_epoch(fetcher.dataset, task.generation, task.epoch)
+            wanted = shared.begin_epoch(task.generation, task.epoch)
             where = ""
             if wanted:
                 result, files = fetcher.attempt(partial(self._fetch, task))
@@ -130,7 +125,7 @@ class TaskThread:
         except BaseException as error:  # sys.exit(), too, is the fault of one sample
             report = describe_error(error, where or fetcher.where(task.indices))
             result = protocol.TaskError(self._position(task), *report)
-        self._mark(-1, -1)
+        shared.progress.read(self.number, -1, -1)
         spent_ns = time.monotonic_ns() - began_ns
         stamps = self.stamps.end() if fetcher.stamps is not None else None
         awaits_rest = isinstance(result, protocol.FirstSample)
@@ -153,21 +148,13 @@ class TaskThread:
         """Return the position in the batch of the sample that is being read."""
         return task.start + max(int(self.fetcher.position), 0)
 
-    def _mark(self, batch: int, position: int) -> None:
-        self.shared.progress.read(self.number, batch, position)
-
     def _fetch(self, task: protocol.TaskRequest) -> _Outcome:
-        match task.kind:
-            case "first":
-                return self._first(task)
-            case "rows":
-                return self._rows(task)
-            case "whole":
-                return self._whole(task)
+        steps = {"first": self._first, "rows": self._rows, "whole": self._whole}
+        self.shared.progress.read(self.number, task.batch, task.start)
+        return steps[task.kind](task)
 
     def _first(self, task: protocol.TaskRequest) -> _Outcome:
         self.fetcher.position = 0
-        self._mark(task.batch, task.start)
         sample = self.fetcher.sample(task.indices[0], task.epoch)
         self.fetcher.position = -1
         layout = layout_of(sample, collate_samples)
@@ -184,7 +171,6 @@ class TaskThread:
         fetcher, kept, stamps = self.fetcher, self.shared.first_samples, self.fetcher.stamps
         write_image = write_image_of(fetcher.dataset, layout, memory, rows, epoch)
         writers = layout.writers(memory, rows, start, start + len(indices))
-        self._mark(batch, start)
         # As ProgressMemory.read(), without a call for each sample.
         words, position_at = self.shared.progress.words, self.number * protocol.THREAD_WORDS + 1
         at_once = 1 if write_image is not None else layout.rows_at_once
@@ -211,7 +197,6 @@ class TaskThread:
         return protocol.RowsWritten(), ()
 
     def _whole(self, task: protocol.TaskRequest) -> _Outcome:
-        self._mark(task.batch, 0)
         words, position_at = self.shared.progress.words, self.number * protocol.THREAD_WORDS + 1
 
         def mark(position: int) -> None:
@@ -226,15 +211,15 @@ class TaskThread:
             self.fetcher.stamps.collated(began_ns)
         return outcome
 
-    def _packed(self, result: Any, slot: int | None) -> _Outcome:
+    def _packed(self, result: object, slot: int | None) -> _Outcome:
         packed, leaves = pack(result)
-        if not packed.size_bytes:
-            write_leaves(packed, leaves, bytearray(1))
-            return protocol.Collated(packed), ()
-        mapping = self.shared.maps.get(slot) if slot is not None else None
-        if mapping is not None and len(mapping) >= packed.size_bytes:
-            write_leaves(packed, leaves, mapping)
-            return protocol.Collated(packed), ()
-        descriptor = create_shared_memory(packed.size_bytes)
-        write_leaves(packed, leaves, map_shared_memory(descriptor))
-        return protocol.Collated(packed), (descriptor,)
+        mapping = None if slot is None else self.shared.maps.get(slot)
+        descriptors: tuple[int, ...] = ()
+        memory: mmap | bytearray = bytearray(1)
+        if packed.size_bytes:
+            if mapping is None or len(mapping) < packed.size_bytes:
+                descriptors = (create_shared_memory(packed.size_bytes),)
+                mapping = map_shared_memory(descriptors[0])
+            memory = mapping
+        write_leaves(packed, leaves, memory)
+        return protocol.Collated(packed), descriptors

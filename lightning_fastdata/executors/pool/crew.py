@@ -240,7 +240,7 @@ class Crew:
                     case protocol.Retired():
                         child.retired = True
                         if self._queue is not None:
-                            self._queue.wake_again()
+                            self._queue.numbers()
                     case protocol.InitFailed(kind, text):
                         child.failure = as_error(kind, child.number, text)
                         if not self._streams:

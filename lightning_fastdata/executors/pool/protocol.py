@@ -73,18 +73,15 @@ if TYPE_CHECKING:
 MAX_THREADS: Final = 64
 """Of one side process that has several."""
 TaskKind: TypeAlias = Literal["first", "rows", "whole"]
+"""Read one sample and keep it; write samples into the slot; read and collate the whole batch."""
 
 
 class TaskRequest(NamedTuple):
     """What one thread is to do in one go; it travels with a number of its own, counted from 1."""
 
     kind: TaskKind
-    """``"first"``: read one sample and keep it; ``"rows"``: write samples into the slot;
-    ``"whole"``: read and collate the batch, into the slot if it fits."""
     generation: int
-    """That of the epoch."""
     batch: int
-    """Number of the batch."""
     epoch: int
     """Part of the key of its randomness."""
     start: int
@@ -94,7 +91,6 @@ class TaskRequest(NamedTuple):
     rows: int
     """Samples of the whole batch; 0 where they are not written in place."""
     slot: int | None
-    """Number of the slot."""
 
 
 # From the training process to one side process
@@ -184,14 +180,11 @@ class Misfit(NamedTuple):
 
 
 class TaskError(NamedTuple):
-    """An exception was raised."""
+    """An exception was raised at the sample of this position; where, and its traceback."""
 
     position: int
-    """In the batch, of the sample at fault."""
     kind: type[BaseException]
-    """Class of the exception."""
     text: str
-    """Where, and its traceback."""
 
 
 class OldEpoch(NamedTuple):
@@ -208,14 +201,11 @@ TaskResult: TypeAlias = (
 
 
 class TaskEnded(NamedTuple):
-    """A task has ended, one way or another."""
+    """A task has ended, one way or another; with its stamps if they are wanted."""
 
     number: int
-    """Of the task."""
     spent_ns: int
-    """Time that it took."""
     stamps: TaskStamps | None
-    """None where none are wanted."""
     result: TaskResult
 
 
@@ -231,12 +221,10 @@ class Retired(NamedTuple):
 
 
 class InitFailed(NamedTuple):
-    """``worker_init_fn`` raised an exception, and the process ends."""
+    """``worker_init_fn`` raised an exception: where, and its traceback. The process ends."""
 
     kind: type[BaseException]
-    """Class of the exception."""
     text: str
-    """Where, and its traceback."""
 
 
 FromChild: TypeAlias = TaskEnded | TasksTaken | Retired | InitFailed
@@ -246,9 +234,9 @@ _KINDS: Final = (*get_args(ToChild), *get_args(FromChild), *get_args(TaskResult)
 _CODES: Final = {kind: code for code, kind in enumerate(_KINDS)}
 
 
-def encode(message: Message | TaskResult) -> tuple[Any, ...]:
+def encode(message: Message | TaskResult) -> tuple[object, ...]:
     """Return a message as a plain tuple, which takes a quarter of the time to pickle."""
-    fields: tuple[Any, ...] = message
+    fields: tuple[object, ...] = message
     if isinstance(message, TaskEnded):
         fields = (*message[:-1], encode(message.result))
     return (_CODES[type(message)], *fields)
@@ -260,9 +248,6 @@ def decode(encoded: tuple[Any, ...]) -> Any:
     if kind is TaskEnded:
         fields = (*fields[:-1], decode(fields[-1]))
     return kind(*fields)
-
-
-# Progress memory: how far a side process has got
 
 
 class State(IntEnum):
@@ -281,10 +266,9 @@ that it took last, of which the first thread's is the state of the process until
 
 
 class ProgressMemory:
-    """Progress memory, mapped; its last number is the generation of the present epoch.
+    """Memory in which a side process notes how far it has got, mapped from a descriptor.
 
-    Args:
-        descriptor: Of the memory.
+    Its last number is the generation of the present epoch.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -338,5 +322,5 @@ class ProgressMemory:
 
     def being_read(self) -> list[tuple[int, int]]:
         """Return (batch number, position) of each sample that is being read right now."""
-        words = self.words[:-1].reshape(-1, THREAD_WORDS)
-        return [(int(batch), int(position)) for batch, position, _ in words if batch >= 0]
+        words = self.words[:-1].reshape(-1, THREAD_WORDS).tolist()
+        return [(batch, position) for batch, position, _ in words if batch >= 0]

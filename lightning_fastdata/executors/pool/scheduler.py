@@ -231,7 +231,7 @@ class PoolExecutor:
         if events is None and waiting:
             children = list(self._crew.children.values())
             if look is None:
-                raise timed_out(self.plan, self._batches, children)
+                raise timed_out(self.plan.timeout_s, doing(self.plan, self._batches, children))
             self._stall.look(children, lambda: doing(self.plan, self._batches, children))
         for event in events or ():
             if isinstance(event, Loss):
