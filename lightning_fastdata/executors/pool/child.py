@@ -161,12 +161,13 @@ class Child:
             if packet is None:
                 self.poller.poll()
                 continue
-            number = number_in(packet)
-            progress.take(thread, number)
+            number, failure = number_in(packet), None
             try:
                 task = request_in(packet)
             except Exception as error:
                 failure = protocol.TaskError(0, *describe_error(error, "in unpickling indices"))
+            progress.take(thread, number)
+            if failure is not None:
                 self.shared.send(protocol.TaskEnded(number, 0, None, failure))
                 continue
             # What it rests on was sent before it was queued, but may still be on its way.

@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from lightning_fastdata.batches.layout import SampleLayout
     from lightning_fastdata.batches.page_lock import PageLocks
     from lightning_fastdata.executors.fetch import FetchPlan
-    from lightning_fastdata.executors.pool.process import ChildProcess
     from lightning_fastdata.order.epoch_order import EpochOrder
     from lightning_fastdata.stamps.batch_stamps import BatchStamps, ReadRates
+    from lightning_fastdata.types import Batch
 
 _CRASHES: Final = 2
 _KILLS: Final = 4
@@ -58,6 +58,8 @@ class PoolExecutor:
         self._alone = threads == 1
         self._slots = SlotPool(limit_bytes=plan.memory_limit_bytes, page_locks=page_locks)
         self._crew = Crew(plan, self._slots, processes=processes, threads=threads)
+        self.children = self._crew.children
+        """The side processes by their numbers."""
         self._splitter = Splitter(plan, self._slots)
         self._trial = CrewTrial(self._crew.hands) if trial is None else trial
         self._rates: ReadRates | None = None
@@ -77,11 +79,6 @@ class PoolExecutor:
         """Side processes that died and were replaced."""
         return self._crew.respawned
 
-    @property
-    def children(self) -> dict[int, ChildProcess]:
-        """The side processes by their numbers."""
-        return self._crew.children
-
     def start_epoch(
         self, batches: Iterable[Any], epoch: int, order: EpochOrder | None = None
     ) -> None:
@@ -97,12 +94,11 @@ class PoolExecutor:
             # The generation between was that of the armed epoch, if another was armed.
             self._now = EpochRun(epoch, self._now.generation + 2, iter(batches))
         self._crew.start_epoch(self._now.generation, epoch)
-        left = [batch for batch in self._batches if self._is_old(batch)]
-        self._batches = deque(batch for batch in self._batches if not self._is_old(batch))
         for task in [task for task in self._todo if self._is_old(task.batch)]:
             self._todo.remove(task)
             task.batch.open_tasks -= 1
-        for batch in left:
+        for batch in [batch for batch in self._batches if self._is_old(batch)]:
+            self._batches.remove(batch)
             if batch.is_ready:
                 batch.release(self._slots)
         self._deaths.clear()
@@ -118,15 +114,17 @@ class PoolExecutor:
     def __iter__(self) -> PoolExecutor:
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self) -> Batch:
         until = time.monotonic() + self.plan.timeout_s if self.plan.timeout_s else None
         self._wait.requested(recorded=self._records is not None)
         ahead = -1
         while True:
             self._fill()
-            batch = self._next_ready()
+            batch = self._first_ready()
             if batch is not None:
-                delivered = self._wait.unpacked(partial(self._deliver, batch))
+                self._batches.remove(batch)
+                deliver = partial(batch.data, self._slots, self._splitter.layout)
+                delivered = self._wait.unpacked(deliver)
                 if self._records is not None:
                     rates, self._rates = self._rates, None
                     stamps = batch.all_stamps(
@@ -138,7 +136,7 @@ class PoolExecutor:
                 return delivered
             if ahead < 0 and self._records is not None:
                 ahead = sum(other.is_ready for other in self._batches)
-            if self._now.exhausted and not any(map(self._is_current, self._batches)):
+            if self._has_ended():
                 raise StopIteration
             self._receive(until)
 
@@ -146,8 +144,10 @@ class PoolExecutor:
         """Return whether the next batch, or the end, can be had without waiting."""
         self._fill()
         self._receive(None, waiting=False)
-        ended = self._now.exhausted and not any(map(self._is_current, self._batches))
-        return ended or self._first_ready() is not None
+        return self._has_ended() or self._first_ready() is not None
+
+    def _has_ended(self) -> bool:
+        return self._now.exhausted and not any(map(self._is_current, self._batches))
 
     def record(self, records: deque[BatchStamps] | None) -> None:
         """Append the stamps of each delivered batch from now on; None: no more."""
@@ -205,14 +205,11 @@ class PoolExecutor:
             batch = PendingBatch(self._count, run.generation, run.number, indices)
             self._batches.append(batch)
             self._todo.extend(self._splitter.tasks(batch, self._batches, hands))
-        while self._todo and self._may_give():
+        limit = self._trial.limit
+        while self._todo and (limit is None or self._crew.under_way < limit):
             if not self._crew.give(self._todo[0]):
                 break
             self._todo.popleft()
-
-    def _may_give(self) -> bool:
-        limit = self._trial.limit
-        return limit is None or self._crew.under_way < limit
 
     def _next_indices(self) -> tuple[EpochRun, Any] | None:
         for run in (self._now, self._armed):
@@ -260,8 +257,7 @@ class PoolExecutor:
             case protocol.TaskError(position, kind, text):
                 if batch.error is None or position < batch.error[0]:
                     batch.error = position, as_error(kind, child.number, text)
-        if batch.is_ready:
-            self._finish(batch)
+        self._finish_if_ready(batch)
 
     def _learn(self, layout: SampleLayout | None, task: Task) -> Task | None:
         """Return what the process that read the first sample of a task, and kept it, is to do next.
@@ -285,7 +281,9 @@ class PoolExecutor:
         batch.open_tasks += 1
         return Task("rows", batch, task.start, task.indices)
 
-    def _finish(self, batch: PendingBatch) -> None:
+    def _finish_if_ready(self, batch: PendingBatch) -> None:
+        if not batch.is_ready:
+            return
         if self._is_old(batch):
             batch.release(self._slots)
         elif batch.misfit and batch.error is None:
@@ -300,12 +298,6 @@ class PoolExecutor:
     def _is_current(self, batch: PendingBatch) -> bool:
         return batch.generation == self._now.generation
 
-    def _next_ready(self) -> PendingBatch | None:
-        batch = self._first_ready()
-        if batch is not None:
-            self._batches.remove(batch)
-        return batch
-
     def _first_ready(self) -> PendingBatch | None:
         for batch in self._batches:
             if not self._is_current(batch):
@@ -315,12 +307,6 @@ class PoolExecutor:
             if self.plan.in_order:
                 break
         return None
-
-    def _deliver(self, batch: PendingBatch) -> Any:
-        if batch.error is not None:
-            batch.release(self._slots)
-            raise batch.error[1]
-        return batch.data(self._slots, self._splitter.layout)
 
     def _redo(self, loss: Loss) -> None:
         """Do again what a side process died with, but for a sample that kills all who read it."""
@@ -341,5 +327,4 @@ class PoolExecutor:
                 self._todo.appendleft(task)
                 continue
             batch.open_tasks -= 1
-            if batch.is_ready:
-                self._finish(batch)
+            self._finish_if_ready(batch)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from lightning_fastdata.order.epoch_order import EpochOrder
     from lightning_fastdata.stamps.batch_stamps import ReadRates, TaskStamps
     from lightning_fastdata.stamps.own_stamps import WaitWatch
+    from lightning_fastdata.types import Batch
 
 _AHEAD_BYTES: Final = 2**28
 """More than one batch for each process is fetched ahead only within this."""
@@ -40,7 +41,6 @@ class EpochRun:
     number: int
     """Part of the key of its randomness."""
     generation: int
-    """Counts the epochs begun; what belongs to an older one is dropped."""
     source: Iterator[Any]
     """The batches of indices that are still to be fetched."""
     order: EpochOrder | None = None
@@ -56,9 +56,7 @@ class PendingBatch:
     number: int
     """Counts all batches of the executor."""
     generation: int
-    """The epoch it was started for; older ones are dropped when their work has ended."""
     epoch: int
-    """Part of the key of its randomness."""
     indices: Any
     """What the plan gave."""
     slot: Slot | None = None
@@ -68,7 +66,7 @@ class PendingBatch:
     packed: Any = None
     """Its parts, if it was collated by a side process."""
     error: tuple[int, BaseException] | None = None
-    """The error of its first failing sample."""
+    """Of its first failing sample, with its position."""
     misfit: bool = False
     """Its samples cannot be written in place; to be collated as a whole when all tasks ended."""
     in_place: bool = False
@@ -88,8 +86,11 @@ class PendingBatch:
             self.release(slots)
             self.slot = slots.adopt(files[0])
 
-    def data(self, slots: SlotPool, layout: SampleLayout | None = None) -> Any:
-        """Return the batch; its slot is used again when nothing views it any more."""
+    def data(self, slots: SlotPool, layout: SampleLayout | None = None) -> Batch:
+        """Return the batch, or raise its error; its slot is used again when nothing views it."""
+        if self.error is not None:
+            self.release(slots)
+            raise self.error[1]
         slot, self.slot = self.slot, None
         if slot is None:
             return unpack(self.packed, None)
@@ -106,19 +107,13 @@ class PendingBatch:
             self.slot = None
 
     def all_stamps(
-        self,
-        wait: WaitWatch,
-        ready_ahead: int,
-        *,
-        first: bool,
-        rates: ReadRates | None = None,
+        self, wait: WaitWatch, ready_ahead: int, *, first: bool, rates: ReadRates | None = None
     ) -> BatchStamps:
         """Return the stamps of the batch, which is handed over now."""
-        samples = sum(task.samples for task in self.stamps)
         own = wait.delivered()
         return BatchStamps(
             self.number,
-            samples,
+            sum(task.samples for task in self.stamps),
             wait.requested_ns,
             time.monotonic_ns(),
             tuple(self.stamps),
@@ -131,16 +126,13 @@ class PendingBatch:
 
 @dataclass(slots=True, eq=False)
 class Task:
-    """What one thread of a side process does in one go."""
+    """What one thread of a side process does in one go: as a :class:`.TaskRequest` says."""
 
     kind: TaskKind
-    """See :class:`~lightning_fastdata.executors.pool.protocol.TaskRequest`."""
     batch: PendingBatch
-    """The batch it belongs to."""
     start: int
     """Position in the batch of its first sample."""
     indices: Any
-    """Of its samples."""
 
     @property
     def first_sample(self) -> tuple[int, int]:
@@ -163,12 +155,7 @@ class Task:
 
 
 class Splitter:
-    """Divides batches, by what was learnt of the samples so far.
-
-    Args:
-        plan: What is fetched.
-        slots: Where batches are written.
-    """
+    """Divides batches, by what was learnt of the samples so far."""
 
     def __init__(self, plan: FetchPlan, slots: SlotPool) -> None:
         self.plan = plan
@@ -214,20 +201,6 @@ class Splitter:
             return False
         return not self.in_place or self._slots.may_grow(size)
 
-    def tasks(self, batch: PendingBatch, batches: Sequence[PendingBatch], hands: int) -> list[Task]:
-        """Return the tasks of a batch: none if there is no memory for it.
-
-        Args:
-            batch: Which.
-            batches: All that are under way, in the order in which they were begun.
-            hands: Threads of all side processes together.
-        """
-        try:
-            return self._split(batch, batches, hands)
-        except WorkerError as error:  # raised when it is its turn
-            batch.open_tasks, batch.error = 0, (0, error)
-            return []
-
     def place(self, batch: PendingBatch) -> bool:
         """Return whether the samples of a batch have a place to be written to.
 
@@ -238,6 +211,15 @@ class Splitter:
             batch.slot = self._slots.take(self.layout.offsets(len(batch.indices))[1])
             batch.in_place = batch.slot is not None
         return batch.in_place
+
+    def tasks(self, batch: PendingBatch, batches: Sequence[PendingBatch], hands: int) -> list[Task]:
+        """Return the tasks of one of the batches under way; none if there is no memory for it."""
+        try:
+            tasks = self._split(batch, batches, hands)
+        except WorkerError as error:  # raised when it is its turn
+            batch.error, tasks = (0, error), []
+        batch.open_tasks = len(tasks)
+        return tasks
 
     def _split(
         self, batch: PendingBatch, batches: Sequence[PendingBatch], hands: int
@@ -256,7 +238,6 @@ class Splitter:
                 look_ahead=self.plan.look_ahead,
             )
             return _parts("rows", batch, rows)
-        batch.open_tasks = 1
         if self._whole_bytes:
             batch.slot = self._slots.take(self._whole_bytes)
         return [Task("whole", batch, 0, indices)]
@@ -264,9 +245,7 @@ class Splitter:
 
 def _parts(kind: TaskKind, batch: PendingBatch, size: int) -> list[Task]:
     indices = batch.indices
-    starts = range(0, len(indices), size)
-    batch.open_tasks = len(starts)
-    return [Task(kind, batch, at, indices[at : at + size]) for at in starts]
+    return [Task(kind, batch, at, indices[at : at + size]) for at in range(0, len(indices), size)]
 
 
 def _open_tasks(batches: Sequence[PendingBatch]) -> int:
