@@ -33,8 +33,7 @@ from torch import nn
 
 
 def measure_overhead(run):
-    from lightning_fastdata.insight.measure.clock import CudaClock
-    from lightning_fastdata.insight.measure.timeline import StepTimeline
+    from lightning_fastdata.insight.measure.timeline import CudaClock, StepTimeline
 
     name, steps = "overhead", 100 if run.quick else 2000
     timeline = StepTimeline(device=CudaClock() if run.cuda else None)

@@ -1,4 +1,4 @@
-"""The command line: ``fastdata demo``, ``doctor``, ``parity``, ``show-augment``, ``compare``."""
+"""The command line: ``fastdata demo``, ``doctor``, ``show-augment``, ``compare``."""
 
 from __future__ import annotations
 
@@ -33,21 +33,6 @@ def demo(
     from lightning_fastdata.demo.training import run_demo
 
     run_demo(data=data, logs=logs, epochs=epochs, crops=crops)
-
-
-def parity(folder: str, count: int = 64, size: int = 224, seed: int = 0) -> None:
-    """Print how far FastImageFolder's pixels are from torchvision's on your own files.
-
-    Args:
-        folder: Image folder with one sub-folder per class.
-        count: Files to compare, spread evenly over the folder.
-        size: Height and width of a sample in pixels.
-        seed: Of the random crops.
-    """
-    from lightning_fastdata.images.parity import folder_parity
-
-    what, head, *rows = folder_parity(folder, count=count, size=size, seed=seed).lines()
-    _print_lines([(what, "bold"), (head, "dim"), *((row, "") for row in rows)])
 
 
 def show_augment(
@@ -193,7 +178,6 @@ def main(arguments: list[str] | None = None) -> None:
     functions: dict[str, Callable[..., None]] = {
         "demo": demo,
         "doctor": doctor,
-        "parity": parity,
         "show-augment": show_augment,
         "augment-parity": augment_parity,
     }

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -97,50 +95,6 @@ def test_an_error_of_ours_ends_in_one_sentence(tmp_path):
 
 
 @pytest.fixture
-def folder(tmp_path):
-    """An image folder with the two photographs of scikit-learn in each of two classes."""
-    import sklearn
-
-    for name in ("a", "b"):
-        (tmp_path / "images" / name).mkdir(parents=True)
-        for photo in (Path(sklearn.__file__).parent / "datasets/images").glob("*.jpg"):
-            shutil.copy(photo, tmp_path / "images" / name)
-    return tmp_path / "images"
-
-
-def test_parity_prints_a_plain_table_of_the_users_own_files(folder, capsys):
-    main(["parity", str(folder), "--count", "2", "--size", "64"])
-    text = capsys.readouterr().out
-    assert "\x1b" not in text
-    assert f"2 of 4 files of {folder}, 64 px" in text
-    found = re.findall(r"^(train|validation) +(auto|exact) +([\d.]+) +([\d.]+)", text, re.MULTILINE)
-    assert [row[:2] for row in found] == [
-        ("train", "auto"),
-        ("train", "exact"),
-        ("validation", "exact"),
-    ]
-    assert all(20 < float(worst) <= float(median) for *_, median, worst in found)
-    # PIL and torch round differently, by one level.
-    assert all(float(worst) > 55 for _, how, _, worst in found if how == "exact")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"), [(["--count", "0"], "count is 0"), (["--size", "0"], "size is 0")]
-)
-def test_parity_refuses_what_it_cannot_compare(folder, arguments, said):
-    with pytest.raises(SystemExit, match=said):
-        main(["parity", str(folder), *arguments])
-
-
-def test_parity_names_a_folder_that_is_none_and_a_file_that_is_damaged(folder):
-    with pytest.raises(SystemExit, match="cannot be used as an image folder"):
-        main(["parity", str(folder / "a")])
-    (folder / "b" / "china.jpg").write_bytes(b"nothing")
-    with pytest.raises(SystemExit, match=r"b/china\.jpg"):
-        main(["parity", str(folder)])
-
-
-@pytest.fixture
 def reports(tmp_path):
     """The files of a run with 50 ms a step and of one with 40 ms."""
     paths = []
@@ -214,6 +168,4 @@ def test_an_unknown_command_is_answered_with_the_known_ones(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["compair"])
     assert ended.value.code == 2
-    assert (
-        "'doctor', 'parity', 'show-augment', 'augment-parity', 'compare'" in capsys.readouterr().err
-    )
+    assert "'doctor', 'show-augment', 'augment-parity', 'compare'" in capsys.readouterr().err

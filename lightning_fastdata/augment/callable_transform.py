@@ -22,8 +22,7 @@ from lightning_fastdata.augment.record.drawn import (
     carry_out,
     draw_samples,
 )
-from lightning_fastdata.augment.record.worker import convert_images
-from lightning_fastdata.augment.replay.layouts import places_of
+from lightning_fastdata.augment.record.targets import convert_images, places_of
 from lightning_fastdata.augment.transform import BatchTransform
 from lightning_fastdata.errors import BatchError
 from lightning_fastdata.types import SampleKey

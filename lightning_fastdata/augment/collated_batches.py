@@ -20,12 +20,13 @@ from lightning_fastdata.augment.pipeline.fields import (
 )
 from lightning_fastdata.augment.pipeline.plan import OF_BYTES, analyse
 from lightning_fastdata.augment.pipeline.values import Values
-from lightning_fastdata.augment.record.tape import Recorder, phantom, target_roles
-from lightning_fastdata.augment.replay.layouts import (
+from lightning_fastdata.augment.record.tape import Recorder, phantom
+from lightning_fastdata.augment.record.targets import (
     channels_as_given,
     channels_behind,
     check_images,
     places_of,
+    target_roles,
 )
 from lightning_fastdata.augment.replay.program import compile_tapes
 from lightning_fastdata.augment.replay.torch import put_rows, replay_image

@@ -21,12 +21,12 @@ from lightning_fastdata.augment.pipeline.fields import (
 from lightning_fastdata.augment.pipeline.plan import OF_BYTES, analyse
 from lightning_fastdata.augment.pipeline.self_check import refusal, what_it_means
 from lightning_fastdata.augment.pipeline.tree import is_albumentations_pipeline
-from lightning_fastdata.augment.record.crop import CropOnDevice, crop_on_device
-from lightning_fastdata.augment.record.tape import target_roles
+from lightning_fastdata.augment.record.targets import convert_images, target_roles
 from lightning_fastdata.augment.record.worker import (
     ComposeWorker,
+    CropOnDevice,
     SampleForm,
-    convert_images,
+    crop_on_device,
     device_ops,
 )
 from lightning_fastdata.augment.registry import registered_forms

@@ -7,10 +7,9 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from lightning_fastdata.executors.stream_fetch import END_OF_STREAM, fetcher_of
-from lightning_fastdata.stamps.batch_stamps import BatchStamps, TaskWatch
+from lightning_fastdata.stamps.batch_stamps import BatchStamps, TaskWatch, WaitWatch
 from lightning_fastdata.stamps.lines import LineWatch
 from lightning_fastdata.stamps.operations import OperationWatch
-from lightning_fastdata.stamps.own_stamps import WaitWatch
 
 if TYPE_CHECKING:
     from lightning_fastdata.executors.fetch import FetchPlan

@@ -26,8 +26,7 @@ from lightning_fastdata.executors.pool.faults import (
 )
 from lightning_fastdata.executors.pool.splitter import PendingBatch, Task
 from lightning_fastdata.executors.stream_fetch import StreamAsk
-from lightning_fastdata.stamps.batch_stamps import BatchStamps
-from lightning_fastdata.stamps.own_stamps import WaitWatch
+from lightning_fastdata.stamps.batch_stamps import BatchStamps, WaitWatch
 
 if TYPE_CHECKING:
     from lightning_fastdata.executors.fetch import FetchPlan

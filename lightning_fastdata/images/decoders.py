@@ -1,4 +1,4 @@
-"""Encoded bytes to uint8 RGB pixels: one protocol two functions wide, and four libraries behind it.
+"""Encoded bytes to uint8 RGB pixels: Pillow, and three libraries that decode JPEG faster.
 
 All libraries here decode a baseline or progressive JPEG to the same pixels (they wrap the same
 libjpeg-turbo), so the choice is about what they refuse and what they can skip:
@@ -23,7 +23,7 @@ from __future__ import annotations
 import functools
 import io
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, get_args
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +33,7 @@ from lightning_fastdata.errors import OptionsError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    import torch
     from PIL import Image
 
 Pixels: TypeAlias = npt.NDArray[np.uint8]
@@ -44,27 +45,24 @@ Scale: TypeAlias = Literal[1, 2, 4, 8]
 DecoderName: TypeAlias = Literal["auto", "simplejpeg", "torchcodec", "opencv", "pillow"]
 
 
-class Decoder(Protocol):
-    """What reads encoded images. Stateless: any number of threads may share one.
+class Decoder:
+    """Pillow: every format; scaled decode through ``Image.draft``.
 
-    Both functions raise ``ValueError`` with the reason if the data is damaged or not an image; who
-    knows the file's name adds it.
+    Subclasses decode JPEG with another library. Stateless: any number of threads may share one.
+    Both functions raise ``ValueError`` with the reason if the data is damaged or not an image.
     """
 
-    @property
-    def name(self) -> str:
-        """The library that decodes JPEG."""
-
-    @property
-    def strict(self) -> bool:
-        """Whether garbled entropy-coded data in a JPEG is an error."""
-
-    @property
-    def scales_jpeg(self) -> bool:
-        """Whether decoding a JPEG at ``scale`` > 1 is cheaper than decoding it fully."""
+    name: ClassVar[str] = "pillow"
+    """The library that decodes JPEG."""
+    strict: ClassVar[bool] = False
+    """Whether garbled entropy-coded data in a JPEG is an error."""
+    scales_jpeg: ClassVar[bool] = True
+    """Whether decoding a JPEG at ``scale`` > 1 is cheaper than decoding it fully."""
 
     def size(self, data: bytes) -> tuple[int, int]:
         """Return ``(height, width)`` in pixels, read from the header; EXIF is not applied."""
+        with _opened(data) as image:
+            return image.height, image.width
 
     def decode(self, data: bytes, *, scale: Scale = 1) -> Pixels:
         """Return writable, C-contiguous pixels ``[ceil(height/scale), ceil(width/scale), 3]``.
@@ -73,27 +71,9 @@ class Decoder(Protocol):
         of ``scale`` x ``scale`` pixels. EXIF orientation is not applied. Grey is repeated over the
         channels, alpha is dropped, 16-bit grey keeps its high byte.
         """
-
-
-def is_jpeg(data: bytes) -> bool:
-    """Tell whether the data starts like a JPEG file."""
-    return data[:3] == b"\xff\xd8\xff"
-
-
-class PillowDecoder:
-    """Pillow: every format; scaled decode through ``Image.draft``."""
-
-    name = "pillow"
-    strict = False
-    scales_jpeg = True
-
-    def size(self, data: bytes) -> tuple[int, int]:
-        """See :meth:`Decoder.size`."""
-        with _opened(data) as image:
-            return image.height, image.width
-
-    def decode(self, data: bytes, *, scale: Scale = 1) -> Pixels:
-        """See :meth:`Decoder.decode`."""
+        pixels = self._decode_jpeg(data, scale)
+        if pixels is not None:
+            return pixels
         with _opened(data) as image:
             full = image.width
             if scale > 1 and image.format in ("JPEG", "MPO"):
@@ -102,31 +82,32 @@ class PillowDecoder:
             rgb = _to_rgb(image)
             return np.array(rgb.reduce(left) if left > 1 else rgb)
 
+    def _decode_jpeg(self, data: bytes, scale: Scale) -> Pixels | None:  # noqa: ARG002
+        """Return the pixels; None for what Pillow decodes."""
+        return None
 
-class SimpleJpegDecoder:
+
+class _SimpleJpegDecoder(Decoder):
     """simplejpeg: libjpeg-turbo, strict."""
 
     name = "simplejpeg"
     strict = True
-    scales_jpeg = True
 
     def __init__(self) -> None:
         import simplejpeg
 
         self._header: Callable[..., tuple[int, int, str, str]] = simplejpeg.decode_jpeg_header
         self._decode: Callable[..., Pixels] = simplejpeg.decode_jpeg
-        self._others = PillowDecoder()
 
     def size(self, data: bytes) -> tuple[int, int]:
-        """See :meth:`Decoder.size`."""
+        """Return ``(height, width)`` in pixels."""
         header = self._read_header(data)
-        return self._others.size(data) if header is None else header[:2]
+        return super().size(data) if header is None else header[:2]
 
-    def decode(self, data: bytes, *, scale: Scale = 1) -> Pixels:
-        """See :meth:`Decoder.decode`."""
+    def _decode_jpeg(self, data: bytes, scale: Scale) -> Pixels | None:
         header = self._read_header(data)
         if header is None or header[2] not in ("RGB", "YCbCr", "Gray"):
-            return self._others.decode(data, scale=scale)
+            return None
         if scale == 1:
             return self._decode(data)
         height, width, _ = header
@@ -147,49 +128,41 @@ class SimpleJpegDecoder:
             return None
 
 
-class TorchCodecDecoder:
+class _TorchCodecDecoder(Decoder):
     """TorchCodec: libjpeg-turbo behind a torch operator."""
 
     name = "torchcodec"
-    strict = False
     scales_jpeg = False
 
     def __init__(self) -> None:
         from torchcodec.decoders import decode_jpeg
 
-        self._decode: Callable[..., Any] = decode_jpeg
-        self._others = PillowDecoder()
+        self._decode: Callable[..., torch.Tensor] = decode_jpeg
 
-    def size(self, data: bytes) -> tuple[int, int]:
-        """See :meth:`Decoder.size`."""
-        return self._others.size(data)
-
-    def decode(self, data: bytes, *, scale: Scale = 1) -> Pixels:
-        """See :meth:`Decoder.decode`."""
-        import torch
-
+    def _decode_jpeg(self, data: bytes, scale: Scale) -> Pixels | None:
         if not _is_rgb_jpeg(data):
-            return self._others.decode(data, scale=scale)
+            return None
+        import torch
+        from PIL import Image
+
         try:
             # A bytearray, because torch warns about memory that it must not write to.
             image = self._decode(torch.frombuffer(bytearray(data), dtype=torch.uint8), mode="RGB")
         except RuntimeError as error:
             raise ValueError(str(error).partition("\n")[0]) from error
-        return _reduced(np.ascontiguousarray(image.permute(1, 2, 0).numpy()), scale)
+        pixels = np.ascontiguousarray(image.permute(1, 2, 0).numpy())
+        return pixels if scale == 1 else np.array(Image.fromarray(pixels).reduce(scale))
 
 
-class OpenCvDecoder:
+class _OpenCvDecoder(Decoder):
     """OpenCV: libjpeg-turbo behind ``imdecode``."""
 
     name = "opencv"
-    strict = False
-    scales_jpeg = True
 
     def __init__(self) -> None:
         import cv2
 
         self._cv2 = cv2
-        self._others = PillowDecoder()
         self._flags = {
             1: cv2.IMREAD_COLOR,
             2: cv2.IMREAD_REDUCED_COLOR_2,
@@ -197,66 +170,65 @@ class OpenCvDecoder:
             8: cv2.IMREAD_REDUCED_COLOR_8,
         }
 
-    def size(self, data: bytes) -> tuple[int, int]:
-        """See :meth:`Decoder.size`."""
-        return self._others.size(data)
-
-    def decode(self, data: bytes, *, scale: Scale = 1) -> Pixels:
-        """See :meth:`Decoder.decode`."""
+    def _decode_jpeg(self, data: bytes, scale: Scale) -> Pixels | None:
         if not _is_rgb_jpeg(data):
-            return self._others.decode(data, scale=scale)
-        flags = self._flags[scale] | self._cv2.IMREAD_IGNORE_ORIENTATION
+            return None
+        cv2 = self._cv2
+        flags = self._flags[scale] | cv2.IMREAD_IGNORE_ORIENTATION
         try:
-            image = self._cv2.imdecode(np.frombuffer(data, np.uint8), flags)
-        except self._cv2.error as error:
+            image = cv2.imdecode(np.frombuffer(data, np.uint8), flags)
+        except cv2.error as error:
             raise ValueError(f"OpenCV refused it: {error}") from error
         if image is None:
             raise ValueError("OpenCV could not decode it: it is truncated or damaged")
-        rgb: Pixels = self._cv2.cvtColor(image, self._cv2.COLOR_BGR2RGB, dst=image)
+        rgb: Pixels = cv2.cvtColor(image, cv2.COLOR_BGR2RGB, dst=image)
         return rgb
 
 
-_LOADERS: dict[str, Callable[[], Decoder]] = {
-    "simplejpeg": SimpleJpegDecoder,
-    "torchcodec": TorchCodecDecoder,
-    "opencv": OpenCvDecoder,
-    "pillow": PillowDecoder,
+_DECODERS: dict[str, type[Decoder]] = {
+    kind.name: kind for kind in (_SimpleJpegDecoder, _TorchCodecDecoder, _OpenCvDecoder, Decoder)
 }
 
 
 @functools.cache
 def choose_decoder(name: DecoderName = "auto") -> Decoder:
-    """Return the decoder of this name, or the first that can be loaded here.
+    """Return the decoder of this name, one per process, or the first that can be loaded here.
 
     Args:
         name: ``"auto"`` tries simplejpeg, torchcodec, opencv and pillow in this order; the decoder
             returned says in ``name`` which one it is.
 
-    Returns:
-        One decoder per name and process.
-
     Raises:
         OptionsError: If the name is unknown, or the library named cannot be loaded.
     """
-    if name != "auto":
-        if name not in _LOADERS:
-            raise OptionsError(
-                f"Unknown decoder {name!r}; choose one of {', '.join(get_args(DecoderName))}."
-            )
+    if name not in get_args(DecoderName):
+        raise OptionsError(
+            f"Unknown decoder {name!r}; choose one of {', '.join(get_args(DecoderName))}."
+        )
+    for one in _DECODERS if name == "auto" else (name,):
         try:
-            return _LOADERS[name]()
+            return _DECODERS[one]()
         except (ImportError, OSError, RuntimeError) as error:
-            raise OptionsError(
-                f"The decoder {name!r} cannot be loaded here: {error}. "
-                f'Install the library, or use decoder="auto" to take what is there.'
-            ) from error
-    for load in _LOADERS.values():
-        try:
-            return load()
-        except (ImportError, OSError, RuntimeError):
             # OSError and RuntimeError: TorchCodec is installed but its libraries do not load.
-            continue
+            if name != "auto":
+                raise OptionsError(
+                    f"The decoder {name!r} cannot be loaded here: {error}. "
+                    f'Install the library, or use decoder="auto" to take what is there.'
+                ) from error
     raise OptionsError("No image decoder can be loaded. Install one: pip install simplejpeg")
+
+
+def is_jpeg(data: bytes) -> bool:
+    """Return whether the data starts like a JPEG file."""
+    return data[:3] == b"\xff\xd8\xff"
+
+
+def _is_rgb_jpeg(data: bytes) -> bool:
+    """Return whether this is a JPEG that every libjpeg-turbo converts to RGB in the same way."""
+    if not is_jpeg(data):
+        return False
+    with _opened(data) as image:
+        return image.mode in ("RGB", "L")
 
 
 @contextmanager
@@ -298,19 +270,3 @@ def _to_rgb(image: Image.Image) -> Image.Image:
             "save it with 8 or 16 bits per channel"
         )
     return image.convert("RGB")
-
-
-def _is_rgb_jpeg(data: bytes) -> bool:
-    """Tell whether this is a JPEG that every libjpeg-turbo converts to RGB in the same way."""
-    if not is_jpeg(data):
-        return False
-    with _opened(data) as image:
-        return image.mode in ("RGB", "L")
-
-
-def _reduced(pixels: Pixels, scale: int) -> Pixels:
-    if scale == 1:
-        return pixels
-    from PIL import Image
-
-    return np.array(Image.fromarray(pixels).reduce(scale))

@@ -10,25 +10,36 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from lightning_fastdata.errors import BatchError, OptionsError
-from lightning_fastdata.images.crops import CropRule, keyed_uniform
+from lightning_fastdata.errors import BatchError, DatasetError, OptionsError
 from lightning_fastdata.images.decoders import choose_decoder
-from lightning_fastdata.images.index import scan_folder
+from lightning_fastdata.images.packed import PackedStrings
 from lightning_fastdata.images.reading import MAX_PIXELS, open_image
-from lightning_fastdata.images.resample import plan_resample, render, settle_resample
+from lightning_fastdata.images.resized_crop import (
+    CropRule,
+    keyed_uniform,
+    plan_resample,
+    render,
+    settle_resample,
+)
 from lightning_fastdata.randomness.shared_epoch import EpochCell
 from lightning_fastdata.types import SampleKey
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from lightning_fastdata.images.crops import Crop
     from lightning_fastdata.images.decoders import Decoder, DecoderName, Pixels
-    from lightning_fastdata.images.resample import Resample
+    from lightning_fastdata.images.resized_crop import Crop, Resample
 
 
 _IMAGENET: Final = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 """Mean and standard deviation of red, green and blue, of pixels in [0, 1]."""
+
+
+class FolderError(DatasetError, FileNotFoundError):
+    """An image folder is missing, or has no classes or no files.
+
+    Also a ``FileNotFoundError``, which is what torchvision's ``ImageFolder`` raises.
+    """
 
 
 class FastImageFolder(Dataset[tuple[torch.Tensor, int]]):
@@ -39,14 +50,13 @@ class FastImageFolder(Dataset[tuple[torch.Tensor, int]]):
     class number. Height first and channels last is how images are decoded and how the transforms
     on the device want them; a model that wants float channels first gets it there
     (``images.permute(0, 3, 1, 2).float().div(255)``, or ``ToTensorV2`` on the device). Where there
-    is no such device, ``normalize`` has whoever decodes a picture also make normalised float32
-    ``[3, size, size]`` of it, four times as many bytes, straight into the batch.
+    is no such device, with ``normalize`` the process that decodes a picture also makes normalised
+    float32 ``[3, size, size]`` of it, four times as many bytes, straight into the batch.
 
     The random part of a sample depends on (``seed``, epoch, index) and nothing else: not on the
     worker, the thread, the batch size or what was read before. :meth:`set_epoch` says which epoch
-    it is, also to the worker processes of torch's ``DataLoader``, persistent or not; if nobody
-    calls it, every epoch draws the same crops. Whoever knows better passes a key to
-    :meth:`write_into`.
+    it is, also to the worker processes of torch's ``DataLoader``, persistent or not; without a call
+    every epoch draws the same crops. :meth:`write_into` takes another key.
 
     Any number of threads may read from one instance. OpenCV and torch may use threads of their own
     for a single picture; in side processes set both to one (``cv2.setNumThreads(0)``,
@@ -67,7 +77,7 @@ class FastImageFolder(Dataset[tuple[torch.Tensor, int]]):
             ImageNet's means and deviations; or ``(mean, std)``, three numbers each. Default: uint8.
         resample: ``"auto"``: fast for random crops, exactly torchvision's antialiased resize for
             the others; ``"exact"``, ``"linear"`` and ``"area"``: see
-            :data:`lightning_fastdata.images.resample.Resample`.
+            :data:`lightning_fastdata.images.resized_crop.Resample`.
         seed: Of the random crops and flips.
         decoder: ``"auto"`` takes the first of simplejpeg, torchcodec, opencv and pillow that can
             be loaded; :attr:`decoder` says which.
@@ -120,12 +130,14 @@ class FastImageFolder(Dataset[tuple[torch.Tensor, int]]):
         self.seed = seed
         self._epoch = EpochCell()
         self._decoder_name = decoder
-        choose_decoder(decoder)  # a decoder that is not there is told now, not in a worker
+        choose_decoder(decoder)  # one that is not there is an error now, not in a worker
         self._max_pixels = max_pixels
         self._apply_exif_orientation = apply_exif_orientation
-        self.classes, self.class_to_idx, self.index = scan_folder(
+        self.classes, self.class_to_idx, samples = _find_files(
             self.root, is_valid_file=is_valid_file, allow_empty=allow_empty
         )
+        self._paths = PackedStrings(path for path, _ in samples)
+        self._targets = np.array([target for _, target in samples], np.int32)
         self._samples: list[tuple[str, int]] | None = None
 
     @property
@@ -152,7 +164,7 @@ class FastImageFolder(Dataset[tuple[torch.Tensor, int]]):
         ``is_valid_file`` to leave files out).
         """
         if self._samples is None:
-            self._samples = self.index.samples()
+            self._samples = list(zip(self._paths, self._targets.tolist(), strict=True))
         return self._samples
 
     @property
@@ -163,7 +175,7 @@ class FastImageFolder(Dataset[tuple[torch.Tensor, int]]):
     @property
     def targets(self) -> list[int]:
         """Class number of every sample."""
-        targets: list[int] = self.index.targets.tolist()
+        targets: list[int] = self._targets.tolist()
         return targets
 
     def set_epoch(self, epoch: int) -> None:
@@ -176,7 +188,7 @@ class FastImageFolder(Dataset[tuple[torch.Tensor, int]]):
         return self._epoch.get()
 
     def __len__(self) -> int:
-        return len(self.index)
+        return len(self._targets)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         """Return ``(image, target)``: uint8 ``[size, size, 3]`` and the class number.
@@ -206,13 +218,13 @@ class FastImageFolder(Dataset[tuple[torch.Tensor, int]]):
             BatchError: If ``out`` has another shape, dtype or layout.
             IndexError: If there is no such sample.
         """
-        count = len(self.index)
+        count = len(self._targets)
         if not -count <= index < count:
             raise IndexError(f"There is no sample {index}: the dataset has {count}.")
         index = int(index) % count
         self._check_out(out)
         image = open_image(
-            self.index.path(index),
+            self._paths[index],
             decoder=self.decoder,
             max_pixels=self._max_pixels,
             apply_exif_orientation=self._apply_exif_orientation,
@@ -226,7 +238,7 @@ class FastImageFolder(Dataset[tuple[torch.Tensor, int]]):
             pixels: Pixels = np.empty((self.rule.size, self.rule.size, 3), np.uint8)
             render(image, placement, plan, pixels)
             _look_up(pixels, self._tables, out)
-        return int(self.index.targets[index])
+        return int(self._targets[index])
 
     def __getstate__(self) -> dict[str, Any]:
         # The unpacked list is what makes other datasets expensive to send to workers.
@@ -236,8 +248,7 @@ class FastImageFolder(Dataset[tuple[torch.Tensor, int]]):
         return (
             f"FastImageFolder({self.root!r}, {len(self)} images, {len(self.classes)} classes, "
             f"size={self.rule.size}, crop={self.rule.crop!r}, dtype={self.sample_dtype}, "
-            f"resample={self.resample!r}, "
-            f"decoder={self.decoder.name!r})"
+            f"resample={self.resample!r}, decoder={self.decoder.name!r})"
         )
 
     def _check_out(self, out: NDArray[Any]) -> None:
@@ -279,3 +290,27 @@ def _look_up(pixels: Pixels, tables: NDArray[np.float32], out: NDArray[np.float3
 
     for plane, table, floats in zip(cv2.split(pixels), tables, out, strict=True):
         cv2.LUT(plane, table, dst=floats)
+
+
+def _find_files(
+    root: str, *, is_valid_file: Callable[[str], bool] | None, allow_empty: bool
+) -> tuple[list[str], dict[str, int], list[tuple[str, int]]]:
+    """Return classes, their numbers and all samples, found by torchvision's own functions."""
+    from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes, make_dataset
+
+    try:
+        classes, class_to_idx = find_classes(root)
+        samples = make_dataset(
+            root,
+            class_to_idx,
+            extensions=IMG_EXTENSIONS if is_valid_file is None else None,
+            is_valid_file=is_valid_file,
+            allow_empty=allow_empty,
+        )
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise FolderError(
+            f"{root!r} cannot be used as an image folder: {error}. "
+            f"Put the images of each class into a folder of its own, {root}/<class>/<image>.jpg, "
+            "or allow classes without images with allow_empty=True."
+        ) from error
+    return classes, class_to_idx, samples

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from operator import index as as_index
 from typing import TYPE_CHECKING, Any, Final, overload
@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, Final, overload
 import numpy as np
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
     from numpy.typing import NDArray
 
 _UNPACKED_TOGETHER: Final = 4096
@@ -23,7 +25,7 @@ class PackedStrings(Sequence[str]):
 
     - Starting a worker with ``spawn`` or ``forkserver`` sends the dataset to it. A million strings
       are pickled and made again one by one, these are copied as two blocks.
-    - A forked worker shares its parent's memory until somebody writes to it, and looking at a
+    - A forked worker shares its parent's memory until it is written to, and looking at a
       ``str`` is writing, because its references are counted. Workers that read a list of a million
       paths end up with a copy each; there is nothing to count here.
 
@@ -44,14 +46,14 @@ class PackedStrings(Sequence[str]):
 
     def __init__(self, strings: Iterable[str] = ()) -> None:
         encoded = [_encoded(string) for string in strings]
-        ends = np.zeros(len(encoded) + 1, np.int64)
-        np.cumsum([len(string) for string in encoded], out=ends[1:])
-        self._set(b"".join(encoded), ends)
+        self._bytes = b"".join(encoded)
+        self._ends = _ends([len(string) for string in encoded])
 
-    def _set(self, data: bytes, ends: NDArray[np.int64]) -> None:
-        # A slice shares the bytes of the whole.
-        self._bytes, self._ends = data, ends
-        ends.flags.writeable = False
+    @classmethod
+    def _of(cls, data: bytes, ends: NDArray[np.int64]) -> PackedStrings:
+        made = cls.__new__(cls)
+        made._bytes, made._ends = data, ends
+        return made
 
     @property
     def nbytes(self) -> int:
@@ -67,7 +69,11 @@ class PackedStrings(Sequence[str]):
     def __getitem__(self, index: slice) -> PackedStrings: ...
     def __getitem__(self, index: int | slice) -> str | PackedStrings:
         if isinstance(index, slice):
-            return self._part(index)
+            start, stop, step = index.indices(len(self))
+            if step != 1:
+                return PackedStrings(self[i] for i in range(start, stop, step))
+            # A slice shares the bytes of the whole.
+            return PackedStrings._of(self._bytes, self._ends[start : max(start, stop) + 1])
         number, length = as_index(index), len(self)
         if not -length <= number < length:
             raise IndexError(f"There is no string {number}: there are {length}.")
@@ -90,27 +96,22 @@ class PackedStrings(Sequence[str]):
         shown = ", ".join(map(repr, self[:3])) + (", ..." if len(self) > 3 else "")
         return f"PackedStrings([{shown}], {len(self)} in {self.nbytes} bytes)"
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         sizes = np.diff(self._ends)
         smallest = np.min_scalar_type(sizes.max(initial=0))
         data = self._bytes[self._ends[0] : self._ends[-1]]
         return _unpickled, (data, sizes.astype(smallest))
 
-    def _part(self, part: slice) -> PackedStrings:
-        start, stop, step = part.indices(len(self))
-        if step != 1:
-            return PackedStrings(self[i] for i in range(start, stop, step))
-        made = PackedStrings.__new__(PackedStrings)
-        made._set(self._bytes, self._ends[start : max(start, stop) + 1])
-        return made
 
-
-def _unpickled(data: bytes, sizes: NDArray[Any]) -> PackedStrings:
+def _ends(sizes: NDArray[Any] | list[int]) -> NDArray[np.int64]:
     ends = np.zeros(len(sizes) + 1, np.int64)
     np.cumsum(sizes, out=ends[1:])
-    made = PackedStrings.__new__(PackedStrings)
-    made._set(data, ends)
-    return made
+    ends.flags.writeable = False
+    return ends
+
+
+def _unpickled(data: bytes, sizes: NDArray[np.unsignedinteger]) -> PackedStrings:
+    return PackedStrings._of(data, _ends(sizes))
 
 
 def _encoded(string: str) -> bytes:

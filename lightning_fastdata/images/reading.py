@@ -13,27 +13,24 @@ if TYPE_CHECKING:
     from lightning_fastdata.images.decoders import Decoder, Pixels, Scale
 
 MAX_PIXELS = 178_956_970
-"""Pixels above which a file is refused unless told otherwise: where Pillow refuses, 537 MB RGB."""
+"""Pixels above which a file is refused by default: where Pillow refuses, 537 MB RGB."""
 
 _EXIF_ORIENTATION = 0x0112
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class EncodedImage:
     """One image file in memory: its header is read and checked, its pixels are not decoded."""
 
     path: str
-    """Where it came from; every error names it."""
     data: bytes
-    """The file as it is on disk."""
     height: int
-    """Pixels from top to bottom as it is to be seen, that is after the orientation."""
+    """In pixels, after the orientation."""
     width: int
-    """Pixels from left to right as it is to be seen."""
+    """In pixels, after the orientation."""
     orientation: int
-    """EXIF orientation to apply, 1 to 8; 1 is upright, and 1 whenever EXIF is not to be applied."""
+    """EXIF orientation to apply, 1 to 8; 1: upright, or EXIF is not to be applied."""
     decoder: Decoder
-    """What decodes it."""
 
     @property
     def scalable(self) -> bool:
@@ -67,7 +64,7 @@ def open_image(
 
     Args:
         path: The file.
-        decoder: From :func:`~lightning_fastdata.images.decoders.choose_decoder`.
+        decoder: What will decode it.
         max_pixels: Height x width above which the file is refused before anything is decoded.
         apply_exif_orientation: Turn the picture as its EXIF tag says. Off, as in torchvision's
             ``ImageFolder``: a model sees the pixels as they are stored. (A TIFF is always turned,
@@ -98,14 +95,7 @@ def open_image(
     orientation = exif_orientation(data) if apply_exif_orientation else 1
     if orientation >= 5:
         height, width = width, height
-    return EncodedImage(
-        path=path,
-        data=data,
-        height=height,
-        width=width,
-        orientation=orientation,
-        decoder=decoder,
-    )
+    return EncodedImage(path, data, height, width, orientation, decoder)
 
 
 def exif_orientation(data: bytes) -> int:
@@ -133,17 +123,10 @@ def oriented(pixels: Pixels, orientation: int) -> Pixels:
         return pixels
     if orientation >= 5:
         pixels = pixels.transpose(1, 0, 2)
-    # After the transpose of 5 to 8: which of the axes (rows, columns) run backwards.
-    rows, columns = {
-        2: (False, True),
-        3: (True, True),
-        4: (True, False),
-        5: (False, False),
-        6: (False, True),
-        7: (True, True),
-        8: (True, False),
-    }[orientation]
-    return pixels[:: -1 if rows else 1, :: -1 if columns else 1]
+    # After the transpose of 5 to 8.
+    rows = -1 if orientation in (3, 4, 7, 8) else 1
+    columns = -1 if orientation in (2, 3, 6, 7) else 1
+    return pixels[::rows, ::columns]
 
 
 def _damaged(path: str, decoder: Decoder, error: ValueError) -> DatasetError:

@@ -11,9 +11,8 @@ import torch
 from lightning_fastdata.batches.moving import batch_samples
 from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.host.machine import describe_machine, read_versions
-from lightning_fastdata.insight.measure.clock import HostClock
-from lightning_fastdata.insight.measure.loop_stage import LoopStage
-from lightning_fastdata.insight.measure.timeline import StepTimeline
+from lightning_fastdata.insight.measure.stage import LoopStage
+from lightning_fastdata.insight.measure.timeline import HostClock, StepTimeline
 from lightning_fastdata.insight.report.run_report import RunReport
 from lightning_fastdata.types import STAGES
 

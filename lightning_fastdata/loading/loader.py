@@ -17,9 +17,8 @@ from lightning_fastdata.errors import FastDataWarning
 from lightning_fastdata.executors.kinds import KINDS
 from lightning_fastdata.loading.kept_executor import KeptExecutor, RaisesNext
 from lightning_fastdata.loading.source import Source, SourceSettings, open_source, reads_with_torch
-from lightning_fastdata.planning.checks import check_loader, checked_seed
 from lightning_fastdata.planning.loader_plan import LoaderSpec
-from lightning_fastdata.planning.options import LoaderOptions
+from lightning_fastdata.planning.options import LoaderOptions, check_loader, checked_seed
 from lightning_fastdata.planning.plan_for import plan_for
 from lightning_fastdata.randomness.seeds import find_composes
 from lightning_fastdata.randomness.shared_epoch import EpochAskedTwice, EpochCell

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from lightning_fastdata.batches.page_lock import PageLockName
     from lightning_fastdata.executors.kinds import ExecutorName
     from lightning_fastdata.randomness.shared_epoch import EpochCell
-    from lightning_fastdata.stamps.own_stamps import WaitWatch
+    from lightning_fastdata.stamps.batch_stamps import WaitWatch
     from lightning_fastdata.types import Stage
 
 

@@ -6,7 +6,7 @@ import math
 import multiprocessing
 import sys
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 from torch.utils.data import TensorDataset
@@ -14,25 +14,27 @@ from torch.utils.data import TensorDataset
 from lightning_fastdata.batches.keyed import fetches_in_batches
 from lightning_fastdata.batches.slots import shared_slots_supported
 from lightning_fastdata.errors import OptionsError
-from lightning_fastdata.executors.kinds import KINDS
+from lightning_fastdata.executors.kinds import KINDS, ExecutorName
 from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.host.memory import batch_memories, read_host_memory
 from lightning_fastdata.order.epoch_order import dataset_length
-from lightning_fastdata.planning.checks import check_among, unsuited
-from lightning_fastdata.planning.choose_executor import TORCH, ExecutorChoice, choose_executor
 from lightning_fastdata.planning.facts.inspection import DatasetFacts, Questions, inspect_dataset
 from lightning_fastdata.planning.facts.probe import sample_bytes
 from lightning_fastdata.planning.loader_plan import LoaderPlan, LoaderSpec, Setting, Value
-from lightning_fastdata.planning.options import LoaderOptions
+from lightning_fastdata.planning.options import LoaderOptions, check_among, unsuited
 from lightning_fastdata.planning.stream_split import splits_itself
 from lightning_fastdata.planning.worker_count import (
+    WORTH_IT,
+    alone_ms,
     auto_prefetch,
+    by_workers_ms,
     enough_workers,
     fit,
     held_batches,
     look_ahead_batches,
     memory_message,
     open_files_message,
+    over_epochs,
     waits,
     workers_for,
     workers_of_stream,
@@ -42,12 +44,78 @@ from lightning_fastdata.planning.worker_count import (
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from lightning_fastdata.executors.kinds import ExecutorName
     from lightning_fastdata.host.cpu import CpuLimit
     from lightning_fastdata.host.memory import HostMemory
     from lightning_fastdata.planning.facts.probe import SampleCost
     from lightning_fastdata.planning.stream_split import StreamSplit
     from lightning_fastdata.types import Stage
+
+
+class ExecutorChoice(NamedTuple):
+    """The executor that suits a dataset."""
+
+    executor: ExecutorName
+    """Its name."""
+    why: str
+    """The reason."""
+    alone: bool = False
+    """The training process had better read for itself, where the number of workers is open."""
+
+
+TORCH: Final = ExecutorChoice("torch", KINDS["torch"].what)
+"""Where nothing asks for another one."""
+
+
+def choose_executor(
+    spec: LoaderSpec, facts: DatasetFacts, *, cpus: int = 2, shared_memory: bool = True
+) -> ExecutorChoice:
+    """Return the executor that suits a dataset, and why.
+
+    Threads are never chosen: whether a dataset may be read by several at once cannot be seen from
+    outside, and processes decode this package's own images at least as fast.
+
+    Args:
+        spec: The loader. ``num_workers=0`` is a wish to fetch in the training process, a higher
+            number one for workers, also where the samples that were read are cheap: others may not
+            be.
+        facts: What was found out about its dataset.
+        cpus: That this rank may use.
+        shared_memory: The system has the memory that side processes need (Linux).
+    """
+    workers, batch_size = spec.options.num_workers, spec.batch_size or 1
+    keyed = facts.draws or bool(spec.pipelines)
+    aside: ExecutorName = "workers" if shared_memory else "torch"
+    if spec.is_stream and workers != 0:
+        return ExecutorChoice(aside, "each process reads its own stream")
+    if facts.rows:
+        return ExecutorChoice(
+            "gather", "its batches are rows of numbers, copied with one call per column"
+        )
+    # Keys for draws that are not made would cost each step of the training some 50 us.
+    here: ExecutorName = "inline" if keyed or spec.transformed else "torch"
+    if workers == 0:
+        return ExecutorChoice(here, "num_workers=0 asks for the training process", alone=True)
+    lacks = "" if shared_memory else "; this system has no memory files for side processes"
+    if isinstance(workers, int):
+        return ExecutorChoice(aside, f"num_workers={workers} asks for them" + lacks)
+    if facts.cost is None:
+        return ExecutorChoice(aside, "what a sample costs is not known" + lacks)
+    if spec.transformed:  # which is not part of what was measured
+        return ExecutorChoice(aside, "an Albumentations pipeline runs on each sample" + lacks)
+    alone = alone_ms(over_epochs(facts.cost, 1), batch_size, keyed=keyed)
+    shared = by_workers_ms(over_epochs(facts.cost, cpus), batch_size, keyed=keyed, cpus=cpus)
+    said = f"a batch takes {alone:.2g} ms here and some {shared:.2g} ms by side processes"
+    if facts.cost.again_ms is not None:
+        said += (
+            f", on the mean of ten epochs: a sample takes {facts.cost.cpu_ms:.2g} ms at first and "
+            f"{facts.cost.again_ms:.2g} when it is read again, as the dataset keeps it"
+        )
+    if waits(facts.cost):
+        said += f"; a sample waits {facts.cost.wait_ms:.2g} of its {facts.cost.wall_ms:.2g} ms"
+    if shared < WORTH_IT * alone:
+        return ExecutorChoice(aside, said + lacks)
+    return ExecutorChoice(here, said, alone=True)
+
 
 _POLITE = 5
 

@@ -15,10 +15,9 @@ from typing import Any
 from torch.utils.data import Dataset, IterableDataset, IterDataPipe, get_worker_info
 
 from lightning_fastdata.batches.keyed import fetches_in_batches
-from lightning_fastdata.stamps.batch_stamps import BatchStamps, TaskStamps, TaskWatch
+from lightning_fastdata.stamps.batch_stamps import BatchStamps, TaskStamps, TaskWatch, WaitWatch
 from lightning_fastdata.stamps.lines import LineWatch
 from lightning_fastdata.stamps.operations import OperationWatch
-from lightning_fastdata.stamps.own_stamps import WaitWatch
 from lightning_fastdata.torch_internals import early_batches, pinned, set_worker_info
 
 

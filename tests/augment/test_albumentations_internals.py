@@ -16,9 +16,9 @@ import pytest
 import lightning_fastdata
 from lightning_fastdata.augment.ops import DEVICE_OPS
 from lightning_fastdata.augment.pipeline.plan import analyse
-from lightning_fastdata.augment.record import albumentations_internals
-from lightning_fastdata.augment.record.albumentations_internals import function_by_key
+from lightning_fastdata.augment.record import tape
 from lightning_fastdata.augment.record.pipeline_recorder import PipelineRecorder, Turn
+from lightning_fastdata.augment.record.tape import function_by_key
 
 PACKAGE = Path(lightning_fastdata.__file__).parent
 OF_A_TRANSFORM = ("apply_with_params", "update_transform_params", "get_params_dependent_on_data")
@@ -27,11 +27,11 @@ OF_A_PIPELINE = ("preprocess", "postprocess")
 
 def test_only_the_seam_uses_a_private_name():
     used = [f.name for f in PACKAGE.rglob("*.py") if "_key2func" in f.read_text("utf-8")]
-    assert used == ["albumentations_internals.py"]
+    assert used == ["tape.py"]
 
 
 def test_the_seams_docstring_names_all_that_is_replaced():
-    named = set(re.findall(r"``(\w+)``", albumentations_internals.__doc__))
+    named = set(re.findall(r"``(\w+)``", tape.__doc__))
     assert {*OF_A_TRANSFORM, *OF_A_PIPELINE, "transforms"} <= named
 
 

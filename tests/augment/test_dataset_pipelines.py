@@ -27,9 +27,7 @@ from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.planning.facts.inspection import DatasetFacts
 from lightning_fastdata.planning.facts.pipeline_trial import try_recording
 from lightning_fastdata.plugin.placing.pipelines import Pipelines
-from lightning_fastdata.plugin.placing.stage_plan import StagePlan
-from lightning_fastdata.plugin.placing.stage_transforms import StageTransforms
-from lightning_fastdata.plugin.placing.staging import finish
+from lightning_fastdata.plugin.placing.stage_transforms import StagePlan, StageTransforms, finish
 from lightning_fastdata.randomness.seeds import find_composes
 
 COUNT = 14

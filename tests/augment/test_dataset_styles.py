@@ -17,7 +17,7 @@ from torch.utils.data import ConcatDataset, Dataset, Subset
 from lightning_fastdata.augment.dataset_pipelines import DatasetRecording
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.planning.facts.pipeline_trial import try_recording
-from lightning_fastdata.plugin.placing.staging import finish
+from lightning_fastdata.plugin.placing.stage_transforms import finish
 
 COUNT = 12
 IMAGES = np.random.default_rng(0).integers(0, 256, (COUNT, 40, 36, 3), np.uint8)

@@ -12,7 +12,7 @@ from augment.test_dataset_styles import Reading, assert_left_over_and_the_same
 from lightning_fastdata import FastDataLoader
 from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.planning.facts.pipeline_trial import try_recording
-from lightning_fastdata.plugin.placing.staging import finish
+from lightning_fastdata.plugin.placing.stage_transforms import finish
 
 RNG = np.random.default_rng(3)
 SQUARE = RNG.integers(0, 256, (12, 24, 24, 3), np.uint8)

@@ -33,7 +33,7 @@ from lightning_fastdata.augment.show.parity import examples, make_example
 from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.errors import BatchError
 from lightning_fastdata.loading.loader import FastDataLoader
-from lightning_fastdata.plugin.placing.staging import finish
+from lightning_fastdata.plugin.placing.stage_transforms import finish
 from lightning_fastdata.types import SampleKey
 
 SIDE = 40

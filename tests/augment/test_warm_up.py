@@ -12,8 +12,8 @@ from augment.test_launches import compiled_for
 
 from lightning_fastdata.augment.ops import DEVICE_OPS
 from lightning_fastdata.augment.replay.triton import prepare, takes
+from lightning_fastdata.augment.replay.warm_up import variants, warm_up
 from lightning_fastdata.augment.transform import as_batch_transform
-from lightning_fastdata.augment.warm_up import variants, warm_up
 from lightning_fastdata.types import SampleKey
 
 pytest.importorskip("triton")

@@ -20,7 +20,7 @@ from torch.utils.data import default_collate
 
 from lightning_fastdata.augment.pipeline.self_check import alike
 from lightning_fastdata.augment.pipeline.tree import list_leaves
-from lightning_fastdata.augment.record.tape import target_roles
+from lightning_fastdata.augment.record.targets import target_roles
 from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.randomness.seeds import reseed
 from lightning_fastdata.types import SampleKey

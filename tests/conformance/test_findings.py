@@ -12,7 +12,7 @@ from conformance.test_causes import Waits, fit, module
 from torch.utils.data import DataLoader
 
 from lightning_fastdata.insight.measure.metrics import TIMED
-from lightning_fastdata.plugin.watch.judging import RunJudge
+from lightning_fastdata.plugin.watch.measured_run import RunJudge
 
 
 @pytest.mark.cases(1)

@@ -14,7 +14,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.utils.data import DataLoader
 
 from lightning_fastdata import DataThroughputCallback
-from lightning_fastdata.plugin.watch import judging, measured_run
+from lightning_fastdata.plugin.watch import measured_run
 
 
 class Model(LightningModule):
@@ -100,7 +100,7 @@ class Reads(Callback):
 
 def test_within_an_epoch_the_report_is_written_again_and_again(tmp_path, monkeypatch):
     monkeypatch.setattr(measured_run, "_JUDGED_EVERY_S", 0.0)
-    monkeypatch.setattr(judging, "_MOST_OF_RUN", 1.0)
+    monkeypatch.setattr(measured_run, "_MOST_OF_RUN", 1.0)
     reads = Reads(tmp_path / "report.json")
     run(tmp_path, "fit", reads, steps=30)
     assert reads.seen == sorted(reads.seen)

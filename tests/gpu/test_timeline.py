@@ -7,8 +7,7 @@ import pytest
 import torch
 from gpu.device import DeviceWork, needs_cuda, no_waiting
 
-from lightning_fastdata.insight.measure.clock import CudaClock
-from lightning_fastdata.insight.measure.timeline import StepTimeline
+from lightning_fastdata.insight.measure.timeline import CudaClock, StepTimeline
 
 pytestmark = needs_cuda
 

@@ -12,7 +12,7 @@ from thoroughness import max_examples
 from torchvision.transforms import RandomResizedCrop, v2
 
 from lightning_fastdata.errors import OptionsError
-from lightning_fastdata.images.crops import (
+from lightning_fastdata.images.resized_crop import (
     CropRule,
     keyed_uniform,
     random_resized_box,

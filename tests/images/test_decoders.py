@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, assume, given
 from hypothesis import strategies as st
+from lightning_fastdata.images.parity import psnr_db
 from PIL import Image
 from thoroughness import max_examples
 
 from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.images.decoders import choose_decoder
-from lightning_fastdata.images.parity import psnr_db
 
 NAMES = ["simplejpeg", "opencv", "pillow"]
 if importlib.util.find_spec("torchcodec"):

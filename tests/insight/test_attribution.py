@@ -15,8 +15,7 @@ from lightning_fastdata.insight.model.simulate import batch_costs
 from lightning_fastdata.insight.waits.attribution import WaitCutter, WaitParts
 from lightning_fastdata.insight.waits.causes import CauseTotals
 from lightning_fastdata.loading.loader import FastDataLoader
-from lightning_fastdata.stamps.batch_stamps import BatchStamps, TaskStamps
-from lightning_fastdata.stamps.own_stamps import OwnStamps
+from lightning_fastdata.stamps.batch_stamps import BatchStamps, OwnStamps, TaskStamps
 
 MS = 1_000_000
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from lightning_fastdata.insight.measure.metrics import StepHistory, StepTiming
 from lightning_fastdata.insight.report.run_report import RunReport
-from lightning_fastdata.insight.verdicts.verdict import judge
+from lightning_fastdata.insight.verdicts.catalogue import judge
 from lightning_fastdata.insight.waits.attribution import WaitCutter, WaitParts
 from lightning_fastdata.insight.waits.causes import (
     CauseTotals,
@@ -21,9 +21,8 @@ from lightning_fastdata.insight.waits.causes import (
     operations_table,
     sample_times,
 )
-from lightning_fastdata.stamps.batch_stamps import BatchStamps, TaskStamps
+from lightning_fastdata.stamps.batch_stamps import BUCKETS, BatchStamps, TaskStamps, bucket_of
 from lightning_fastdata.stamps.operations import OperationTime
-from lightning_fastdata.stamps.sample_times import BUCKETS, bucket_of
 
 MS = 1_000_000
 

@@ -13,13 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_fastdata.errors import printable
-from lightning_fastdata.insight.measure.headroom import Headroom
-from lightning_fastdata.insight.measure.metrics import StepHistory, StepTiming
-from lightning_fastdata.insight.report.chart import axis, timeline_chart
-from lightning_fastdata.insight.report.html import report_html
-from lightning_fastdata.insight.report.markup import Markup, element
+from lightning_fastdata.insight.measure.metrics import Headroom, StepHistory, StepTiming
+from lightning_fastdata.insight.report.html import (
+    Markup,
+    axis,
+    element,
+    report_html,
+    timeline_chart,
+)
 from lightning_fastdata.insight.report.run_report import RunReport
-from lightning_fastdata.insight.verdicts.verdict import judge
+from lightning_fastdata.insight.verdicts.catalogue import judge
 from lightning_fastdata.insight.waits.attribution import SlowSample, WaitParts
 from lightning_fastdata.insight.waits.causes import OperationShare, WaitCauses
 

@@ -11,12 +11,12 @@ from lightning_fastdata.host.cpu import CpuThrottling
 from lightning_fastdata.host.usage import DeviceUsage, HostUsage, ReadBytes
 from lightning_fastdata.insight.measure.host_metrics import device_scalars, host_scalars
 from lightning_fastdata.insight.measure.metrics import StepTiming, columns_of
+from lightning_fastdata.insight.measure.stage import window_means
 from lightning_fastdata.insight.measure.wall import WallTime
-from lightning_fastdata.insight.measure.window import window_means
 from lightning_fastdata.insight.metric_names import MACHINE, MAIN, METRICS, RANKS, STEPS, WAITS
 from lightning_fastdata.insight.waits.attribution import WaitParts
 from lightning_fastdata.insight.waits.ranks import RankTiming, rank_metrics
-from lightning_fastdata.plugin.loggers.scalars import PREDICTED_STEP, wall_scalars
+from lightning_fastdata.plugin.loggers.boards import PREDICTED_STEP, wall_scalars
 
 PAGE = (Path(__file__).parents[2] / "docs" / "measuring.md").read_text()
 BY_THE_PLUGIN = {"data_host/pss_mib", "data_workers/busy_percent", "data_val/stall_percent"}

@@ -13,11 +13,9 @@ from hypothesis import strategies as st
 from thoroughness import max_examples
 
 from lightning_fastdata.insight.measure.metrics import StepHistory, StepTiming, columns_of
-from lightning_fastdata.insight.model.evidence import Evidence
-from lightning_fastdata.insight.model.loader_facts import LoaderFacts
+from lightning_fastdata.insight.model.evidence import Evidence, LoaderFacts
 from lightning_fastdata.insight.report.run_report import RunReport
-from lightning_fastdata.insight.verdicts.catalogue import findings
-from lightning_fastdata.insight.verdicts.verdict import judge
+from lightning_fastdata.insight.verdicts.catalogue import findings, judge
 from lightning_fastdata.insight.waits.ranks import (
     RankTiming,
     mean_stall_ms,

@@ -13,14 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_fastdata.insight.measure.metrics import StepHistory, StepTiming
-from lightning_fastdata.insight.measure.window import MetricWindow, window_means
-from lightning_fastdata.insight.model.evidence import stage_evidence
-from lightning_fastdata.insight.model.finding import Finding, Gain
-from lightning_fastdata.insight.model.loader_facts import LoaderFacts
-from lightning_fastdata.insight.report.drawing import bar, duration_text
+from lightning_fastdata.insight.measure.stage import MetricWindow, window_means
+from lightning_fastdata.insight.model.evidence import LoaderFacts, stage_evidence
+from lightning_fastdata.insight.model.finding import Finding, Gain, duration_text
 from lightning_fastdata.insight.report.html import report_html
 from lightning_fastdata.insight.report.run_report import RunReport, comparison_text
-from lightning_fastdata.insight.verdicts.verdict import Verdict, judge
+from lightning_fastdata.insight.report.summary_text import bar
+from lightning_fastdata.insight.verdicts.catalogue import Verdict, judge
 from lightning_fastdata.insight.waits.attribution import WaitParts
 from lightning_fastdata.insight.waits.causes import OperationShare, WaitCauses
 

@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from thoroughness import max_examples
 
-from lightning_fastdata.insight.model.events import slowdowns
-from lightning_fastdata.insight.model.inputs import BatchCost, LoaderSetup
+from lightning_fastdata.insight.model.events import BatchCost, LoaderSetup, slowdowns
 from lightning_fastdata.insight.model.simulate import batch_costs, scaled, simulate
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, TaskStamps
 

@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_fastdata import FastDataLoader, StepTimer, prefetch
 from lightning_fastdata.errors import OptionsError
-from lightning_fastdata.insight.measure.clock import HostClock
 from lightning_fastdata.insight.measure.metrics import Cold
+from lightning_fastdata.insight.measure.timeline import HostClock
 
 LONG_MS = 40
 

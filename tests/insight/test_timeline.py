@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from thoroughness import max_examples
 
 from lightning_fastdata.errors import OptionsError
-from lightning_fastdata.insight.measure.clock import CudaClock, HostClock
 from lightning_fastdata.insight.measure.metrics import Cold
-from lightning_fastdata.insight.measure.timeline import StepTimeline
+from lightning_fastdata.insight.measure.timeline import CudaClock, HostClock, StepTimeline
 
 US = 1e-3
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 
 from lightning_fastdata.insight.measure.metrics import PhaseSummary, StageSummary
-from lightning_fastdata.insight.model.evidence import Evidence
-from lightning_fastdata.insight.model.loader_facts import LoaderFacts
+from lightning_fastdata.insight.model.evidence import Evidence, LoaderFacts
+from lightning_fastdata.insight.verdicts.catalogue import judge
 from lightning_fastdata.insight.verdicts.rule import Unstamped
-from lightning_fastdata.insight.verdicts.verdict import judge
 from lightning_fastdata.insight.verdicts.without_stamps import largest_cost
 from lightning_fastdata.insight.waits.attribution import WaitParts
 

@@ -28,7 +28,6 @@ from lightning_fastdata.host.cpu import CpuLimit, cpu_limit
 from lightning_fastdata.host.memory import HostMemory
 from lightning_fastdata.host.usage import queued_s
 from lightning_fastdata.loading.loader import FastDataLoader
-from lightning_fastdata.planning.choose_executor import ExecutorChoice, choose_executor
 from lightning_fastdata.planning.facts.inspection import DatasetFacts, Questions, inspect_dataset
 from lightning_fastdata.planning.facts.probe import (
     SampleCost,
@@ -40,7 +39,7 @@ from lightning_fastdata.planning.facts.probe import (
 )
 from lightning_fastdata.planning.loader_plan import LoaderSpec
 from lightning_fastdata.planning.options import LoaderOptions
-from lightning_fastdata.planning.plan_for import plan_loader
+from lightning_fastdata.planning.plan_for import ExecutorChoice, choose_executor, plan_loader
 from lightning_fastdata.planning.worker_count import (
     alone_ms,
     by_workers_ms,

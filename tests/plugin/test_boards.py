@@ -17,12 +17,12 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_fastdata import DataThroughputCallback, FastDataLoader
 from lightning_fastdata.insight.measure.metrics import StepHistory, StepTiming
-from lightning_fastdata.insight.measure.window import window_means
+from lightning_fastdata.insight.measure.stage import window_means
 from lightning_fastdata.insight.model.finding import gain_text
 from lightning_fastdata.insight.report.html import report_html
-from lightning_fastdata.insight.verdicts.verdict import judge
+from lightning_fastdata.insight.verdicts.catalogue import judge
 from lightning_fastdata.plugin.loggers import boards
-from lightning_fastdata.plugin.loggers.scalars import PREDICTED_STEP, chosen, custom_scalar_layout
+from lightning_fastdata.plugin.loggers.boards import PREDICTED_STEP, chosen, custom_scalar_layout
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from conformance.pieces import Linear, Rows, make_trainer
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_fastdata import DataThroughputCallback, FastDataLoader
-from lightning_fastdata.plugin.watch.host_metrics import HostMeter
+from lightning_fastdata.insight.measure.host_metrics import HostMeter
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux' /proc")
 CPU = torch.device("cpu")

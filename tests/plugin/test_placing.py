@@ -35,8 +35,7 @@ from lightning_fastdata.augment.switch import (
 )
 from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.batches.staged import StagedBatch
-from lightning_fastdata.insight.measure.clock import CudaClock, HostClock
-from lightning_fastdata.insight.measure.timeline import StepTimeline
+from lightning_fastdata.insight.measure.timeline import CudaClock, HostClock, StepTimeline
 from lightning_fastdata.plugin.placing.costs import (
     PlaceTask,
     ProcessTimes,
@@ -45,7 +44,7 @@ from lightning_fastdata.plugin.placing.costs import (
 )
 from lightning_fastdata.plugin.placing.step_watch import StepWatch
 from lightning_fastdata.plugin.placing.trial import Placing
-from lightning_fastdata.plugin.watch.judging import RunJudge
+from lightning_fastdata.plugin.watch.measured_run import RunJudge
 from lightning_fastdata.plugin.watch.recording import Recording
 from lightning_fastdata.types import SampleKey
 

@@ -26,7 +26,7 @@ from lightning_fastdata import (
     prefetch,
 )
 from lightning_fastdata.errors import FastDataWarning, OptionsError
-from lightning_fastdata.plugin.placing.prefetching import choose_prefetch
+from lightning_fastdata.plugin.placing.transfer import choose_prefetch
 
 torch.set_num_threads(1)
 WAYS = ("off", "stream", "lookahead")

@@ -8,8 +8,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
-from lightning_fastdata.plugin.loggers.boards import log_to
-from lightning_fastdata.plugin.loggers.scalar_events import write_scalars
+from lightning_fastdata.plugin.loggers.boards import log_to, write_scalars
 
 SCALARS = {"data/step_ms": 78.25, "data/stall_percent": float("nan"), "data_wait/idle_ms": 0.0}
 

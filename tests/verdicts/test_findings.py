@@ -14,10 +14,9 @@ from thoroughness import max_examples
 
 import lightning_fastdata
 from lightning_fastdata.insight.measure.wall import Activity, WallTime
-from lightning_fastdata.insight.model.events import left_over
+from lightning_fastdata.insight.model.events import BatchCost, LoaderSetup, left_over
 from lightning_fastdata.insight.model.evidence import Evidence
 from lightning_fastdata.insight.model.finding import gain_text
-from lightning_fastdata.insight.model.inputs import BatchCost, LoaderSetup
 from lightning_fastdata.insight.model.remedies import (
     GOOD_ENOUGH,
     best_workers,

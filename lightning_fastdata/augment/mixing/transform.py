@@ -18,7 +18,7 @@ from lightning_fastdata.augment.mixing.repeat import (
 )
 from lightning_fastdata.augment.ops.output import OutputForm, check_form, output_form
 from lightning_fastdata.augment.pipeline.fields import Fields, find_fields, get_field
-from lightning_fastdata.augment.record.worker import convert_images
+from lightning_fastdata.augment.record.targets import convert_images
 from lightning_fastdata.augment.replay.program import Draws, compile_tapes
 from lightning_fastdata.augment.transform import BatchTransform, as_batch_transform
 from lightning_fastdata.errors import OptionsError, TransformError

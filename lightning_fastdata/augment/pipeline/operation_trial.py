@@ -22,8 +22,7 @@ from lightning_fastdata.augment.callables import plain_tensors
 from lightning_fastdata.augment.pipeline.bounds import EQUAL, FEW_ELSEWHERE, LIKE, bound_of
 from lightning_fastdata.augment.pipeline.fields import is_too_wide
 from lightning_fastdata.augment.pipeline.tree import is_albumentations, is_container
-from lightning_fastdata.augment.record.albumentations_internals import function_by_key
-from lightning_fastdata.augment.record.tape import Recorder
+from lightning_fastdata.augment.record.tape import Recorder, function_by_key
 from lightning_fastdata.augment.replay.torch import run_whole
 from lightning_fastdata.augment.show.parity import levels_per_unit
 from lightning_fastdata.randomness.seeds import reseed

@@ -6,7 +6,7 @@ The rules, in order:
    (``Resize``, ``RandomResizedCrop``, ...) runs in the worker: dataset images may vary in size.
    A pipeline without such an operation can only be collated when the dataset's images already have
    one size, so nothing is held back for it. Where they are known to,
-   :mod:`~lightning_fastdata.augment.record.crop` leaves that operation to the device as well.
+   :mod:`~lightning_fastdata.augment.record.worker` leaves that operation to the device as well.
 2. Everything up to the operation that gives all samples one dtype again runs in the worker, where
    one before it changes the dtype of some samples only (``OneOf([InvertImg(), ToFloat()])``); all
    of the pipeline, if none does: a batch is one tensor. See

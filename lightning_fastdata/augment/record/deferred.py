@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -25,6 +24,8 @@ from lightning_fastdata.torch_internals import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
     from lightning_fastdata.augment.ops.operation import Track
 
 _TELLS_FORM: Final = frozenset(

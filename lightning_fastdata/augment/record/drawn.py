@@ -12,8 +12,12 @@ import torch
 from lightning_fastdata.augment.collated_batches import refuse_pixels
 from lightning_fastdata.augment.pipeline.fields import describe, numpy_dtype
 from lightning_fastdata.augment.pipeline.values import Values
-from lightning_fastdata.augment.record.tape import phantom, target_roles
-from lightning_fastdata.augment.replay.layouts import channels_as_given, channels_behind
+from lightning_fastdata.augment.record.tape import phantom
+from lightning_fastdata.augment.record.targets import (
+    channels_as_given,
+    channels_behind,
+    target_roles,
+)
 from lightning_fastdata.augment.replay.program import Draws, compile_tapes
 from lightning_fastdata.augment.replay.torch import replay_image
 from lightning_fastdata.errors import BatchError, OptionsError

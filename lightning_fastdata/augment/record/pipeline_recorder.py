@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import threading
-from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,13 +12,15 @@ import torch
 
 from lightning_fastdata.augment.ops.operation import Track
 from lightning_fastdata.augment.pipeline.fields import is_too_wide
-from lightning_fastdata.augment.pipeline.plan import Plan
 from lightning_fastdata.augment.pipeline.tree import list_leaves, list_nodes
 from lightning_fastdata.augment.record.deferred import DeferredTensor, Waiting
 from lightning_fastdata.augment.record.tape import Recorder
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
     from lightning_fastdata.augment.ops.operation import DeviceOp
+    from lightning_fastdata.augment.pipeline.plan import Plan
 
 
 class Watch:

@@ -7,11 +7,13 @@ per value, and changes of the layout. All others are carried out on the spot, on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
 
 Kind: TypeAlias = Literal[
     "cast", "add", "sub", "mul", "div", "permute", "unsqueeze", "contiguous", "copy"

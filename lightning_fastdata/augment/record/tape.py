@@ -5,15 +5,27 @@ operation and its drawn parameters are noted, and a *phantom* (an empty array of
 dtype) goes on in its place. Probabilities, choices, boxes, keypoints, labels and filters are
 therefore Albumentations' own. An operation that needs real pixels gets them: the notes so far are
 carried out first, by Albumentations, for that sample only.
+
+What is asked of Albumentations beyond its documentation:
+
+- ``_key2func`` of a transform: by the key of a target, the function that it calls with it. Where a
+  version has no such name, the self-check fails and every pipeline runs whole on the CPU.
+- ``apply_with_params``, ``update_transform_params`` and ``get_params_dependent_on_data`` of a
+  transform, ``preprocess`` and ``postprocess`` of a Compose: replaced on single objects, never on a
+  class. Those of a copy stay; those of a pipeline that a dataset calls itself are put back by
+  ``PipelineRecorder.unhook``.
+- ``transforms`` of any composition that a dataset holds: replaced while one task of a worker is
+  timed, and put back when it ends (:mod:`lightning_fastdata.stamps.operations`).
+
+``tests/augment/test_albumentations_internals.py`` pins each against the installed Albumentations.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,7 +33,6 @@ import torch
 from lightning_fastdata.augment.ops.operation import (
     DeviceOp,
     Encoded,
-    Role,
     Tape,
     TapeOp,
     Track,
@@ -29,22 +40,83 @@ from lightning_fastdata.augment.ops.operation import (
     peek_params,
 )
 from lightning_fastdata.augment.pipeline.plan import Plan, device_form
-from lightning_fastdata.augment.pipeline.tree import (
-    is_albumentations,
-    keeps_params,
-    list_leaves,
-    list_nodes,
+from lightning_fastdata.augment.pipeline.tree import is_albumentations, keeps_params, list_leaves
+from lightning_fastdata.augment.pipeline.values import (
+    Values,
+    in_unit_range,
+    takes_any_range,
+    takes_dtype,
+    unit_after,
 )
-from lightning_fastdata.augment.pipeline.values import takes_any_range, takes_dtype
-from lightning_fastdata.augment.record.albumentations_internals import function_by_key
-from lightning_fastdata.augment.record.targets import Pending, Target, contiguous
+from lightning_fastdata.augment.record.targets import target_roles
 from lightning_fastdata.augment.replay.torch import replay_one
 from lightning_fastdata.errors import TransformError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
     from lightning_fastdata.augment.ops.operation import Shape
 
-_ROLES: Final[tuple[Role, ...]] = ("image", "mask")
+
+@dataclass(slots=True)
+class Pending:
+    """An operation that was noted, and how Albumentations would carry it out."""
+
+    op: TapeOp
+    apply: Callable[..., Any]
+    params: Mapping[str, Any]
+    bars_pixels: bool
+    """Whether it changes the form of the image, so that no later operation may have its pixels."""
+
+
+class Target:
+    """An image or mask on its way: real pixels, and what is still to be done to them."""
+
+    __slots__ = ("_unit", "pending", "real", "shown")
+
+    def __init__(self, real: Any, shown: Any) -> None:
+        self.real = real
+        self.shown = shown
+        self.pending: list[Pending] = []
+        self._unit: bool | None = None
+
+    def in_unit_range(self) -> bool:
+        """Return whether the values here are integers, or sure to lie in [0, 1].
+
+        Pixels that have to be fetched first are: somebody has looked, as that takes long.
+        """
+        if self._unit is None:
+            self._unit = callable(self.real) or in_unit_range(self.real)
+        return self._unit
+
+    def note(self, pending: Pending, transform: Any, dtype: np.dtype[Any]) -> None:
+        """Note an operation, which makes values of a dtype."""
+        self.pending.append(pending)
+        if dtype.kind == "f":
+            before = Values(self.shown.dtype, True)
+            if self.shown.dtype != dtype or not unit_after(transform, before, dtype):
+                self._unit = unit_after(transform, before._replace(unit=False), dtype)
+
+    def flush(self) -> Any:
+        """Return the pixels after what was noted, which Albumentations carries out now."""
+        if self.pending or callable(self.real):
+            self._unit = None
+        if callable(self.real):
+            self.real = self.real()
+        for pending in self.pending:
+            self.real = contiguous(pending.apply(contiguous(self.real), **pending.params))
+        self.pending.clear()
+        return self.real
+
+
+def contiguous(value: Any) -> Any:
+    """Return an array that lies in memory as NumPy's do; anything else as it is."""
+    return np.ascontiguousarray(value) if isinstance(value, np.ndarray) else value
+
+
+def function_by_key(transform: Any) -> Mapping[str, Callable[..., Any]]:
+    """Return what a transform calls with the value of each key of a sample that it knows."""
+    return transform._key2func  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,17 +135,6 @@ class _Hooked:
     """Whether some samples may go without it, so that it must not change the form of the others."""
     any_range: bool
     """Whether it takes floats outside of [0, 1]."""
-
-
-def target_roles(compose: Any) -> dict[str, Role]:
-    """Return the names that a pipeline takes images and masks under, with what each one is."""
-    roles: dict[str, Role] = {role: role for role in _ROLES}
-    # A pipeline within a pipeline may have targets that only its own transforms know.
-    for node in list_nodes(compose):
-        for name, kind in getattr(node, "additional_targets", {}).items():
-            if kind in _ROLES:
-                roles[name] = kind
-    return roles
 
 
 class Recorder:

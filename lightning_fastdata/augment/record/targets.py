@@ -1,70 +1,164 @@
-"""An image or mask of a sample on its way through a pipeline that is recorded."""
+"""Images and masks: their names in a pipeline, their places in a batch, and how they lie."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
 
-import numpy as np
+import torch
 
-from lightning_fastdata.augment.pipeline.values import Values, in_unit_range, unit_after
+from lightning_fastdata.augment.ops.output import OutputForm, convert_output
+from lightning_fastdata.augment.pipeline.fields import (
+    Fields,
+    Location,
+    describe,
+    find_fields,
+    get_field,
+    has_numpy_dtype,
+    numpy_dtype,
+    put_fields,
+)
+from lightning_fastdata.augment.pipeline.tree import list_leaves, list_nodes
+from lightning_fastdata.errors import BatchError
 
 if TYPE_CHECKING:
-    from lightning_fastdata.augment.ops.operation import TapeOp
+    from lightning_fastdata.augment.ops.operation import Role
+    from lightning_fastdata.types import Batch
 
 
-@dataclass(slots=True)
-class Pending:
-    """An operation that was noted, and how Albumentations would carry it out."""
-
-    op: TapeOp
-    apply: Callable[..., Any]
-    params: Mapping[str, Any]
-    bars_pixels: bool
-    """Whether it changes the form of the image, so that no later operation may have its pixels."""
+_ROLES: Final[tuple[Role, ...]] = ("image", "mask")
 
 
-class Target:
-    """An image or mask on its way: real pixels, and what is still to be done to them."""
-
-    __slots__ = ("_unit", "pending", "real", "shown")
-
-    def __init__(self, real: Any, shown: Any) -> None:
-        self.real = real
-        self.shown = shown
-        self.pending: list[Pending] = []
-        self._unit: bool | None = None
-
-    def in_unit_range(self) -> bool:
-        """Return whether the values here are integers, or sure to lie in [0, 1].
-
-        Pixels that have to be fetched first are: somebody has looked, as that takes long.
-        """
-        if self._unit is None:
-            self._unit = callable(self.real) or in_unit_range(self.real)
-        return self._unit
-
-    def note(self, pending: Pending, transform: Any, dtype: np.dtype[Any]) -> None:
-        """Note an operation, which makes values of a dtype."""
-        self.pending.append(pending)
-        if dtype.kind == "f":
-            before = Values(self.shown.dtype, True)
-            if self.shown.dtype != dtype or not unit_after(transform, before, dtype):
-                self._unit = unit_after(transform, before._replace(unit=False), dtype)
-
-    def flush(self) -> Any:
-        """Return the pixels after what was noted, which Albumentations carries out now."""
-        if self.pending or callable(self.real):
-            self._unit = None
-        if callable(self.real):
-            self.real = self.real()
-        for pending in self.pending:
-            self.real = contiguous(pending.apply(contiguous(self.real), **pending.params))
-        self.pending.clear()
-        return self.real
+def target_roles(compose: Any) -> dict[str, Role]:
+    """Return the names that a pipeline takes images and masks under, with what each one is."""
+    roles: dict[str, Role] = {role: role for role in _ROLES}
+    # A pipeline within a pipeline may have targets that only its own transforms know.
+    for node in list_nodes(compose):
+        for name, kind in getattr(node, "additional_targets", {}).items():
+            if kind in _ROLES:
+                roles[name] = kind
+    return roles
 
 
-def contiguous(value: Any) -> Any:
-    """Return an array that lies in memory as NumPy's do; anything else as it is."""
-    return np.ascontiguousarray(value) if isinstance(value, np.ndarray) else value
+def argument_names(compose: Any) -> frozenset[str]:
+    """Return the names of everything that a pipeline takes from a sample beside its image.
+
+    Boxes and keypoints only where it was told their format; without that they mean nothing to it.
+    """
+    names = {"masks", *getattr(compose, "available_keys", ())}
+    kinds = {name: name for name in names}
+    for node in list_nodes(compose):
+        kinds |= getattr(node, "additional_targets", {})
+    told = getattr(compose, "processors", kinds)
+    return frozenset(
+        name for name, kind in kinds.items() if kind not in {"bboxes", "keypoints"} or kind in told
+    )
+
+
+def places_of(batch: Batch, fields: Fields, compose: Any) -> dict[str, Location]:
+    """Return where the images and masks of a batch are, by the pipeline's names for them."""
+    found = find_fields(batch, fields, batched=True)
+    places: dict[str, Location] = {"image": found.image}
+    if found.mask is not None:
+        places["mask"] = found.mask
+    if isinstance(batch, Mapping):
+        names = [name for name in target_roles(compose) if name not in {"image", "mask"}]
+        places |= {name: name for name in names if isinstance(batch.get(name), torch.Tensor)}
+    return places
+
+
+def channels_behind(
+    tensors: Mapping[str, torch.Tensor], size: tuple[int, int]
+) -> tuple[dict[str, torch.Tensor], frozenset[str]]:
+    """Return images and masks ``[n, H, W, ...]``, and the names of those that were turned.
+
+    Args:
+        tensors: ``[n, H, W]``, ``[n, H, W, C]`` or ``[n, C, H, W]`` by name.
+        size: ``H, W``.
+    """
+    turned = frozenset(
+        name
+        for name, tensor in tensors.items()
+        if tensor.ndim == 4
+        and tuple(tensor.shape[2:]) == size
+        and (tuple(tensor.shape[1:3]) != size or name == "image")
+    )
+    behind = {
+        name: tensor.permute(0, 2, 3, 1).contiguous() if name in turned else tensor
+        for name, tensor in tensors.items()
+    }
+    return behind, turned
+
+
+def channels_as_given(
+    results: Mapping[str, torch.Tensor],
+    turned: frozenset[str],
+    compose: Any,
+    *,
+    images_are_chw: bool,
+) -> dict[str, torch.Tensor]:
+    """Return results in the layout in which they were given, unless the pipeline chose another.
+
+    Args:
+        results: ``[n, H, W, ...]``, or what ``ToTensorV2`` made of that.
+        turned: names of those that were given as ``[n, C, H, W]``.
+        compose: the pipeline.
+        images_are_chw: whether images went through ``ToTensorV2``.
+    """
+    roles = target_roles(compose)
+    masks_are_chw = images_are_chw and any(
+        type(leaf.transform).__name__ == "ToTensorV2" and leaf.transform.transpose_mask
+        for leaf in list_leaves(compose)
+    )
+    done = {"image": images_are_chw, "mask": masks_are_chw}
+    return {
+        name: result.permute(0, 3, 1, 2).contiguous()
+        if name in turned and result.ndim == 4 and not done[roles[name]]
+        else result
+        for name, result in results.items()
+    }
+
+
+def convert_images(
+    batch: Batch, fields: Fields, roles: Mapping[str, Role], form: OutputForm
+) -> Batch:
+    """Return a batch with its images in their output form.
+
+    Args:
+        batch: a collated batch, whose images are uint8 or float32.
+        fields: where its image is.
+        roles: names of a pipeline for what it takes; other images are keys of a dict.
+        form: what to convert to.
+    """
+    if not form.converts:
+        return batch
+    places: list[Location] = [find_fields(batch, fields, batched=True).image]
+    if isinstance(batch, Mapping):
+        named = (name for name, role in roles.items() if role == "image" and name != "image")
+        places += [name for name in named if isinstance(batch.get(name), torch.Tensor)]
+    converted = {place: convert_output(get_field(batch, place), form) for place in places}
+    return put_fields(batch, converted)
+
+
+def check_images(image: Any, *, values: bool) -> None:
+    """Raise BatchError if a field is no batch of images, or of floats outside of [0, 1].
+
+    Args:
+        image: the field.
+        values: look at the values, too.
+    """
+    ok = isinstance(image, torch.Tensor) and image.ndim in {3, 4} and len(image) > 0
+    if not ok or not has_numpy_dtype(image):
+        raise BatchError(
+            f"The image field is {describe(image)}. Expected a tensor [n, C, H, W], [n, H, W, C] "
+            "or [n, H, W] of at least one sample, uint8 or float32 in [0, 1], or of another dtype "
+            "that NumPy has."
+        )
+    if values and image.is_floating_point() and image.numel():
+        low, high = (float(value) for value in image.aminmax())
+        if low < 0 or high > 1:
+            raise BatchError(
+                f"The images are {numpy_dtype(image.dtype)} with values from {low:g} to {high:g}, "
+                "so they look normalised already. Albumentations needs uint8, or floats in [0, 1]: "
+                "leave Normalize out of the dataset and put it at the end of this pipeline."
+            )

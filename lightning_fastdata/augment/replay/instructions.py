@@ -43,7 +43,6 @@ A sample may begin with one way of reading of its own:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final, get_args
 
 import numpy as np
@@ -51,6 +50,8 @@ import numpy as np
 from lightning_fastdata.augment.ops.operation import End
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded, Fused, Instruction, Role
 
 NOP, MIRROR, TABLE, HSV, SCALE, CONTRAST, SATURATION, HUE, GRAY, HOLES, SHUFFLE, DROP = range(12)

@@ -9,13 +9,11 @@ that begins the next run.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 import numpy as np
 
-from lightning_fastdata.augment.ops.operation import Fused, Instruction, Instructions
 from lightning_fastdata.augment.replay.instructions import (
     BOTH_AXES,
     CHANNELS,
@@ -30,9 +28,17 @@ from lightning_fastdata.augment.replay.instructions import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
     import torch
 
-    from lightning_fastdata.augment.ops.operation import Encoded, Role
+    from lightning_fastdata.augment.ops.operation import (
+        Encoded,
+        Fused,
+        Instruction,
+        Instructions,
+        Role,
+    )
 
 Geometry: TypeAlias = Literal["none", "window", "resize", "warp", "filter"]
 _REPLICATE: Final = 1

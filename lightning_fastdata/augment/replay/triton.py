@@ -79,7 +79,7 @@ def has_kernels(device: torch.device) -> bool:
 def kernel_fault(device: torch.device) -> str | None:
     """Return why no kernel can be compiled and launched on a device, or None."""
     try:
-        from lightning_fastdata.augment.replay.kernels import trial_kernel
+        from lightning_fastdata.augment.replay.kernels.fused import trial_kernel
 
         with _current(device):
             trial_kernel[(1,)](torch.empty(1, dtype=torch.int32, device=device))
@@ -148,7 +148,7 @@ def run_fused(
     Returns:
         images ``[n, h, w, 3]`` or ``[n, 3, h, w]``; masks ``[n, h, w]`` or ``[n, h, w, C]``.
     """
-    from lightning_fastdata.augment.replay import kernels
+    from lightning_fastdata.augment.replay.kernels import fused as kernels
 
     known = {
         "fused": kernels.fused_kernel,

@@ -27,7 +27,7 @@ from lightning_fastdata.executors.pool.faults import (
 )
 from lightning_fastdata.executors.pool.protocol import MAX_THREADS
 from lightning_fastdata.executors.pool.splitter import EpochRun, PendingBatch, Splitter, Task
-from lightning_fastdata.stamps.own_stamps import WaitWatch
+from lightning_fastdata.stamps.batch_stamps import WaitWatch
 
 if TYPE_CHECKING:
     from lightning_fastdata.batches.layout import SampleLayout

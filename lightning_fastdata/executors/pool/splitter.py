@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from lightning_fastdata.batches.slots import Slot, SlotPool
     from lightning_fastdata.executors.fetch import FetchPlan
     from lightning_fastdata.order.epoch_order import EpochOrder
-    from lightning_fastdata.stamps.batch_stamps import ReadRates, TaskStamps
-    from lightning_fastdata.stamps.own_stamps import WaitWatch
+    from lightning_fastdata.stamps.batch_stamps import ReadRates, TaskStamps, WaitWatch
     from lightning_fastdata.types import Batch
 
 _AHEAD_BYTES: Final = 2**28

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import weakref
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from torch.utils.data import IterableDataset
+from torch.utils.data import ConcatDataset, IterableDataset, Subset
 
-from lightning_fastdata.insight.model.worker_shares import busy_share
-from lightning_fastdata.insight.waits.sample_files import sample_path
+from lightning_fastdata.attributes import held
+from lightning_fastdata.executors.fetch import decodes_in_place
+from lightning_fastdata.insight.model.setups import busy_share
 from lightning_fastdata.insight.waits.several_loaders import (
     LoaderTotals,
     LoaderWait,
@@ -324,4 +327,28 @@ class StageStamps:
             loader = watched.loader()
             if watched.number == number and loader is not None:
                 return sample_path(loader.dataset, index)
+        return None
+
+
+def sample_path(dataset: Any, index: Any) -> str | None:
+    """Return the file of a sample of an image folder, torchvision's or ours.
+
+    Subsets and concatenations of such folders are looked through.
+
+    None if the dataset holds no list ``samples`` that begins with paths. Bytes that are no text are
+    surrogates in it, as the ``os`` module has them.
+    """
+    try:
+        while isinstance(dataset, Subset | ConcatDataset):
+            if isinstance(dataset, Subset):
+                dataset, index = dataset.dataset, dataset.indices[index]
+            else:
+                ends = dataset.cumulative_sizes
+                which = bisect_right(ends, index)
+                index -= ends[which - 1] if which else 0
+                dataset = dataset.datasets[which]
+        # Only our own list is a property: one of the user may open a file.
+        samples = dataset.samples if decodes_in_place(dataset) else held(dataset, "samples")
+        return os.fsdecode(samples[index][0])
+    except Exception:  # `samples` is the user's, and may be anything
         return None

@@ -6,19 +6,20 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
+from torch.utils.data import IterableDataset
+
+from lightning_fastdata.insight.model.events import BatchCost, LoaderSetup
 from lightning_fastdata.insight.model.finding import STALL_LOW
-from lightning_fastdata.insight.model.inputs import BatchCost, LoaderSetup
-from lightning_fastdata.insight.model.loader_facts import device_could_augment
-from lightning_fastdata.insight.model.simulate import batch_costs
-from lightning_fastdata.insight.model.worker_shares import (
+from lightning_fastdata.insight.model.setups import (
     busy_share,
     by_epoch,
     interpreter_share,
     runqueue_share,
     worker_threads,
 )
+from lightning_fastdata.insight.model.simulate import batch_costs
 from lightning_fastdata.insight.waits.attribution import SlowSample, WaitParts
 from lightning_fastdata.insight.waits.causes import CauseTotals, OperationShare
 from lightning_fastdata.insight.waits.lines import LineShare
@@ -26,10 +27,57 @@ from lightning_fastdata.insight.waits.lines import LineShare
 if TYPE_CHECKING:
     from lightning_fastdata.insight.measure.metrics import PhaseSummary, StageSummary
     from lightning_fastdata.insight.measure.wall import WallTime
-    from lightning_fastdata.insight.model.loader_facts import LoaderFacts
     from lightning_fastdata.insight.waits.causes import WaitCauses
     from lightning_fastdata.insight.waits.several_loaders import OneOfSeveral
     from lightning_fastdata.stamps.batch_stamps import BatchStamps, ReadRates
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoaderFacts:
+    """What is known about how batches are made. None = not known, e.g. of a foreign loader."""
+
+    num_workers: int | None = None
+    """Worker processes; 0 = the training process loads."""
+    usable_cpus: int | None = None
+    """CPUs this process may use, after affinity, cgroup quota and other ranks on the host."""
+    augment_on: Literal["cpu", "device"] | None = None
+    """Where the transforms run."""
+    augment_settled: bool = False
+    """Whether no other place is to be advised: that one was measured to be the faster, or nothing
+    of the transforms can be deferred to a device."""
+    pinned: bool | None = None
+    """Whether batches arrive in page-locked memory."""
+    persistent_workers: bool | None = None
+    """Whether workers live through the end of an epoch."""
+    streamed: bool | None = None
+    """Whether the dataset is an iterable one."""
+    loader: str | None = None
+    """Which of several loaders this is about, e.g. ``loader 'images'``; None: there is one."""
+
+
+def read_loader(loader: object) -> LoaderFacts:
+    """Return what a loader of any kind says about itself, which may be nothing."""
+    workers = getattr(loader, "num_workers", None)
+    return LoaderFacts(
+        num_workers=workers,
+        pinned=getattr(loader, "pin_memory", None),
+        persistent_workers=getattr(loader, "persistent_workers", None) if workers else None,
+        streamed=isinstance(getattr(loader, "dataset", None), IterableDataset),
+    )
+
+
+def device_could_augment(device: str, facts: LoaderFacts, *, seen: bool = False) -> bool:
+    """Return whether to advise that a device takes over what workers do to samples.
+
+    Args:
+        device: Type of what computes.
+        facts: What its loader says about itself.
+        seen: Whether workers were seen to transform samples. What a dataset does is not known to
+            its loader.
+    """
+    in_workers = facts.augment_on == "cpu" or (facts.augment_on is None and seen)
+    return device != "cpu" and in_workers and not facts.augment_settled
+
 
 _MOST_COSTS: Final = 400
 """The model replays no more of the newest batches: more make it slower, hardly better."""

@@ -83,3 +83,15 @@ def gain_text(gain: Gain) -> str:
     basis = "" if gain.basis == "floor" else f", {_BASIS.get(gain.basis, gain.basis)}"
     steps = f"{gain.before_ms:.1f} -> {gain.after_ms:.1f} ms a step"
     return f"{most}{gain.factor:.2f}x ({steps}{basis})"
+
+
+def duration_text(seconds: float) -> str:
+    """Return ``0.8 s``, ``34 s``, ``1 min 34 s`` or ``2 h 05 min``."""
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"

@@ -7,15 +7,15 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, Literal
 
+from lightning_fastdata.insight.model.events import LoaderSetup
 from lightning_fastdata.insight.model.finding import GOOD_ENOUGH, Gain
-from lightning_fastdata.insight.model.inputs import LoaderSetup
 from lightning_fastdata.insight.model.simulate import simulate
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from lightning_fastdata.insight.model.events import BatchCost
     from lightning_fastdata.insight.model.evidence import Evidence
-    from lightning_fastdata.insight.model.inputs import BatchCost
 
 WORKERS: Final = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """Numbers of workers that are tried."""

@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
-from lightning_fastdata.insight.model.events import EventModel
-from lightning_fastdata.insight.model.inputs import BatchCost, LoaderSetup
+from lightning_fastdata.insight.model.events import BatchCost, EventModel, LoaderSetup
 from lightning_fastdata.insight.waits.attribution import held_ns
 
 if TYPE_CHECKING:

@@ -10,18 +10,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from lightning_fastdata.errors import OptionsError, printable
-from lightning_fastdata.insight.report.conditions import (
+from lightning_fastdata.insight.report.recorded import (
+    RUN_METRICS,
+    WAIT_METRICS,
     Condition,
     Outcome,
     number_text,
     parse_condition,
-    signed_text,
-)
-from lightning_fastdata.insight.report.recorded import (
-    RUN_METRICS,
-    WAIT_METRICS,
     read_report,
     report_metrics,
+    signed_text,
 )
 
 if TYPE_CHECKING:
@@ -185,7 +183,7 @@ def compare_files(
     Args:
         a: The run to compare with.
         b: The run that is compared.
-        fail_if: Conditions, in the grammar of `lightning_fastdata.insight.report.conditions`.
+        fail_if: Conditions, in the grammar of `lightning_fastdata.insight.report.recorded`.
 
     Raises:
         OptionsError: A file cannot be read or is no such report; a condition cannot be read, names

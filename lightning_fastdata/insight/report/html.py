@@ -2,24 +2,369 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final
+from html import escape
+from typing import Any, Final, TypeAlias
 
+from lightning_fastdata.errors import printable
 from lightning_fastdata.insight.measure.wall import PART_NAMES, STEP_PARTS
-from lightning_fastdata.insight.model.finding import Gain, gain_text
-from lightning_fastdata.insight.report.chart import STACK, timeline_section
-from lightning_fastdata.insight.report.drawing import duration_text
-from lightning_fastdata.insight.report.html_style import STYLE
-from lightning_fastdata.insight.report.markup import (
-    Child,
-    Markup,
-    bar,
-    element,
-    section,
-    table,
-)
+from lightning_fastdata.insight.model.finding import Gain, duration_text, gain_text
 from lightning_fastdata.insight.waits.attribution import PART_WORDS
 from lightning_fastdata.types import STAGE_WORDS
+
+STYLE: Final = """
+:root {
+  color-scheme: light dark;
+  --paper: #fff; --ink: #1d2430; --faint: #667085; --line: #e3e7ee; --card: #f6f8fb;
+  --wait: #d1495b; --transfer: #3f8ec2; --augment: #a2659a; --compute: #3f9164; --warn: #c98a12;
+}
+@media (prefers-color-scheme: dark) {
+  :root {
+    --paper: #12161d; --ink: #e4e8ef; --faint: #94a0b3; --line: #2b3340; --card: #1a202a;
+    --wait: #e2616f; --transfer: #5aa9dc; --augment: #bd85b6; --compute: #4fae7b; --warn: #e0a73c;
+  }
+}
+* { box-sizing: border-box; }
+body { margin: 0; background: var(--paper); color: var(--ink);
+  font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; }
+main { max-width: 1080px; margin: 0 auto; padding: 24px 20px 40px; }
+h1 { font-size: 22px; line-height: 1.35; margin: 4px 0 18px; font-weight: 600; }
+h2 { font-size: 16px; margin: 34px 0 10px; }
+h3 { font-size: 14px; margin: 20px 0 6px; }
+p { margin: 6px 0; }
+ul { margin: 8px 0; padding-left: 20px; color: var(--faint); }
+.run, .hint { color: var(--faint); margin: 0; }
+.hint { font-size: 13px; }
+.badge { color: #fff; background: var(--faint); padding: 2px 10px; border-radius: 4px;
+  text-transform: uppercase; font-size: 15px; letter-spacing: .04em; white-space: nowrap; }
+.badge.data-bound { background: #c0374a; }
+.badge.balanced { background: #96660a; }
+.badge.paused, .badge.starved, .badge.held { background: #7a3d94; }
+.badge.compute-bound { background: #2f7a52; }
+.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(130px, 1fr)); gap: 10px; }
+.figures div { background: var(--card); border-radius: 8px; padding: 10px 14px; }
+.figures b { display: block; font-size: 24px; line-height: 1.25; font-weight: 600;
+  font-variant-numeric: tabular-nums; }
+.figures span { color: var(--faint); font-size: 13px; }
+article { border-left: 4px solid var(--line); background: var(--card); padding: 10px 16px;
+  margin: 10px 0; border-radius: 0 8px 8px 0; overflow-wrap: anywhere; }
+article.high { border-color: var(--wait); }
+article.moderate { border-color: var(--warn); }
+article.fine { border-color: var(--compute); }
+.cause { margin: 0; }
+.code { font: 12px ui-monospace, "DejaVu Sans Mono", monospace; color: var(--faint);
+  border: 1px solid var(--line); border-radius: 4px; padding: 1px 5px; margin-right: 4px; }
+dl { display: grid; grid-template-columns: 44px 1fr; gap: 4px 8px; margin: 8px 0 0; }
+dl:empty { display: none; }
+dt { color: var(--faint); }
+dd { margin: 0; min-width: 0; }
+dd.try { font-weight: 600; }
+dd.skip { color: var(--faint); }
+.before-after { display: block; max-width: 420px; margin-top: 5px; }
+.before-after .bar { height: 6px; margin-bottom: 2px; }
+i { font-style: normal; }
+.bar { display: block; height: 12px; min-width: 1px; border-radius: 2px; }
+.stack { display: flex; height: 26px; border-radius: 4px; overflow: hidden; margin-bottom: 10px; }
+.stack .bar { height: 100%; border-radius: 0; flex: none; }
+.back-gap { background: var(--faint); }
+.back-wait { background: var(--wait); } .fill-wait { fill: var(--wait); }
+.back-transfer { background: var(--transfer); } .fill-transfer { fill: var(--transfer); }
+.back-augment { background: var(--augment); } .fill-augment { fill: var(--augment); }
+.back-compute { background: var(--compute); } .fill-compute { fill: var(--compute); }
+.legend { display: flex; flex-wrap: wrap; gap: 4px 18px; font-size: 13px; }
+.legend i, td > span > i { display: inline-block; width: 11px; height: 11px; margin-right: 6px;
+  border-radius: 2px; }
+.legend .dots { width: 18px; height: 0; vertical-align: middle; border-radius: 0;
+  border-top: 2px dotted var(--ink); }
+.chart { display: grid; grid-template-columns: 42px 1fr; font-size: 12px; color: var(--faint);
+  font-variant-numeric: tabular-nums; }
+.y { position: relative; }
+.y span { position: absolute; right: 8px; line-height: 1; transform: translateY(50%); }
+.plot { height: 240px; border: solid var(--line); border-width: 0 0 1px 1px; }
+.plot svg { display: block; width: 100%; height: 100%; }
+.x { grid-column: 2; display: flex; justify-content: space-between; gap: 10px; padding-top: 3px; }
+.floor { stroke: var(--ink); stroke-width: 1.5px; stroke-dasharray: 2 4;
+  vector-effect: non-scaling-stroke; }
+.epoch { stroke: var(--faint); stroke-width: 1px; opacity: .6; vector-effect: non-scaling-stroke; }
+.step { fill: transparent; }
+.step:hover { fill: var(--ink); opacity: .22; }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; width: 100%; font-size: 14px; }
+th { text-align: left; color: var(--faint); font-weight: 500; font-size: 13px; }
+th, td { padding: 4px 12px 4px 0; border-bottom: 1px solid var(--line); vertical-align: middle; }
+td { overflow-wrap: anywhere; }
+td.number { font-variant-numeric: tabular-nums; white-space: nowrap; }
+.parts td:first-child { width: 46%; }
+.parts td:nth-child(2) { width: 34%; }
+footer { margin-top: 36px; padding-top: 12px; border-top: 1px solid var(--line); font-size: 13px;
+  color: var(--faint); display: flex; flex-wrap: wrap; gap: 2px 18px; }
+footer b { font-weight: 500; color: var(--ink); }
+@media (max-width: 560px) {
+  main { padding: 14px 12px 30px; }
+  h1 { font-size: 19px; }
+  .figures { grid-template-columns: repeat(auto-fit, minmax(104px, 1fr)); gap: 8px; }
+  .figures b { font-size: 20px; }
+  .plot { height: 180px; }
+  .parts td:nth-child(2), .parts th:nth-child(2) { display: none; }
+  .parts td:first-child { width: 66%; }
+}
+@media print { article, .figures div { break-inside: avoid; } }
+"""
+
+
+class Markup(str):
+    """Text that is markup already, and is written as it is."""
+
+    __slots__ = ()
+
+
+Child: TypeAlias = "str | Markup | Iterable[Child] | None"
+"""What an element may hold: text, which is escaped; elements; any nesting of them."""
+
+_VOID = frozenset(("br", "meta", "rect", "line", "path"))
+
+
+def element(name: str, /, *children: Child, **attributes: str | float | None) -> Markup:
+    """Return ``<name ...>children</name>``.
+
+    Args:
+        name: Of the element.
+        children: What it holds.
+        attributes: Underscores in their names become hyphens, one at the end is cut off
+            (``class_``); those with None are left out.
+    """
+    written = "".join(
+        f' {key.rstrip("_").replace("_", "-")}="{escape(printable(str(value)))}"'
+        for key, value in attributes.items()
+        if value is not None
+    )
+    inner = joined(children)
+    if name in _VOID and not inner:
+        return Markup(f"<{name}{written}/>")
+    return Markup(f"<{name}{written}>{inner}</{name}>")
+
+
+def joined(children: Child) -> Markup:
+    """Return elements and escaped texts one after the other."""
+    if children is None:
+        return Markup()
+    if isinstance(children, Markup):
+        return children
+    if isinstance(children, str):
+        return Markup(escape(printable(children)))
+    return Markup("".join(joined(child) for child in children))
+
+
+def section(title: str, *children: Child) -> Markup:
+    """Return a part of the page under a heading."""
+    return element("section", element("h2", title), children)
+
+
+def table(
+    heads: Sequence[str], rows: Iterable[Sequence[Child]], class_: str | None = None
+) -> Markup:
+    """Return a table whose cells of numbers stand right; None is a cell that was not measured."""
+    body = [
+        element(
+            "tr",
+            [element("td", "-" if cell is None else cell, class_=_kind(cell)) for cell in row],
+        )
+        for row in rows
+    ]
+    first = element("tr", [element("th", head) for head in heads])
+    whole = element("table", element("thead", first), element("tbody", body), class_=class_)
+    return element("div", whole, class_="wide")
+
+
+def _kind(cell: Child) -> str | None:
+    if cell is None:
+        return "number"
+    if not isinstance(cell, str) or isinstance(cell, Markup):
+        return None
+    return "number" if cell[:1].isdigit() and cell[-1:] in "0123456789%" else None
+
+
+def bar(share: float, name: str) -> Markup:
+    """Return a bar as long as a share of its cell, 0 to 1, in the color of a phase."""
+    return element("i", class_=f"bar back-{name}", style=f"width:{100 * share:.2f}%")
+
+
+STACK: Final = (
+    ("compute", "compute_ms"),
+    ("augment", "augment_ms"),
+    ("transfer", "transfer_ms"),
+    ("wait", "stall_ms"),
+)
+"""Phases from the bottom to the top, each with the column of `StepTiming` that holds it."""
+_COLD_WORDS: Final = {1: ", first of its epoch", 2: ", first after a validation"}
+_HEIGHT: Final = 1000
+_TICKS: Final = 4
+_NICE: Final = (1.0, 2.0, 2.5, 5.0, 10.0)
+_QUANTILE: Final = 0.95
+"""The axis ends a little above this part of the steps: a few spikes must not press all others
+flat."""
+
+Recent = Mapping[str, Sequence[float | None]]
+"""Column of `StepTiming` -> one value per step, oldest first; None = not measured."""
+
+
+def timeline_section(recent: Recent | None) -> Markup | None:
+    """Return the chart of the newest steps with its heading and legend; None without any."""
+    chart = timeline_chart(recent) if recent else None
+    if recent is None or chart is None:
+        return None
+    shown = [
+        name for name, column in STACK if any(value is not None for value in recent.get(column, ()))
+    ]
+    legend = [
+        element("span", element("i", class_=f"back-{name}"), name) for name in reversed(shown)
+    ]
+    legend.append(element("span", element("i", class_="dots"), "median if data were free"))
+    return section(
+        f"The newest {len(recent['step'])} steps, ms",
+        element("p", legend, class_="legend"),
+        chart,
+        element("p", "Rest on a step for its figures; thin lines are epochs.", class_="hint"),
+    )
+
+
+def timeline_chart(recent: Recent) -> Markup | None:
+    """Return the steps as stacked columns with axes, or None if no step was timed.
+
+    Each column shows its figures when the mouse rests on it. The picture takes all the width that
+    there is; its labels are text beside it, which does not shrink with it.
+
+    Args:
+        recent: Columns of the newest steps.
+    """
+    totals = [value for value in recent.get("step_ms", ()) if value is not None]
+    if not totals:
+        return None
+    warm = [
+        value
+        for value, cold in zip(recent["step_ms"], recent["cold"], strict=True)
+        if value is not None and not cold
+    ]
+    top, ticks = axis(_quantile(warm or totals, _QUANTILE) * 1.1)
+    numbers = [round(value or 0) for value in recent["step"]]
+    plot = element(
+        "svg",
+        [_areas(recent, top), _floor(recent, top), _epochs(recent), _columns(recent)],
+        viewBox=f"0 0 {len(numbers)} {_HEIGHT}",
+        preserveAspectRatio="none",
+        role="img",
+        aria_label="Time of the newest steps, by phase",
+    )
+    labels = [
+        element("span", f"{tick:g}", style=f"bottom:{100 * tick / top:.2f}%") for tick in ticks
+    ]
+    above = sum(value > top for value in totals)
+    note = f"{above} above {top:g} ms, up to {max(totals):.0f} ms" if above else None
+    return element(
+        "div",
+        element("div", labels, class_="y"),
+        element("div", plot, class_="plot"),
+        element(
+            "div",
+            element("span", f"step {numbers[0]}"),
+            element("span", note) if note else None,
+            element("span", f"step {numbers[-1]}"),
+            class_="x",
+        ),
+        class_="chart",
+    )
+
+
+def axis(largest: float) -> tuple[float, list[float]]:
+    """Return the end of an axis that holds ``largest``, and round numbers on it, from 0."""
+    rough = max(largest, 1e-6) / _TICKS
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(nice * power for nice in _NICE if nice * power >= rough * (1 - 1e-9))
+    count = math.ceil(largest / step - 1e-9)
+    return max(1, count) * step, [i * step for i in range(max(1, count) + 1)]
+
+
+def _areas(recent: Recent, top: float) -> list[Markup]:
+    """Return an area for each measured phase, stepwise, on top of those before it."""
+    base = [0.0] * len(recent["step_ms"])
+    areas = []
+    for name, column in STACK:
+        values = recent.get(column, ())
+        if all(value is None for value in values):
+            continue
+        upper = [low + (value or 0.0) for low, value in zip(base, values, strict=True)]
+        outline = "".join(
+            f"M{i} {_y(low, top)}V{_y(high, top)}H{i + 1}V{_y(low, top)}Z"
+            for i, (low, high) in enumerate(zip(base, upper, strict=True))
+            if high > low
+        )
+        areas.append(element("path", d=outline, class_=f"fill-{name}"))
+        base = upper
+    return areas
+
+
+def _floor(recent: Recent, top: float) -> Markup | None:
+    """Return a dotted line where the median step would be if data were free."""
+    left = [
+        total - (stall or 0.0)
+        for total, stall in zip(recent["step_ms"], recent["stall_ms"], strict=True)
+        if total is not None
+    ]
+    if all(stall is None for stall in recent["stall_ms"]):
+        return None
+    y = _y(_quantile(left, 0.5), top)
+    return element("line", x1=0, x2=len(recent["step_ms"]), y1=y, y2=y, class_="floor")
+
+
+def _epochs(recent: Recent) -> list[Markup]:
+    return [
+        element("line", x1=i, x2=i, y1=0, y2=_HEIGHT, class_="epoch")
+        for i, cold in enumerate(recent["cold"])
+        if cold == 1 and i
+    ]
+
+
+def _columns(recent: Recent) -> list[Markup]:
+    """Return an invisible column over each step, with its figures as a title."""
+    return [
+        element(
+            "rect",
+            element("title", _figures(recent, i)),
+            x=i,
+            y=0,
+            width=1,
+            height=_HEIGHT,
+            class_="step",
+        )
+        for i in range(len(recent["step_ms"]))
+    ]
+
+
+def _figures(recent: Recent, i: int) -> str:
+    total = recent["step_ms"][i]
+    lines = [
+        f"step {round(recent['step'][i] or 0)}{_COLD_WORDS.get(round(recent['cold'][i] or 0), '')}"
+    ]
+    lines.append("not timed" if total is None else f"{total:.1f} ms in all")
+    for name, column in reversed(STACK):
+        value = recent[column][i] if column in recent else None
+        if value is not None:
+            lines.append(f"{name} {value:.1f} ms")
+    return "\n".join(lines)
+
+
+def _y(value_ms: float, top: float) -> int:
+    return round(_HEIGHT * (1 - min(1.0, value_ms / top)))
+
+
+def _quantile(values: Sequence[float], part: float) -> float:
+    """Return the quantile, linear between neighbours."""
+    ordered = sorted(values)
+    at = part * (len(ordered) - 1)
+    low, high = math.floor(at), math.ceil(at)
+    return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
+
 
 _PHASES: Final = tuple((name, column.removesuffix("_ms")) for name, column in reversed(STACK))
 _POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'"

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_fastdata.errors import printable
 from lightning_fastdata.host.system_calls import write_atomically
-from lightning_fastdata.insight.report.drawing import bar
 from lightning_fastdata.insight.report.summary_text import (
     Line,
     as_ascii,
+    bar,
     fitted,
     percent,
     rule,
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from lightning_fastdata.insight.measure.metrics import Columns, StageSummary
     from lightning_fastdata.insight.measure.wall import WallTime
-    from lightning_fastdata.insight.verdicts.verdict import Verdict
+    from lightning_fastdata.insight.verdicts.catalogue import Verdict
     from lightning_fastdata.insight.waits.ranks import RankTiming
 
 SCHEMA_VERSION = 5

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from lightning_fastdata.errors import printable
 from lightning_fastdata.insight.measure.wall import wall_text
-from lightning_fastdata.insight.model.finding import STALL_LOW, gain_text
-from lightning_fastdata.insight.report.drawing import bar, duration_text
+from lightning_fastdata.insight.model.finding import STALL_LOW, duration_text, gain_text
 from lightning_fastdata.insight.waits.causes import cause_lines
 from lightning_fastdata.insight.waits.ranks import ranks_line
 from lightning_fastdata.insight.waits.several_loaders import waits_line
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 
     from lightning_fastdata.insight.measure.metrics import StageSummary
     from lightning_fastdata.insight.measure.wall import WallTime
-    from lightning_fastdata.insight.verdicts.verdict import Verdict
+    from lightning_fastdata.insight.verdicts.catalogue import Verdict
     from lightning_fastdata.insight.waits.ranks import RankTiming
 
 _MOST_REMEDIES = 2
@@ -233,3 +232,18 @@ def percent(share: float) -> str:
 def as_ascii(text: str) -> str:
     """Return the text with ASCII signs in the place of drawn ones."""
     return text.translate(_TO_ASCII).encode("ascii", "replace").decode("ascii")
+
+
+_EIGHTHS = " ▏▎▍▌▋▊▉"
+
+
+def bar(fraction: float, width: int, *, ascii: bool = False) -> str:  # noqa: A002
+    """Return a bar of ``fraction`` (clipped to 0..1) of ``width`` cells, to an eighth of a cell.
+
+    With ``ascii``, to a whole cell.
+    """
+    cells = min(1.0, max(0.0, fraction)) * width
+    if ascii:
+        return "#" * round(cells)
+    full, eighths = divmod(round(cells * 8), 8)
+    return "█" * full + (_EIGHTHS[eighths] if eighths else "")

@@ -13,9 +13,9 @@ from lightning_fastdata.insight.model.finding import (
     STALL_LOW,
     Finding,
     Gain,
+    duration_text,
     severity_of,
 )
-from lightning_fastdata.insight.report.drawing import duration_text
 from lightning_fastdata.insight.verdicts.rule import Rule
 
 if TYPE_CHECKING:

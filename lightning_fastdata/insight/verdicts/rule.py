@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Final, Generic, Literal, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
     from lightning_fastdata.insight.measure.metrics import StageSummary
-    from lightning_fastdata.insight.model.evidence import Evidence
+    from lightning_fastdata.insight.model.evidence import Evidence, LoaderFacts
     from lightning_fastdata.insight.model.finding import Finding, Kind
-    from lightning_fastdata.insight.model.loader_facts import LoaderFacts
     from lightning_fastdata.insight.waits.attribution import WaitParts
 
 SMALL_COSTS: Final = frozenset({"FD001", "FD002", "FD106", "FD201", "FD202"})

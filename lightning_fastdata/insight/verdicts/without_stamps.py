@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Final
 
+from lightning_fastdata.insight.model.evidence import device_could_augment
 from lightning_fastdata.insight.model.finding import (
     AUGMENT_HIGH,
     EPOCH_START_HIGH,
@@ -19,7 +20,6 @@ from lightning_fastdata.insight.model.finding import (
     Gain,
     severity_of,
 )
-from lightning_fastdata.insight.model.loader_facts import device_could_augment
 from lightning_fastdata.insight.verdicts.rule import Found, Rule, Unstamped
 from lightning_fastdata.insight.waits.attribution import PART_WORDS
 from lightning_fastdata.types import STAGE_WORDS

@@ -18,7 +18,7 @@ from lightning_fastdata.insight.waits.attribution import (
     WaitParts,
 )
 from lightning_fastdata.insight.waits.lines import LineShare, LineTotals, line_text
-from lightning_fastdata.stamps.sample_times import BUCKETS, bounds_ns
+from lightning_fastdata.stamps.batch_stamps import BUCKETS, bounds_ns
 
 if TYPE_CHECKING:
     from lightning_fastdata.stamps.batch_stamps import BatchStamps

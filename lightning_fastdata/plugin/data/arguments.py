@@ -10,8 +10,7 @@ from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from lightning_fastdata.errors import FastDataWarning, OptionsError
-from lightning_fastdata.planning.checks import check, check_callable
-from lightning_fastdata.planning.options import LoaderOptions
+from lightning_fastdata.planning.options import LoaderOptions, check, check_callable
 from lightning_fastdata.types import STAGES
 
 if TYPE_CHECKING:

@@ -10,9 +10,13 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, get_args
 
 from lightning_fastdata.loading.loader import FastDataLoader
-from lightning_fastdata.planning.checks import checked_seed
-from lightning_fastdata.planning.option_names import NeedsConstruction, refuses_unknown_names
-from lightning_fastdata.planning.options import Auto, LoaderOptions
+from lightning_fastdata.planning.options import (
+    Auto,
+    LoaderOptions,
+    NeedsConstruction,
+    checked_seed,
+    refuses_unknown_names,
+)
 from lightning_fastdata.plugin.contracts import ImageForm
 from lightning_fastdata.plugin.data.arguments import (
     LOADER_ARGUMENTS,
@@ -24,15 +28,13 @@ from lightning_fastdata.plugin.data.arguments import (
     remembers_given,
     take_over_hyperparameters,
 )
-from lightning_fastdata.plugin.data.construction import of_datasets, of_loaders
-from lightning_fastdata.plugin.data.datasets import in_form_of, named
+from lightning_fastdata.plugin.data.datasets import in_form_of, named, of_datasets, of_loaders
 from lightning_fastdata.plugin.data.module_loaders import ModuleLoaders
-from lightning_fastdata.plugin.data.transfer_hooks import TransferHooks
 from lightning_fastdata.plugin.guard.callback import attach_guard, first_rows, guard_rows
 from lightning_fastdata.plugin.guard.prediction import GuardPolicy
 from lightning_fastdata.plugin.placing.pipelines import Pipelines
-from lightning_fastdata.plugin.placing.prefetching import Prefetching, PrefetchName
 from lightning_fastdata.plugin.placing.stage_transforms import StageTransforms
+from lightning_fastdata.plugin.placing.transfer import Prefetching, PrefetchName, TransferHooks
 from lightning_fastdata.plugin.placing.trial import AugmentOn, Placing
 from lightning_fastdata.plugin.seams.hooks import HOOKS, choose_own_hooks
 from lightning_fastdata.types import Stage

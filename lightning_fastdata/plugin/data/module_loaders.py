@@ -10,7 +10,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lightning_fastdata.errors import BatchError, DatasetError, FastDataWarning
-from lightning_fastdata.planning.checks import check_dataset
 from lightning_fastdata.planning.facts.inspection import (
     DatasetFacts,
     Questions,
@@ -18,6 +17,7 @@ from lightning_fastdata.planning.facts.inspection import (
     refuse_empty,
 )
 from lightning_fastdata.planning.loader_plan import LoaderSpec
+from lightning_fastdata.planning.options import check_dataset
 from lightning_fastdata.planning.plan_for import plan_for
 from lightning_fastdata.plugin.data.arguments import (
     options_from,
@@ -26,12 +26,17 @@ from lightning_fastdata.plugin.data.arguments import (
     take_over_hyperparameters,
     warn_of_lost_batch_size,
 )
-from lightning_fastdata.plugin.data.datasets import in_form_of, is_missing, named
-from lightning_fastdata.plugin.data.given_loaders import refuse_loaders, taken_apart
-from lightning_fastdata.plugin.data.loaders import build_loader
-from lightning_fastdata.plugin.data.sharing import settle_sharing, sharing_ranks
+from lightning_fastdata.plugin.data.datasets import (
+    DATASET_METHOD,
+    in_form_of,
+    is_missing,
+    named,
+    refuse_loaders,
+    taken_apart,
+)
+from lightning_fastdata.plugin.data.loaders import build_loader, settle_sharing, sharing_ranks
 from lightning_fastdata.plugin.placing.costs import ReadingProcesses
-from lightning_fastdata.plugin.placing.stage_plan import StagePlan
+from lightning_fastdata.plugin.placing.stage_transforms import StagePlan
 from lightning_fastdata.plugin.seams.hooks import hook_against_device
 from lightning_fastdata.plugin.seams.trainer import (
     device_type,
@@ -50,12 +55,9 @@ if TYPE_CHECKING:
     from lightning_fastdata.planning.options import LoaderOptions
     from lightning_fastdata.plugin.contracts import DataModule
     from lightning_fastdata.plugin.placing.pipelines import Pipelines
-    from lightning_fastdata.plugin.placing.prefetching import Prefetching
     from lightning_fastdata.plugin.placing.stage_transforms import StageTransforms
+    from lightning_fastdata.plugin.placing.transfer import Prefetching
     from lightning_fastdata.types import Stage
-
-DATASET_METHOD = {stage: f"{stage}_dataset" for stage in STAGES}
-"""What a subclass writes for each stage."""
 
 
 class ModuleLoaders:

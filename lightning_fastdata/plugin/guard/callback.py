@@ -11,7 +11,7 @@ from torch.utils.data import IterableDataset
 from lightning_fastdata.errors import DatasetError, FastDataWarning
 from lightning_fastdata.executors.kinds import KINDS
 from lightning_fastdata.order.epoch_order import dataset_length
-from lightning_fastdata.plugin.data.given_loaders import GivenLoader, taken_apart
+from lightning_fastdata.plugin.data.datasets import GivenLoader, taken_apart
 from lightning_fastdata.plugin.guard.prediction import CudaMemoryReader, skipped
 from lightning_fastdata.plugin.guard.steps import apply_decision, run_guard
 from lightning_fastdata.plugin.seams.internals import attributes_of

@@ -10,17 +10,18 @@ import glob
 import inspect
 from collections.abc import Mapping
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 import numpy as np
 
 from lightning_fastdata.errors import printable
 from lightning_fastdata.insight.measure.metrics import columns_of
-from lightning_fastdata.insight.measure.wall import wall_text
+from lightning_fastdata.insight.measure.wall import STEP_PARTS, wall_text
+from lightning_fastdata.insight.metric_names import MAIN
 from lightning_fastdata.insight.model.finding import gain_text
 from lightning_fastdata.insight.waits.causes import cause_lines, operations_table
 from lightning_fastdata.insight.waits.lines import lines_table
-from lightning_fastdata.plugin.loggers.scalar_events import write_scalars
+from lightning_fastdata.plugin.seams.internals import scalar_prefix
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -30,7 +31,89 @@ if TYPE_CHECKING:
 
     from lightning_fastdata.insight.measure.metrics import Columns, StageSummary, StepTiming
     from lightning_fastdata.insight.measure.wall import WallTime
-    from lightning_fastdata.insight.verdicts.verdict import Verdict
+    from lightning_fastdata.insight.verdicts.catalogue import Verdict
+
+
+def write_scalars(logger: Any, scalars: Mapping[str, float], step: int) -> bool:
+    """Write scalars as one event, and return whether the logger is one that this can be done for.
+
+    It is a TensorBoardLogger with TensorBoard's own writer, no prefix, and no ``log_metrics`` that
+    somebody else wrote.
+
+    Args:
+        logger: Any Lightning logger.
+        scalars: By their tags.
+        step: Position on the step axis.
+    """
+    own = getattr(logger.log_metrics, "__module__", "").endswith(".loggers.tensorboard")
+    if not own or scalar_prefix(logger) != "":
+        return False
+    writer = logger.experiment
+    events = getattr(writer, "file_writer", None)
+    if type(writer).__module__ != "torch.utils.tensorboard.writer" or events is None:
+        return False
+    from tensorboard.compat.proto.summary_pb2 import Summary
+
+    values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
+    events.add_summary(Summary(value=values), step)
+    return True
+
+
+Scalars: TypeAlias = Literal["main", "all"]
+"""What is logged: the main numbers alone, or everything that is measured."""
+
+PREDICTED_STEP: Final = "data_tune/predicted_step_ms"
+"""What the model of the loader says that a step takes in the setup as it is."""
+
+
+def chosen(metrics: Mapping[str, float], scalars: Scalars) -> dict[str, float]:
+    """Return what is to be logged of some metrics, by name."""
+    return {name: v for name, v in metrics.items() if scalars == "all" or name in MAIN}
+
+
+def wall_scalars(wall: WallTime) -> dict[str, float]:
+    """Return how fast the whole training was, and what part of its time was training steps."""
+    steps_s = sum(wall.parts_s.get(part, 0.0) for part in STEP_PARTS)
+    scalars = {"data_run/steps_percent": 100 * wall.share(steps_s)}
+    if wall.samples_per_s is not None:
+        scalars["data_run/samples_per_s"] = wall.samples_per_s
+    return scalars
+
+
+def custom_scalar_layout(scalars: Scalars = "main") -> dict[str, dict[str, list[Any]]]:
+    """Return a layout for ``SummaryWriter.add_custom_scalars``: charts of what is logged, alone.
+
+    TensorBoard gives all lines of a run one color, so no chart has more than two. The tags of a
+    line chart are regular expressions, hence the ``$``; those of a band are exact, and are the
+    line, its lower and its upper bound. A writer takes one layout only.
+
+    Args:
+        scalars: What is logged.
+    """
+    charts: dict[str, list[Any]] = {
+        "samples/s, and if data were free": [
+            "Multiline",
+            [
+                "data/throughput_samples_per_s$",
+                "data_headroom/throughput_if_data_were_free_samples_per_s$",
+            ],
+        ],
+        "ms a step, measured and predicted": [
+            "Multiline",
+            ["data/step_ms$", f"{PREDICTED_STEP}$"],
+        ],
+        "ms of stall, median to p95": [
+            "Margin",
+            ["data_band/stall_p50_ms", "data_band/stall_p50_ms", "data_band/stall_p95_ms"],
+        ],
+    }
+    logged = {
+        name: chart
+        for name, chart in charts.items()
+        if scalars == "all" or all(tag.removesuffix("$") in MAIN for tag in chart[1])
+    }
+    return {"Data": logged}
+
 
 _STACK = (
     ("compute", "compute_ms", "#4c9f70"),

@@ -26,7 +26,7 @@ from lightning_fastdata.batches.collate import (
 from lightning_fastdata.batches.keyed import keyed
 from lightning_fastdata.batches.moving import move
 from lightning_fastdata.host.usage import queued_s
-from lightning_fastdata.insight.measure.clock import CudaClock, HostClock
+from lightning_fastdata.insight.measure.timeline import CudaClock, HostClock
 from lightning_fastdata.order.epoch_order import dataset_length
 from lightning_fastdata.order.repeats import spreading
 from lightning_fastdata.planning.facts.probe import spread_indices
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from lightning_fastdata.augment.contract import StageTransform
     from lightning_fastdata.batches.staged import StagedBatch
-    from lightning_fastdata.insight.measure.clock import DeviceClock
+    from lightning_fastdata.insight.measure.timeline import DeviceClock
     from lightning_fastdata.planning.facts.pipeline_trial import Trial
     from lightning_fastdata.types import Stage
 

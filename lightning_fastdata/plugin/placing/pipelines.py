@@ -15,11 +15,11 @@ from lightning_fastdata.augment.dataset_pipelines import (
 from lightning_fastdata.augment.record.worker import device_ops
 from lightning_fastdata.augment.registry import registered_forms
 from lightning_fastdata.augment.replay.triton import has_kernels
+from lightning_fastdata.augment.replay.warm_up import Variant, mask_dtypes, variants
 from lightning_fastdata.augment.transform import BatchTransform
-from lightning_fastdata.augment.warm_up import Variant, mask_dtypes, variants
 from lightning_fastdata.planning.facts.inspection import DatasetFacts, Questions
 from lightning_fastdata.planning.facts.pipeline_trial import IN_WORKERS, Trial, TriedDataset
-from lightning_fastdata.plugin.placing.stage_plan import DatasetPipeline, StagePlan
+from lightning_fastdata.plugin.placing.stage_transforms import DatasetPipeline, StagePlan
 from lightning_fastdata.plugin.placing.trial import AugmentOn, Placing
 from lightning_fastdata.randomness.seeds import find_composes
 from lightning_fastdata.types import STAGES

@@ -1,20 +1,88 @@
-"""The transforms of each stage, in the order in which they run."""
+"""The transforms of each stage, and the batches that wait for them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, cast
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from lightning_fastdata.augment.contract import SuitsSamples
+from lightning_fastdata.augment.dataset_pipelines import DatasetDraws
+from lightning_fastdata.augment.switch import PlaceSwitch, SwitchedTransform
 from lightning_fastdata.augment.transform import as_batch_transform
+from lightning_fastdata.batches.staged import StagedBatch
 from lightning_fastdata.errors import TransformError
+from lightning_fastdata.planning.facts.pipeline_trial import rests_on
 from lightning_fastdata.plugin.contracts import ImageForm
 from lightning_fastdata.plugin.loggers.pictures import image_form
 from lightning_fastdata.types import STAGES, Stage
 
 if TYPE_CHECKING:
+    import torch
+    from lightning.pytorch import Trainer
+    from torch.utils.data import Dataset
+
     from lightning_fastdata.augment.contract import StageTransform
     from lightning_fastdata.augment.placement import Place
+    from lightning_fastdata.planning.facts.pipeline_trial import Trial
+    from lightning_fastdata.types import Batch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagePlan:
+    """A loader that is to be made for a stage, as far as its pipelines rest on it."""
+
+    dataset: Dataset[Any]
+    """What it reads."""
+    stage: Stage
+    """What it is for."""
+    name: str
+    """How the user knows its dataset."""
+    seed: int
+    """Of the draws."""
+    collate_fn: Callable[[list[Any]], Any] | None
+    """The user's; None: the default collation."""
+    composes: tuple[Any, ...]
+    """The pipelines that the dataset calls itself."""
+    batch_size: int = 1
+    """Samples in a batch of this rank; 1 where single samples come."""
+    against: str | None = None
+    """Why the dataset's own pipeline may leave nothing to the device; None: it may."""
+    trainer: Trainer | None = None
+    """Who runs the stage; None: nobody yet, and everything is left to the workers."""
+
+    @property
+    def rests_on(self) -> tuple[Any, ...]:
+        """What a trial of the dataset rests on."""
+        return rests_on(
+            self.dataset,
+            self.composes,
+            seed=self.seed,
+            collate_fn=self.collate_fn,
+            against=self.against,
+        )
+
+
+class DatasetPipeline(NamedTuple):
+    """The pipeline that runs on a dataset; at most one of them."""
+
+    transform: StageTransform | None
+    """The data module's, which starts in the workers, as it suits the dataset."""
+    own: Trial | None
+    """A trial of those that the dataset calls itself, if they leave something over."""
+
+    def loader_settings(
+        self, *, on_device: bool, switch: PlaceSwitch | None = None
+    ) -> dict[str, Any]:
+        """Return what a loader takes for pixels on the device; with a switch, in some epochs."""
+        transform = self.transform
+        if transform is not None and switch is not None:
+            transform = SwitchedTransform(transform, switch)
+        return {
+            "transform": transform,
+            "on_device": transform is not None and on_device,
+            "recording": self.own.recording(switch) if self.own is not None and on_device else None,
+        }
 
 
 class StageTransforms:
@@ -136,3 +204,93 @@ def _by_stage(augment: Any) -> dict[Stage, Any]:
     if isinstance(augment, Mapping):
         return {cast("Stage", stage): t for stage, t in augment.items() if t is not None}
     return {"train": augment}
+
+
+def inside(batch: Batch, function: Callable[[Batch], Batch]) -> Batch:
+    """Apply a function to a batch as the user knows it, leaving its draws where they are."""
+    if isinstance(batch, StagedBatch):
+        return batch.with_batch(function(batch.batch))
+    if not _is_combined(batch):
+        return function(batch)
+    plain = function(_each(batch, _unstaged))
+    if type(batch) is dict:
+        return {key: _restaged(batch[key], value) for key, value in plain.items()}
+    return type(batch)(map(_restaged, batch, plain))
+
+
+def transfer(batch: Batch, move: Callable[[Batch], Batch], device: torch.device) -> Batch:
+    """Move a batch, and what was drawn for its transform, to the device.
+
+    Args:
+        batch: A batch, or several combined.
+        move: Moves a batch as the user knows it.
+        device: Where the draws go.
+    """
+    if isinstance(batch, StagedBatch):
+        if batch.crossing is not None:
+            return batch.crossing.land()
+        draws = batch.draws
+        if draws is not None:
+            draws = draws.to(device, non_blocking=device.type == "cuda")
+        return StagedBatch(move(batch.batch), draws, batch.stage)
+    if _is_combined(batch):
+        return _each(batch, lambda part: transfer(part, move, device))
+    return move(batch)
+
+
+def carry_out_draws(batch: Batch, transforms: StageTransforms) -> Batch:
+    """Carry out what the workers drew for a batch, or for several combined, on the device.
+
+    Only that: it reads the batch and nothing else. Callables may read what the training writes and
+    draw from generators that it draws from, so they run where they would without prefetching.
+    """
+    if isinstance(batch, StagedBatch):
+        if isinstance(batch.draws, DatasetDraws):
+            return StagedBatch(batch.draws.apply(batch.batch), None, batch.stage)
+        first = next((t for t in transforms[batch.stage] if t.starts_in_worker), None)
+        if batch.draws is None or first is None:
+            return batch
+        return StagedBatch(first.apply(batch.batch, batch.draws), None, batch.stage)
+    if _is_combined(batch):
+        return _each(batch, lambda part: carry_out_draws(part, transforms))
+    return batch
+
+
+def finish(batch: Batch, transforms: StageTransforms) -> tuple[Batch, bool]:
+    """Run what the batch waits for, and return it plain, with whether anything ran.
+
+    Args:
+        batch: A batch on the device; combined loaders give a dict, list or tuple of them.
+        transforms: The transforms of each stage; a batch knows its own stage.
+    """
+    if _is_combined(batch):
+        return _each(batch, lambda part: finish(part, transforms)[0]), True
+    if not isinstance(batch, StagedBatch):
+        return batch, False
+    drawn = carry_out_draws(batch, transforms)
+    plain = drawn.batch
+    for transform in transforms[batch.stage]:
+        if not transform.starts_in_worker:  # else it ran there, and in carry_out_draws
+            plain = transform.apply(plain, None)
+    return plain, True
+
+
+def _unstaged(value: Batch) -> Batch:
+    return value.batch if isinstance(value, StagedBatch) else value
+
+
+def _restaged(staged: Batch, value: Batch) -> Batch:
+    return staged.with_batch(value) if isinstance(staged, StagedBatch) else value
+
+
+def _is_combined(batch: Batch) -> bool:
+    """Return whether these are batches of several loaders, of which some wait."""
+    values = batch.values() if type(batch) is dict else batch
+    several = type(batch) in (dict, list, tuple)
+    return several and any(isinstance(value, StagedBatch) for value in values)
+
+
+def _each(batches: Batch, function: Callable[[Batch], Batch]) -> Batch:
+    if type(batches) is dict:
+        return {key: function(batch) for key, batch in batches.items()}
+    return type(batches)(map(function, batches))

@@ -9,15 +9,14 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from lightning_fastdata.augment.placement import StepSeen
-from lightning_fastdata.insight.measure.clock import CudaClock, HostClock
 from lightning_fastdata.insight.measure.metrics import measured, warm_steps
-from lightning_fastdata.insight.measure.timeline import StepTimeline
+from lightning_fastdata.insight.measure.timeline import CudaClock, HostClock, StepTimeline
 
 if TYPE_CHECKING:
     import torch
 
     from lightning_fastdata.augment.placement import Place
-    from lightning_fastdata.insight.measure.clock import DeviceClock
+    from lightning_fastdata.insight.measure.timeline import DeviceClock
     from lightning_fastdata.types import Batch
 
 _STEPS: Final = 256

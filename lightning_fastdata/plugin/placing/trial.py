@@ -28,7 +28,7 @@ from lightning_fastdata.batches.staged import StagedBatch
 from lightning_fastdata.executors.kinds import KINDS
 from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.plugin.placing.costs import PlaceTask, ReadingProcesses, read_place_costs
-from lightning_fastdata.plugin.placing.staging import carry_out_draws, finish
+from lightning_fastdata.plugin.placing.stage_transforms import carry_out_draws, finish
 from lightning_fastdata.plugin.placing.step_watch import StepWatch
 from lightning_fastdata.plugin.seams.trainer import device_type
 
@@ -37,8 +37,11 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
     from lightning_fastdata.loading.loader import FastDataLoader
-    from lightning_fastdata.plugin.placing.stage_plan import DatasetPipeline, StagePlan
-    from lightning_fastdata.plugin.placing.stage_transforms import StageTransforms
+    from lightning_fastdata.plugin.placing.stage_transforms import (
+        DatasetPipeline,
+        StagePlan,
+        StageTransforms,
+    )
     from lightning_fastdata.types import Batch, Stage
 
 AugmentOn: TypeAlias = Literal["auto", "gpu", "cpu"]

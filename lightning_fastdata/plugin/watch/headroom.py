@@ -15,14 +15,13 @@ import numpy as np
 import torch
 
 from lightning_fastdata.batches.moving import batch_samples
-from lightning_fastdata.insight.measure.headroom import measured_headroom
+from lightning_fastdata.insight.measure.metrics import measured_headroom
 from lightning_fastdata.plugin.seams.internals import is_compiled
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
-    from lightning_fastdata.insight.measure.headroom import Headroom
-    from lightning_fastdata.insight.measure.metrics import StageSummary
+    from lightning_fastdata.insight.measure.metrics import Headroom, StageSummary
     from lightning_fastdata.types import Batch
 
 _KEPT: Final = 4

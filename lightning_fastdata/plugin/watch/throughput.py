@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.batches.moving import batch_samples
@@ -13,12 +13,16 @@ from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.insight.report.run_report import RunReport
 from lightning_fastdata.insight.report.summary_text import first_word
 from lightning_fastdata.insight.waits.ranks import rank_metrics
-from lightning_fastdata.planning.checks import check, check_among
-from lightning_fastdata.planning.option_names import NeedsConstruction, refuses_unknown_names
+from lightning_fastdata.planning.options import (
+    NeedsConstruction,
+    check,
+    check_among,
+    refuses_unknown_names,
+)
 from lightning_fastdata.plugin.loggers import boards
+from lightning_fastdata.plugin.loggers.boards import PREDICTED_STEP, Scalars, wall_scalars
 from lightning_fastdata.plugin.loggers.pictures import PictureSettings, pictures_of
 from lightning_fastdata.plugin.loggers.report_files import Misfortunes, harmless, print_report
-from lightning_fastdata.plugin.loggers.scalars import PREDICTED_STEP, Scalars, wall_scalars
 from lightning_fastdata.plugin.seams.hooks import augment_foreign_batches
 from lightning_fastdata.plugin.seams.loaders import watch_sources
 from lightning_fastdata.plugin.seams.profiler_tee import Listener, attach
@@ -30,15 +34,103 @@ from lightning_fastdata.plugin.seams.trainer import (
     print_line,
     steps_logged_by,
 )
-from lightning_fastdata.plugin.watch.evaluation_hooks import NOT_MEASURED, EvaluationHooks
 from lightning_fastdata.plugin.watch.headroom import ReplayedSteps
-from lightning_fastdata.plugin.watch.judging import predicted_step_ms
-from lightning_fastdata.plugin.watch.measured_run import FIRST_WORD_STEPS, MeasuredRun
+from lightning_fastdata.plugin.watch.measured_run import (
+    FIRST_WORD_STEPS,
+    MeasuredRun,
+    predicted_step_ms,
+)
 from lightning_fastdata.plugin.watch.ranks import meet
 from lightning_fastdata.plugin.watch.recording import Recording
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
+
+NOT_MEASURED: Final = "A step was not measured"
+_NOT_LOGGED: Final = "An evaluation was not logged"
+
+
+class EvaluationHooks:
+    """The hooks of a callback around the steps of ``validate``, ``test`` and ``predict``."""
+
+    _run: MeasuredRun | None
+    misfortunes: Misfortunes
+
+    @harmless(NOT_MEASURED)
+    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
+        """Count the sanity check as validation."""
+        if self._run is not None:
+            self._run.recording.wall.validation_began()
+
+    @harmless(NOT_MEASURED)
+    def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
+        """Go back to the setup."""
+        if self._run is not None:
+            self._run.recording.wall.validation_ended()
+
+    @harmless(NOT_MEASURED)
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
+        """Count what follows as validation, or begin to measure where nothing else is measured."""
+        run = self._run
+        if run is None:
+            return
+        if run.recording.fits:
+            run.recording.wall.validation_began()
+        else:
+            run.began()
+
+    on_test_start = on_predict_start = on_validation_start
+
+    @harmless(NOT_MEASURED)
+    def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
+        """The first step of each validation is counted apart."""
+        run = self._run
+        if run is None or trainer.sanity_checking:
+            return
+        if run.recording.fits:
+            run.recording.main.paused()
+            run.recording.main.timeline.resumed()
+        run.recording.evaluated.epoch_opens()
+
+    @harmless(NOT_MEASURED)
+    def on_validation_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,  # noqa: ARG002
+        outputs: Any,  # noqa: ARG002
+        batch: Any,
+        batch_idx: int,  # noqa: ARG002
+        dataloader_idx: int = 0,  # noqa: ARG002
+    ) -> None:
+        """Close a step."""
+        run = self._run
+        if run is None or trainer.sanity_checking:
+            return
+        run.recording.evaluated.step_ended(batch_samples(batch))
+        if not run.recording.fits:
+            run.batches += 1
+            if run.verdict_is_due(run.batches):
+                run.judged()
+
+    on_test_batch_end = on_predict_batch_end = on_validation_batch_end
+
+    @harmless(_NOT_LOGGED)
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
+        """Log the means of this validation, test or prediction."""
+        run = self._run
+        if run is None or trainer.sanity_checking:
+            return
+        recording = run.recording
+        if recording.fits:
+            recording.wall.validation_ended()
+        else:
+            recording.wall.ended()
+        recording.evaluated.timeline.drop_open_step()
+        recording.evaluated.paused()
+        run.log(recording.evaluated.metrics(), steps_logged_by(trainer, recording.batches_stepped))
+
+    on_test_end = on_predict_end = on_validation_end
+
 
 _MOST_FIGURES = 20
 

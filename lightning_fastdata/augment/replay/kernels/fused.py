@@ -1,7 +1,13 @@
-"""The kernel of a run: reads, changes and writes each pixel once."""
+"""The kernels of fused runs, in Triton: CUDA, or Triton's own interpreter for tests.
 
-# ruff: noqa: N803, PLR0912, PLR0915 - Triton writes constants in capitals, and one kernel is one
-# function.
+The arithmetic is that of the operations in :mod:`lightning_fastdata.augment.ops` on a CPU, step by
+step, so that both give the same bytes: halves to even by adding and taking away ``1.5 * 2**23``,
+divisions that are rounded once, and a product and a sum rounded together only where torch does it,
+in its ``lerp`` and ``addcmul``: there ``tl.fma`` is written out.
+"""
+
+# ruff: noqa: N803, PLR0912, PLR0915, SIM102 - Triton writes constants in capitals and decides by
+# them first, and one kernel is one function.
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call"
 
 from __future__ import annotations
@@ -21,11 +27,74 @@ from lightning_fastdata.augment.replay.kernels.colors import (
     shifted_hsv,
     shifted_hue,
 )
-from lightning_fastdata.augment.replay.kernels.filters import read_down, read_median, read_plane
-from lightning_fastdata.augment.replay.kernels.moves import came_from, covered, went_to
-from lightning_fastdata.augment.replay.kernels.numbers import as_kind, part, read, read_anywhere
-from lightning_fastdata.augment.replay.kernels.resize import read_resized
-from lightning_fastdata.augment.replay.kernels.warp import read_warped
+from lightning_fastdata.augment.replay.kernels.numbers import (
+    REFLECT_101,
+    as_kind,
+    came_from,
+    covered,
+    cut,
+    even,
+    fold,
+    part,
+    read,
+    read_anywhere,
+    went_to,
+)
+from lightning_fastdata.augment.replay.kernels.reading import (
+    nearest,
+    nearest_warped,
+    read_down,
+    read_median,
+    read_plane,
+    read_resized,
+    read_warped,
+)
+
+_VARYING: Final = (
+    *("code_at", "where_at", "border", "fill_at", "mean_at", "gain_at", "rows_at"),
+    *("height", "width", "out_height", "out_width", "length"),
+)
+"""Of other integers Triton compiles a kernel again if they are 1 or become multiples of 16, and
+where the numbers of a batch lie is another place in each batch."""
+
+
+@triton.jit
+def trial_kernel(target):
+    """Write a number: whether anything can be compiled and launched."""
+    tl.store(target, 1)
+
+
+@triton.jit(do_not_specialize=_VARYING)
+def across_kernel(
+    source, target, ints, floats, rows_at, code_at, height, width, length, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Correlate the rows of those images whose kernel is meant for both axes, one after the other.
+
+    Writes float32 ``[images, height, width, 3]``, to be correlated along the columns.
+    """
+    place, at = part(height * width, BLOCK)
+    sample = tl.load(ints + rows_at + place)
+    code = ints + code_at + sample * length * 5
+    taps = floats + tl.load(code + 1) // 4
+    size = tl.load(code + 2)
+    mask = at < height * width
+    y = at // width
+    x = at % width
+    image = source + sample.to(tl.int64) * height * width * 3
+    red = tl.zeros([BLOCK], tl.float32)
+    green = tl.zeros([BLOCK], tl.float32)
+    blue = tl.zeros([BLOCK], tl.float32)
+    for tap in range(size):
+        weight = tl.load(taps + tap)
+        column = fold(x + tap - size // 2, width, REFLECT_101)
+        r, g, b = read(image, y, column, width, mask)
+        red = tl.fma(r.to(tl.float32), weight, red)
+        green = tl.fma(g.to(tl.float32), weight, green)
+        blue = tl.fma(b.to(tl.float32), weight, blue)
+    out = target + place.to(tl.int64) * height * width * 3 + at * 3
+    tl.store(out, red, mask)
+    tl.store(out + 1, green, mask)
+    tl.store(out + 2, blue, mask)
 
 
 @triton.jit
@@ -50,14 +119,6 @@ def _filtered(image, code, floats, middle, y, x, height, width, mask, BLOCK: tl.
     else:
         red, green, blue = read(image, y, x, width, mask)
     return red, green, blue
-
-
-_VARYING: Final = (
-    *("code_at", "where_at", "border", "fill_at", "mean_at", "gain_at"),
-    *("height", "width", "out_height", "out_width", "length"),
-)
-"""Of other integers Triton compiles a kernel again if they are 1 or become multiples of 16, and
-where the numbers of a batch lie is another place in each batch."""
 
 
 @triton.jit(do_not_specialize=_VARYING)
@@ -197,3 +258,72 @@ def fused_kernel(
         tl.store(first, as_kind(red, kind_out), mask)
         tl.store(first + between, as_kind(green, kind_out), mask)
         tl.store(first + 2 * between, as_kind(blue, kind_out), mask)
+
+
+@triton.jit
+def _whole(fill, KIND: tl.constexpr):
+    """Return a fill as an integer: the nearest, halves to even; bytes are cut to their range."""
+    rounded = tl.where(tl.abs(fill) < 4194304.0, even(fill), fill)
+    if tl.uint8 == KIND:
+        rounded = cut(rounded)
+    return rounded.to(KIND)
+
+
+@triton.jit(do_not_specialize=_VARYING)
+def mask_kernel(
+    source, target, ints, floats, code_at, where_at, border, fill_at,
+    height, width, out_height, out_width, length, channels, values,
+    GEOMETRY: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Carry out a run on one block of values of one mask.
+
+    ``GEOMETRY`` is that of ``fused_kernel``; a resize takes the nearest pixel. ``values`` is the
+    number of those of the result: its height, times its width, times ``channels``.
+    """
+    sample, at = part(values, BLOCK)
+    inside = at < values
+    channel = at % channels
+    pixel = at // channels
+    kind = target.dtype.element_ty
+    code = ints + code_at + sample * length * 5
+    y, x = came_from(code, length, pixel // out_width, pixel % out_width, out_height, out_width)
+    from_y = y
+    from_x = x
+    mode = border * 0 + 1
+    # Masks may have more channels than there are fills: the last stands for the rest.
+    fills = floats + tl.minimum(channel, 3)
+    if GEOMETRY == 1:
+        corner = ints + where_at + sample * 2
+        from_y = y + tl.load(corner)
+        from_x = x + tl.load(corner + 1)
+        mode = border
+        fills = fills + fill_at + sample * 4
+    elif GEOMETRY == 2:
+        box = ints + where_at + sample * 4
+        from_y, from_x = nearest(box, y, x, out_height, out_width)
+    elif GEOMETRY == 3:
+        if tl.load(code) == 12:
+            inverse = floats + tl.load(code + 1) // 4
+            from_y, from_x = nearest_warped(inverse, tl.load(code + 2), y, x)
+            mode = tl.load(code + 2) & 7
+            fills = fills + tl.load(code + 3) // 4
+    row = fold(from_y, height, mode)
+    column = fold(from_x, width, mode)
+    image = source + sample.to(tl.int64) * height * width * channels
+    value = tl.load(image + (row * width + column) * channels + channel, inside, 0)
+    if mode == 0:
+        known = (from_y == row) & (from_x == column)
+        value = tl.where(known, value, _whole(tl.load(fills, inside, 0.0), kind))
+    for number in range(length):
+        step = code + number * 5
+        what = tl.load(step)
+        one = tl.load(step + 1)
+        if what == 1:
+            y, x = went_to(one, y, x, out_height, out_width)
+        elif what == 9:
+            hidden = covered(ints + one // 4, tl.load(step + 2), y, x, inside)
+            last = tl.load(step + 4) - 1
+            fill = tl.load(floats + tl.load(step + 3) // 4 + tl.minimum(channel, last))
+            value = tl.where(hidden, fill.to(kind), value)
+    out = target + sample.to(tl.int64) * values
+    tl.store(out + at, value, inside)

@@ -8,7 +8,6 @@ image of a few pixels.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
@@ -25,6 +24,8 @@ from lightning_fastdata.augment.replay.triton import Launch, is_movable, prepare
 from lightning_fastdata.tree import replace_leaves
 
 if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Mapping
+
     from lightning_fastdata.augment.ops.operation import DeviceOp, Role
     from lightning_fastdata.augment.pipeline.plan import Plan
 

@@ -1,0 +1,266 @@
+"""Reading an image through a resize, a warp, or the neighbourhoods of a filter."""
+
+# ruff: noqa: N803 - Triton writes constants in capitals.
+# mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from lightning_fastdata.augment.replay.kernels.numbers import (
+    REFLECT_101,
+    REPLICATE,
+    cut,
+    even,
+    fold,
+    read,
+    read_anywhere,
+)
+
+
+@triton.jit
+def _taps(out, length, size):
+    """Return the lower position and the weight of the upper one, for output positions."""
+    step = 1.0 / (size.to(tl.float64) / length.to(tl.float64))
+    position = ((out.to(tl.float64) + 0.5) * step - 0.5).to(tl.float32)
+    low = tl.floor(position)
+    return low.to(tl.int32), position - low
+
+
+@triton.jit
+def _blend_bytes(c00, c01, c10, c11, left, right, above, below):
+    """``blend_bytes``: weights are whole numbers of 11 bits."""
+    upper = (c00 * left + c01 * right) >> 4
+    lower = (c10 * left + c11 * right) >> 4
+    return (((upper * above) >> 16) + ((lower * below) >> 16) + 2) >> 2
+
+
+@triton.jit
+def read_resized(image, box, y, x, width, out_height, out_width, mask):
+    """Return red, green and blue of a box of an image, resized.
+
+    Args:
+        image: uint8 ``[rows, width, 3]``.
+        box: int32, left, top, right and bottom.
+        y: rows of the result.
+        x: columns of the result.
+        width: columns of the image.
+        out_height: rows of the result.
+        out_width: columns of the result.
+        mask: which positions count.
+    """
+    left = tl.load(box)
+    top = tl.load(box + 1)
+    columns = tl.load(box + 2) - left
+    rows = tl.load(box + 3) - top
+    y0, down = _taps(y, rows, out_height)
+    x0, across = _taps(x, columns, out_width)
+    y1 = tl.minimum(tl.maximum(y0 + 1, 0), rows - 1)
+    x1 = tl.minimum(tl.maximum(x0 + 1, 0), columns - 1)
+    y0 = tl.minimum(tl.maximum(y0, 0), rows - 1)
+    x0 = tl.minimum(tl.maximum(x0, 0), columns - 1)
+    # Columns are clamped by dropping the weight, rows by reading the edge row twice.
+    across = tl.where(x0 == x1, 0.0, across)
+    right = even(across * 2048.0).to(tl.int32)
+    before = even((1.0 - across) * 2048.0).to(tl.int32)
+    below = even(down * 2048.0).to(tl.int32)
+    above = even((1.0 - down) * 2048.0).to(tl.int32)
+    r00, g00, b00 = read(image, y0 + top, x0 + left, width, mask)
+    r01, g01, b01 = read(image, y0 + top, x1 + left, width, mask)
+    r10, g10, b10 = read(image, y1 + top, x0 + left, width, mask)
+    r11, g11, b11 = read(image, y1 + top, x1 + left, width, mask)
+    red = _blend_bytes(r00, r01, r10, r11, before, right, above, below)
+    green = _blend_bytes(g00, g01, g10, g11, before, right, above, below)
+    blue = _blend_bytes(b00, b01, b10, b11, before, right, above, below)
+    return red, green, blue
+
+
+@triton.jit
+def _nearest_taps(out, first, last, size):
+    length = last - first
+    step = 1.0 / (size.to(tl.float64) / length.to(tl.float64))
+    index = tl.floor(out.to(tl.float64) * step).to(tl.int32)
+    return first + tl.minimum(index, length - 1)
+
+
+@triton.jit
+def nearest(box, y, x, out_height, out_width):
+    """Return rows and columns of a box of an image, resized to the nearest pixels."""
+    row = _nearest_taps(y, tl.load(box + 1), tl.load(box + 3), out_height)
+    column = _nearest_taps(x, tl.load(box), tl.load(box + 2), out_width)
+    return row, column
+
+
+_FAR = tl.constexpr(1048576.0)
+
+
+@triton.jit
+def _line(row, y, x):
+    """Return ``m0 x + (m1 y + m2)``: the first product and sum rounded once."""
+    start = tl.load(row + 1) * y.to(tl.float32) + tl.load(row + 2)
+    # The product of two float32 numbers is exact in float64.
+    return (tl.load(row).to(tl.float64) * x.to(tl.float64) + start.to(tl.float64)).to(tl.float32)
+
+
+@triton.jit
+def _limited(position):
+    # Not a number, 0 / 0, becomes 0.
+    position = tl.where(position == position, position, 0.0)  # noqa: PLR0124
+    return tl.minimum(tl.maximum(position, -_FAR), _FAR)
+
+
+@triton.jit
+def _back(matrix, columns, rows, how):
+    """Return the columns and rows that positions come from, float32."""
+    x = _line(matrix, rows, columns)
+    y = _line(matrix + 3, rows, columns)
+    if how & 16 != 0:
+        depth = _line(matrix + 6, rows, columns)
+        x = tl.div_rn(x, depth)
+        y = tl.div_rn(y, depth)
+    return _limited(x), _limited(y)
+
+
+@triton.jit
+def nearest_warped(inverse, how, y, x):
+    """Return the nearest rows and columns that a warp reads, also outside the image."""
+    columns, rows = _back(inverse, x, y, how)
+    return even(rows).to(tl.int32), even(columns).to(tl.int32)
+
+
+@triton.jit
+def _between(one, other, weight):
+    """``torch.lerp``: from the nearer end, the last product and sum rounded once."""
+    small = weight < 0.5
+    first = tl.where(small, one, other)
+    return tl.fma(tl.where(small, weight, weight - 1.0), other - one, first)
+
+
+@triton.jit
+def _lerp_pixels(c00, c01, c10, c11, across, down):
+    upper = _between(c00.to(tl.float32), c01.to(tl.float32), across)
+    lower = _between(c10.to(tl.float32), c11.to(tl.float32), across)
+    return even(_between(upper, lower, down)).to(tl.int32)
+
+
+@triton.jit
+def read_warped(image, inverse, how, fill, y, x, height, width, mask):
+    """Return red, green and blue where a warp reads them.
+
+    Args:
+        image: uint8 ``[height, width, 3]``.
+        inverse: float32 ``[3, 3]``, from the result to the image.
+        how: the border mode, plus 8 for the nearest pixel, plus 16 for a projective warp.
+        fill: float32 ``[3]``.
+        y: rows of the result.
+        x: columns of the result.
+        height: rows of the image.
+        width: columns of the image.
+        mask: which positions count.
+    """
+    mode = how & 7
+    columns, rows = _back(inverse, x, y, how)
+    if how & 8 != 0:
+        y0 = even(rows).to(tl.int32)
+        x0 = even(columns).to(tl.int32)
+        red, green, blue = read_anywhere(image, y0, x0, height, width, mode, fill, mask)
+    else:
+        top = tl.floor(rows)
+        left = tl.floor(columns)
+        down = rows - top
+        across = columns - left
+        y0 = top.to(tl.int32)
+        x0 = left.to(tl.int32)
+        r00, g00, b00 = read_anywhere(image, y0, x0, height, width, mode, fill, mask)
+        r01, g01, b01 = read_anywhere(image, y0, x0 + 1, height, width, mode, fill, mask)
+        r10, g10, b10 = read_anywhere(image, y0 + 1, x0, height, width, mode, fill, mask)
+        r11, g11, b11 = read_anywhere(image, y0 + 1, x0 + 1, height, width, mode, fill, mask)
+        red = _lerp_pixels(r00, r01, r10, r11, across, down)
+        green = _lerp_pixels(g00, g01, g10, g11, across, down)
+        blue = _lerp_pixels(b00, b01, b10, b11, across, down)
+    return red, green, blue
+
+
+@triton.jit
+def _byte(x):
+    return cut(even(x)).to(tl.int32)
+
+
+@triton.jit
+def read_down(middle, taps, size, y, x, height, width, mask, BLOCK: tl.constexpr):
+    """Return red, green and blue of what `across_kernel` wrote, correlated along the columns."""
+    red = tl.zeros([BLOCK], tl.float32)
+    green = tl.zeros([BLOCK], tl.float32)
+    blue = tl.zeros([BLOCK], tl.float32)
+    for tap in range(size):
+        weight = tl.load(taps + tap)
+        at = middle + (fold(y + tap - size // 2, height, REFLECT_101) * width + x) * 3
+        red = tl.fma(tl.load(at, mask, 0.0), weight, red)
+        green = tl.fma(tl.load(at + 1, mask, 0.0), weight, green)
+        blue = tl.fma(tl.load(at + 2, mask, 0.0), weight, blue)
+    return _byte(red), _byte(green), _byte(blue)
+
+
+@triton.jit
+def read_plane(
+    image, taps, tall, wide, stride, y, x, height, width, mask, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Return red, green and blue, correlated with a kernel ``[tall, wide]``.
+
+    Args:
+        image: uint8 ``[height, width, 3]``.
+        taps: float32, the first number of the kernel.
+        tall: rows of the kernel, odd.
+        wide: columns of the kernel, odd.
+        stride: numbers from one row of the kernel to the next.
+        y: rows.
+        x: columns.
+        height: rows of the image.
+        width: columns of the image.
+        mask: which positions count.
+        BLOCK: how many positions there are.
+    """
+    red = tl.zeros([BLOCK], tl.float32)
+    green = tl.zeros([BLOCK], tl.float32)
+    blue = tl.zeros([BLOCK], tl.float32)
+    for down in range(tall):
+        row = fold(y + down - tall // 2, height, REFLECT_101)
+        for across in range(wide):
+            weight = tl.load(taps + down * stride + across)
+            column = fold(x + across - wide // 2, width, REFLECT_101)
+            r, g, b = read(image, row, column, width, mask)
+            red = tl.fma(r.to(tl.float32), weight, red)
+            green = tl.fma(g.to(tl.float32), weight, green)
+            blue = tl.fma(b.to(tl.float32), weight, blue)
+    return _byte(red), _byte(green), _byte(blue)
+
+
+@triton.jit
+def read_median(image, size, y, x, height, width, mask, BLOCK: tl.constexpr):
+    """Return the medians of ``size * size`` neighbours, the border repeated.
+
+    The median of an odd number of bytes is the largest byte that more than half of them reach. It
+    is found bit by bit, the highest first.
+    """
+    half = size * size // 2
+    red = tl.zeros([BLOCK], tl.int32)
+    green = tl.zeros([BLOCK], tl.int32)
+    blue = tl.zeros([BLOCK], tl.int32)
+    for bit in range(8):
+        step = 128 >> bit
+        reds = tl.zeros([BLOCK], tl.int32)
+        greens = tl.zeros([BLOCK], tl.int32)
+        blues = tl.zeros([BLOCK], tl.int32)
+        for down in range(size):
+            row = fold(y + down - size // 2, height, REPLICATE)
+            for across in range(size):
+                column = fold(x + across - size // 2, width, REPLICATE)
+                r, g, b = read(image, row, column, width, mask)
+                reds += (r >= red + step).to(tl.int32)
+                greens += (g >= green + step).to(tl.int32)
+                blues += (b >= blue + step).to(tl.int32)
+        red = tl.where(reds > half, red + step, red)
+        green = tl.where(greens > half, green + step, green)
+        blue = tl.where(blues > half, blue + step, blue)
+    return red, green, blue
