@@ -47,14 +47,7 @@ nothing where torch has no such function."""
 
 
 def set_worker_info(*, number: int, workers: int, seed: int, dataset: Dataset[Any]) -> None:
-    """Set what ``torch.utils.data.get_worker_info()`` returns in this process.
-
-    Args:
-        number: Of this worker, from 0.
-        workers: How many there are.
-        seed: Of this worker.
-        dataset: What it reads.
-    """
+    """Set what ``torch.utils.data.get_worker_info()`` returns in this process."""
     worker._worker_info = worker.WorkerInfo(
         id=number, num_workers=workers, seed=seed, dataset=dataset
     )

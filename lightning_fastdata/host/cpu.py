@@ -139,11 +139,7 @@ def cgroup_folders(
 ) -> tuple[PurePosixPath, ...]:
     """Folders of this process's cgroup and of those above it, whose limits hold, too; inner first.
 
-    Args:
-        controller: v1 controller, e.g. ``"cpu"`` or ``"memory"``. Folders of the v2 hierarchy are
-            included; a controller lives in one of the two, the files of the other are missing.
-        membership: From ``parse_cgroup_membership``.
-        mounts: From ``parse_cgroup_mounts``.
+    A controller lives in the v1 or in the v2 hierarchy: the files of the other are missing.
     """
     folders: list[PurePosixPath] = []
     for mount in mounts:
@@ -191,12 +187,7 @@ def cpu_limit(
 ) -> CpuLimit:
     """Share of one rank in the CPUs of this host.
 
-    Args:
-        affinity_cpus: CPUs this process may run on.
-        quota_cpus: Tightest cgroup quota, which all ranks of the host share; None: no quota.
-        quota_source: File that states it.
-        ranks: Ranks on this host.
-        bound_to_rank: The launcher gave each rank an affinity of its own, so it is not divided.
+    ``bound_to_rank``: the launcher gave each rank an affinity of its own, so it is not divided.
     """
     own = affinity_cpus if bound_to_rank else affinity_cpus // ranks
     # Half a CPU of quota can still run one thread, so a fraction counts as one CPU more.

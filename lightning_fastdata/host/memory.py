@@ -87,11 +87,6 @@ def cgroup_available(*, limit_bytes: int, usage_bytes: int, stat: str) -> int:
     Usage counts cached file pages. Those on the inactive list are given back before anything is
     killed, so they count as available, as in the kubelet's working set
     (https://kubernetes.io/docs/reference/instrumentation/node-metrics/).
-
-    Args:
-        limit_bytes: Limit of the cgroup.
-        usage_bytes: ``memory.current`` (v2) or ``memory.usage_in_bytes`` (v1).
-        stat: Text of ``memory.stat``.
     """
     counts = counters(stat)
     # v1 gives both; the one with "total_" includes the cgroups below, as the usage does.
@@ -114,9 +109,7 @@ def batch_memories(memory: HostMemory, *, ranks: int) -> tuple[BatchMemory, ...]
 def read_host_memory(*, root: Path = Path("/")) -> HostMemory:
     """Free memory and open-file limits of this process.
 
-    Args:
-        root: Folder that holds ``proc``, ``sys`` and ``dev``; the open-file limits are always this
-            process's own.
+    The open-file limits are always this process's own.
     """
     soft, hard = read_open_file_limits()
     return HostMemory(

@@ -110,11 +110,7 @@ def read_spent(schedstat: Path = _SCHEDSTAT) -> SpentTime:
 
 
 class SpentMeter:
-    """Adds up what is used between each begin and the pause that follows.
-
-    Args:
-        read: Returns what was used since some moment in the past.
-    """
+    """Adds up what is used between each begin and the pause that follows."""
 
     def __init__(self, read: Callable[[], SpentTime] = read_spent) -> None:
         self._read = read
@@ -138,12 +134,7 @@ class SpentMeter:
 
 
 def parse_cpu_use(machine: str, processes: Iterable[str]) -> CpuUse | None:
-    """CPU seconds from ``/proc/stat`` and ``/proc/PID/stat``, see proc(5); None if not stated.
-
-    Args:
-        machine: The text of ``/proc/stat``.
-        processes: The texts of the processes; those that are empty have ended.
-    """
+    """CPU seconds from ``/proc/stat`` and ``/proc/PID/stat``, see proc(5); None if not stated."""
     lines = [line.split() for line in machine.splitlines() if line.startswith("cpu")]
     if len(lines) < 2 or len(lines[0]) < 9:
         return None
@@ -158,10 +149,8 @@ def parse_cpu_use(machine: str, processes: Iterable[str]) -> CpuUse | None:
 def read_cpu_use(processes: Iterable[int], *, root: Path = Path("/")) -> CpuUse | None:
     """CPU seconds of the machine, and of a process with its workers; None if not stated.
 
-    Args:
-        processes: Numbers of the process and of its workers. Those of them that have ended since
-            count as long as the first one has waited for them, as ``multiprocessing`` does.
-        root: Folder that holds ``proc``.
+    Workers that have ended since count as long as the first process has waited for them, as
+    ``multiprocessing`` does.
     """
     texts = [_text_of(process, "stat", root) for process in processes]
     return parse_cpu_use(read_text(root, "/proc/stat") or "", texts)
@@ -219,14 +208,7 @@ def worker_processes() -> list[int]:
 def read_host_usage(
     workers: Iterable[int], *, at_s: float, own: int | None = None, root: Path = Path("/")
 ) -> HostUsage:
-    """Read the counters, in about a millisecond.
-
-    Args:
-        workers: Their process numbers.
-        at_s: The time, in seconds of a monotonic clock.
-        own: The process that trains; None: this one.
-        root: Folder that holds ``proc``, ``sys`` and ``dev``.
-    """
+    """Read the counters, in about a millisecond."""
     workers = list(workers)
     processes = [os.getpid() if own is None else own, *workers]
     return HostUsage(

@@ -90,13 +90,7 @@ def child_main(
 
 
 class Child:
-    """A side process: its threads take tasks one after the other.
-
-    Args:
-        shared: What the threads share.
-        threads: How many are wanted.
-        queue: Descriptor of the queue of tasks; None: all tasks come over the wire.
-    """
+    """A side process: its threads take tasks one after the other."""
 
     def __init__(self, shared: SharedState, threads: int, queue: int | None) -> None:
         self.shared = shared

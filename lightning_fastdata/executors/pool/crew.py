@@ -63,13 +63,8 @@ class _Inquiry:
 class Crew:
     """Side processes and what they have to do.
 
-    Args:
-        plan: What is fetched.
-        slots: Where batches are written.
-        processes: How many.
-        threads: In each of them.
-        streams: Each process reads a stream of its own: there is no queue, and no process takes the
-            place of a dead one before the next epoch.
+    With ``streams`` each process reads a stream of its own: there is no queue, and no process takes
+    the place of a dead one before the next epoch.
     """
 
     def __init__(

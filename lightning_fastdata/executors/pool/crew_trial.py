@@ -33,9 +33,7 @@ _BLOCKED: Final = 0.3
 class CrewTrial:
     """Says how many tasks may be under way, and compares what is read with all and with half.
 
-    Args:
-        hands: Threads of all side processes together.
-        clock_ns: Monotonic time.
+    ``hands`` are the threads of all side processes together.
     """
 
     def __init__(self, hands: int, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:

@@ -60,10 +60,6 @@ class StallWatch:
     def look(self, children: Iterable[ChildProcess], doing: Callable[[], list[str]]) -> None:
         """Warn, or raise, if nothing has moved for long; called when no process answered in time.
 
-        Args:
-            children: The processes.
-            doing: Returns what each of them does.
-
         Raises:
             WorkerError: Nothing has moved for too long.
         """
@@ -113,14 +109,7 @@ def died_starting(number: int, code: int | None, times: int) -> WorkerError:
 
 
 def stream_broken(number: int, code: int | None, delivered: int, *, answered: bool) -> WorkerError:
-    """Return the error for a side process that dies before the end of its stream.
-
-    Args:
-        number: Of the process.
-        code: Its exit code.
-        delivered: Batches of this epoch that it had made and the training has got.
-        answered: It has ever made a batch.
-    """
+    """Return the error for a side process that dies before the end of its stream."""
     hint = "" if answered else f" {_MAIN}"
     return WorkerError(
         f"Side process {number} {_death(code)} before the end of its stream. The {delivered} "

@@ -33,15 +33,9 @@ _CROWDED_S: Final = 0.001
 class ChildProcess:
     """A side process, the wire to it, and what it was given to do.
 
-    Args:
-        plan: What is fetched.
-        number: Of this process.
-        processes: How many there are.
-        threads: That work in it.
-        inherited_fds: For it to close if it is forked: what it would hold of its siblings.
-        places: Threads that it may ever have.
-        epoch: The one that ``set_epoch`` of the dataset was called with; None: to be called there.
-        queue: Descriptor of the queue of tasks; None: it is sent each of its tasks.
+    It has ``threads`` and room for ``places``. If it is forked it closes ``inherited_fds``, what it
+    would hold of its siblings. ``epoch`` is the one that ``set_epoch`` of the dataset was called
+    with; None: it is called there. Without a ``queue`` it is sent each of its tasks.
     """
 
     def __init__(

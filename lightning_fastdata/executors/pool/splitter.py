@@ -180,13 +180,7 @@ class Splitter:
         self._whole_bytes = max(self._whole_bytes, size_bytes)
 
     def has_place(self, batches: Sequence[PendingBatch], *, hands: int, processes: int) -> bool:
-        """Return whether another batch may be begun beside those that are under way.
-
-        Args:
-            batches: Those.
-            hands: Threads of all side processes together.
-            processes: Side processes.
-        """
+        """Return whether another batch may be begun beside those that are under way."""
         if not batches:
             return True
         if self.in_place is None:  # until a sample was seen, each thread has one to read
@@ -256,12 +250,7 @@ def rows_per_task(
 ) -> int:
     """Return how many samples of a batch a thread reads in one go.
 
-    Args:
-        samples: In the batch.
-        sample_ns: To read one; None: not known yet.
-        hands: Threads that read, of all processes.
-        before: Batches under way that are needed before this one.
-        look_ahead: Batches under way at once.
+    ``before`` of the ``look_ahead`` batches under way are needed before this one.
     """
     spread = -(-samples // hands)
     if sample_ns is None:

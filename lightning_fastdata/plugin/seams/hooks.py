@@ -33,12 +33,7 @@ _EARLIER: Final = "fastdata_earlier"
 
 
 def overridden_hook(owner: object, name: str) -> Callable[..., Any] | None:
-    """Return the bound hook that a user wrote on this object or in its class, or None.
-
-    Args:
-        owner: A LightningModule, a LightningDataModule or a callback; or None.
-        name: Of the hook.
-    """
+    """Return the bound hook that a user wrote on this object or in its class, or None."""
     # Asked anew each time: in a notebook a class gets hooks between two fits.
     if owner is None or not (name in vars(owner) or _written_in_class(type(owner), name)):
         return None
@@ -78,11 +73,6 @@ def choose_own_hooks(datamodule: object, trainer: Trainer, names: Collection[str
 
     Lightning calls the data module's hook and warns that the LightningModule's is not called. Ours
     calls it, so that the warning would be false.
-
-    Args:
-        datamodule: Whose hooks are called. Lightning would choose it, too: it overrides them.
-        trainer: At the beginning of its run.
-        names: Of :data:`HOOKS`; of any other hook Lightning itself says what is to be said.
     """
     selector = hook_selector(trainer)
     if selector is not None:
@@ -118,13 +108,8 @@ def augment_foreign_batches(
     LightningModule. That instance gets an attribute of the hook's name, which runs the transform
     and then what was there before; the class is not touched.
 
-    Args:
-        trainer: The trainer, after its data module is attached.
-        pl_module: The module it trains.
-        transform: Runs on each training batch, on the batch's device.
-        seed: Seed of the draws.
-        in_transfer: Whether the trainer is moving a batch of a loader right now. The model summary
-            and loggers send an example input through the same hook.
+    ``in_transfer`` says whether the trainer is moving a batch of a loader right now: the model
+    summary and loggers send an example input through the same hook.
     """
     datamodule = attributes_of(trainer).datamodule
     owner = pl_module if overridden_hook(datamodule, _HOOK) is None else datamodule

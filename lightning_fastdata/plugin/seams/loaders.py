@@ -48,11 +48,6 @@ def watch_sources(
 
     Lightning calls no hook between getting a loader and starting its workers. Where a version has
     no data source, the loaders are seen when the training starts.
-
-    Args:
-        trainer: Before it has any loader.
-        stages: Whose loaders are to be seen.
-        watch: Called with the stage and its loaders, in whatever form they come.
     """
     loops: list[tuple[Stage, object]] = [
         ("train", trainer.fit_loop),
