@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import repeat
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, MapDataPipe, default_collate
@@ -40,10 +40,17 @@ if TYPE_CHECKING:
     from lightning_fastdata.executors.kinds import ExecutorName
     from lightning_fastdata.randomness.shared_epoch import EpochCell
     from lightning_fastdata.stamps.batch_stamps import WaitWatch
-    from lightning_fastdata.types import Stage
+    from lightning_fastdata.types import Batch, Stage
 
 
 Source: TypeAlias = "DataLoader[Any] | KeptExecutor | ResidentBatches"
+
+
+_PASSED_ON: Final = (
+    "num_workers", "pin_memory", "timeout", "multiprocessing_context", "generator",
+    "prefetch_factor", "persistent_workers", "pin_memory_device", "in_order",
+)  # fmt: skip
+"""Settings that torch's own loader takes as they are."""
 
 
 class SourceSettings(NamedTuple):
@@ -89,11 +96,11 @@ class _Loader(Protocol):
     @property
     def batch_size(self) -> int | None: ...
     @property
-    def batch_sampler(self) -> Any: ...
+    def batch_sampler(self) -> object: ...
     @property
     def executor(self) -> ExecutorName: ...
     @property
-    def device_resident(self) -> bool | str | torch.device: ...
+    def device_resident(self) -> object: ...
 
 
 def makes_batches(loader: _Loader) -> bool:
@@ -122,8 +129,7 @@ def open_source(
         settings: The loader, as it is set up now.
         epochs: Where it says which epoch it is in.
         reported: Holds under ``"batches"`` the length that a stream has reported.
-        stamps: Where calls of the sampler are noted, if stamps are to be taken of torch's own
-            iterator; None: they are not.
+        stamps: Where to note calls of the sampler of torch's own iterator; None: nowhere.
     """
     worker_part, recording = _parts_in_workers(settings)
     collate_fn = _collation(settings, worker_part, recording)
@@ -159,18 +165,10 @@ def open_source(
         start = WorkerStart(settings.worker_nice, start if stamps is None else ShowDataset(start))
     return DataLoader(
         dataset,
-        **order,
-        num_workers=settings.num_workers,
         collate_fn=collate_fn,
-        pin_memory=settings.pin_memory,
-        timeout=settings.timeout,
         worker_init_fn=start,
-        multiprocessing_context=settings.multiprocessing_context,
-        generator=settings.generator,
-        prefetch_factor=settings.prefetch_factor,
-        persistent_workers=settings.persistent_workers,
-        pin_memory_device=settings.pin_memory_device,
-        in_order=settings.in_order,
+        **order,
+        **{name: getattr(settings, name) for name in _PASSED_ON},
     )
 
 
@@ -178,21 +176,20 @@ def _parts_in_workers(
     settings: SourceSettings,
 ) -> tuple[WorkerTransform | None, DatasetRecording | None]:
     """Return what runs on each sample, or what surrounds its reading: one of them at most."""
-    worker_part = None
     if settings.transform is not None:
         worker_part = settings.transform.in_worker(on_device=settings.on_device)
-    records = worker_part is None and settings.staged is not None
-    return worker_part, settings.recording if records else None
+        if worker_part is not None:
+            return worker_part, None
+    return None, None if settings.staged is None else settings.recording
 
 
 def _collation(
     settings: SourceSettings,
     worker_part: WorkerTransform | None,
     recording: DatasetRecording | None,
-) -> Any:
+) -> Callable[[Any], Batch]:
     collate_fn = settings.collate_fn
-    if collate_fn is default_collate:
-        collate_fn = collate_samples
+    collate_fn = collate_samples if collate_fn is default_collate else collate_fn
     collate_fn = spreading(collate_fn, worker_part)
     if recording is not None and settings.staged is not None:
         return RecordedCollate(collate_fn, recording, settings.staged)
@@ -206,8 +203,8 @@ def _collation(
 
 def _open_executor(
     settings: SourceSettings,
-    dataset: Any,
-    collate_fn: Any,
+    dataset: Dataset[Any],
+    collate_fn: Callable[[Any], Batch],
     epochs: EpochCell,
     reported: dict[str, int],
 ) -> KeptExecutor:

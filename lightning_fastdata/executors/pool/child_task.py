@@ -7,6 +7,7 @@ import threading
 import time
 import traceback
 from collections import deque
+from dataclasses import dataclass, field
 from functools import partial
 from mmap import mmap
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -36,35 +37,29 @@ def describe_error(error: BaseException, where: str) -> tuple[type[BaseException
     return type(error), f"{where}.\n{''.join(traceback.format_exception(error))}"
 
 
+@dataclass(eq=False)
 class SharedState:
-    """What the threads of a side process share.
+    """What the threads of a side process share."""
 
-    ``epoch`` is the one that ``set_epoch`` of the dataset was called with; None: it is called here.
-    """
+    wire: Wire
+    plan: FetchPlan
+    number: int
+    """Of the process."""
+    progress: protocol.ProgressMemory
+    epoch: int | None
+    """The one that ``set_epoch`` of the dataset was called with; None: it is called here."""
+    stamped: bool = False
+    layout: SampleLayout | None = None
+    maps: dict[int, mmap] = field(default_factory=dict)
+    first_samples: dict[tuple[int, int], object] = field(default_factory=dict)
+    """By batch and position: read to find their layout, and not yet written."""
+    awaiting_rest: deque[tuple[int, int]] = field(default_factory=deque)
+    """Parts of batches, likewise, of which only the first sample was read. What is to become of the
+    rest is on its way, and goes before what waits in the queue."""
 
-    def __init__(
-        self,
-        wire: Wire,
-        plan: FetchPlan,
-        number: int,
-        progress: protocol.ProgressMemory,
-        epoch: int | None,
-    ) -> None:
-        self.wire = wire
-        self.plan = plan
-        self.number = number
-        self.progress = progress
-        self.stamped = False
-        self.operations = OperationWatch(plan.dataset)
+    def __post_init__(self) -> None:
+        self.operations = OperationWatch(self.plan.dataset)
         self.lines = LineWatch()
-        self.layout: SampleLayout | None = None
-        self.maps: dict[int, mmap] = {}
-        self.first_samples: dict[tuple[int, int], Any] = {}
-        """By batch and position: read to find their layout, and not yet written."""
-        self.awaiting_rest: deque[tuple[int, int]] = deque()
-        """Parts of batches, likewise, of which only the first sample was read. What is to become of
-        the rest is on its way, and goes before what waits in the queue."""
-        self._epoch = epoch
         self._epoch_lock = threading.Lock()
 
     def begin_epoch(self, generation: int, epoch: int) -> bool:
@@ -75,17 +70,13 @@ class SharedState:
         with self._epoch_lock:
             if generation < self.progress.generation:
                 return False
-            if epoch != self._epoch:
+            if epoch != self.epoch:
                 tell_epoch(self.plan.dataset, epoch)
-                self._epoch = epoch
+                self.epoch = epoch
             return True
 
     def send(self, message: protocol.FromChild, files: tuple[int, ...] = ()) -> None:
-        """Send a message to the training process, and end if that is gone.
-
-        Raises:
-            Exception: Something in the message cannot be pickled.
-        """
+        """Send a message to the training process, and end if that is gone."""
         try:
             self.wire.send(message, files)
         except OSError:
@@ -197,11 +188,7 @@ class TaskThread:
         return protocol.RowsWritten(), ()
 
     def _whole(self, task: protocol.TaskRequest) -> _Outcome:
-        words, position_at = self.shared.progress.words, self.number * protocol.THREAD_WORDS + 1
-
-        def mark(position: int) -> None:
-            words[position_at] = position
-
+        mark = partial(self.shared.progress.read, self.number, task.batch)
         result = self.fetcher.batch(task.indices, task.epoch, mark)
         if result is END_OF_STREAM:
             return protocol.StreamEnd(), ()

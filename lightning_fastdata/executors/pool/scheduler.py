@@ -251,7 +251,7 @@ class PoolExecutor:
                 self._crew.go_on(child, self._learn(layout, task))
             case protocol.Collated(packed):
                 self._wait.unpacked(partial(batch.take_parts, packed, answer.files, self._slots))
-                self._splitter.note_size(packed.size_bytes)
+                self._splitter.whole_bytes = max(self._splitter.whole_bytes, packed.size_bytes)
             case protocol.Misfit():
                 batch.misfit, self._splitter.in_place = True, False
             case protocol.TaskError(position, kind, text):
@@ -266,7 +266,7 @@ class PoolExecutor:
         """
         batch = task.batch
         if self._splitter.in_place is None:
-            self._splitter.learn(layout)
+            self._splitter.in_place, self._splitter.layout = layout is not None, layout
             self._crew.configure(protocol.SetLayout(layout))
         if self._is_old(batch) or batch.misfit:
             return None

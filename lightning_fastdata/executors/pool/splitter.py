@@ -163,21 +163,14 @@ class Splitter:
         self.in_place: bool | None = None if samples else False
         """Whether samples are written in place; None until the first one was read."""
         self._slots = slots
-        self._whole_bytes = 0
+        self.whole_bytes = 0
+        """Size of the largest batch so far that was collated as a whole."""
         self._sample_ns: float | None = None
-
-    def learn(self, layout: SampleLayout | None) -> None:
-        """Take the layout of the first sample for that of all."""
-        self.in_place, self.layout = layout is not None, layout
 
     def note_time(self, sample_ns: float) -> None:
         """Note how long each sample of a task took."""
         known = self._sample_ns
         self._sample_ns = sample_ns if known is None else 0.9 * known + 0.1 * sample_ns
-
-    def note_size(self, size_bytes: int) -> None:
-        """Note how large a batch was that was collated as a whole."""
-        self._whole_bytes = max(self._whole_bytes, size_bytes)
 
     def has_place(self, batches: Sequence[PendingBatch], *, hands: int, processes: int) -> bool:
         """Return whether another batch may be begun beside those that are under way."""
@@ -185,7 +178,7 @@ class Splitter:
             return True
         if self.in_place is None:  # until a sample was seen, each thread has one to read
             return _open_tasks(batches) < hands
-        size = self._whole_bytes
+        size = self.whole_bytes
         if self.in_place and self.layout is not None:
             size = self.layout.offsets(len(batches[-1].indices))[1]
         # Large batches take long to use, so that few of them bridge as much time.
@@ -231,8 +224,8 @@ class Splitter:
                 look_ahead=self.plan.look_ahead,
             )
             return _parts("rows", batch, rows)
-        if self._whole_bytes:
-            batch.slot = self._slots.take(self._whole_bytes)
+        if self.whole_bytes:
+            batch.slot = self._slots.take(self.whole_bytes)
         return [Task("whole", batch, 0, indices)]
 
 
