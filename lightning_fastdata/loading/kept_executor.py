@@ -9,7 +9,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -23,6 +23,10 @@ from lightning_fastdata.executors.pool.crew_trial import CrewTrial
 from lightning_fastdata.torch_internals import pinned
 
 if TYPE_CHECKING:
+    from torch.utils.data import Dataset
+
+    from lightning_fastdata.augment.contract import StageTransform
+    from lightning_fastdata.augment.dataset_pipelines import DatasetRecording
     from lightning_fastdata.batches.page_lock import PageLockName
     from lightning_fastdata.executors.contract import Executor
     from lightning_fastdata.executors.fetch import FetchPlan
@@ -45,13 +49,54 @@ class _Announces(Protocol):
     def ready(self) -> bool: ...
 
 
+class SourceSettings(NamedTuple):
+    """The attributes of a FastDataLoader that its source rests on, under the same names.
+
+    A tuple, as two of these are compared by identity first: a dataset may have any ``==``.
+    """
+
+    dataset: Dataset[Any]
+    batch_size: int | None
+    sampler: Any
+    batch_sampler: Any
+    drop_last: bool
+    num_workers: int
+    collate_fn: Callable[[list[Any]], Any]
+    pin_memory: bool
+    timeout: float
+    worker_init_fn: Callable[[int], None] | None
+    multiprocessing_context: Any
+    generator: torch.Generator | None
+    prefetch_factor: int | None
+    asked_prefetch_factor: int | None
+    persistent_workers: bool
+    pin_memory_device: str
+    in_order: bool
+    seed: int
+    transform: StageTransform | None
+    on_device: bool
+    worker_nice: int
+    staged: Stage | None
+    recording: DatasetRecording | None
+    executor: ExecutorName
+    page_lock: PageLockName
+    device_resident: bool | str | torch.device
+    stall_timeout: float | Literal["auto"]
+
+
 @dataclass(kw_only=True, eq=False, repr=False)
 class KeptExecutor:
-    """Iterable over epochs; starts its executor at the first one."""
+    """Iterable over epochs; starts its executor at the first one.
+
+    Side processes are seeded from the ``generator`` of the settings, which torch would draw its
+    base seed from at this place, so that the draws after it are the same: those of a stream as
+    torch does, others from that, the plan's seed and the epoch they start in.
+    """
 
     name: ExecutorName
     """Not torch's own."""
     plan: FetchPlan
+    settings: SourceSettings
     batches: Callable[[], Iterable[object]]
     """Returns the batches of indices of an epoch that begins."""
     epoch: Callable[[], int]
@@ -59,35 +104,24 @@ class KeptExecutor:
     order: Callable[[int], EpochOrder | None]
     """Returns the plan that the batches of an epoch follow, if that is known; the first batches of
     such an epoch are fetched while the one before it ends."""
-    workers: int
-    """Who fetches, as the kind of executor has it: side processes, all their threads together, or
-    threads of this process."""
-    persistent: bool
-    """Keep side processes between epochs."""
     staged: Stage | None
     """Deliver :class:`StagedBatch` of this stage, without draws."""
-    pin_memory: bool
-    """Copy batches into page-locked memory."""
-    page_lock: PageLockName
-    """``"register"``: have CUDA lock the memory of batches, and copy only what lies elsewhere."""
-    generator: torch.Generator | None
-    """From which torch would draw its base seed at this place; drawn from likewise, so that the
-    draws after it are the same. Side processes are seeded from it: those of a stream as torch does,
-    others from it, the plan's seed and the epoch they start in."""
     reported_batches: Callable[[], int | None] | None
     """Returns the length that the loader of a stream has reported, or None."""
 
     def __post_init__(self) -> None:
-        kind = KINDS[self.name]
-        self.processes = math.ceil(self.workers / kind.threads_per_process)
-        self.threads = math.ceil(self.workers / max(1, self.processes))
+        kind, workers = KINDS[self.name], self.settings.num_workers
+        self.processes = math.ceil(workers / kind.threads_per_process)
+        self.threads = math.ceil(workers / max(1, self.processes))
         self.trial = CrewTrial(self.processes * self.threads)
+        self.persistent = self.settings.persistent_workers
         # Threads of one process share a dataset, which is in one epoch at a time.
         self._arms = kind.threads_per_process == 1 or decodes_in_place(self.plan.dataset)
         # Threads and reused memory cost nothing between epochs; processes do.
         self.keep = self.persistent or not kind.side_processes
-        self.pin_on = _pinning_device() if self.pin_memory else None
-        self.page_locks = cuda_page_locks(self.pin_on) if self.page_lock == "register" else None
+        self.pin_on = _pinning_device() if self.settings.pin_memory else None
+        registers = self.settings.page_lock == "register"
+        self.page_locks = cuda_page_locks(self.pin_on) if registers else None
         self.records: deque[BatchStamps] | None = None
         self._running: weakref.ref[EpochIterator] | None = None
         self._base_seed: int | None = None
@@ -96,7 +130,7 @@ class KeptExecutor:
 
     def __iter__(self) -> EpochIterator:
         if not self.persistent or self._base_seed is None:
-            drawn = torch.empty((), dtype=torch.int64).random_(generator=self.generator)
+            drawn = torch.empty((), dtype=torch.int64).random_(generator=self.settings.generator)
             self._base_seed = int(drawn)
         other = None if self._running is None else self._running()
         unfinished = other is not None and other.executor is not None

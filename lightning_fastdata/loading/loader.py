@@ -15,8 +15,8 @@ from lightning_fastdata.augment.pipeline.unkeyed import warn_of_unkeyed
 from lightning_fastdata.batches.keyed import tell_epoch
 from lightning_fastdata.errors import FastDataWarning
 from lightning_fastdata.executors.kinds import KINDS
-from lightning_fastdata.loading.kept_executor import KeptExecutor, RaisesNext
-from lightning_fastdata.loading.source import Source, SourceSettings, open_source, reads_with_torch
+from lightning_fastdata.loading.kept_executor import KeptExecutor, RaisesNext, SourceSettings
+from lightning_fastdata.loading.source import Source, open_source, reads_with_torch
 from lightning_fastdata.planning.loader_plan import LoaderSpec
 from lightning_fastdata.planning.options import LoaderOptions, check_loader, checked_seed
 from lightning_fastdata.planning.plan_for import plan_for

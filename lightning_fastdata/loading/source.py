@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import repeat
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, MapDataPipe, default_collate
@@ -23,7 +23,7 @@ from lightning_fastdata.device.resident import ResidentBatches, device_of
 from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.kinds import KINDS, executor_for
 from lightning_fastdata.host.memory import read_host_memory
-from lightning_fastdata.loading.kept_executor import KeptExecutor
+from lightning_fastdata.loading.kept_executor import KeptExecutor, SourceSettings
 from lightning_fastdata.order.epoch_order import epoch_order
 from lightning_fastdata.order.repeats import spreading
 from lightning_fastdata.order.sampled import index_batches
@@ -34,13 +34,12 @@ from lightning_fastdata.stamps.stamped import ShowDataset, WatchedSampler, stamp
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
-    from lightning_fastdata.augment.contract import StageTransform, WorkerTransform
+    from lightning_fastdata.augment.contract import WorkerTransform
     from lightning_fastdata.augment.dataset_pipelines import DatasetRecording
-    from lightning_fastdata.batches.page_lock import PageLockName
     from lightning_fastdata.executors.kinds import ExecutorName
     from lightning_fastdata.randomness.shared_epoch import EpochCell
     from lightning_fastdata.stamps.batch_stamps import WaitWatch
-    from lightning_fastdata.types import Batch, Stage
+    from lightning_fastdata.types import Batch
 
 
 Source: TypeAlias = "DataLoader[Any] | KeptExecutor | ResidentBatches"
@@ -51,41 +50,6 @@ _PASSED_ON: Final = (
     "prefetch_factor", "persistent_workers", "pin_memory_device", "in_order",
 )  # fmt: skip
 """Settings that torch's own loader takes as they are."""
-
-
-class SourceSettings(NamedTuple):
-    """The attributes of a FastDataLoader that its source rests on, under the same names.
-
-    A tuple, as two of these are compared by identity first: a dataset may have any ``==``.
-    """
-
-    dataset: Dataset[Any]
-    batch_size: int | None
-    sampler: Any
-    batch_sampler: Any
-    drop_last: bool
-    num_workers: int
-    collate_fn: Callable[[list[Any]], Any]
-    pin_memory: bool
-    timeout: float
-    worker_init_fn: Callable[[int], None] | None
-    multiprocessing_context: Any
-    generator: torch.Generator | None
-    prefetch_factor: int | None
-    asked_prefetch_factor: int | None
-    persistent_workers: bool
-    pin_memory_device: str
-    in_order: bool
-    seed: int
-    transform: StageTransform | None
-    on_device: bool
-    worker_nice: int
-    staged: Stage | None
-    recording: DatasetRecording | None
-    executor: ExecutorName
-    page_lock: PageLockName
-    device_resident: bool | str | torch.device
-    stall_timeout: float | Literal["auto"]
 
 
 class _Loader(Protocol):
@@ -243,15 +207,11 @@ def _open_executor(
     return KeptExecutor(
         name=executor,
         plan=plan,
+        settings=settings,
         batches=_index_batches(settings),
         epoch=epochs.get,
         order=partial(epoch_order, settings.batch_sampler),
-        workers=settings.num_workers,
-        persistent=settings.persistent_workers,
         staged=None if staged else settings.staged,
-        pin_memory=settings.pin_memory,
-        page_lock=settings.page_lock,
-        generator=settings.generator,
         reported_batches=partial(reported.get, "batches") if streamed else None,
     )
 
