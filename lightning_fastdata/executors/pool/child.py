@@ -95,9 +95,8 @@ class Child:
     def __init__(self, shared: SharedState, threads: int, queue: int | None) -> None:
         self.shared = shared
         self.wire = shared.wire
-        self.wanted = threads
-        self.started = 1
-        self.turn = threading.Condition()
+        self.threads = threads
+        self.turn = threading.Lock()
         """Held by the thread that waits for the next task."""
         self.sent: deque[bytes] = deque()
         """Tasks that came over the wire."""
@@ -111,13 +110,9 @@ class Child:
     def run(self) -> None:
         """Work until the training process closes the wire."""
         self.shared.progress.state = protocol.State.WAITING
-        self._start_threads()
+        for number in range(1, self.threads):
+            threading.Thread(target=self._run, args=(number,), daemon=True).start()
         self._work(0)
-
-    def _start_threads(self) -> None:
-        while self.started < self.wanted:
-            threading.Thread(target=self._run, args=(self.started,), daemon=True).start()
-            self.started += 1
 
     def _run(self, number: int) -> None:
         try:
@@ -132,12 +127,11 @@ class Child:
         while True:
             # One thread waits for the next task, and does it: to hand it to another takes time.
             with self.turn:
-                self.turn.wait_for(lambda: number < self.wanted)
                 task = self._next_task(number)
             if task is None:
                 break
             thread.do(*task)
-        if self.started > 1:
+        if self.threads > 1:
             os._exit(0)
 
     def _next_task(self, thread: int) -> tuple[int, protocol.TaskRequest] | None:
@@ -208,16 +202,7 @@ class Child:
                 shared.layout = layout
             case protocol.SetStamps(wanted):
                 shared.stamped = wanted
-            case protocol.SetThreads(threads):
-                self.wanted = threads
-                self._start_threads()
-                self.turn.notify_all()
             case protocol.AskTaken(inquiry):
                 # Not read from the memory later: an answer may be on its way then, and the next
                 # task noted.
                 shared.send(protocol.TasksTaken(inquiry, shared.progress.taken()))
-            case protocol.Retire():
-                if self.queue is not None:
-                    self.poller.unregister(self.queue)
-                    self.queue = None
-                shared.send(protocol.Retired())

@@ -78,8 +78,6 @@ class Crew:
     ) -> None:
         self.plan = plan
         self.threads = threads
-        # Of a process that replaces one, too, however few threads are wanted by then.
-        self._places = 1 if threads == 1 else protocol.MAX_THREADS
         self.wanted = processes
         self.respawned = 0
         self._tasks: dict[int, Task] = {}
@@ -117,15 +115,6 @@ class Crew:
             child.progress.generation = generation
         self._spawn_missing(epoch)
 
-    def resize(self, processes: int) -> None:
-        """Have so many processes from now on; those too many finish what they have taken."""
-        self.wanted = processes
-        for number, child in list(self.children.items()):
-            if number >= processes and not child.retiring:
-                child.retiring = True
-                child.send(protocol.Retire())
-        self._spawn_missing()
-
     def configure(self, setting: protocol.Setting) -> None:
         """Send a setting to all processes, also to those that are still to come."""
         self._settings[type(setting)] = setting
@@ -148,8 +137,7 @@ class Crew:
             self._tasks[number] = task
         else:
             # What is too long for the queue goes to the process that has least to do.
-            staying = [child for child in self.children.values() if not child.retiring]
-            to = to or min(staying, key=lambda child: child.load)
+            to = to or min(self.children.values(), key=lambda child: child.load)
             to.tasks[number] = task
             to.send(protocol.GiveTask(packet))
         self._count = number
@@ -215,7 +203,6 @@ class Crew:
                     yield from self._on_death(child)
                     break
                 yield from self._handle(child, *received)
-            yield from self._retire_if_idle(child)
 
     def _handle(
         self, child: ChildProcess, message: protocol.FromChild, files: list[int]
@@ -228,10 +215,6 @@ class Crew:
                 yield Answer(child, task, message, files)
             case protocol.TasksTaken(inquiry, numbers):
                 yield from self._resolve(child, inquiry, numbers)
-            case protocol.Retired():
-                child.retired = True
-                if self._queue is not None:
-                    self._queue.numbers()  # wakes others for what it was woken for
             case protocol.InitFailed(kind, text):
                 child.failure = as_error(kind, child.number, text)
                 if not self._streams:
@@ -254,7 +237,6 @@ class Crew:
                 self.wanted,
                 self.threads,
                 (*ends, *wires),
-                places=self._places,
                 epoch=epoch,
                 queue=None if self._queue is None else self._queue.reading,
             )
@@ -267,15 +249,6 @@ class Crew:
             for end in child.ends:
                 self._by_end[end] = child
                 self._poller.register(end, select.POLLIN)
-
-    def _retire_if_idle(self, child: ChildProcess) -> Iterator[Loss]:
-        if not child.retired or self.children.get(child.number) is not child:
-            return
-        if not (child.tasks or self._tasks.keys() & child.progress.taken()):
-            self._remove(child)
-            child.stop()
-            yield from self._resolve(child)  # it has taken nothing else, and is not to be asked
-            self._spawn_missing()  # its number may be wanted again by now
 
     def _remove(self, child: ChildProcess) -> None:
         del self.children[child.number]

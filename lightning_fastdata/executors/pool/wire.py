@@ -149,10 +149,7 @@ class TaskQueue:
         return True
 
     def numbers(self) -> set[int]:
-        """Return the numbers of the tasks that no process has taken yet.
-
-        They are queued anew, which wakes a waiting process for each that another left.
-        """
+        """Return the numbers of the tasks that no process has taken yet, which are queued anew."""
         packets = []
         while (packet := read_packet(self.reading)) is not None:
             packets.append(packet)
