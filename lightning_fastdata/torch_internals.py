@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import torch
 from torch.utils.data._utils import worker
@@ -23,10 +23,9 @@ from torch.utils.data._utils.collate import collate, collate_tensor_fn, default_
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
-    from lightning_fastdata.types import Batch
-
 __all__ = ["collate", "collate_tensor_fn", "default_collate_fn_map"]
 
+_Value = TypeVar("_Value")
 MAKES_BATCHES: Final = ("__iter__", "_get_iterator")
 """What a class of loaders overrides that makes its batches in its own way."""
 without_torch_function: Final = torch._C.DisableTorchFunctionSubclass
@@ -47,14 +46,15 @@ def set_worker_info(*, number: int, workers: int, seed: int, dataset: Dataset[An
     )
 
 
-def pinned(value: Batch, device: str | None) -> Batch:
+def pinned(value: _Value, device: str | None) -> _Value:
     """Return a nested structure with its tensors copied into page-locked memory."""
     from torch.utils.data._utils.pin_memory import pin_memory
 
-    return pin_memory(value, device)  # type: ignore[no-untyped-call]
+    copied: _Value = pin_memory(value, device)  # type: ignore[no-untyped-call]
+    return copied
 
 
-def early_batches(iterator: object) -> Iterable[Batch]:
+def early_batches(iterator: object) -> Iterable[Any]:
     """Return the batches that torch's iterator over workers got before their turn; else none."""
     tasks = getattr(iterator, "_task_info", {}).values()
     return [entry[1] for entry in tasks if len(entry) == 2]

@@ -9,31 +9,23 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Final, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
-from lightning_fastdata.batches.page_lock import cuda_page_locks
+from lightning_fastdata.augment.contract import StageTransform
+from lightning_fastdata.augment.dataset_pipelines import DatasetRecording
+from lightning_fastdata.batches.page_lock import PageLockName, cuda_page_locks
 from lightning_fastdata.batches.staged import StagedBatch
 from lightning_fastdata.errors import FastDataWarning, WorkerError
-from lightning_fastdata.executors.contract import ArmingExecutor
-from lightning_fastdata.executors.fetch import decodes_in_place
-from lightning_fastdata.executors.kinds import KINDS, open_executor
+from lightning_fastdata.executors.contract import ArmingExecutor, Executor
+from lightning_fastdata.executors.fetch import FetchPlan, decodes_in_place
+from lightning_fastdata.executors.kinds import KINDS, ExecutorName, open_executor
 from lightning_fastdata.executors.pool.crew_trial import CrewTrial
+from lightning_fastdata.order.epoch_order import EpochOrder
+from lightning_fastdata.stamps.batch_stamps import BatchStamps
 from lightning_fastdata.torch_internals import pinned
-
-if TYPE_CHECKING:
-    from torch.utils.data import Dataset
-
-    from lightning_fastdata.augment.contract import StageTransform
-    from lightning_fastdata.augment.dataset_pipelines import DatasetRecording
-    from lightning_fastdata.batches.page_lock import PageLockName
-    from lightning_fastdata.executors.contract import Executor
-    from lightning_fastdata.executors.fetch import FetchPlan
-    from lightning_fastdata.executors.kinds import ExecutorName
-    from lightning_fastdata.order.epoch_order import EpochOrder
-    from lightning_fastdata.stamps.batch_stamps import BatchStamps
-    from lightning_fastdata.types import Batch, Stage
+from lightning_fastdata.types import Batch, Stage
 
 _TOO_MANY: Final = (
     "Length of IterableDataset was reported to be {reported} batches by len(loader), but {given} "
@@ -55,7 +47,7 @@ class SourceSettings(NamedTuple):
     A tuple, as two of these are compared by identity first: a dataset may have any ``==``.
     """
 
-    dataset: Dataset[Any]
+    dataset: torch.utils.data.Dataset[Any]
     batch_size: int | None
     sampler: Any
     batch_sampler: Any

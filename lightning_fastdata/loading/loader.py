@@ -11,30 +11,27 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from lightning_fastdata.augment.contract import StageTransform
+from lightning_fastdata.augment.dataset_pipelines import DatasetRecording
 from lightning_fastdata.augment.pipeline.unkeyed import warn_of_unkeyed
 from lightning_fastdata.batches.keyed import tell_epoch
+from lightning_fastdata.batches.page_lock import PageLockName
 from lightning_fastdata.errors import FastDataWarning
-from lightning_fastdata.executors.kinds import KINDS
+from lightning_fastdata.executors.kinds import KINDS, ExecutorName
 from lightning_fastdata.loading.kept_executor import KeptExecutor, RaisesNext, SourceSettings
 from lightning_fastdata.loading.source import Source, open_source, reads_with_torch
-from lightning_fastdata.planning.loader_plan import LoaderSpec
+from lightning_fastdata.planning.loader_plan import LoaderPlan, LoaderSpec
 from lightning_fastdata.planning.options import LoaderOptions, check_loader, checked_seed
 from lightning_fastdata.planning.plan_for import plan_for
 from lightning_fastdata.randomness.seeds import find_composes
 from lightning_fastdata.randomness.shared_epoch import EpochAskedTwice, EpochCell
+from lightning_fastdata.stamps.batch_stamps import BatchStamps
 from lightning_fastdata.stamps.stamped import Ledger, OpenedEnvelopes, stampable
+from lightning_fastdata.types import Batch, Stage
 
 if TYPE_CHECKING:
     import torch
     from torch import Generator
-
-    from lightning_fastdata.augment.contract import StageTransform
-    from lightning_fastdata.augment.dataset_pipelines import DatasetRecording
-    from lightning_fastdata.batches.page_lock import PageLockName
-    from lightning_fastdata.executors.kinds import ExecutorName
-    from lightning_fastdata.planning.loader_plan import LoaderPlan
-    from lightning_fastdata.stamps.batch_stamps import BatchStamps
-    from lightning_fastdata.types import Batch, Stage
 
 
 class FastDataLoader(DataLoader[Any]):

@@ -7,11 +7,20 @@ import sys
 from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import repeat
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
+from typing import Any, Final, Protocol, TypeAlias
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, MapDataPipe, default_collate
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    IterDataPipe,
+    MapDataPipe,
+    default_collate,
+)
 
+from lightning_fastdata.augment.contract import WorkerTransform
+from lightning_fastdata.augment.dataset_pipelines import DatasetRecording
 from lightning_fastdata.batches.collate import (
     FirstOfPairs,
     RecordedCollate,
@@ -21,7 +30,7 @@ from lightning_fastdata.batches.collate import (
 from lightning_fastdata.batches.keyed import fetches_in_batches, keyed
 from lightning_fastdata.device.resident import ResidentBatches, device_of
 from lightning_fastdata.executors.fetch import FetchPlan
-from lightning_fastdata.executors.kinds import KINDS, executor_for
+from lightning_fastdata.executors.kinds import KINDS, ExecutorName, executor_for
 from lightning_fastdata.host.memory import read_host_memory
 from lightning_fastdata.loading.kept_executor import KeptExecutor, SourceSettings
 from lightning_fastdata.order.epoch_order import epoch_order
@@ -29,18 +38,10 @@ from lightning_fastdata.order.repeats import spreading
 from lightning_fastdata.order.sampled import index_batches
 from lightning_fastdata.planning.worker_count import look_ahead_batches
 from lightning_fastdata.randomness.own_generators import own_generators
+from lightning_fastdata.randomness.shared_epoch import EpochCell
+from lightning_fastdata.stamps.batch_stamps import WaitWatch
 from lightning_fastdata.stamps.stamped import ShowDataset, WatchedSampler, stamped
-
-if TYPE_CHECKING:
-    from torch.utils.data import Dataset
-
-    from lightning_fastdata.augment.contract import WorkerTransform
-    from lightning_fastdata.augment.dataset_pipelines import DatasetRecording
-    from lightning_fastdata.executors.kinds import ExecutorName
-    from lightning_fastdata.randomness.shared_epoch import EpochCell
-    from lightning_fastdata.stamps.batch_stamps import WaitWatch
-    from lightning_fastdata.types import Batch
-
+from lightning_fastdata.types import Batch
 
 Source: TypeAlias = "DataLoader[Any] | KeptExecutor | ResidentBatches"
 

@@ -7,29 +7,25 @@ import os
 import random
 import select
 import signal
+import socket
 import sys
 import threading
 import traceback
 from collections import deque
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from lightning_fastdata.batches.collate import for_writing, in_own_side_process
 from lightning_fastdata.batches.slots import map_shared_memory
+from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.pool import protocol
 from lightning_fastdata.executors.pool.child_task import SharedState, TaskThread, describe_error
 from lightning_fastdata.executors.pool.wire import Wire, number_in, read_packet, request_in
 from lightning_fastdata.host.system_calls import die_with, keep_freed_memory
 from lightning_fastdata.randomness.shared_epoch import keep_own_epochs
 from lightning_fastdata.torch_internals import set_worker_info
-
-if TYPE_CHECKING:
-    import socket
-
-    from lightning_fastdata.executors.fetch import FetchPlan
 
 
 def child_main(

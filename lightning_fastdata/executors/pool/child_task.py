@@ -10,23 +10,20 @@ from collections import deque
 from dataclasses import dataclass, field
 from functools import partial
 from mmap import mmap
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from lightning_fastdata.batches.collate import collate_samples
 from lightning_fastdata.batches.keyed import tell_epoch
 from lightning_fastdata.batches.layout import MisfitError, SampleLayout, layout_of
 from lightning_fastdata.batches.packed import pack, write_leaves
 from lightning_fastdata.batches.slots import create_shared_memory, map_shared_memory
-from lightning_fastdata.executors.fetch import write_image_of
+from lightning_fastdata.executors.fetch import FetchPlan, write_image_of
 from lightning_fastdata.executors.pool import protocol
+from lightning_fastdata.executors.pool.wire import Wire
 from lightning_fastdata.executors.stream_fetch import END_OF_STREAM, fetcher_of
 from lightning_fastdata.stamps.batch_stamps import TaskWatch
 from lightning_fastdata.stamps.lines import LineWatch
 from lightning_fastdata.stamps.operations import OperationWatch
-
-if TYPE_CHECKING:
-    from lightning_fastdata.executors.fetch import FetchPlan
-    from lightning_fastdata.executors.pool.wire import Wire
 
 _Outcome: TypeAlias = tuple[protocol.TaskResult, tuple[int, ...]]
 """How a task ended, and open files that go with it."""

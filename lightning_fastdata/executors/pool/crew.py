@@ -14,17 +14,15 @@ import time
 import weakref
 from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
+from lightning_fastdata.batches.slots import Slot, SlotPool
+from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.pool import protocol
 from lightning_fastdata.executors.pool.faults import as_error, died_starting
 from lightning_fastdata.executors.pool.process import ChildProcess, stop_all
+from lightning_fastdata.executors.pool.splitter import Task
 from lightning_fastdata.executors.pool.wire import TaskQueue, make_packet
-
-if TYPE_CHECKING:
-    from lightning_fastdata.batches.slots import Slot, SlotPool
-    from lightning_fastdata.executors.fetch import FetchPlan
-    from lightning_fastdata.executors.pool.splitter import Task
 
 _DEATHS_AT_START: Final = 3
 

@@ -10,12 +10,9 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-from lightning_fastdata.stamps.batch_stamps import ReadRates
-
-if TYPE_CHECKING:
-    from lightning_fastdata.stamps.batch_stamps import TaskStamps
+from lightning_fastdata.stamps.batch_stamps import ReadRates, TaskStamps
 
 _ROUNDS: Final = 3
 """Tasks that each of the workers in the trial does."""

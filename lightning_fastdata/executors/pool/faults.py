@@ -5,18 +5,15 @@ from __future__ import annotations
 import signal
 import time
 import warnings
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable, Iterable
+from typing import Final
 
 import psutil
 
 from lightning_fastdata.errors import FastDataWarning, WorkerError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from lightning_fastdata.executors.fetch import FetchPlan
-    from lightning_fastdata.executors.pool.process import ChildProcess
-    from lightning_fastdata.executors.pool.splitter import PendingBatch
+from lightning_fastdata.executors.fetch import FetchPlan
+from lightning_fastdata.executors.pool.process import ChildProcess
+from lightning_fastdata.executors.pool.splitter import PendingBatch
 
 _IDLE_SHOWN: Final = 4
 _STALL_S: Final = 120.0

@@ -10,21 +10,23 @@ import signal
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
 from multiprocessing.context import BaseContext
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-from lightning_fastdata.batches.slots import create_shared_memory
+from lightning_fastdata.batches.slots import Slot, create_shared_memory
+from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.pool.child import child_main
-from lightning_fastdata.executors.pool.protocol import MapSlot, ProgressMemory, Start, State
+from lightning_fastdata.executors.pool.protocol import (
+    FromChild,
+    MapSlot,
+    ProgressMemory,
+    Start,
+    State,
+    ToChild,
+)
+from lightning_fastdata.executors.pool.splitter import Task
 from lightning_fastdata.executors.pool.wire import TaskQueue, Wire, wire_pair
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from lightning_fastdata.batches.slots import Slot
-    from lightning_fastdata.executors.fetch import FetchPlan
-    from lightning_fastdata.executors.pool.protocol import FromChild, ToChild
-    from lightning_fastdata.executors.pool.splitter import Task
 
 _CROWDED_S: Final = 0.001
 """Where a wire has room, and yet nothing can be sent, it is other processes that have to read."""

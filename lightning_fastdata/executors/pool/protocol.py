@@ -59,16 +59,14 @@ lost with it stays lost, since a stream cannot be read again from its middle.
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias, get_args
+from typing import Any, Final, Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
 
+from lightning_fastdata.batches.layout import SampleLayout
+from lightning_fastdata.batches.packed import Packed
 from lightning_fastdata.batches.slots import create_shared_memory, map_shared_memory
-
-if TYPE_CHECKING:
-    from lightning_fastdata.batches.layout import SampleLayout
-    from lightning_fastdata.batches.packed import Packed
-    from lightning_fastdata.stamps.batch_stamps import TaskStamps
+from lightning_fastdata.stamps.batch_stamps import TaskStamps
 
 TaskKind: TypeAlias = Literal["first", "rows", "whole"]
 """Read one sample and keep it; write samples into the slot; read and collate the whole batch."""

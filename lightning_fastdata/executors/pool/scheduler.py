@@ -11,10 +11,13 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
+from lightning_fastdata.batches.layout import SampleLayout
+from lightning_fastdata.batches.page_lock import PageLocks
 from lightning_fastdata.batches.slots import SlotPool
 from lightning_fastdata.errors import WorkerError
+from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.pool import protocol
 from lightning_fastdata.executors.pool.crew import Answer, Crew, Loss
 from lightning_fastdata.executors.pool.crew_trial import CrewTrial
@@ -26,15 +29,9 @@ from lightning_fastdata.executors.pool.faults import (
     timed_out,
 )
 from lightning_fastdata.executors.pool.splitter import EpochRun, PendingBatch, Splitter, Task
-from lightning_fastdata.stamps.batch_stamps import WaitWatch
-
-if TYPE_CHECKING:
-    from lightning_fastdata.batches.layout import SampleLayout
-    from lightning_fastdata.batches.page_lock import PageLocks
-    from lightning_fastdata.executors.fetch import FetchPlan
-    from lightning_fastdata.order.epoch_order import EpochOrder
-    from lightning_fastdata.stamps.batch_stamps import BatchStamps, ReadRates
-    from lightning_fastdata.types import Batch
+from lightning_fastdata.order.epoch_order import EpochOrder
+from lightning_fastdata.stamps.batch_stamps import BatchStamps, ReadRates, WaitWatch
+from lightning_fastdata.types import Batch
 
 _CRASHES: Final = 2
 _KILLS: Final = 4

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from lightning_fastdata.batches.keyed import fetches_in_batches
+from lightning_fastdata.batches.layout import SampleLayout
 from lightning_fastdata.batches.packed import Packed, unpack
+from lightning_fastdata.batches.slots import Slot, SlotPool
 from lightning_fastdata.errors import WorkerError
+from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.pool.protocol import TaskKind, TaskRequest
-from lightning_fastdata.stamps.batch_stamps import BatchStamps
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from lightning_fastdata.batches.layout import SampleLayout
-    from lightning_fastdata.batches.slots import Slot, SlotPool
-    from lightning_fastdata.executors.fetch import FetchPlan
-    from lightning_fastdata.order.epoch_order import EpochOrder
-    from lightning_fastdata.stamps.batch_stamps import ReadRates, TaskStamps, WaitWatch
-    from lightning_fastdata.types import Batch
+from lightning_fastdata.order.epoch_order import EpochOrder
+from lightning_fastdata.stamps.batch_stamps import BatchStamps, ReadRates, TaskStamps, WaitWatch
+from lightning_fastdata.types import Batch
 
 _AHEAD_BYTES: Final = 2**28
 """More than one batch for each process is fetched ahead only within this."""
