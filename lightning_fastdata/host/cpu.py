@@ -33,11 +33,10 @@ class CpuLimit:
     """CPU seconds per second that the tightest cgroup grants; None: no quota. It bounds computing,
     not waiting: workers that wait for a disk may be more."""
     quota_source: str | None
-    """File that states the quota; None without a quota."""
+    """File that states the quota."""
     ranks_on_host: int
-    """Training processes that share these CPUs."""
     usable_cpus: int
-    """CPUs one rank may count on; at least 1 and at most ``affinity_cpus``."""
+    """For one rank: at least 1 and at most ``affinity_cpus``."""
     reason: str
     """One sentence that derives ``usable_cpus``."""
 
@@ -233,11 +232,9 @@ def read_cpu_limit(
     Raises:
         OptionsError: ``local_ranks`` is below 1.
     """
-    if local_ranks is not None and local_ranks < 1:
-        raise OptionsError(
-            f"local_ranks is {local_ranks!r}; a host has at least 1 rank. Pass 1 or more."
-        )
     ranks = ranks_on_host(environ) if local_ranks is None else local_ranks
+    if ranks < 1:
+        raise OptionsError(f"local_ranks is {ranks!r}; a host has at least 1 rank. Pass 1 or more.")
     affinity_cpus = affinity()
     quota_cpus, quota_source = min(_read_quotas(root), default=(None, None))
     # srun binds each task to its own CPUs. When the ranks are the tasks, an affinity of

@@ -20,27 +20,25 @@ _V1_NO_LIMIT_BYTES = 2**62
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostMemory:
-    """What this process could still allocate when it was read; other processes take from it too."""
+    """What this process could still allocate when it was read, as others can; None: no limit."""
 
     ram_available_bytes: int
     """RAM that programs can get without swapping (``MemAvailable``), of the whole machine."""
     cgroup_available_bytes: int | None
-    """What the tightest memory limit of a cgroup leaves; beyond it the kernel kills. None: no
-    limit."""
+    """What the tightest memory limit of a cgroup leaves; beyond it the kernel kills."""
     shm_free_bytes: int | None
     """Free space of ``/dev/shm``, where batches of worker processes live (64 MiB in a Docker
     container by default). A full one kills workers with a bus error. None: there is none."""
     open_files_soft: int | None
-    """File descriptors this process may hold; None: no limit."""
+    """File descriptors this process may hold."""
     open_files_hard: int | None
-    """How far the process may raise ``open_files_soft`` itself; None: no limit."""
+    """How far the process may raise ``open_files_soft`` itself."""
 
     @property
     def available_bytes(self) -> int:
         """RAM this process can count on: the smaller of the machine's and the cgroup's."""
-        if self.cgroup_available_bytes is None:
-            return self.ram_available_bytes
-        return min(self.ram_available_bytes, self.cgroup_available_bytes)
+        limit = self.cgroup_available_bytes
+        return self.ram_available_bytes if limit is None else min(self.ram_available_bytes, limit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +50,8 @@ class BatchMemory:
     free_bytes: int
     """For all ranks of the host."""
     parts: int
-    """Into how many parts ``free_bytes`` is divided, of which one loader of one rank may fill one:
-    4 for each rank. The training and the validation workers live at the same time, and the dataset
-    and the model need the rest."""
+    """Of ``free_bytes``; one loader of one rank may fill one: 4 for each rank. Training and
+    validation workers live at the same time, and the dataset and the model need the rest."""
     remedy: str
     """How to enlarge it; ``{gib}`` stands for the GiB that must be free."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
@@ -172,8 +172,7 @@ def parse_io(text: str) -> ReadBytes | None:
 
 def read_io(processes: Iterable[int], *, root: Path = Path("/")) -> dict[int, ReadBytes]:
     """Bytes that each process has read, by its number; without those for which it is not known."""
-    texts = {process: _text_of(process, "io", root) for process in processes}
-    found = {process: parse_io(text) for process, text in texts.items()}
+    found = {process: parse_io(_text_of(process, "io", root)) for process in processes}
     return {process: counts for process, counts in found.items() if counts is not None}
 
 
@@ -205,12 +204,9 @@ def worker_processes() -> list[int]:
     return [process.pid for process in alive if process.pid is not None]
 
 
-def read_host_usage(
-    workers: Iterable[int], *, at_s: float, own: int | None = None, root: Path = Path("/")
-) -> HostUsage:
-    """Read the counters, in about a millisecond."""
-    workers = list(workers)
-    processes = [os.getpid() if own is None else own, *workers]
+def read_host_usage(workers: Sequence[int], *, at_s: float, root: Path = Path("/")) -> HostUsage:
+    """Read the counters, in about a millisecond; workers are given by process number."""
+    processes = [os.getpid(), *workers]
     return HostUsage(
         at_s=at_s,
         workers=len(workers),

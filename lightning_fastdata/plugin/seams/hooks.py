@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from functools import partial
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -76,22 +77,14 @@ def choose_own_hooks(datamodule: object, trainer: Trainer, names: Collection[str
     """
     selector = hook_selector(trainer)
     if selector is not None:
-        chooses = _ChoosesOwn(datamodule, frozenset(names), selector.get_instance)
+        chooses = partial(_choose, datamodule, frozenset(names), selector.get_instance)
         replace_for_one_run(trainer, selector, "get_instance", chooses)
 
 
-class _ChoosesOwn:
-    """A hook selector's ``get_instance``, which knows whose some of the hooks are."""
-
-    def __init__(
-        self, datamodule: object, names: frozenset[str], ask: Callable[[str], object]
-    ) -> None:
-        self.datamodule = datamodule
-        self.names = names
-        self.ask = ask
-
-    def __call__(self, hook_name: str) -> object:
-        return self.datamodule if hook_name in self.names else self.ask(hook_name)
+def _choose(
+    datamodule: object, names: frozenset[str], ask: Callable[[str], object], hook_name: str
+) -> object:
+    return datamodule if hook_name in names else ask(hook_name)
 
 
 def augment_foreign_batches(
