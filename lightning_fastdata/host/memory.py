@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -162,7 +162,6 @@ def _read_cgroup_available(root: Path) -> Iterator[int]:
 
 def _read_free(folder: Path) -> int | None:
     try:
-        status = os.statvfs(folder)
-    except (OSError, AttributeError):  # no such folder; no such call on Windows
+        return shutil.disk_usage(folder).free
+    except OSError:
         return None
-    return status.f_bavail * status.f_frsize

@@ -248,16 +248,13 @@ class Crew:
                 self._by_end[end] = child
                 self._poller.register(end, select.POLLIN)
 
-    def _remove(self, child: ChildProcess) -> None:
+    def discard(self, child: ChildProcess) -> None:
+        """Stop a process and forget it; one that takes its place draws other random numbers."""
         del self.children[child.number]
         self._writing.discard(child.wire.fileno())
         for end in child.ends:
             del self._by_end[end]
             self._poller.unregister(end)
-
-    def discard(self, child: ChildProcess) -> None:
-        """Stop a process and forget it; one that takes its place draws other random numbers."""
-        self._remove(child)
         child.stop(patience_s=5)
         self.plan = self.plan.with_other_draws()
 
