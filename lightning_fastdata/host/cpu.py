@@ -133,15 +133,15 @@ def parse_cgroup_mounts(text: str) -> tuple[CgroupMount, ...]:
     return tuple(mounts)
 
 
-def cgroup_folders(
-    controller: str, *, membership: Mapping[str, PurePosixPath], mounts: tuple[CgroupMount, ...]
-) -> tuple[PurePosixPath, ...]:
+def read_cgroup_folders(controller: str, *, root: Path = Path("/")) -> tuple[PurePosixPath, ...]:
     """Folders of this process's cgroup and of those above it, whose limits hold, too; inner first.
 
-    A controller lives in the v1 or in the v2 hierarchy: the files of the other are missing.
+    ``controller`` is one of v1, as ``"cpu"`` or ``"memory"``. It lives in the v1 or in the v2
+    hierarchy: the files of the other are missing.
     """
+    membership = parse_cgroup_membership(read_text(root, "/proc/self/cgroup") or "")
     folders: list[PurePosixPath] = []
-    for mount in mounts:
+    for mount in parse_cgroup_mounts(read_text(root, "/proc/self/mountinfo") or ""):
         is_v2 = not mount.controllers
         path = membership.get("" if is_v2 else controller)
         if path is None or not (is_v2 or controller in mount.controllers):
@@ -223,11 +223,7 @@ def read_cpu_limit(
 ) -> CpuLimit:
     """CPU limit of this process, read from ``/proc``, ``/sys`` and the environment.
 
-    Args:
-        root: Folder that holds ``proc`` and ``sys``.
-        local_ranks: Ranks on this host; None asks the launcher's environment variables.
-        environ: Environment variables.
-        affinity: Returns the CPUs this process may run on.
+    Without ``local_ranks``, those on this host, the launcher's environment variables are asked.
 
     Raises:
         OptionsError: ``local_ranks`` is below 1.
@@ -254,13 +250,6 @@ def read_cpu_throttling(*, root: Path = Path("/")) -> CpuThrottling | None:
     texts = (read_text(root, f / "cpu.stat") or "" for f in read_cgroup_folders("cpu", root=root))
     found = filter(None, map(parse_cpu_stat, texts))
     return max(found, key=lambda stat: stat.throttled_us, default=None)
-
-
-def read_cgroup_folders(controller: str, *, root: Path = Path("/")) -> tuple[PurePosixPath, ...]:
-    """``cgroup_folders`` of this process; empty where the system has no cgroups."""
-    membership = parse_cgroup_membership(read_text(root, "/proc/self/cgroup") or "")
-    mounts = parse_cgroup_mounts(read_text(root, "/proc/self/mountinfo") or "")
-    return cgroup_folders(controller, membership=membership, mounts=mounts)
 
 
 def read_text(root: Path, path: PurePosixPath | str) -> str | None:

@@ -9,6 +9,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -193,7 +194,7 @@ class KeptExecutor:
 
 
 class EpochIterator:
-    """The batches of one epoch; without an executor none."""
+    """The batches of one epoch; without an executor none, or the error that keeps them away."""
 
     def __init__(
         self,
@@ -202,20 +203,21 @@ class EpochIterator:
         reported_batches: int | None = None,
         *,
         keep: bool = True,
+        error: Exception | None = None,
     ) -> None:
         self.executor = executor
+        self.error = error
         self._finish = finish
         self._reported = reported_batches
         self._given = 0
-        self._why: str | None = None
         self._closer = None if keep or executor is None else weakref.finalize(self, executor.close)
 
     def __iter__(self) -> EpochIterator:
         return self
 
     def __next__(self) -> Batch:
-        if self._why is not None:
-            raise WorkerError(f"This iterator has ended: {self._why}. Use the newer one.")
+        if self.error is not None:
+            raise self.error
         if self.executor is None:
             raise StopIteration
         try:
@@ -237,24 +239,12 @@ class EpochIterator:
 
     def end(self, why: str) -> None:
         """Give no more batches."""
-        self.executor, self._why = None, why
+        self.executor = None
+        self.error = WorkerError(f"This iterator has ended: {why}. Use the newer one.")
 
-    def __reduce__(self) -> tuple[type[EpochIterator], tuple[()]]:
+    def __reduce__(self) -> tuple[Callable[[], EpochIterator], tuple[()]]:
         # Lightning copies its trainer with the iterators in it; processes cannot be copied.
-        return EpochIterator, ()
-
-
-class RaisesNext:
-    """An iterator that raises an error when it is asked for a batch."""
-
-    def __init__(self, error: Exception) -> None:
-        self._error = error
-
-    def __iter__(self) -> RaisesNext:
-        return self
-
-    def __next__(self) -> Batch:
-        raise self._error
+        return partial(EpochIterator, error=self.error), ()
 
 
 def _pinning_device() -> str | None:

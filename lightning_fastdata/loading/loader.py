@@ -18,7 +18,7 @@ from lightning_fastdata.batches.keyed import tell_epoch
 from lightning_fastdata.batches.page_lock import PageLockName
 from lightning_fastdata.errors import FastDataWarning
 from lightning_fastdata.executors.kinds import KINDS, ExecutorName
-from lightning_fastdata.loading.kept_executor import KeptExecutor, RaisesNext, SourceSettings
+from lightning_fastdata.loading.kept_executor import EpochIterator, KeptExecutor, SourceSettings
 from lightning_fastdata.loading.source import Source, open_source, reads_with_torch
 from lightning_fastdata.planning.loader_plan import LoaderPlan, LoaderSpec
 from lightning_fastdata.planning.options import LoaderOptions, check_loader, checked_seed
@@ -270,19 +270,19 @@ class FastDataLoader(DataLoader[Any]):
             if self.epoch is None:
                 raise
             # Lightning hides what is raised before there is an iterator behind an error of its own.
-            return RaisesNext(error)
+            return EpochIterator(error=error)
 
     def _batches(self) -> Iterator[Batch]:
         """Begin the epoch, with the workers of the one before if they persist."""
         stamped = self._records is not None and reads_with_torch(self) and stampable(self.dataset)
         settings = SourceSettings(*(getattr(self, name) for name in SourceSettings._fields))
-        if self._inner is None or self._inner_settings != (settings, stamped):
+        inner = self._inner
+        if inner is None or self._inner_settings != (settings, stamped):
             stamps = self._ledger.wait if stamped else None
-            opened = open_source(settings, self._epoch_cell, reported=self._reported, stamps=stamps)
-            if isinstance(opened, KeptExecutor):
-                opened.record(self._records)
-            self._keep(opened, (settings, stamped))
-        inner: Any = self._inner
+            inner = open_source(settings, self._epoch_cell, reported=self._reported, stamps=stamps)
+            if isinstance(inner, KeptExecutor):
+                inner.record(self._records)
+            self._keep(inner, (settings, stamped))
         if self._reported and isinstance(inner, DataLoader):
             with contextlib.suppress(TypeError):
                 len(inner)  # a stream that gives more than was reported is warned of

@@ -58,7 +58,7 @@ class PendingBatch:
     """Where it is written; None until it has a place."""
     open_tasks: int = 0
     """Tasks whose answers are still to come."""
-    packed: Any = None
+    packed: Packed = field(init=False)
     """Its parts, if it was collated by a side process."""
     error: tuple[int, BaseException] | None = None
     """Of its first failing sample, with its position."""

@@ -55,7 +55,8 @@ def hook_against_device(data: DataModule) -> str | None:
     Of a data module's own hooks those are right that call ``super()``. The LightningModule's
     ``on_after_batch_transfer`` comes after ours.
     """
-    for name in data.written_hooks() & set(HOOKS):
+    written = data.written_hooks()
+    for name in (each for each in HOOKS if each in written):
         hook = getattr(type(data), name)
         if not (isinstance(hook, FunctionType) and "super" in hook.__code__.co_names):
             return f"{type(data).__name__}.{name} does not call super(), which has them computed"
