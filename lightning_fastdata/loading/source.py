@@ -220,7 +220,7 @@ def _open_executor(
 def _index_batches(settings: SourceSettings) -> Callable[[], Iterable[Any]]:
     if isinstance(settings.dataset, IterableDataset):
         return partial(repeat, settings.batch_size)
-    source: Any = settings.batch_sampler if makes_batches(settings) else settings.sampler
+    source = settings.batch_sampler if makes_batches(settings) else settings.sampler
     if KINDS[settings.executor].gathers:
         return partial(index_batches, source)
     return partial(iter, source)
