@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from json import dumps as dump_json
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning_fastdata.errors import FastDataError, OptionsError
@@ -53,8 +52,8 @@ def show_augment(
         seed: Of the draws.
         draws: Rows of the picture, one draw each.
     """
-    from lightning_fastdata.augment.show.page import draw_grid
     from lightning_fastdata.augment.show.pictures import (
+        draw_grid,
         load_pipeline,
         own_ways,
         read_mask,
@@ -80,39 +79,6 @@ def show_augment(
     head, *places = explained.splitlines()
     _print_lines([(head, "bold"), *((place, "") for place in places), ("", ""), *rows])
     _print_lines([(f"{out} written.", "dim")])
-
-
-def augment_parity(markdown: str | None = None, draws: int = 2) -> None:
-    """Print how far each operation's pixels on the device are from Albumentations' own.
-
-    Args:
-        markdown: File to write the table to as a page, instead of printing it.
-        draws: How often each of eleven photographs goes through each operation.
-    """
-    import numpy as np
-
-    from lightning_fastdata.augment.show import parity_page
-    from lightning_fastdata.demo.photos import PHOTOGRAPHS, open_photograph
-
-    if draws < 1:
-        raise OptionsError(f"draws is {draws}; ask for at least 1.")
-    photographs = [np.asarray(open_photograph(name)) for name in PHOTOGRAPHS]
-    rows = list(parity_page.measure_all(photographs, draws=draws))
-    if markdown is None:
-        _print_lines([(line, "") for line in parity_page.plain(rows)])
-        return
-    page = parity_page.markdown(
-        rows,
-        versions=parity_page.read_pixel_versions(),
-        others=parity_page.without_device_form(),
-        pictures=len(photographs),
-        draws=draws,
-    )
-    try:
-        Path(markdown).write_text(page)
-    except OSError as error:
-        raise OptionsError(f"The page cannot be written to {markdown}: {error}.") from error
-    _print_lines([(f"{markdown} written.", "dim")])
 
 
 def doctor() -> None:
@@ -179,7 +145,6 @@ def main(arguments: list[str] | None = None) -> None:
         "demo": demo,
         "doctor": doctor,
         "show-augment": show_augment,
-        "augment-parity": augment_parity,
     }
     for name, function in functions.items():
         summary = (function.__doc__ or "").partition("\n")[0]

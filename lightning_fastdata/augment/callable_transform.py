@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightning_fastdata.augment.callables import plain_tensors, table
 from lightning_fastdata.augment.collated_batches import OnCpu
 from lightning_fastdata.augment.ops.output import OutputForm, convert_output
 from lightning_fastdata.augment.pipeline.fields import (
@@ -23,6 +22,7 @@ from lightning_fastdata.augment.record.drawn import (
     draw_samples,
 )
 from lightning_fastdata.augment.record.targets import convert_images, places_of
+from lightning_fastdata.augment.stage_transform import plain_tensors, table
 from lightning_fastdata.augment.transform import BatchTransform
 from lightning_fastdata.errors import BatchError
 from lightning_fastdata.types import SampleKey

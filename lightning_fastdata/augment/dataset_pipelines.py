@@ -14,24 +14,24 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from lightning_fastdata.augment.callables import plain_tensors, table
 from lightning_fastdata.augment.pipeline.fields import describe
 from lightning_fastdata.augment.pipeline.plan import Plan, analyse, redrawn
-from lightning_fastdata.augment.pipeline.self_check import refusal
 from lightning_fastdata.augment.pipeline.tree import is_container, list_leaves
+from lightning_fastdata.augment.pipeline.trial import refusal
 from lightning_fastdata.augment.record.deferred import DeferredTensor, Waiting
 from lightning_fastdata.augment.record.pipeline_recorder import PipelineRecorder, Turn, Watch
 from lightning_fastdata.augment.record.tail import TailStep, carry_out, operands
 from lightning_fastdata.augment.record.worker import device_ops
 from lightning_fastdata.augment.replay.program import Draws, compile_tapes
 from lightning_fastdata.augment.replay.torch import replay_image
+from lightning_fastdata.augment.stage_transform import plain_tensors, table
 from lightning_fastdata.errors import BatchError
-from lightning_fastdata.randomness.seeds import find_composes
+from lightning_fastdata.randomness.search import find_composes
 from lightning_fastdata.tree import Path, replace_leaves, spelled
 
 if TYPE_CHECKING:
     from lightning_fastdata.augment.ops.operation import DeviceOp
-    from lightning_fastdata.augment.switch import PlaceSwitch
+    from lightning_fastdata.augment.stage_transform import PlaceSwitch
     from lightning_fastdata.types import Batch
 
 _PIXELS = "pixels"

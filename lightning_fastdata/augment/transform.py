@@ -7,9 +7,7 @@ import warnings
 from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from lightning_fastdata.augment.callables import CallableTransform, plain_tensors, table
 from lightning_fastdata.augment.collated_batches import ForeignBatches, OnCpu, checked_on_cpu
-from lightning_fastdata.augment.contract import StageTransform
 from lightning_fastdata.augment.ops.output import OutputForm, check_form, output_form
 from lightning_fastdata.augment.pipeline.fields import (
     Fields,
@@ -19,8 +17,8 @@ from lightning_fastdata.augment.pipeline.fields import (
     to_hwc,
 )
 from lightning_fastdata.augment.pipeline.plan import OF_BYTES, analyse
-from lightning_fastdata.augment.pipeline.self_check import refusal, what_it_means
 from lightning_fastdata.augment.pipeline.tree import is_albumentations_pipeline
+from lightning_fastdata.augment.pipeline.trial import refusal, what_it_means
 from lightning_fastdata.augment.record.targets import convert_images, target_roles
 from lightning_fastdata.augment.record.worker import (
     ComposeWorker,
@@ -31,6 +29,12 @@ from lightning_fastdata.augment.record.worker import (
 )
 from lightning_fastdata.augment.registry import registered_forms
 from lightning_fastdata.augment.replay.torch import replay_batch
+from lightning_fastdata.augment.stage_transform import (
+    CallableTransform,
+    StageTransform,
+    plain_tensors,
+    table,
+)
 from lightning_fastdata.errors import BatchError, FastDataWarning, TransformError
 
 if TYPE_CHECKING:

@@ -14,14 +14,19 @@ from typing import Any, Final, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
-from lightning_fastdata.augment.contract import StageTransform
 from lightning_fastdata.augment.dataset_pipelines import DatasetRecording
-from lightning_fastdata.batches.page_lock import PageLockName, cuda_page_locks
+from lightning_fastdata.augment.stage_transform import StageTransform
 from lightning_fastdata.batches.staged import StagedBatch
+from lightning_fastdata.batches.streams import PageLockName, cuda_page_locks
 from lightning_fastdata.errors import FastDataWarning, WorkerError
-from lightning_fastdata.executors.contract import ArmingExecutor, Executor
 from lightning_fastdata.executors.fetch import FetchPlan, decodes_in_place
-from lightning_fastdata.executors.kinds import KINDS, ExecutorName, open_executor
+from lightning_fastdata.executors.kinds import (
+    KINDS,
+    ArmingExecutor,
+    Executor,
+    ExecutorName,
+    open_executor,
+)
 from lightning_fastdata.executors.pool.crew_trial import CrewTrial
 from lightning_fastdata.order.epoch_order import EpochOrder
 from lightning_fastdata.stamps.batch_stamps import BatchStamps

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from lightning_fastdata.augment.contract import StageTransform
 from lightning_fastdata.augment.dataset_pipelines import DatasetRecording
 from lightning_fastdata.augment.pipeline.unkeyed import warn_of_unkeyed
+from lightning_fastdata.augment.stage_transform import StageTransform
 from lightning_fastdata.batches.keyed import tell_epoch
-from lightning_fastdata.batches.page_lock import PageLockName
+from lightning_fastdata.batches.streams import PageLockName
 from lightning_fastdata.errors import FastDataWarning
 from lightning_fastdata.executors.kinds import KINDS, ExecutorName
 from lightning_fastdata.loading.kept_executor import EpochIterator, KeptExecutor, SourceSettings
@@ -23,7 +23,7 @@ from lightning_fastdata.loading.source import Source, open_source, reads_with_to
 from lightning_fastdata.planning.loader_plan import LoaderPlan, LoaderSpec
 from lightning_fastdata.planning.options import LoaderOptions, check_loader, checked_seed
 from lightning_fastdata.planning.plan_for import plan_for
-from lightning_fastdata.randomness.seeds import find_composes
+from lightning_fastdata.randomness.search import find_composes
 from lightning_fastdata.randomness.shared_epoch import EpochAskedTwice, EpochCell
 from lightning_fastdata.stamps.batch_stamps import BatchStamps
 from lightning_fastdata.stamps.stamped import Ledger, OpenedEnvelopes, stampable

@@ -19,13 +19,14 @@ from torch.utils.data import (
     default_collate,
 )
 
-from lightning_fastdata.augment.contract import WorkerTransform
 from lightning_fastdata.augment.dataset_pipelines import DatasetRecording
+from lightning_fastdata.augment.stage_transform import WorkerTransform
 from lightning_fastdata.batches.collate import (
     FirstOfPairs,
     RecordedCollate,
     StagingCollate,
     collate_samples,
+    spreading,
 )
 from lightning_fastdata.batches.keyed import fetches_in_batches, keyed
 from lightning_fastdata.device.resident import ResidentBatches, device_of
@@ -33,11 +34,9 @@ from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.kinds import KINDS, ExecutorName, executor_for
 from lightning_fastdata.host.memory import read_host_memory
 from lightning_fastdata.loading.kept_executor import KeptExecutor, SourceSettings
-from lightning_fastdata.order.epoch_order import epoch_order
-from lightning_fastdata.order.repeats import spreading
-from lightning_fastdata.order.sampled import index_batches
+from lightning_fastdata.order.samplers import epoch_order, index_batches
 from lightning_fastdata.planning.worker_count import look_ahead_batches
-from lightning_fastdata.randomness.own_generators import own_generators
+from lightning_fastdata.randomness.generators import own_generators
 from lightning_fastdata.randomness.shared_epoch import EpochCell
 from lightning_fastdata.stamps.batch_stamps import WaitWatch
 from lightning_fastdata.stamps.stamped import ShowDataset, WatchedSampler, stamped

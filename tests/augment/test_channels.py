@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from augment.parity import photographs
 
-from lightning_fastdata.augment.ops import DEVICE_OPS
-from lightning_fastdata.augment.show.parity import (
+from benchmarks.parity import (
     both_ways,
     examples,
     make_example,
     pixel_parity,
 )
+from lightning_fastdata.augment.ops import DEVICE_OPS
 from lightning_fastdata.types import SampleKey
 
 CASES = [

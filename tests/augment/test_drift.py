@@ -10,7 +10,7 @@ import pytest
 from augment.albumentations_surface import changes, surface
 
 from lightning_fastdata.augment.ops import DEVICE_OPS
-from lightning_fastdata.augment.pipeline.self_check import CHECKED_VERSION
+from lightning_fastdata.augment.pipeline.trial import CHECKED_VERSION
 
 GOLDEN = json.loads((Path(__file__).parent / "albumentations_2_0_8.json").read_text("utf-8"))
 

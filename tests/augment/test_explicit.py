@@ -15,8 +15,8 @@ import albumentations as A
 
 from lightning_fastdata import BatchTransform
 from lightning_fastdata.augment.collated_batches import ForeignBatches, replay_all
-from lightning_fastdata.augment.contract import StageTransform
 from lightning_fastdata.augment.ops import DEVICE_OPS
+from lightning_fastdata.augment.stage_transform import StageTransform
 from lightning_fastdata.errors import BatchError, OptionsError, TransformError
 from lightning_fastdata.randomness.seeds import reseed
 from lightning_fastdata.types import SampleKey

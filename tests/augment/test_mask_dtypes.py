@@ -12,9 +12,9 @@ from augment.oracle_cases import CASES
 from augment.parity import both, photographs
 from torch.utils.data import Dataset, default_collate
 
+from benchmarks.parity import make_example
 from lightning_fastdata.augment.collated_batches import ForeignBatches, replay_all, run_each
 from lightning_fastdata.augment.ops import DEVICE_OPS
-from lightning_fastdata.augment.show.parity import make_example
 from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.planning.facts.pipeline_trial import try_recording

@@ -12,8 +12,8 @@ from augment.mixed_samples import CLASSES, IMAGES, PIPELINE, Photos, carried_out
 from augment.trainers import quiet_trainer
 
 from lightning_fastdata import FastDataModule
-from lightning_fastdata.augment.contract import StageTransform
 from lightning_fastdata.augment.mixing import CutMix, MixUp, Mosaic, RandomErasing, mixed
+from lightning_fastdata.augment.stage_transform import StageTransform
 from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.errors import BatchError, OptionsError, TransformError
 from lightning_fastdata.loading.loader import FastDataLoader

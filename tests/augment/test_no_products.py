@@ -10,7 +10,7 @@ from augment.batches import on_device, pipeline
 from augment.parity import photographs
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_fastdata.augment.show.parity import examples, make_example
+from benchmarks.parity import examples, make_example
 
 PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "addbmm", "addmv", "mv", "dot", "vdot", "einsum",
             "matmul", "linear", "convolution", "_convolution", "conv1d", "conv2d", "conv3d",

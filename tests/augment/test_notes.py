@@ -10,7 +10,7 @@ import pytest
 from augment.test_dataset_pipelines import COUNT, IMAGES
 from torch.utils.data import Dataset
 
-from lightning_fastdata.augment.pipeline.self_check import alike
+from lightning_fastdata.augment.pipeline.trial import alike
 from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.randomness.seeds import reseed

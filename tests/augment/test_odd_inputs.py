@@ -14,10 +14,10 @@ import torch
 from augment.batches import in_worker, keys, on_device, pipeline
 from augment.parity import both, parity, photographs
 
+from benchmarks.parity import pixel_parity
 from lightning_fastdata.augment.ops import DEVICE_OPS
-from lightning_fastdata.augment.pipeline.bounds import warps
 from lightning_fastdata.augment.pipeline.plan import analyse
-from lightning_fastdata.augment.show.parity import pixel_parity
+from lightning_fastdata.augment.pipeline.trial import warps
 from lightning_fastdata.augment.transform import BatchTransform, as_batch_transform
 from lightning_fastdata.errors import BatchError
 

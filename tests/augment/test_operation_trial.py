@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from lightning_fastdata.augment.ops import DEVICE_OPS
-from lightning_fastdata.augment.pipeline.operation_trial import try_operations, turns
 from lightning_fastdata.augment.pipeline.plan import analyse
+from lightning_fastdata.augment.pipeline.trial import try_operations, turns
 
 GIVEN = {"image": np.random.default_rng(0).integers(20, 200, (24, 24, 3), np.uint8)}
 

@@ -8,10 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks import parity as parity_page
+from benchmarks.parity import OperationParity, PixelParity, operation_parity
 from lightning_fastdata.augment.ops import DEVICE_OPS
-from lightning_fastdata.augment.show import parity_page
-from lightning_fastdata.augment.show.parity import OperationParity, PixelParity, operation_parity
-from lightning_fastdata.cli import main
 from lightning_fastdata.demo.photos import open_photograph
 
 PAGE = Path(__file__).parents[2] / "docs" / "parity.md"
@@ -80,13 +79,3 @@ def test_noise_is_measured_by_no_difference():
     row = operation_parity("GaussNoise", {}, [image], draws=1)
     assert row.same_law
     assert parity_page.table_row(row)[3] == "drawn there"
-
-
-@pytest.mark.slow
-def test_the_command_prints_a_table_and_tells_what_cannot_be(tmp_path, capsys):
-    main(["augment-parity", "--draws", "1"])
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split()[0] == "operation"
-    assert {line.split("(")[0] for line in lines[1:]} == set(DEVICE_OPS)
-    with pytest.raises(SystemExit, match="draws is 0"):
-        main(["augment-parity", "--draws", "0"])

@@ -8,13 +8,13 @@ os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 import albumentations as A
 import numpy as np
 
+from benchmarks.parity import examples, make_example
 from lightning_fastdata.augment.ops import DEVICE_OPS
 from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded
 from lightning_fastdata.augment.pipeline.plan import analyse
-from lightning_fastdata.augment.pipeline.self_check import alike
-from lightning_fastdata.augment.pipeline.sizes import Size, size_after
+from lightning_fastdata.augment.pipeline.tree import Size, size_after
+from lightning_fastdata.augment.pipeline.trial import alike
 from lightning_fastdata.augment.pipeline.values import changes_form
-from lightning_fastdata.augment.show.parity import examples, make_example
 from lightning_fastdata.randomness.seeds import reseed
 from lightning_fastdata.types import SampleKey
 

@@ -15,7 +15,7 @@ import torch
 
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 
-from lightning_fastdata.augment.pipeline.self_check import alike, recording_fault, refusal
+from lightning_fastdata.augment.pipeline.trial import alike, recording_fault, refusal
 
 ORIGINAL = Path(importlib.util.find_spec("albumentations").origin).parent
 

@@ -8,10 +8,10 @@ import pytest
 from augment.parity import photographs
 from PIL import Image
 
-from lightning_fastdata.augment.show.page import draw_grid
 from lightning_fastdata.augment.show.pictures import (
     DIFFERENCE_GAIN,
     as_picture,
+    draw_grid,
     load_pipeline,
     own_ways,
     read_mask,

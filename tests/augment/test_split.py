@@ -22,7 +22,7 @@ from augment.trees import SIDE, compare, finish, logged, some_samples, targets, 
 
 from lightning_fastdata.augment.ops import DEVICE_OPS
 from lightning_fastdata.augment.pipeline.plan import analyse
-from lightning_fastdata.augment.pipeline.self_check import alike
+from lightning_fastdata.augment.pipeline.trial import alike
 from lightning_fastdata.augment.record.tape import Recorder
 from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.errors import FastDataWarning

@@ -18,9 +18,9 @@ os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 import albumentations as A
 
 from lightning_fastdata.augment.collated_batches import ForeignBatches, replay_all, run_each
-from lightning_fastdata.augment.contract import StageTransform
 from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded
 from lightning_fastdata.augment.pipeline.fields import Fields
+from lightning_fastdata.augment.stage_transform import StageTransform
 from lightning_fastdata.augment.transform import (
     BatchTransform,
     as_batch_transform,

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from thoroughness import max_examples
 
+from benchmarks.parity import examples, make_example
 from lightning_fastdata.augment.ops import DEVICE_OPS
-from lightning_fastdata.augment.show.parity import examples, make_example
 from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.randomness.seeds import reseed
 from lightning_fastdata.types import SampleKey

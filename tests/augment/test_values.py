@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from thoroughness import max_examples
 from torch.utils.data import Dataset
 
+from benchmarks.parity import examples, make_example
 from lightning_fastdata import BatchTransform
 from lightning_fastdata.augment.dataset_pipelines import DatasetRecording
 from lightning_fastdata.augment.ops import DEVICE_OPS
@@ -29,7 +30,6 @@ from lightning_fastdata.augment.pipeline.values import (
     takes_dtype,
     values_after,
 )
-from lightning_fastdata.augment.show.parity import examples, make_example
 from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.errors import BatchError
 from lightning_fastdata.loading.loader import FastDataLoader

@@ -18,8 +18,8 @@ from albumentations.augmentations.crops.transforms import CropSizeError
 from hypothesis import strategies as st
 from torch.utils.data import default_collate
 
-from lightning_fastdata.augment.pipeline.self_check import alike
 from lightning_fastdata.augment.pipeline.tree import list_leaves
+from lightning_fastdata.augment.pipeline.trial import alike
 from lightning_fastdata.augment.record.targets import target_roles
 from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.randomness.seeds import reseed

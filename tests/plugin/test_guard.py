@@ -19,8 +19,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_fastdata.errors import BatchSizeError, FastDataWarning, OptionsError
 from lightning_fastdata.plugin.guard.prediction import Probe, reserve_bytes
-from lightning_fastdata.plugin.guard.snapshot import snapshot
-from lightning_fastdata.plugin.guard.steps import apply_decision, run_guard
+from lightning_fastdata.plugin.guard.steps import apply_decision, run_guard, snapshot
 
 GIB = 2**30
 ROWS = 48

@@ -30,20 +30,18 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 import numpy as np
 
 from lightning_fastdata.augment.ops.operation import draw_params
-from lightning_fastdata.augment.pipeline.sizes import (
+from lightning_fastdata.augment.pipeline.tree import (
     CHANGES_SIZE,
     SWAPS_AXES,
+    Leaf,
     Size,
     follow_sizes,
-    size_after,
-    some_are_padded,
-)
-from lightning_fastdata.augment.pipeline.tree import (
-    Leaf,
     is_albumentations,
     keeps_params,
     last_opaque,
     list_leaves,
+    size_after,
+    some_are_padded,
 )
 from lightning_fastdata.augment.pipeline.values import (
     BYTES,

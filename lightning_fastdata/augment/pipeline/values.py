@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 
-from lightning_fastdata.augment.pipeline.sizes import CHANGES_SIZE
 from lightning_fastdata.augment.pipeline.tree import (
+    CHANGES_SIZE,
     count_leaves,
     in_sequence,
     is_albumentations,

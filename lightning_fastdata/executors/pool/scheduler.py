@@ -14,8 +14,8 @@ from functools import partial
 from typing import Any, Final
 
 from lightning_fastdata.batches.layout import SampleLayout
-from lightning_fastdata.batches.page_lock import PageLocks
 from lightning_fastdata.batches.slots import SlotPool
+from lightning_fastdata.batches.streams import PageLocks
 from lightning_fastdata.errors import WorkerError
 from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.pool import protocol

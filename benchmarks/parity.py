@@ -1,32 +1,39 @@
-"""How far the pixels of device forms are from Albumentations' own, measured on real images."""
+"""How far each operation's pixels on the device are from Albumentations' own, on real images.
+
+    python benchmarks/parity.py [--draws 2] [--write docs/parity.md]
+
+Prints a table, or writes the page with it. The tests measure with the same functions.
+"""
 
 from __future__ import annotations
 
+import argparse
 import copy
+import importlib.metadata
 import os
 import warnings
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
 
-from lightning_fastdata.augment.callables import plain_tensors
 from lightning_fastdata.augment.ops import DEVICE_OPS
-from lightning_fastdata.augment.pipeline.bounds import SAME
 from lightning_fastdata.augment.pipeline.plan import analyse
-from lightning_fastdata.augment.pipeline.self_check import refusal
-from lightning_fastdata.augment.pipeline.tree import list_leaves
+from lightning_fastdata.augment.pipeline.trial import SAME, levels_per_unit, refusal
 from lightning_fastdata.augment.pipeline.values import values_of
 from lightning_fastdata.augment.record.tape import Recorder
 from lightning_fastdata.augment.replay.program import compile_tapes
 from lightning_fastdata.augment.replay.torch import replay
+from lightning_fastdata.augment.stage_transform import plain_tensors
+from lightning_fastdata.demo.photos import PHOTOGRAPHS, open_photograph
 from lightning_fastdata.errors import TransformError
 from lightning_fastdata.randomness.seeds import reseed
 from lightning_fastdata.types import SampleKey
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
 _EXAMPLES: Final[dict[str, tuple[dict[str, Any], ...]]] = {
     "AdditiveNoise": ({}, {"noise_type": "gaussian", "spatial_mode": "per_pixel"}),
@@ -238,28 +245,183 @@ def both_ways(
     return wanted, list(batch.numpy()), deferred
 
 
-def levels_per_unit(compose: Any, dtype: np.dtype[Any]) -> Any:
-    """Return how many of 255 levels a difference of 1 in the output of a pipeline is.
-
-    A number, or an array that can be multiplied with an output image.
-    """
-    unit: Any = 1.0 if dtype == np.uint8 else 255.0
-    first = False
-    for leaf in list_leaves(compose):
-        name = type(leaf.transform).__name__
-        if name == "ToFloat":
-            unit = 255.0
-        elif name == "ToTensorV2":
-            first = True
-        elif name == "FromFloat":
-            unit = 1.0
-        elif name == "Normalize" and leaf.transform.normalization == "standard":
-            unit = 255.0 * np.asarray(leaf.transform.std, np.float64)
-    return unit[:, None, None] if first and np.ndim(unit) else unit
-
-
 def _compose(transform: Any) -> Any:
     import albumentations
 
     is_compose = isinstance(transform, albumentations.Compose)
     return transform if is_compose else albumentations.Compose([transform])
+
+
+SIDE_PX: Final = 160
+"""Height and width of the images that operations are compared on; square for quarter turns."""
+_SLOW_SIDE_PX: Final = 48
+_SLOW: Final = frozenset({"PiecewiseAffine"})
+"""Albumentations computes their field in a Python loop over the pixels."""
+_OF_GRAY: Final = frozenset({"ToRGB"})
+"""Take images of one channel."""
+
+_ABSTRACT: Final = frozenset({"BasicTransform", "DualTransform", "ImageOnlyTransform"})
+_NAME_COLUMNS: Final = 48
+
+_HEAD: Final = """\
+# How far each operation is from Albumentations
+
+Written by `python benchmarks/parity.py --write docs/parity.md`, with
+{versions}.
+Other versions of OpenCV may round differently: run it on your machine without `--write`.
+
+Each operation ran {draws} times on {pictures} photographs of {side} x {side} pixels, with the same
+draws by Albumentations and by the form that runs on the batch, here on the CPU. Differences are in
+levels, of which 255 span the range of an image, for float32 too. *Equal* is the share of values
+less than a thousandth of a level apart. An operation that is "drawn there" keeps the distribution
+of Albumentations' result and not its pixels; how that is checked is in
+[augmentation.md](augmentation.md#the-same-distribution).
+
+*Runs on* is meant for images of one size. In a pipeline it depends on the neighbours: what comes
+before the operation that makes all images one size stays in the worker. `print(data.explain())`
+tells.
+
+| operation | arguments | runs on | uint8: max | mean | equal | float32: max | mean | equal |
+| --- | --- | --- | --- | --- | --- | --- | --- | --- |
+"""
+_TAIL: Final = """
+"CPU" means that Albumentations itself makes such images, which are equal for that reason.
+
+Not listed, and always in the worker: {others}.
+"""
+
+
+def read_pixel_versions() -> dict[str, str]:
+    """Return the versions of the libraries that decide about pixels."""
+    names = ("albumentations", "albucore", "numpy", "torch")
+    found = {name: importlib.metadata.version(name) for name in names}
+    import cv2
+
+    return {"OpenCV": cv2.__version__, **found}
+
+
+def squares(images: Sequence[np.ndarray], side: int) -> list[np.ndarray]:
+    """Return a square cut from the middle of each image ``[H, W, C]``."""
+    found = []
+    for image in images:
+        top, left = (image.shape[0] - side) // 2, (image.shape[1] - side) // 2
+        found.append(np.ascontiguousarray(image[top : top + side, left : left + side]))
+    return found
+
+
+def measure_all(images: Sequence[np.ndarray], *, draws: int = 2) -> Iterator[OperationParity]:
+    """Yield the parity of every operation with a device form, in alphabetical order.
+
+    Args:
+        images: uint8 ``[H, W, 3]``, no side shorter than ``SIDE_PX``.
+        draws: how often each image is transformed.
+    """
+    wide, small = squares(images, SIDE_PX), squares(images[:2], _SLOW_SIDE_PX)
+    for name, arguments in examples():
+        shown = small if name in _SLOW else wide
+        if name in _OF_GRAY:
+            shown = [image[..., :1] for image in shown]
+        yield operation_parity(name, arguments, shown, draws=draws)
+
+
+def table_row(found: OperationParity) -> tuple[str, ...]:
+    """Return the cells of one operation: name, arguments, place, and three for each dtype."""
+    cells = [_cells(one, found.same_law) for one in (found.from_bytes, found.from_floats)]
+    return (found.name, found.arguments, found.where, *cells[0], *cells[1])
+
+
+def _cells(parity: PixelParity, same_law: bool) -> tuple[str, str, str]:
+    if parity.on_device == 0:
+        return "CPU", "", ""
+    if same_law:
+        return "drawn there", "", ""
+    if parity.largest == 0:
+        return "0", "0", "100 %"
+    # Rounded down: only what is equal is called so.
+    share = f"{np.floor(parity.equal * 1e6) / 1e4:.4f} %"
+    return f"{parity.largest:.2g}", f"{parity.mean:.1g}", share
+
+
+def markdown(
+    rows: Sequence[OperationParity],
+    *,
+    versions: Mapping[str, str],
+    others: Sequence[str],
+    pictures: int,
+    draws: int,
+) -> str:
+    """Return the page.
+
+    Args:
+        rows: what was measured.
+        versions: package name -> version of what it was measured with.
+        others: transforms of Albumentations without a device form.
+        pictures: photographs per draw.
+        draws: draws per photograph.
+    """
+    head = _HEAD.format(
+        versions=", ".join(f"{name} {version}" for name, version in versions.items()),
+        draws=draws,
+        pictures=pictures,
+        side=SIDE_PX,
+    )
+    lines = []
+    for row in rows:
+        name, arguments, *cells = table_row(row)
+        spoken = f"`{arguments}`" if arguments else ""
+        lines.append("| " + " | ".join([f"`{name}`", spoken, *cells]) + " |")
+    tail = _TAIL.format(others=", ".join(f"`{name}`" for name in others))
+    return head + "\n".join(lines) + "\n" + tail
+
+
+def without_device_form() -> list[str]:
+    """Return the names of Albumentations' transforms that always run in the worker."""
+    import albumentations
+
+    for_volumes = {"CubicSymmetry"}
+    return sorted(
+        name
+        for name, one in vars(albumentations).items()
+        if isinstance(one, type)
+        and issubclass(one, albumentations.BasicTransform)
+        and not {name, one.__name__} & {*DEVICE_OPS, *_ABSTRACT, *for_volumes}
+        and "3D" not in name
+    )
+
+
+def plain(rows: Sequence[OperationParity]) -> Iterator[str]:
+    """Yield the table as lines of text in columns."""
+    heads = ("operation", "runs on", "uint8: max", "mean", "equal", "float32: max", "mean", "equal")
+    table: list[tuple[str, ...]] = [heads]
+    for row in rows:
+        name, arguments, *cells = table_row(row)
+        table.append((f"{name}({arguments})"[:_NAME_COLUMNS], *cells))
+    widths = [max(len(line[column]) for line in table) for column in range(len(heads))]
+    for line in table:
+        cells = [cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True)]
+        yield "  ".join([line[0].ljust(widths[0]), *cells]).rstrip()
+
+
+def main() -> None:
+    """Measure every operation on the demo's photographs."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--draws", type=int, default=2, help="of each photograph per operation")
+    parser.add_argument("--write", type=Path, help="file for the page; else it is printed plainly")
+    options = parser.parse_args()
+    photographs = [np.asarray(open_photograph(name)) for name in PHOTOGRAPHS]
+    rows = list(measure_all(photographs, draws=options.draws))
+    if options.write is None:
+        print("\n".join(plain(rows)))
+        return
+    page = markdown(
+        rows,
+        versions=read_pixel_versions(),
+        others=without_device_form(),
+        pictures=len(photographs),
+        draws=options.draws,
+    )
+    options.write.write_text(page)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,283 @@
+"""Transforms of a batch: what each has to offer, plain callables, and a switch of place."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import torch
+
+from lightning_fastdata.augment.pipeline.fields import (
+    Fields,
+    find_fields,
+    first_device,
+    get_field,
+    put_fields,
+)
+from lightning_fastdata.augment.pipeline.plan import redrawn
+from lightning_fastdata.augment.record.worker import device_ops
+from lightning_fastdata.errors import BatchError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from lightning_fastdata.augment.placement import Place
+    from lightning_fastdata.augment.replay.program import Draws
+    from lightning_fastdata.types import Batch, SampleKey
+
+
+class WorkerTransform(Protocol):
+    """The part of a stage transform that runs on each sample in the side process; picklable."""
+
+    needs_batches: bool
+    """Whether something is left to do once samples are collated, even with nothing on a device."""
+
+    def __call__(self, sample: Any, key: SampleKey) -> tuple[Any, Any]:
+        """Return the sample as the worker leaves it, and what it drew for the device."""
+
+    def collate(self, drawn: Sequence[Any], /) -> Draws | None:
+        """Return what was drawn for the samples of a batch, in their order.
+
+        None: nothing is left to the device, and :meth:`finish` makes the batch complete.
+        """
+
+    def finish(self, batch: Batch, drawn: Sequence[Any], /) -> Batch:
+        """Return a collated batch after what was left to do, where no device takes part."""
+
+
+@runtime_checkable
+class StageTransform(Protocol):
+    """What a data module runs on a batch once it is on the device."""
+
+    name: str
+    """How messages and reports call it."""
+    starts_in_worker: bool
+    """Whether it has a part that runs on each sample in the side process."""
+
+    def check_sample(self, sample: Any) -> None:
+        """Raise BatchError if a sample of the dataset has not what the transform needs."""
+
+    def in_worker(self, *, on_device: bool) -> WorkerTransform | None:
+        """Return the part that runs on each sample in the side process, or None."""
+
+    def apply(self, batch: Batch, draws: Draws | None) -> Batch:
+        """Return the batch, which is already on the device, with the transform carried out."""
+
+    def apply_unprepared(self, batch: Batch, key: SampleKey) -> Batch:
+        """Return a batch of a loader that is not ours with the transform carried out.
+
+        Sample ``i`` draws with ``key.index + i``.
+        """
+
+    def explain(self) -> str:
+        """Return where each operation runs and why, as text."""
+
+
+@runtime_checkable
+class SuitsSamples(Protocol):
+    """A stage transform that may do less in the workers where it knows what samples look like."""
+
+    def for_samples(self, samples: Iterable[Any]) -> StageTransform:
+        """Return the transform for a dataset, of which these are samples from all over it.
+
+        It has to be right for any other sample, too.
+        """
+
+
+class CallableTransform:
+    """A callable or ``nn.Module`` that runs on the batch on the device.
+
+    A module whose parameters or buffers are elsewhere is moved to the batch's device, once.
+    """
+
+    def __init__(self, function: Callable[[Any], Any], fields: Fields) -> None:
+        self.name = getattr(function, "__name__", type(function).__name__)
+        self.starts_in_worker = False
+        self._function = function
+        self._fields = fields
+
+    def check_sample(self, sample: Any) -> None:
+        """Accept every sample: only the callable knows what it needs."""
+
+    def in_worker(self, *, on_device: bool) -> None:  # noqa: ARG002 - the contract's signature
+        """Return None: nothing runs in the side process."""
+        return
+
+    def apply(self, batch: Batch, draws: Draws | None = None) -> Batch:  # noqa: ARG002
+        """Call it on the image field if one was named, else on the whole batch."""
+        with plain_tensors():
+            self._follow(batch)
+            if self._fields.image is None:
+                return self._checked(batch, self._function(batch))
+            location = find_fields(batch, self._fields, batched=True).image
+            image = get_field(batch, location)
+            return put_fields(batch, {location: self._checked(image, self._function(image))})
+
+    def _follow(self, batch: Batch) -> None:
+        module = self._function
+        if not isinstance(module, torch.nn.Module):
+            return
+        # Looked up each time, as somebody else may move the module; it ends at the first tensor.
+        own = next(itertools.chain(module.parameters(), module.buffers()), None)
+        device = None if own is None else first_device(batch)
+        if own is not None and device is not None and own.device != device:
+            module.to(device)
+
+    def _checked(self, given: Any, result: Any) -> Any:
+        if result is None and given is not None:
+            raise BatchError(
+                f"The transform {self.name} returned None. It has to return what it was given, "
+                "transformed; a transform that changes it in place has to return it too."
+            )
+        return result
+
+    def apply_unprepared(self, batch: Batch, key: SampleKey) -> Batch:  # noqa: ARG002
+        """Do the same as :meth:`apply`; the callable draws its own random numbers."""
+        return self.apply(batch)
+
+    def explain(self) -> str:
+        """Return one line."""
+        field = self._fields.image
+        what = "the whole batch" if field is None else f"the field {field!r}"
+        return table([(self.name, "device", f"a callable on {what}")])
+
+
+@contextmanager
+def plain_tensors() -> Iterator[None]:
+    """Create ordinary tensors without gradients, also when Lightning is in inference mode.
+
+    A constant or batch created in inference mode during ``validate`` could not be used in a later
+    ``fit``.
+    """
+    # Leaving a mode that is not on costs a microsecond in each step.
+    ordinary = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
+    with ordinary, torch.no_grad():
+        yield
+
+
+def table(rows: list[tuple[str, str, str]]) -> str:
+    """Return rows of operation, place and reason as text in columns."""
+    rows = [("operation", "where", "why"), *rows]
+    first, second = (max(len(row[column]) for row in rows) for column in (0, 1))
+    return "\n".join(f"{a:<{first}}  {b:<{second}}  {c}".rstrip() for a, b, c in rows)
+
+
+class PlaceSwitch:
+    """Where the pixels of an epoch are computed, which worker processes read from shared memory.
+
+    Args:
+        place: Where, until it is changed.
+    """
+
+    def __init__(self, place: Place) -> None:
+        # One word, so that no process can see half of a change: twice the epoch from which the
+        # newest place holds, and 1 if that is the device.
+        word = torch.zeros(1, dtype=torch.int64)
+        self._word: torch.Tensor = word.share_memory_()  # type: ignore[no-untyped-call]
+        self._word[0] = int(place == "device")
+
+    def change(self, place: Place, *, from_epoch: int) -> None:
+        """Have another place from an epoch on, of which nobody has begun a sample.
+
+        Args:
+            place: The place that is not the newest one.
+            from_epoch: An epoch at which the newest place holds. Until then that goes on to hold;
+                before it had come to hold, it is forgotten what did.
+        """
+        self._word[0] = 2 * from_epoch + int(place == "device")
+
+    def place(self, epoch: int) -> Place:
+        """Return where the pixels of an epoch are computed."""
+        since, on_device = divmod(int(self._word[0]), 2)
+        return "device" if (epoch >= since) == bool(on_device) else "workers"
+
+    @property
+    def newest(self) -> Place:
+        """Where they are computed from some epoch on."""
+        return "device" if int(self._word[0]) % 2 else "workers"
+
+    @property
+    def since_epoch(self) -> int:
+        """The epoch from which :attr:`newest` holds."""
+        return int(self._word[0]) // 2
+
+
+class SwitchedTransform:
+    """A stage transform that starts in the workers, and in some epochs ends there."""
+
+    def __init__(self, inner: StageTransform, switch: PlaceSwitch) -> None:
+        self.name = inner.name
+        self.starts_in_worker = True
+        self.inner = inner
+        self.switch = switch
+
+    def check_sample(self, sample: Any) -> None:
+        """Raise BatchError if a sample of the dataset has not what the transform needs."""
+        self.inner.check_sample(sample)
+
+    def in_worker(self, *, on_device: bool) -> WorkerTransform | None:
+        """Return the part that runs on each sample; without a device, the whole of it."""
+        whole = self.inner.in_worker(on_device=False)
+        deferred = self.inner.in_worker(on_device=True)
+        if not on_device or whole is None or deferred is None:
+            return whole
+        return SwitchedWorker(whole, deferred, self.switch)
+
+    def apply(self, batch: Batch, draws: Draws | None) -> Batch:
+        """Return the batch with what was left to the device carried out."""
+        return self.inner.apply(batch, draws)
+
+    def apply_unprepared(self, batch: Batch, key: SampleKey) -> Batch:
+        """Return a batch of a loader that is not ours with the transform carried out."""
+        return self.inner.apply_unprepared(batch, key)
+
+    def explain(self) -> str:
+        """Return where each operation runs if the device does what it can."""
+        return self.inner.explain()
+
+
+class SwitchedWorker:
+    """Both parts of a transform, of which the epoch of a sample chooses one; picklable."""
+
+    needs_batches = True
+
+    def __init__(
+        self, whole: WorkerTransform, deferred: WorkerTransform, switch: PlaceSwitch
+    ) -> None:
+        self.repeats: int = getattr(deferred, "repeats", 1)
+        self._whole = whole
+        self._deferred = deferred
+        self._switch = switch
+
+    def __call__(self, sample: Any, key: SampleKey) -> tuple[Any, Any]:
+        """Return the sample as the worker leaves it; whether that is all, and what was drawn."""
+        whole = self._switch.place(key.epoch) == "workers"
+        sample, drawn = (self._whole if whole else self._deferred)(sample, key)
+        return sample, (whole, drawn)
+
+    def collate(self, drawn: Sequence[Any]) -> Draws | None:
+        """Return what was drawn for a batch; None if nothing is left to the device."""
+        if drawn and drawn[0][0]:
+            return None
+        return self._deferred.collate([own for _, own in drawn])
+
+    def finish(self, batch: Batch, drawn: Sequence[Any]) -> Batch:
+        """Return a batch of which nothing is left to the device after what was left to do."""
+        if not self._whole.needs_batches:
+            return batch
+        return self._whole.finish(batch, [own for _, own in drawn])
+
+
+def leaves_to_device(transform: StageTransform) -> bool:
+    """Return whether a device can do any part of a transform that starts in the workers."""
+    plan = getattr(transform, "plan", None)
+    return True if plan is None else bool(plan.defers)
+
+
+def redrawn_on_device(transform: StageTransform) -> tuple[str, ...]:
+    """Return the operations of which a device makes other pixels of the same distribution."""
+    pipeline = getattr(transform, "pipeline", transform)
+    plan, compose = getattr(pipeline, "plan", None), getattr(pipeline, "compose", None)
+    return () if plan is None or compose is None else redrawn(compose, plan, device_ops())
