@@ -1,19 +1,11 @@
-"""Every private name of torch that is used, what for, and what holds where a version lacks it.
+"""The only place that uses private names of torch; ``docs/seams.md`` says what for.
 
-- ``torch.utils.data._utils.worker``: ``WorkerInfo`` and ``_worker_info``, the place of what
-  ``get_worker_info()`` returns, so that a dataset finds its own number also in our processes
-- ``torch.utils.data._utils.collate``: ``collate``, ``collate_tensor_fn``,
-  ``default_collate_fn_map``, to collate as torch does and to know what it can collate
-- ``torch.utils.data._utils.pin_memory.pin_memory``: how torch pins nested batches
-- ``DataLoader._get_iterator``: what a subclass overrides that makes batches in its own way
-- ``DataLoader._iterator``: where torch keeps its workers and Lightning stops them; our loader has a
-  property of this name
-- ``_task_info``, ``_rcvd_idx``, ``_send_idx``, ``_data_queue`` of torch's iterator over workers:
-  which batches came before they were asked for
-- ``torch.distributed.distributed_c10d._get_default_store``: where ranks met
-- ``torch.Tensor._make_wrapper_subclass``, ``torch._C.DisableTorchFunctionSubclass``,
-  ``torch._C._set_throw_on_mutable_data_ptr``: tensors whose values are computed later
-- ``torch._dynamo``: whether anything was compiled
+``torch.utils.data._utils``: ``worker.WorkerInfo``, ``worker._worker_info``, ``collate.collate``,
+``collate.collate_tensor_fn``, ``collate.default_collate_fn_map``, ``pin_memory.pin_memory``; of
+``DataLoader`` ``_get_iterator`` and ``_iterator``; of its iterator over workers ``_task_info``,
+``_rcvd_idx``, ``_send_idx``, ``_data_queue``; ``torch.distributed.distributed_c10d``:
+``_get_default_store``; ``torch.Tensor._make_wrapper_subclass``, ``torch._dynamo``, of ``torch._C``
+``DisableTorchFunctionSubclass`` and ``_set_throw_on_mutable_data_ptr``.
 
 ``tests/test_torch_internals.py`` pins each of them against the installed torch.
 """
@@ -22,7 +14,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import torch
 from torch.utils.data._utils import worker
@@ -33,10 +25,11 @@ if TYPE_CHECKING:
 
 __all__ = ["collate", "collate_tensor_fn", "default_collate_fn_map"]
 
+_Value = TypeVar("_Value")
 MAKES_BATCHES: Final = ("__iter__", "_get_iterator")
 """What a class of loaders overrides that makes its batches in its own way."""
 without_torch_function: Final = torch._C.DisableTorchFunctionSubclass
-"""A context in which a subclass of Tensor is taken for a plain one, as torch's notes have it."""
+"""A context in which a subclass of Tensor is taken for a plain one."""
 make_wrapper_tensor: Final[Callable[..., Any]] = torch.Tensor._make_wrapper_subclass
 """Makes a tensor of a subclass, with a shape and a dtype and without values."""
 throw_on_pointer: Final[Callable[[torch.Tensor], None]] = getattr(
@@ -47,30 +40,24 @@ nothing where torch has no such function."""
 
 
 def set_worker_info(*, number: int, workers: int, seed: int, dataset: Dataset[Any]) -> None:
-    """Set what ``torch.utils.data.get_worker_info()`` returns in this process.
-
-    Args:
-        number: Of this worker, from 0.
-        workers: How many there are.
-        seed: Of this worker.
-        dataset: What it reads.
-    """
+    """Set what ``torch.utils.data.get_worker_info()`` returns in this process."""
     worker._worker_info = worker.WorkerInfo(
         id=number, num_workers=workers, seed=seed, dataset=dataset
     )
 
 
-def pinned(value: Any, device: str | None) -> Any:
+def pinned(value: _Value, device: str | None) -> _Value:
     """Return a nested structure with its tensors copied into page-locked memory."""
     from torch.utils.data._utils.pin_memory import pin_memory
 
-    return pin_memory(value, device)  # type: ignore[no-untyped-call]
+    copied: _Value = pin_memory(value, device)  # type: ignore[no-untyped-call]
+    return copied
 
 
 def early_batches(iterator: object) -> Iterable[Any]:
     """Return the batches that torch's iterator over workers got before their turn; else none."""
-    told = getattr(iterator, "_task_info", {}).values()
-    return [entry[1] for entry in told if len(entry) == 2]
+    tasks = getattr(iterator, "_task_info", {}).values()
+    return [entry[1] for entry in tasks if len(entry) == 2]
 
 
 def next_has_arrived(iterator: Any) -> bool | None:
@@ -85,10 +72,7 @@ def next_has_arrived(iterator: Any) -> bool | None:
 
 
 def default_store() -> Any:
-    """Return the key-value store at which this process met its ranks; None: it has none.
-
-    None, too, where torch does not tell: then the ranks tell each other nothing.
-    """
+    """Return the key-value store at which this process met its ranks; None: none that is known."""
     import torch.distributed as dist
 
     if not (dist.is_available() and dist.is_initialized()):

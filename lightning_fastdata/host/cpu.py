@@ -33,11 +33,10 @@ class CpuLimit:
     """CPU seconds per second that the tightest cgroup grants; None: no quota. It bounds computing,
     not waiting: workers that wait for a disk may be more."""
     quota_source: str | None
-    """File that states the quota; None without a quota."""
+    """File that states the quota."""
     ranks_on_host: int
-    """Training processes that share these CPUs."""
     usable_cpus: int
-    """CPUs one rank may count on; at least 1 and at most ``affinity_cpus``."""
+    """For one rank: at least 1 and at most ``affinity_cpus``."""
     reason: str
     """One sentence that derives ``usable_cpus``."""
 
@@ -134,19 +133,15 @@ def parse_cgroup_mounts(text: str) -> tuple[CgroupMount, ...]:
     return tuple(mounts)
 
 
-def cgroup_folders(
-    controller: str, *, membership: Mapping[str, PurePosixPath], mounts: tuple[CgroupMount, ...]
-) -> tuple[PurePosixPath, ...]:
+def read_cgroup_folders(controller: str, *, root: Path = Path("/")) -> tuple[PurePosixPath, ...]:
     """Folders of this process's cgroup and of those above it, whose limits hold, too; inner first.
 
-    Args:
-        controller: v1 controller, e.g. ``"cpu"`` or ``"memory"``. Folders of the v2 hierarchy are
-            included; a controller lives in one of the two, the files of the other are missing.
-        membership: From ``parse_cgroup_membership``.
-        mounts: From ``parse_cgroup_mounts``.
+    ``controller`` is one of v1, as ``"cpu"`` or ``"memory"``. It lives in the v1 or in the v2
+    hierarchy: the files of the other are missing.
     """
+    membership = parse_cgroup_membership(read_text(root, "/proc/self/cgroup") or "")
     folders: list[PurePosixPath] = []
-    for mount in mounts:
+    for mount in parse_cgroup_mounts(read_text(root, "/proc/self/mountinfo") or ""):
         is_v2 = not mount.controllers
         path = membership.get("" if is_v2 else controller)
         if path is None or not (is_v2 or controller in mount.controllers):
@@ -191,12 +186,7 @@ def cpu_limit(
 ) -> CpuLimit:
     """Share of one rank in the CPUs of this host.
 
-    Args:
-        affinity_cpus: CPUs this process may run on.
-        quota_cpus: Tightest cgroup quota, which all ranks of the host share; None: no quota.
-        quota_source: File that states it.
-        ranks: Ranks on this host.
-        bound_to_rank: The launcher gave each rank an affinity of its own, so it is not divided.
+    ``bound_to_rank``: the launcher gave each rank an affinity of its own, so it is not divided.
     """
     own = affinity_cpus if bound_to_rank else affinity_cpus // ranks
     # Half a CPU of quota can still run one thread, so a fraction counts as one CPU more.
@@ -233,20 +223,14 @@ def read_cpu_limit(
 ) -> CpuLimit:
     """CPU limit of this process, read from ``/proc``, ``/sys`` and the environment.
 
-    Args:
-        root: Folder that holds ``proc`` and ``sys``.
-        local_ranks: Ranks on this host; None asks the launcher's environment variables.
-        environ: Environment variables.
-        affinity: Returns the CPUs this process may run on.
+    Without ``local_ranks``, those on this host, the launcher's environment variables are asked.
 
     Raises:
         OptionsError: ``local_ranks`` is below 1.
     """
-    if local_ranks is not None and local_ranks < 1:
-        raise OptionsError(
-            f"local_ranks is {local_ranks!r}; a host has at least 1 rank. Pass 1 or more."
-        )
     ranks = ranks_on_host(environ) if local_ranks is None else local_ranks
+    if ranks < 1:
+        raise OptionsError(f"local_ranks is {ranks!r}; a host has at least 1 rank. Pass 1 or more.")
     affinity_cpus = affinity()
     quota_cpus, quota_source = min(_read_quotas(root), default=(None, None))
     # srun binds each task to its own CPUs. When the ranks are the tasks, an affinity of
@@ -266,13 +250,6 @@ def read_cpu_throttling(*, root: Path = Path("/")) -> CpuThrottling | None:
     texts = (read_text(root, f / "cpu.stat") or "" for f in read_cgroup_folders("cpu", root=root))
     found = filter(None, map(parse_cpu_stat, texts))
     return max(found, key=lambda stat: stat.throttled_us, default=None)
-
-
-def read_cgroup_folders(controller: str, *, root: Path = Path("/")) -> tuple[PurePosixPath, ...]:
-    """``cgroup_folders`` of this process; empty where the system has no cgroups."""
-    membership = parse_cgroup_membership(read_text(root, "/proc/self/cgroup") or "")
-    mounts = parse_cgroup_mounts(read_text(root, "/proc/self/mountinfo") or "")
-    return cgroup_folders(controller, membership=membership, mounts=mounts)
 
 
 def read_text(root: Path, path: PurePosixPath | str) -> str | None:

@@ -86,14 +86,7 @@ def doctor_text(
     gpus: Sequence[tuple[str, DeviceMemory]],
     versions: Mapping[str, str],
 ) -> str:
-    """Return the text that ``fastdata doctor`` prints.
-
-    Args:
-        cpu: CPUs of this process.
-        memory: Free memory and limits of this process.
-        gpus: Name and memory of each CUDA device.
-        versions: Package name -> version.
-    """
+    """Return the text that ``fastdata doctor`` prints."""
     shm, soft, hard = memory.shm_free_bytes, memory.open_files_soft, memory.open_files_hard
     upper = "no upper limit" if hard is None else f"up to {hard}"
     left = memory.cgroup_available_bytes

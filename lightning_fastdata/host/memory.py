@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,27 +20,25 @@ _V1_NO_LIMIT_BYTES = 2**62
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostMemory:
-    """What this process could still allocate when it was read; other processes take from it too."""
+    """What this process could still allocate when it was read, as others can; None: no limit."""
 
     ram_available_bytes: int
     """RAM that programs can get without swapping (``MemAvailable``), of the whole machine."""
     cgroup_available_bytes: int | None
-    """What the tightest memory limit of a cgroup leaves; beyond it the kernel kills. None: no
-    limit."""
+    """What the tightest memory limit of a cgroup leaves; beyond it the kernel kills."""
     shm_free_bytes: int | None
     """Free space of ``/dev/shm``, where batches of worker processes live (64 MiB in a Docker
     container by default). A full one kills workers with a bus error. None: there is none."""
     open_files_soft: int | None
-    """File descriptors this process may hold; None: no limit."""
+    """File descriptors this process may hold."""
     open_files_hard: int | None
-    """How far the process may raise ``open_files_soft`` itself; None: no limit."""
+    """How far the process may raise ``open_files_soft`` itself."""
 
     @property
     def available_bytes(self) -> int:
         """RAM this process can count on: the smaller of the machine's and the cgroup's."""
-        if self.cgroup_available_bytes is None:
-            return self.ram_available_bytes
-        return min(self.ram_available_bytes, self.cgroup_available_bytes)
+        limit = self.cgroup_available_bytes
+        return self.ram_available_bytes if limit is None else min(self.ram_available_bytes, limit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +50,8 @@ class BatchMemory:
     free_bytes: int
     """For all ranks of the host."""
     parts: int
-    """Into how many parts ``free_bytes`` is divided, of which one loader of one rank may fill one:
-    4 for each rank. The training and the validation workers live at the same time, and the dataset
-    and the model need the rest."""
+    """Of ``free_bytes``; one loader of one rank may fill one: 4 for each rank. Training and
+    validation workers live at the same time, and the dataset and the model need the rest."""
     remedy: str
     """How to enlarge it; ``{gib}`` stands for the GiB that must be free."""
 
@@ -87,11 +84,6 @@ def cgroup_available(*, limit_bytes: int, usage_bytes: int, stat: str) -> int:
     Usage counts cached file pages. Those on the inactive list are given back before anything is
     killed, so they count as available, as in the kubelet's working set
     (https://kubernetes.io/docs/reference/instrumentation/node-metrics/).
-
-    Args:
-        limit_bytes: Limit of the cgroup.
-        usage_bytes: ``memory.current`` (v2) or ``memory.usage_in_bytes`` (v1).
-        stat: Text of ``memory.stat``.
     """
     counts = counters(stat)
     # v1 gives both; the one with "total_" includes the cgroups below, as the usage does.
@@ -114,9 +106,7 @@ def batch_memories(memory: HostMemory, *, ranks: int) -> tuple[BatchMemory, ...]
 def read_host_memory(*, root: Path = Path("/")) -> HostMemory:
     """Free memory and open-file limits of this process.
 
-    Args:
-        root: Folder that holds ``proc``, ``sys`` and ``dev``; the open-file limits are always this
-            process's own.
+    The open-file limits are always this process's own.
     """
     soft, hard = read_open_file_limits()
     return HostMemory(
@@ -172,7 +162,6 @@ def _read_cgroup_available(root: Path) -> Iterator[int]:
 
 def _read_free(folder: Path) -> int | None:
     try:
-        status = os.statvfs(folder)
-    except (OSError, AttributeError):  # no such folder; no such call on Windows
+        return shutil.disk_usage(folder).free
+    except OSError:
         return None
-    return status.f_bavail * status.f_frsize

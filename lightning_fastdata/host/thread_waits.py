@@ -52,11 +52,7 @@ _RUNS: Final = ThreadState(False, "")
 
 
 class ThreadProbe:
-    """Asks the kernel what one thread of this process waits in.
-
-    Args:
-        native_id: Of the thread, as ``threading.get_native_id()`` returns it there.
-    """
+    """Asks the kernel what one thread of this process waits in."""
 
     def __init__(self, native_id: int) -> None:
         self._file: int | None = None

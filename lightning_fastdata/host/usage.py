@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
@@ -110,11 +111,7 @@ def read_spent(schedstat: Path = _SCHEDSTAT) -> SpentTime:
 
 
 class SpentMeter:
-    """Adds up what is used between each begin and the pause that follows.
-
-    Args:
-        read: Returns what was used since some moment in the past.
-    """
+    """Adds up what is used between each begin and the pause that follows."""
 
     def __init__(self, read: Callable[[], SpentTime] = read_spent) -> None:
         self._read = read
@@ -137,34 +134,22 @@ class SpentMeter:
         return SpentTime(*(total + (now - began) for total, now, began in readings))
 
 
-def parse_cpu_use(machine: str, processes: Iterable[str]) -> CpuUse | None:
-    """CPU seconds from ``/proc/stat`` and ``/proc/PID/stat``, see proc(5); None if not stated.
+def read_cpu_use(processes: Iterable[int], *, root: Path = Path("/")) -> CpuUse | None:
+    """CPU seconds of the machine, and of a process with its workers; None if not stated.
 
-    Args:
-        machine: The text of ``/proc/stat``.
-        processes: The texts of the processes; those that are empty have ended.
+    Of ``/proc/stat`` and ``/proc/PID/stat``, see proc(5). Workers that have ended since count as
+    long as the first process has waited for them, as ``multiprocessing`` does.
     """
-    lines = [line.split() for line in machine.splitlines() if line.startswith("cpu")]
+    machine = (read_text(root, "/proc/stat") or "").splitlines()
+    lines = [line.split() for line in machine if line.startswith("cpu")]
     if len(lines) < 2 or len(lines[0]) < 9:
         return None
     ticks_s = 1 / os.sysconf("SC_CLK_TCK")
     busy = sum(int(lines[0][1 + place]) for place in _BUSY)
-    # The name of a program, in brackets, may hold spaces and brackets.
-    stated = [text.rpartition(")")[2].split()[_USED] for text in processes]
-    own = sum(int(field) for fields in stated for field in fields)
-    return CpuUse(busy * ticks_s, own * ticks_s, len(lines) - 1)
-
-
-def read_cpu_use(processes: Iterable[int], *, root: Path = Path("/")) -> CpuUse | None:
-    """CPU seconds of the machine, and of a process with its workers; None if not stated.
-
-    Args:
-        processes: Numbers of the process and of its workers. Those of them that have ended since
-            count as long as the first one has waited for them, as ``multiprocessing`` does.
-        root: Folder that holds ``proc``.
-    """
     texts = [_text_of(process, "stat", root) for process in processes]
-    return parse_cpu_use(read_text(root, "/proc/stat") or "", texts)
+    # The name of a program, in brackets, may hold spaces and brackets.
+    own = sum(int(field) for text in texts for field in text.rpartition(")")[2].split()[_USED])
+    return CpuUse(busy * ticks_s, own * ticks_s, len(lines) - 1)
 
 
 def read_queued(processes: Iterable[int], *, root: Path = Path("/")) -> int | None:
@@ -173,19 +158,14 @@ def read_queued(processes: Iterable[int], *, root: Path = Path("/")) -> int | No
     return _sum(int(text[1]) for text in texts if len(text) > 1)
 
 
-def parse_io(text: str) -> ReadBytes | None:
-    """Bytes read by a process, from ``/proc/PID/io``; None if it does not state them."""
-    counts = counters(text)
-    if "rchar" not in counts or "read_bytes" not in counts:
-        return None
-    return ReadBytes(counts["rchar"], counts["read_bytes"])
-
-
 def read_io(processes: Iterable[int], *, root: Path = Path("/")) -> dict[int, ReadBytes]:
     """Bytes that each process has read, by its number; without those for which it is not known."""
-    texts = {process: _text_of(process, "io", root) for process in processes}
-    found = {process: parse_io(text) for process, text in texts.items()}
-    return {process: counts for process, counts in found.items() if counts is not None}
+    texts = {process: counters(_text_of(process, "io", root)) for process in processes}
+    return {
+        process: ReadBytes(counts["rchar"], counts["read_bytes"])
+        for process, counts in texts.items()
+        if "rchar" in counts and "read_bytes" in counts
+    }
 
 
 def read_pressure(resource: Literal["cpu", "io"], *, root: Path = Path("/")) -> int | None:
@@ -216,19 +196,9 @@ def worker_processes() -> list[int]:
     return [process.pid for process in alive if process.pid is not None]
 
 
-def read_host_usage(
-    workers: Iterable[int], *, at_s: float, own: int | None = None, root: Path = Path("/")
-) -> HostUsage:
-    """Read the counters, in about a millisecond.
-
-    Args:
-        workers: Their process numbers.
-        at_s: The time, in seconds of a monotonic clock.
-        own: The process that trains; None: this one.
-        root: Folder that holds ``proc``, ``sys`` and ``dev``.
-    """
-    workers = list(workers)
-    processes = [os.getpid() if own is None else own, *workers]
+def read_host_usage(workers: Sequence[int], *, at_s: float, root: Path = Path("/")) -> HostUsage:
+    """Read the counters, in about a millisecond; workers are given by process number."""
+    processes = [os.getpid(), *workers]
     return HostUsage(
         at_s=at_s,
         workers=len(workers),
@@ -275,7 +245,7 @@ def _text_of(process: int, name: str, root: Path) -> str:
 
 def _used_share(folder: Path) -> float | None:
     try:
-        status = os.statvfs(folder)
-    except (OSError, AttributeError):  # no such folder; no such call on Windows
+        disk = shutil.disk_usage(folder)
+    except OSError:
         return None
-    return 1 - status.f_bfree / status.f_blocks if status.f_blocks else None
+    return disk.used / disk.total if disk.total else None

@@ -9,25 +9,29 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
+from functools import partial
+from typing import Any, Final, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
+from lightning_fastdata.augment.dataset_pipelines import DatasetRecording
+from lightning_fastdata.augment.stage_transform import StageTransform
 from lightning_fastdata.batches.staged import StagedBatch
-from lightning_fastdata.batches.streams import cuda_page_locks
+from lightning_fastdata.batches.streams import PageLockName, cuda_page_locks
 from lightning_fastdata.errors import FastDataWarning, WorkerError
-from lightning_fastdata.executors.fetch import decodes_in_place
-from lightning_fastdata.executors.kinds import KINDS, ArmingExecutor, open_executor
+from lightning_fastdata.executors.fetch import FetchPlan, decodes_in_place
+from lightning_fastdata.executors.kinds import (
+    KINDS,
+    ArmingExecutor,
+    Executor,
+    ExecutorName,
+    open_executor,
+)
 from lightning_fastdata.executors.pool.crew_trial import CrewTrial
+from lightning_fastdata.order.epoch_order import EpochOrder
+from lightning_fastdata.stamps.batch_stamps import BatchStamps
 from lightning_fastdata.torch_internals import pinned
-
-if TYPE_CHECKING:
-    from lightning_fastdata.batches.streams import PageLockName
-    from lightning_fastdata.executors.fetch import FetchPlan
-    from lightning_fastdata.executors.kinds import Executor, ExecutorName
-    from lightning_fastdata.order.epoch_order import EpochOrder
-    from lightning_fastdata.stamps.batch_stamps import BatchStamps
-    from lightning_fastdata.types import Batch, Stage
+from lightning_fastdata.types import Batch, Stage
 
 _TOO_MANY: Final = (
     "Length of IterableDataset was reported to be {reported} batches by len(loader), but {given} "
@@ -43,13 +47,54 @@ class _Announces(Protocol):
     def ready(self) -> bool: ...
 
 
+class SourceSettings(NamedTuple):
+    """The attributes of a FastDataLoader that its source rests on, under the same names.
+
+    A tuple, as two of these are compared by identity first: a dataset may have any ``==``.
+    """
+
+    dataset: torch.utils.data.Dataset[Any]
+    batch_size: int | None
+    sampler: Any
+    batch_sampler: Any
+    drop_last: bool
+    num_workers: int
+    collate_fn: Callable[[list[Any]], Any]
+    pin_memory: bool
+    timeout: float
+    worker_init_fn: Callable[[int], None] | None
+    multiprocessing_context: Any
+    generator: torch.Generator | None
+    prefetch_factor: int | None
+    asked_prefetch_factor: int | None
+    persistent_workers: bool
+    pin_memory_device: str
+    in_order: bool
+    seed: int
+    transform: StageTransform | None
+    on_device: bool
+    worker_nice: int
+    staged: Stage | None
+    recording: DatasetRecording | None
+    executor: ExecutorName
+    page_lock: PageLockName
+    device_resident: bool | str | torch.device
+    stall_timeout: float | Literal["auto"]
+
+
 @dataclass(kw_only=True, eq=False, repr=False)
 class KeptExecutor:
-    """Iterable over epochs; starts its executor at the first one."""
+    """Iterable over epochs; starts its executor at the first one.
+
+    Side processes are seeded from the ``generator`` of the settings, which torch would draw its
+    base seed from at this place, so that the draws after it are the same: those of a stream as
+    torch does, others from that, the plan's seed and the epoch they start in.
+    """
 
     name: ExecutorName
     """Not torch's own."""
     plan: FetchPlan
+    settings: SourceSettings
     batches: Callable[[], Iterable[object]]
     """Returns the batches of indices of an epoch that begins."""
     epoch: Callable[[], int]
@@ -57,35 +102,24 @@ class KeptExecutor:
     order: Callable[[int], EpochOrder | None]
     """Returns the plan that the batches of an epoch follow, if that is known; the first batches of
     such an epoch are fetched while the one before it ends."""
-    workers: int
-    """Who fetches, as the kind of executor has it: side processes, all their threads together, or
-    threads of this process."""
-    persistent: bool
-    """Keep side processes between epochs."""
     staged: Stage | None
     """Deliver :class:`StagedBatch` of this stage, without draws."""
-    pin_memory: bool
-    """Copy batches into page-locked memory."""
-    page_lock: PageLockName
-    """``"register"``: have CUDA lock the memory of batches, and copy only what lies elsewhere."""
-    generator: torch.Generator | None
-    """From which torch would draw its base seed at this place; drawn from likewise, so that the
-    draws after it are the same. Side processes are seeded from it: those of a stream as torch does,
-    others from it, the plan's seed and the epoch they start in."""
     reported_batches: Callable[[], int | None] | None
     """Returns the length that the loader of a stream has reported, or None."""
 
     def __post_init__(self) -> None:
-        kind = KINDS[self.name]
-        self.processes = math.ceil(self.workers / kind.threads_per_process)
-        self.threads = math.ceil(self.workers / max(1, self.processes))
+        kind, workers = KINDS[self.name], self.settings.num_workers
+        self.processes = math.ceil(workers / kind.threads_per_process)
+        self.threads = math.ceil(workers / max(1, self.processes))
         self.trial = CrewTrial(self.processes * self.threads)
+        self.persistent = self.settings.persistent_workers
         # Threads of one process share a dataset, which is in one epoch at a time.
         self._arms = kind.threads_per_process == 1 or decodes_in_place(self.plan.dataset)
         # Threads and reused memory cost nothing between epochs; processes do.
         self.keep = self.persistent or not kind.side_processes
-        self.pin_on = _pinning_device() if self.pin_memory else None
-        self.page_locks = cuda_page_locks(self.pin_on) if self.page_lock == "register" else None
+        self.pin_on = _pinning_device() if self.settings.pin_memory else None
+        registers = self.settings.page_lock == "register"
+        self.page_locks = cuda_page_locks(self.pin_on) if registers else None
         self.records: deque[BatchStamps] | None = None
         self._running: weakref.ref[EpochIterator] | None = None
         self._base_seed: int | None = None
@@ -94,7 +128,7 @@ class KeptExecutor:
 
     def __iter__(self) -> EpochIterator:
         if not self.persistent or self._base_seed is None:
-            drawn = torch.empty((), dtype=torch.int64).random_(generator=self.generator)
+            drawn = torch.empty((), dtype=torch.int64).random_(generator=self.settings.generator)
             self._base_seed = int(drawn)
         other = None if self._running is None else self._running()
         unfinished = other is not None and other.executor is not None
@@ -165,7 +199,7 @@ class KeptExecutor:
 
 
 class EpochIterator:
-    """The batches of one epoch; without an executor none."""
+    """The batches of one epoch; without an executor none, or the error that keeps them away."""
 
     def __init__(
         self,
@@ -174,20 +208,21 @@ class EpochIterator:
         reported_batches: int | None = None,
         *,
         keep: bool = True,
+        error: Exception | None = None,
     ) -> None:
         self.executor = executor
+        self.error = error
         self._finish = finish
         self._reported = reported_batches
         self._given = 0
-        self._why: str | None = None
         self._closer = None if keep or executor is None else weakref.finalize(self, executor.close)
 
     def __iter__(self) -> EpochIterator:
         return self
 
     def __next__(self) -> Batch:
-        if self._why is not None:
-            raise WorkerError(f"This iterator has ended: {self._why}. Use the newer one.")
+        if self.error is not None:
+            raise self.error
         if self.executor is None:
             raise StopIteration
         try:
@@ -209,24 +244,12 @@ class EpochIterator:
 
     def end(self, why: str) -> None:
         """Give no more batches."""
-        self.executor, self._why = None, why
+        self.executor = None
+        self.error = WorkerError(f"This iterator has ended: {why}. Use the newer one.")
 
-    def __reduce__(self) -> tuple[type[EpochIterator], tuple[()]]:
+    def __reduce__(self) -> tuple[Callable[[], EpochIterator], tuple[()]]:
         # Lightning copies its trainer with the iterators in it; processes cannot be copied.
-        return EpochIterator, ()
-
-
-class RaisesNext:
-    """An iterator that raises an error when it is asked for a batch."""
-
-    def __init__(self, error: Exception) -> None:
-        self._error = error
-
-    def __iter__(self) -> RaisesNext:
-        return self
-
-    def __next__(self) -> Batch:
-        raise self._error
+        return partial(EpochIterator, error=self.error), ()
 
 
 def _pinning_device() -> str | None:

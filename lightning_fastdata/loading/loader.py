@@ -11,30 +11,27 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from lightning_fastdata.augment.dataset_pipelines import DatasetRecording
 from lightning_fastdata.augment.pipeline.unkeyed import warn_of_unkeyed
+from lightning_fastdata.augment.stage_transform import StageTransform
 from lightning_fastdata.batches.keyed import tell_epoch
+from lightning_fastdata.batches.streams import PageLockName
 from lightning_fastdata.errors import FastDataWarning
-from lightning_fastdata.executors.kinds import KINDS
-from lightning_fastdata.loading.kept_executor import KeptExecutor, RaisesNext
-from lightning_fastdata.loading.source import Source, SourceSettings, open_source, reads_with_torch
-from lightning_fastdata.planning.loader_plan import LoaderSpec
+from lightning_fastdata.executors.kinds import KINDS, ExecutorName
+from lightning_fastdata.loading.kept_executor import EpochIterator, KeptExecutor, SourceSettings
+from lightning_fastdata.loading.source import Source, open_source, reads_with_torch
+from lightning_fastdata.planning.loader_plan import LoaderPlan, LoaderSpec
 from lightning_fastdata.planning.options import LoaderOptions, check_loader, checked_seed
 from lightning_fastdata.planning.plan_for import plan_for
 from lightning_fastdata.randomness.search import find_composes
 from lightning_fastdata.randomness.shared_epoch import EpochAskedTwice, EpochCell
+from lightning_fastdata.stamps.batch_stamps import BatchStamps
 from lightning_fastdata.stamps.stamped import Ledger, OpenedEnvelopes, stampable
+from lightning_fastdata.types import Batch, Stage
 
 if TYPE_CHECKING:
     import torch
     from torch import Generator
-
-    from lightning_fastdata.augment.dataset_pipelines import DatasetRecording
-    from lightning_fastdata.augment.stage_transform import StageTransform
-    from lightning_fastdata.batches.streams import PageLockName
-    from lightning_fastdata.executors.kinds import ExecutorName
-    from lightning_fastdata.planning.loader_plan import LoaderPlan
-    from lightning_fastdata.stamps.batch_stamps import BatchStamps
-    from lightning_fastdata.types import Batch, Stage
 
 
 class FastDataLoader(DataLoader[Any]):
@@ -92,9 +89,9 @@ class FastDataLoader(DataLoader[Any]):
             arrays: True: on the current accelerator, else the CPU. It is read once, at the first
             iteration.
         stall_timeout: Seconds without any progress of the workers (no sample read, no batch made)
-            after which waiting for them is an error that shows what they do; half of it is a
-            warning. 0 waits for ever. "auto": 120, or 20 times the longest task so far if that is
-            more. A ``timeout`` takes its place. Not of ``executor="torch"``.
+            after which waiting is an error that shows what they do, and a warning after half of
+            it; 0 waits for ever. "auto": 120, or 20 times the longest task so far if that is more.
+            A ``timeout`` takes its place. Not of ``executor="torch"``.
 
     Raises:
         DatasetError: What was given is no dataset, or has neither length nor sampler.
@@ -163,6 +160,7 @@ class FastDataLoader(DataLoader[Any]):
             },
         )
         self._inner: Source | None
+        self._inner_settings: tuple[SourceSettings, bool] | None
         self.plan: LoaderPlan | None = None
         if executor == "auto":
             method = multiprocessing_context
@@ -201,7 +199,6 @@ class FastDataLoader(DataLoader[Any]):
         """As it was given; None: the executor chooses how far it is ahead."""
         self.executor = executor
         self._keep(None)
-        self._inner_settings: tuple[SourceSettings, bool] | None = None
         super().__init__(
             dataset,
             batch_size,
@@ -252,12 +249,10 @@ class FastDataLoader(DataLoader[Any]):
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
         """Start an epoch; the order and the randomness are those of ``epoch()``."""
-        batches: Iterator[Batch]
-        if self.epoch is None:
-            batches = self._begin(self._iterations)
-        else:
-            batches = EpochAskedTwice(self._begin, self.epoch)
-        self._iterations += 1
+        number, self._iterations = self._iterations, self._iterations + 1
+        batches: Iterator[Batch] = (
+            self._begin(number) if self.epoch is None else EpochAskedTwice(self._begin, self.epoch)
+        )
         return batches if self.ahead is None else self.ahead(batches)
 
     def _begin(self, epoch: int) -> Iterator[Batch]:
@@ -270,29 +265,39 @@ class FastDataLoader(DataLoader[Any]):
         self._epoch_cell.set(epoch)
         tell_epoch(self.dataset, epoch)
         try:
-            return self._opened()
+            return self._batches()
         except Exception as error:
             if self.epoch is None:
                 raise
             # Lightning hides what is raised before there is an iterator behind an error of its own.
-            return RaisesNext(error)
+            return EpochIterator(error=error)
 
-    def _opened(self) -> Iterator[Batch]:
+    def _batches(self) -> Iterator[Batch]:
+        """Begin the epoch, with the workers of the one before if they persist."""
         stamped = self._records is not None and reads_with_torch(self) and stampable(self.dataset)
-        inner: Any = self._open(stamped=stamped)
+        settings = SourceSettings(*(getattr(self, name) for name in SourceSettings._fields))
+        inner = self._inner
+        if inner is None or self._inner_settings != (settings, stamped):
+            stamps = self._ledger.wait if stamped else None
+            inner = open_source(settings, self._epoch_cell, reported=self._reported, stamps=stamps)
+            if isinstance(inner, KeptExecutor):
+                inner.record(self._records)
+            self._keep(inner, (settings, stamped))
         if self._reported and isinstance(inner, DataLoader):
             with contextlib.suppress(TypeError):
                 len(inner)  # a stream that gives more than was reported is warned of
-        batches: Any = iter(inner)
+        batches: Iterator[Batch] = iter(inner)
         if stamped:
             self._ledger.records = self._records
             batches = OpenedEnvelopes(batches, self._ledger)
-        return batches  # type: ignore[no-any-return]
+        return batches
 
-    def _keep(self, inner: Source | None) -> None:
+    def _keep(
+        self, inner: Source | None, settings: tuple[SourceSettings, bool] | None = None
+    ) -> None:
         # Lightning records the attributes that are set on loaders in a data hook, and goes on to do
         # so in the whole process if the hook raises. A record would keep the workers alive.
-        vars(self)["_inner"] = inner
+        vars(self).update(_inner=inner, _inner_settings=settings)
 
     def record_stamps(self, records: deque[BatchStamps] | None) -> None:
         """Append the stamps of each batch that is delivered from now on; None: no more.
@@ -301,8 +306,7 @@ class FastDataLoader(DataLoader[Any]):
         iterable DataPipes.
         """
         # Lightning carries over what is set in a data hook if it makes the loader anew.
-        self._records = records
-        self._ledger.records = records
+        self._records = self._ledger.records = records
         if isinstance(self._inner, KeptExecutor):
             self._inner.record(records)
 
@@ -328,19 +332,6 @@ class FastDataLoader(DataLoader[Any]):
         return None if self._inner is None else self._inner._iterator
 
     @_iterator.setter
-    def _iterator(self, value: Any) -> None:
+    def _iterator(self, value: object) -> None:
         if value is None:
             self.close()
-
-    def _open(self, *, stamped: bool) -> Source:
-        """Return what gives the batches, with its workers if they persist."""
-        settings = SourceSettings(*(getattr(self, name) for name in SourceSettings._fields))
-        inner = self._inner
-        if inner is None or self._inner_settings != (settings, stamped):
-            stamps = self._ledger.wait if stamped else None
-            inner = open_source(settings, self._epoch_cell, reported=self._reported, stamps=stamps)
-            if isinstance(inner, KeptExecutor):
-                inner.record(self._records)
-            self._keep(inner)
-            vars(self)["_inner_settings"] = settings, stamped
-        return inner

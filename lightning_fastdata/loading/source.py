@@ -7,11 +7,20 @@ import sys
 from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import repeat
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
+from typing import Any, Final, Protocol, TypeAlias
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, MapDataPipe, default_collate
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    IterDataPipe,
+    MapDataPipe,
+    default_collate,
+)
 
+from lightning_fastdata.augment.dataset_pipelines import DatasetRecording
+from lightning_fastdata.augment.stage_transform import WorkerTransform
 from lightning_fastdata.batches.collate import (
     FirstOfPairs,
     RecordedCollate,
@@ -22,62 +31,25 @@ from lightning_fastdata.batches.collate import (
 from lightning_fastdata.batches.keyed import fetches_in_batches, keyed
 from lightning_fastdata.device.resident import ResidentBatches, device_of
 from lightning_fastdata.executors.fetch import FetchPlan
-from lightning_fastdata.executors.kinds import KINDS, executor_for
+from lightning_fastdata.executors.kinds import KINDS, ExecutorName, executor_for
 from lightning_fastdata.host.memory import read_host_memory
-from lightning_fastdata.loading.kept_executor import KeptExecutor
+from lightning_fastdata.loading.kept_executor import KeptExecutor, SourceSettings
 from lightning_fastdata.order.samplers import epoch_order, index_batches
 from lightning_fastdata.planning.worker_count import look_ahead_batches
 from lightning_fastdata.randomness.generators import own_generators
+from lightning_fastdata.randomness.shared_epoch import EpochCell
+from lightning_fastdata.stamps.batch_stamps import WaitWatch
 from lightning_fastdata.stamps.stamped import ShowDataset, WatchedSampler, stamped
-
-if TYPE_CHECKING:
-    from torch.utils.data import Dataset
-
-    from lightning_fastdata.augment.dataset_pipelines import DatasetRecording
-    from lightning_fastdata.augment.stage_transform import StageTransform, WorkerTransform
-    from lightning_fastdata.batches.streams import PageLockName
-    from lightning_fastdata.executors.kinds import ExecutorName
-    from lightning_fastdata.randomness.shared_epoch import EpochCell
-    from lightning_fastdata.stamps.batch_stamps import WaitWatch
-    from lightning_fastdata.types import Stage
-
+from lightning_fastdata.types import Batch
 
 Source: TypeAlias = "DataLoader[Any] | KeptExecutor | ResidentBatches"
 
 
-class SourceSettings(NamedTuple):
-    """The attributes of a FastDataLoader that its source rests on, under the same names.
-
-    A tuple, as two of these are compared by identity first: a dataset may have any ``==``.
-    """
-
-    dataset: Dataset[Any]
-    batch_size: int | None
-    sampler: Any
-    batch_sampler: Any
-    drop_last: bool
-    num_workers: int
-    collate_fn: Callable[[list[Any]], Any]
-    pin_memory: bool
-    timeout: float
-    worker_init_fn: Callable[[int], None] | None
-    multiprocessing_context: Any
-    generator: torch.Generator | None
-    prefetch_factor: int | None
-    asked_prefetch_factor: int | None
-    persistent_workers: bool
-    pin_memory_device: str
-    in_order: bool
-    seed: int
-    transform: StageTransform | None
-    on_device: bool
-    worker_nice: int
-    staged: Stage | None
-    recording: DatasetRecording | None
-    executor: ExecutorName
-    page_lock: PageLockName
-    device_resident: bool | str | torch.device
-    stall_timeout: float | Literal["auto"]
+_PASSED_ON: Final = (
+    "num_workers", "pin_memory", "timeout", "multiprocessing_context", "generator",
+    "prefetch_factor", "persistent_workers", "pin_memory_device", "in_order",
+)  # fmt: skip
+"""Settings that torch's own loader takes as they are."""
 
 
 class _Loader(Protocol):
@@ -88,11 +60,11 @@ class _Loader(Protocol):
     @property
     def batch_size(self) -> int | None: ...
     @property
-    def batch_sampler(self) -> Any: ...
+    def batch_sampler(self) -> object: ...
     @property
     def executor(self) -> ExecutorName: ...
     @property
-    def device_resident(self) -> bool | str | torch.device: ...
+    def device_resident(self) -> object: ...
 
 
 def makes_batches(loader: _Loader) -> bool:
@@ -121,8 +93,7 @@ def open_source(
         settings: The loader, as it is set up now.
         epochs: Where it says which epoch it is in.
         reported: Holds under ``"batches"`` the length that a stream has reported.
-        stamps: Where calls of the sampler are noted, if stamps are to be taken of torch's own
-            iterator; None: they are not.
+        stamps: Where to note calls of the sampler of torch's own iterator; None: nowhere.
     """
     worker_part, recording = _parts_in_workers(settings)
     collate_fn = _collation(settings, worker_part, recording)
@@ -158,18 +129,10 @@ def open_source(
         start = WorkerStart(settings.worker_nice, start if stamps is None else ShowDataset(start))
     return DataLoader(
         dataset,
-        **order,
-        num_workers=settings.num_workers,
         collate_fn=collate_fn,
-        pin_memory=settings.pin_memory,
-        timeout=settings.timeout,
         worker_init_fn=start,
-        multiprocessing_context=settings.multiprocessing_context,
-        generator=settings.generator,
-        prefetch_factor=settings.prefetch_factor,
-        persistent_workers=settings.persistent_workers,
-        pin_memory_device=settings.pin_memory_device,
-        in_order=settings.in_order,
+        **order,
+        **{name: getattr(settings, name) for name in _PASSED_ON},
     )
 
 
@@ -177,21 +140,20 @@ def _parts_in_workers(
     settings: SourceSettings,
 ) -> tuple[WorkerTransform | None, DatasetRecording | None]:
     """Return what runs on each sample, or what surrounds its reading: one of them at most."""
-    worker_part = None
     if settings.transform is not None:
         worker_part = settings.transform.in_worker(on_device=settings.on_device)
-    records = worker_part is None and settings.staged is not None
-    return worker_part, settings.recording if records else None
+        if worker_part is not None:
+            return worker_part, None
+    return None, None if settings.staged is None else settings.recording
 
 
 def _collation(
     settings: SourceSettings,
     worker_part: WorkerTransform | None,
     recording: DatasetRecording | None,
-) -> Any:
+) -> Callable[[Any], Batch]:
     collate_fn = settings.collate_fn
-    if collate_fn is default_collate:
-        collate_fn = collate_samples
+    collate_fn = collate_samples if collate_fn is default_collate else collate_fn
     collate_fn = spreading(collate_fn, worker_part)
     if recording is not None and settings.staged is not None:
         return RecordedCollate(collate_fn, recording, settings.staged)
@@ -205,8 +167,8 @@ def _collation(
 
 def _open_executor(
     settings: SourceSettings,
-    dataset: Any,
-    collate_fn: Any,
+    dataset: Dataset[Any],
+    collate_fn: Callable[[Any], Batch],
     epochs: EpochCell,
     reported: dict[str, int],
 ) -> KeptExecutor:
@@ -245,15 +207,11 @@ def _open_executor(
     return KeptExecutor(
         name=executor,
         plan=plan,
+        settings=settings,
         batches=_index_batches(settings),
         epoch=epochs.get,
         order=partial(epoch_order, settings.batch_sampler),
-        workers=settings.num_workers,
-        persistent=settings.persistent_workers,
         staged=None if staged else settings.staged,
-        pin_memory=settings.pin_memory,
-        page_lock=settings.page_lock,
-        generator=settings.generator,
         reported_batches=partial(reported.get, "batches") if streamed else None,
     )
 
@@ -261,7 +219,7 @@ def _open_executor(
 def _index_batches(settings: SourceSettings) -> Callable[[], Iterable[Any]]:
     if isinstance(settings.dataset, IterableDataset):
         return partial(repeat, settings.batch_size)
-    source: Any = settings.batch_sampler if makes_batches(settings) else settings.sampler
+    source = settings.batch_sampler if makes_batches(settings) else settings.sampler
     if KINDS[settings.executor].gathers:
         return partial(index_batches, source)
     return partial(iter, source)

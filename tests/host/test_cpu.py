@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.host.cpu import (
-    cgroup_folders,
     cpu_limit,
     parse_cfs_quota,
     parse_cgroup_membership,
@@ -22,6 +21,7 @@ from lightning_fastdata.host.cpu import (
     parse_cpu_stat,
     ranks_on_host,
     read_affinity,
+    read_cgroup_folders,
     read_cpu_limit,
     read_cpu_throttling,
     tasks_on_node,
@@ -112,11 +112,10 @@ def test_mounts_with_tags_and_escaped_spaces_are_read() -> None:
     ],
 )
 def test_folders_lead_from_the_own_cgroup_to_the_mount_point(
-    cgroup: str, mounts: str, expected: list[str]
+    cgroup: str, mounts: str, expected: list[str], tmp_path: Path
 ) -> None:
-    folders = cgroup_folders(
-        "cpu", membership=parse_cgroup_membership(cgroup), mounts=parse_cgroup_mounts(mounts)
-    )
+    root = host(tmp_path, cgroup=cgroup, mounts=mounts, files={})
+    folders = read_cgroup_folders("cpu", root=root)
     assert [str(f) for f in reversed(folders)] == [f"/sys/fs/cgroup{tail}" for tail in expected]
 
 

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from lightning_fastdata.host.usage import parse_cpu_use, read_cpu_use
+from lightning_fastdata.host.usage import read_cpu_use
 
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 MACHINE = """cpu  100 10 20 999 30 1 2 3 0 0
@@ -24,16 +24,22 @@ def of_process(*, used: tuple[int, int, int, int], name: str = "python") -> str:
 
 
 @pytest.mark.parametrize("name", ["python", "a (b) c", ")) 1 2 3"])
-def test_busy_ticks_of_the_machine_and_of_processes_are_added_up(name):
-    found = parse_cpu_use(MACHINE, [of_process(used=(5, 4, 3, 2), name=name), ""])
+def test_busy_ticks_of_the_machine_and_of_processes_are_added_up(name, tmp_path):
+    (tmp_path / "proc" / "77").mkdir(parents=True)
+    (tmp_path / "proc" / "stat").write_text(MACHINE)
+    (tmp_path / "proc" / "77" / "stat").write_text(of_process(used=(5, 4, 3, 2), name=name))
+    found = read_cpu_use([77, 78], root=tmp_path)
     assert found.all_s == pytest.approx(136 * TICK_S)
     assert found.own_s == pytest.approx(14 * TICK_S)
     assert found.cpus == 2
 
 
 @pytest.mark.parametrize("machine", ["", "cpu  1 2 3\n", "btime 7\n"])
-def test_a_system_that_does_not_tell_gives_nothing(machine):
-    assert parse_cpu_use(machine, [of_process(used=(1, 1, 1, 1))]) is None
+def test_a_system_that_does_not_tell_gives_nothing(machine, tmp_path):
+    (tmp_path / "proc" / "77").mkdir(parents=True)
+    (tmp_path / "proc" / "stat").write_text(machine)
+    (tmp_path / "proc" / "77" / "stat").write_text(of_process(used=(1, 1, 1, 1)))
+    assert read_cpu_use([77], root=tmp_path) is None
 
 
 def _compute(seconds):

@@ -7,29 +7,25 @@ import os
 import random
 import select
 import signal
+import socket
 import sys
 import threading
 import traceback
 from collections import deque
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from lightning_fastdata.batches.collate import for_writing, in_own_side_process
 from lightning_fastdata.batches.slots import map_shared_memory
+from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.pool import protocol
 from lightning_fastdata.executors.pool.child_task import SharedState, TaskThread, describe_error
 from lightning_fastdata.executors.pool.wire import Wire, number_in, read_packet, request_in
 from lightning_fastdata.host.system_calls import die_with, keep_freed_memory
 from lightning_fastdata.randomness.shared_epoch import keep_own_epochs
 from lightning_fastdata.torch_internals import set_worker_info
-
-if TYPE_CHECKING:
-    import socket
-
-    from lightning_fastdata.executors.fetch import FetchPlan
 
 
 def child_main(
@@ -44,15 +40,8 @@ def child_main(
 ) -> None:
     """Fetch what the training process asks for until it closes the wire.
 
-    Args:
-        end: Of the wire.
-        plan: What is fetched.
-        number: Of this process.
-        processes: How many there are.
-        threads: That work here.
-        inherited_fds: To be closed, as a fork copies them: wires of other processes, and the queue.
-        parent: Process id of the training process, to end with it; 0: end with the wire only.
-        epoch: The one that ``set_epoch`` of the dataset was called with; None: it is called here.
+    ``inherited_fds`` are what a fork copied; the arguments are those of :class:`.ChildProcess`.
+    ``parent`` is the process that this one ends with; 0: it ends with the wire only.
     """
     for descriptor in inherited_fds:
         os.close(descriptor)
@@ -97,20 +86,13 @@ def child_main(
 
 
 class Child:
-    """A side process: its threads take tasks one after the other.
-
-    Args:
-        shared: What the threads share.
-        threads: How many are wanted.
-        queue: Descriptor of the queue of tasks; None: all tasks come over the wire.
-    """
+    """A side process: its threads take tasks one after the other."""
 
     def __init__(self, shared: SharedState, threads: int, queue: int | None) -> None:
         self.shared = shared
         self.wire = shared.wire
-        self.wanted = threads
-        self.started = 1
-        self.turn = threading.Condition()
+        self.threads = threads
+        self.turn = threading.Lock()
         """Held by the thread that waits for the next task."""
         self.sent: deque[bytes] = deque()
         """Tasks that came over the wire."""
@@ -124,13 +106,9 @@ class Child:
     def run(self) -> None:
         """Work until the training process closes the wire."""
         self.shared.progress.state = protocol.State.WAITING
-        self._start_threads()
+        for number in range(1, self.threads):
+            threading.Thread(target=self._run, args=(number,), daemon=True).start()
         self._work(0)
-
-    def _start_threads(self) -> None:
-        while self.started < self.wanted:
-            threading.Thread(target=self._run, args=(self.started,), daemon=True).start()
-            self.started += 1
 
     def _run(self, number: int) -> None:
         try:
@@ -145,13 +123,11 @@ class Child:
         while True:
             # One thread waits for the next task, and does it: to hand it to another takes time.
             with self.turn:
-                while number >= self.wanted:
-                    self.turn.wait()
                 task = self._next_task(number)
             if task is None:
                 break
             thread.do(*task)
-        if self.started > 1:
+        if self.threads > 1:
             os._exit(0)
 
     def _next_task(self, thread: int) -> tuple[int, protocol.TaskRequest] | None:
@@ -169,15 +145,15 @@ class Child:
             if packet is None:
                 self.poller.poll()
                 continue
-            number = number_in(packet)
+            number, failure = number_in(packet), None
             try:
                 task = request_in(packet)
             except Exception as error:
-                progress.take(thread, number)
                 failure = protocol.TaskError(0, *describe_error(error, "in unpickling indices"))
+            progress.take(thread, number)
+            if failure is not None:
                 self.shared.send(protocol.TaskEnded(number, 0, None, failure))
                 continue
-            progress.take(thread, number)
             # What it rests on was sent before it was queued, but may still be on its way.
             self._read_wire()
             while self._lacks(task) and not self.closed:
@@ -222,16 +198,7 @@ class Child:
                 shared.layout = layout
             case protocol.SetStamps(wanted):
                 shared.stamped = wanted
-            case protocol.SetThreads(threads):
-                self.wanted = threads
-                self._start_threads()
-                self.turn.notify_all()
             case protocol.AskTaken(inquiry):
                 # Not read from the memory later: an answer may be on its way then, and the next
                 # task noted.
                 shared.send(protocol.TasksTaken(inquiry, shared.progress.taken()))
-            case protocol.Retire():
-                if self.queue is not None:
-                    self.poller.unregister(self.queue)
-                    self.queue = None
-                shared.send(protocol.Retired())

@@ -7,25 +7,23 @@ import threading
 import time
 import traceback
 from collections import deque
+from dataclasses import dataclass, field
 from functools import partial
 from mmap import mmap
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from lightning_fastdata.batches.collate import collate_samples
 from lightning_fastdata.batches.keyed import tell_epoch
 from lightning_fastdata.batches.layout import MisfitError, SampleLayout, layout_of
 from lightning_fastdata.batches.packed import pack, write_leaves
 from lightning_fastdata.batches.slots import create_shared_memory, map_shared_memory
-from lightning_fastdata.executors.fetch import write_image_of
+from lightning_fastdata.executors.fetch import FetchPlan, write_image_of
 from lightning_fastdata.executors.inline import END_OF_STREAM, fetcher_of
 from lightning_fastdata.executors.pool import protocol
+from lightning_fastdata.executors.pool.wire import Wire
 from lightning_fastdata.stamps.batch_stamps import TaskWatch
 from lightning_fastdata.stamps.lines import LineWatch
 from lightning_fastdata.stamps.operations import OperationWatch
-
-if TYPE_CHECKING:
-    from lightning_fastdata.executors.fetch import FetchPlan
-    from lightning_fastdata.executors.pool.wire import Wire
 
 _Outcome: TypeAlias = tuple[protocol.TaskResult, tuple[int, ...]]
 """How a task ended, and open files that go with it."""
@@ -36,43 +34,32 @@ def describe_error(error: BaseException, where: str) -> tuple[type[BaseException
     return type(error), f"{where}.\n{''.join(traceback.format_exception(error))}"
 
 
+@dataclass(eq=False)
 class SharedState:
-    """What the threads of a side process share.
+    """What the threads of a side process share."""
 
-    Args:
-        wire: To the training process.
-        plan: What is fetched.
-        number: Of this process.
-        progress: Where the threads note what they do.
-        epoch: The one that ``set_epoch`` of the dataset was called with; None: it is called here.
-    """
+    wire: Wire
+    plan: FetchPlan
+    number: int
+    """Of the process."""
+    progress: protocol.ProgressMemory
+    epoch: int | None
+    """The one that ``set_epoch`` of the dataset was called with; None: it is called here."""
+    stamped: bool = False
+    layout: SampleLayout | None = None
+    maps: dict[int, mmap] = field(default_factory=dict)
+    first_samples: dict[tuple[int, int], object] = field(default_factory=dict)
+    """By batch and position: read to find their layout, and not yet written."""
+    awaiting_rest: deque[tuple[int, int]] = field(default_factory=deque)
+    """Parts of batches, likewise, of which only the first sample was read. What is to become of the
+    rest is on its way, and goes before what waits in the queue."""
 
-    def __init__(
-        self,
-        wire: Wire,
-        plan: FetchPlan,
-        number: int,
-        progress: protocol.ProgressMemory,
-        epoch: int | None,
-    ) -> None:
-        self.wire = wire
-        self.plan = plan
-        self.number = number
-        self.progress = progress
-        self.stamped = False
-        self.operations = OperationWatch(plan.dataset)
+    def __post_init__(self) -> None:
+        self.operations = OperationWatch(self.plan.dataset)
         self.lines = LineWatch()
-        self.layout: SampleLayout | None = None
-        self.maps: dict[int, mmap] = {}
-        self.first_samples: dict[tuple[int, int], Any] = {}
-        """By batch and position: read to find their layout, and not yet written."""
-        self.awaiting_rest: deque[tuple[int, int]] = deque()
-        """Parts of batches, by batch and position, of which only the first sample was read. What is
-        to become of the rest is on its way, and goes before what waits in the queue."""
-        self._epoch = epoch
         self._epoch_lock = threading.Lock()
 
-    def begin_epoch(self, dataset: Any, generation: int, epoch: int) -> bool:
+    def begin_epoch(self, generation: int, epoch: int) -> bool:
         """Tell the dataset the epoch of a task; False if the task is one of an epoch that is over.
 
         Tasks of an older epoch that other threads took before do not turn it back.
@@ -80,17 +67,13 @@ class SharedState:
         with self._epoch_lock:
             if generation < self.progress.generation:
                 return False
-            if epoch != self._epoch:
-                tell_epoch(dataset, epoch)
-                self._epoch = epoch
+            if epoch != self.epoch:
+                tell_epoch(self.plan.dataset, epoch)
+                self.epoch = epoch
             return True
 
     def send(self, message: protocol.FromChild, files: tuple[int, ...] = ()) -> None:
-        """Send a message to the training process, and end if that is gone.
-
-        Raises:
-            Exception: Something in the message cannot be pickled.
-        """
+        """Send a message to the training process, and end if that is gone."""
         try:
             self.wire.send(message, files)
         except OSError:
@@ -118,7 +101,7 @@ class TaskThread:
         files: tuple[int, ...] = ()
         where = f"in set_epoch({task.epoch})"
         try:
-            wanted = shared.begin_epoch(fetcher.dataset, task.generation, task.epoch)
+            wanted = shared.begin_epoch(task.generation, task.epoch)
             where = ""
             if wanted:
                 result, files = fetcher.attempt(partial(self._fetch, task))
@@ -130,7 +113,7 @@ class TaskThread:
         except BaseException as error:  # sys.exit(), too, is the fault of one sample
             report = describe_error(error, where or fetcher.where(task.indices))
             result = protocol.TaskError(self._position(task), *report)
-        self._mark(-1, -1)
+        shared.progress.read(self.number, -1, -1)
         spent_ns = time.monotonic_ns() - began_ns
         stamps = self.stamps.end() if fetcher.stamps is not None else None
         awaits_rest = isinstance(result, protocol.FirstSample)
@@ -153,21 +136,13 @@ class TaskThread:
         """Return the position in the batch of the sample that is being read."""
         return task.start + max(int(self.fetcher.position), 0)
 
-    def _mark(self, batch: int, position: int) -> None:
-        self.shared.progress.read(self.number, batch, position)
-
     def _fetch(self, task: protocol.TaskRequest) -> _Outcome:
-        match task.kind:
-            case "first":
-                return self._first(task)
-            case "rows":
-                return self._rows(task)
-            case "whole":
-                return self._whole(task)
+        steps = {"first": self._first, "rows": self._rows, "whole": self._whole}
+        self.shared.progress.read(self.number, task.batch, task.start)
+        return steps[task.kind](task)
 
     def _first(self, task: protocol.TaskRequest) -> _Outcome:
         self.fetcher.position = 0
-        self._mark(task.batch, task.start)
         sample = self.fetcher.sample(task.indices[0], task.epoch)
         self.fetcher.position = -1
         layout = layout_of(sample, collate_samples)
@@ -184,7 +159,6 @@ class TaskThread:
         fetcher, kept, stamps = self.fetcher, self.shared.first_samples, self.fetcher.stamps
         write_image = write_image_of(fetcher.dataset, layout, memory, rows, epoch)
         writers = layout.writers(memory, rows, start, start + len(indices))
-        self._mark(batch, start)
         # As ProgressMemory.read(), without a call for each sample.
         words, position_at = self.shared.progress.words, self.number * protocol.THREAD_WORDS + 1
         at_once = 1 if write_image is not None else layout.rows_at_once
@@ -211,12 +185,7 @@ class TaskThread:
         return protocol.RowsWritten(), ()
 
     def _whole(self, task: protocol.TaskRequest) -> _Outcome:
-        self._mark(task.batch, 0)
-        words, position_at = self.shared.progress.words, self.number * protocol.THREAD_WORDS + 1
-
-        def mark(position: int) -> None:
-            words[position_at] = position
-
+        mark = partial(self.shared.progress.read, self.number, task.batch)
         result = self.fetcher.batch(task.indices, task.epoch, mark)
         if result is END_OF_STREAM:
             return protocol.StreamEnd(), ()
@@ -226,15 +195,15 @@ class TaskThread:
             self.fetcher.stamps.collated(began_ns)
         return outcome
 
-    def _packed(self, result: Any, slot: int | None) -> _Outcome:
+    def _packed(self, result: object, slot: int | None) -> _Outcome:
         packed, leaves = pack(result)
-        if not packed.size_bytes:
-            write_leaves(packed, leaves, bytearray(1))
-            return protocol.Collated(packed), ()
-        mapping = self.shared.maps.get(slot) if slot is not None else None
-        if mapping is not None and len(mapping) >= packed.size_bytes:
-            write_leaves(packed, leaves, mapping)
-            return protocol.Collated(packed), ()
-        descriptor = create_shared_memory(packed.size_bytes)
-        write_leaves(packed, leaves, map_shared_memory(descriptor))
-        return protocol.Collated(packed), (descriptor,)
+        mapping = None if slot is None else self.shared.maps.get(slot)
+        descriptors: tuple[int, ...] = ()
+        memory: mmap | bytearray = bytearray(1)
+        if packed.size_bytes:
+            if mapping is None or len(mapping) < packed.size_bytes:
+                descriptors = (create_shared_memory(packed.size_bytes),)
+                mapping = map_shared_memory(descriptors[0])
+            memory = mapping
+        write_leaves(packed, leaves, memory)
+        return protocol.Collated(packed), descriptors

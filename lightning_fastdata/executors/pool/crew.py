@@ -14,43 +14,33 @@ import time
 import weakref
 from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final, NamedTuple
 
+from lightning_fastdata.batches.slots import Slot, SlotPool
+from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.pool import protocol
 from lightning_fastdata.executors.pool.faults import as_error, died_starting
 from lightning_fastdata.executors.pool.process import ChildProcess, stop_all
+from lightning_fastdata.executors.pool.splitter import Task
 from lightning_fastdata.executors.pool.wire import TaskQueue, make_packet
-
-if TYPE_CHECKING:
-    from lightning_fastdata.batches.slots import Slot, SlotPool
-    from lightning_fastdata.executors.fetch import FetchPlan
-    from lightning_fastdata.executors.pool.splitter import Task
 
 _DEATHS_AT_START: Final = 3
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """A side process has ended a task."""
+class Answer(NamedTuple):
+    """A side process has ended a task; open files came with its message."""
 
     child: ChildProcess
-    """The process."""
     task: Task
-    """Which."""
     ended: protocol.TaskEnded
-    """How."""
     files: list[int]
-    """Open files that came with it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Loss:
-    """A side process died, and took tasks with it."""
+class Loss(NamedTuple):
+    """A side process died, and took tasks with it, which are not done."""
 
     child: ChildProcess
-    """The process."""
     tasks: list[Task]
-    """Not done, in order."""
     suspects: list[tuple[int, int]]
     """(batch number, position) of the samples that were being read, or about to be."""
 
@@ -62,7 +52,6 @@ class _Inquiry:
     number: int
     """Deaths before."""
     tasks: set[int]
-    """Numbers of the tasks."""
     asked: set[int]
     """Numbers of the side processes that have not answered yet."""
     dead: ChildProcess
@@ -72,13 +61,8 @@ class _Inquiry:
 class Crew:
     """Side processes and what they have to do.
 
-    Args:
-        plan: What is fetched.
-        slots: Where batches are written.
-        processes: How many.
-        threads: In each of them.
-        streams: Each process reads a stream of its own: there is no queue, and no process takes the
-            place of a dead one before the next epoch.
+    With ``streams`` each process reads a stream of its own: there is no queue, and no process takes
+    the place of a dead one before the next epoch.
     """
 
     def __init__(
@@ -92,8 +76,6 @@ class Crew:
     ) -> None:
         self.plan = plan
         self.threads = threads
-        # Of a process that replaces one, too, however few threads are wanted by then.
-        self._places = 1 if threads == 1 else protocol.MAX_THREADS
         self.wanted = processes
         self.respawned = 0
         self._tasks: dict[int, Task] = {}
@@ -131,28 +113,17 @@ class Crew:
             child.progress.generation = generation
         self._spawn_missing(epoch)
 
-    def resize(self, processes: int) -> None:
-        """Have so many processes from now on; those too many finish what they have taken."""
-        self.wanted = processes
-        for number, child in list(self.children.items()):
-            if number >= processes and not child.retiring:
-                child.retiring = True
-                child.send(protocol.Retire())
-        self._spawn_missing()
-
     def configure(self, setting: protocol.Setting) -> None:
         """Send a setting to all processes, also to those that are still to come."""
         self._settings[type(setting)] = setting
-        for child in self.children.values():
-            child.send(setting)
+        self._send_all(setting)
 
     def close(self) -> None:
         """Stop all processes."""
         self._closer()
         self.wanted = 0
-        self._tasks.clear()
-        self._inquiries.clear()
-        self._by_end.clear()
+        for each in (self._tasks, self._inquiries, self._by_end):
+            each.clear()
         self._poller = select.poll()
 
     def give(self, task: Task, to: ChildProcess | None = None) -> bool:
@@ -164,8 +135,7 @@ class Crew:
             self._tasks[number] = task
         else:
             # What is too long for the queue goes to the process that has least to do.
-            staying = [child for child in self.children.values() if not child.retiring]
-            to = to or min(staying, key=lambda child: child.load)
+            to = to or min(self.children.values(), key=lambda child: child.load)
             to.tasks[number] = task
             to.send(protocol.GiveTask(packet))
         self._count = number
@@ -187,14 +157,16 @@ class Crew:
         while self._slot_pool.dropped:
             number = self._slot_pool.dropped.popleft()
             if self._slots.pop(number, None) is not None:
-                for child in self.children.values():
-                    child.send(protocol.DropSlot(number))
+                self._send_all(protocol.DropSlot(number))
         slot = task.batch.slot
         if slot is not None and slot.number not in self._slots and slot.descriptor is not None:
             self._slots[slot.number] = slot
-            for child in self.children.values():
-                child.send(protocol.MapSlot(slot.number), slot)
+            self._send_all(protocol.MapSlot(slot.number), slot)
         return self._count + 1, make_packet(self._count + 1, task.request())
+
+    def _send_all(self, message: protocol.ToChild, slot: Slot | tuple[()] = ()) -> None:
+        for child in self.children.values():
+            child.send(message, slot)
 
     def wait(self, until: float | None) -> Iterator[Answer | Loss] | None:
         """Wait for events and return them; None if there is none until then (``monotonic``).
@@ -228,37 +200,33 @@ class Crew:
                 if received is None:
                     yield from self._on_death(child)
                     break
-                message, files = received
-                match message:
-                    case protocol.TaskEnded(number):
-                        task = child.tasks.pop(number, None) or self._tasks.pop(number)
-                        child.answers += 1
-                        self._died_starting = 0
-                        yield Answer(child, task, message, files)
-                    case protocol.TasksTaken(inquiry, numbers):
-                        yield from self._resolve(child, inquiry, numbers)
-                    case protocol.Retired():
-                        child.retired = True
-                        if self._queue is not None:
-                            self._queue.wake_again()
-                    case protocol.InitFailed(kind, text):
-                        child.failure = as_error(kind, child.number, text)
-                        if not self._streams:
-                            raise child.failure
-            yield from self._retire_if_idle(child)
+                yield from self._handle(child, *received)
+
+    def _handle(
+        self, child: ChildProcess, message: protocol.FromChild, files: list[int]
+    ) -> Iterator[Answer | Loss]:
+        match message:
+            case protocol.TaskEnded(number):
+                task = child.tasks.pop(number, None) or self._tasks.pop(number)
+                child.answers += 1
+                self._died_starting = 0
+                yield Answer(child, task, message, files)
+            case protocol.TasksTaken(inquiry, numbers):
+                yield from self._resolve(child, inquiry, numbers)
+            case protocol.InitFailed(kind, text):
+                child.failure = as_error(kind, child.number, text)
+                if not self._streams:
+                    raise child.failure
 
     # How processes begin and end
 
     def _spawn_missing(self, epoch: int | None = None) -> None:
         """Start the processes that are wanted and not there.
 
-        Args:
-            epoch: The one that ``set_epoch`` of the dataset was called with just now. None: it may
-                have been called again since, and the processes call that of their copies.
+        ``epoch`` is the one that ``set_epoch`` of the dataset was called with just now. None: it
+        may have been called again since, and the processes call that of their copies.
         """
-        for number in range(self.wanted):
-            if number in self.children:
-                continue
+        for number in sorted(set(range(self.wanted)) - self.children.keys()):
             ends = () if self._queue is None else self._queue.descriptors
             wires = (child.wire.fileno() for child in self.children.values())
             child = ChildProcess(
@@ -267,7 +235,6 @@ class Crew:
                 self.wanted,
                 self.threads,
                 (*ends, *wires),
-                places=self._places,
                 epoch=epoch,
                 queue=None if self._queue is None else self._queue.reading,
             )
@@ -281,25 +248,13 @@ class Crew:
                 self._by_end[end] = child
                 self._poller.register(end, select.POLLIN)
 
-    def _retire_if_idle(self, child: ChildProcess) -> Iterator[Loss]:
-        if not child.retired or self.children.get(child.number) is not child:
-            return
-        if not (child.tasks or self._tasks.keys() & child.progress.taken()):
-            self._remove(child)
-            child.stop()
-            yield from self._resolve(child)  # it has taken nothing else, and is not to be asked
-            self._spawn_missing()  # its number may be wanted again by now
-
-    def _remove(self, child: ChildProcess) -> None:
+    def discard(self, child: ChildProcess) -> None:
+        """Stop a process and forget it; one that takes its place draws other random numbers."""
         del self.children[child.number]
         self._writing.discard(child.wire.fileno())
         for end in child.ends:
             del self._by_end[end]
             self._poller.unregister(end)
-
-    def discard(self, child: ChildProcess) -> None:
-        """Stop a process and forget it; one that takes its place draws other random numbers."""
-        self._remove(child)
         child.stop(patience_s=5)
         self.plan = self.plan.with_other_draws()
 
@@ -320,8 +275,7 @@ class Crew:
             if missing:
                 asked = set(self.children)
                 self._inquiries.append(_Inquiry(self.respawned, missing, asked, child))
-                for other in self.children.values():
-                    other.send(protocol.AskTaken(self.respawned))
+                self._send_all(protocol.AskTaken(self.respawned))
         yield from self._resolve(child)
         self.respawned += 1
         self._spawn_missing()

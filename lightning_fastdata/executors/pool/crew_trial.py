@@ -9,13 +9,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final
 
-from lightning_fastdata.stamps.batch_stamps import ReadRates
-
-if TYPE_CHECKING:
-    from lightning_fastdata.stamps.batch_stamps import TaskStamps
+from lightning_fastdata.stamps.batch_stamps import ReadRates, TaskStamps
 
 _ROUNDS: Final = 3
 """Tasks that each of the workers in the trial does."""
@@ -33,9 +30,7 @@ _BLOCKED: Final = 0.3
 class CrewTrial:
     """Says how many tasks may be under way, and compares what is read with all and with half.
 
-    Args:
-        hands: Threads of all side processes together.
-        clock_ns: Monotonic time.
+    ``hands`` are the threads of all side processes together.
     """
 
     def __init__(self, hands: int, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
@@ -57,16 +52,11 @@ class CrewTrial:
         if self._began_ns is None:
             self._began_ns = self._clock_ns()
         self._late.append(late)
-        if sum(self._late) >= _LATE and self._blocks() and self._affordable():
+        if sum(self._late) >= _LATE and self._is_worth_it(self._began_ns):
             self.limit = self.hands // 2
 
     def answered(self, task: TaskStamps | None, under_way: int) -> ReadRates | None:
-        """Note a task that has ended; return what was found if the trial is over.
-
-        Args:
-            task: Its stamps; None: none are taken.
-            under_way: Tasks that are still under way.
-        """
+        """Note a task that has ended, beside those still under way; return what a trial found."""
         if self._over or task is None or not task.samples:
             return None
         if self.limit is None:
@@ -80,13 +70,13 @@ class CrewTrial:
             self._with_half.append(task)
         if len(self._with_half) < _ROUNDS * self.limit:
             return None
-        half, before = self._with_half, self._with_all
+        half, before = self._with_half, list(self._with_all)
         # Between two tasks of the trial a worker may wait for the training to give it the next.
-        busy_ns = sum(task.ended_ns - task.began_ns for task in half) // self.limit
+        busy_ns = _length_ns(half) // self.limit
         # With all at work, those that a lock leaves waiting longest have not ended yet.
         span_ns = before[-1].ended_ns - before[0].ended_ns
         rates = ReadRates(
-            self.limit, _per_s(half, busy_ns), self.hands, _per_s(list(before)[1:], span_ns)
+            self.limit, _per_s(half, busy_ns), self.hands, _per_s(before[1:], span_ns)
         )
         self._over, self.limit = True, None
         return rates
@@ -97,29 +87,25 @@ class CrewTrial:
         self._with_half.clear()
         self._late.clear()
 
-    def _blocks(self) -> bool:
+    def _is_worth_it(self, began_ns: int) -> bool:
+        """Return whether workers wait in reading, and a trial costs little of the run so far."""
         timed = [task for task in self._with_all if task.cpu_ns is not None]
-        length = sum(task.ended_ns - task.began_ns for task in timed)
+        length = _length_ns(timed)
         busy = sum((task.cpu_ns or 0) + (task.runqueue_ns or 0) for task in timed)
         full = len(self._with_all) == self._with_all.maxlen
-        return full and length > 0 and 1 - busy / length >= _BLOCKED
-
-    def _affordable(self) -> bool:
-        each_ns = sum(task.ended_ns - task.began_ns for task in self._with_all) / max(
-            1, len(self._with_all)
-        )
+        if not (full and length > 0 and 1 - busy / length >= _BLOCKED):
+            return False
+        each_ns = _length_ns(self._with_all) / len(self._with_all)
         lost_ns = (_ROUNDS + 0.5) * each_ns * (1 - (self.hands // 2) / self.hands)
-        return lost_ns <= _MOST_OF_RUN * (self._clock_ns() - (self._began_ns or 0))
+        return lost_ns <= _MOST_OF_RUN * (self._clock_ns() - began_ns)
+
+
+def _length_ns(tasks: Iterable[TaskStamps]) -> int:
+    return sum(task.ended_ns - task.began_ns for task in tasks)
 
 
 def _per_s(tasks: Sequence[TaskStamps], span_ns: int) -> float:
-    """Return the samples a second that were read, had there been a CPU whenever it was wanted.
-
-    Args:
-        tasks: Those that were done in some time.
-        span_ns: That time.
-    """
-    length = sum(task.ended_ns - task.began_ns for task in tasks)
+    """Return the samples a second read in a span, had there been a CPU whenever it was wanted."""
     queued = sum(task.runqueue_ns or 0 for task in tasks)
     samples = sum(task.samples for task in tasks)
-    return samples / max(1e-9, span_ns * (1 - queued / max(1, length))) * 1e9
+    return samples / max(1e-9, span_ns * (1 - queued / max(1, _length_ns(tasks)))) * 1e9

@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 import warnings
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, Iterable
+from typing import Final
+
+import psutil
 
 from lightning_fastdata.errors import FastDataWarning, WorkerError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from lightning_fastdata.executors.fetch import FetchPlan
-    from lightning_fastdata.executors.pool.process import ChildProcess
-    from lightning_fastdata.executors.pool.splitter import PendingBatch
+from lightning_fastdata.executors.fetch import FetchPlan
+from lightning_fastdata.executors.pool.process import ChildProcess
+from lightning_fastdata.executors.pool.splitter import PendingBatch
 
 _IDLE_SHOWN: Final = 4
 _STALL_S: Final = 120.0
 _STALL_TASKS: Final = 20
 _LOOK_S: Final = 1.0
 _BUSY_SHARE: Final = 0.05
+"""Processes that compute have so much of a CPU, even where other programs take the CPUs."""
 _BUSY_WEIGHT: Final = 0.1
-"""While processes start, or compute as one that builds an index does, time counts for so much.
-Where other programs take the CPUs, they have a small share of them."""
+"""While processes start, or compute as one that builds an index does, time counts for so much."""
+_MAIN: Final = (
+    'With the start methods "spawn" and "forkserver" the script needs `if __name__ == "__main__":`.'
+)
 
 
 class StallWatch:
@@ -36,9 +37,10 @@ class StallWatch:
 
     def __init__(self, limit_s: float | None) -> None:
         self._given = limit_s
+        self._step_s = min(_LOOK_S, (limit_s or _STALL_S) / 8)
         self._longest_s = 0.0
         self._stalled_s = 0.0
-        self._seen: Any = None
+        self._seen: list[tuple[int | None, bytes]] = []
         self._cpu_s = 0.0
         self._warned = False
 
@@ -47,10 +49,6 @@ class StallWatch:
         """Until when (``monotonic``) to wait before :meth:`look`; None: there is no limit."""
         return None if self._given == 0 else time.monotonic() + self._step_s
 
-    @property
-    def _step_s(self) -> float:
-        return min(_LOOK_S, (self._given or _STALL_S) / 8)
-
     def note_task(self, task_ns: int = 0) -> None:
         """Note that a task has ended, which took so long."""
         self._stalled_s = 0.0
@@ -58,10 +56,6 @@ class StallWatch:
 
     def look(self, children: Iterable[ChildProcess], doing: Callable[[], list[str]]) -> None:
         """Warn, or raise, if nothing has moved for long; called when no process answered in time.
-
-        Args:
-            children: The processes.
-            doing: Returns what each of them does.
 
         Raises:
             WorkerError: Nothing has moved for too long.
@@ -97,78 +91,46 @@ def _stalled(seconds: float) -> str:
 
 def _cpu_s(pid: int | None) -> float:
     try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as stat:  # noqa: PTH123
-            fields = stat.read().rpartition(")")[2].split()
-    except OSError:
+        times = psutil.Process(pid).cpu_times()
+    except psutil.Error:
         return 0.0
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return float(times.user + times.system)
 
 
 def died_starting(number: int, code: int | None, times: int) -> WorkerError:
     """Return the error for a side process that dies before it has read a sample."""
     return WorkerError(
         f"Side process {number} {_death(code)} {times} times before it read a sample. Its own "
-        'message is on the standard error output. With the start methods "spawn" and '
-        '"forkserver" the script needs `if __name__ == "__main__":`.'
+        f"message is on the standard error output. {_MAIN}"
     )
 
 
 def stream_broken(number: int, code: int | None, delivered: int, *, answered: bool) -> WorkerError:
-    """Return the error for a side process that dies before the end of its stream.
-
-    Args:
-        number: Of the process.
-        code: Its exit code.
-        delivered: Batches of this epoch that it had made and the training has got.
-        answered: It has ever made a batch.
-    """
-    start = (
-        ""
-        if answered
-        else ' With the start methods "spawn" and "forkserver" the script needs '
-        '`if __name__ == "__main__":`.'
-    )
+    """Return the error for a side process that dies before the end of its stream."""
+    hint = "" if answered else f" {_MAIN}"
     return WorkerError(
         f"Side process {number} {_death(code)} before the end of its stream. The {delivered} "
         "batches that it had made in this epoch were delivered; the rest of its stream is "
         "missing, because a stream cannot be read again from its middle. Begin the epoch anew, or "
-        f"use a dataset with __getitem__, whose samples are read again.{start}"
+        f"use a dataset with __getitem__, whose samples are read again.{hint}"
     )
 
 
-def stream_timed_out(timeout_s: float, children: Iterable[ChildProcess]) -> WorkerError:
-    """Return the error for a batch of a stream that is late, with what the processes do."""
+def timed_out(timeout_s: float, doing: Iterable[str]) -> WorkerError:
+    """Return the error for a batch that is late, with what each side process is doing."""
     late = f"No batch within timeout={timeout_s:g} s."
     head = f"{late} Reading may be slow (raise the timeout) or stuck:"
-    return WorkerError("\n".join([head, *doing_in_streams(children)]))
+    return WorkerError("\n".join([head, *doing]))
+
+
+def stream_timed_out(timeout_s: float, children: Iterable[ChildProcess]) -> WorkerError:
+    """Return the error for a batch of a stream that is late."""
+    return timed_out(timeout_s, doing_in_streams(children))
 
 
 def doing_in_streams(children: Iterable[ChildProcess]) -> list[str]:
     """Return what the side processes that read a stream are doing."""
-    return [
-        f"side process {child.number} (pid {child.process.pid}), reading its stream:\n"
-        f"{child.stack()}"
-        for child in children
-        if child.tasks
-    ]
-
-
-def killer_sample(index: Any, code: int | None, times: int) -> WorkerError:
-    """Return the error for a sample that kills every process that reads it."""
-    return WorkerError(
-        f"Sample {index!r} of the dataset was being read each of the {times} times that a side "
-        f"process {_death(code)}. Read dataset[{index!r}] in a script of its own to see why, and "
-        "leave it out or repair it."
-    )
-
-
-def timed_out(
-    plan: FetchPlan, batches: Iterable[PendingBatch], children: list[ChildProcess]
-) -> WorkerError:
-    """Return the error for a batch that is late, with what each side process is doing."""
-    late = f"No batch within timeout={plan.timeout_s:g} s."
-    head = f"{late} Reading may be slow (raise the timeout) or stuck:"
-    return WorkerError("\n".join([head, *doing(plan, batches, children)]))
+    return [_doing(child, "its stream") for child in children if child.tasks]
 
 
 def doing(
@@ -177,11 +139,11 @@ def doing(
     """Return what each side process is doing: the samples it reads, and its stacks."""
     by_number = {batch.number: batch for batch in batches}
     reading = {
-        child.number: [
+        child.number: ", ".join(
             repr(by_number[number].indices[at] if plan.batched else at)
             for number, at in child.progress.being_read()
             if number in by_number
-        ]
+        )
         for child in children
     }
     busy = [
@@ -189,10 +151,24 @@ def doing(
     ]
     # Where no process seems to have anything to do, some of them show what they do instead.
     return [
-        f"side process {child.number} (pid {child.process.pid}), reading sample "
-        f"{', '.join(reading[child.number]) or 'none'}:\n{child.stack()}"
+        _doing(child, f"sample {reading[child.number] or 'none'}")
         for child in (busy or children[:_IDLE_SHOWN])
     ]
+
+
+def _doing(child: ChildProcess, what: str) -> str:
+    return (
+        f"side process {child.number} (pid {child.process.pid}), reading {what}:\n{child.stack()}"
+    )
+
+
+def killer_sample(index: object, code: int | None, times: int) -> WorkerError:
+    """Return the error for a sample that kills every process that reads it."""
+    return WorkerError(
+        f"Sample {index!r} of the dataset was being read each of the {times} times that a side "
+        f"process {_death(code)}. Read dataset[{index!r}] in a script of its own to see why, and "
+        "leave it out or repair it."
+    )
 
 
 def _death(code: int | None) -> str:

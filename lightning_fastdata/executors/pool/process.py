@@ -10,21 +10,23 @@ import signal
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
 from multiprocessing.context import BaseContext
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-from lightning_fastdata.batches.slots import create_shared_memory
+from lightning_fastdata.batches.slots import Slot, create_shared_memory
+from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.pool.child import child_main
-from lightning_fastdata.executors.pool.protocol import MapSlot, ProgressMemory, Start, State
+from lightning_fastdata.executors.pool.protocol import (
+    FromChild,
+    MapSlot,
+    ProgressMemory,
+    Start,
+    State,
+    ToChild,
+)
+from lightning_fastdata.executors.pool.splitter import Task
 from lightning_fastdata.executors.pool.wire import TaskQueue, Wire, wire_pair
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from lightning_fastdata.batches.slots import Slot
-    from lightning_fastdata.executors.fetch import FetchPlan
-    from lightning_fastdata.executors.pool.protocol import FromChild, ToChild
-    from lightning_fastdata.executors.pool.splitter import Task
 
 _CROWDED_S: Final = 0.001
 """Where a wire has room, and yet nothing can be sent, it is other processes that have to read."""
@@ -33,15 +35,9 @@ _CROWDED_S: Final = 0.001
 class ChildProcess:
     """A side process, the wire to it, and what it was given to do.
 
-    Args:
-        plan: What is fetched.
-        number: Of this process.
-        processes: How many there are.
-        threads: That work in it.
-        inherited_fds: For it to close if it is forked: what it would hold of its siblings.
-        places: Threads that it may ever have.
-        epoch: The one that ``set_epoch`` of the dataset was called with; None: to be called there.
-        queue: Descriptor of the queue of tasks; None: it is sent each of its tasks.
+    If it is forked it closes ``inherited_fds``, what it would hold of its siblings. ``epoch`` is
+    the one that ``set_epoch`` of the dataset was called with; None: it is called there. Without a
+    ``queue`` it is sent each of its tasks.
     """
 
     def __init__(
@@ -50,13 +46,11 @@ class ChildProcess:
         number: int,
         processes: int,
         threads: int,
-        inherited_fds: tuple[int, ...] = (),
+        inherited_fds: tuple[int, ...],
         *,
-        places: int = 1,
-        epoch: int | None = None,
-        queue: int | None = None,
+        epoch: int | None,
+        queue: int | None,
     ) -> None:
-        self.wire: Wire
         self.number = number
         self.threads = threads
         self.tasks: dict[int, Task] = {}
@@ -67,8 +61,6 @@ class ChildProcess:
         """Tasks that it has ended."""
         self.failure: BaseException | None = None
         """What its ``worker_init_fn`` raised."""
-        self.retiring = False
-        self.retired = False
         ours, theirs = wire_pair()
         ours.setblocking(False)
         context = plan.context
@@ -91,8 +83,14 @@ class ChildProcess:
         finally:
             theirs.close()
         self.wire = Wire(ours)
-        self._life = _Life(self.process.pid)
-        self.progress = ProgressMemory.create(places)
+        # The end of its wire shows its end, too, but not while a process that was forked beside it
+        # holds a copy.
+        self._pidfd: tuple[int, ...] = ()
+        self._life = select.poll()
+        with contextlib.suppress(OSError):  # a kernel or container that has no such descriptors
+            self._pidfd = (os.pidfd_open(self.process.pid or 0),)
+            self._life.register(self._pidfd[0], select.POLLIN)
+        self.progress = ProgressMemory.create(threads)
         self.stacks = create_shared_memory(1)
         os.ftruncate(self.stacks, 0)
         queues = () if queue is None else (queue,)
@@ -101,7 +99,7 @@ class ChildProcess:
     @property
     def ends(self) -> tuple[int, ...]:
         """Descriptors that become readable when it sends something or dies: the wire first."""
-        return (self.wire.fileno(), *self._life.ends)
+        return (self.wire.fileno(), *self._pidfd)
 
     @property
     def began(self) -> bool:
@@ -116,11 +114,8 @@ class ChildProcess:
     @property
     def load(self) -> float:
         """Samples it still has to read, per thread."""
-        samples = (
-            len(task.indices) if isinstance(task.indices, list) else 1
-            for task in self.tasks.values()
-        )
-        return sum(samples) / self.threads
+        asked = (task.indices for task in self.tasks.values())
+        return sum(len(each) if isinstance(each, list) else 1 for each in asked) / self.threads
 
     def send(self, message: ToChild, files: tuple[int, ...] | Slot = ()) -> None:
         """Send now, or as soon as the process has read enough of what it has.
@@ -130,9 +125,8 @@ class ChildProcess:
             files: Open files that go with it, and stay open until the process ends; or the slot
                 that it is to map, of which nothing is sent if the slot is given up before.
         """
-        waits = bool(self.outbox)
         self.outbox.append((message, files))
-        if not waits:
+        if len(self.outbox) == 1:
             self._post()
 
     def flush(self) -> None:
@@ -159,7 +153,8 @@ class ChildProcess:
 
     def messages(self) -> Iterator[tuple[FromChild, list[int]] | None]:
         """Yield what it has sent, with the files that came along; None at last if it is gone."""
-        gone = self._life.is_over()  # asked first: what it sent before is there by now
+        # Asked first: what it sent before is there by now.
+        gone = bool(self._pidfd and self._life.poll(0))
         while True:
             try:
                 received = self.wire.receive()
@@ -204,48 +199,20 @@ class ChildProcess:
             self.process.kill()
             self.process.join()
         if self.stacks >= 0:
-            os.close(self.stacks)
-            os.close(self.progress.descriptor)
-            self.stacks = -1
-            self._life.close()
+            for descriptor in (self.stacks, self.progress.descriptor, *self._pidfd):
+                os.close(descriptor)
+            self.stacks, self._pidfd = -1, ()
 
     def _state(self) -> str:
         try:
             with open(f"/proc/{self.process.pid}/status", encoding="utf-8") as status:  # noqa: PTH123
-                lines = status.read().splitlines()
+                return next((line[6:].strip() for line in status if line.startswith("State:")), "?")
         except OSError:
             return "?"
-        return next((line[6:].strip() for line in lines if line.startswith("State:")), "?")
-
-
-class _Life:
-    """Shows that a process has ended.
-
-    The end of its wire shows that, too, but not while a process that was forked beside it holds a
-    copy.
-    """
-
-    def __init__(self, pid: int | None) -> None:
-        self.ends: tuple[int, ...] = ()
-        self._poller = select.poll()
-        with contextlib.suppress(OSError):  # a kernel or container that has no such descriptors
-            self.ends = (os.pidfd_open(pid or 0),)
-            self._poller.register(self.ends[0], select.POLLIN)
-
-    def is_over(self) -> bool:
-        return bool(self.ends and self._poller.poll(0))
-
-    def close(self) -> None:
-        for end in self.ends:
-            os.close(end)
-        self.ends = ()
 
 
 def stop_all(children: dict[int, ChildProcess], queue: TaskQueue | None, owner: int) -> None:
-    """End side processes together, and their queue; does nothing in another process than ``owner``.
-
-    That one is given by its process id.
-    """
+    """End side processes together, and their queue, if this is the process of id ``owner``."""
     if os.getpid() != owner:  # a forked child must not end its parent's processes
         return
     for child in children.values():

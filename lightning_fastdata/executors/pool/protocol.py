@@ -8,9 +8,9 @@
                    TaskRequest, through one queue for all
              ---------------------------------------------------->  whichever is free takes it
                    Start, GiveTask, GoOn, MapSlot, DropSlot, SetLayout,
-                   SetStamps, SetThreads, AskTaken, Retire
+                   SetStamps, AskTaken
              ---------------------------------------------------->  a wire of its own
-                   TaskEnded, TasksTaken, Retired, InitFailed
+                   TaskEnded, TasksTaken, InitFailed
              <----------------------------------------------------  the same wire
                    ProgressMemory: its state, and what each thread reads
              <====================================================  memory that outlives it
@@ -41,9 +41,9 @@ generation after, which makes those batches old.
 
 **A process**::
 
-    starting --> initialising --> waiting --> working --> retiring --> retired --> stopped
-    (no stacks   (worker_init_fn) (no task    (at least   (asked to    (takes no   (has done
-     to show)                      so far)     one task)   leave)       new tasks)  the last)
+    starting --> initialising --> waiting --> working
+    (no stacks   (worker_init_fn) (no task    (at least
+     to show)                      so far)     one task)
 
 It notes in its progress memory how far it has got, and ends when its wire closes. When one dies, at
 any point, the tasks that were sent to it, or that it noted as taken, are lost: another does them. A
@@ -59,32 +59,25 @@ lost with it stays lost, since a stream cannot be read again from its middle.
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias, get_args
+from typing import Any, Final, Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
 
+from lightning_fastdata.batches.layout import SampleLayout
+from lightning_fastdata.batches.packed import Packed
 from lightning_fastdata.batches.slots import create_shared_memory, map_shared_memory
+from lightning_fastdata.stamps.batch_stamps import TaskStamps
 
-if TYPE_CHECKING:
-    from lightning_fastdata.batches.layout import SampleLayout
-    from lightning_fastdata.batches.packed import Packed
-    from lightning_fastdata.stamps.batch_stamps import TaskStamps
-
-MAX_THREADS: Final = 64
-"""Of one side process that has several."""
 TaskKind: TypeAlias = Literal["first", "rows", "whole"]
+"""Read one sample and keep it; write samples into the slot; read and collate the whole batch."""
 
 
 class TaskRequest(NamedTuple):
     """What one thread is to do in one go; it travels with a number of its own, counted from 1."""
 
     kind: TaskKind
-    """``"first"``: read one sample and keep it; ``"rows"``: write samples into the slot;
-    ``"whole"``: read and collate the batch, into the slot if it fits."""
     generation: int
-    """That of the epoch."""
     batch: int
-    """Number of the batch."""
     epoch: int
     """Part of the key of its randomness."""
     start: int
@@ -94,7 +87,6 @@ class TaskRequest(NamedTuple):
     rows: int
     """Samples of the whole batch; 0 where they are not written in place."""
     slot: int | None
-    """Number of the slot."""
 
 
 # From the training process to one side process
@@ -140,25 +132,15 @@ class SetStamps(NamedTuple):
     wanted: bool
 
 
-class SetThreads(NamedTuple):
-    """Work in so many threads from now on."""
-
-    threads: int
-
-
 class AskTaken(NamedTuple):
     """Answer with :class:`TasksTaken`."""
 
     inquiry: int
 
 
-class Retire(NamedTuple):
-    """Take nothing from the queue any more, and answer with :class:`Retired`."""
-
-
-Setting: TypeAlias = SetLayout | SetStamps | SetThreads
+Setting: TypeAlias = SetLayout | SetStamps
 """What holds for processes that are still to come, too."""
-ToChild: TypeAlias = Start | GiveTask | GoOn | MapSlot | DropSlot | Setting | AskTaken | Retire
+ToChild: TypeAlias = Start | GiveTask | GoOn | MapSlot | DropSlot | Setting | AskTaken
 
 # From a side process to the training process: how a task ended, and the rest
 
@@ -184,14 +166,11 @@ class Misfit(NamedTuple):
 
 
 class TaskError(NamedTuple):
-    """An exception was raised."""
+    """An exception was raised at the sample of this position; where, and its traceback."""
 
     position: int
-    """In the batch, of the sample at fault."""
     kind: type[BaseException]
-    """Class of the exception."""
     text: str
-    """Where, and its traceback."""
 
 
 class OldEpoch(NamedTuple):
@@ -208,14 +187,11 @@ TaskResult: TypeAlias = (
 
 
 class TaskEnded(NamedTuple):
-    """A task has ended, one way or another."""
+    """A task has ended, one way or another; with its stamps if they are wanted."""
 
     number: int
-    """Of the task."""
     spent_ns: int
-    """Time that it took."""
     stamps: TaskStamps | None
-    """None where none are wanted."""
     result: TaskResult
 
 
@@ -226,29 +202,23 @@ class TasksTaken(NamedTuple):
     numbers: set[int]
 
 
-class Retired(NamedTuple):
-    """Nothing will be taken from the queue any more."""
-
-
 class InitFailed(NamedTuple):
-    """``worker_init_fn`` raised an exception, and the process ends."""
+    """``worker_init_fn`` raised an exception: where, and its traceback. The process ends."""
 
     kind: type[BaseException]
-    """Class of the exception."""
     text: str
-    """Where, and its traceback."""
 
 
-FromChild: TypeAlias = TaskEnded | TasksTaken | Retired | InitFailed
+FromChild: TypeAlias = TaskEnded | TasksTaken | InitFailed
 Message: TypeAlias = ToChild | FromChild
 
 _KINDS: Final = (*get_args(ToChild), *get_args(FromChild), *get_args(TaskResult))
 _CODES: Final = {kind: code for code, kind in enumerate(_KINDS)}
 
 
-def encode(message: Message | TaskResult) -> tuple[Any, ...]:
+def encode(message: Message | TaskResult) -> tuple[object, ...]:
     """Return a message as a plain tuple, which takes a quarter of the time to pickle."""
-    fields: tuple[Any, ...] = message
+    fields: tuple[object, ...] = message
     if isinstance(message, TaskEnded):
         fields = (*message[:-1], encode(message.result))
     return (_CODES[type(message)], *fields)
@@ -260,9 +230,6 @@ def decode(encoded: tuple[Any, ...]) -> Any:
     if kind is TaskEnded:
         fields = (*fields[:-1], decode(fields[-1]))
     return kind(*fields)
-
-
-# Progress memory: how far a side process has got
 
 
 class State(IntEnum):
@@ -281,10 +248,9 @@ that it took last, of which the first thread's is the state of the process until
 
 
 class ProgressMemory:
-    """Progress memory, mapped; its last number is the generation of the present epoch.
+    """Memory in which a side process notes how far it has got, mapped from a descriptor.
 
-    Args:
-        descriptor: Of the memory.
+    Its last number is the generation of the present epoch.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -338,5 +304,5 @@ class ProgressMemory:
 
     def being_read(self) -> list[tuple[int, int]]:
         """Return (batch number, position) of each sample that is being read right now."""
-        words = self.words[:-1].reshape(-1, THREAD_WORDS)
-        return [(int(batch), int(position)) for batch, position, _ in words if batch >= 0]
+        words = self.words[:-1].reshape(-1, THREAD_WORDS).tolist()
+        return [(batch, position) for batch, position, _ in words if batch >= 0]

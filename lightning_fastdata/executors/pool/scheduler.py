@@ -11,10 +11,13 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
+from lightning_fastdata.batches.layout import SampleLayout
 from lightning_fastdata.batches.slots import SlotPool
-from lightning_fastdata.errors import OptionsError, WorkerError
+from lightning_fastdata.batches.streams import PageLocks
+from lightning_fastdata.errors import WorkerError
+from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.pool import protocol
 from lightning_fastdata.executors.pool.crew import Answer, Crew, Loss
 from lightning_fastdata.executors.pool.crew_trial import CrewTrial
@@ -25,17 +28,10 @@ from lightning_fastdata.executors.pool.faults import (
     killer_sample,
     timed_out,
 )
-from lightning_fastdata.executors.pool.protocol import MAX_THREADS
 from lightning_fastdata.executors.pool.splitter import EpochRun, PendingBatch, Splitter, Task
-from lightning_fastdata.stamps.batch_stamps import WaitWatch
-
-if TYPE_CHECKING:
-    from lightning_fastdata.batches.layout import SampleLayout
-    from lightning_fastdata.batches.streams import PageLocks
-    from lightning_fastdata.executors.fetch import FetchPlan
-    from lightning_fastdata.executors.pool.process import ChildProcess
-    from lightning_fastdata.order.epoch_order import EpochOrder
-    from lightning_fastdata.stamps.batch_stamps import BatchStamps, ReadRates
+from lightning_fastdata.order.epoch_order import EpochOrder
+from lightning_fastdata.stamps.batch_stamps import BatchStamps, ReadRates, WaitWatch
+from lightning_fastdata.types import Batch
 
 _CRASHES: Final = 2
 _KILLS: Final = 4
@@ -55,9 +51,10 @@ class PoolExecutor:
         trial: CrewTrial | None = None,
     ) -> None:
         self.plan = plan
-        self._alone = threads == 1
         self._slots = SlotPool(limit_bytes=plan.memory_limit_bytes, page_locks=page_locks)
         self._crew = Crew(plan, self._slots, processes=processes, threads=threads)
+        self.children = self._crew.children
+        """The side processes by their numbers."""
         self._splitter = Splitter(plan, self._slots)
         self._trial = CrewTrial(self._crew.hands) if trial is None else trial
         self._rates: ReadRates | None = None
@@ -77,11 +74,6 @@ class PoolExecutor:
         """Side processes that died and were replaced."""
         return self._crew.respawned
 
-    @property
-    def children(self) -> dict[int, ChildProcess]:
-        """The side processes by their numbers."""
-        return self._crew.children
-
     def start_epoch(
         self, batches: Iterable[Any], epoch: int, order: EpochOrder | None = None
     ) -> None:
@@ -97,12 +89,11 @@ class PoolExecutor:
             # The generation between was that of the armed epoch, if another was armed.
             self._now = EpochRun(epoch, self._now.generation + 2, iter(batches))
         self._crew.start_epoch(self._now.generation, epoch)
-        left = [batch for batch in self._batches if self._is_old(batch)]
-        self._batches = deque(batch for batch in self._batches if not self._is_old(batch))
         for task in [task for task in self._todo if self._is_old(task.batch)]:
             self._todo.remove(task)
             task.batch.open_tasks -= 1
-        for batch in left:
+        for batch in [batch for batch in self._batches if self._is_old(batch)]:
+            self._batches.remove(batch)
             if batch.is_ready:
                 batch.release(self._slots)
         self._deaths.clear()
@@ -118,15 +109,17 @@ class PoolExecutor:
     def __iter__(self) -> PoolExecutor:
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self) -> Batch:
         until = time.monotonic() + self.plan.timeout_s if self.plan.timeout_s else None
         self._wait.requested(recorded=self._records is not None)
         ahead = -1
         while True:
             self._fill()
-            batch = self._next_ready()
+            batch = self._first_ready()
             if batch is not None:
-                delivered = self._wait.unpacked(partial(self._deliver, batch))
+                self._batches.remove(batch)
+                deliver = partial(batch.data, self._slots, self._splitter.layout)
+                delivered = self._wait.unpacked(deliver)
                 if self._records is not None:
                     rates, self._rates = self._rates, None
                     stamps = batch.all_stamps(
@@ -138,7 +131,7 @@ class PoolExecutor:
                 return delivered
             if ahead < 0 and self._records is not None:
                 ahead = sum(other.is_ready for other in self._batches)
-            if self._now.exhausted and not any(map(self._is_current, self._batches)):
+            if self._has_ended():
                 raise StopIteration
             self._receive(until)
 
@@ -146,8 +139,10 @@ class PoolExecutor:
         """Return whether the next batch, or the end, can be had without waiting."""
         self._fill()
         self._receive(None, waiting=False)
-        ended = self._now.exhausted and not any(map(self._is_current, self._batches))
-        return ended or self._first_ready() is not None
+        return self._has_ended() or self._first_ready() is not None
+
+    def _has_ended(self) -> bool:
+        return self._now.exhausted and not any(map(self._is_current, self._batches))
 
     def record(self, records: deque[BatchStamps] | None) -> None:
         """Append the stamps of each delivered batch from now on; None: no more."""
@@ -155,30 +150,6 @@ class PoolExecutor:
         if records is None:
             self._trial.given_up()  # without stamps it would never end
         self._crew.configure(protocol.SetStamps(records is not None))
-
-    def resize(self, workers: int) -> None:
-        """Have so many side processes from now on; those too many finish their work first."""
-        self._crew.resize(workers)
-        self._trial = CrewTrial(self._crew.hands)
-
-    def set_threads(self, threads: int) -> None:
-        """Have each side process work in so many threads from now on, without losing a task.
-
-        Args:
-            threads: 1 to 64.
-
-        Raises:
-            OptionsError: There are not so many, or the executor began with one thread, which may
-                rest on being alone with the global random generators.
-        """
-        if self._alone or not 1 <= threads <= MAX_THREADS:
-            raise OptionsError(
-                f"threads is {threads!r}; a sidecar has 1 to {MAX_THREADS}, and workers have 1 "
-                "each. Use resize() to change the number of processes."
-            )
-        self._crew.threads = threads
-        self._crew.configure(protocol.SetThreads(threads))
-        self._trial = CrewTrial(self._crew.hands)
 
     def close(self) -> None:
         """Stop all side processes and let go of the memory; batches handed out stay valid."""
@@ -205,14 +176,11 @@ class PoolExecutor:
             batch = PendingBatch(self._count, run.generation, run.number, indices)
             self._batches.append(batch)
             self._todo.extend(self._splitter.tasks(batch, self._batches, hands))
-        while self._todo and self._may_give():
+        limit = self._trial.limit
+        while self._todo and (limit is None or self._crew.under_way < limit):
             if not self._crew.give(self._todo[0]):
                 break
             self._todo.popleft()
-
-    def _may_give(self) -> bool:
-        limit = self._trial.limit
-        return limit is None or self._crew.under_way < limit
 
     def _next_indices(self) -> tuple[EpochRun, Any] | None:
         for run in (self._now, self._armed):
@@ -231,7 +199,7 @@ class PoolExecutor:
         if events is None and waiting:
             children = list(self._crew.children.values())
             if look is None:
-                raise timed_out(self.plan, self._batches, children)
+                raise timed_out(self.plan.timeout_s, doing(self.plan, self._batches, children))
             self._stall.look(children, lambda: doing(self.plan, self._batches, children))
         for event in events or ():
             if isinstance(event, Loss):
@@ -254,14 +222,13 @@ class PoolExecutor:
                 self._crew.go_on(child, self._learn(layout, task))
             case protocol.Collated(packed):
                 self._wait.unpacked(partial(batch.take_parts, packed, answer.files, self._slots))
-                self._splitter.note_size(packed.size_bytes)
+                self._splitter.whole_bytes = max(self._splitter.whole_bytes, packed.size_bytes)
             case protocol.Misfit():
                 batch.misfit, self._splitter.in_place = True, False
             case protocol.TaskError(position, kind, text):
                 if batch.error is None or position < batch.error[0]:
                     batch.error = position, as_error(kind, child.number, text)
-        if batch.is_ready:
-            self._finish(batch)
+        self._finish_if_ready(batch)
 
     def _learn(self, layout: SampleLayout | None, task: Task) -> Task | None:
         """Return what the process that read the first sample of a task, and kept it, is to do next.
@@ -270,7 +237,7 @@ class PoolExecutor:
         """
         batch = task.batch
         if self._splitter.in_place is None:
-            self._splitter.learn(layout)
+            self._splitter.in_place, self._splitter.layout = layout is not None, layout
             self._crew.configure(protocol.SetLayout(layout))
         if self._is_old(batch) or batch.misfit:
             return None
@@ -285,7 +252,9 @@ class PoolExecutor:
         batch.open_tasks += 1
         return Task("rows", batch, task.start, task.indices)
 
-    def _finish(self, batch: PendingBatch) -> None:
+    def _finish_if_ready(self, batch: PendingBatch) -> None:
+        if not batch.is_ready:
+            return
         if self._is_old(batch):
             batch.release(self._slots)
         elif batch.misfit and batch.error is None:
@@ -300,12 +269,6 @@ class PoolExecutor:
     def _is_current(self, batch: PendingBatch) -> bool:
         return batch.generation == self._now.generation
 
-    def _next_ready(self) -> PendingBatch | None:
-        batch = self._first_ready()
-        if batch is not None:
-            self._batches.remove(batch)
-        return batch
-
     def _first_ready(self) -> PendingBatch | None:
         for batch in self._batches:
             if not self._is_current(batch):
@@ -315,12 +278,6 @@ class PoolExecutor:
             if self.plan.in_order:
                 break
         return None
-
-    def _deliver(self, batch: PendingBatch) -> Any:
-        if batch.error is not None:
-            batch.release(self._slots)
-            raise batch.error[1]
-        return batch.data(self._slots, self._splitter.layout)
 
     def _redo(self, loss: Loss) -> None:
         """Do again what a side process died with, but for a sample that kills all who read it."""
@@ -341,5 +298,4 @@ class PoolExecutor:
                 self._todo.appendleft(task)
                 continue
             batch.open_tasks -= 1
-            if batch.is_ready:
-                self._finish(batch)
+            self._finish_if_ready(batch)

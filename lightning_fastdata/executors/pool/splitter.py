@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from lightning_fastdata.batches.keyed import fetches_in_batches
+from lightning_fastdata.batches.layout import SampleLayout
 from lightning_fastdata.batches.packed import Packed, unpack
+from lightning_fastdata.batches.slots import Slot, SlotPool
 from lightning_fastdata.errors import WorkerError
+from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.pool.protocol import TaskKind, TaskRequest
-from lightning_fastdata.stamps.batch_stamps import BatchStamps
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from lightning_fastdata.batches.layout import SampleLayout
-    from lightning_fastdata.batches.slots import Slot, SlotPool
-    from lightning_fastdata.executors.fetch import FetchPlan
-    from lightning_fastdata.order.epoch_order import EpochOrder
-    from lightning_fastdata.stamps.batch_stamps import ReadRates, TaskStamps, WaitWatch
+from lightning_fastdata.order.epoch_order import EpochOrder
+from lightning_fastdata.stamps.batch_stamps import BatchStamps, ReadRates, TaskStamps, WaitWatch
+from lightning_fastdata.types import Batch
 
 _AHEAD_BYTES: Final = 2**28
 """More than one batch for each process is fetched ahead only within this."""
@@ -39,7 +36,6 @@ class EpochRun:
     number: int
     """Part of the key of its randomness."""
     generation: int
-    """Counts the epochs begun; what belongs to an older one is dropped."""
     source: Iterator[Any]
     """The batches of indices that are still to be fetched."""
     order: EpochOrder | None = None
@@ -55,19 +51,17 @@ class PendingBatch:
     number: int
     """Counts all batches of the executor."""
     generation: int
-    """The epoch it was started for; older ones are dropped when their work has ended."""
     epoch: int
-    """Part of the key of its randomness."""
     indices: Any
     """What the plan gave."""
     slot: Slot | None = None
     """Where it is written; None until it has a place."""
     open_tasks: int = 0
     """Tasks whose answers are still to come."""
-    packed: Any = None
+    packed: Packed = field(init=False)
     """Its parts, if it was collated by a side process."""
     error: tuple[int, BaseException] | None = None
-    """The error of its first failing sample."""
+    """Of its first failing sample, with its position."""
     misfit: bool = False
     """Its samples cannot be written in place; to be collated as a whole when all tasks ended."""
     in_place: bool = False
@@ -87,8 +81,11 @@ class PendingBatch:
             self.release(slots)
             self.slot = slots.adopt(files[0])
 
-    def data(self, slots: SlotPool, layout: SampleLayout | None = None) -> Any:
-        """Return the batch; its slot is used again when nothing views it any more."""
+    def data(self, slots: SlotPool, layout: SampleLayout | None = None) -> Batch:
+        """Return the batch, or raise its error; its slot is used again when nothing views it."""
+        if self.error is not None:
+            self.release(slots)
+            raise self.error[1]
         slot, self.slot = self.slot, None
         if slot is None:
             return unpack(self.packed, None)
@@ -105,19 +102,13 @@ class PendingBatch:
             self.slot = None
 
     def all_stamps(
-        self,
-        wait: WaitWatch,
-        ready_ahead: int,
-        *,
-        first: bool,
-        rates: ReadRates | None = None,
+        self, wait: WaitWatch, ready_ahead: int, *, first: bool, rates: ReadRates | None = None
     ) -> BatchStamps:
         """Return the stamps of the batch, which is handed over now."""
-        samples = sum(task.samples for task in self.stamps)
         own = wait.delivered()
         return BatchStamps(
             self.number,
-            samples,
+            sum(task.samples for task in self.stamps),
             wait.requested_ns,
             time.monotonic_ns(),
             tuple(self.stamps),
@@ -130,16 +121,13 @@ class PendingBatch:
 
 @dataclass(slots=True, eq=False)
 class Task:
-    """What one thread of a side process does in one go."""
+    """What one thread of a side process does in one go: as a :class:`.TaskRequest` says."""
 
     kind: TaskKind
-    """See :class:`~lightning_fastdata.executors.pool.protocol.TaskRequest`."""
     batch: PendingBatch
-    """The batch it belongs to."""
     start: int
     """Position in the batch of its first sample."""
     indices: Any
-    """Of its samples."""
 
     @property
     def first_sample(self) -> tuple[int, int]:
@@ -162,12 +150,7 @@ class Task:
 
 
 class Splitter:
-    """Divides batches, by what was learnt of the samples so far.
-
-    Args:
-        plan: What is fetched.
-        slots: Where batches are written.
-    """
+    """Divides batches, by what was learnt of the samples so far."""
 
     def __init__(self, plan: FetchPlan, slots: SlotPool) -> None:
         self.plan = plan
@@ -176,35 +159,22 @@ class Splitter:
         self.in_place: bool | None = None if samples else False
         """Whether samples are written in place; None until the first one was read."""
         self._slots = slots
-        self._whole_bytes = 0
+        self.whole_bytes = 0
+        """Size of the largest batch so far that was collated as a whole."""
         self._sample_ns: float | None = None
-
-    def learn(self, layout: SampleLayout | None) -> None:
-        """Take the layout of the first sample for that of all."""
-        self.in_place, self.layout = layout is not None, layout
 
     def note_time(self, sample_ns: float) -> None:
         """Note how long each sample of a task took."""
         known = self._sample_ns
         self._sample_ns = sample_ns if known is None else 0.9 * known + 0.1 * sample_ns
 
-    def note_size(self, size_bytes: int) -> None:
-        """Note how large a batch was that was collated as a whole."""
-        self._whole_bytes = max(self._whole_bytes, size_bytes)
-
     def has_place(self, batches: Sequence[PendingBatch], *, hands: int, processes: int) -> bool:
-        """Return whether another batch may be begun beside those that are under way.
-
-        Args:
-            batches: Those.
-            hands: Threads of all side processes together.
-            processes: Side processes.
-        """
+        """Return whether another batch may be begun beside those that are under way."""
         if not batches:
             return True
         if self.in_place is None:  # until a sample was seen, each thread has one to read
             return _open_tasks(batches) < hands
-        size = self._whole_bytes
+        size = self.whole_bytes
         if self.in_place and self.layout is not None:
             size = self.layout.offsets(len(batches[-1].indices))[1]
         # Large batches take long to use, so that few of them bridge as much time.
@@ -212,20 +182,6 @@ class Splitter:
         if count >= max(2, processes) and (count + 1) * size > _AHEAD_BYTES:
             return False
         return not self.in_place or self._slots.may_grow(size)
-
-    def tasks(self, batch: PendingBatch, batches: Sequence[PendingBatch], hands: int) -> list[Task]:
-        """Return the tasks of a batch: none if there is no memory for it.
-
-        Args:
-            batch: Which.
-            batches: All that are under way, in the order in which they were begun.
-            hands: Threads of all side processes together.
-        """
-        try:
-            return self._split(batch, batches, hands)
-        except WorkerError as error:  # raised when it is its turn
-            batch.open_tasks, batch.error = 0, (0, error)
-            return []
 
     def place(self, batch: PendingBatch) -> bool:
         """Return whether the samples of a batch have a place to be written to.
@@ -237,6 +193,15 @@ class Splitter:
             batch.slot = self._slots.take(self.layout.offsets(len(batch.indices))[1])
             batch.in_place = batch.slot is not None
         return batch.in_place
+
+    def tasks(self, batch: PendingBatch, batches: Sequence[PendingBatch], hands: int) -> list[Task]:
+        """Return the tasks of one of the batches under way; none if there is no memory for it."""
+        try:
+            tasks = self._split(batch, batches, hands)
+        except WorkerError as error:  # raised when it is its turn
+            batch.error, tasks = (0, error), []
+        batch.open_tasks = len(tasks)
+        return tasks
 
     def _split(
         self, batch: PendingBatch, batches: Sequence[PendingBatch], hands: int
@@ -255,17 +220,14 @@ class Splitter:
                 look_ahead=self.plan.look_ahead,
             )
             return _parts("rows", batch, rows)
-        batch.open_tasks = 1
-        if self._whole_bytes:
-            batch.slot = self._slots.take(self._whole_bytes)
+        if self.whole_bytes:
+            batch.slot = self._slots.take(self.whole_bytes)
         return [Task("whole", batch, 0, indices)]
 
 
 def _parts(kind: TaskKind, batch: PendingBatch, size: int) -> list[Task]:
     indices = batch.indices
-    starts = range(0, len(indices), size)
-    batch.open_tasks = len(starts)
-    return [Task(kind, batch, at, indices[at : at + size]) for at in starts]
+    return [Task(kind, batch, at, indices[at : at + size]) for at in range(0, len(indices), size)]
 
 
 def _open_tasks(batches: Sequence[PendingBatch]) -> int:
@@ -277,12 +239,7 @@ def rows_per_task(
 ) -> int:
     """Return how many samples of a batch a thread reads in one go.
 
-    Args:
-        samples: In the batch.
-        sample_ns: To read one; None: not known yet.
-        hands: Threads that read, of all processes.
-        before: Batches under way that are needed before this one.
-        look_ahead: Batches under way at once.
+    ``before`` of the ``look_ahead`` batches under way are needed before this one.
     """
     spread = -(-samples // hands)
     if sample_ns is None:

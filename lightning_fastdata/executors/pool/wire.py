@@ -26,11 +26,11 @@ _PIPE_BYTES: Final = 2**20
 """What an unprivileged process may ask for; each packet takes a page."""
 _NUMBER: Final = struct.Struct("<q")
 _LARGE_BYTES: Final = 48 * 1024
-_MAX_DESCRIPTORS: Final = 4
 _CROWDED: Final = (errno.ETOOMANYREFS, errno.ENOBUFS)
 """A user without privileges has no more descriptors in unread messages than ``ulimit -n`` says."""
 _CROWDED_S: Final = 0.005
-_ANCILLARY_BYTES: Final = socket.CMSG_LEN(_MAX_DESCRIPTORS * array.array("i").itemsize)
+_ANCILLARY_BYTES: Final = socket.CMSG_LEN(4 * array.array("i").itemsize)
+"""A message comes with four descriptors at most."""
 _NO_DESCRIPTORS: Final = (
     "A process may not have more open files, and lost those that were sent to it. Raise the limit "
     "(ulimit -n), or use fewer workers or a smaller prefetch_factor."
@@ -42,10 +42,7 @@ class Wire:
 
     def __init__(self, end: socket.socket) -> None:
         self.end = end
-
-    def fileno(self) -> int:
-        """Return the descriptor, for poll."""
-        return self.end.fileno()
+        self.fileno = end.fileno
 
     def send(self, message: protocol.Message, descriptors: tuple[int, ...] = ()) -> None:
         """Send a message and open files; large ones travel as an open file themselves.
@@ -102,17 +99,18 @@ class Wire:
             return None
         if flags_out & socket.MSG_CTRUNC:
             raise WorkerError(_NO_DESCRIPTORS)
-        descriptors: list[int] = []
-        for _level, kind, numbers in attached:
-            if kind == socket.SCM_RIGHTS:
-                descriptors.extend(array.array("i", numbers))
+        descriptors = [
+            number
+            for _level, kind, numbers in attached
+            if kind == socket.SCM_RIGHTS
+            for number in array.array("i", numbers)
+        ]
+        pickled = data[1:]
         if data[:1] == b"f":
             letter = descriptors.pop()
-            data = os.pread(letter, os.fstat(letter).st_size, 0)
+            pickled = os.pread(letter, os.fstat(letter).st_size, 0)
             os.close(letter)
-        else:
-            data = data[1:]
-        return protocol.decode(pickle.loads(data)), descriptors  # from our own process
+        return protocol.decode(pickle.loads(pickled)), descriptors  # from our own process
 
     def close(self) -> None:
         """End the connection, also where a process that was forked since holds a copy of it."""
@@ -137,15 +135,10 @@ class TaskQueue:
 
     def __init__(self) -> None:
         self.reading, self._writing = os.pipe2(os.O_DIRECT | os.O_NONBLOCK | os.O_CLOEXEC)
-        try:
+        self.descriptors = self.reading, self._writing
+        # Users may have only so many pages in pipes; the default holds 16 packets.
+        with contextlib.suppress(OSError):
             fcntl.fcntl(self.reading, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
-        except OSError:
-            return  # users may have only so many pages in pipes; the default holds 16 packets
-
-    @property
-    def descriptors(self) -> tuple[int, int]:
-        """Both ends, for a forked child to close."""
-        return self.reading, self._writing
 
     def put(self, packet: bytes) -> bool:
         """Queue a task; False if the queue is full."""
@@ -156,15 +149,11 @@ class TaskQueue:
         return True
 
     def numbers(self) -> set[int]:
-        """Return the numbers of the tasks that no process has taken yet."""
+        """Return the numbers of the tasks that no process has taken yet, which are queued anew."""
         packets = []
         while (packet := read_packet(self.reading)) is not None:
             packets.append(packet)
         return {number_in(packet) for packet in packets if self.put(packet)}
-
-    def wake_again(self) -> None:
-        """Wake a waiting process for each task left by one that was woken for it."""
-        self.numbers()
 
     def close(self) -> None:
         """Close both ends."""

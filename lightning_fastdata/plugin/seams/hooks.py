@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from functools import partial
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -33,12 +34,7 @@ _EARLIER: Final = "fastdata_earlier"
 
 
 def overridden_hook(owner: object, name: str) -> Callable[..., Any] | None:
-    """Return the bound hook that a user wrote on this object or in its class, or None.
-
-    Args:
-        owner: A LightningModule, a LightningDataModule or a callback; or None.
-        name: Of the hook.
-    """
+    """Return the bound hook that a user wrote on this object or in its class, or None."""
     # Asked anew each time: in a notebook a class gets hooks between two fits.
     if owner is None or not (name in vars(owner) or _written_in_class(type(owner), name)):
         return None
@@ -59,7 +55,8 @@ def hook_against_device(data: DataModule) -> str | None:
     Of a data module's own hooks those are right that call ``super()``. The LightningModule's
     ``on_after_batch_transfer`` comes after ours.
     """
-    for name in data.written_hooks() & set(HOOKS):
+    written = data.written_hooks()
+    for name in (each for each in HOOKS if each in written):
         hook = getattr(type(data), name)
         if not (isinstance(hook, FunctionType) and "super" in hook.__code__.co_names):
             return f"{type(data).__name__}.{name} does not call super(), which has them computed"
@@ -78,30 +75,17 @@ def choose_own_hooks(datamodule: object, trainer: Trainer, names: Collection[str
 
     Lightning calls the data module's hook and warns that the LightningModule's is not called. Ours
     calls it, so that the warning would be false.
-
-    Args:
-        datamodule: Whose hooks are called. Lightning would choose it, too: it overrides them.
-        trainer: At the beginning of its run.
-        names: Of :data:`HOOKS`; of any other hook Lightning itself says what is to be said.
     """
     selector = hook_selector(trainer)
     if selector is not None:
-        chooses = _ChoosesOwn(datamodule, frozenset(names), selector.get_instance)
+        chooses = partial(_choose, datamodule, frozenset(names), selector.get_instance)
         replace_for_one_run(trainer, selector, "get_instance", chooses)
 
 
-class _ChoosesOwn:
-    """A hook selector's ``get_instance``, which knows whose some of the hooks are."""
-
-    def __init__(
-        self, datamodule: object, names: frozenset[str], ask: Callable[[str], object]
-    ) -> None:
-        self.datamodule = datamodule
-        self.names = names
-        self.ask = ask
-
-    def __call__(self, hook_name: str) -> object:
-        return self.datamodule if hook_name in self.names else self.ask(hook_name)
+def _choose(
+    datamodule: object, names: frozenset[str], ask: Callable[[str], object], hook_name: str
+) -> object:
+    return datamodule if hook_name in names else ask(hook_name)
 
 
 def augment_foreign_batches(
@@ -118,13 +102,8 @@ def augment_foreign_batches(
     LightningModule. That instance gets an attribute of the hook's name, which runs the transform
     and then what was there before; the class is not touched.
 
-    Args:
-        trainer: The trainer, after its data module is attached.
-        pl_module: The module it trains.
-        transform: Runs on each training batch, on the batch's device.
-        seed: Seed of the draws.
-        in_transfer: Whether the trainer is moving a batch of a loader right now. The model summary
-            and loggers send an example input through the same hook.
+    ``in_transfer`` says whether the trainer is moving a batch of a loader right now: the model
+    summary and loggers send an example input through the same hook.
     """
     datamodule = attributes_of(trainer).datamodule
     owner = pl_module if overridden_hook(datamodule, _HOOK) is None else datamodule

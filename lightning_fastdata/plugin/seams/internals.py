@@ -134,11 +134,7 @@ def replace_for_one_run(trainer: Trainer, owner: object, name: str, value: objec
     Every run ends in ``strategy.teardown()``, after an exception, too. The hooks of a data module
     or LightningModule, which users override without ``super()``, would not do.
 
-    Args:
-        trainer: In its run, or before it.
-        owner: Has the attribute; its class is not touched.
-        name: Of the attribute.
-        value: What it is from now on. To be picklable, and copied with the trainer.
+    The value is to be picklable, and is copied with the trainer.
     """
     ending = vars(trainer.strategy).get("teardown")
     if not isinstance(ending, _PutsBack):

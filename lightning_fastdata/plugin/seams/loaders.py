@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 
 import torch
@@ -45,11 +46,6 @@ def watch_sources(
 
     Lightning calls no hook between getting a loader and starting its workers. Where a version has
     no data source, the loaders are seen when the training starts.
-
-    Args:
-        trainer: Before it has any loader.
-        stages: Whose loaders are to be seen.
-        watch: Called with the stage and its loaders, in whatever form they come.
     """
     loops: list[tuple[Stage, object]] = [
         ("train", trainer.fit_loop),
@@ -129,21 +125,25 @@ def average_exactly(trainer: Trainer) -> None:
     on two ranks count as 2 * 5, and the logged mean is a tenth too large.
     """
     strategy = trainer.strategy
-    if not isinstance(vars(strategy).get("reduce"), _ExactReduce):
-        replace_for_one_run(trainer, strategy, "reduce", _ExactReduce(strategy.reduce))
+    if not _calls(strategy.reduce, _reduce):
+        replace_for_one_run(trainer, strategy, "reduce", partial(_reduce, strategy.reduce))
 
 
-class _ExactReduce:
-    """A strategy's ``reduce`` whose means of integers are floating-point numbers."""
+def _calls(replaced: object, function: object) -> bool:
+    return isinstance(replaced, partial) and replaced.func is function
 
-    def __init__(self, reduce: Callable[..., object]) -> None:
-        self.reduce = reduce
 
-    def __call__(self, tensor: object, group: object = None, reduce_op: object = "mean") -> object:
-        if isinstance(tensor, torch.Tensor) and reduce_op in ("mean", "avg"):
-            whole = not (tensor.is_floating_point() or tensor.is_complex())
-            tensor = tensor.to(torch.get_default_dtype()) if whole else tensor
-        return self.reduce(tensor, group=group, reduce_op=reduce_op)
+def _reduce(
+    reduce: Callable[..., object],
+    tensor: object,
+    group: object = None,
+    reduce_op: object = "mean",
+) -> object:
+    """Reduce over the ranks as a strategy does; means of integers are floating-point numbers."""
+    if isinstance(tensor, torch.Tensor) and reduce_op in ("mean", "avg"):
+        whole = not (tensor.is_floating_point() or tensor.is_complex())
+        tensor = tensor.to(torch.get_default_dtype()) if whole else tensor
+    return reduce(tensor, group=group, reduce_op=reduce_op)
 
 
 def silence_padding_warning(trainer: Trainer) -> None:
@@ -152,30 +152,26 @@ def silence_padding_warning(trainer: Trainer) -> None:
     The warning of every other loader is given.
     """
     connector = data_connector(trainer)
-    if connector is None or isinstance(connector._prepare_dataloader, _QuietPrepare):
-        return
-    quiet = _QuietPrepare(connector._prepare_dataloader, trainer.world_size)
-    replace_for_one_run(trainer, connector, "_prepare_dataloader", quiet)
+    if connector is not None and not _calls(connector._prepare_dataloader, _prepare):
+        quiet = partial(_prepare, connector._prepare_dataloader, trainer.world_size)
+        replace_for_one_run(trainer, connector, "_prepare_dataloader", quiet)
 
 
-class _QuietPrepare:
-    """A data connector's ``_prepare_dataloader``, which warns only where there is reason to."""
-
-    def __init__(self, prepare: Callable[..., object], ranks: int) -> None:
-        self.prepare = prepare
-        self.ranks = ranks
-
-    def __call__(self, dataloader: object, *args: object, **kwargs: object) -> object:
-        with warnings.catch_warnings():
-            if is_shared_evenly(dataloader, self.ranks):
-                message = re.escape(_PADDED)
-                warnings.filterwarnings("ignore", message=message, category=UserWarning)
-            return self.prepare(dataloader, *args, **kwargs)
+def _prepare(
+    prepare: Callable[..., object], ranks: int, dataloader: object, *args: object, **kwargs: object
+) -> object:
+    """Prepare a loader as a data connector does, which warns only where there is reason to."""
+    with warnings.catch_warnings():
+        if is_shared_evenly(dataloader, ranks):
+            warnings.filterwarnings("ignore", message=re.escape(_PADDED), category=UserWarning)
+        return prepare(dataloader, *args, **kwargs)
 
 
 def is_shared_evenly(loader: object, ranks: int) -> bool:
     """Return whether ranks share a loader's samples, each once and in as many batches on each."""
-    sampler = loader.batch_sampler if isinstance(loader, DataLoader) else None
-    if not isinstance(sampler, EvaluationBatchSampler) or not isinstance(loader, DataLoader):
+    if not isinstance(loader, DataLoader):
         return False
-    return can_share_evenly(dataset_length(loader.dataset) or 0, sampler.batch_size, ranks)
+    sampler, length = loader.batch_sampler, dataset_length(loader.dataset) or 0
+    if not isinstance(sampler, EvaluationBatchSampler):
+        return False
+    return can_share_evenly(length, sampler.batch_size, ranks)

@@ -27,10 +27,8 @@ _OWN = frozenset(("profiler", "_idle", "_find", "_by_action"))
 class ProfilerTee:
     """A profiler that forwards to another one and calls listeners on the way.
 
-    Args:
-        profiler: The profiler that was there.
-        find: Returns the listener of an action, by the name with which it is announced, such as
-            ``"[_TrainingEpochLoop].train_dataloader_next"``, or None; asked once for each name.
+    ``find`` returns the listener of an action, by the name with which it is announced, such as
+    ``"[_TrainingEpochLoop].train_dataloader_next"``, or None; asked once for each name.
     """
 
     def __init__(self, profiler: Any, find: Callable[[str], Listener | None]) -> None:

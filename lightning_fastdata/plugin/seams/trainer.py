@@ -22,10 +22,7 @@ from lightning_fastdata.tree import held
 from lightning_fastdata.types import STAGES, Stage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from lightning.pytorch import LightningModule, Trainer
-
 
 _STAGE_OF_FN: dict[str, Stage] = {
     "fit": "train",
