@@ -204,6 +204,9 @@ class Executor(Protocol):
     def record(self, records: deque[BatchStamps] | None) -> None:
         """Append the stamps of each delivered batch from now on; None: no more."""
 
+    def resize(self, workers: int) -> None:
+        """Fetch with so many side processes from now on, without losing what is under way."""
+
     def close(self) -> None:
         """Stop threads and processes; batches handed out stay valid."""
 

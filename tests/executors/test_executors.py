@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import threading
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from thoroughness import max_examples
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate, get_worker_info
 
+from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.kinds import open_executor
 
@@ -265,6 +267,75 @@ def test_the_first_batch_waits_for_no_later_one(name: str, workers: int, tmp_pat
         assert [batch.tolist() for batch in executor] == [[2, 3], [4, 5], [6, 7]]
     finally:
         executor.close()
+
+
+def test_processes_come_and_go_while_running() -> None:
+    executor = open_executor("workers", plan_of(Made(200, "numbers")), workers=1)
+    executor.start_epoch([[i, i + 1] for i in range(0, 200, 2)], 0)
+    seen = []
+    for number, batch in enumerate(executor):
+        seen += batch[0].tolist()
+        if number % 10 == 0:
+            executor.resize(1 + number // 10 % 3)
+    assert seen == list(range(200))
+    executor.close()
+
+
+def test_a_process_that_is_wanted_again_while_it_leaves_is_replaced() -> None:
+    executor = open_executor("workers", plan_of(Threads()), workers=3)
+    executor.start_epoch([list(range(i, i + 6)) for i in range(0, 600, 6)], 0)
+    seen = []
+    for number, (indices, _) in enumerate(executor):
+        seen += indices.tolist()
+        if number == 20:
+            executor.resize(1)
+            executor.resize(3)
+    assert seen == list(range(600))
+    end = time.monotonic() + 30
+    while any(child.retiring for child in executor.children.values()) and time.monotonic() < end:
+        executor.ready()
+        time.sleep(0.01)
+    assert sorted(executor.children) == [0, 1, 2]
+    assert not any(child.retiring for child in executor.children.values())
+    executor.close()
+
+
+class Threads(Dataset):
+    """Tells which thread reads it, which takes a while."""
+
+    def __len__(self) -> int:
+        return 600
+
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        time.sleep(0.004)
+        return index, threading.get_native_id()
+
+
+def test_threads_come_and_go_while_running() -> None:
+    executor = open_executor("sidecar", plan_of(Threads()), workers=1, threads=2)
+    executor.start_epoch([list(range(i, i + 6)) for i in range(0, 600, 6)], 0)
+    seen, readers = [], []
+    for number, (indices, threads) in enumerate(executor):
+        seen += indices.tolist()
+        readers.append(set(threads.tolist()))
+        if number == 25:
+            executor.set_threads(6)
+        if number == 60:
+            executor.set_threads(1)
+    assert seen == list(range(600))
+    assert len(set.union(*readers[:26])) == 2
+    assert len(set.union(*readers[26:61])) > 2
+    # What was taken before is still done by whoever took it.
+    assert len(set.union(*readers[-10:])) == 1
+    executor.close()
+
+
+@pytest.mark.parametrize(("name", "threads"), [("workers", 2), ("sidecar", 0), ("sidecar", 65)])
+def test_threads_that_cannot_be_are_refused(name: str, threads: int) -> None:
+    executor = open_executor(name, plan_of(Threads()), workers=1, threads=2)
+    with pytest.raises(OptionsError, match=f"threads is {threads}"):
+        executor.set_threads(threads)
+    executor.close()
 
 
 @pytest.mark.parametrize("kind", ["tensors", "tensor", "array"])

@@ -6,6 +6,7 @@ import errno
 import multiprocessing
 import os
 import resource
+import select
 import signal
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from lightning_fastdata.errors import WorkerError
 from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.pool.process import ChildProcess
 from lightning_fastdata.executors.pool.scheduler import PoolExecutor
+from lightning_fastdata.executors.pool.wire import read_packet
 from lightning_fastdata.executors.stream import StreamExecutor
 
 
@@ -54,6 +56,11 @@ def kill(child: ChildProcess) -> None:
     child.process.join()
 
 
+def halt(child: ChildProcess) -> None:
+    os.kill(child.process.pid or 0, signal.SIGSTOP)
+    until(child.is_stopped)
+
+
 def firsts(batches: Iterable[Any]) -> list[int]:
     return [int(samples[0][0]) for samples, _ in batches]
 
@@ -61,6 +68,50 @@ def firsts(batches: Iterable[Any]) -> list[int]:
 class Quick(Dataset):
     def __getitem__(self, index: int) -> Any:
         return torch.full((200,), index)
+
+
+def test_a_process_that_leaves_before_it_is_asked_has_taken_nothing() -> None:
+    executor = pool(Quick())
+    executor.start_epoch([], 0)
+    dies, leaves = executor.children.values()
+    halt(dies)
+    halt(leaves)
+    executor.start_epoch([[index] for index in range(4)], 0)
+    while read_packet(executor._crew._queue.reading) is not None:
+        pass  # taken by one that dies before it can note it
+    executor.resize(1)
+    os.kill(leaves.process.pid, signal.SIGCONT)
+    heard = select.poll()
+    heard.register(leaves.wire.fileno(), select.POLLIN)
+    assert heard.poll(40_000)  # it has said that it leaves
+    halt(leaves)
+    kill(dies)
+    assert firsts(executor) == list(range(4))
+    executor.close()
+
+
+def test_a_task_that_woke_a_process_about_to_leave_wakes_another() -> None:
+    executor = pool(Quick())
+    executor.start_epoch([[0]], 0)
+    assert firsts(executor) == [0]
+    kill(executor.children[0])
+    executor.start_epoch([[index] for index in range(50)], 0)
+    assert firsts(executor) == list(range(50))
+    until(lambda: executor.ready() and executor.respawned)
+    time.sleep(0.5)  # they wait for tasks by now, process 1 the longer, which is woken first
+    allowed = os.sched_getaffinity(0)
+    leaves = executor.children[1].process.pid
+    try:
+        # On the CPU of this thread, and idle, it does not run before this thread waits.
+        os.sched_setaffinity(0, {min(allowed)})
+        os.sched_setaffinity(leaves, {min(allowed)})
+        os.sched_setscheduler(leaves, os.SCHED_IDLE, os.sched_param(0))
+        executor.start_epoch([[1]], 1)
+        executor.resize(1)
+        assert firsts(executor) == [1]
+    finally:
+        os.sched_setaffinity(0, allowed)
+    executor.close()
 
 
 def dies_at_once(number: int) -> None:
@@ -108,10 +159,31 @@ def test_a_process_that_starts_is_given_no_memory_that_was_given_up() -> None:
     while not set(executor._slots.dropped) & set(executor._crew._slots):
         executor.start_epoch([[index] for index in range(36)], epochs := epochs + 1)
         assert firsts(executor) == list(range(36))
-    kill(executor.children[1])
-    while not (executor.respawned and executor.children[1].answers):
+    executor.resize(3)
+    while not executor.children[2].answers:
         executor.start_epoch([[index] for index in range(20)], epochs := epochs + 1)
         assert firsts(executor) == list(range(20))
+    assert executor.respawned == 0
+    executor.close()
+
+
+class Patient(Dataset):
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(0.005)
+        return torch.full((200,), index)
+
+
+def test_threads_that_come_back_have_a_place_in_a_process_that_was_replaced() -> None:
+    executor = pool(Patient(), processes=1, threads=3)
+    executor.start_epoch([[0]], 0)
+    assert firsts(executor) == [0]
+    executor.set_threads(1)
+    kill(executor.children[0])
+    executor.start_epoch([[index] for index in range(10)], 1)
+    assert firsts(executor) == list(range(10))
+    executor.set_threads(4)
+    executor.start_epoch([[index] for index in range(200)], 2)
+    assert firsts(executor) == list(range(200))
     assert executor.respawned == 1
     executor.close()
 
@@ -328,6 +400,7 @@ def test_a_process_that_starts_late_draws_for_the_epoch_that_is_under_way() -> N
     next(executor)
     dataset.set_epoch(1)  # for another loader of the same dataset
     kill(executor.children[0])
+    executor.resize(3)
     assert [samples[0].tolist() for samples, _ in executor] == [[i, 5] for i in range(1, 400)]
     executor.close()
 
@@ -362,9 +435,7 @@ try:
 except OSError as error:
     print(error.errno)
 executor.start_epoch([[index] for index in range(90)], 1)
-for child in executor.children.values():
-    child.process.kill()
-    child.process.join()
+executor.resize(4)
 executor.ready()
 time.sleep(0.5)
 for _ in range(crowd):
@@ -380,7 +451,7 @@ def test_what_cannot_be_sent_for_now_is_sent_later() -> None:
     )
     assert program.stdout.splitlines() == [
         str(errno.ETOOMANYREFS),
-        "True 2",
+        "True 0",
     ], program.stderr
 
 

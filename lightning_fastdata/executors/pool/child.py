@@ -91,8 +91,9 @@ class Child:
     def __init__(self, shared: SharedState, threads: int, queue: int | None) -> None:
         self.shared = shared
         self.wire = shared.wire
-        self.threads = threads
-        self.turn = threading.Lock()
+        self.wanted = threads
+        self.started = 1
+        self.turn = threading.Condition()
         """Held by the thread that waits for the next task."""
         self.sent: deque[bytes] = deque()
         """Tasks that came over the wire."""
@@ -106,9 +107,13 @@ class Child:
     def run(self) -> None:
         """Work until the training process closes the wire."""
         self.shared.progress.state = protocol.State.WAITING
-        for number in range(1, self.threads):
-            threading.Thread(target=self._run, args=(number,), daemon=True).start()
+        self._start_threads()
         self._work(0)
+
+    def _start_threads(self) -> None:
+        while self.started < self.wanted:
+            threading.Thread(target=self._run, args=(self.started,), daemon=True).start()
+            self.started += 1
 
     def _run(self, number: int) -> None:
         try:
@@ -123,11 +128,12 @@ class Child:
         while True:
             # One thread waits for the next task, and does it: to hand it to another takes time.
             with self.turn:
+                self.turn.wait_for(lambda: number < self.wanted)
                 task = self._next_task(number)
             if task is None:
                 break
             thread.do(*task)
-        if self.threads > 1:
+        if self.started > 1:
             os._exit(0)
 
     def _next_task(self, thread: int) -> tuple[int, protocol.TaskRequest] | None:
@@ -198,7 +204,16 @@ class Child:
                 shared.layout = layout
             case protocol.SetStamps(wanted):
                 shared.stamped = wanted
+            case protocol.SetThreads(threads):
+                self.wanted = threads
+                self._start_threads()
+                self.turn.notify_all()
             case protocol.AskTaken(inquiry):
                 # Not read from the memory later: an answer may be on its way then, and the next
                 # task noted.
                 shared.send(protocol.TasksTaken(inquiry, shared.progress.taken()))
+            case protocol.Retire():
+                if self.queue is not None:
+                    self.poller.unregister(self.queue)
+                    self.queue = None
+                shared.send(protocol.Retired())

@@ -76,6 +76,8 @@ class Crew:
     ) -> None:
         self.plan = plan
         self.threads = threads
+        # Of a process that replaces one, too, however few threads are wanted by then.
+        self._places = 1 if threads == 1 else protocol.MAX_THREADS
         self.wanted = processes
         self.respawned = 0
         self._tasks: dict[int, Task] = {}
@@ -113,6 +115,15 @@ class Crew:
             child.progress.generation = generation
         self._spawn_missing(epoch)
 
+    def resize(self, processes: int) -> None:
+        """Have so many processes from now on; those too many finish what they have taken."""
+        self.wanted = processes
+        for number, child in list(self.children.items()):
+            if number >= processes and not child.retiring:
+                child.retiring = True
+                child.send(protocol.Retire())
+        self._spawn_missing()
+
     def configure(self, setting: protocol.Setting) -> None:
         """Send a setting to all processes, also to those that are still to come."""
         self._settings[type(setting)] = setting
@@ -135,7 +146,8 @@ class Crew:
             self._tasks[number] = task
         else:
             # What is too long for the queue goes to the process that has least to do.
-            to = to or min(self.children.values(), key=lambda child: child.load)
+            staying = [child for child in self.children.values() if not child.retiring]
+            to = to or min(staying, key=lambda child: child.load)
             to.tasks[number] = task
             to.send(protocol.GiveTask(packet))
         self._count = number
@@ -201,6 +213,7 @@ class Crew:
                     yield from self._on_death(child)
                     break
                 yield from self._handle(child, *received)
+            yield from self._retire_if_idle(child)
 
     def _handle(
         self, child: ChildProcess, message: protocol.FromChild, files: list[int]
@@ -213,6 +226,10 @@ class Crew:
                 yield Answer(child, task, message, files)
             case protocol.TasksTaken(inquiry, numbers):
                 yield from self._resolve(child, inquiry, numbers)
+            case protocol.Retired():
+                child.retired = True
+                if self._queue is not None:
+                    self._queue.numbers()  # wakes others for what it was woken for
             case protocol.InitFailed(kind, text):
                 child.failure = as_error(kind, child.number, text)
                 if not self._streams:
@@ -235,6 +252,7 @@ class Crew:
                 self.wanted,
                 self.threads,
                 (*ends, *wires),
+                places=self._places,
                 epoch=epoch,
                 queue=None if self._queue is None else self._queue.reading,
             )
@@ -248,15 +266,27 @@ class Crew:
                 self._by_end[end] = child
                 self._poller.register(end, select.POLLIN)
 
+    def _retire_if_idle(self, child: ChildProcess) -> Iterator[Loss]:
+        if not child.retired or self.children.get(child.number) is not child:
+            return
+        if not (child.tasks or self._tasks.keys() & child.progress.taken()):
+            self._forget(child)
+            child.stop()
+            yield from self._resolve(child)  # it has taken nothing else, and is not to be asked
+            self._spawn_missing()  # its number may be wanted again by now
+
     def discard(self, child: ChildProcess) -> None:
         """Stop a process and forget it; one that takes its place draws other random numbers."""
+        self._forget(child)
+        child.stop(patience_s=5)
+        self.plan = self.plan.with_other_draws()
+
+    def _forget(self, child: ChildProcess) -> None:
         del self.children[child.number]
         self._writing.discard(child.wire.fileno())
         for end in child.ends:
             del self._by_end[end]
             self._poller.unregister(end)
-        child.stop(patience_s=5)
-        self.plan = self.plan.with_other_draws()
 
     def _on_death(self, child: ChildProcess) -> Iterator[Loss]:
         self.discard(child)

@@ -35,9 +35,9 @@ _CROWDED_S: Final = 0.001
 class ChildProcess:
     """A side process, the wire to it, and what it was given to do.
 
-    If it is forked it closes ``inherited_fds``, what it would hold of its siblings. ``epoch`` is
-    the one that ``set_epoch`` of the dataset was called with; None: it is called there. Without a
-    ``queue`` it is sent each of its tasks.
+    It has ``threads`` and room for ``places``. If it is forked it closes ``inherited_fds``, what it
+    would hold of its siblings. ``epoch`` is the one that ``set_epoch`` of the dataset was called
+    with; None: it is called there. Without a ``queue`` it is sent each of its tasks.
     """
 
     def __init__(
@@ -48,6 +48,7 @@ class ChildProcess:
         threads: int,
         inherited_fds: tuple[int, ...],
         *,
+        places: int,
         epoch: int | None,
         queue: int | None,
     ) -> None:
@@ -61,6 +62,8 @@ class ChildProcess:
         """Tasks that it has ended."""
         self.failure: BaseException | None = None
         """What its ``worker_init_fn`` raised."""
+        self.retiring = False
+        self.retired = False
         ours, theirs = wire_pair()
         ours.setblocking(False)
         context = plan.context
@@ -90,7 +93,7 @@ class ChildProcess:
         with contextlib.suppress(OSError):  # a kernel or container that has no such descriptors
             self._pidfd = (os.pidfd_open(self.process.pid or 0),)
             self._life.register(self._pidfd[0], select.POLLIN)
-        self.progress = ProgressMemory.create(threads)
+        self.progress = ProgressMemory.create(places)
         self.stacks = create_shared_memory(1)
         os.ftruncate(self.stacks, 0)
         queues = () if queue is None else (queue,)

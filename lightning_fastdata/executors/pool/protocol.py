@@ -8,9 +8,9 @@
                    TaskRequest, through one queue for all
              ---------------------------------------------------->  whichever is free takes it
                    Start, GiveTask, GoOn, MapSlot, DropSlot, SetLayout,
-                   SetStamps, AskTaken
+                   SetStamps, SetThreads, AskTaken, Retire
              ---------------------------------------------------->  a wire of its own
-                   TaskEnded, TasksTaken, InitFailed
+                   TaskEnded, TasksTaken, Retired, InitFailed
              <----------------------------------------------------  the same wire
                    ProgressMemory: its state, and what each thread reads
              <====================================================  memory that outlives it
@@ -41,9 +41,9 @@ generation after, which makes those batches old.
 
 **A process**::
 
-    starting --> initialising --> waiting --> working
-    (no stacks   (worker_init_fn) (no task    (at least
-     to show)                      so far)     one task)
+    starting --> initialising --> waiting --> working --> retiring --> retired --> stopped
+    (no stacks   (worker_init_fn) (no task    (at least   (asked to    (takes no   (has done
+     to show)                      so far)     one task)   leave)       new tasks)  the last)
 
 It notes in its progress memory how far it has got, and ends when its wire closes. When one dies, at
 any point, the tasks that were sent to it, or that it noted as taken, are lost: another does them. A
@@ -68,6 +68,8 @@ from lightning_fastdata.batches.packed import Packed
 from lightning_fastdata.batches.slots import create_shared_memory, map_shared_memory
 from lightning_fastdata.stamps.batch_stamps import TaskStamps
 
+MAX_THREADS: Final = 64
+"""Of one side process that has several."""
 TaskKind: TypeAlias = Literal["first", "rows", "whole"]
 """Read one sample and keep it; write samples into the slot; read and collate the whole batch."""
 
@@ -132,15 +134,25 @@ class SetStamps(NamedTuple):
     wanted: bool
 
 
+class SetThreads(NamedTuple):
+    """Work in so many threads from now on."""
+
+    threads: int
+
+
 class AskTaken(NamedTuple):
     """Answer with :class:`TasksTaken`."""
 
     inquiry: int
 
 
-Setting: TypeAlias = SetLayout | SetStamps
+class Retire(NamedTuple):
+    """Take nothing from the queue any more, and answer with :class:`Retired`."""
+
+
+Setting: TypeAlias = SetLayout | SetStamps | SetThreads
 """What holds for processes that are still to come, too."""
-ToChild: TypeAlias = Start | GiveTask | GoOn | MapSlot | DropSlot | Setting | AskTaken
+ToChild: TypeAlias = Start | GiveTask | GoOn | MapSlot | DropSlot | Setting | AskTaken | Retire
 
 # From a side process to the training process: how a task ended, and the rest
 
@@ -202,6 +214,10 @@ class TasksTaken(NamedTuple):
     numbers: set[int]
 
 
+class Retired(NamedTuple):
+    """Nothing will be taken from the queue any more."""
+
+
 class InitFailed(NamedTuple):
     """``worker_init_fn`` raised an exception: where, and its traceback. The process ends."""
 
@@ -209,7 +225,7 @@ class InitFailed(NamedTuple):
     text: str
 
 
-FromChild: TypeAlias = TaskEnded | TasksTaken | InitFailed
+FromChild: TypeAlias = TaskEnded | TasksTaken | Retired | InitFailed
 Message: TypeAlias = ToChild | FromChild
 
 _KINDS: Final = (*get_args(ToChild), *get_args(FromChild), *get_args(TaskResult))

@@ -16,7 +16,7 @@ from typing import Any, Final
 from lightning_fastdata.batches.layout import SampleLayout
 from lightning_fastdata.batches.slots import SlotPool
 from lightning_fastdata.batches.streams import PageLocks
-from lightning_fastdata.errors import WorkerError
+from lightning_fastdata.errors import OptionsError, WorkerError
 from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.pool import protocol
 from lightning_fastdata.executors.pool.crew import Answer, Crew, Loss
@@ -28,6 +28,7 @@ from lightning_fastdata.executors.pool.faults import (
     killer_sample,
     timed_out,
 )
+from lightning_fastdata.executors.pool.protocol import MAX_THREADS
 from lightning_fastdata.executors.pool.splitter import EpochRun, PendingBatch, Splitter, Task
 from lightning_fastdata.order.epoch_order import EpochOrder
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, ReadRates, WaitWatch
@@ -51,6 +52,7 @@ class PoolExecutor:
         trial: CrewTrial | None = None,
     ) -> None:
         self.plan = plan
+        self._alone = threads == 1
         self._slots = SlotPool(limit_bytes=plan.memory_limit_bytes, page_locks=page_locks)
         self._crew = Crew(plan, self._slots, processes=processes, threads=threads)
         self.children = self._crew.children
@@ -150,6 +152,30 @@ class PoolExecutor:
         if records is None:
             self._trial.given_up()  # without stamps it would never end
         self._crew.configure(protocol.SetStamps(records is not None))
+
+    def resize(self, workers: int) -> None:
+        """Have so many side processes from now on; those too many finish their work first."""
+        self._crew.resize(workers)
+        self._trial = CrewTrial(self._crew.hands)
+
+    def set_threads(self, threads: int) -> None:
+        """Have each side process work in so many threads from now on, without losing a task.
+
+        Args:
+            threads: 1 to 64.
+
+        Raises:
+            OptionsError: There are not so many, or the executor began with one thread, which may
+                rest on being alone with the global random generators.
+        """
+        if self._alone or not 1 <= threads <= MAX_THREADS:
+            raise OptionsError(
+                f"threads is {threads!r}; a sidecar has 1 to {MAX_THREADS}, and workers have 1 "
+                "each. Use resize() to change the number of processes."
+            )
+        self._crew.threads = threads
+        self._crew.configure(protocol.SetThreads(threads))
+        self._trial = CrewTrial(self._crew.hands)
 
     def close(self) -> None:
         """Stop all side processes and let go of the memory; batches handed out stay valid."""

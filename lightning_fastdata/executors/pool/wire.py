@@ -149,7 +149,10 @@ class TaskQueue:
         return True
 
     def numbers(self) -> set[int]:
-        """Return the numbers of the tasks that no process has taken yet, which are queued anew."""
+        """Return the numbers of the tasks that no process has taken yet.
+
+        They are queued anew, which wakes a waiting process for each that another left.
+        """
         packets = []
         while (packet := read_packet(self.reading)) is not None:
             packets.append(packet)
