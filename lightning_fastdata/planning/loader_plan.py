@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
 from torch.utils.data import IterableDataset
 
@@ -14,7 +16,11 @@ if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
     from lightning_fastdata.executors.kinds import ExecutorName
+    from lightning_fastdata.host.cpu import CpuLimit
+    from lightning_fastdata.host.memory import HostMemory
+    from lightning_fastdata.planning.facts.probe import SampleCost
     from lightning_fastdata.planning.options import LoaderOptions
+    from lightning_fastdata.planning.stream_split import StreamSplit
     from lightning_fastdata.types import Stage
 
 Value: TypeAlias = int | float | str | None
@@ -74,6 +80,48 @@ class LoaderSpec:
         if self.options.num_workers == 0:
             return True
         return executor != "auto" and KINDS[executor].caller_reads
+
+
+class ExecutorChoice(NamedTuple):
+    """The executor that suits a dataset."""
+
+    executor: ExecutorName
+    why: str
+    alone: bool = False
+    """The training process had better read for itself, where the number of workers is open."""
+
+
+TORCH: Final = ExecutorChoice("torch", KINDS["torch"].what)
+"""Where nothing asks for another one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Situation:
+    """What the plan of a loader rests on besides its options. None: not known."""
+
+    stage: Stage
+    cpu: CpuLimit  # of this rank
+    memory: HostMemory  # of this host, shared by its ranks
+    accelerator: str  # "cpu", "cuda", "mps" or another device type
+    batch_size: int  # samples in a batch of this rank
+    dataset_length: int | None  # samples that this rank reads in an epoch
+    iterable: bool  # the dataset is a stream (``IterableDataset``)
+    stream: StreamSplit | None = None  # whether a stream shares itself out among workers
+    batched_fetch: bool  # the dataset gives a whole batch in one call (``__getitems__``)
+    in_memory: bool = False  # samples are tensors in RAM, and nothing is computed for each
+    sample_bytes: int | None  # of a collated sample; None: memory sets no bound
+    cost: SampleCost | None = None  # of a sample
+    split: bool = False  # the samples of one batch may be read by several workers
+    choice: ExecutorChoice = TORCH
+    start_method: str | None = None  # if the options leave it open; None: Python's default
+    instead_of_fork: str | None = None  # to start processes by, as forked ones were seen to fail
+    platform: str = sys.platform
+
+    @property
+    def batches(self) -> int | None:
+        """Batches in an epoch."""
+        length = self.dataset_length
+        return None if length is None else math.ceil(length / self.batch_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import multiprocessing
-import sys
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch.utils.data import TensorDataset
@@ -20,7 +18,15 @@ from lightning_fastdata.host.memory import read_host_memory
 from lightning_fastdata.order.epoch_order import dataset_length
 from lightning_fastdata.planning.facts.inspection import DatasetFacts, Questions, inspect_dataset
 from lightning_fastdata.planning.facts.probe import sample_bytes
-from lightning_fastdata.planning.loader_plan import LoaderPlan, LoaderSpec, Setting, Value
+from lightning_fastdata.planning.loader_plan import (
+    TORCH,
+    ExecutorChoice,
+    LoaderPlan,
+    LoaderSpec,
+    Setting,
+    Situation,
+    Value,
+)
 from lightning_fastdata.planning.options import LoaderOptions, check_among, unsuited
 from lightning_fastdata.planning.stream_split import splits_itself
 from lightning_fastdata.planning.worker_count import (
@@ -32,17 +38,11 @@ from lightning_fastdata.planning.worker_count import (
     over_epochs,
     torch_queue,
     waits,
-    workers_for,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from lightning_fastdata.host.cpu import CpuLimit
-    from lightning_fastdata.host.memory import HostMemory
-    from lightning_fastdata.planning.facts.probe import SampleCost
-    from lightning_fastdata.planning.stream_split import StreamSplit
-    from lightning_fastdata.types import Stage
 
 # Side processes are started to save a fifth of the time of a batch: less is not certain enough, as
 # they also wait for each other and for CPUs.
@@ -59,18 +59,6 @@ _SHARED: Final = (
     "{file} was opened in the training process and is read by a position that forked workers would "
     "share with each other, so {then}. Open it on first use in __getitem__ and not in __init__."
 )
-
-
-class ExecutorChoice(NamedTuple):
-    """The executor that suits a dataset."""
-
-    executor: ExecutorName
-    why: str
-    alone: bool = False
-    """The training process had better read for itself, where the number of workers is open."""
-
-
-_TORCH: Final = ExecutorChoice("torch", KINDS["torch"].what)
 
 
 def plan_for(
@@ -99,7 +87,7 @@ def plan_for(
         wrapped = spec.transformed or bool(spec.pipelines)
         stream = splits_itself(dataset, worker_init_fn=spec.worker_init_fn, wrapped=wrapped)
     cpu = read_cpu_limit(local_ranks=local_ranks)
-    choice = _TORCH
+    choice = TORCH
     if facts.shared_file is not None and options.num_workers == "auto":
         why = f"workers would share the position in {facts.shared_file}, which is open here"
         choice = ExecutorChoice("inline", why)
@@ -107,25 +95,25 @@ def plan_for(
         shared_memory = shared_slots_supported()
         choice = choose_executor(spec, facts, cpus=cpu.usable_cpus, shared_memory=shared_memory)
     size = None if cost is None else cost.size_bytes
-    plan = plan_loader(
-        options,
-        choice=choice,
-        cost=cost,
-        split=facts.split and not recorded,
-        start_method=facts.start_method or multiprocessing.get_start_method(),
-        instead_of_fork=facts.start_method,
+    situation = Situation(
         stage=spec.stage,
         cpu=cpu,
         memory=read_host_memory(),
         accelerator=accelerator,
-        sample_bytes=size if facts.sample is None else sample_bytes(facts.sample),
         batch_size=spec.batch_size or 1,
         dataset_length=dataset_length(dataset),
         iterable=spec.is_stream,
         stream=stream,
         batched_fetch=fetches_in_batches(dataset) or isinstance(dataset, TensorDataset),
         in_memory=isinstance(dataset, TensorDataset),
+        sample_bytes=size if facts.sample is None else sample_bytes(facts.sample),
+        cost=cost,
+        split=facts.split and not recorded,
+        choice=choice,
+        start_method=facts.start_method or multiprocessing.get_start_method(),
+        instead_of_fork=facts.start_method,
     )
+    plan = plan_loader(options, situation)
     if facts.shared_file is None:
         return replace(plan, warnings=facts.warnings)
     alone = KINDS[plan.executor].caller_reads or not plan.num_workers
@@ -179,108 +167,63 @@ def choose_executor(
     return ExecutorChoice(here, said, alone=True)
 
 
-def plan_loader(
-    options: LoaderOptions,
-    *,
-    stage: Stage,
-    cpu: CpuLimit,
-    memory: HostMemory,
-    accelerator: str,
-    sample_bytes: int | None,
-    batch_size: int,
-    dataset_length: int | None,
-    iterable: bool,
-    batched_fetch: bool,
-    in_memory: bool = False,
-    stream: StreamSplit | None = None,
-    choice: ExecutorChoice | tuple[ExecutorName, str] = _TORCH,
-    cost: SampleCost | None = None,
-    split: bool = False,
-    start_method: str | None = None,
-    instead_of_fork: str | None = None,
-    platform: str = sys.platform,
-) -> LoaderPlan:
+def plan_loader(options: LoaderOptions, situation: Situation) -> LoaderPlan:
     """Decide every setting of a loader. Reads nothing: the same arguments give the same plan.
 
-    ``cpu``, ``batch_size`` and ``dataset_length`` are this rank's, ``memory`` is the host's. None:
-    not known. ``split``: the samples of one batch may be read by several workers. ``choice`` is
-    taken if the options leave the executor open, ``start_method`` likewise (None: the default of
-    Python), ``instead_of_fork`` where forked processes were seen to fail.
+    What the user set always wins, and gets a limit message where it cannot work.
 
     Raises:
         OptionsError: ``batch_size`` is below 1, or the system has no such start method or sharing
             strategy.
     """
+    batch_size, platform, chosen = situation.batch_size, situation.platform, situation.choice
     if batch_size < 1:
         raise OptionsError(f"batch_size is {batch_size!r}; a batch has 1 sample or more.")
     if platform == "win32":
         check_among("multiprocessing_context", options.multiprocessing_context, ("auto", "spawn"))
     if platform in ("darwin", "win32"):
         check_among("sharing_strategy", options.sharing_strategy, ("auto", "file_system"))
-    chosen = ExecutorChoice(*choice)
     executor = chosen.executor if options.executor == "auto" else options.executor
-    ours = not (KINDS[executor].is_torch or iterable)
-    method: str = options.multiprocessing_context
-    if method == "auto":
-        method = start_method or ("fork" if platform == "linux" else "spawn")
-    batches = None if dataset_length is None else math.ceil(dataset_length / batch_size)
-    count, why, limits = count_workers(
-        options,
-        executor,
-        alone=chosen.alone or (batched_fetch and in_memory and not ours),
-        computing=workers_for(stage, cpu, on_cpu=accelerator == "cpu", batches=batches),
-        iterable=iterable,
-        stream=stream,
-        cost=cost if ours else None,
-        batch_size=batch_size,
-        tasks=dataset_length if split else batches,
-        memory=memory,
-        ranks=cpu.ranks_on_host,
-        forked=method == "fork",
-    )
-    limits = [*_overstepped(options, cpu, accelerator, cost), *limits]
+    ours = not (KINDS[executor].is_torch or situation.iterable)
+    count, why, limits = count_workers(options, executor, situation, ours=ours)
+    limits = [*_overstepped(options, situation), *limits]
     prefetch: int | None
     if ours:
         # The engine's slots keep to a share of the RAM by themselves, and take nothing of /dev/shm.
         prefetch = None if options.prefetch_factor == "auto" else options.prefetch_factor
-        ahead = look_ahead_batches(count, prefetch=prefetch, batch_size=batch_size, split=split)
+        ahead = look_ahead_batches(
+            count, prefetch=prefetch, batch_size=batch_size, split=situation.split
+        )
         prefetch_why, many_files = f"{ahead} batches ahead in all, as memory allows", False
     else:
-        count, why, prefetch, prefetch_why, many_files, bounds = torch_queue(
-            count,
-            why,
-            options,
-            (sample_bytes or 0) * batch_size,
-            memory=memory,
-            ranks=cpu.ranks_on_host,
-            platform=platform,
-        )
+        queue = torch_queue(count, why, options, situation)
+        count, why, prefetch, prefetch_why, many_files, bounds = queue
         limits += bounds
+    kept = count > 0 and situation.stage in ("train", "val")
+    forks = situation.instead_of_fork is None
     auto: dict[str, tuple[Value, str]] = {
         "num_workers": (count, why),
-        "pin_memory": (accelerator == "cuda", _PIN),
-        "persistent_workers": (count > 0 and stage in ("train", "val"), _KEEP),
+        "pin_memory": (situation.accelerator == "cuda", _PIN),
+        "persistent_workers": (kept, _KEEP),
         "prefetch_factor": (prefetch, prefetch_why) if count else (None, "not used: no workers"),
-        "multiprocessing_context": (instead_of_fork, _NO_FORK) if instead_of_fork else _AS_IT_IS,
+        "multiprocessing_context": _AS_IT_IS if forks else (situation.instead_of_fork, _NO_FORK),
         "sharing_strategy": ("file_system", _FEW_FILES) if many_files else _AS_IT_IS,
         "timeout_s": (0, "wait for ever, as long as there is progress"),
         "stall_timeout_s": (None, "120 s without progress, or 20 times the longest task"),
         "in_order": (True, "as the sampler gives them"),
         "worker_nice": (_POLITE, "the training process goes first where both want a CPU"),
-        "executor": chosen[:2],
+        "executor": (chosen.executor, chosen.why),
         "page_lock": ("copy", "each batch is copied, where pin_memory asks for it"),
         "probe": (True, "a few samples tell what suits them"),
     }
-    limits += unsuited(options.executor, iterable=iterable, workers=count)
+    limits += unsuited(options.executor, iterable=situation.iterable, workers=count)
     choices = tuple(_setting(options, name, *auto[name]) for name in auto)
     decided: dict[str, Any] = {setting.option: setting.value for setting in choices}
     return LoaderPlan(**decided, choices=choices, limits=tuple(limits))
 
 
-def _overstepped(
-    options: LoaderOptions, cpu: CpuLimit, accelerator: str, cost: SampleCost | None
-) -> Iterator[str]:
-    workers = options.num_workers
+def _overstepped(options: LoaderOptions, situation: Situation) -> Iterator[str]:
+    workers, cpu, cost = options.num_workers, situation.cpu, situation.cost
     if workers != "auto" and workers > cpu.usable_cpus and not waits(cost):
         yield (
             f"num_workers={workers} is more than the CPUs there are ({cpu.reason}). It "
@@ -294,8 +237,8 @@ def _overstepped(
             f'{cost.wall_ms:.3g} ms and leaves the CPUs idle. Set num_workers="auto", or more '
             "workers than CPUs."
         )
-    if options.pin_memory is True and accelerator != "cuda":
-        yield f'pin_memory=True has no use on {accelerator!r}. Set it to "auto".'
+    if options.pin_memory is True and situation.accelerator != "cuda":
+        yield f'pin_memory=True has no use on {situation.accelerator!r}. Set it to "auto".'
 
 
 def _setting(options: LoaderOptions, option: str, auto: Value, why: str) -> Setting:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from lightning_fastdata.host.cpu import CpuLimit
     from lightning_fastdata.host.memory import BatchMemory, HostMemory
     from lightning_fastdata.planning.facts.probe import SampleCost
+    from lightning_fastdata.planning.loader_plan import Situation
     from lightning_fastdata.planning.options import LoaderOptions
     from lightning_fastdata.planning.stream_split import StreamSplit
     from lightning_fastdata.types import Stage
@@ -161,43 +162,37 @@ def workers_that_wait(
 
 
 def count_workers(
-    options: LoaderOptions,
-    executor: ExecutorName,
-    *,
-    alone: bool,
-    computing: tuple[int, str],
-    iterable: bool,
-    stream: StreamSplit | None,
-    cost: SampleCost | None,
-    batch_size: int,
-    tasks: int | None,
-    memory: HostMemory,
-    ranks: int,
-    forked: bool,
+    options: LoaderOptions, executor: ExecutorName, situation: Situation, *, ours: bool
 ) -> tuple[int, str, list[str]]:
-    """Return how many workers there are, why, and what bounds them.
-
-    ``alone``: the training process had better read for itself. ``computing``: how many would do if
-    samples did not wait, and why. ``cost``: None where torch reads, too.
-    """
-    count, why = computing
-    kind = KINDS[executor]
+    """Return how many workers there are, why, and what bounds them; torch's own if not ours."""
+    kind, chosen, cpu = KINDS[executor], situation.choice, situation.cpu
     if options.num_workers != "auto":
         return options.num_workers, SET, []
-    if kind.workers is not None and not iterable:
+    if kind.workers is not None and not situation.iterable:
         return *kind.workers, []
+    alone = chosen.alone or (situation.batched_fetch and situation.in_memory and not ours)
     if alone and (options.executor == "auto" or kind.is_torch):
         return 0, "fetching a batch costs less than handing it over", []
-    if iterable and count > 1:
-        return workers_of_stream(count, why, stream)
+    on_cpu = situation.accelerator == "cpu"
+    count, why = workers_for(situation.stage, cpu, on_cpu=on_cpu, batches=situation.batches)
+    if situation.iterable and count > 1:
+        return workers_of_stream(count, why, situation.stream)
+    cost = situation.cost if ours else None
     if cost is not None and count and waits(cost):
-        waiting = workers_that_wait(
-            count, cost, tasks=tasks, memory=memory, ranks=ranks, forked=forked
+        method: str | None = options.multiprocessing_context
+        if method == "auto":
+            method = situation.start_method
+        count, why = workers_that_wait(
+            count,
+            cost,
+            tasks=situation.dataset_length if situation.split else situation.batches,
+            memory=situation.memory,
+            ranks=cpu.ranks_on_host,
+            forked=(method or ("fork" if situation.platform == "linux" else "spawn")) == "fork",
         )
-        return *waiting, []
-    if cost is not None and enough_workers(cost, batch_size) < count:
+    elif cost is not None and enough_workers(cost, situation.batch_size) < count:
         why = "the training process could not take the batches of more"
-        return enough_workers(cost, batch_size), why, []
+        count = enough_workers(cost, situation.batch_size)
     return count, why, []
 
 
@@ -225,24 +220,16 @@ class Queue(NamedTuple):
     limits: list[str]
 
 
-def torch_queue(
-    workers: int,
-    why: str,
-    options: LoaderOptions,
-    batch_bytes: int,
-    *,
-    memory: HostMemory,
-    ranks: int,
-    platform: str,
-) -> Queue:
+def torch_queue(workers: int, why: str, options: LoaderOptions, situation: Situation) -> Queue:
     """Return the workers of torch's loader, and their look-ahead, that memory and files allow."""
+    memory, batch_bytes = situation.memory, (situation.sample_bytes or 0) * situation.batch_size
     limits = []
     if options.prefetch_factor == "auto":
         prefetch = max(2, min(4, math.ceil(_LOOK_AHEAD_BATCHES / max(1, workers))))
         prefetch_why = f"{workers * prefetch} batches ahead in all, to cover a slow one"
     else:
         prefetch, prefetch_why = options.prefetch_factor, SET
-    for place in batch_memories(memory, ranks=ranks):
+    for place in batch_memories(memory, ranks=situation.cpu.ranks_on_host):
         if place.holds(_held_batches(workers, prefetch) * batch_bytes):
             continue
         fitting = _fit(workers, prefetch, batch_bytes, place, options)
@@ -251,7 +238,8 @@ def torch_queue(
         prefetch_why = f"bounded by {place.place}" if fitting[1] < prefetch else prefetch_why
         workers, prefetch = fitting
     files, soft = workers * prefetch * _TENSORS_PER_BATCH * 2, memory.open_files_soft
-    many_files = platform not in _NO_DESCRIPTORS and soft is not None and files * 2 >= soft
+    descriptors = situation.platform not in _NO_DESCRIPTORS
+    many_files = descriptors and soft is not None and files * 2 >= soft
     if many_files and options.sharing_strategy != "file_system":
         took = options.sharing_strategy == "auto"
         result = 'so sharing_strategy is "file_system"' if took else "and opening one more may fail"

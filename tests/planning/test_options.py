@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.host.cpu import CpuLimit, cpu_limit
 from lightning_fastdata.host.memory import HostMemory
-from lightning_fastdata.planning.loader_plan import LoaderPlan
+from lightning_fastdata.planning.loader_plan import LoaderPlan, Situation
 from lightning_fastdata.planning.options import LoaderOptions
 from lightning_fastdata.planning.plan_for import plan_loader
 from lightning_fastdata.types import STAGES
@@ -64,7 +64,7 @@ def plan(options: LoaderOptions | None = None, **changes: Any) -> LoaderPlan:
         "batched_fetch": False,
         "platform": "linux",
     }
-    return plan_loader(options or LoaderOptions(), **{**arguments, **changes})
+    return plan_loader(options or LoaderOptions(), Situation(**{**arguments, **changes}))
 
 
 def why(made: LoaderPlan, option: str) -> str:

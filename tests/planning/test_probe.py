@@ -38,9 +38,9 @@ from lightning_fastdata.planning.facts.probe import (
     probe_indices,
     spread_indices,
 )
-from lightning_fastdata.planning.loader_plan import LoaderSpec
+from lightning_fastdata.planning.loader_plan import ExecutorChoice, LoaderSpec, Situation
 from lightning_fastdata.planning.options import LoaderOptions
-from lightning_fastdata.planning.plan_for import ExecutorChoice, choose_executor, plan_loader
+from lightning_fastdata.planning.plan_for import choose_executor, plan_loader
 from lightning_fastdata.planning.worker_count import (
     alone_ms,
     by_workers_ms,
@@ -424,13 +424,13 @@ def planned(options=None, **changes):
         "dataset_length": 512,
         "iterable": False,
         "batched_fetch": False,
-        "choice": ("workers", "as planted"),
+        "choice": ExecutorChoice("workers", "as planted"),
         "cost": cost(wall_ms=5.5, cpu_ms=0.4),
         "split": True,
         "platform": "linux",
     }
     options = options or LoaderOptions(executor="auto")
-    return plan_loader(options, **{**arguments, **changes})
+    return plan_loader(options, Situation(**{**arguments, **changes}))
 
 
 def test_the_plan_says_that_a_sample_waits():
@@ -447,9 +447,9 @@ def test_the_plan_says_that_a_sample_waits():
         ({"cost": cost(wall_ms=5, cpu_ms=5)}, 2),
         ({"split": False}, 16),
         ({"dataset_length": 0}, 0),
-        ({"choice": ("torch", "no shared memory")}, 2),
-        ({"choice": ("inline", "cheap")}, 0),
-        ({"choice": ("sidecar", "images")}, 23),
+        ({"choice": ExecutorChoice("torch", "no shared memory")}, 2),
+        ({"choice": ExecutorChoice("inline", "cheap")}, 0),
+        ({"choice": ExecutorChoice("sidecar", "images")}, 23),
         ({"stage": "val"}, 12),
         ({"memory": memory(soft=64)}, 8),
     ],

@@ -82,8 +82,9 @@ def try_recording(
     """Read samples as always and once more with their pixels deferred, and compare.
 
     Each operation that the device would run is tried by itself, too, however seldom it is drawn
-    (:mod:`~lightning_fastdata.augment.pipeline.trial`). The dataset and the global random state stay as they were, but for what the dataset keeps of samples that it reads. What is
-    deferred is computed here, by one thread. None: the dataset holds no pipeline.
+    (:mod:`~lightning_fastdata.augment.pipeline.trial`). The dataset and the global random state
+    stay as they were, but for what the dataset keeps of samples that it reads. What is deferred is
+    computed here, by one thread. None: the dataset holds no pipeline.
     """
     composes = find_composes(dataset)
     registered = registered_forms(*composes)
