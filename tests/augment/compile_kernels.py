@@ -24,9 +24,8 @@ POINTERS = {
 }
 WARPS, BLOCK = 4, 512
 PER_THREAD = BLOCK // (32 * WARPS)
-LERPS, TERMS = 4 * 3 * PER_THREAD, 3 * PER_THREAD
-"""Explicit multiply-adds: four lerps a channel, one of them with the fill; in a filter, one a
-channel for each term."""
+LERPS, TERMS = 3 * 3 * PER_THREAD, 3 * PER_THREAD
+"""Explicit multiply-adds: three lerps a channel; in a filter, one a channel for each term."""
 
 
 def assembly(kernel, capability, target, constants, *, one_pixel=False, **others):

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from albumentations import BaseCompose
 
     from lightning_fastdata.augment.ops.operation import DeviceOp, Tape
-    from lightning_fastdata.types import Batch, SampleKey
+    from lightning_fastdata.types import SampleKey
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +113,7 @@ def draw_samples(
     form: ImageForm,
     samples: int,
     key: SampleKey,
-    targets: Sequence[Mapping[str, Batch]] | None = None,
+    targets: Sequence[Mapping[str, Any]] | None = None,
 ) -> ExplicitDraws:
     """Return what a pipeline draws for images and masks of which only the form is known.
 
@@ -133,7 +133,7 @@ def draw_samples(
         for name, role in roles.items()
     }
     tapes: list[Tape] = []
-    returned: list[dict[str, Batch]] = []
+    returned: list[dict[str, Any]] = []
     for row in range(samples):
         reseed((recorder.compose,), key._replace(index=key.index + row))
         sources = dict.fromkeys(roles, functools.partial(_refuse, recorder, row))
@@ -178,7 +178,7 @@ def _refuse(recorder: Recorder, row: int) -> NoReturn:
 
 
 def _check_targets(
-    targets: Sequence[Mapping[str, Batch]] | None, compose: BaseCompose, samples: int
+    targets: Sequence[Mapping[str, Any]] | None, compose: BaseCompose, samples: int
 ) -> None:
     if samples < 1:
         raise OptionsError(f"n is {samples}; draw for at least 1 sample.")

@@ -7,7 +7,7 @@ import functools
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -22,10 +22,9 @@ if TYPE_CHECKING:
     from albumentations import BaseCompose
 
     from lightning_fastdata.augment.pipeline.plan import Plan
-    from lightning_fastdata.types import Batch
 
 _Result = TypeVar("_Result")
-_Data: TypeAlias = "dict[str, Batch]"
+_Data: TypeAlias = "dict[str, Any]"
 """What a pipeline is called with, and what it returns."""
 
 
@@ -41,7 +40,7 @@ class Watch:
     given: dict[int, _Data] = field(default_factory=dict)
     """A copy of what each pipeline was first called with, by its ``id``."""
 
-    def call(self, compose: BaseCompose, data: Mapping[str, Batch]) -> None:
+    def call(self, compose: BaseCompose, data: Mapping[str, Any]) -> None:
         """Note a call."""
         self.calls += 1
         if self.records and id(compose) not in self.given:
@@ -66,7 +65,7 @@ class Turn:
         self._thread = threading.get_ident()
         self._calls.clear()
 
-    def take(self, recorder: PipelineRecorder, data: Mapping[str, Batch]) -> bool:
+    def take(self, recorder: PipelineRecorder, data: Mapping[str, Any]) -> bool:
         """Return whether the call that begins is to be recorded by this recorder."""
         if self.watch is not None:
             self.watch.call(recorder.compose, data)
@@ -150,7 +149,7 @@ class PipelineRecorder(Recorder):
             self._turn.end(self)
             raise
 
-    def _refuse_late_pixels(self, name: str, data: Mapping[str, Batch]) -> None:
+    def _refuse_late_pixels(self, name: str, data: Mapping[str, Any]) -> None:
         """Refuse nothing: the dataset gets the tensor computed, and so is the batch it comes in."""
 
     def _begin(self, original: Callable[[_Data], object], data: _Data) -> object:

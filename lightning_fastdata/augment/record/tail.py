@@ -13,8 +13,6 @@ from typing import Any, Final, Literal, NamedTuple, TypeAlias
 import numpy as np
 import torch
 
-from lightning_fastdata.types import Batch
-
 Function: TypeAlias = Callable[..., Any]
 Arithmetic: TypeAlias = Literal["add", "sub", "mul", "div"]
 Kind: TypeAlias = Literal[Arithmetic, "cast", "permute", "unsqueeze", "contiguous", "copy"]
@@ -151,7 +149,7 @@ def _cast(wanted: torch.dtype, form: Form) -> Noted | None:
     return Noted(TailStep("cast", wanted), form.shape) if of_numbers and same else None
 
 
-def _arithmetic(func: Function, other: Batch, form: Form) -> Noted | None:
+def _arithmetic(func: Function, other: Any, form: Form) -> Noted | None:
     full = (1,) * form.leading + form.shape
     if type(other) is torch.Tensor:
         plain = other.dtype in _OPERANDS and other.is_cpu and not other.requires_grad

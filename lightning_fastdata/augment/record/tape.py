@@ -50,11 +50,10 @@ if TYPE_CHECKING:
     from albumentations import BaseCompose, BasicTransform
 
     from lightning_fastdata.augment.ops.operation import Shape
-    from lightning_fastdata.types import Batch
 
     _Dtype: TypeAlias = np.dtype[Any]
 
-_Values: TypeAlias = "dict[str, Batch]"
+_Values: TypeAlias = "dict[str, Any]"
 """Parameters or data of a transform, by name."""
 
 
@@ -96,7 +95,7 @@ class Recorder:
                 self._hook(index, leaf.transform, ops)
 
     def __call__(
-        self, data: Mapping[str, Batch], sources: Mapping[str, Callable[[], Batch]] | None = None
+        self, data: Mapping[str, Any], sources: Mapping[str, Callable[[], Any]] | None = None
     ) -> tuple[_Values, Tape]:
         """Run the pipeline once and return what it returns, and what is still to be done.
 
@@ -144,7 +143,7 @@ class Recorder:
         """Have a hook called in place of a method: an instance attribute shadows the class's."""
         setattr(owner, name, hook)
 
-    def _target(self, key: str, value: Batch) -> Target:
+    def _target(self, key: str, value: Any) -> Target:
         target = self._targets.get(key)
         if target is None or target.shown is not value:
             value = contiguous(value)
@@ -154,7 +153,7 @@ class Recorder:
     def _is_pixels(self, key: str, value: object) -> bool:
         return key in self._roles and value is not None
 
-    def _real(self, data: Mapping[str, Batch], reader: BasicTransform) -> _Values:
+    def _real(self, data: Mapping[str, Any], reader: BasicTransform) -> _Values:
         self.reading = type(reader).__name__
         return {
             key: self._target(key, value).flush() if self._is_pixels(key, value) else value
@@ -196,7 +195,7 @@ class Recorder:
         original: Callable[..., _Values],
         params: _Values,
         /,
-        **data: Batch,
+        **data: Any,
     ) -> _Values:
         result = original(params, **self._real(data, transform))
         for key, before in data.items():
@@ -206,7 +205,7 @@ class Recorder:
                 self._targets[key] = Target(value, value)
         return result
 
-    def _record(self, hooked: _Hooked, params: _Values, /, **data: Batch) -> _Values:
+    def _record(self, hooked: _Hooked, params: _Values, /, **data: Any) -> _Values:
         leaf, op = hooked.leaf, hooked.op
         # Apart from the parameters, which a pipeline may return.
         drawn = params | self._small.pop(leaf) if leaf in self._small else params
@@ -286,7 +285,7 @@ class Recorder:
                     )
 
 
-def function_by_key(transform: BasicTransform) -> Mapping[str, Callable[..., Batch]]:
+def function_by_key(transform: BasicTransform) -> Mapping[str, Callable[..., Any]]:
     """Return what a transform calls with the value of each key of a sample that it knows."""
     return transform._key2func  # type: ignore[no-any-return]
 

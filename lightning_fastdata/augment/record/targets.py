@@ -36,8 +36,8 @@ class Pending:
     """An operation that was noted, and how Albumentations would run it."""
 
     op: TapeOp
-    apply: Callable[..., Batch]
-    params: Mapping[str, Batch]
+    apply: Callable[..., Any]
+    params: Mapping[str, Any]
     bars_pixels: bool
     """Whether it changes the form of the image, so that no later operation may have its pixels."""
 
@@ -46,9 +46,9 @@ class Pending:
 class Target:
     """An image or mask on its way through a pipeline."""
 
-    real: Batch
+    real: Any
     """Its pixels, or what fetches them."""
-    shown: Batch
+    shown: Any
     """What the pipeline handles in its place."""
     pending: list[Pending] = field(default_factory=list)
     _unit: bool | None = None
@@ -70,7 +70,7 @@ class Target:
             if self.shown.dtype != dtype or not unit_after(transform, before, dtype):
                 self._unit = unit_after(transform, before._replace(unit=False), dtype)
 
-    def flush(self) -> Batch:
+    def flush(self) -> Any:
         """Return the pixels after what was noted, which Albumentations does now."""
         if self.pending or callable(self.real):
             self._unit = None
@@ -82,7 +82,7 @@ class Target:
         return self.real
 
 
-def contiguous(value: Batch) -> Batch:
+def contiguous(value: Any) -> Any:
     """Return an array that lies in memory as NumPy's do; anything else as it is."""
     return np.ascontiguousarray(value) if isinstance(value, np.ndarray) else value
 

@@ -15,7 +15,7 @@ import dataclasses
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -76,7 +76,7 @@ class CropOnDevice:
     """Cuts the upper left corner, as large as the crop leaves an image, out of an image of
     ``size``: a copy, to the bit."""
 
-    def fit(self, result: Mapping[str, Batch], tape: Tape) -> tuple[dict[str, Batch], Tape]:
+    def fit(self, result: Mapping[str, Any], tape: Tape) -> tuple[dict[str, Any], Tape]:
         """Return a sample and its tape so that its images and masks have the usual size.
 
         The arrays of ``result`` are of that size, or, if the crop ran in the worker, of the size
@@ -248,9 +248,9 @@ class ComposeWorker:
     def _device_ops(self) -> Mapping[str, DeviceOp]:
         return device_ops(self._ops, self._registered)
 
-    def _own(self, plan: Plan | None) -> tuple[Callable[..., Batch], _Seed]:
+    def _own(self, plan: Plan | None) -> tuple[Callable[..., Any], _Seed]:
         """Return this thread's pipeline, or its recorder by a plan, and what seeds it."""
-        own: dict[int, tuple[Callable[..., Batch], _Seed]]
+        own: dict[int, tuple[Callable[..., Any], _Seed]]
         own = vars(self._local).setdefault("by_plan", {})
         if id(plan) not in own:
             if plan is None:
@@ -261,12 +261,12 @@ class ComposeWorker:
             own[id(plan)] = run, reseeder(compose)
         return own[id(plan)]
 
-    def _size(self, data: Mapping[str, Batch]) -> tuple[int, int] | None:
+    def _size(self, data: Mapping[str, Any]) -> tuple[int, int] | None:
         pixels = [data[name] for name in self._roles if data.get(name) is not None]
         sizes = {value.shape[:2] for value in pixels}
         return sizes.pop() if len(sizes) == 1 else None
 
-    def _arguments(self, sample: Batch) -> tuple[dict[str, Batch], dict[str, Location]]:
+    def _arguments(self, sample: Batch) -> tuple[dict[str, Any], dict[str, Location]]:
         """Return the arguments of the pipeline, and where each of them sits in the sample."""
         found = find_fields(sample, self._fields, batched=False)
         places: dict[str, Location] = {"image": found.image}
@@ -314,7 +314,7 @@ def _as_arrays(value: Batch, *, image: bool) -> Batch:
     return np.stack([to_hwc(one)[0] for one in value]) if image else value.detach().cpu().numpy()
 
 
-def _own_if_gray(value: Batch) -> np.ndarray:
+def _own_if_gray(value: object) -> np.ndarray:
     """Return an image; of one channel a copy, as Albumentations writes to one that it equalizes.
 
     The dataset may hand out the same array in each epoch.
