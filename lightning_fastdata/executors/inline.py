@@ -16,6 +16,7 @@ from lightning_fastdata.stamps.operations import OperationWatch
 
 if TYPE_CHECKING:
     from lightning_fastdata.executors.fetch import FetchPlan
+    from lightning_fastdata.types import Batch
 
 _Fetched = TypeVar("_Fetched")
 
@@ -64,7 +65,7 @@ class StreamFetcher:
         self._samples = iter(())  # a file or lock that the old pass holds is free for the new one
         self._samples = iter(self.dataset)
 
-    def batch(self, ask: StreamAsk, epoch: int, mark: Callable[[int], None] | None = None) -> Any:  # noqa: ARG002 - as of Fetcher
+    def batch(self, ask: StreamAsk, epoch: int, mark: Callable[[int], None] | None = None) -> Batch:  # noqa: ARG002 - as of Fetcher
         """Return the next collated batch, or :data:`END_OF_STREAM`."""
         if ask.generation != self._generation:
             self.start(ask.generation)
@@ -138,7 +139,7 @@ class InlineExecutor:
     def __iter__(self) -> InlineExecutor:
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self) -> Batch:
         self._wait.requested(recorded=self._records is not None)
         indices = self._wait.sampled(self._batches)
         stamps = self._fetcher.stamps
@@ -152,7 +153,7 @@ class InlineExecutor:
                 error.add_note(note)
             if isinstance(error, StopIteration):
                 # Raised from __next__, it would end the epoch early and without a word.
-                reason = "\n".join([f"StopIteration: {error}", *getattr(error, "__notes__", ())])
+                reason = "\n".join([f"StopIteration: {error}", *vars(error).get("__notes__", ())])
                 raise RuntimeError(f"Reading the dataset raised {reason}") from error
             raise
         finally:

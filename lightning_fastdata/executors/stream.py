@@ -31,6 +31,7 @@ from lightning_fastdata.stamps.batch_stamps import BatchStamps, WaitWatch
 if TYPE_CHECKING:
     from lightning_fastdata.executors.fetch import FetchPlan
     from lightning_fastdata.executors.pool.process import ChildProcess
+    from lightning_fastdata.types import Batch
 
 
 @dataclass(slots=True, eq=False)
@@ -38,7 +39,6 @@ class _Lane:
     """What one side process has to give in this epoch."""
 
     child: ChildProcess
-    """The process."""
     batches: deque[PendingBatch] = field(default_factory=deque)
     """Asked for and not delivered, the oldest first."""
     delivered: int = 0
@@ -138,7 +138,7 @@ class StreamExecutor:
     def __iter__(self) -> StreamExecutor:
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self) -> Batch:
         until = time.monotonic() + self.plan.timeout_s if self.plan.timeout_s else None
         self._wait.requested(recorded=self._records is not None)
         ahead = -1
@@ -205,7 +205,7 @@ class StreamExecutor:
             open_lanes.sort(key=lambda lane: (not lane.broken, not lane.ready))
         return open_lanes[0]
 
-    def _deliver(self, lane: _Lane) -> Any:
+    def _deliver(self, lane: _Lane) -> Batch:
         self._turn = (self._lanes.index(lane) + 1) % len(self._lanes)
         batch = lane.batches.popleft()
         if batch.error is not None:

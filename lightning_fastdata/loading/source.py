@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from lightning_fastdata.augment.stage_transform import StageTransform, WorkerTransform
     from lightning_fastdata.batches.streams import PageLockName
     from lightning_fastdata.executors.kinds import ExecutorName
-    from lightning_fastdata.randomness.shared_epoch import EpochCell
+    from lightning_fastdata.randomness.seeds import EpochCell
     from lightning_fastdata.stamps.batch_stamps import WaitWatch
     from lightning_fastdata.types import Stage
 
