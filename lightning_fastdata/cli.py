@@ -52,33 +52,26 @@ def show_augment(
         seed: Of the draws.
         draws: Rows of the picture, one draw each.
     """
-    from lightning_fastdata.augment.show.pictures import (
-        draw_grid,
-        load_pipeline,
-        own_ways,
-        read_mask,
-        read_picture,
-        show_draws,
-    )
+    from lightning_fastdata.augment.show import pictures
     from lightning_fastdata.augment.transform import as_batch_transform
     from lightning_fastdata.demo.photos import photograph_path
 
-    pipeline = load_pipeline(compose)
-    original = read_picture(photograph_path("cat") if image is None else image)
-    drawn_on = None if mask is None else read_mask(mask, original.shape[:2])
-    shown = show_draws(pipeline, original, mask=drawn_on, seed=seed, draws=draws)
+    pipeline = pictures.load_pipeline(compose)
+    original = pictures.read_picture(photograph_path("cat") if image is None else image)
+    drawn_on = None if mask is None else pictures.read_mask(mask, original.shape[:2])
+    shown = pictures.show_draws(pipeline, original, mask=drawn_on, seed=seed, draws=draws)
     explained = as_batch_transform(pipeline).explain()
-    own = ", ".join(own_ways(pipeline))
+    own = ", ".join(pictures.own_ways(pipeline))
     note = f"The same distribution, not the same pixels: {own}." if own else ""
     try:
-        draw_grid(original, shown, mask=drawn_on, note=note).save(out, "PNG")
+        pictures.draw_grid(original, shown, mask=drawn_on, note=note).save(out, "PNG")
     except OSError as error:
         raise OptionsError(f"The picture cannot be written to {out}: {error}.") from error
     rows = [(f"draw {number}: {one.caption()}", "") for number, one in enumerate(shown)]
     rows += [(note, "")] if note else []
     head, *places = explained.splitlines()
+    rows += [(f"{out} written.", "dim")]
     _print_lines([(head, "bold"), *((place, "") for place in places), ("", ""), *rows])
-    _print_lines([(f"{out} written.", "dim")])
 
 
 def doctor() -> None:
@@ -87,15 +80,9 @@ def doctor() -> None:
     from lightning_fastdata.host.machine import doctor_text, read_versions
     from lightning_fastdata.host.memory import read_host_memory
 
-    sys.stdout.write(
-        doctor_text(
-            cpu=read_cpu_limit(),
-            memory=read_host_memory(),
-            gpus=_read_gpus(),
-            versions=read_versions(),
-        )
-        + "\n"
-    )
+    cpu, memory, versions = read_cpu_limit(), read_host_memory(), read_versions()
+    text = doctor_text(cpu=cpu, memory=memory, gpus=_read_gpus(), versions=versions)
+    sys.stdout.write(f"{text}\n")
 
 
 def compare(a: str, b: str, fail_if: Sequence[str] = (), json: bool = False) -> None:
@@ -119,14 +106,13 @@ def compare(a: str, b: str, fail_if: Sequence[str] = (), json: bool = False) -> 
         # 1 says that the comparison was made.
         sys.stderr.write(f"fastdata: {error}\n")
         raise SystemExit(2) from error
-    if json:
-        sys.stdout.write(dump_json(comparison.as_dict(), indent=2) + "\n")
-    elif sys.stdout.isatty():
+    if not json and sys.stdout.isatty():
         from rich.console import Console
 
         Console(highlight=False).print(comparison)
     else:
-        sys.stdout.write(comparison.text() + "\n")
+        text = dump_json(comparison.as_dict(), indent=2) if json else comparison.text()
+        sys.stdout.write(f"{text}\n")
     if comparison.failed:
         raise SystemExit(1)
 
@@ -203,12 +189,8 @@ def _read_gpus() -> list[tuple[str, DeviceMemory]]:
 
     from lightning_fastdata.host.memory import read_device_memory
 
-    found = []
-    for index in range(torch.cuda.device_count()):
-        held = read_device_memory(index)
-        if held is not None:
-            found.append((torch.cuda.get_device_name(index), held))
-    return found
+    held = {index: read_device_memory(index) for index in range(torch.cuda.device_count())}
+    return [(torch.cuda.get_device_name(i), one) for i, one in held.items() if one is not None]
 
 
 if __name__ == "__main__":

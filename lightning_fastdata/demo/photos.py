@@ -1,9 +1,8 @@
 """Real photographs for the demo, the examples and the tests, without a download.
 
 scikit-image, scikit-learn and matplotlib ship a few colour photographs inside their wheels. Crops
-of them, saved as JPEG files in class folders, make a data set that costs what any folder of
-photographs costs: open, read, decode, crop, augment. The class of a crop is the photograph it was
-cut from.
+of them, saved as JPEG files in class folders, cost what any folder of photographs costs: open,
+read, decode, crop, augment. The class of a crop is the photograph it was cut from.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -23,8 +23,6 @@ import numpy as np
 from lightning_fastdata.errors import DatasetError, OptionsError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from PIL.Image import Image
 
 PHOTOGRAPHS: dict[str, tuple[str, str]] = {
@@ -118,10 +116,8 @@ def open_photograph(name: str) -> Image:
 
 def regions(width: int, height: int, cut: Cut) -> tuple[Box, Box]:
     """Return the parts of a photograph that training and validation crops come from."""
-    return (
-        Box(0, 0, round(width * cut.train_share), height),
-        Box(width - round(width * cut.val_share), 0, width, height),
-    )
+    train = Box(0, 0, round(width * cut.train_share), height)
+    return train, Box(width - round(width * cut.val_share), 0, width, height)
 
 
 def draw_boxes(
@@ -147,20 +143,18 @@ def draw_boxes(
 
 
 def _draw_box(region: Box, cut: Cut, random_state: np.random.Generator) -> Box:
+    def draw(low: int, high: int) -> int:
+        return int(random_state.integers(low, high, endpoint=True))
+
     rooms = (region.right - region.left, region.lower - region.upper)
     sides = [
-        int(
-            random_state.integers(
-                min(cut.shortest_px, round(0.8 * room)), min(cut.longest_px, room), endpoint=True
-            )
-        )
-        for room in rooms
+        draw(min(cut.shortest_px, round(0.8 * room)), min(cut.longest_px, room)) for room in rooms
     ]
     if max(sides) < cut.shortest_px:
         roomier = int(rooms[1] > rooms[0])
         sides[roomier] = min(cut.shortest_px, rooms[roomier])
-    left = region.left + int(random_state.integers(rooms[0] - sides[0], endpoint=True))
-    upper = region.upper + int(random_state.integers(rooms[1] - sides[1], endpoint=True))
+    left = region.left + draw(0, rooms[0] - sides[0])
+    upper = region.upper + draw(0, rooms[1] - sides[1])
     return Box(left, upper, left + sides[0], upper + sides[1])
 
 
@@ -196,9 +190,8 @@ def cut_photographs(folder: str | Path, cut: Cut | None = None, *, threads: int 
             for label, name in enumerate(PHOTOGRAPHS):
                 photograph = open_photograph(name)
                 jobs = _files_of(unfinished, name, label, photograph.size, cut)
-                save = partial(_save, photograph, cut.quality)
                 # list() raises here what a thread raised there.
-                list(pool.map(save, jobs))
+                list(pool.map(partial(_save, photograph, cut.quality), jobs))
         (unfinished / _MANIFEST).write_text(json.dumps(recipe, indent=1))
         unfinished.chmod(0o755)
         if replace:

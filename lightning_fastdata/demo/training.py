@@ -8,12 +8,16 @@ Albumentations.
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import sys
 import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import lightning.pytorch as lightning
 import numpy as np
@@ -26,22 +30,24 @@ from lightning_fastdata import DataThroughputCallback, FastDataModule, FastImage
 from lightning_fastdata.demo.photos import PHOTOGRAPHS, Cut, cut_photographs
 from lightning_fastdata.errors import FastDataError
 from lightning_fastdata.host.cpu import read_cpu_limit
-from lightning_fastdata.insight.report.run_report import comparison_text
+from lightning_fastdata.insight.report.run_report import RunReport, comparison_text
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from lightning_fastdata.insight.report.run_report import RunReport
+    from albumentations import Compose
+    from lightning.pytorch.utilities.types import OptimizerLRScheduler
+    from torchvision.datasets import ImageFolder
 
 IMAGE_PX = 112
 BATCH_SIZE = 64
 CROP_SCALE = (0.3, 1.0)
 _SEED = 7
 
+_LabelledImages: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"
+"""Images, and labels int64 ``[n]``."""
 
-def train_augmentation(size_px: int = IMAGE_PX) -> Any:
-    """Return an ``albumentations.Compose`` as people write it for training on photographs."""
+
+def train_augmentation(size_px: int = IMAGE_PX) -> Compose:
+    """Return a pipeline as people write it for training on photographs."""
     albumentations = _albumentations()
     return albumentations.Compose(
         [
@@ -54,16 +60,11 @@ def train_augmentation(size_px: int = IMAGE_PX) -> Any:
     )
 
 
-def val_augmentation(size_px: int = IMAGE_PX) -> Any:
-    """Return the ``albumentations.Compose`` that brings photographs to one size, unchanged else."""
+def val_augmentation(size_px: int = IMAGE_PX) -> Compose:
+    """Return the pipeline that brings photographs to one size, unchanged else."""
     albumentations = _albumentations()
-    return albumentations.Compose(
-        [
-            albumentations.Resize(size_px, size_px),
-            albumentations.Normalize(),
-            albumentations.ToTensorV2(),
-        ]
-    )
+    steps = albumentations.Resize(size_px, size_px), albumentations.Normalize()
+    return albumentations.Compose([*steps, albumentations.ToTensorV2()])
 
 
 class AugmentedPhotos(Dataset[tuple[torch.Tensor, int]]):
@@ -85,8 +86,7 @@ class PhotoClassifier(lightning.LightningModule):
     """A small convolutional network that tells which photograph a crop comes from.
 
     Input: float32 ``[n, 3, H, W]``, normalized, ``H`` and ``W`` multiples of 16. Output: logits
-    ``[n, classes]``. A batch is ``(images, labels)`` with labels int64 ``[n]``. Logs ``train_loss``
-    and ``val_accuracy`` (0 to 1).
+    ``[n, classes]``. Logs ``train_loss`` and ``val_accuracy`` (0 to 1).
     """
 
     def __init__(self, classes: int = len(PHOTOGRAPHS), learning_rate: float = 6e-3) -> None:
@@ -106,35 +106,32 @@ class PhotoClassifier(lightning.LightningModule):
         logits: torch.Tensor = self.network(images)
         return logits
 
-    def training_step(self, batch: Any) -> torch.Tensor:
-        """Return the cross entropy of a batch ``(images, labels)``."""
+    def training_step(self, batch: _LabelledImages) -> torch.Tensor:
+        """Return the cross entropy of a batch."""
         images, labels = batch
         loss = nn.functional.cross_entropy(self(images), labels)
         self.log("train_loss", loss)
         return loss
 
-    def validation_step(self, batch: Any) -> None:
-        """Log the accuracy of a batch ``(images, labels)``."""
+    def validation_step(self, batch: _LabelledImages) -> None:
+        """Log the accuracy of a batch."""
         images, labels = batch
         accuracy = (self(images).argmax(1) == labels).float().mean()
         self.log("val_accuracy", accuracy, prog_bar=True, batch_size=len(labels))
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self) -> OptimizerLRScheduler:
         """Return AdamW on a one-cycle schedule over the whole training."""
         optimizer = torch.optim.AdamW(self.parameters(), self.learning_rate)
-        schedule = torch.optim.lr_scheduler.OneCycleLR(
-            optimizer,
-            max_lr=self.learning_rate,
-            total_steps=int(self.trainer.estimated_stepping_batches),
-        )
+        steps = int(self.trainer.estimated_stepping_batches)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, self.learning_rate, steps)
         return {
             "optimizer": optimizer,
             "lr_scheduler": {"scheduler": schedule, "interval": "step"},
         }
 
 
-def photo_folder(folder: str | Path) -> Any:
-    """Return torchvision's ``ImageFolder`` of a folder of class folders."""
+def photo_folder(folder: str | Path) -> ImageFolder:
+    """Return torchvision's data set of a folder of class folders."""
     from torchvision.datasets import ImageFolder
 
     return ImageFolder(str(folder))
@@ -162,43 +159,40 @@ def run_demo(
     """
     cut = Cut(train_per_class=crops, val_per_class=max(8, crops * 5 // 24))
     photos = cut_photographs(data, cut)
+    train, val = photos / "train", photos / "val"
+    pipelines = {"train": train_augmentation(), "val": val_augmentation()}
+    classes = len(PHOTOGRAPHS)
     say(
-        f"{len(PHOTOGRAPHS)} photographs, cut into {len(PHOTOGRAPHS) * cut.train_per_class} "
-        f"training and {len(PHOTOGRAPHS) * cut.val_per_class} validation JPEG files: {photos}"
+        f"{classes} photographs, cut into {classes * cut.train_per_class} "
+        f"training and {classes * cut.val_per_class} validation JPEG files: {photos}"
     )
     reports = {}
 
     say("\n1  the usual way: DataLoader(num_workers=0), Albumentations sample by sample")
+    usual = DataLoader(AugmentedPhotos(train, train_augmentation()), BATCH_SIZE, shuffle=True)
+    usual_val = DataLoader(AugmentedPhotos(val, val_augmentation()), BATCH_SIZE)
     reports["DataLoader"], _ = _train(
-        logs,
-        "usual",
-        epochs,
-        train_dataloaders=DataLoader(
-            AugmentedPhotos(photos / "train", train_augmentation()), BATCH_SIZE, shuffle=True
-        ),
-        val_dataloaders=DataLoader(AugmentedPhotos(photos / "val", val_augmentation()), BATCH_SIZE),
+        logs, "usual", epochs, train_dataloaders=usual, val_dataloaders=usual_val
     )
 
     say("\n2  FastDataModule, all options automatic, the same photographs and pipeline")
     module = FastDataModule.from_datasets(
-        photo_folder(photos / "train"),
-        photo_folder(photos / "val"),
+        photo_folder(train),
+        photo_folder(val),
         batch_size=BATCH_SIZE,
-        augment={"train": train_augmentation(), "val": val_augmentation()},
+        augment=pipelines,
     )
     with _model_leaves_cpus_to_workers(say):
         reports["FastDataModule"], _ = _train(logs, "fastdata", epochs, datamodule=module)
     say(module.explain())
 
+    compose = _albumentations().Compose
     say("\n3  the same, and FastImageFolder decodes, crops and resizes")
     module = FastDataModule.from_datasets(
-        FastImageFolder(photos / "train", size=IMAGE_PX, scale=CROP_SCALE),
-        FastImageFolder(photos / "val", size=IMAGE_PX, crop="stretch"),
+        FastImageFolder(train, size=IMAGE_PX, scale=CROP_SCALE),
+        FastImageFolder(val, size=IMAGE_PX, crop="stretch"),
         batch_size=BATCH_SIZE,
-        augment={
-            "train": _without_first(train_augmentation()),
-            "val": _without_first(val_augmentation()),
-        },
+        augment={stage: compose(each.transforms[1:]) for stage, each in pipelines.items()},
     )
     with _model_leaves_cpus_to_workers(say):
         reports["+ FastImageFolder"], accuracy = _train(logs, "folder", epochs, datamodule=module)
@@ -207,11 +201,6 @@ def run_demo(
     say(f"\nvalidation accuracy of the last: {accuracy:.1%}")
     say(f"TensorBoard files: {logs}   (tensorboard --logdir {logs})")
     return reports
-
-
-def _without_first(compose: Any) -> Any:
-    """Return a pipeline without its first operation, which FastImageFolder does."""
-    return _albumentations().Compose(compose.transforms[1:])
 
 
 @contextmanager
@@ -256,10 +245,9 @@ def _train(logs: str | Path, name: str, epochs: int, **loaders: Any) -> tuple[Ru
             log_every_n_steps=5,
         )
         trainer.fit(PhotoClassifier(), **loaders)
-    report = throughput.report
-    if report is None:
+    if throughput.report is None:
         raise FastDataError(f"The training {name!r} ended before its first step was measured.")
-    return report, float(trainer.callback_metrics["val_accuracy"])
+    return throughput.report, float(trainer.callback_metrics["val_accuracy"])
 
 
 def _convolution(channels: int, filters: int, *, size: int, stride: int) -> list[nn.Module]:
@@ -270,9 +258,7 @@ def _convolution(channels: int, filters: int, *, size: int, stride: int) -> list
     ]
 
 
-def _albumentations() -> Any:
+def _albumentations() -> ModuleType:
     # Albumentations asks the network for its newest version at import unless this is set.
     os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
-    import albumentations
-
-    return albumentations
+    return importlib.import_module("albumentations")

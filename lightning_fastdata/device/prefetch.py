@@ -23,7 +23,7 @@ from lightning_fastdata.errors import BatchError, OptionsError
 from lightning_fastdata.executors.fetch import seed_global_generators
 from lightning_fastdata.randomness.generators import DrawWatch, kept_random_state
 from lightning_fastdata.torch_internals import next_has_arrived
-from lightning_fastdata.types import Batch, SampleKey
+from lightning_fastdata.types import Batch, SampleKey, SetsEpoch
 
 if TYPE_CHECKING:
     from lightning_fastdata.augment.stage_transform import StageTransform
@@ -241,11 +241,6 @@ def prefetch(
 
 
 @runtime_checkable
-class _HasEpoch(Protocol):
-    def set_epoch(self, epoch: int, /) -> object: ...
-
-
-@runtime_checkable
 class _HasSampler(Protocol):
     sampler: object
 
@@ -311,7 +306,7 @@ class Prefetched:
             if isinstance(self.loader.batch_sampler, _HasSampler):
                 owners.append(self.loader.batch_sampler.sampler)
         for owner in {id(owner): owner for owner in owners}.values():
-            if isinstance(owner, _HasEpoch):
+            if isinstance(owner, SetsEpoch):
                 owner.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Batch]:

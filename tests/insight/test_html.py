@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from markupsafe import Markup
 
 from lightning_fastdata.errors import printable
 from lightning_fastdata.insight.measure.metrics import Headroom, StepHistory, StepTiming
 from lightning_fastdata.insight.report.html import (
-    Markup,
+    TEMPLATES,
     axis,
-    element,
     report_html,
     timeline_chart,
 )
@@ -147,17 +147,21 @@ def test_names_of_files_and_classes_are_shown_and_do_not_run():
 def test_text_and_attributes_read_back_as_they_were(text, value):
     kept = re.sub(r"[\x00-\x08\x0b-\x1f\ud800-\udfff\ufffe\uffff]", "", text)
     kept_value = re.sub(r"[\x00-\x1f\ud800-\udfff\ufffe\uffff]", "", value)
-    read = ElementTree.fromstring(element("td", kept, title=kept_value))
+    cell = TEMPLATES.from_string('<td title="{{ value }}">{{ text }}</td>')
+    read = ElementTree.fromstring(cell.render(text=kept, value=kept_value))
     assert (read.text or "") == printable(kept)
     assert read.get("title") == printable(kept_value)
 
 
-def test_elements_are_not_escaped_twice_and_missing_ones_leave_no_trace():
-    inner = element("b", "a < b")
-    assert element("p", [inner, None, " & ", [inner]], class_="x", id=None) == (
-        '<p class="x"><b>a &lt; b</b> &amp; <b>a &lt; b</b></p>'
-    )
-    assert isinstance(inner, Markup)
+def test_elements_are_not_escaped_twice():
+    page = TEMPLATES.from_string("{% macro b() %}<b>{{ text }}</b>{% endmacro %}{{ b() }}{{ b() }}")
+    assert page.render(text="a < b\x1b") == "<b>a &lt; b\\x1b</b>" * 2
+    inner = TEMPLATES.from_string("{{ text }}").render(text=Markup("<b>\n</b>"))
+    assert inner == "<b>\n</b>"
+
+
+def test_the_page_and_its_style_are_in_the_package():
+    assert set(TEMPLATES.list_templates()) == {"page.html", "page.css", "chart.html", "verdict.md"}
 
 
 def columns(steps):

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+from lightning_fastdata.insight.model.evidence import Evidence
 from lightning_fastdata.insight.model.simulate import scaled, simulate
-
-if TYPE_CHECKING:
-    from lightning_fastdata.insight.model.evidence import Evidence
 
 RUNQUEUE_HIGH: Final = 0.20
 """Of the time of workers or of the wait: CPUs are short."""
@@ -89,9 +87,8 @@ def overcommitted(e: Evidence) -> bool:
 def locked(e: Evidence) -> bool:
     """Return whether reading threads of one process wait for the interpreter's lock.
 
-    Together they use as much as one CPU, though there are more. And whoever needs the lock for a
-    moment only, to collate, to hand over or to take the next task, waits for it, too: where threads
-    wait for storage, the lock is free and these parts are short.
+    Together they use as much as one CPU, though there are more. And who needs the lock for a moment
+    only, to collate or hand over, waits for it, too; where threads wait for storage it is free.
     """
     share, (low, high) = e.interpreter_share, _LOCK_TAKEN
     if share is None or not low <= share <= high or e.setup is None or e.setup.cpus <= high:
@@ -103,7 +100,6 @@ def locked(e: Evidence) -> bool:
 def crowded(e: Evidence) -> bool:
     """Return whether own work would fit, and most of the wait would go if it were alone.
 
-    The model knows what the batches cost without waiting for CPUs, and how own work shares them.
     Complete batches wait for a CPU on their way, too. Where there is no model, other programs are
     taken for the cause if they use a good part of the CPUs.
     """

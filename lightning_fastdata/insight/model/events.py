@@ -8,23 +8,20 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 from lightning_fastdata.executors.pool.splitter import rows_per_task
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 Scheduling: TypeAlias = Literal["batch", "queue", "sample"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchCost:
-    """What one batch costs, whoever makes it; times in nanoseconds without any waiting for CPUs."""
+    """What one batch costs, whoever makes it; times without any waiting for CPUs."""
 
     samples: int
-    """Samples in it."""
     cpu_ns: float
     """To read its samples: time on a CPU."""
     blocked_ns: float
@@ -59,8 +56,7 @@ class LoaderSetup:
     cpus: float = 1.0
     """CPUs this process and its workers may use."""
     step_cpus: float = 1.0
-    """CPUs the training process uses between two requests: 1 where it drives a device, more where
-    it computes on the host."""
+    """CPUs the training uses between two requests: 1 where it drives a device, or more."""
     worker_nice: int = 0
     """Niceness of the workers above that of the training, 0 to 19."""
     inline: bool = False
@@ -111,12 +107,7 @@ class EventModel:
         """What a sample takes, as the loader knows it: waiting for CPUs included."""
 
     def run(self, warm_up: int, steps: int) -> tuple[float, float]:
-        """Return the mean step, and the wait for a batch in it, in nanoseconds.
-
-        Args:
-            warm_up: Steps before those that count.
-            steps: Steps that count.
-        """
+        """Return the mean step, and the wait for a batch in it, in nanoseconds, after a warm-up."""
         began = waited = 0.0
         for number in range(warm_up + steps):
             if number == warm_up:
@@ -221,17 +212,15 @@ class EventModel:
         threads = count * self._setup.worker_threads
         there = left_over(threads * share + cpus, self._setup.cpus, self._setup.other_cpus)
         slow, own_slow = slowdowns(threads, share, cpus, there, self._weight)
-        own_stretch = _stretch(min(1.0, cpus), own_slow)
+        own_stretch = 1 + min(1.0, cpus) * (own_slow - 1)
         extra = slow - 1
         span = own_ns * own_stretch
         for job in running:
             span = min(span, job.left_ns * (1 + job.cpu_share * extra))
         self._now_ns += span
-        ended = []
         for job in running:
             job.left_ns -= span / (1 + job.cpu_share * extra)
-            if job.left_ns <= _DONE_NS:
-                ended.append(job)
+        ended = [job for job in running if job.left_ns <= _DONE_NS]
         for job in ended:
             running.remove(job)
             self._idle.append(job.lane)
@@ -247,41 +236,34 @@ class EventModel:
         return span / own_stretch
 
 
+@dataclass(slots=True, eq=False)
 class _Job:
     """A task: a batch, or a part of one."""
 
-    __slots__ = ("batch", "began_ns", "cpu_share", "lane", "left_ns", "samples")
-
-    def __init__(
-        self, batch: int, lane: int, samples: float, left_ns: float, cpu_share: float
-    ) -> None:
-        self.batch = batch
-        self.lane = lane
-        self.samples = samples
-        self.began_ns = 0.0
-        self.left_ns = left_ns
-        """At full speed."""
-        self.cpu_share = cpu_share
-        """Of its time at full speed, that on a CPU."""
+    batch: int
+    lane: int
+    samples: float
+    left_ns: float
+    """At full speed."""
+    cpu_share: float
+    """Of its time at full speed, that on a CPU."""
+    began_ns: float = 0.0
 
 
 def left_over(wanted: float, cpus: float, others: float) -> float:
     """Return the CPUs that are left beside other programs, which share them thread by thread.
 
-    Args:
-        wanted: CPUs that would be used.
-        cpus: That there are.
-        others: Of these, those that other programs use.
+    Of ``cpus``, ``wanted`` would be used by own work and ``others`` are by other programs.
     """
     if not others or wanted + others <= cpus:
         return cpus
-    return max(cpus - others, cpus * wanted / (wanted + others))
+    return min(cpus, max(cpus - others, cpus * wanted / (wanted + others)))
 
 
 def slowdowns(
     jobs: float, share: float, own: float, cpus: float, weight: float = 1.0
 ) -> tuple[float, float]:
-    """Return how much longer CPU work takes that shares the CPUs: of the jobs, and of the training.
+    """Return by which factors, at least 1, sharing CPUs slows the CPU work of jobs and training.
 
     A job that is on a CPU for a share s of its time uses ``s / (1 - s + s x)`` CPUs if that part
     takes x times as long. The jobs are taken as one kind. While the training has less than its part
@@ -293,9 +275,6 @@ def slowdowns(
         own: CPUs that the training would use; one thread if they are up to 1.
         cpus: That there are.
         weight: Of a job; that of a thread of the training is 1.
-
-    Returns:
-        Two factors, at least 1.
     """
     wanted = jobs * share
     if wanted + own <= cpus:
@@ -315,8 +294,3 @@ def slowdowns(
     root = math.sqrt(linear * linear - 4 * square * rest)
     y = -2 * rest / (linear + root) if linear > 0 else (root - linear) / (2 * square)
     return max(1.0, y / weight), max(1.0, y)
-
-
-def _stretch(cpu_share: float, slowdown: float) -> float:
-    """Return how much longer work takes whose part on a CPU is slowed down."""
-    return 1 - cpu_share + cpu_share * slowdown

@@ -6,51 +6,40 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import Any, Final, Literal
 
 from torch.utils.data import IterableDataset
 
+from lightning_fastdata.insight.measure.metrics import PhaseSummary, StageSummary
+from lightning_fastdata.insight.measure.wall import WallTime
+from lightning_fastdata.insight.model import setups
 from lightning_fastdata.insight.model.events import BatchCost, LoaderSetup
 from lightning_fastdata.insight.model.finding import STALL_LOW
-from lightning_fastdata.insight.model.setups import (
-    busy_share,
-    by_epoch,
-    interpreter_share,
-    runqueue_share,
-    worker_threads,
-)
 from lightning_fastdata.insight.model.simulate import batch_costs
 from lightning_fastdata.insight.waits.attribution import SlowSample, WaitParts
-from lightning_fastdata.insight.waits.causes import CauseTotals, OperationShare
+from lightning_fastdata.insight.waits.causes import CauseTotals, OperationShare, WaitCauses
 from lightning_fastdata.insight.waits.lines import LineShare
-
-if TYPE_CHECKING:
-    from lightning_fastdata.insight.measure.metrics import PhaseSummary, StageSummary
-    from lightning_fastdata.insight.measure.wall import WallTime
-    from lightning_fastdata.insight.waits.causes import WaitCauses
-    from lightning_fastdata.insight.waits.several_loaders import OneOfSeveral
-    from lightning_fastdata.stamps.batch_stamps import BatchStamps, ReadRates
+from lightning_fastdata.insight.waits.several_loaders import OneOfSeveral
+from lightning_fastdata.stamps.batch_stamps import BatchStamps, ReadRates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderFacts:
-    """What is known about how batches are made. None = not known, e.g. of a foreign loader."""
+    """What is known about how batches are made. None: not known, e.g. of a foreign loader."""
 
     num_workers: int | None = None
-    """Worker processes; 0 = the training process loads."""
+    """0: the training process loads."""
     usable_cpus: int | None = None
     """CPUs this process may use, after affinity, cgroup quota and other ranks on the host."""
     augment_on: Literal["cpu", "device"] | None = None
-    """Where the transforms run."""
     augment_settled: bool = False
-    """Whether no other place is to be advised: that one was measured to be the faster, or nothing
-    of the transforms can be deferred to a device."""
+    """No other place is to be advised: this one was measured to be the faster, or nothing of the
+    transforms can be deferred to a device."""
     pinned: bool | None = None
-    """Whether batches arrive in page-locked memory."""
+    """Batches arrive in page-locked memory."""
     persistent_workers: bool | None = None
-    """Whether workers live through the end of an epoch."""
     streamed: bool | None = None
-    """Whether the dataset is an iterable one."""
+    """The dataset is an iterable one."""
     loader: str | None = None
     """Which of several loaders this is about, e.g. ``loader 'images'``; None: there is one."""
 
@@ -69,11 +58,7 @@ def read_loader(loader: object) -> LoaderFacts:
 def device_could_augment(device: str, facts: LoaderFacts, *, seen: bool = False) -> bool:
     """Return whether to advise that a device takes over what workers do to samples.
 
-    Args:
-        device: Type of what computes.
-        facts: What its loader says about itself.
-        seen: Whether workers were seen to transform samples. What a dataset does is not known to
-            its loader.
+    ``seen``: workers were seen to transform samples, which a loader does not know of its dataset.
     """
     in_workers = facts.augment_on == "cpu" or (facts.augment_on is None and seen)
     return device != "cpu" and in_workers and not facts.augment_settled
@@ -87,7 +72,7 @@ _MOST_COSTS: Final = 400
 class Evidence:
     """Measured facts of one stage, the means over its steps. None: was not measured.
 
-    Findings that rest on a fact which is None are not made.
+    Findings that rest on a fact which is None are not made. Shares are from 0 to 1.
     """
 
     step_ms: float | None = None
@@ -99,15 +84,14 @@ class Evidence:
     parts: WaitParts | None = None
     """Where the loader's wait for one batch went."""
     overtaken_share: float | None = None
-    """Part of the batches that came after later ones were complete, 0 to 1."""
+    """Batches that came after later ones were complete."""
     slow_samples: tuple[SlowSample, ...] = ()
-    """Samples that held up a batch, slowest first."""
+    """Those that held up a batch, slowest first."""
     operations: tuple[OperationShare, ...] = ()
     """What operations on samples take, the most expensive first."""
     lines: tuple[LineShare, ...] = ()
     """Which lines of the user's code reading is in, the longest first."""
     setup: LoaderSetup | None = None
-    """The loader as it is now."""
     costs: tuple[BatchCost, ...] = ()
     """Of recorded batches, for predictions; none are made without."""
     most_workers: int = 32
@@ -115,20 +99,18 @@ class Evidence:
     stream_samples: tuple[int, ...] = ()
     """Samples of a stream that each of its workers made; empty: no stream, or not several."""
     busy_share: float | None = None
-    """Part of the time in which a worker had a task, 0 to 1, the mean over workers."""
+    """Of the time, that in which a worker had a task: the mean over workers."""
     runqueue_share: float | None = None
-    """Part of the workers' busy time in which they were ready to run but had no CPU, 0 to 1."""
+    """Of the workers' busy time, that in which they were ready to run but had no CPU."""
     workers_queued_share: float | None = None
-    """Part of their lives in which all processes that were started as workers were ready to run but
-    had no CPU, 0 to 1: known of loaders that take no stamps, too."""
+    """The same of the whole lives of all workers: known of loaders that take no stamps, too."""
     throttled_share: float | None = None
-    """Part of the scheduler's periods in which the cgroup's CPU quota was used up, 0 to 1."""
+    """Of the scheduler's periods, those in which the cgroup's CPU quota was used up."""
     throttled_cpus: float | None = None
     """CPUs, the mean over time, that had threads to run and were held back by the quota."""
     interpreter_share: float | None = None
     """CPUs that the reading threads of one side process use together, the most of any. About 1
-    where they hold the interpreter's lock in turn, more where they compute side by side. None where
-    no process has several threads."""
+    where they hold the interpreter's lock in turn. None where no process has several threads."""
     pressure_percent: float | None = None
     """PSI of the CPUs, ``some avg10``: of the last 10 s, when something runnable had no CPU."""
     other_cpus: float | None = None
@@ -140,13 +122,9 @@ class Evidence:
     read_rates: ReadRates | None = None
     """What few of the workers read together, and what all do, while batches were waited for."""
     epochs: int | None = None
-    """Epochs that were begun."""
     epoch_wait_ms: float | None = None
-    """Wait for the first batch of an epoch."""
     steps_per_epoch: float | None = None
-    """Steps of one epoch."""
     persistent_workers: bool | None = None
-    """Workers live through the end of an epoch."""
     device_could_augment: bool | None = None
     """Workers transform samples beside a device that could, and that is not known to be slower."""
     device: str | None = None
@@ -154,35 +132,28 @@ class Evidence:
     settings_in: str = "LoaderOptions"
     """Where the loader's settings are written: there, or in ``FastDataLoader`` itself."""
     streamed: bool | None = None
-    """The loader reads an iterable dataset."""
     first_parts: WaitParts | None = None
     """Where the loader's wait for the first batch of an epoch went."""
     transfer_ms: float | None = None
-    """To move the batch to the device."""
     transfer_hook: str = ""
     """The user's hook that moves it, e.g. ``"Net.transfer_batch_to_device"``; empty: none."""
     pinned: bool | None = None
     """Batches arrive in page-locked memory."""
     augment_ms: float | None = None
-    """To augment on the device."""
     augment_hook: str = ""
     """The user's hook that does, e.g. ``"Net.on_after_batch_transfer"``; empty: none."""
     compute_ms: float | None = None
-    """Forward, backward and optimizer."""
     gap_ms: float | None = None
     """The device had nothing to do, although no batch was waited for."""
     alloc_retries: int | None = None
     """How often the device's allocator had to free its cache and try again."""
     device_headroom_share: float | None = None
-    """Part of the device's memory that was never used, 0 to 1."""
+    """Of the device's memory, what was never used."""
     rank_stalls_ms: tuple[float, ...] = ()
-    """Stall of each rank, by rank."""
     rank_hosts: tuple[str, ...] = ()
-    """Name of the machine of each rank, by rank."""
     rank_reasons: tuple[str, ...] = ()
-    """What each rank's own stamps say of its late batches, by rank; empty text: nothing."""
+    """By rank: what its own stamps say of its late batches; empty text: nothing."""
     val_stall_share: float | None = None
-    """Part of the validation steps that waited for data, 0 to 1."""
     val_loader: str | None = None
     """Of several validation loaders, the one that is waited for most."""
     one_of: OneOfSeveral | None = None
@@ -192,21 +163,18 @@ class Evidence:
     """Where the wall time of the whole run went."""
 
     def of_step(self, ms: float | None) -> float | None:
-        """Return a time as a share of the step, 0 to 1; None if either was not measured."""
-        if ms is None or not self.step_ms:
-            return None
-        return ms / self.step_ms
+        """Return a time as a share of the step; None if either was not measured."""
+        return None if ms is None or not self.step_ms else ms / self.step_ms
 
     @property
     def stall_share(self) -> float | None:
-        """Part of the step in which the device waited for data, 0 to 1."""
+        """Part of the step in which the device waited for data."""
         return self.of_step(self.stall_ms)
 
     @property
     def stalls(self) -> bool:
         """The device waits for data for 3 % of the step or more."""
-        share = self.stall_share
-        return share is not None and share >= STALL_LOW
+        return (self.stall_share or 0.0) >= STALL_LOW
 
     @property
     def slow_rank(self) -> int | None:
@@ -214,9 +182,8 @@ class Evidence:
         stalls = self.rank_stalls_ms
         if len(stalls) < 2:
             return None
-        worst = max(stalls)
-        share = self.of_step(worst - statistics.fmean(stalls))
-        return stalls.index(worst) if share is not None and share >= STALL_LOW else None
+        share = self.of_step(max(stalls) - statistics.fmean(stalls)) or 0.0
+        return stalls.index(max(stalls)) if share >= STALL_LOW else None
 
     @property
     def held_up(self) -> bool:
@@ -228,7 +195,7 @@ class Evidence:
 
     @property
     def epoch_start_share(self) -> float | None:
-        """Part of an epoch that the wait for its first batch took, 0 to 1."""
+        """Part of an epoch that the wait for its first batch took."""
         if self.epoch_wait_ms is None or not self.steps_per_epoch or not self.step_ms:
             return None
         rest_ms = self.step_ms * max(0.0, self.steps_per_epoch - 1)
@@ -243,9 +210,7 @@ class Evidence:
         whole = cpu + sum(cost.blocked_ns for cost in self.costs)
         cpu *= self.setup.worker_threads
         busy = 1.0 if self.busy_share is None else self.busy_share
-        own = self.setup.step_cpus
-        if self.stall_share is not None:
-            own *= 1 - min(1.0, self.stall_share)
+        own = self.setup.step_cpus * (1 - min(1.0, self.stall_share or 0.0))
         return self.setup.workers * busy * cpu / max(1.0, whole) + own
 
 
@@ -258,12 +223,9 @@ def stage_evidence(
 ) -> Evidence:
     """Return what is known of a stage that was measured.
 
-    Args:
-        summary: Where its steps went.
-        stamps: The newest ones of the loader that it waited for most; none of a foreign loader.
-        setup: That loader; None if the model does not know its kind.
-        facts: What it says about itself.
-        measured: Further fields of :class:`Evidence`, or arguments of :func:`evidence_of`.
+    ``stamps`` are the newest of the loader that it waited for most, none of a foreign loader, and
+    ``setup`` and ``facts`` are that loader's; ``measured`` are further fields of :class:`Evidence`,
+    or arguments of :func:`evidence_of`.
     """
     step_ms, gap_ms = _mean(summary.step), _mean(summary.gap)
     known: dict[str, Any] = {
@@ -304,17 +266,16 @@ def evidence_of(
         stamps: Of one loader, in the order in which batches were delivered.
         setup: The loader as it was; None: no predictions are made.
         causes: Why its batches were late, where more of them were added up; None: by the stamps.
-        step_queued: Part of the steps in which the training was ready but had no CPU, 0 to 1.
-        measured: Further fields of :class:`Evidence`, or other values for those from the stamps,
-            e.g. ``stall_ms`` where a device hides waits.
+        step_queued: Part of the steps in which the training was ready but had no CPU.
+        measured: Further fields of :class:`Evidence`, or other values for those from the stamps.
     """
     if setup is not None:
         setup = replace(
             setup,
             other_cpus=_taken_cpus(setup.cpus, **measured),
-            worker_threads=worker_threads(stamps),
+            worker_threads=setups.worker_threads(stamps),
         )
-    epochs = by_epoch(stamps)
+    epochs = setups.by_epoch(stamps)
     costs = [cost for epoch in epochs for cost in batch_costs(epoch, step_queued=step_queued)]
     if causes is None:
         totals = CauseTotals()
@@ -331,9 +292,9 @@ def evidence_of(
         stall_ms=_mean_ms(waits),
         setup=setup,
         costs=tuple(costs[-_MOST_COSTS:]),
-        busy_share=None if setup is None else busy_share(stamps, setup.workers),
-        runqueue_share=runqueue_share(stamps),
-        interpreter_share=interpreter_share(epochs),
+        busy_share=None if setup is None else setups.busy_share(stamps, setup.workers),
+        runqueue_share=setups.runqueue_share(stamps),
+        interpreter_share=setups.interpreter_share(epochs),
         epochs=len(epochs),
         epoch_wait_ms=_mean_ms(cold),
         steps_per_epoch=statistics.fmean(map(len, epochs)) if cold else None,

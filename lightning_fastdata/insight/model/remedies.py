@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final, Literal
+from typing import Final, Literal
 
-from lightning_fastdata.insight.model.events import LoaderSetup
+from lightning_fastdata.insight.model.events import BatchCost, LoaderSetup
+from lightning_fastdata.insight.model.evidence import Evidence
 from lightning_fastdata.insight.model.finding import GOOD_ENOUGH, Gain
 from lightning_fastdata.insight.model.simulate import simulate
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from lightning_fastdata.insight.model.events import BatchCost
-    from lightning_fastdata.insight.model.evidence import Evidence
 
 WORKERS: Final = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """Numbers of workers that are tried."""
@@ -41,26 +36,23 @@ def gain_of_setup(evidence: Evidence, setup: LoaderSetup) -> Gain | None:
     return _gain(evidence, evidence.costs, setup, "simulated")
 
 
-def gain_of_costs(
-    evidence: Evidence, costs: Sequence[BatchCost], setup: LoaderSetup | None = None
-) -> Gain | None:
-    """Return what would be gained by batches that cost this, in this setup or in another."""
-    setup = evidence.setup if setup is None else setup
-    return None if setup is None else _gain(evidence, costs, setup, "floor")
+def gain_of_costs(evidence: Evidence, costs: Sequence[BatchCost]) -> Gain | None:
+    """Return what would be gained by batches that cost this."""
+    return _gain(evidence, costs, evidence.setup, "floor")
 
 
 def _gain(
     evidence: Evidence,
     costs: Sequence[BatchCost],
-    setup: LoaderSetup,
+    setup: LoaderSetup | None,
     basis: Literal["simulated", "floor"],
 ) -> Gain | None:
-    if evidence.step_ms is None or evidence.setup is None or not evidence.costs:
+    if evidence.step_ms is None or not evidence.setup or not setup or not evidence.costs:
         return None
     now = simulate(evidence.costs, evidence.setup).step_ms
-    then = simulate(costs, setup).step_ms
-    after = scaled_step_ms(evidence, then / now if now > 0 else 1.0)
-    return Gain(before_ms=evidence.step_ms, after_ms=after, basis=basis)
+    ratio = simulate(costs, setup).step_ms / now if now > 0 else 1.0
+    after_ms = scaled_step_ms(evidence, ratio)
+    return Gain(before_ms=evidence.step_ms, after_ms=after_ms, basis=basis)
 
 
 def scaled_step_ms(evidence: Evidence, ratio: float) -> float:
@@ -88,17 +80,9 @@ def with_workers(setup: LoaderSetup, workers: int) -> LoaderSetup:
 def choose(
     costs: Sequence[BatchCost], candidates: Iterable[LoaderSetup]
 ) -> tuple[LoaderSetup, float]:
-    """Return the first setup that is within 3 % of the best, and its predicted step.
+    """Return the first setup that is within 3 % of the best, and its predicted step in ms.
 
-    Args:
-        costs: Of recorded batches, at least one.
-        candidates: The smallest first; at least one.
-
-    Returns:
-        The setup, and milliseconds.
-
-    Raises:
-        ValueError: There are no costs or no candidates.
+    Costs and candidates must not be empty; the smallest candidate comes first.
     """
     predicted = [(setup, simulate(costs, setup).step_ms) for setup in candidates]
     best = min(step_ms for _, step_ms in predicted)
@@ -108,9 +92,7 @@ def choose(
 def best_workers(evidence: Evidence, *, computing: bool = False) -> LoaderSetup | None:
     """Return the setup with the fewest workers within 3 % of the best; None without costs.
 
-    Args:
-        evidence: Of the stage.
-        computing: No more workers than there are CPUs.
+    ``computing``: no more workers than there are CPUs.
     """
     now = evidence.setup
     if now is None or not evidence.costs:

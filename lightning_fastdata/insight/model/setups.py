@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from torch.utils.data import IterableDataset, default_collate
 
 from lightning_fastdata.batches.collate import collate_samples
 from lightning_fastdata.batches.keyed import fetches_in_batches
 from lightning_fastdata.executors.kinds import KINDS
-from lightning_fastdata.insight.model.events import LoaderSetup
+from lightning_fastdata.host.usage import SpentTime
+from lightning_fastdata.insight.measure.metrics import StageSummary
+from lightning_fastdata.insight.model.events import LoaderSetup, Scheduling
+from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.loading.source import makes_batches, reads_with_torch
 from lightning_fastdata.planning.worker_count import look_ahead_batches
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from lightning_fastdata.host.usage import SpentTime
-    from lightning_fastdata.insight.measure.metrics import StageSummary
-    from lightning_fastdata.insight.model.events import Scheduling
-    from lightning_fastdata.loading.loader import FastDataLoader
-    from lightning_fastdata.stamps.batch_stamps import BatchStamps
+from lightning_fastdata.stamps.batch_stamps import BatchStamps
 
 _TORCH_PREFETCH: Final = 2
 """Torch's own default."""
 _ONE_THREAD: Final = 1.1
-_NS_PER_S: Final = 1e9
+_SEVERAL_THREADS: Final = 1.3
+"""CPUs: up to there, what sends batches away explains it."""
 
 
 def setup_of(loader: FastDataLoader, *, cpus: float, step_cpus: float) -> LoaderSetup | None:
@@ -34,11 +32,8 @@ def setup_of(loader: FastDataLoader, *, cpus: float, step_cpus: float) -> Loader
 
     It knows loaders whose workers read by themselves: torch's own, ``"workers"`` and ``"sidecar"``,
     and those that read in the training process when a batch is asked for. It knows neither
-    ``"gather"``, whose caller helps its threads, nor datasets that stay on the device.
-
-    Whether the samples of a batch can be shared out is decided by the first one that is read: the
-    setup says ``"sample"`` where the loader would, also if the samples then turn out to differ in
-    shape. How far a loader is ahead may be less than is said here where memory is short.
+    ``"gather"``, whose caller helps its threads, nor datasets that stay on the device. It takes
+    samples to be of one shape, and memory to suffice for the whole look-ahead.
 
     Args:
         loader: As it is set up now; it is not iterated.
@@ -49,19 +44,16 @@ def setup_of(loader: FastDataLoader, *, cpus: float, step_cpus: float) -> Loader
     streamed = isinstance(loader.dataset, IterableDataset)
     torchs = reads_with_torch(loader)
     kind = KINDS[loader.executor]
-    gathers = kind.gathers and not streamed and not torchs
-    if gathers or loader.device_resident is not False:
+    if (kind.gathers and not streamed and not torchs) or loader.device_resident is not False:
         return None
     workers = loader.num_workers if torchs or not kind.caller_reads else 0
-    asked = loader.asked_prefetch_factor
     scheduling: Scheduling = "sample" if splits_batches(loader) else "queue"
     if torchs or streamed:
         scheduling = "batch"
-    if workers == 0:
-        ahead = 1
-    elif scheduling == "batch":
+    asked, ahead = loader.asked_prefetch_factor, 1
+    if workers and scheduling == "batch":
         ahead = workers * (asked or _TORCH_PREFETCH)
-    else:
+    elif workers:
         ahead = look_ahead_batches(
             workers,
             prefetch=asked,
@@ -89,17 +81,16 @@ class TrainingTimes:
     wall_s: float
     """Seconds that passed."""
     waited_s: float
-    """Of these, the seconds waited for batches."""
+    """Of these, what was waited for batches."""
     runqueue_s: float = 0.0
-    """Of these, the seconds in which the thread that trains was ready but had no CPU: the second
-    number of ``/proc/thread-self/schedstat``, in ns. 0 where it is not known, which gives too few
-    CPUs if there are fewer than would be used."""
+    """Of these, what the thread that trains was ready but had no CPU: the second number of
+    ``/proc/thread-self/schedstat``. 0 where it is not known, which gives too few CPUs."""
     loading_cpu_s: float = 0.0
     """Of ``cpu_s``, what threads took that load, and not the training."""
 
     @property
     def step_cpus(self) -> float:
-        """CPUs that the training process uses between two requests if it is alone, at least 0.
+        """CPUs that the training process uses between two requests if it is alone.
 
         1 if a single thread computes all the time, next to 0 if it waits for a device. What is up
         to 10 % above 1 counts as 1: taking batches uses a CPU, too.
@@ -111,11 +102,10 @@ class TrainingTimes:
 
     @property
     def step_queued(self) -> float:
-        """Part of the steps in which the training was ready but had no CPU, 0 to 1.
+        """Part of the steps, from delivery to request, in which the training had no CPU, 0 to 1.
 
-        Of the time between delivery and the next request. Waits for batches are woken up from,
-        which queues for a CPU as well. A step that uses few CPUs is hardly ever queued, so that as
-        much of ``runqueue_s`` counts as it uses CPUs.
+        Waking up from a wait queues for a CPU, too. A step that uses few CPUs is hardly ever
+        queued, so that as much of ``runqueue_s`` counts as it uses CPUs.
         """
         steps_s = self.wall_s - self.waited_s
         if steps_s <= 0:
@@ -126,19 +116,22 @@ class TrainingTimes:
 def stage_times(
     summary: StageSummary, stamps: Sequence[BatchStamps], used: SpentTime
 ) -> TrainingTimes:
-    """Return what the training process did in a measured stage.
-
-    Args:
-        summary: Of the stage.
-        stamps: The newest ones of its loader.
-        used: What the training process used during that stage.
-    """
+    """Return what the training process did in a stage: with its newest stamps, and what it used."""
+    warm_ms = 0.0 if summary.wait is None else summary.wait.mean_ms
+    warm_steps = summary.steps - summary.cold_steps
+    waited_ms = warm_ms * warm_steps + (summary.cold_wait_ms or 0.0) * summary.cold_steps
+    own_ns = [
+        task.ended_ns - task.began_ns if task.cpu_ns is None else task.cpu_ns
+        for batch in stamps
+        for task in batch.tasks
+        if task.process < 0
+    ]
     return TrainingTimes(
         cpu_s=used.cpu_s,
         wall_s=used.wall_s,
-        waited_s=_waited_s(summary),
+        waited_s=waited_ms / 1e3,
         runqueue_s=used.runqueue_s,
-        loading_cpu_s=_own_loading_s(stamps) * summary.steps,
+        loading_cpu_s=sum(own_ns) / 1e9 / max(1, len(stamps)) * summary.steps,
     )
 
 
@@ -153,29 +146,6 @@ def splits_batches(loader: FastDataLoader) -> bool:
     return default and makes_batches(loader) and not fetches_in_batches(loader.dataset)
 
 
-def _waited_s(summary: StageSummary) -> float:
-    """Return the time that all steps waited for batches."""
-    warm_ms = 0.0 if summary.wait is None else summary.wait.mean_ms
-    cold_ms = summary.cold_wait_ms or 0.0
-    warm_steps = summary.steps - summary.cold_steps
-    return (warm_ms * warm_steps + cold_ms * summary.cold_steps) / 1e3
-
-
-def _own_loading_s(stamps: Sequence[BatchStamps]) -> float:
-    """Return the CPU time per batch that the training process itself took to load."""
-    own = [
-        task.ended_ns - task.began_ns if task.cpu_ns is None else task.cpu_ns
-        for batch in stamps
-        for task in batch.tasks
-        if task.process < 0
-    ]
-    return sum(own) / max(1, len(stamps)) / _NS_PER_S
-
-
-_SEVERAL_THREADS: Final = 1.3
-"""CPUs: up to there, what sends batches away explains it."""
-
-
 def by_epoch(stamps: Sequence[BatchStamps]) -> list[list[BatchStamps]]:
     """Return the stamps of each epoch."""
     epochs: list[list[BatchStamps]] = []
@@ -187,12 +157,7 @@ def by_epoch(stamps: Sequence[BatchStamps]) -> list[list[BatchStamps]]:
 
 
 def busy_share(stamps: Sequence[BatchStamps], workers: int) -> float | None:
-    """Return the busy part of the time that the steady batches of all epochs took, 0 to 1.
-
-    Args:
-        stamps: Of one loader, in the order in which batches were delivered.
-        workers: That shared the work; None is returned for 0.
-    """
+    """Return the busy part of the time that steady batches took, 0 to 1; None for 0 workers."""
     busy = span = 0.0
     for epoch in by_epoch(stamps):
         began, ended = epoch[0].delivered_ns, epoch[-1].delivered_ns
@@ -220,18 +185,16 @@ def runqueue_share(stamps: Sequence[BatchStamps]) -> float | None:
 
 def interpreter_share(epochs: Sequence[Sequence[BatchStamps]]) -> float | None:
     """Return how many CPUs the reading threads of the busiest process used."""
-    ran: dict[int, float] = {}
-    threads: dict[int, set[int]] = {}
+    ran: defaultdict[int, float] = defaultdict(float)
+    threads: defaultdict[int, set[int]] = defaultdict(set)
     span = 0.0
     for epoch in epochs:
         began, ended = epoch[0].delivered_ns, epoch[-1].delivered_ns
         span += ended - began
         for task in (task for batch in epoch for task in batch.tasks):
             inside = min(task.ended_ns, ended) - max(task.began_ns, began)
-            if task.cpu_ns is None or inside <= 0:
-                continue
-            used = task.cpu_ns * inside / max(1, task.ended_ns - task.began_ns)
-            ran[task.process] = ran.get(task.process, 0.0) + used
-            threads.setdefault(task.process, set()).add(task.thread)
+            if task.cpu_ns is not None and inside > 0:
+                ran[task.process] += task.cpu_ns * inside / max(1, task.ended_ns - task.began_ns)
+                threads[task.process].add(task.thread)
     shares = [used / span for process, used in ran.items() if len(threads[process]) > 1 and span]
     return max(shares, default=None)

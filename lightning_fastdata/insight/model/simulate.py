@@ -12,13 +12,11 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from lightning_fastdata.insight.model.events import BatchCost, EventModel, LoaderSetup
 from lightning_fastdata.insight.waits.attribution import held_ns
-
-if TYPE_CHECKING:
-    from lightning_fastdata.stamps.batch_stamps import BatchStamps, TaskStamps
+from lightning_fastdata.stamps.batch_stamps import BatchStamps, TaskStamps
 
 _NS_PER_MS: Final = 1e6
 _MIN_STEPS: Final = 200
@@ -141,15 +139,10 @@ def scaled(
     handover: float = 1.0,
     slow_samples: bool = True,
 ) -> list[BatchCost]:
-    """Return the costs with some of them scaled; 0 removes one.
+    """Return the costs with some of them scaled by factors; 0 removes one.
 
-    Args:
-        costs: As recorded.
-        cpu: Factor on the time that reading is on a CPU.
-        blocked: Factor on the time that reading is blocked.
-        collate: Factor on collation.
-        handover: Factor on the hand-over.
-        slow_samples: False: no sample takes longer than the others of its batch.
+    ``cpu`` and ``blocked`` are of reading. Without ``slow_samples``, no sample takes longer than
+    the others of its batch.
     """
     found = []
     for cost in costs:
@@ -176,33 +169,26 @@ def scaled(
 def simulate(costs: Sequence[BatchCost], setup: LoaderSetup) -> Prediction:
     """Return what a steady run of these batches, over and over, would take in this setup.
 
-    Args:
-        costs: Of the recorded batches, at least one.
-        setup: The loader to model.
-
     Raises:
         ValueError: There are no costs.
     """
     if not costs:
         raise ValueError("There is nothing to simulate: no batch was recorded.")
-    if setup.workers == 0:
-        waits = [c.cpu_ns + c.blocked_ns + c.collate_ns for c in costs]
-        step = statistics.fmean(w + c.step_ns for w, c in zip(waits, costs, strict=True))
-        return Prediction(step_ms=step / _NS_PER_MS, wait_ms=statistics.fmean(waits) / _NS_PER_MS)
-    # Whole rounds, in which every batch counts as often as every other.
-    steps = -(-_MIN_STEPS // len(costs)) * len(costs)
-    step, wait = EventModel(costs, setup).run(setup.look_ahead + 2 * setup.workers, steps)
+    if setup.workers:
+        # Whole rounds, in which every batch counts as often as every other.
+        steps = -(-_MIN_STEPS // len(costs)) * len(costs)
+        step, wait = EventModel(costs, setup).run(setup.look_ahead + 2 * setup.workers, steps)
+    else:
+        wait = statistics.fmean(each.cpu_ns + each.blocked_ns + each.collate_ns for each in costs)
+        step = wait + statistics.fmean(each.step_ns for each in costs)
     return Prediction(step_ms=step / _NS_PER_MS, wait_ms=wait / _NS_PER_MS)
 
 
 def least_step_ms(costs: Sequence[BatchCost], setup: LoaderSetup, *, less_ms: float) -> float:
     """Return what a step takes at least because of a loader, if another one is waited for less.
 
-    Args:
-        costs: Of its recorded batches.
-        setup: The loader as it is.
-        less_ms: What is no longer waited for the other one in a step, the mean. Each recorded step
-            loses the same part of its length, as a few of them may have waited for all others.
+    ``less_ms`` is no longer waited for the other one in a step, the mean. Each recorded step loses
+    the same part of its length, as a few of them may have waited for all others.
     """
     step_ns = statistics.fmean(cost.step_ns for cost in costs)
     left = max(0.0, 1 - less_ms * _NS_PER_MS / step_ns) if step_ns > 0 else 1.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import textwrap
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -10,21 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from lightning_fastdata.errors import OptionsError, printable
-from lightning_fastdata.insight.report.recorded import (
-    RUN_METRICS,
-    WAIT_METRICS,
-    Condition,
-    Outcome,
-    number_text,
-    parse_condition,
-    read_report,
-    report_metrics,
-    signed_text,
-)
+from lightning_fastdata.insight.report import recorded
 
 if TYPE_CHECKING:
-    import os
-
     from rich.console import Console, ConsoleOptions, RenderResult
 
 _SHOWN: Final = (
@@ -42,8 +31,8 @@ _SHOWN: Final = (
     "compute_ms",
     "gap_ms",
     "cold_wait_ms",
-    *WAIT_METRICS,
-    *RUN_METRICS[1:],
+    *recorded.WAIT_METRICS,
+    *recorded.RUN_METRICS[1:],
 )
 _SHOWN_OF_OTHERS: Final = ("samples_per_s", "stall_percent", "step_ms")
 _HIGHER_IS_BETTER: Final = frozenset(
@@ -57,28 +46,24 @@ _VISIBLE_CHANGE: Final = 0.02
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One metric of both runs."""
+    """One metric of both runs; None: not measured."""
 
     metric: str
     """Its name, with the stage before it if that is not training."""
     a: float | None
-    """In the first run; None = not measured."""
     b: float | None
-    """In the second run; None = not measured."""
 
     @property
     def difference(self) -> float | None:
-        """``b - a``; None if either was not measured."""
+        """``b - a``."""
         return None if self.a is None or self.b is None else self.b - self.a
 
     @property
     def change_percent(self) -> float | None:
-        """``100 (b - a) / a``; infinite if only a is 0, None if either was not measured."""
-        if self.a is None or self.b is None:
-            return None
-        if self.a == 0:
-            return 0.0 if self.b == 0 else math.inf
-        return 100.0 * (self.b - self.a) / self.a
+        """``100 (b - a) / a``; infinite if only a is 0."""
+        if self.difference is None or not self.a:
+            return math.inf if self.difference else self.difference
+        return 100.0 * self.difference / self.a
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,12 +74,11 @@ class Comparison:
     """
 
     a: str
-    """Name of the first run: what the other is compared with."""
+    """Name of the run that the other is compared with."""
     b: str
-    """Name of the second run."""
     rows: tuple[Row, ...]
     """Every metric that either run measured."""
-    outcomes: tuple[Outcome, ...] = ()
+    outcomes: tuple[recorded.Outcome, ...] = ()
     """One for each condition, in their order."""
     notes: tuple[str, ...] = ()
     """What else differs and may be the reason: machine, versions, verdict."""
@@ -129,8 +113,7 @@ class Comparison:
     def text(self, width: int = 80) -> str:
         """Return the comparison as plain ASCII text, but for what names and paths hold.
 
-        Args:
-            width: columns to wrap notes at; the table takes 80 and is never cut.
+        Notes are wrapped at ``width`` columns; the table takes 80 and is never cut.
         """
         return "\n".join(text.rstrip() for text, _ in self._lines(width))
 
@@ -150,10 +133,10 @@ class Comparison:
         names = max((len(row.metric) for row in shown), default=6)
         yield f" {'metric':<{names}}  {'a':>9}  {'b':>9}  {'b - a':>9}  {'change':>8}", "bold"
         for row in shown:
-            numbers = (
-                f"{number_text(row.a):>9}  {number_text(row.b):>9}  "
-                f"{signed_text(row.difference):>9}  {signed_text(row.change_percent, '%'):>8}"
-            )
+            a, b = recorded.number_text(row.a), recorded.number_text(row.b)
+            difference = recorded.signed_text(row.difference)
+            change = recorded.signed_text(row.change_percent, "%")
+            numbers = f"{a:>9}  {b:>9}  {difference:>9}  {change:>8}"
             yield f" {row.metric:<{names}}  {numbers}", _style(row)
         if self.outcomes:
             yield "", ""
@@ -161,58 +144,46 @@ class Comparison:
         for one in self.outcomes:
             words = f"{one.condition.text:<{texts}}  it is {one.found_text}"
             yield f" {'FAIL' if one.holds else 'ok':<4}  {words}", _OUTCOME_STYLE[one.holds]
-        for i, note in enumerate(self.notes):
-            if i == 0:
-                yield "", ""
-            yield from (
-                (line, "dim")
-                for line in textwrap.wrap(
-                    printable(note),
-                    max(40, width),
-                    initial_indent=" note  ",
-                    subsequent_indent=" " * 7,
-                )
-            )
+        if self.notes:
+            yield "", ""
+        wrapper = textwrap.TextWrapper(
+            max(40, width), initial_indent=" note  ", subsequent_indent=" " * 7
+        )
+        for note in self.notes:
+            yield from ((line, "dim") for line in wrapper.wrap(printable(note)))
 
 
 def compare_files(
     a: str | os.PathLike[str], b: str | os.PathLike[str], fail_if: Iterable[str] = ()
 ) -> Comparison:
-    """Return the comparison of two files that `RunReport.write_json` wrote.
+    """Return the comparison of two files that `RunReport.write_json` wrote; a comes before b.
 
-    Args:
-        a: The run to compare with.
-        b: The run that is compared.
-        fail_if: Conditions, in the grammar of `lightning_fastdata.insight.report.recorded`.
+    ``fail_if`` are conditions in the grammar of `lightning_fastdata.insight.report.recorded`.
 
     Raises:
         OptionsError: A file cannot be read or is no such report; a condition cannot be read, names
             an unknown metric, or one that was not measured in both runs.
     """
-    conditions = [parse_condition(text) for text in fail_if]
+    conditions = [recorded.parse_condition(text) for text in fail_if]
     names = str(a), str(b)
-    return compare(read_report(Path(a)), read_report(Path(b)), conditions, names=names)
+    return compare(
+        recorded.read_report(Path(a)), recorded.read_report(Path(b)), conditions, names=names
+    )
 
 
 def compare(
     a: Mapping[str, Any],
     b: Mapping[str, Any],
-    conditions: Iterable[Condition] = (),
+    conditions: Iterable[recorded.Condition] = (),
     *,
     names: tuple[str, str] = ("a", "b"),
 ) -> Comparison:
-    """Return the comparison of two reports, as `RunReport.as_dict` gives them.
-
-    Args:
-        a: The run to compare with.
-        b: The run that is compared.
-        conditions: From `parse_condition`.
-        names: What to call the runs.
+    """Return the comparison of two reports, as `RunReport.as_dict` gives them, called by names.
 
     Raises:
         OptionsError: A condition is about a metric that was not measured in both runs.
     """
-    of_a, of_b = report_metrics(a), report_metrics(b)
+    of_a, of_b = recorded.report_metrics(a), recorded.report_metrics(b)
     known = dict.fromkeys((*of_a, *of_b))
     rows = [Row(metric=name, a=of_a.get(name), b=of_b.get(name)) for name in known]
     by_name = {row.metric: row for row in rows}
@@ -225,7 +196,9 @@ def compare(
     )
 
 
-def _outcome(condition: Condition, rows: Mapping[str, Row], names: tuple[str, str]) -> Outcome:
+def _outcome(
+    condition: recorded.Condition, rows: Mapping[str, Row], names: tuple[str, str]
+) -> recorded.Outcome:
     row = rows.get(condition.metric, Row(metric=condition.metric, a=None, b=None))
     missing = [name for name, value in zip(names, (row.a, row.b), strict=True) if value is None]
     if missing:
@@ -235,7 +208,7 @@ def _outcome(condition: Condition, rows: Mapping[str, Row], names: tuple[str, st
             "so that they measure it."
         )
     found = {"value": row.b, "difference": row.difference, "percent": row.change_percent}
-    return Outcome(condition=condition, found=found[condition.of] or 0.0)
+    return recorded.Outcome(condition=condition, found=found[condition.of] or 0.0)
 
 
 def _other_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterable[str]:

@@ -61,7 +61,7 @@ def read_report(path: Path) -> Mapping[str, Any]:
         OptionsError: The file cannot be read, or is no report of a known schema version.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        report: object = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_number)
     except OSError as error:
         reason = error.strerror or error
         raise OptionsError(
@@ -70,8 +70,6 @@ def read_report(path: Path) -> Mapping[str, Any]:
         ) from error
     except UnicodeDecodeError as error:
         raise OptionsError(f"{path} is no report: it is not text in UTF-8.") from error
-    try:
-        report: Any = json.loads(text, parse_constant=_no_number)
     except ValueError as error:
         raise OptionsError(f"{path} is no report: it is not JSON ({error}).") from error
     if not isinstance(report, dict) or "schema_version" not in report:
@@ -106,17 +104,15 @@ def _no_number(text: str) -> float:
 
 
 def _stage_metrics(stage: Mapping[str, Any]) -> dict[str, float | None]:
+    causes = stage.get("causes") or {}
+    parts, share = causes.get("wait") or {}, stage.get("stall_share")
     found = {
         name: (stage.get(phase) or {}).get(field) for name, (phase, field) in _PHASE_METRICS.items()
     }
-    found |= {name: stage.get(name) for name in _STAGE_METRICS}
-    share = found["stall_share"]
     found["stall_percent"] = None if share is None else 100.0 * share
-    causes = stage.get("causes") or {}
+    found |= {name: stage.get(name) for name in _STAGE_METRICS}
     found["overtaken_share"] = causes.get("overtaken_share")
-    parts = causes.get("wait") or {}
-    found |= {name: parts.get(part) for name, part in WAIT_METRICS.items()}
-    return {name: found[name] for name in _METRICS_OF_STAGE}
+    return found | {name: parts.get(part) for name, part in WAIT_METRICS.items()}
 
 
 def _run_metrics(wall: Mapping[str, Any]) -> dict[str, float | None]:
@@ -148,9 +144,8 @@ class Condition:
     metric: str
     """Its name, with the stage before it if that is not training."""
     operator: str
-    """``>``, ``>=``, ``<`` or ``<=``."""
     limit: float
-    """What to compare with, signed; in percent where ``of`` is ``"percent"``."""
+    """Signed; in percent where ``of`` is ``"percent"``."""
     of: Literal["value", "difference", "percent"]
     """What is compared with the limit: b, b - a, or (b - a) / a in percent."""
 
@@ -165,7 +160,7 @@ class Outcome:
 
     @property
     def holds(self) -> bool:
-        """Whether what must not be is: the comparison fails."""
+        """Whether what must not be is."""
         return _OPERATORS[self.condition.operator](self.found, self.condition.limit)
 
     @property
@@ -195,24 +190,20 @@ def parse_condition(text: str) -> Condition:
             f"one: +{found['number']}% or -{found['number']}%."
         )
     metric = found["metric"].removeprefix(f"{MAIN_STAGE}.")
-    _check_known(metric.rpartition(".")[2], text)
+    name = metric.rpartition(".")[2]
+    if name not in METRICS:
+        near = difflib.get_close_matches(name, METRICS, n=3)
+        meant = f" Did you mean {' or '.join(near)}?" if near else ""
+        raise OptionsError(
+            f"The condition {text!r} names an unknown metric, {name!r}.{meant} "
+            f"Known are: {', '.join(METRICS)}; with 'val.' before them, those of validation."
+        )
     return Condition(
         text=text.strip(),
         metric=metric,
         operator=found["operator"],
         limit=float(found["sign"] + found["number"]),
         of="percent" if found["percent"] else "difference" if found["sign"] else "value",
-    )
-
-
-def _check_known(metric: str, text: str) -> None:
-    if metric in METRICS:
-        return
-    near = difflib.get_close_matches(metric, METRICS, n=3)
-    meant = f" Did you mean {' or '.join(near)}?" if near else ""
-    raise OptionsError(
-        f"The condition {text!r} names an unknown metric, {metric!r}.{meant} "
-        f"Known are: {', '.join(METRICS)}; with 'val.' before them, those of validation."
     )
 
 

@@ -7,31 +7,21 @@ import html
 import json
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_fastdata.errors import printable
 from lightning_fastdata.host.system_calls import write_atomically
-from lightning_fastdata.insight.report.summary_text import (
-    Line,
-    as_ascii,
-    bar,
-    fitted,
-    percent,
-    rule,
-    summary_lines,
-)
+from lightning_fastdata.insight.measure.metrics import Columns, StageSummary
+from lightning_fastdata.insight.measure.wall import WallTime
+from lightning_fastdata.insight.report import summary_text
+from lightning_fastdata.insight.verdicts.catalogue import Verdict
+from lightning_fastdata.insight.waits.ranks import RankTiming
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from rich.console import Console, ConsoleOptions, RenderResult
-
-    from lightning_fastdata.insight.measure.metrics import Columns, StageSummary
-    from lightning_fastdata.insight.measure.wall import WallTime
-    from lightning_fastdata.insight.verdicts.catalogue import Verdict
-    from lightning_fastdata.insight.waits.ranks import RankTiming
 
 SCHEMA_VERSION = 5
 """Raised when the form of the JSON report changes; 2 added ``causes`` to the stages, 3 ``recent``
@@ -102,24 +92,16 @@ class RunReport:
         return f'<iframe sandbox srcdoc="{page}" style="{style}"></iframe>'
 
     def write_json(self, path: str | os.PathLike[str]) -> Path:
-        """Write the report as JSON; readers see the old file or the new one, never a part.
+        """Write the report as JSON and return the path; its folder is created.
 
-        Args:
-            path: the file; its folder is created.
-
-        Returns:
-            The path.
+        Readers see the old file or the new one, never a part.
         """
         return write_atomically(Path(path), json.dumps(self.as_dict(), indent=2, allow_nan=False))
 
     def write_html(self, path: str | os.PathLike[str]) -> Path:
-        """Write the report as one page of HTML that needs nothing else: no network, no scripts.
+        """Write the report as one page of HTML, as `write_json` does.
 
-        Args:
-            path: the file; its folder is created.
-
-        Returns:
-            The path.
+        The page needs nothing else: no network, no scripts.
         """
         from lightning_fastdata.insight.report.html import report_html
 
@@ -129,8 +111,8 @@ class RunReport:
         """Return the summary as plain text.
 
         Args:
-            width: columns; the text is laid out for 60 at least and for 120 at most.
-            ascii: draw with ASCII signs, for terminals that are not UTF-8.
+            width: Columns; the text is laid out for 60 at least and for 120 at most.
+            ascii: Draw with ASCII signs, for terminals that are not UTF-8.
         """
         lines = self._lines(width, ascii)
         return "\n".join("".join(piece for piece, _ in line).rstrip() for line in lines)
@@ -141,15 +123,15 @@ class RunReport:
         for line in self._lines(options.max_width, options.ascii_only):
             yield Text.assemble(*line, no_wrap=True, overflow="ellipsis")
 
-    def _lines(self, width: int, ascii_only: bool) -> list[Line]:
-        return summary_lines(
+    def _lines(self, width: int, ascii_only: bool) -> list[summary_text.Line]:
+        return summary_text.summary_lines(
             self.stages,
             self.verdict,
             wall=self.wall,
             ranks=self.ranks,
             notes=self.notes,
             ended=self.ended,
-            width=fitted(width),
+            width=summary_text.fitted(width),
             ascii=ascii_only,
         )
 
@@ -163,32 +145,33 @@ def comparison_text(
     """Return a bar of samples/s for each run, with its stall and its ratio to the first run.
 
     Args:
-        reports: Name of a run -> its report; the first is what the others are compared with.
-        width: columns; the text is laid out for 60 at least and for 120 at most.
-        ascii: draw with ASCII signs.
+        reports: By name of the run; the first is what the others are compared with.
+        width: Columns; the text is laid out for 60 at least and for 120 at most.
+        ascii: Draw with ASCII signs.
     """
-    width = fitted(width)
+    width = summary_text.fitted(width)
     reports = {printable(name): report for name, report in reports.items()}
     rates = [_rate(report) for report in reports.values()]
     top = max(rates, default=0.0)
     names = max((len(name) for name in reports), default=0)
     length = max(4, width - names - 38)
-    lines = ["".join(piece for piece, _ in rule("fastdata · the same training ", width))]
+    lines = [
+        "".join(piece for piece, _ in summary_text.rule("fastdata · the same training ", width))
+    ]
     for (name, report), rate in zip(reports.items(), rates, strict=True):
         share = report.stages[0].stall_share if report.stages else None
-        stall = "" if share is None else f"wait {percent(share):>4}"
+        stall = "" if share is None else f"wait {summary_text.percent(share):>4}"
         ratio = f"{rate / rates[0]:5.2f}x" if rate and rates[0] else ""
-        drawn = bar(rate / top if top else 0.0, length, ascii=ascii)
+        drawn = summary_text.bar(rate / top if top else 0.0, length, ascii=ascii)
         shown = f"{rate:6.0f} samples/s" if rate else "  not measured  "
         lines.append(f" {name:<{names}} {drawn:<{length}} {shown} {ratio}  {stall}".rstrip())
     text = "\n".join(lines)
-    return as_ascii(text) if ascii else text
+    return summary_text.as_ascii(text) if ascii else text
 
 
 def _stage_as_dict(stage: StageSummary, recent: Columns | None) -> dict[str, Any]:
     values = dataclasses.asdict(stage)
-    values["stall_share"] = stage.stall_share
-    values["speedup_possible"] = stage.speedup_possible
+    values |= {"stall_share": stage.stall_share, "speedup_possible": stage.speedup_possible}
     if recent is not None:
         values["recent"] = {
             name: [None if math.isnan(each) else each for each in column[-_MOST_RECENT:].tolist()]
@@ -201,9 +184,8 @@ def _verdict_as_dict(verdict: Verdict) -> dict[str, Any]:
     values = {"code": verdict.code, **dataclasses.asdict(verdict)}
     for found, written in zip(verdict.findings, values["findings"], strict=True):
         if found.gain is not None:
-            written["gain"]["factor"] = (
-                found.gain.factor if math.isfinite(found.gain.factor) else None
-            )
+            factor = found.gain.factor
+            written["gain"]["factor"] = factor if math.isfinite(factor) else None
     return values
 
 

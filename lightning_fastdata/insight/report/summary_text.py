@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import re
 import textwrap
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import TypeAlias, TypeVar
 
 from lightning_fastdata.errors import printable
-from lightning_fastdata.insight.measure.wall import wall_text
+from lightning_fastdata.insight.measure.metrics import PhaseSummary, StageSummary
+from lightning_fastdata.insight.measure.wall import WallTime, wall_text
 from lightning_fastdata.insight.model.finding import STALL_LOW, duration_text, gain_text
+from lightning_fastdata.insight.verdicts.catalogue import Verdict
 from lightning_fastdata.insight.waits.causes import cause_lines
-from lightning_fastdata.insight.waits.ranks import ranks_line
+from lightning_fastdata.insight.waits.ranks import RankTiming, ranks_line
 from lightning_fastdata.insight.waits.several_loaders import waits_line
 from lightning_fastdata.types import STAGE_WORDS
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from lightning_fastdata.insight.measure.metrics import StageSummary
-    from lightning_fastdata.insight.measure.wall import WallTime
-    from lightning_fastdata.insight.verdicts.catalogue import Verdict
-    from lightning_fastdata.insight.waits.ranks import RankTiming
 
 _MOST_REMEDIES = 2
 
@@ -75,7 +70,8 @@ def summary_lines(
     else:
         first = stages[0]
         so_far = "" if ended else "so far "
-        lines.append(rule(f"fastdata · {_headline(first)} {so_far}", width))
+        title = f"{first.stage} · {first.steps} steps in {duration_text(first.duration_s)}"
+        lines.append(rule(f"fastdata · {title} {so_far}", width))
         lines += _verdict_lines(verdict, width)
         lines += [[], *_phase_rows(first, width, ascii), []]
         lines += _words("", waits_line(first.loaders), width, "")
@@ -112,40 +108,36 @@ def rule(title: str, width: int) -> Line:
     return [(title, "bold"), ("─" * max(0, width - len(title)), "dim")]
 
 
-def _headline(stage: StageSummary) -> str:
-    return f"{stage.stage} · {stage.steps} steps in {duration_text(stage.duration_s)}"
-
-
 def _verdict_lines(verdict: Verdict | None, width: int) -> Iterable[Line]:
     if verdict is None:
         return
-    badge = f" {verdict.kind.upper()} "
-    sentence = printable(verdict.sentence)
-    for i, part in enumerate(textwrap.wrap(sentence, width - len(badge) - 2)):
-        if i == 0:
-            yield [(badge, _KIND_COLORS.get(verdict.kind, _PAUSE_COLOR)), (f"  {part}", "")]
-        else:
-            yield [(" " * (len(badge) + 2) + part, "")]
+    badge = (f" {verdict.kind.upper()} ", _KIND_COLORS.get(verdict.kind, _PAUSE_COLOR))
+    indent = len(badge[0])
+    for i, part in enumerate(textwrap.wrap(printable(verdict.sentence), width - indent - 2)):
+        yield [(" " * indent, "") if i else badge, (f"  {part}", "")]
 
 
 def _phase_rows(stage: StageSummary, width: int, ascii_only: bool) -> Iterable[Line]:
-    """Return a row for each measured phase; ``wait`` is the exposed part, so that all add up."""
+    """Return a row for each measured phase."""
+    length = min(40, width - _BAR_SPACE)
+    for name, phase in measured_phases(stage).items():
+        yield [
+            (f" {name:<9} ", "bold" if name == "wait" else ""),
+            (f"{bar(phase.share, length, ascii=ascii_only):<{length}}", _PHASE_COLORS[name]),
+            (f" {phase.mean_ms:8.1f} ms {phase.share:>4.0%}", ""),
+            (f"  p95 {phase.p95_ms:7.1f}", "dim"),
+        ]
+
+
+def measured_phases(stage: StageSummary) -> dict[str, PhaseSummary]:
+    """Return the measured phases of a step; ``wait`` is the exposed part, so that all add up."""
     phases = {
         "wait": stage.stall,
         "transfer": stage.transfer,
         "augment": stage.augment,
         "compute": stage.compute,
     }
-    length = min(40, width - _BAR_SPACE)
-    for name, phase in phases.items():
-        if phase is not None:
-            drawn = bar(phase.share, length, ascii=ascii_only)
-            yield [
-                (f" {name:<9} ", "bold" if name == "wait" else ""),
-                (f"{drawn:<{length}}", _PHASE_COLORS[name]),
-                (f" {phase.mean_ms:8.1f} ms {percent(phase.share):>4}", ""),
-                (f"  p95 {phase.p95_ms:7.1f}", "dim"),
-            ]
+    return {name: phase for name, phase in phases.items() if phase is not None}
 
 
 def _throughput_lines(stage: StageSummary, wall: WallTime | None, width: int) -> Iterable[Line]:
@@ -176,8 +168,7 @@ def _finding_lines(verdict: Verdict, stages: Sequence[StageSummary], width: int)
     why = [cause for cause in causes if cause != verdict.sentence]
     if len(why) < _MOST_REMEDIES:
         # A cause that stamps show is the largest part of the wait, which need not be said again.
-        stamped = causes[0] != verdict.sentence
-        brief = _brief_causes(stages)[1 if stamped else 0 :]
+        brief = _brief_causes(stages)[1 if causes[0] != verdict.sentence else 0 :]
         why.append("; ".join(line for line in brief if not any(line in cause for cause in causes)))
     why.append("; ".join(verdict.evidence))
     for label, line in _labelled("why", filter(None, why)):

@@ -8,29 +8,23 @@ codes say why a step is slow; those of
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final, NamedTuple
+from operator import itemgetter
+from typing import Final, NamedTuple
 
+from lightning_fastdata.insight.measure.metrics import StageSummary
+from lightning_fastdata.insight.measure.wall import WallTime
 from lightning_fastdata.insight.model.evidence import Evidence, LoaderFacts
 from lightning_fastdata.insight.model.finding import STALL_HIGH, STALL_LOW, Finding, Kind
 from lightning_fastdata.insight.verdicts import (
     late_batches,
     pauses,
     step_costs,
+    without_stamps,
     workers,
 )
 from lightning_fastdata.insight.verdicts.rule import Found, Rule, Unstamped
-from lightning_fastdata.insight.verdicts.without_stamps import (
-    largest_cost,
-    timed_steps,
-    waiting_text,
-)
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-    from lightning_fastdata.insight.measure.metrics import StageSummary
-    from lightning_fastdata.insight.measure.wall import WallTime
 
 RULES: Final[tuple[Rule[Evidence], ...]] = tuple(
     sorted(
@@ -59,11 +53,7 @@ class Ranking(NamedTuple):
 
 
 def findings(evidence: Evidence) -> tuple[Finding, ...]:
-    """Return everything that the evidence shows, the finding to act upon first.
-
-    Args:
-        evidence: Measured facts; what was not measured gives no findings.
-    """
+    """Return everything that the evidence shows, the finding to act upon first."""
     return tuple(each.finding for each in ranked(evidence).order)
 
 
@@ -73,10 +63,7 @@ def ranked(evidence: Evidence, cost: Found | None = None) -> Ranking:
     By severity, then those first that gain clearly more, else as their rules stand in the
     catalogue. Before all others come the pause that costs the run most, if that is 10 % and more
     than late batches do, and then a rank that holds up this one: no other remedy would help.
-
-    Args:
-        evidence: Measured facts.
-        cost: What was found without stamps.
+    ``cost`` is what was found without stamps.
     """
     found = list(_found(evidence))
     replaced = frozenset[str]().union(*(each.rule.replaces for each in found))
@@ -92,7 +79,14 @@ def ranked(evidence: Evidence, cost: Found | None = None) -> Ranking:
     leading = why if evidence.held_up else why[:1]
     rank = next((each for each in leading if each.rule.about == "rank"), None)
     found.sort(key=lambda each: (each is not pause, each is not rank, *_weight(each)))
-    return Ranking(tuple(_naming_settings(each, evidence.settings_in) for each in found), pause)
+    # Remedies are written for what holds the loader's settings.
+    options = f"{evidence.settings_in}("
+    remedies = [each.finding.remedy.replace("LoaderOptions(", options) for each in found]
+    order = (
+        Found(each.rule, replace(each.finding, remedy=remedy))
+        for each, remedy in zip(found, remedies, strict=True)
+    )
+    return Ranking(tuple(order), pause)
 
 
 def _found(evidence: Evidence) -> Iterator[Found]:
@@ -116,9 +110,8 @@ def _worst_pause(found: Iterable[Found], wall: WallTime | None) -> Found | None:
     ]
     if wall is None or not gains:
         return None
-    cost_ms, worst = max(gains, key=lambda pair: pair[0])
-    cost_s = cost_ms * wall.steps / 1000
-    waited_s = wall.parts_s.get("wait", 0.0)
+    cost_ms, worst = max(gains, key=itemgetter(0))
+    cost_s, waited_s = cost_ms * wall.steps / 1000, wall.parts_s.get("wait", 0.0)
     return worst if cost_s > waited_s and wall.share(cost_s) > STALL_HIGH else None
 
 
@@ -129,13 +122,6 @@ def _weight(found: Found) -> tuple[int, int]:
     factor = 1.0 if gain is None or found.rule.about == "rank" else gain.factor
     steps = math.floor(math.log(factor, _CLEARLY)) if 1.0 < factor < math.inf else 0
     return _SEVERITIES.index(found.finding.severity), -steps
-
-
-def _naming_settings(found: Found, settings_in: str) -> Found:
-    """Return a finding whose remedy is written for what holds the loader's settings."""
-    finding = found.finding
-    remedy = finding.remedy.replace("LoaderOptions(", f"{settings_in}(")
-    return Found(found.rule, replace(finding, remedy=remedy))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -169,12 +155,12 @@ def judge(
 
     Args:
         summary: The measured stage.
-        facts: What is known about the loader; None = nothing.
-        evidence: What the stamps of its batches say; None = there are no stamps.
+        facts: What is known about the loader; None: nothing.
+        evidence: What the stamps of its batches say; None: there are no stamps.
     """
     facts = LoaderFacts() if facts is None else facts
     evidence = Evidence() if evidence is None else evidence
-    cost = largest_cost(Unstamped(summary, facts, evidence.parts))
+    cost = without_stamps.largest_cost(Unstamped(summary, facts, evidence.parts))
     if cost.rule.code == "FD000" or summary.stall is None:
         return Verdict(
             kind="unknown",
@@ -182,11 +168,10 @@ def judge(
             evidence=_unmeasured(summary),
             findings=(cost.finding,),
         )
-    share = summary.stall.share
-    kind: Kind = "data-bound" if share > STALL_HIGH else "balanced"
-    if share < STALL_LOW and cost.finding.severity == "fine":
+    kind: Kind = "data-bound" if summary.stall.share > STALL_HIGH else "balanced"
+    if summary.stall.share < STALL_LOW and cost.finding.severity == "fine":
         kind = "compute-bound"
-    sentence = waiting_text(summary)
+    sentence = without_stamps.waiting_text(summary)
     order, pause = ranked(evidence, cost)
     rule, first = order[0]
     if pause is not None:
@@ -205,7 +190,7 @@ def judge(
 
 
 def _unmeasured(summary: StageSummary) -> tuple[str, ...]:
-    evidence = [f"{timed_steps(summary)} of {summary.steps} steps were timed"]
+    evidence = [f"{without_stamps.timed_steps(summary)} of {summary.steps} steps were timed"]
     if summary.stall is None and summary.steps:
         evidence.append("waits for batches were not seen")
     if summary.dropped_steps:
@@ -227,14 +212,11 @@ def _evidence(summary: StageSummary, facts: LoaderFacts) -> tuple[str, ...]:
     which = "" if facts.loader is None else f"{facts.loader}: "
     if facts.num_workers is None:
         evidence.append(f"{which}number of workers not known")
-    elif facts.usable_cpus is None:
-        evidence.append(f"{which}{_counted(facts.num_workers)}, usable CPUs not known")
     else:
-        evidence.append(f"{which}{_counted(facts.num_workers)}, {facts.usable_cpus} usable CPUs")
+        workers = f"{facts.num_workers} worker{'' if facts.num_workers == 1 else 's'}"
+        cpus = "" if facts.usable_cpus is None else f"{facts.usable_cpus} "
+        unknown = "" if cpus else " not known"
+        evidence.append(f"{which}{workers}, {cpus}usable CPUs{unknown}")
     if facts.augment_on is not None:
         evidence.append(f"transforms run on the {'CPU' if facts.augment_on == 'cpu' else 'device'}")
     return tuple(evidence)
-
-
-def _counted(workers: int) -> str:
-    return "1 worker" if workers == 1 else f"{workers} workers"

@@ -4,29 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from lightning_fastdata.errors import printable
-from lightning_fastdata.insight.model import remedies
-from lightning_fastdata.insight.model.contention import (
-    OTHERS_LOW,
-    RUNQUEUE_HIGH,
-    crowded,
-    locked,
-    overcommitted,
-    part_shares,
-    queued_share,
-    runqueue_share,
-    throttled,
-)
-from lightning_fastdata.insight.model.finding import Finding, severity_of
+from lightning_fastdata.insight.model import contention, remedies
+from lightning_fastdata.insight.model.evidence import Evidence
+from lightning_fastdata.insight.model.finding import Finding, Gain
 from lightning_fastdata.insight.model.simulate import scaled
-from lightning_fastdata.insight.verdicts.rule import ALL_COSTS, Rule
+from lightning_fastdata.insight.verdicts.rule import ALL_COSTS, Rule, found, of_wait
 from lightning_fastdata.insight.waits.lines import lock_between_processes, where_text
-
-if TYPE_CHECKING:
-    from lightning_fastdata.insight.model.evidence import Evidence
-    from lightning_fastdata.insight.model.finding import Gain
 
 _DOMINANT: Final = 0.4
 _SLOW_HIGH, _BUSY_HIGH = 0.30, 0.95
@@ -38,17 +24,17 @@ _COMPUTE_SLOWER: Final = 1.10
 _OTHERS: Final = "held up by other programs"
 
 
-def largest(evidence: Evidence) -> tuple[str, float]:
+def largest(e: Evidence) -> tuple[str, float]:
     """Return the part of the wait that stands out, if one does; CPU time with waiting for CPUs.
 
     Returns:
         A field of :class:`WaitParts` without its unit, and its share of the wait; ``""`` and 0 if
         none is 40 % of it.
     """
-    shares = part_shares(evidence)
+    shares = contention.part_shares(e)
     if shares:
         shares["read_cpu"] += shares.pop("read_runqueue") + shares.pop("queued")
-        if _at_limit(evidence):
+        if _at_limit(e):
             shares["read_blocked"] += shares.pop("slow_sample")
     name = max(shares, key=shares.__getitem__, default="")
     share = shares.get(name, 0.0)
@@ -60,55 +46,31 @@ def _where(e: Evidence, *, blocked: bool | None = None) -> str:
     return where_text(e.lines, most, blocked=blocked)
 
 
-def of_wait(evidence: Evidence, share: float, what: str) -> str:
-    """Return in words that something is a share of the wait, 0 to 1, and what that costs."""
-    stall = evidence.stall_share or 0.0
-    return f"{what} is {share:.0%} of the wait for data, which costs {stall:.0%} of each step"
-
-
 def _more_workers(
-    evidence: Evidence,
-    code: str,
-    cause: str,
-    otherwise: str,
-    rest: Gain | None,
-    leave: str,
-    *,
-    together: bool = False,
-    computing: bool = False,
+    e: Evidence, otherwise: Finding, *, together: bool = False, computing: bool = False
 ) -> Finding:
-    """Return the number of workers that the model recommends, or what is left if none helps.
+    """Return the finding with the number of workers that the model recommends, if one helps.
 
     Args:
-        evidence: Of the stage.
-        code: Of the finding.
-        cause: Of the finding.
-        otherwise: What to try where more workers do not help.
-        rest: What that gains.
-        leave: What does not help.
+        e: Of the stage.
+        otherwise: The finding where more workers do not help.
         together: Workers may wait for something that they share, of which the model knows nothing.
         computing: Workers compute, so that no more of them are of use than there are CPUs.
     """
-    severity = severity_of(evidence.stall_share)
-    wanted, now = remedies.best_workers(evidence, computing=computing), evidence.setup
-    if wanted is not None and now is not None:
-        gain = remedies.gain_of_setup(evidence, wanted)
-        if wanted.workers > now.workers and gain is not None and gain.worthwhile:
-            if together:
-                gain = replace(gain, basis="independent")
-            return Finding(
-                code=code, severity=severity, cause=cause, gain=gain, leave_alone=leave,
-                remedy=remedies.options_text(now, wanted),
-            )  # fmt: skip
-        leave = f"the number of workers: more than {now.workers} are no faster"
-    return Finding(
-        code=code, severity=severity, cause=cause, remedy=otherwise, gain=rest, leave_alone=leave
-    )
+    wanted, now = remedies.best_workers(e, computing=computing), e.setup
+    if wanted is None or now is None:
+        return otherwise
+    gain = remedies.gain_of_setup(e, wanted)
+    if wanted.workers > now.workers and gain is not None and gain.worthwhile:
+        if together:
+            gain = replace(gain, basis="independent")
+        return replace(otherwise, remedy=remedies.options_text(now, wanted), gain=gain)
+    leave = f"the number of workers: more than {now.workers} are no faster"
+    return replace(otherwise, leave_alone=leave)
 
 
-def slow_samples(e: Evidence) -> Finding | None:
-    """FD302: single samples hold up their batches."""
-    share = part_shares(e).get("slow_sample", 0.0)
+def _slow_samples(e: Evidence) -> Finding | None:
+    share = contention.part_shares(e).get("slow_sample", 0.0)
     if share < _SLOW_HIGH or _at_limit(e):
         return None
     named = ", ".join(
@@ -128,10 +90,8 @@ def slow_samples(e: Evidence) -> Finding | None:
             repair += "; in_order=False changes the order of batches from run to run"
     else:
         gain = remedies.gain_of_costs(e, scaled(e.costs, slow_samples=False))
-    return Finding(
-        code="FD302", severity=severity_of(e.stall_share), cause=cause, remedy=repair, gain=gain,
-        leave_alone="the other samples" + (" and the number of workers" if same else ""),
-    )  # fmt: skip
+    leave = "the other samples" + (" and the number of workers" if same else "")
+    return found("FD302", e.stall_share, cause, repair, gain, leave)
 
 
 def _read_more_by(e: Evidence) -> float | None:
@@ -145,9 +105,9 @@ def _read_more_by(e: Evidence) -> float | None:
 def _shares(e: Evidence) -> bool:
     """Return whether workers wait for something that they share."""
     more = _read_more_by(e)
-    if more is None:
-        return lock_between_processes(e.lines) is not None and e.setup is not None
-    return more < _SHARED
+    if more is not None:
+        return more < _SHARED
+    return lock_between_processes(e.lines) is not None and e.setup is not None
 
 
 def _at_limit(e: Evidence) -> bool:
@@ -158,24 +118,22 @@ def _at_limit(e: Evidence) -> bool:
     return _shares(e) and e.busy_share is not None and e.busy_share > _BUSY_HIGH
 
 
-def latency(e: Evidence) -> Finding | None:
-    """FD303: reading waits for storage."""
+def _latency(e: Evidence) -> Finding | None:
     name, share = largest(e)
     if name != "read_blocked" or _shares(e):
         return None
-    return _more_workers(
-        e,
+    finding = found(
         "FD303",
+        e.stall_share,
         of_wait(e, share, "waiting for storage, a network or a lock") + _where(e, blocked=True),
         "keep the data on a local disk, or cache it",
         remedies.gain_of_costs(e, scaled(e.costs, blocked=0.0)),
         "transforms: the CPUs are not what is short",
-        together=(_read_more_by(e) or 0.0) < _BY_THEMSELVES,
     )
+    return _more_workers(e, finding, together=(_read_more_by(e) or 0.0) < _BY_THEMSELVES)
 
 
-def bandwidth(e: Evidence) -> Finding | None:
-    """FD304: what workers wait for is shared by them."""
+def _bandwidth(e: Evidence) -> Finding | None:
     name, share = largest(e)
     if name != "read_blocked" or not _shares(e):
         return None
@@ -184,21 +142,23 @@ def bandwidth(e: Evidence) -> Finding | None:
         few, few_per_s, many, many_per_s = e.read_rates
         cause += f"; {many} workers read {many_per_s:.3g} samples/s and {few} of them "
         cause += f"{few_per_s:.3g}"
-    return Finding(
-        code="FD304",
-        severity=severity_of(e.stall_share),
-        cause=cause + _where(e, blocked=True),
-        remedy="find the lock, or read less: cache decoded or resized samples, or keep the data on "
+    return found(
+        "FD304",
+        e.stall_share,
+        cause + _where(e, blocked=True),
+        "find the lock, or read less: cache decoded or resized samples, or keep the data on "
         "a local disk",
-        gain=remedies.gain_of_costs(e, scaled(e.costs, blocked=0.0)),
-        leave_alone="the number of workers: more of them read no more",
+        remedies.gain_of_costs(e, scaled(e.costs, blocked=0.0)),
+        "the number of workers: more of them read no more",
     )
 
 
 def _saturated(e: Evidence) -> bool:
-    loads = runqueue_share(e) >= RUNQUEUE_HIGH or throttled(e)
+    loads = contention.runqueue_share(e) >= contention.RUNQUEUE_HIGH or contention.throttled(e)
     reads = largest(e)[0] == "read_cpu"
-    return e.stalls and loads and reads and overcommitted(e) and not crowded(e)
+    return (
+        e.stalls and loads and reads and contention.overcommitted(e) and not contention.crowded(e)
+    )
 
 
 def _transforms(e: Evidence) -> str:
@@ -213,34 +173,28 @@ def _gain_of_transforms(e: Evidence) -> Gain | None:
     return remedies.gain_of_costs(e, scaled(e.costs, cpu=factor))
 
 
-def few_workers(e: Evidence) -> Finding | None:
-    """FD305: reading and transforming take longer than the step."""
+def _few_workers(e: Evidence) -> Finding | None:
     name, share = largest(e)
-    starved = queued_share(e) > share / 2
-    if name != "read_cpu" or starved or _saturated(e) or crowded(e):
+    starved = contention.queued_share(e) > share / 2
+    if name != "read_cpu" or starved or _saturated(e) or contention.crowded(e):
         return None
-    return _more_workers(
-        e,
-        "FD305",
-        of_wait(e, share, "reading and transforming samples on a CPU") + _where(e, blocked=False),
-        _transforms(e),
-        _gain_of_transforms(e),
-        "storage: it is not what is waited for",
-        computing=True,
-    )
+    cause = of_wait(e, share, "reading and transforming samples on a CPU")
+    leave = "storage: it is not what is waited for"
+    cause += _where(e, blocked=False)
+    finding = found("FD305", e.stall_share, cause, _transforms(e), _gain_of_transforms(e), leave)
+    return _more_workers(e, finding, computing=True)
 
 
-def few_cpus(e: Evidence) -> Finding | None:
-    """FD306: own work wants more CPUs than there are, or than one interpreter uses."""
-    if locked(e):
+def _few_cpus(e: Evidence) -> Finding | None:
+    if contention.locked(e):
         return _one_interpreter(e)
     if not _saturated(e):
         return None
-    facts = [f"ready workers wait for a CPU for {runqueue_share(e):.0%} of their time"]
-    if throttled(e):
+    facts = [f"ready workers wait for a CPU for {contention.runqueue_share(e):.0%} of their time"]
+    if contention.throttled(e):
         facts.append(f"the CPU quota was used up in {e.throttled_share:.0%} of the periods")
     wanted, now = remedies.best_workers(e), e.setup
-    remedy, gain = _transforms(e), _gain_of_transforms(e)
+    remedy = _transforms(e)
     if now is not None:
         facts.append(f"{now.workers} workers and the training share {now.cpus:g} CPUs")
         if now.worker_threads > 1:
@@ -249,11 +203,9 @@ def few_cpus(e: Evidence) -> Finding | None:
             remedy = f"{threads}in worker_init_fn); {remedy}"
         if wanted is not None and wanted.workers < now.workers:
             remedy = f"{remedies.options_text(now, wanted)}, which is as fast; then {remedy}"
-    return Finding(
-        code="FD306", severity=severity_of(e.stall_share), remedy=remedy, gain=gain,
-        cause="; ".join(facts) + _where(e, blocked=False),
-        leave_alone="more workers: they would share the same CPUs",
-    )  # fmt: skip
+    cause = "; ".join(facts) + _where(e, blocked=False)
+    leave = "more workers: they would share the same CPUs"
+    return found("FD306", e.stall_share, cause, remedy, _gain_of_transforms(e), leave)
 
 
 def _one_interpreter(e: Evidence) -> Finding:
@@ -262,72 +214,71 @@ def _one_interpreter(e: Evidence) -> Finding:
         workers = max(1, int(e.setup.cpus))
         processes = f"LoaderOptions(executor='workers', num_workers={workers}), {processes}"
     # No gain is given: what samples cost is not known while their readers take the lock in turn.
-    return Finding(
-        code="FD306",
-        severity=severity_of(e.stall_share),
-        cause="the threads of a side process take turns: one of them at a time holds the "
-        f"interpreter's lock, and together they use {e.interpreter_share or 0.0:.1f} CPUs"
+    return found(
+        "FD306",
+        e.stall_share,
+        "the threads of a side process take turns: one of them at a time holds the interpreter's "
+        f"lock, and together they use {e.interpreter_share or 0.0:.1f} CPUs"
         + _where(e, blocked=False),
-        remedy=f"{processes}; or transforms that release the lock",
+        f"{processes}; or transforms that release the lock",
         leave_alone="more threads, and the storage: what looks like waiting for it is the lock",
     )
 
 
-def collation(e: Evidence) -> Finding | None:
-    """FD307: collation is what is waited for."""
+def _collation(e: Evidence) -> Finding | None:
     name, share = largest(e)
     if name != "collate":
         return None
-    return Finding(
-        code="FD307",
-        severity=severity_of(e.stall_share),
-        cause=of_wait(e, share, "collating samples"),
-        remedy="leave out collate_fn, with LoaderOptions(executor='workers'), or give the dataset "
-        "a __getitems__ that returns them together",
-        gain=remedies.gain_of_costs(e, scaled(e.costs, collate=0.0)),
-        leave_alone="reading and transforms",
+    return found(
+        "FD307",
+        e.stall_share,
+        of_wait(e, share, "collating samples"),
+        "leave out collate_fn, with LoaderOptions(executor='workers'), or give the dataset a "
+        "__getitems__ that returns them together",
+        remedies.gain_of_costs(e, scaled(e.costs, collate=0.0)),
+        "reading and transforms",
     )
 
 
-def capacity(e: Evidence) -> Finding | None:
-    """FD309: workers are busy all the time with a bit of everything."""
+def _capacity(e: Evidence) -> Finding | None:
     if not e.stalls or e.busy_share is None or e.busy_share <= _BUSY_HIGH or largest(e)[0]:
         return None
-    if crowded(e) or locked(e):
+    if contention.crowded(e) or contention.locked(e):
         return None
-    return _more_workers(
-        e,
-        "FD309",
+    cause = (
         f"the workers are busy {e.busy_share:.0%} of the time, and no single part of the wait, "
-        f"which costs {e.stall_share or 0.0:.0%} of each step, stands out" + _where(e),
-        _transforms(e),
-        _gain_of_transforms(e),
-        "",
+        f"which costs {e.stall_share or 0.0:.0%} of each step, stands out" + _where(e)
+    )
+    return _more_workers(
+        e, found("FD309", e.stall_share, cause, _transforms(e), _gain_of_transforms(e))
     )
 
 
-def neighbours(e: Evidence) -> Finding | None:
-    """FD315: other processes have the CPUs."""
-    runqueue = runqueue_share(e)
+def _neighbours(e: Evidence) -> Finding | None:
+    runqueue = contention.runqueue_share(e)
     slowed = (e.compute_slowdown or 1.0) >= _COMPUTE_SLOWER
     pressed = slowed and (e.pressure_percent or 0.0) >= _PRESSURE_HIGH
-    own = e.setup is None or e.wanted_cpus is None or overcommitted(e)
-    if not e.stalls or (runqueue < RUNQUEUE_HIGH and not pressed):
+    own = e.setup is None or e.wanted_cpus is None or contention.overcommitted(e)
+    if not e.stalls or (runqueue < contention.RUNQUEUE_HIGH and not pressed):
         return None
-    if (own and not crowded(e)) or locked(e) or (e.setup is not None and not e.setup.workers):
+    if (
+        (own and not contention.crowded(e))
+        or contention.locked(e)
+        or (e.setup is not None and not e.setup.workers)
+    ):
         return None
     facts = [f"workers, or the training process, wait for a CPU for {runqueue:.0%} of the time"]
     if e.setup is not None and e.wanted_cpus is not None:
         facts.append(f"own work needs {e.wanted_cpus:.1f} of {e.setup.cpus:g} CPUs")
-    if (e.other_cpus or 0.0) >= OTHERS_LOW:
+    if (e.other_cpus or 0.0) >= contention.OTHERS_LOW:
         facts.append(f"other programs use {e.other_cpus:.1f} CPUs of this machine")
     if slowed:
         facts.append(f"a step computes {e.compute_slowdown:.2f} times as long as beside idle CPUs")
-    return Finding(
-        code="FD315",
-        severity=severity_of(e.stall_share),
-        cause="; ".join(facts),
-        remedy="find what else runs on this machine, if only threads that transforms start "
+    return found(
+        "FD315",
+        e.stall_share,
+        "; ".join(facts),
+        "find what else runs on this machine, if only threads that transforms start "
         "(cv2.setNumThreads(0)), or give this process CPUs of its own (taskset, a cgroup); "
         "LoaderOptions(worker_nice=5) keeps the training ahead of the workers",
         leave_alone="more workers: they would wait, too",
@@ -335,12 +286,12 @@ def neighbours(e: Evidence) -> Finding | None:
 
 
 RULES: Final = (
-    Rule("FD302", "slow samples hold up their batches", slow_samples, "loader", ALL_COSTS),
-    Rule("FD303", "reading waits for storage", latency, "loader", ALL_COSTS),
-    Rule("FD304", "workers share what they wait for", bandwidth, "loader", ALL_COSTS),
-    Rule("FD305", "reading and transforming take long", few_workers, "loader", ALL_COSTS),
-    Rule("FD306", "own work wants more CPUs than there are", few_cpus, "loader", ALL_COSTS),
-    Rule("FD307", "collation takes long", collation, "loader", ALL_COSTS),
-    Rule("FD309", "workers do a bit of everything", capacity, "loader", ALL_COSTS),
-    Rule("FD315", "other programs have the CPUs", neighbours, "machine", ALL_COSTS, kind=_OTHERS),
+    Rule("FD302", "slow samples hold up their batches", _slow_samples, "loader", ALL_COSTS),
+    Rule("FD303", "reading waits for storage", _latency, "loader", ALL_COSTS),
+    Rule("FD304", "workers share what they wait for", _bandwidth, "loader", ALL_COSTS),
+    Rule("FD305", "reading and transforming take long", _few_workers, "loader", ALL_COSTS),
+    Rule("FD306", "own work wants more CPUs than there are", _few_cpus, "loader", ALL_COSTS),
+    Rule("FD307", "collation takes long", _collation, "loader", ALL_COSTS),
+    Rule("FD309", "workers do a bit of everything", _capacity, "loader", ALL_COSTS),
+    Rule("FD315", "other programs have the CPUs", _neighbours, "machine", ALL_COSTS, kind=_OTHERS),
 )

@@ -6,64 +6,76 @@ it; else by what they take of an epoch, or of their own steps.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from functools import partial
+from typing import Final
 
+from lightning_fastdata.insight.measure.wall import WallTime
+from lightning_fastdata.insight.model.evidence import Evidence
 from lightning_fastdata.insight.model.finding import (
     EPOCH_START_HIGH,
     STALL_LOW,
     Finding,
     Gain,
+    Kind,
     duration_text,
-    severity_of,
 )
-from lightning_fastdata.insight.verdicts.rule import Rule
-
-if TYPE_CHECKING:
-    from lightning_fastdata.insight.measure.wall import WallTime
-    from lightning_fastdata.insight.model.evidence import Evidence
+from lightning_fastdata.insight.verdicts.rule import Rule, found
 
 _PAUSE_HIGH: Final = 0.05
 """Part of a run: what takes less is no finding."""
 _FEWEST_EPOCHS: Final = 2
 """Workers have to start once; how the first epoch starts says nothing of the others."""
 _MOST_OF_START: Final = 0.5
+_WITHIN_EPOCHS: Final = "the loader within epochs"
+_SAVE_LESS: Final = (
+    "save less often (every_n_train_steps, train_time_interval), to a faster disk, or fewer "
+    "weights (save_weights_only=True)"
+)
+_HOLD_UPS: Final = {
+    "callbacks": ("FD320", "run {name} less often, or make it cheaper"),
+    "checkpoints": ("FD321", _SAVE_LESS),
+    "logging": (
+        "FD322",
+        "log less often (Trainer(log_every_n_steps=...)), or with fewer self.log(..., on_step)",
+    ),
+}
+"""Part of the wall time -> code of its finding, and what to try."""
 
 
-def epoch_starts(e: Evidence) -> Finding | None:
-    """FD310: epochs start slowly."""
+def _epoch_starts(e: Evidence) -> Finding | None:
     wall = e.wall
     if wall is None:
         return _first_batches(e)
     later_s = dict(wall.names_of("epoch_starts")).get("later epochs", 0.0)
     each_s = later_s / max(1, (e.epochs or 2) - 1)
-    own_s = _dataset_s(e)
-    remedy = (
-        "longer epochs, or a dataset and a sampler that start faster: the workers are kept already"
+    what = (
+        f"starting epochs after the first took {duration_text(later_s)} of "
+        f"{duration_text(wall.training_s)}, {duration_text(each_s)} each"
     )
+    return _pause(wall, later_s, "FD310", what, _for_epoch_starts(e, each_s), _WITHIN_EPOCHS)
+
+
+def _for_epoch_starts(e: Evidence, each_s: float) -> str:
+    """Return what to try against epochs that take ``each_s`` to start."""
+    own_s, keep = _dataset_s(e), "have the dataset keep what its __iter__ opens"
     if e.streamed and own_s > _MOST_OF_START * each_s:
-        remedy = (
-            f"have the dataset keep what its __iter__ opens: its first batch takes "
-            f"{duration_text(own_s)} in each epoch, with new workers or kept ones"
+        return (
+            f"{keep}: its first batch takes {duration_text(own_s)} in each epoch, with new workers "
+            "or kept ones"
         )
-    elif e.streamed and e.first_parts is None:
-        remedy = "have the dataset keep what its __iter__ opens"
-        if not e.persistent_workers:
-            remedy += (
-                ", or keep the workers (persistent_workers=True): FastDataLoader tells which of "
-                "the two takes the time"
-            )
-    elif e.persistent_workers is False:
-        remedy = "LoaderOptions(persistent_workers=True)"
-    elif e.persistent_workers is None:
-        remedy = "a dataset and a sampler that start faster, or longer epochs"
-    return _pause(
-        wall,
-        later_s,
-        code="FD310",
-        what=f"starting epochs after the first took {duration_text(later_s)} of "
-        f"{duration_text(wall.training_s)}, {duration_text(each_s)} each",
-        remedy=remedy,
-    )
+    if e.streamed and e.first_parts is None:
+        if e.persistent_workers:
+            return keep
+        return (
+            f"{keep}, or keep the workers (persistent_workers=True): FastDataLoader tells which of "
+            "the two takes the time"
+        )
+    return {
+        None: "a dataset and a sampler that start faster, or longer epochs",
+        False: "LoaderOptions(persistent_workers=True)",
+        True: "longer epochs, or a dataset and a sampler that start faster: the workers are kept "
+        "already",
+    }[e.persistent_workers]
 
 
 def _first_batches(e: Evidence) -> Finding | None:
@@ -81,18 +93,14 @@ def _first_batches(e: Evidence) -> Finding | None:
         before = e.step_ms * (1 - 1 / e.steps_per_epoch) + each
         if before > e.step_ms:
             gain = Gain(before_ms=before, after_ms=e.step_ms, basis="floor")
-    kept = e.persistent_workers is True
-    return Finding(
-        code="FD310",
-        severity=severity_of(share),
-        cause=f"the first batch of an epoch comes after {e.epoch_wait_ms:.0f} ms, which is "
-        f"{share:.0%} of an epoch",
-        remedy="longer epochs: the workers are kept already"
-        if kept
-        else "LoaderOptions(persistent_workers=True)",
-        gain=gain,
-        leave_alone="" if e.stalls else "the loader within epochs",
+    remedy = "LoaderOptions(persistent_workers=True)"
+    if e.persistent_workers:
+        remedy = "longer epochs: the workers are kept already"
+    cause = (
+        f"the first batch of an epoch comes after {e.epoch_wait_ms:.0f} ms, which is {share:.0%} "
+        "of an epoch"
     )
+    return found("FD310", share, cause, remedy, gain, "" if e.stalls else _WITHIN_EPOCHS)
 
 
 def _dataset_s(e: Evidence) -> float:
@@ -104,8 +112,7 @@ def _dataset_s(e: Evidence) -> float:
     return (read_ms + first.slow_sample_ms) / 1000
 
 
-def validation(e: Evidence) -> Finding | None:
-    """FD318: validation waits for its batches."""
+def _validation(e: Evidence) -> Finding | None:
     which = "the validation loader" if e.val_loader is None else f"validation's {e.val_loader}"
     remedy = f"give {which} the options of the training loader, num_workers above all"
     wall = e.wall
@@ -113,14 +120,11 @@ def validation(e: Evidence) -> Finding | None:
         return _validation_steps(e, remedy)
     waited_s = dict(wall.names_of("validation")).get("waiting for batches", 0.0)
     all_s = wall.parts_s.get("validation", 0.0)
-    return _pause(
-        wall,
-        waited_s,
-        code="FD318",
-        what=f"validation waited {duration_text(waited_s)} of its {duration_text(all_s)} for data, "
-        f"{wall.share(waited_s):.0%} of the run",
-        remedy=f"{remedy}, or validate less often",
+    what = (
+        f"validation waited {duration_text(waited_s)} of its {duration_text(all_s)} for data, "
+        f"{wall.share(waited_s):.0%} of the run"
     )
+    return _pause(wall, waited_s, "FD318", what, f"{remedy}, or validate less often")
 
 
 def _validation_steps(e: Evidence, remedy: str) -> Finding | None:
@@ -137,60 +141,44 @@ def _validation_steps(e: Evidence, remedy: str) -> Finding | None:
     )
 
 
-def callbacks(e: Evidence) -> Finding | None:
-    """FD320: callbacks take long."""
-    return _held_up(e, "callbacks", "FD320", "run {name} less often, or make it cheaper")
+def held_up(e: Evidence) -> bool:
+    """Return whether a finding says whose work the host does between steps."""
+    return any(_held_up(e, part) for part in _HOLD_UPS)
 
 
-def checkpoints(e: Evidence) -> Finding | None:
-    """FD321: saving checkpoints takes long."""
-    save = "save less often (every_n_train_steps, train_time_interval), to a faster disk, or fewer "
-    return _held_up(e, "checkpoints", "FD321", save + "weights (save_weights_only=True)")
-
-
-def logging(e: Evidence) -> Finding | None:
-    """FD322: reducing and logging metrics takes long."""
-    less = "log less often (Trainer(log_every_n_steps=...)), or with fewer self.log(..., on_step)"
-    return _held_up(e, "logging", "FD322", less)
-
-
-def _held_up(e: Evidence, part: str, code: str, remedy: str) -> Finding | None:
+def _held_up(e: Evidence, part: str) -> Finding | None:
+    """Return the finding that a part of the wall time, one of ``_HOLD_UPS``, takes long."""
     wall = e.wall
     if wall is None:
         return None
-    seconds = wall.parts_s.get(part, 0.0)
-    names = wall.names_of(part)
+    code, remedy = _HOLD_UPS[part]
+    seconds, names = wall.parts_s.get(part, 0.0), wall.names_of(part)
     name = names[0][0] if names else part
     most = f", {duration_text(names[0][1])} of it in {name}" if names else ""
-    return _pause(
-        wall,
-        seconds,
-        code=code,
-        what=f"{part} took {duration_text(seconds)} of {duration_text(wall.training_s)}{most}",
-        remedy=remedy.format(name=name),
-    )
+    what = f"{part} took {duration_text(seconds)} of {duration_text(wall.training_s)}{most}"
+    return _pause(wall, seconds, code, what, remedy.format(name=name))
 
 
-def _pause(wall: WallTime, seconds: float, *, code: str, what: str, remedy: str) -> Finding | None:
+def _pause(
+    wall: WallTime, seconds: float, code: str, what: str, remedy: str, leave: str = ""
+) -> Finding | None:
     share = wall.share(seconds)
     if share < _PAUSE_HIGH or not wall.steps:
         return None
     before_ms = 1000 * wall.training_s / wall.steps
     after_ms = max(0.0, before_ms - 1000 * seconds / wall.steps)
-    return Finding(
-        code=code,
-        severity=severity_of(share),
-        cause=what,
-        remedy=remedy,
-        gain=Gain(before_ms=before_ms, after_ms=after_ms, basis="floor"),
-        leave_alone="the loader within epochs" if code == "FD310" else "",
-    )
+    gain = Gain(before_ms=before_ms, after_ms=after_ms, basis="floor")
+    return found(code, share, what, remedy, gain, leave)
+
+
+def _hold_up(part: str, title: str, kind: Kind) -> Rule[Evidence]:
+    return Rule(_HOLD_UPS[part][0], title, partial(_held_up, part=part), "run", kind=kind)
 
 
 RULES: Final = (
-    Rule("FD310", "epochs start slowly", epoch_starts, "run", kind="paused between epochs"),
-    Rule("FD318", "validation waits for data", validation, "run", kind="starved in validation"),
-    Rule("FD320", "callbacks take long", callbacks, "run", kind="held up by a callback"),
-    Rule("FD321", "checkpoints take long", checkpoints, "run", kind="held up by checkpoints"),
-    Rule("FD322", "logging takes long", logging, "run", kind="held up by logging"),
+    Rule("FD310", "epochs start slowly", _epoch_starts, "run", kind="paused between epochs"),
+    Rule("FD318", "validation waits for data", _validation, "run", kind="starved in validation"),
+    _hold_up("callbacks", "callbacks take long", "held up by a callback"),
+    _hold_up("checkpoints", "checkpoints take long", "held up by checkpoints"),
+    _hold_up("logging", "logging takes long", "held up by logging"),
 )

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Generic, Literal, NamedTuple, TypeVar
+from typing import Final, Generic, Literal, NamedTuple, TypeVar
 
-if TYPE_CHECKING:
-    from lightning_fastdata.insight.measure.metrics import StageSummary
-    from lightning_fastdata.insight.model.evidence import Evidence, LoaderFacts
-    from lightning_fastdata.insight.model.finding import Finding, Kind
-    from lightning_fastdata.insight.waits.attribution import WaitParts
+from lightning_fastdata.insight.measure.metrics import StageSummary
+from lightning_fastdata.insight.model.evidence import Evidence, LoaderFacts
+from lightning_fastdata.insight.model.finding import Finding, Gain, Kind, severity_of
+from lightning_fastdata.insight.waits.attribution import WaitParts
 
 SMALL_COSTS: Final = frozenset({"FD001", "FD002", "FD106", "FD201", "FD202"})
 """Findings without stamps where the stall is 10 % or less: any known cause replaces them."""
@@ -39,9 +38,8 @@ class Rule(Generic[Facts]):
     code: str
     """Stable code; it keeps its meaning for ever. ``docs/verdicts.md`` has a chapter for it."""
     title: str
-    """The cause in a few words."""
     find: Callable[[Facts], Finding | None]
-    """Returns the finding; None where the facts do not show the cause, or were not measured."""
+    """None where the facts do not show the cause, or were not measured."""
     about: Literal["stage", "loader", "machine", "rank", "run"] = "stage"
     """What the cause belongs to. ``"loader"``: of several loaders, the one that is waited for most,
     which the finding names. ``"machine"``: the same, but the remedy is no option of a loader.
@@ -60,3 +58,28 @@ class Found(NamedTuple):
 
     rule: Rule[Evidence] | Rule[Unstamped]
     finding: Finding
+
+
+def found(
+    code: str,
+    share: float | None,
+    cause: str,
+    remedy: str,
+    gain: Gain | None = None,
+    leave_alone: str = "",
+) -> Finding:
+    """Return the finding of something that costs this share of a step, 0 to 1."""
+    return Finding(
+        code=code,
+        severity=severity_of(share),
+        cause=cause,
+        remedy=remedy,
+        gain=gain,
+        leave_alone=leave_alone,
+    )
+
+
+def of_wait(e: Evidence, share: float, what: str) -> str:
+    """Return in words that something is a share of the wait, 0 to 1, and what that costs."""
+    stall = e.stall_share or 0.0
+    return f"{what} is {share:.0%} of the wait for data, which costs {stall:.0%} of each step"

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import statistics
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from lightning_fastdata.insight.model import remedies
+from lightning_fastdata.insight.model.evidence import Evidence
 from lightning_fastdata.insight.model.finding import (
     AUGMENT_HIGH,
     STALL_LOW,
     TRANSFER_HIGH,
     Finding,
-    severity_of,
 )
 from lightning_fastdata.insight.verdicts import pauses
-from lightning_fastdata.insight.verdicts.rule import Rule
-
-if TYPE_CHECKING:
-    from lightning_fastdata.insight.model.evidence import Evidence
+from lightning_fastdata.insight.verdicts.rule import Rule, found
 
 _BEGINS_HIGH: Final = 0.05
 _MOST_OF_IT: Final = 0.5
@@ -37,20 +34,17 @@ def own_evidence(e: Evidence) -> Evidence:
     )
 
 
-def naming_loader(e: Evidence, found: Finding, *, remedy_too: bool) -> Finding:
+def naming_loader(e: Evidence, finding: Finding, *, remedy_too: bool) -> Finding:
     """Return a finding that names its loader, and gains no more than the other loaders allow.
 
-    Args:
-        e: Of that loader.
-        found: The finding.
-        remedy_too: Whether its remedy is an option of the loader.
+    ``remedy_too``: its remedy is an option of the loader.
     """
     if e.one_of is None:
-        return found
-    found = replace(found, cause=f"{e.one_of.label}: {found.cause}")
+        return finding
+    finding = replace(finding, cause=f"{e.one_of.label}: {finding.cause}")
     if not remedy_too:
-        return found
-    remedy, gain = f"{e.one_of.label}: {found.remedy}", found.gain
+        return finding
+    remedy, gain = f"{e.one_of.label}: {finding.remedy}", finding.gain
     other, least_ms = max(e.one_of.limits, key=lambda limit: limit[1], default=("", 0.0))
     if gain is not None and gain.after_ms < least_ms:
         allowed = replace(gain, after_ms=min(gain.before_ms, least_ms))
@@ -59,26 +53,20 @@ def naming_loader(e: Evidence, found: Finding, *, remedy_too: bool) -> Finding:
                 f"; {other} as well, because of which no step takes less than {least_ms:.1f} ms"
             )
         gain = allowed
-    return replace(found, remedy=remedy, gain=gain)
+    return replace(finding, remedy=remedy, gain=gain)
 
 
-def begins_anew(e: Evidence) -> Finding | None:
-    """FD310 of one of several loaders: it is shorter than an epoch, and begins again within it."""
+def _begins_anew(e: Evidence) -> Finding | None:
     share = None if e.one_of is None else e.of_step(e.one_of.begins_ms)
     if e.one_of is None or share is None or share < _BEGINS_HIGH:
         return None
     if e.setup is not None and not e.setup.workers:
         return None  # nothing starts
-    kept = e.persistent_workers is True
-    return Finding(
-        code="FD310",
-        severity=severity_of(share),
-        cause=f"it is shorter than an epoch, and to begin it anew costs {share:.0%} of each step",
-        remedy="a longer one: its workers are kept already"
-        if kept
-        else "LoaderOptions(persistent_workers=True)",
-        gain=remedies.without(e, e.one_of.begins_ms),
-    )
+    remedy = "LoaderOptions(persistent_workers=True)"
+    if e.persistent_workers:
+        remedy = "a longer one: its workers are kept already"
+    cause = f"it is shorter than an epoch, and to begin it anew costs {share:.0%} of each step"
+    return found("FD310", share, cause, remedy, remedies.without(e, e.one_of.begins_ms))
 
 
 _FREE: Final = 0.01
@@ -88,8 +76,7 @@ _GAP_LEAST_MS: Final = 1.0
 _HEADROOM_LOW: Final = 0.03
 
 
-def hidden(e: Evidence) -> Finding | None:
-    """FD301: the device has work while batches are waited for."""
+def _hidden(e: Evidence) -> Finding | None:
     wait, stall = e.of_step(e.wait_ms), e.stall_share
     if wait is None or stall is None or wait < STALL_LOW or stall >= STALL_LOW:
         return None
@@ -100,11 +87,18 @@ def hidden(e: Evidence) -> Finding | None:
     return Finding(code="FD301", severity="fine", cause=cause, remedy="", leave_alone="the loader")
 
 
-def transfer(e: Evidence) -> Finding | None:
-    """FD312: the copy to the device takes long."""
-    share = e.of_step(e.transfer_ms)
-    if share is None or share < TRANSFER_HIGH:
+def _phase(
+    e: Evidence, code: str, ms: float | None, high: float, what: str, remedy: str, leave: str
+) -> Finding | None:
+    """Return the finding that a phase takes ``high`` of a step or more."""
+    share = e.of_step(ms)
+    if share is None or share < high:
         return None
+    cause = f"{what} takes {ms:.1f} ms, {share:.0%} of a step"
+    return found(code, share, cause, remedy, remedies.without(e, ms), leave)
+
+
+def _transfer(e: Evidence) -> Finding | None:
     what, remedy = "copying a batch to the device", "send uint8 and normalize on the device"
     if not e.pinned:
         remedy = f"LoaderOptions(pin_memory=True), and {remedy}"
@@ -116,54 +110,36 @@ def transfer(e: Evidence) -> Finding | None:
         what = "looking for tensors in the many objects of a batch"
         remedy = "batches of few tensors, or lists of objects within a class of your own, into "
         remedy += "which Lightning does not look"
-    return Finding(
-        code="FD312",
-        severity=severity_of(share),
-        cause=f"{what} takes {e.transfer_ms:.1f} ms, {share:.0%} of a step",
-        remedy=remedy,
-        gain=remedies.without(e, e.transfer_ms),
-        leave_alone="the number of workers",
-    )
+    leave = "the number of workers"
+    return _phase(e, "FD312", e.transfer_ms, TRANSFER_HIGH, what, remedy, leave)
 
 
-def augmentation(e: Evidence) -> Finding | None:
-    """FD313: augmentation on the device takes long."""
-    share = e.of_step(e.augment_ms)
-    if share is None or share < AUGMENT_HIGH:
-        return None
-    return Finding(
-        code="FD313",
-        severity=severity_of(share),
-        cause=f"{e.augment_hook or 'augmenting on the device'} takes {e.augment_ms:.1f} ms, "
-        f"{share:.0%} of a step",
-        remedy="fewer or cheaper transforms "
-        + ("there" if e.augment_hook else "on the device, or on uint8"),
-        gain=remedies.without(e, e.augment_ms),
-        leave_alone="the loader",
-    )
+def _augmentation(e: Evidence) -> Finding | None:
+    what = e.augment_hook or "augmenting on the device"
+    where = "there" if e.augment_hook else "on the device, or on uint8"
+    remedy = f"fewer or cheaper transforms {where}"
+    return _phase(e, "FD313", e.augment_ms, AUGMENT_HIGH, what, remedy, "the loader")
 
 
-def host_gap(e: Evidence) -> Finding | None:
-    """FD314: the device waits for the host, not for data."""
+def _host_gap(e: Evidence) -> Finding | None:
     share = e.of_step(e.gap_ms)
     if share is None or share < _GAP_HIGH or (e.gap_ms or 0.0) < _GAP_LEAST_MS:
         return None
-    if pauses.callbacks(e) or pauses.checkpoints(e) or pauses.logging(e):
-        return None  # which say whose work it is
-    return Finding(
-        code="FD314",
-        severity=severity_of(share),
-        cause=f"the device has nothing to do for {e.gap_ms:.1f} ms, {share:.0%} of a step, "
-        "although no batch is waited for",
-        remedy="read values less often (.item(), .cpu(), print, prog_bar=True), log every n steps, "
-        "and look for slow callbacks; a compiled model launches fewer kernels",
-        gain=remedies.without(e, e.gap_ms),
-        leave_alone="" if e.stalls else "the loader",
+    if pauses.held_up(e):
+        return None
+    return found(
+        "FD314",
+        share,
+        f"the device has nothing to do for {e.gap_ms:.1f} ms, {share:.0%} of a step, although no "
+        "batch is waited for",
+        "read values less often (.item(), .cpu(), print, prog_bar=True), log every n steps, and "
+        "look for slow callbacks; a compiled model launches fewer kernels",
+        remedies.without(e, e.gap_ms),
+        "" if e.stalls else "the loader",
     )
 
 
-def slow_rank(e: Evidence) -> Finding | None:
-    """FD316: one rank holds up the others."""
+def _slow_rank(e: Evidence) -> Finding | None:
     rank = e.slow_rank
     if rank is None:
         return None
@@ -171,20 +147,18 @@ def slow_rank(e: Evidence) -> Finding | None:
     mean = statistics.fmean(e.rank_stalls_ms)
     name = f"rank {rank}" + (f" on {e.rank_hosts[rank]}" if e.rank_hosts else "")
     reason = e.rank_reasons[rank] if e.rank_reasons else ""
-    return Finding(
-        code="FD316",
-        severity=severity_of(e.of_step(worst - mean)),
-        cause=f"{name} stalls {worst:.1f} ms a step, all of them {mean:.1f} on average, and "
-        "every rank waits for the last one" + (f"; there, {reason}" if reason else ""),
-        remedy=f"look at the data and the host of rank {rank}: its share of the files, its CPUs, "
-        "its disk",
-        gain=remedies.without(e, worst - max(others)),
-        leave_alone="the loaders of the other ranks",
+    return found(
+        "FD316",
+        e.of_step(worst - mean),
+        f"{name} stalls {worst:.1f} ms a step, all of them {mean:.1f} on average, and every rank "
+        "waits for the last one" + (f"; there, {reason}" if reason else ""),
+        f"look at the data and the host of rank {rank}: its share of the files, its CPUs, its disk",
+        remedies.without(e, worst - max(others)),
+        "the loaders of the other ranks",
     )
 
 
-def memory(e: Evidence) -> Finding | None:
-    """FD317: the device is short of memory."""
+def _memory(e: Evidence) -> Finding | None:
     room = e.device_headroom_share
     if not e.alloc_retries or room is None or room >= _HEADROOM_LOW:
         return None
@@ -199,8 +173,7 @@ def memory(e: Evidence) -> Finding | None:
     )
 
 
-def free(e: Evidence) -> Finding | None:
-    """FD319: data is free."""
+def _free(e: Evidence) -> Finding | None:
     share = e.stall_share
     if share is None or share >= _FREE or e.held_up:
         return None
@@ -215,12 +188,12 @@ def free(e: Evidence) -> Finding | None:
 
 
 RULES: Final = (
-    Rule("FD310", "a loader begins anew within epochs", begins_anew, about="loader"),
-    Rule("FD301", "waits are hidden", hidden),
-    Rule("FD312", "the copy to the device takes long", transfer),
-    Rule("FD313", "augmentation on the device takes long", augmentation),
-    Rule("FD314", "the device waits for the host", host_gap),
-    Rule("FD316", "one rank holds up the others", slow_rank, about="rank"),
-    Rule("FD317", "the device is short of memory", memory),
-    Rule("FD319", "data is free", free),
+    Rule("FD310", "a loader begins anew within epochs", _begins_anew, about="loader"),
+    Rule("FD301", "waits are hidden", _hidden),
+    Rule("FD312", "the copy to the device takes long", _transfer),
+    Rule("FD313", "augmentation on the device takes long", _augmentation),
+    Rule("FD314", "the device waits for the host", _host_gap),
+    Rule("FD316", "one rank holds up the others", _slow_rank, about="rank"),
+    Rule("FD317", "the device is short of memory", _memory),
+    Rule("FD319", "data is free", _free),
 )

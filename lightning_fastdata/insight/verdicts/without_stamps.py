@@ -7,8 +7,10 @@ shares of the step as the device saw it.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Final
+from dataclasses import replace
+from typing import Final
 
+from lightning_fastdata.insight.measure.metrics import PhaseSummary, StageSummary
 from lightning_fastdata.insight.model.evidence import device_could_augment
 from lightning_fastdata.insight.model.finding import (
     AUGMENT_HIGH,
@@ -18,16 +20,10 @@ from lightning_fastdata.insight.model.finding import (
     TRANSFER_HIGH,
     Finding,
     Gain,
-    severity_of,
 )
-from lightning_fastdata.insight.verdicts.rule import Found, Rule, Unstamped
+from lightning_fastdata.insight.verdicts.rule import Found, Rule, Unstamped, found
 from lightning_fastdata.insight.waits.attribution import PART_WORDS
 from lightning_fastdata.types import STAGE_WORDS
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from lightning_fastdata.insight.measure.metrics import PhaseSummary, StageSummary
 
 _FEWEST_STEPS: Final = 5
 """Nothing is said of fewer."""
@@ -36,8 +32,8 @@ _SHOWN_PARTS: Final = 3
 
 def largest_cost(known: Unstamped) -> Found:
     """Return the largest cost of a stage: what the first rule that holds finds."""
-    found = (Found(rule, finding) for rule in RULES if (finding := rule.find(known)) is not None)
-    return next(found)  # the last rule always holds
+    every = (Found(rule, finding) for rule in RULES if (finding := rule.find(known)) is not None)
+    return next(every)  # the last rule always holds
 
 
 def timed_steps(summary: StageSummary) -> int:
@@ -52,9 +48,8 @@ def waiting_text(summary: StageSummary) -> str:
         return ""
     loop = STAGE_WORDS.get(summary.stage, summary.stage)
     who = "the GPU" if summary.device != "cpu" else f"the {loop} loop"
-    return (
-        f"{who} waits {stall.share:.0%} of each step ({stall.mean_ms:.1f} of {step.mean_ms:.1f} ms)"
-    )
+    times = f"({stall.mean_ms:.1f} of {step.mean_ms:.1f} ms)"
+    return f"{who} waits {stall.share:.0%} of each step {times}"
 
 
 def _too_few_steps(known: Unstamped) -> Finding | None:
@@ -62,9 +57,12 @@ def _too_few_steps(known: Unstamped) -> Finding | None:
     measured = summary.step is not None and summary.stall is not None
     if measured and timed_steps(summary) >= _FEWEST_STEPS:
         return None
-    remedy = f"train for at least {_FEWEST_STEPS} steps"
-    cause = "too little was measured to tell"
-    return Finding(code="FD000", severity="fine", cause=cause, remedy=remedy)
+    return Finding(
+        code="FD000",
+        severity="fine",
+        cause="too little was measured to tell",
+        remedy=f"train for at least {_FEWEST_STEPS} steps",
+    )
 
 
 def _no_workers(known: Unstamped) -> Finding | None:
@@ -153,23 +151,20 @@ def _free(known: Unstamped) -> Finding | None:
     return _finding(known, "FD001", waiting_text(known.summary), remedy)
 
 
-def _rule(code: str, title: str, find: Callable[[Unstamped], Finding | None]) -> Rule[Unstamped]:
-    return Rule(code, title, find, replaces=frozenset())
-
-
-RULES: Final = (
-    _rule("FD000", "too few steps were timed", _too_few_steps),
-    _rule("FD101", "batches are late, and the training process loads them", _no_workers),
-    _rule("FD105", "batches are late, and workers or CPUs are not known", _workers_not_known),
-    _rule("FD102", "batches are late, and workers are fewer than free CPUs", _few_workers),
-    _rule("FD103", "batches are late, and workers augment", _augments_on_cpu),
-    _rule("FD104", "batches are late, though there are workers enough", _late_batches),
-    _rule("FD106", "epochs start slowly", _epoch_starts),
-    _rule("FD201", "the copy to the device takes long", _transfer),
-    _rule("FD202", "augmentation on the device takes long", _augmentation),
-    _rule("FD002", "the device waits a little", _moderate_stall),
-    _rule("FD001", "data is free", _free),
+_FINDERS: Final = (
+    ("FD000", "too few steps were timed", _too_few_steps),
+    ("FD101", "batches are late, and the training process loads them", _no_workers),
+    ("FD105", "batches are late, and workers or CPUs are not known", _workers_not_known),
+    ("FD102", "batches are late, and workers are fewer than free CPUs", _few_workers),
+    ("FD103", "batches are late, and workers augment", _augments_on_cpu),
+    ("FD104", "batches are late, though there are workers enough", _late_batches),
+    ("FD106", "epochs start slowly", _epoch_starts),
+    ("FD201", "the copy to the device takes long", _transfer),
+    ("FD202", "augmentation on the device takes long", _augmentation),
+    ("FD002", "the device waits a little", _moderate_stall),
+    ("FD001", "data is free", _free),
 )
+RULES: Final = tuple(Rule(*each, replaces=frozenset()) for each in _FINDERS)
 """In the order in which they are tried: each rests on those before it not holding."""
 
 
@@ -178,12 +173,7 @@ def _late(
 ) -> Finding | None:
     """Return the finding that the device waits for data; None if the stall is 10 % or less.
 
-    Args:
-        known: What was measured.
-        code: Of the finding.
-        remedy: Of the finding, where stamps do not say why.
-        least_ms: What a step takes at least, with the remedy.
-        why: What stamps say, in the place of the remedy.
+    With the remedy, a step takes ``least_ms`` at least. ``why`` is what stamps say in its place.
     """
     stall = known.summary.stall
     if stall is None or stall.share <= STALL_HIGH:
@@ -209,14 +199,8 @@ def _finding(
         share, before_ms = phase.share, summary.step.mean_ms
         after_ms = max(before_ms - phase.mean_ms, least_ms)
         gain = Gain(before_ms=before_ms, after_ms=after_ms, basis="floor")
-    return Finding(
-        code=code,
-        severity="fine" if share is None else severity_of(share),
-        cause=cause,
-        remedy=remedy,
-        gain=gain,
-        leave_alone=_leave_alone(summary, about),
-    )
+    finding = found(code, share, cause, remedy, gain, _leave_alone(summary, about))
+    return replace(finding, severity="fine") if share is None else finding
 
 
 def _of_loader(known: Unstamped, remedy: str) -> str:
@@ -224,11 +208,8 @@ def _of_loader(known: Unstamped, remedy: str) -> str:
 
 
 def _workers_text(known: Unstamped) -> str:
-    facts = known.facts
-    return (
-        f"num_workers {facts.num_workers} -> {_wanted_workers(known)}  "
-        f"({facts.usable_cpus} CPUs are usable)"
-    )
+    facts, wanted = known.facts, _wanted_workers(known)
+    return f"num_workers {facts.num_workers} -> {wanted}  ({facts.usable_cpus} CPUs are usable)"
 
 
 def _small_costs(known: Unstamped) -> str:
@@ -250,14 +231,14 @@ def _wanted_workers(known: Unstamped) -> int | None:
 
 def _leave_alone(summary: StageSummary, about: str) -> str:
     """Return the phases that cost next to nothing and that the finding is not about."""
-    phases = {
-        "loading": summary.stall,
-        "transfer": summary.transfer,
-        "augmentation": summary.augment,
-    }
+    phases = (
+        ("loading", summary.stall),
+        ("transfer", summary.transfer),
+        ("augmentation", summary.augment),
+    )
     small = {
         name: phase.share
-        for name, phase in phases.items()
+        for name, phase in phases
         if phase is not None and phase.share < TRANSFER_HIGH and name != about
     }
     if not small:

@@ -4,23 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import accumulate
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-from lightning_fastdata.insight.model import remedies
-from lightning_fastdata.insight.model.contention import (
-    RUNQUEUE_HIGH,
-    crowded,
-    part_shares,
-    runqueue_share,
-)
-from lightning_fastdata.insight.model.finding import Finding, Gain, severity_of
+from lightning_fastdata.insight.model import contention, remedies
+from lightning_fastdata.insight.model.evidence import Evidence
+from lightning_fastdata.insight.model.finding import Finding, Gain
 from lightning_fastdata.insight.model.remedies import scaled_step_ms
 from lightning_fastdata.insight.model.simulate import simulate
-from lightning_fastdata.insight.verdicts.late_batches import largest, of_wait
-from lightning_fastdata.insight.verdicts.rule import ALL_COSTS, Rule
-
-if TYPE_CHECKING:
-    from lightning_fastdata.insight.model.evidence import Evidence
+from lightning_fastdata.insight.verdicts.late_batches import largest
+from lightning_fastdata.insight.verdicts.rule import ALL_COSTS, Rule, found, of_wait
 
 _HIGH: Final = 0.20
 """Part of the wait: what takes less is no finding."""
@@ -29,8 +21,7 @@ _LEAST_MS, _OF_STEP = 1.0, 0.05
 """What costs a step less is no finding, however short the wait is."""
 
 
-def sampler(e: Evidence) -> Finding | None:
-    """FD323: the sampler takes long to say what comes next."""
+def _sampler(e: Evidence) -> Finding | None:
     return _own(
         e,
         "sampler",
@@ -42,8 +33,7 @@ def sampler(e: Evidence) -> Finding | None:
     )
 
 
-def unpacking(e: Evidence) -> Finding | None:
-    """FD324: batches take long to unpickle."""
+def _unpacking(e: Evidence) -> Finding | None:
     return _own(
         e,
         "unpack",
@@ -56,17 +46,11 @@ def unpacking(e: Evidence) -> Finding | None:
 
 
 def _own(e: Evidence, part: str, code: str, what: str, remedy: str, leave: str) -> Finding | None:
-    share = part_shares(e).get(part, 0.0)
+    share = contention.part_shares(e).get(part, 0.0)
     if not _costs_enough(e, share):
         return None
-    return Finding(
-        code=code,
-        severity=severity_of(e.stall_share),
-        cause=of_wait(e, share, what),
-        remedy=remedy,
-        gain=remedies.without(e, share * (e.stall_ms or 0.0)),
-        leave_alone=leave,
-    )
+    gain = remedies.without(e, share * (e.stall_ms or 0.0))
+    return found(code, e.stall_share, of_wait(e, share, what), remedy, gain, leave)
 
 
 def _costs_enough(e: Evidence, share: float) -> bool:
@@ -75,11 +59,12 @@ def _costs_enough(e: Evidence, share: float) -> bool:
     return share >= _HIGH and spent_ms >= _LEAST_MS and (e.of_step(spent_ms) or 0.0) >= _OF_STEP
 
 
-def handover(e: Evidence) -> Finding | None:
-    """FD308: complete batches are long on their way."""
-    share = part_shares(e).get("handover", 0.0)
+def _handover(e: Evidence) -> Finding | None:
+    share = contention.part_shares(e).get("handover", 0.0)
     gain = remedies.without(e, share * (e.stall_ms or 0.0))
-    if crowded(e) or (runqueue_share(e) >= RUNQUEUE_HIGH and share < _DOMINANT):
+    if contention.crowded(e) or (
+        contention.runqueue_share(e) >= contention.RUNQUEUE_HIGH and share < _DOMINANT
+    ):
         return None  # who sends a batch away waits for a CPU as those do who make it
     # Page-locking is on the way, too, and then the longer part.
     if not _costs_enough(e, share) or largest(e)[0] == "pin":
@@ -92,29 +77,18 @@ def handover(e: Evidence) -> Finding | None:
         # Batches are handed over as memory already.
         remedy = "find threads of the training process that compute, such as loggers and "
         remedy += "callbacks, as they hold the interpreter's lock; then smaller batches"
-    return Finding(
-        code="FD308",
-        severity=severity_of(e.stall_share),
-        cause=of_wait(e, share, "handing complete batches over"),
-        remedy=remedy,
-        gain=gain,
-        leave_alone="the number of workers",
-    )
+    cause = of_wait(e, share, "handing complete batches over")
+    return found("FD308", e.stall_share, cause, remedy, gain, "the number of workers")
 
 
-def pinning(e: Evidence) -> Finding | None:
-    """FD311: page-locking is what is waited for."""
+def _pinning(e: Evidence) -> Finding | None:
     name, share = largest(e)
     if name != "pin":
         return None
-    return Finding(
-        code="FD311",
-        severity=severity_of(e.stall_share),
-        cause=of_wait(e, share, "copying batches into page-locked memory"),
-        remedy="LoaderOptions(executor='workers', page_lock='register')",
-        gain=remedies.without(e, None if e.stall_ms is None else share * e.stall_ms),
-        leave_alone="the number of workers",
-    )
+    cause = of_wait(e, share, "copying batches into page-locked memory")
+    remedy = "LoaderOptions(executor='workers', page_lock='register')"
+    gain = remedies.without(e, None if e.stall_ms is None else share * e.stall_ms)
+    return found("FD311", e.stall_share, cause, remedy, gain, "the number of workers")
 
 
 _NEARLY_ALL: Final = 0.9
@@ -123,12 +97,12 @@ _FEW: Final = 0.5
 """Of the workers: if no more make nearly everything, the shares are uneven."""
 _TWICE: Final = 2.0
 """Even shares: if the busiest worker makes as many, a stream takes twice as long as it could."""
-_NEEDS_ALL_WORKERS: Final = frozenset({"FD302", "FD303", "FD304", "FD305", "FD309"})
-"""What these recommend or conclude is right where all workers work."""
+_IF_UNEVEN: Final = ALL_COSTS | {"FD302", "FD303", "FD304", "FD305", "FD309"}
+"""What the last five recommend or conclude is right where all workers work."""
 
 
-def uneven(e: Evidence) -> Finding | None:
-    """FD325: few of the workers make nearly all samples of a stream, or one of them far too many.
+def _uneven(e: Evidence) -> Finding | None:
+    """Return whether few workers make nearly all samples of a stream, or one of them far too many.
 
     Workers that each yield the whole stream make as many samples as each other, and are not meant.
     """
@@ -141,20 +115,18 @@ def uneven(e: Evidence) -> Finding | None:
         if max(e.stream_samples) * workers < _TWICE * sum(e.stream_samples):
             return None
     share = sum(sorted(e.stream_samples)[-working:]) / sum(e.stream_samples)
-    who = (
-        f"one of {workers} workers makes"
-        if working == 1
-        else f"{working} of {workers} workers make"
-    )
-    return Finding(
-        code="FD325",
-        severity=severity_of(e.stall_share),
-        cause=f"{who} {share:.0%} of the samples of this stream, and waiting for batches costs "
+    who = f"{working} of {workers} workers make"
+    if working == 1:
+        who = f"one of {workers} workers makes"
+    return found(
+        "FD325",
+        e.stall_share,
+        f"{who} {share:.0%} of the samples of this stream, and waiting for batches costs "
         f"{e.stall_share or 0.0:.0%} of each step",
-        remedy="share the stream out evenly: at least as many files as workers, of equal size, "
-        "each read by one worker (get_worker_info() in __iter__)",
-        gain=_gain_of_even_shares(e),
-        leave_alone="more workers: they would have nothing to do",
+        "share the stream out evenly: at least as many files as workers, of equal size, each read "
+        "by one worker (get_worker_info() in __iter__)",
+        _gain_of_even_shares(e),
+        "more workers: they would have nothing to do",
     )
 
 
@@ -180,16 +152,9 @@ def _gain_of_even_shares(e: Evidence) -> Gain | None:
 
 
 RULES: Final = (
-    Rule("FD323", "the sampler takes long", sampler, "loader", ALL_COSTS, after="FD307"),
-    Rule("FD324", "batches take long to unpickle", unpacking, "loader", ALL_COSTS, after="FD307"),
-    Rule("FD308", "complete batches are long on their way", handover, "loader", ALL_COSTS),
-    Rule("FD311", "page-locking takes long", pinning, "loader", ALL_COSTS),
-    Rule(
-        "FD325",
-        "few workers make most of a stream",
-        uneven,
-        about="loader",
-        replaces=ALL_COSTS | _NEEDS_ALL_WORKERS,
-        after="FD301",
-    ),
+    Rule("FD323", "the sampler takes long", _sampler, "loader", ALL_COSTS, after="FD307"),
+    Rule("FD324", "batches take long to unpickle", _unpacking, "loader", ALL_COSTS, after="FD307"),
+    Rule("FD308", "complete batches are long on their way", _handover, "loader", ALL_COSTS),
+    Rule("FD311", "page-locking takes long", _pinning, "loader", ALL_COSTS),
+    Rule("FD325", "few workers make most of a stream", _uneven, "loader", _IF_UNEVEN, "FD301"),
 )

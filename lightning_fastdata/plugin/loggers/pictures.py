@@ -7,7 +7,7 @@ import textwrap
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -17,12 +17,12 @@ from lightning_fastdata.plugin.contracts import ImageForm
 from lightning_fastdata.plugin.loggers.boards import log_image
 from lightning_fastdata.plugin.seams.loaders import flattened
 from lightning_fastdata.plugin.seams.trainer import own_datamodule
+from lightning_fastdata.types import Batch
 
 if TYPE_CHECKING:
     import torch
     from lightning.pytorch import Trainer
-
-    from lightning_fastdata.types import Batch
+    from lightning.pytorch.loggers import Logger
 
 TAG: Final = "data/batch"
 """What the pictures are called on a board."""
@@ -34,14 +34,14 @@ _FONT_PX: Final = 13
 _LETTER_PX: Final = 6.6
 
 
-def image_form(transforms: Iterable[Any], image: int | str | None) -> ImageForm:
-    """Return what is known of the images behind some transforms.
-
-    Args:
-        transforms: what runs on the batches of a stage, in order.
-        image: key or index of the images; None: to be found.
-    """
+def image_form(transforms: Iterable[object], image: int | str | None) -> ImageForm:
+    """Return what is known of images that the transforms run on, in their order."""
     return ImageForm(image=image, normalized=find_normalized(list(transforms)))
+
+
+@runtime_checkable
+class _ReadsDataset(Protocol):
+    dataset: object
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,15 +75,12 @@ class PictureSettings:
 
 
 def pictures_of(
-    trainer: Trainer, settings: PictureSettings, augment: Any, image: int | str | None
+    trainer: Trainer, settings: PictureSettings, augment: object, image: int | str | None
 ) -> BatchPictures | None:
     """Return what logs the pictures of a fit; None on ranks that log none, or if none are wanted.
 
-    Args:
-        trainer: the trainer.
-        settings: when, and of how many images.
-        augment: the transform of a callback, for batches of loaders that are not ours; or None.
-        image: key or index of the images that the user gave with it.
+    ``augment`` is the transform of a callback, for batches of loaders that are not ours, and
+    ``image`` the key or index of the images that the user gave with it.
     """
     if not settings.most or not trainer.is_global_zero:
         return None
@@ -100,41 +97,28 @@ def pictures_of(
     form = image_form([augment], image) if known is None else known.image_form("train")
     if form.normalized is None:
         loaders = flattened(trainer.train_dataloader)
-        datasets = [getattr(loader, "dataset", None) for loader in loaders]
+        datasets = [loader.dataset for loader in loaders if isinstance(loader, _ReadsDataset)]
         form = replace(form, normalized=find_normalized(datasets))
     return BatchPictures(settings, form if image is None else replace(form, image=image))
 
 
 class BatchPictures:
-    """Logs the pictures of one fit.
-
-    Args:
-        settings: when, and of how many images.
-        form: what is known of the images.
-    """
+    """Logs the pictures of one fit."""
 
     def __init__(self, settings: PictureSettings, form: ImageForm) -> None:
         self._settings = settings
         self._form = form
         self._last_epoch: int | None = None
 
-    def is_due(self, epoch: int) -> bool:
-        """Return whether the next batch of this epoch is to be shown."""
-        if self._last_epoch is None:
-            return True
-        every = self._settings.every_n_epochs
-        return every is not None and epoch != self._last_epoch and epoch % every == 0
-
-    def batch_began(self, loggers: Sequence[Any], batch: Batch, *, epoch: int, step: int) -> None:
+    def batch_began(
+        self, loggers: Sequence[Logger], batch: Batch, *, epoch: int, step: int
+    ) -> None:
         """Show a batch on every logger that takes images, if it is time; say once if none does.
 
-        Args:
-            loggers: Lightning loggers.
-            batch: as the training step gets it, on any device; None where a loader gave none.
-            epoch: counted from 0.
-            step: position on the step axis.
+        The batch is as the training step gets it, None where a loader gave none; epochs count from
+        0, and ``step`` is the position on the step axis.
         """
-        if batch is None or not self.is_due(epoch):
+        if batch is None or not self._is_due(epoch):
             return
         first, self._last_epoch = self._last_epoch is None, epoch
         # Lightning puts this in the place of a logger where nothing is to be logged.
@@ -145,7 +129,13 @@ class BatchPictures:
         if first and why is not None:
             warnings.warn(f"log_images shows nothing: {why}", FastDataWarning, stacklevel=2)
 
-    def _log(self, loggers: Sequence[Any], batch: Batch, epoch: int, step: int) -> str | None:
+    def _is_due(self, epoch: int) -> bool:
+        every = self._settings.every_n_epochs
+        if self._last_epoch is None or every is None:
+            return self._last_epoch is None
+        return epoch != self._last_epoch and epoch % every == 0
+
+    def _log(self, loggers: Sequence[Logger], batch: Batch, epoch: int, step: int) -> str | None:
         """Show a batch, and return why no logger does; None if one does."""
         try:
             images = find_images(_of_one_loader(batch, self._form.image), self._form.image)
@@ -164,9 +154,7 @@ def describe_picture(
     images: torch.Tensor, most: int, form: ImageForm, epoch: int, step: int
 ) -> str:
     """Return what a picture shows, in a sentence."""
-    count = len(images)
-    how_many = f"{min(most, count)} of {count}"
-    how = ""
+    how_many, how = f"{min(most, len(images))} of {len(images)}", ""
     if images.is_floating_point():
         how = ", Normalize undone" if form.normalized else ", contrast stretched if not in [0, 1]"
     dtype = str(images.dtype).removeprefix("torch.")
@@ -178,14 +166,9 @@ def describe_picture(
 
 
 def captioned(grid: np.ndarray, caption: str) -> np.ndarray:
-    """Return a grid with a caption above it; small grids are enlarged by a whole number.
+    """Return a grid, uint8 ``[H, W, 3]``, in the lower left corner below its wrapped caption.
 
-    Args:
-        grid: uint8 ``[H, W, 3]``.
-        caption: text; wrapped to the width.
-
-    Returns:
-        uint8 ``[height, width, 3]``, with the grid in its lower left corner.
+    Small grids are enlarged by a whole number.
     """
     from PIL import Image, ImageDraw, ImageFont
 
@@ -205,7 +188,7 @@ def captioned(grid: np.ndarray, caption: str) -> np.ndarray:
 def _of_one_loader(batch: Batch, image: int | str | None) -> Batch:
     """Return a batch that holds images; of combined loaders, that of the first that has some."""
     parts = batch.values() if isinstance(batch, Mapping) else batch
-    combined = isinstance(parts, Iterable) and not hasattr(parts, "shape")
+    combined = isinstance(batch, Mapping | list | tuple)
     nested = [one for one in parts if isinstance(one, Mapping | list | tuple)] if combined else []
     for one in (batch, *nested):
         try:

@@ -11,29 +11,26 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar
 
 from lightning_fastdata.errors import FastDataWarning, printable
+from lightning_fastdata.insight.report.run_report import RunReport
 
-if TYPE_CHECKING:
-    from lightning_fastdata.insight.report.run_report import RunReport
-
-_Hook = TypeVar("_Hook", bound=Callable[..., Any])
+_Self = TypeVar("_Self", bound="_Measures")
+_Given = ParamSpec("_Given")
 
 
 class Misfortunes:
-    """Errors of measuring and reporting, each told once as a warning."""
+    """Errors of measuring and reporting, each reported once as a warning.
+
+    ``what`` says what came of an error, as in ``"The report was not written"``.
+    """
 
     def __init__(self) -> None:
         self._told: set[tuple[str, type]] = set()
 
     def tell(self, what: str, error: Exception) -> None:
-        """Warn of an error, unless one of its kind was warned of.
-
-        Args:
-            what: Came of it, as in ``"The report was not written"``.
-            error: What was raised.
-        """
+        """Warn of an error, unless one of its kind was warned of."""
         kind = (what, type(error))
         if kind in self._told:
             return
@@ -41,51 +38,45 @@ class Misfortunes:
         message = f"{what}: {type(error).__name__}: {error}. The training itself is not affected."
         warnings.warn(message, FastDataWarning, stacklevel=3)
 
-    def survived_by(self, what: str, call: Callable[..., object]) -> Callable[..., None]:
-        """Return a function that does the same and warns of errors.
-
-        Args:
-            what: As for :meth:`tell`.
-            call: What is to be done.
-        """
-
-        def guarded(*args: Any) -> None:
-            try:
-                call(*args)
-            except Exception as error:
-                self.tell(what, error)
-
-        return guarded
-
     @contextmanager
     def survived(self, what: str) -> Iterator[None]:
-        """Make a warning of an error in the block.
-
-        Args:
-            what: As for :meth:`tell`.
-        """
+        """Make a warning of an error in the block."""
         try:
             yield
         except Exception as error:
             self.tell(what, error)
 
+    def survived_by(self, what: str, call: Callable[_Given, object]) -> Callable[_Given, None]:
+        """Return a function that does the same and warns of errors."""
 
-def harmless(what: str) -> Callable[[_Hook], _Hook]:
-    """Make a hook of a callback warn of its errors, which are kept in its ``misfortunes``.
+        def guarded(*args: _Given.args, **kwargs: _Given.kwargs) -> None:
+            try:
+                call(*args, **kwargs)
+            except Exception as error:
+                self.tell(what, error)
 
-    Args:
-        what: As for :meth:`Misfortunes.tell`.
-    """
+        return guarded
 
-    def guard(hook: _Hook) -> _Hook:
+
+class _Measures(Protocol):
+    misfortunes: Misfortunes
+
+
+_Hook: TypeAlias = Callable[Concatenate[_Self, _Given], None]
+
+
+def harmless(what: str) -> Callable[[_Hook[_Self, _Given]], _Hook[_Self, _Given]]:
+    """Make a hook of a callback warn of its errors, which are kept in its ``misfortunes``."""
+
+    def guard(hook: _Hook[_Self, _Given]) -> _Hook[_Self, _Given]:
         @wraps(hook)
-        def guarded(self: Any, *args: Any, **kwargs: Any) -> None:
+        def guarded(self: _Self, /, *args: _Given.args, **kwargs: _Given.kwargs) -> None:
             try:
                 hook(self, *args, **kwargs)
             except Exception as error:
                 self.misfortunes.tell(what, error)
 
-        return cast("_Hook", guarded)
+        return guarded
 
     return guard
 
