@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from lightning_fastdata.types import Batch
+
 Path = tuple[Any, ...]
 """Keys, positions and field names that lead to one leaf of a batch."""
 _LEAVES = (torch.Tensor, str, bytes, bytearray, memoryview, range, type)
@@ -19,7 +21,7 @@ def spelled(path: Path) -> str:
     return "".join(f"[{key!r}]" for key in path) or "the batch itself"
 
 
-def children(value: object) -> list[tuple[Any, Any]] | None:
+def children(value: Batch) -> list[tuple[Any, Any]] | None:
     """Return the parts of a container with their keys, positions or field names; None of a leaf.
 
     Containers are mappings, sequences (named tuples among them) and dataclasses. Tensors and
@@ -34,7 +36,7 @@ def children(value: object) -> list[tuple[Any, Any]] | None:
     return list(enumerate(value)) if isinstance(value, Sequence) else None
 
 
-def rebuilt(value: Any, parts: list[Any]) -> Any:
+def rebuilt(value: Batch, parts: list[Any]) -> Batch:
     """Return a container of the same class with other parts, in the order of :func:`children`.
 
     Mappings and dataclasses keep their attributes; dataclasses are not constructed anew, as that
@@ -54,16 +56,16 @@ def rebuilt(value: Any, parts: list[Any]) -> Any:
         for field, part in zip(fields(value), parts, strict=True):
             object.__setattr__(twin, field.name, part)  # it may be frozen
         return twin
-    return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    return type(value)(*parts) if is_named_tuple(value) else type(value)(parts)
 
 
-def leaves(value: object, is_leaf: Callable[[Any], bool] = lambda _: False) -> Iterator[Any]:
-    """Yield the leaves, in order.
+def is_named_tuple(value: object) -> bool:
+    """Return whether a value is a tuple whose class takes its parts one by one."""
+    return isinstance(value, tuple) and hasattr(value, "_fields")
 
-    Args:
-        value: Containers in each other.
-        is_leaf: What is not looked into, though it may be a container.
-    """
+
+def leaves(value: Batch, is_leaf: Callable[[Any], bool] = lambda _: False) -> Iterator[Any]:
+    """Yield the leaves, in order; ``is_leaf``: what is not looked into, though a container."""
     parts = None if is_leaf(value) else children(value)
     if parts is None:
         yield value
@@ -73,23 +75,17 @@ def leaves(value: object, is_leaf: Callable[[Any], bool] = lambda _: False) -> I
 
 
 def replace_leaves(
-    batch: object,
+    batch: Batch,
     function: Callable[[Path, Any], Any],
     path: Path = (),
     *,
     depth: int = 8,
     is_leaf: Callable[[Any], bool] = lambda _: False,
-) -> Any:
-    """Return a batch in which a function has had its say on each leaf; structure stays.
+) -> Batch:
+    """Return a batch with each leaf replaced by ``function(path, leaf)``; structure stays.
 
-    What nothing was replaced in is returned itself.
-
-    Args:
-        batch: Containers in each other.
-        function: Given the path of a leaf and the leaf, returns what takes its place.
-        path: Of ``batch`` itself.
-        depth: Levels that are looked into.
-        is_leaf: What is not looked into, though it may be a container.
+    Containers are looked into to a ``depth`` (-1: all), unless ``is_leaf`` says that they are
+    leaves. A container in which nothing was replaced is returned itself.
     """
     parts = None if depth == 0 or is_leaf(batch) else children(batch)
     if parts is None:
@@ -109,4 +105,9 @@ def held(owner: object, name: str) -> Any:
     Neither a property nor ``__getattr__`` is called: either may open what should be opened in the
     workers alone.
     """
-    return getattr(owner, "__dict__", {}).get(name)
+    return held_by(owner).get(name)
+
+
+def held_by(owner: object) -> dict[str, Any]:
+    """Return the attributes that an object holds itself, by name."""
+    return getattr(owner, "__dict__", {})

@@ -19,13 +19,14 @@ from lightning_fastdata.batches.staged import StagedBatch
 from lightning_fastdata.batches.uncollatable import advice, is_note
 from lightning_fastdata.errors import BatchError, OptionsError
 from lightning_fastdata.torch_internals import collate, collate_tensor_fn, default_collate_fn_map
+from lightning_fastdata.tree import is_named_tuple
 
 if TYPE_CHECKING:
     from lightning_fastdata.augment.dataset_pipelines import DatasetDraws, DatasetRecording
     from lightning_fastdata.augment.stage_transform import WorkerTransform
     from lightning_fastdata.types import Batch, Stage
 
-_Collate: TypeAlias = Callable[[Any], Any]
+_Collate: TypeAlias = "Callable[[Any], Batch]"
 _KNOWN: Final = frozenset(
     {torch.Tensor, DeferredTensor, LateStack, np.ndarray, np.memmap, int, float, bool, str, bytes}
 )
@@ -34,13 +35,10 @@ _IMAGE_DIMENSIONS: Final = 3
 
 
 def collate_samples(samples: Sequence[Any]) -> Batch:
-    """Return the samples as one batch: ``default_collate``, extended to dataclasses.
+    """Return the samples, at least one, as a batch: ``default_collate``, and dataclasses besides.
 
     What an Albumentations pipeline has written down of its draws (``applied_transforms``,
     ``replay``) differs from sample to sample, and is a list in the batch.
-
-    Args:
-        samples: At least one sample; all of the same structure.
 
     Raises:
         BatchError: The samples cannot be stacked, for example because their shapes differ.
@@ -58,7 +56,7 @@ def _collate_samples(samples: Sequence[Any], collate_fields: _Collate) -> Batch:
         ) from error
 
 
-def collate_privately(samples: object) -> Batch:
+def collate_privately(samples: Batch) -> Batch:
     """Return what ``default_collate`` returns in the training process.
 
     In a worker torch collates into new shared memory for each batch, which costs a page fault for
@@ -67,7 +65,7 @@ def collate_privately(samples: object) -> Batch:
     return collate(samples, collate_fn_map={**default_collate_fn_map, torch.Tensor: _stack})
 
 
-def _stack(samples: Any, *, collate_fn_map: Any = None) -> Any:
+def _stack(samples: Batch, *, collate_fn_map: Any = None) -> Batch:
     if samples[0].is_nested or samples[0].layout is not torch.strided:
         return collate_tensor_fn(samples, collate_fn_map=collate_fn_map)
     return torch.stack(samples)
@@ -104,17 +102,16 @@ def _collate_late(samples: Sequence[Any], otherwise: _Collate) -> Batch:
     return collate(samples, collate_fn_map={**default_collate_fn_map, torch.Tensor: _stack_late})
 
 
-def _runs_no_user_code(value: Any) -> bool:
+def _runs_no_user_code(value: object) -> bool:
     """Whether a sample becomes part of a batch, or a batch is rebuilt, without the user's code."""
-    kind = type(value)
-    if kind is dict:
-        value = value.values()
-    elif kind is not list and kind is not tuple:
-        return kind in _KNOWN or isinstance(value, np.generic)
-    return all(map(_runs_no_user_code, value))
+    if type(value) is dict:
+        return all(map(_runs_no_user_code, value.values()))
+    if type(value) is list or type(value) is tuple:
+        return all(map(_runs_no_user_code, value))
+    return type(value) in _KNOWN or isinstance(value, np.generic)
 
 
-def _stack_late(samples: Any, *, collate_fn_map: Any = None) -> Any:
+def _stack_late(samples: Batch, *, collate_fn_map: Any = None) -> Batch:
     first = samples[0]
     late = all(
         type(sample) is torch.Tensor
@@ -148,7 +145,7 @@ def _collate(samples: Sequence[Any]) -> Batch:
     if isinstance(first, Mapping):
         return {key: _collate([s[key] for s in samples]) for key in first}
     columns_ = [_collate(column) for column in zip(*samples, strict=True)]
-    return type(first)(*columns_) if hasattr(first, "_fields") else columns_
+    return type(first)(*columns_) if is_named_tuple(first) else columns_
 
 
 def _holds_dataclass(sample: object) -> bool:
@@ -184,7 +181,7 @@ class StagingCollate(_HandsOn):
 
     def __init__(
         self,
-        collate_fn: Callable[[list[Any]], Batch],
+        collate_fn: _Collate,
         transform: WorkerTransform | None,
         stage: Stage,
     ) -> None:
@@ -211,7 +208,7 @@ class RecordedCollate(_HandsOn):
 
     def __init__(
         self,
-        collate_fn: Callable[[list[Any]], Batch],
+        collate_fn: _Collate,
         recording: DatasetRecording,
         stage: Stage,
     ) -> None:
@@ -250,9 +247,7 @@ class FirstOfPairs(_HandsOn):
         OptionsError: The transform needs batches, and the loader makes none.
     """
 
-    def __init__(
-        self, collate_fn: Callable[[Any], Any], transform: WorkerTransform, *, single: bool
-    ) -> None:
+    def __init__(self, collate_fn: _Collate, transform: WorkerTransform, *, single: bool) -> None:
         if single and transform.needs_batches:
             raise OptionsError(
                 "The transform mixes the samples of a batch or converts whole batches (out=, "
@@ -273,15 +268,11 @@ class FirstOfPairs(_HandsOn):
         return self.transform.finish(self.collate_fn(samples), [tape for _sample, tape in pairs])
 
 
-def spreading(
-    collate_fn: Callable[[list[Any]], Batch], worker_part: object
-) -> Callable[[list[Any]], Batch]:
+def spreading(collate_fn: _Collate, worker_part: object) -> _Collate:
     """Return what collates the samples that a transform makes.
 
-    Args:
-        collate_fn: collates samples.
-        worker_part: the transform's part in the worker, or None. Where its ``repeats`` is above 1
-            it returns a list of samples for each sample of the dataset.
+    Where ``repeats`` of the transform's part in the worker is above 1, that returns a list of
+    samples for each sample of the dataset.
     """
     return SpreadCollate(collate_fn) if getattr(worker_part, "repeats", 1) > 1 else collate_fn
 
@@ -289,7 +280,7 @@ def spreading(
 class SpreadCollate:
     """Collates lists of samples as if each of their samples had come by itself; picklable."""
 
-    def __init__(self, collate_fn: Callable[[list[Any]], Batch]) -> None:
+    def __init__(self, collate_fn: _Collate) -> None:
         self.collate_fn = collate_fn
 
     def __call__(self, lists: list[list[Any]]) -> Batch:

@@ -7,6 +7,7 @@ the draws independent of the number of workers, the batch size and the resume po
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -15,9 +16,8 @@ from torch.utils.data import Dataset, IterableDataset, StackDataset, Subset, get
 
 from lightning_fastdata.errors import BatchError
 from lightning_fastdata.randomness.search import find_composes
-from lightning_fastdata.randomness.seeds import reseed
-from lightning_fastdata.randomness.shared_epoch import EpochCell
-from lightning_fastdata.tree import held
+from lightning_fastdata.randomness.seeds import EpochCell, reseed
+from lightning_fastdata.tree import held, held_by
 from lightning_fastdata.types import SampleKey
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class _Keying:
             return nullcontext()
         return self.recording.reading(self.dataset, key.epoch)
 
-    def finish(self, sample: object, key: SampleKey) -> Any:
+    def finish(self, sample: Any, key: SampleKey) -> Any:
         return sample if self.transform is None else self.transform(sample, key)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -74,8 +74,15 @@ class _Stand:
     So a ``worker_init_fn`` that configures ``get_worker_info().dataset`` reaches it.
     """
 
+    _keying: _Keying
+
     def __init__(self, keying: _Keying) -> None:
         object.__setattr__(self, "_keying", keying)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Draw for this epoch from now on, counted from 0."""
+        self._keying.epoch.set(epoch)
+        tell_epoch(self._keying.dataset, epoch)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "_keying":
@@ -89,17 +96,10 @@ class _Stand:
 class KeyedDataset(_Stand, Dataset[Any]):
     """A map-style dataset, each of whose samples is drawn under its own key."""
 
-    _keying: _Keying
-
     def __len__(self) -> int:
         return len(self._keying.dataset)  # type: ignore[arg-type]
 
-    def set_epoch(self, epoch: int) -> None:
-        """Draw for this epoch from now on, counted from 0."""
-        self._keying.epoch.set(epoch)
-        tell_epoch(self._keying.dataset, epoch)
-
-    def __getitem__(self, index: object) -> Any:
+    def __getitem__(self, index: Any) -> Any:
         keying = self._keying
         key = keying.key(_as_int(index))
         keying.seed_for(key)
@@ -133,16 +133,8 @@ class KeyedDataset(_Stand, Dataset[Any]):
 class KeyedIterableDataset(_Stand, IterableDataset[Any]):
     """An iterable dataset whose i-th sample in worker w has the key index ``i * workers + w``."""
 
-    _keying: _Keying
-
-    def set_epoch(self, epoch: int) -> None:
-        """Draw for this epoch from now on, counted from 0."""
-        keying: _Keying = self._keying
-        keying.epoch.set(epoch)
-        tell_epoch(keying.dataset, epoch)
-
     def __iter__(self) -> Iterator[Any]:
-        keying: _Keying = self._keying
+        keying = self._keying
         info = get_worker_info()
         worker, workers = (info.id, info.num_workers) if info is not None else (0, 1)
         keying.seed_for(keying.key(worker))
@@ -181,21 +173,21 @@ def tell_epoch(dataset: Dataset[Any], epoch: int) -> None:
     hold themselves is looked at: a property may open what is to be opened in the workers.
     """
     waiting: list[Any] = [dataset]
-    told: set[int] = set()
+    seen: set[int] = set()
     while waiting:
         one = waiting.pop()
-        if id(one) in told:
+        if id(one) in seen:
             continue
-        told.add(id(one))
+        seen.add(id(one))
         if callable(getattr(type(one), "set_epoch", None)):
             one.set_epoch(epoch)
         else:
             waiting.extend(_wrapped(one))
 
 
-def _wrapped(dataset: object) -> Iterator[Any]:
+def _wrapped(dataset: object) -> Iterator[Dataset[Any]]:
     """Yield the datasets that a dataset holds, by themselves or in lists."""
-    for value in list(getattr(dataset, "__dict__", {}).values()):
+    for value in list(held_by(dataset).values()):
         if isinstance(value, Dataset):
             yield value
         elif type(value) in (list, tuple) and value and isinstance(value[0], Dataset):
@@ -214,9 +206,9 @@ def fetches_in_batches(dataset: Dataset[Any]) -> bool:
         parts = dataset.datasets
         values = parts.values() if isinstance(parts, dict) else parts
         return any(fetches_in_batches(part) for part in values)
+    if isinstance(dataset, KeyedDataset):
+        return dataset.__getitems__ is not None
     own = getattr(type(dataset), "__getitems__", None)
-    if isinstance(own, property):  # our own wrappers have one, which is None for "one at a time"
-        own = getattr(dataset, "__getitems__", None)
     return callable(own) or callable(held(dataset, "__getitems__"))
 
 
@@ -225,6 +217,4 @@ def _as_int(index: Any) -> int:
         return int(index)
     except (TypeError, ValueError):
         # Samplers may yield anything the dataset understands; equal keys still draw equal numbers.
-        import zlib
-
         return zlib.crc32(repr(index).encode())

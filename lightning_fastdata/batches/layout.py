@@ -6,19 +6,22 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
 import torch
 from torch.utils.data import default_collate
 
 from lightning_fastdata.batches.packed import tensor_over
-from lightning_fastdata.tree import children
+from lightning_fastdata.tree import is_named_tuple
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from lightning_fastdata.batches.packed import Memory
     from lightning_fastdata.types import Batch
+
+    _Writers: TypeAlias = Sequence[Any]
 
 _ALIGNMENT_BYTES: Final = 64
 _SMALL_BYTES: Final = 16 * 1024
@@ -39,11 +42,10 @@ class Field:
     """One leaf of a sample."""
 
     kind: type
-    """The exact type of the leaf."""
-    dtype: Any
-    """The leaf's own type of numbers."""
+    """Its exact type."""
+    dtype: torch.dtype | np.dtype[Any] | None
+    """Its own type; None of numbers."""
     shape: tuple[int, ...]
-    """The leaf's shape; () for numbers."""
     batch_dtype: torch.dtype
     """What the default collation makes of it."""
 
@@ -53,11 +55,10 @@ class Node:
     """A container of a sample, or one of its leaves."""
 
     kind: type
-    """The exact type of the container; that of the leaf for leaves."""
-    keys: tuple[Any, ...] = ()
-    """Keys of a dict."""
+    """Its exact type."""
+    keys: tuple[object, ...] = ()
+    """Of a dict."""
     parts: tuple[Node, ...] = ()
-    """What the container holds."""
     leaf: int = -1
     """Number of the field; -1 for a container."""
 
@@ -67,7 +68,6 @@ class SampleLayout:
     """The structure of all samples of a dataset, inferred from one."""
 
     root: Node
-    """The sample's structure."""
     fields: tuple[Field, ...]
     """Its leaves."""
 
@@ -80,7 +80,7 @@ class SampleLayout:
             end += -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         return starts, end
 
-    def tensors(self, memory: object, samples: int) -> list[torch.Tensor]:
+    def tensors(self, memory: Memory, samples: int) -> list[torch.Tensor]:
         """Return the batch of each leaf as a tensor [samples, *shape] over a slot's memory."""
         starts, _ = self.offsets(samples)
         return [
@@ -88,7 +88,9 @@ class SampleLayout:
             for field, start in zip(self.fields, starts, strict=True)
         ]
 
-    def writers(self, memory: object, samples: int, start: int = 0, stop: int | None = None) -> Any:
+    def writers(
+        self, memory: Memory, samples: int, start: int = 0, stop: int | None = None
+    ) -> _Writers:
         """Return what :meth:`write` writes the rows from ``start`` to ``stop`` of a batch to."""
         parts = [tensor[start:stop] for tensor in self.tensors(memory, samples)]
         return [
@@ -103,7 +105,7 @@ class SampleLayout:
         rows = _BLOCK_BYTES // max(1, size)
         return rows if rows >= _FEWEST_ROWS else 1
 
-    def write(self, samples: Sequence[Any], writers: object, row: int) -> None:
+    def write(self, samples: Sequence[Any], writers: _Writers, row: int) -> None:
         """Write samples, from a row on that is counted from the ``start`` of the writers.
 
         Raises:
@@ -137,7 +139,7 @@ def layout_of(sample: object, collate: Callable[[list[Any]], Any]) -> SampleLayo
         memory = np.zeros(max(1, layout.offsets(2)[1]), np.uint8)
         writers = layout.writers(memory, 2)
         layout.write([sample, sample], writers, 0)
-        same = same_bytes(layout.batch(memory, 2), collate([sample, sample]))
+        same = same_batch(layout.batch(memory, 2), collate([sample, sample]))
     except Exception:  # the true collation is to raise it, on the true batch
         return None
     return layout if same else None
@@ -148,7 +150,7 @@ def _node(value: Any, fields: list[Field]) -> Node:
     if kind is dict:
         parts = tuple(_node(part, fields) for part in value.values())
         return Node(kind, tuple(value), parts)
-    if kind is list or kind is tuple or (isinstance(value, tuple) and hasattr(kind, "_fields")):
+    if kind is list or kind is tuple or is_named_tuple(value):
         return Node(kind, (), tuple(_node(part, fields) for part in value))
     if kind is torch.Tensor:
         if value.requires_grad or value.layout is not torch.strided or value.is_quantized:
@@ -164,8 +166,8 @@ def _node(value: Any, fields: list[Field]) -> Node:
     return Node(kind, leaf=len(fields) - 1)
 
 
-def _write(node: Node, value: Any, fields: tuple[Field, ...], writers: Any, row: int) -> None:
-    kind: object = type(value)
+def _write(node: Node, value: Any, fields: tuple[Field, ...], writers: _Writers, row: int) -> None:
+    kind: Any = type(value)
     if kind is not node.kind:
         raise MisfitError
     if node.leaf >= 0:
@@ -197,7 +199,7 @@ def _write(node: Node, value: Any, fields: tuple[Field, ...], writers: Any, row:
 
 
 def _write_many(
-    node: Node, values: Sequence[Any], fields: tuple[Field, ...], writers: Any, row: int
+    node: Node, values: Sequence[Any], fields: tuple[Field, ...], writers: _Writers, row: int
 ) -> None:
     """Do the same for many samples in a fraction of the time, and for one in more."""
     _same_for_all(map(type, values), node.kind)
@@ -234,7 +236,7 @@ def _write_leaf(field: Field, values: Sequence[Any], out: Any) -> None:
             out[:] = values
 
 
-def _same_for_all(found: Iterable[Any], wanted: object) -> None:
+def _same_for_all(found: Iterable[object], wanted: object) -> None:
     if set(found) != {wanted}:
         raise MisfitError
 
@@ -245,25 +247,18 @@ def _collated(node: Node, tensors: list[torch.Tensor]) -> Batch:
     parts = [_collated(part, tensors) for part in node.parts]
     if node.kind is dict:
         return dict(zip(node.keys, parts, strict=True))
-    return node.kind(*parts) if hasattr(node.kind, "_fields") else parts
+    return parts if node.kind in (list, tuple) else node.kind(*parts)
 
 
-def same_bytes(ours: object, theirs: object) -> bool:
-    """Return whether two batches are the same in structure, types and bytes.
-
-    NaN equals NaN here, as the bytes are what matters.
-    """
+def same_batch(ours: Batch, theirs: Batch) -> bool:
+    """Return whether two batches are equal in structure, types and bytes; NaN equals NaN here."""
     if type(ours) is not type(theirs):
         return False
-    if isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor):
-        alike = ours.dtype == theirs.dtype and ours.shape == theirs.shape
-        return alike and _bytes(ours) == _bytes(theirs)
-    mine, other = children(ours) or [], children(theirs) or []
-    return [key for key, _ in mine] == [key for key, _ in other] and all(
-        same_bytes(one, another) for (_, one), (_, another) in zip(mine, other, strict=True)
-    )
-
-
-def _bytes(tensor: torch.Tensor) -> bytes:
-    flat = tensor.detach().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+    if isinstance(ours, torch.Tensor):
+        if ours.dtype != theirs.dtype or ours.shape != theirs.shape:
+            return False
+        ours, theirs = (t.cpu().contiguous().reshape(-1).view(torch.uint8) for t in (ours, theirs))
+        return torch.equal(ours, theirs)
+    if isinstance(ours, dict):
+        return list(ours) == list(theirs) and all(same_batch(ours[k], theirs[k]) for k in ours)
+    return len(ours) == len(theirs) and all(map(same_batch, ours, theirs))

@@ -6,12 +6,14 @@ import io
 import math
 import pickle
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 
 if TYPE_CHECKING:
+    import mmap
+
     from numpy.typing import NDArray
 
     from lightning_fastdata.types import Batch
@@ -22,21 +24,22 @@ _SMALL_BYTES: Final = 16 * 1024
 _MIN_ARRAY_BYTES: Final = 256
 
 
+Memory: TypeAlias = "mmap.mmap | bytearray | NDArray[np.uint8]"
+"""What a slot's bytes are reached by."""
+_Leaf: TypeAlias = "torch.Tensor | LateStack | NDArray[Any]"
+
+
 class PackedLeaf(NamedTuple):
     """Where one tensor or array of a batch lies in its slot."""
 
     dtype: Any
-    """A ``torch.dtype`` for a tensor, the type string for an array."""
+    """A ``torch.dtype`` of a tensor; the type string of an array."""
     shape: tuple[int, ...]
-    """Its shape."""
     offset_bytes: int
-    """Its place in the slot."""
     size_bytes: int
-    """Its length there."""
     layout: str
     """``"C"``, or ``"last"`` for tensors whose channels come last in memory."""
     requires_grad: bool
-    """As of the tensor."""
 
 
 class Packed(NamedTuple):
@@ -53,26 +56,24 @@ class Packed(NamedTuple):
 class LateStack:
     """Tensors that are stacked where their batch is written, so that they are copied once.
 
-    Args:
-        tensors: At least one plain, dense tensor in host memory, without gradient; all of one shape
-            and type, and such that torch would stack them to a contiguous tensor.
+    They are at least one, plain and dense, in host memory, without gradient, of one shape and type,
+    and such that torch would stack them to a contiguous tensor.
     """
 
     __slots__ = ("dtype", "shape", "tensors")
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self.tensors = tensors
+        self.tensors = tuple(tensors)
         self.dtype = tensors[0].dtype
         self.shape = (len(tensors), *tensors[0].shape)
 
 
-def pack(batch: object) -> tuple[Packed, list[Any]]:
+def pack(batch: Batch) -> tuple[Packed, list[_Leaf]]:
     """Take a batch apart; the leaves are still to be written with :func:`write_leaves`.
 
-    Every structure that can be pickled will do: tuples, dicts, named tuples, dataclasses, classes
-    of the user. One tensor in two places stays one tensor. Tensors of other kinds than plain,
-    dense ones in host memory, and their subclasses, are pickled whole. A :class:`LateStack` becomes
-    the tensor that it stands for.
+    Its structure may be any that can be pickled. One tensor in two places stays one tensor. Tensors
+    of other kinds than plain, dense ones in host memory, and their subclasses, are pickled whole. A
+    :class:`LateStack` becomes the tensor that it stands for.
     """
     buffer = io.BytesIO()
     pickler = _Pickler(buffer)
@@ -81,11 +82,11 @@ def pack(batch: object) -> tuple[Packed, list[Any]]:
     return packed, pickler.leaves
 
 
-def write_leaves(packed: Packed, leaves: list[Any], memory: Any) -> None:
+def write_leaves(packed: Packed, leaves: list[_Leaf], memory: Memory) -> None:
     """Copy leaves into memory: anything with a writable buffer of ``packed.size_bytes``."""
     for entry, leaf in zip(packed.table, leaves, strict=True):
         if isinstance(leaf, LateStack):
-            torch.stack(list(leaf.tensors), out=_tensor_view(entry, memory))
+            torch.stack(leaf.tensors, out=_tensor_view(entry, memory))
         elif isinstance(leaf, torch.Tensor):
             with torch.no_grad():
                 _tensor_view(entry, memory).copy_(leaf)
@@ -94,12 +95,9 @@ def write_leaves(packed: Packed, leaves: list[Any], memory: Any) -> None:
 
 
 def unpack(packed: Packed, owner: NDArray[np.uint8] | None, *, copy: bool = False) -> Batch:
-    """Put a batch together again.
+    """Put a batch together again, over the slot's memory; ``owner`` is None if no leaf has bytes.
 
-    Args:
-        packed: What :func:`pack` returned.
-        owner: The slot's memory; None if no leaf has bytes.
-        copy: Give every leaf memory of its own instead of a view of the slot.
+    With ``copy`` every leaf has memory of its own instead of a view of the slot.
     """
     unpickler = _Unpickler(packed, owner, copy)
     try:
@@ -110,23 +108,20 @@ def unpack(packed: Packed, owner: NDArray[np.uint8] | None, *, copy: bool = Fals
 
 
 def tensor_over(
-    owner: Any, dtype: torch.dtype, shape: tuple[int, ...], offset: int
+    owner: Memory, dtype: torch.dtype, shape: tuple[int, ...], offset: int
 ) -> torch.Tensor:
     """Return a tensor over part of a buffer; its storage spans that part and no more."""
-    count = 1
-    for side in shape:
-        count *= side
+    count = math.prod(shape)
     if count == 0:
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(owner, dtype=dtype, count=count, offset=offset).view(shape)
 
 
-def _tensor_view(leaf: PackedLeaf, owner: Any) -> torch.Tensor:
+def _tensor_view(leaf: PackedLeaf, owner: Memory) -> torch.Tensor:
     shape = leaf.shape
     if leaf.layout == "last":
         moved = (shape[0], *shape[2:], shape[1])
-        tensor = tensor_over(owner, leaf.dtype, moved, leaf.offset_bytes)
-        return tensor.movedim(-1, 1)
+        return tensor_over(owner, leaf.dtype, moved, leaf.offset_bytes).movedim(-1, 1)
     return tensor_over(owner, leaf.dtype, shape, leaf.offset_bytes)
 
 
@@ -136,7 +131,7 @@ def _array_view(leaf: PackedLeaf, owner: NDArray[np.uint8]) -> NDArray[Any]:
     return array
 
 
-def _place(_number: int) -> Any:
+def _place(_number: int) -> object:
     """Stand for a leaf in a pickled structure; the reader puts its own function in its place."""
     raise pickle.UnpicklingError("A batch in parts can only be put together by unpack().")
 
@@ -145,7 +140,7 @@ class _Pickler(pickle.Pickler):
     def __init__(self, buffer: io.BytesIO) -> None:
         super().__init__(buffer, protocol=5)
         self.table: list[PackedLeaf] = []
-        self.leaves: list[Any] = []
+        self.leaves: list[_Leaf] = []
         self.size_bytes = 0
 
     # Unlike persistent_id this is not called for each number and string of a batch.
@@ -166,7 +161,9 @@ class _Pickler(pickle.Pickler):
             return self._leaf(obj, obj.dtype.str, obj.nbytes, "C", requires_grad=False)
         return NotImplemented
 
-    def _leaf(self, leaf: Any, dtype: Any, size: int, layout: str, requires_grad: bool) -> Any:
+    def _leaf(
+        self, leaf: _Leaf, dtype: torch.dtype | str, size: int, layout: str, requires_grad: bool
+    ) -> tuple[object, tuple[int]]:
         self.table.append(
             PackedLeaf(dtype, tuple(leaf.shape), self.size_bytes, size, layout, requires_grad)
         )
@@ -179,7 +176,7 @@ class _Unpickler(pickle.Unpickler):
     def __init__(self, packed: Packed, owner: NDArray[np.uint8] | None, copy: bool) -> None:
         super().__init__(io.BytesIO(packed.skeleton))
         self._packed = packed
-        self._owner = owner
+        self._owner = np.empty(0, np.uint8) if owner is None else owner
         self._copy = copy
 
     def find_class(self, module: str, name: str) -> Any:
@@ -187,7 +184,7 @@ class _Unpickler(pickle.Unpickler):
             return self._take
         return super().find_class(module, name)
 
-    def _take(self, number: int) -> Any:
+    def _take(self, number: int) -> torch.Tensor | NDArray[Any]:
         leaf = self._packed.table[number]
         copy = self._copy or leaf.size_bytes <= _SMALL_BYTES
         if isinstance(leaf.dtype, torch.dtype):
@@ -195,8 +192,7 @@ class _Unpickler(pickle.Unpickler):
             if copy:
                 tensor = tensor.clone()
             return tensor.requires_grad_() if leaf.requires_grad else tensor
-        owner = np.empty(0, np.uint8) if self._owner is None else self._owner
-        array = _array_view(leaf, owner)
+        array = _array_view(leaf, self._owner)
         return array.copy() if copy else array
 
 

@@ -15,6 +15,8 @@ import tempfile
 import warnings
 import weakref
 from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -94,12 +96,10 @@ def _memory_file() -> int:
     return descriptor
 
 
-def _available_bytes() -> int:
-    return read_host_memory().available_bytes
-
-
 def create_shared_memory(
-    size_bytes: int, *, available_bytes: Callable[[], int] = _available_bytes
+    size_bytes: int,
+    *,
+    available_bytes: Callable[[], int] = lambda: read_host_memory().available_bytes,
 ) -> int:
     """Return the descriptor of an anonymous memory file whose pages are reserved.
 
@@ -113,15 +113,14 @@ def create_shared_memory(
     """
     if size_bytes >= _LARGE_BYTES and size_bytes > available_bytes():
         raise WorkerError(_NO_MEMORY.format(mib=size_bytes / 2**20, why="more than is available"))
+    descriptor = None
     try:
         descriptor = _memory_file()
-    except OSError as error:
-        raise _as_worker_error(error, size_bytes) from error
-    try:
         os.ftruncate(descriptor, size_bytes)
         os.posix_fallocate(descriptor, 0, size_bytes)
     except OSError as error:
-        os.close(descriptor)
+        if descriptor is not None:
+            os.close(descriptor)
         raise _as_worker_error(error, size_bytes) from error
     return descriptor
 
@@ -148,59 +147,50 @@ def map_shared_memory(descriptor: int) -> mmap.mmap:
 
 
 def _private_memory(size_bytes: int) -> mmap.mmap:
+    if sys.platform == "win32":
+        return mmap.mmap(-1, size_bytes)
     # Without the flag these are pages of a memory file, whose first use costs more.
-    private = getattr(mmap, "MAP_PRIVATE", None)
-    return mmap.mmap(-1, size_bytes) if private is None else mmap.mmap(-1, size_bytes, private)
+    return _advised(mmap.mmap(-1, size_bytes, mmap.MAP_PRIVATE))
 
 
 def _advised(mapping: mmap.mmap) -> mmap.mmap:
-    if len(mapping) >= _HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
-        try:
+    if len(mapping) >= _HUGE_PAGE_BYTES and sys.platform == "linux":
+        with suppress(OSError):  # a kernel built without huge pages
             mapping.madvise(mmap.MADV_HUGEPAGE)
-        except OSError:  # a kernel built without huge pages
-            return mapping
     return mapping
 
 
+@dataclass(slots=True, eq=False)
 class Slot:
     """One piece of batch memory. Made by a pool only."""
 
-    __slots__ = ("_lease", "descriptor", "locked", "mapping", "number", "size_bytes")
+    number: int
+    descriptor: int | None
+    """Of the memory file; None: private memory, or closed."""
+    mapping: mmap.mmap
+    locked: Locked | None
+    """While the memory is locked for a device."""
+    lease: weakref.ref[NDArray[np.uint8]] | None = None
+    """The array that was handed out over it."""
 
-    def __init__(
-        self,
-        number: int,
-        descriptor: int | None,
-        mapping: mmap.mmap,
-        locked: Locked | None = None,
-    ) -> None:
-        self.number = number
-        self.locked = locked
-        self.descriptor = descriptor
-        self.mapping = mapping
-        self.size_bytes = len(mapping)
-        self._lease: weakref.ref[NDArray[np.uint8]] | None = None
+    @property
+    def size_bytes(self) -> int:
+        """Length of the memory."""
+        return len(self.mapping)
 
-    def lease(self, returned: deque[Slot]) -> NDArray[np.uint8]:
-        """Return an array over the slot; when it and all its views are gone, the slot returns."""
-        owner = np.frombuffer(self.mapping, np.uint8)
-        if self.locked is not None:
-            # The slot outlives a pool that is dropped before: it is unlocked after its last tensor.
-            weakref.finalize(owner, returned.append, self).atexit = False
-            return owner
-        # Deque appends are atomic, and a collected tensor may end its life in any thread.
-        self._lease = weakref.ref(owner, lambda _: returned.append(self))
-        return owner
+    def close(self) -> None:
+        """Close the file; what still views the memory has it mapped."""
+        if self.descriptor is not None:
+            os.close(self.descriptor)
+            self.descriptor = None
 
 
 class SlotPool:
-    """The slots of one executor.
+    """The slots of one executor; together they take ``limit_bytes`` at most.
 
-    Args:
-        limit_bytes: How much memory the slots may take together. Two slots are granted in any
-            case, since a batch is read while the next is written.
-        shared: Memory that side processes can map; False: private memory of this process.
-        page_locks: Locks the slots for a device that reads them; None: they are not locked.
+    Two slots are granted in any case, since a batch is read while the next is written. They are
+    ``shared`` memory that side processes can map, or private memory of this process. With
+    ``page_locks`` they are locked for a device that reads them.
     """
 
     def __init__(
@@ -215,7 +205,7 @@ class SlotPool:
         if self._files is not None:
             opened = sum(1 for _ in Path("/proc/self/fd").iterdir())
             self._most = max(2, (self._files - opened) // _FILES_PER_SLOT)
-        self._told = False
+        self._warned = False
         self._numbers = 0
         self._slots: dict[int, Slot] = {}
         self._free: list[Slot] = []
@@ -231,7 +221,7 @@ class SlotPool:
 
     @property
     def free_count(self) -> int:
-        """Slots that nobody writes or views."""
+        """Slots that are neither written nor viewed."""
         self._collect()
         return len(self._free)
 
@@ -247,15 +237,16 @@ class SlotPool:
             slot = min(reversed(fitting), key=lambda slot: slot.size_bytes)
             self._free.remove(slot)
             return slot
-        size_bytes = _rounded(size_bytes)
-        while self._free and not self._fits(size_bytes):
+        unit = _HUGE_PAGE_BYTES if size_bytes > _HUGE_PAGE_BYTES else _PAGE_BYTES
+        size_bytes = max(1, -(-size_bytes // unit)) * unit
+        while self._free and not self._is_within_bounds(size_bytes):
             self._drop(self._free[0])
-        if not self._allows(size_bytes):
+        if not self._fits(size_bytes):
             return None
         if self.shared:
             descriptor = create_shared_memory(size_bytes)
             return self._add(descriptor, map_shared_memory(descriptor))
-        return self._add(None, _advised(_private_memory(size_bytes)))
+        return self._add(None, _private_memory(size_bytes))
 
     def adopt(self, descriptor: int) -> Slot:
         """Take over memory that a side process made because its batch fitted into no slot."""
@@ -264,7 +255,9 @@ class SlotPool:
     def may_grow(self, size_bytes: int) -> bool:
         """Return whether a slot of so many bytes is free or may still be made."""
         self._collect()
-        return any(s.size_bytes >= size_bytes for s in self._free) or self._allows(size_bytes)
+        return any(s.size_bytes >= size_bytes for s in self._free) or (
+            len(self._slots) < 2 or self._fits(size_bytes)
+        )
 
     def has_to_copy(self, slot: Slot) -> bool:
         """Return whether a batch has to be copied out of its slot, since there are no others.
@@ -273,15 +266,23 @@ class SlotPool:
         """
         if self.may_grow(slot.size_bytes):
             return False
-        if len(self._slots) >= self._most and not self._told and self._files is not None:
-            self._told = True
+        if len(self._slots) >= self._most and not self._warned and self._files is not None:
+            self._warned = True
             counts = {"slots": len(self._slots), "limit": self._files, "more": 4 * self._files}
             warnings.warn(_COPIES.format(**counts), FastDataWarning, stacklevel=2)
         return True
 
     def lease(self, slot: Slot) -> NDArray[np.uint8]:
         """Return the slot's memory, uint8 [size]; the slot is free when no view of it is left."""
-        return slot.lease(self._returned)
+        returned = self._returned
+        owner = np.frombuffer(slot.mapping, np.uint8)
+        if slot.locked is not None:
+            # The slot outlives a pool that is dropped before: it is unlocked after its last tensor.
+            weakref.finalize(owner, returned.append, slot).atexit = False
+            return owner
+        # Deque appends are atomic, and a collected tensor may end its life in any thread.
+        slot.lease = weakref.ref(owner, lambda _: returned.append(slot))
+        return owner
 
     def give_back(self, slot: Slot) -> None:
         """Free a slot that was taken and is not leased."""
@@ -294,10 +295,10 @@ class SlotPool:
         self._returned.clear()
         self._fenced.clear()
 
-    def _allows(self, size_bytes: int) -> bool:
-        return len(self._slots) < 2 or self._fits(size_bytes)
-
     def _fits(self, size_bytes: int) -> bool:
+        return len(self._slots) < 2 or self._is_within_bounds(size_bytes)
+
+    def _is_within_bounds(self, size_bytes: int) -> bool:
         return len(self._slots) < self._most and self.size_bytes + size_bytes <= self.limit_bytes
 
     def _add(self, descriptor: int | None, mapping: mmap.mmap) -> Slot:
@@ -312,8 +313,7 @@ class SlotPool:
         if slot in self._free:
             self._free.remove(slot)
         if slot.descriptor is not None:
-            os.close(slot.descriptor)
-            slot.descriptor = None
+            slot.close()
             self.dropped.append(slot.number)
 
     def _collect(self) -> None:
@@ -338,13 +338,6 @@ class SlotPool:
 
 
 def _close_files(slots: dict[int, Slot]) -> None:
-    """Close the files of a pool that was dropped; what still views a slot has it mapped."""
+    """Close the files of a pool that was dropped."""
     for slot in slots.values():
-        if slot.descriptor is not None:
-            os.close(slot.descriptor)
-            slot.descriptor = None
-
-
-def _rounded(size_bytes: int) -> int:
-    unit = _HUGE_PAGE_BYTES if size_bytes > _HUGE_PAGE_BYTES else _PAGE_BYTES
-    return max(1, -(-size_bytes // unit)) * unit
+        slot.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sized
-from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, runtime_checkable
 
 import torch
 
@@ -79,26 +79,18 @@ class StagedBatch:
 
 
 class _StillStagedError(BatchError, AttributeError):
-    """Somebody took a StagedBatch for the batch; an AttributeError too, so that hasattr works."""
+    """A StagedBatch was taken for the batch; an AttributeError too, so that hasattr works."""
 
     def __init__(self, used: str) -> None:
         super().__init__(_NOT_UNWRAPPED.format(used=used))
-
-
-_ANY_DEPTH: Final = -1
 
 
 def move(batch: Batch, device: torch.device, *, non_blocking: bool = False) -> Batch:
     """Return a batch whose tensors are on a device; the structure stays.
 
     What has a method ``to`` is moved with it, in dicts, lists, tuples, named tuples and dataclasses
-    and whatever they nest, as ``lightning.fabric.utilities.move_data_to_device`` does it. The rest
-    is returned as it is.
-
-    Args:
-        batch: The batch.
-        device: Where to.
-        non_blocking: Do not wait for tensors that lie in page-locked memory.
+    and whatever they nest, as ``lightning.fabric.utilities.move_data_to_device`` does it. With
+    ``non_blocking`` tensors in page-locked memory are not waited for.
     """
     if isinstance(batch, StagedBatch):
         draws = batch.draws
@@ -119,10 +111,10 @@ def move(batch: Batch, device: torch.device, *, non_blocking: bool = False) -> B
 def with_leaves(batch: Batch, function: Callable[[Any], Any]) -> Batch:
     """Return a batch with what can be moved replaced by what a function makes of it."""
 
-    def replaced(_: Path, leaf: object) -> Any:
+    def replaced(_: Path, leaf: Any) -> Any:
         return function(leaf) if _can_be_moved(leaf) else leaf
 
-    return replace_leaves(batch, replaced, depth=_ANY_DEPTH, is_leaf=_can_be_moved)
+    return replace_leaves(batch, replaced, depth=-1, is_leaf=_can_be_moved)
 
 
 def leaves(batch: Batch) -> Iterator[Any]:
@@ -136,14 +128,19 @@ def leaves(batch: Batch) -> Iterator[Any]:
             yield leaf
 
 
+@runtime_checkable
+class _Dimensioned(Sized, Protocol):
+    ndim: int
+
+
 def batch_samples(batch: Batch) -> int:
     """Return the number of samples in a batch: the first dimension of its first tensor.
 
     Without any tensor it is the length of the batch, or 1 where it has none.
     """
     for leaf in leaves(batch):
-        if getattr(leaf, "ndim", 0):
-            return int(leaf.shape[0])
+        if isinstance(leaf, torch.Tensor | _Dimensioned) and leaf.ndim:
+            return len(leaf)
     return len(batch) if isinstance(batch, Sized) else 1
 
 

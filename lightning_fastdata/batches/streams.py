@@ -1,4 +1,4 @@
-"""The few calls of a device's streams that moving batches ahead needs."""
+"""CUDA streams that move batches ahead, and page-locked memory that they read."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import warnings
 import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
-from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -16,85 +16,6 @@ from lightning_fastdata.errors import FastDataWarning
 
 if TYPE_CHECKING:
     import mmap
-
-
-class StreamEvent(Protocol):
-    """A point in the work of a stream."""
-
-    def query(self) -> bool:
-        """Return whether the device has passed it. Never blocks."""
-
-    def synchronize(self) -> object:
-        """Block the host until the device has passed it."""
-
-
-class DeviceStreams(Protocol):
-    """The stream a consumer computes on, and one beside it.
-
-    The consumer's stream is the one that is current where :meth:`aside` is not in force.
-    """
-
-    def aside(self) -> AbstractContextManager[Any]:
-        """Return a context in which the side stream is the current one."""
-
-    def mark(self) -> StreamEvent:
-        """Return an event behind all work that the current stream has been given so far."""
-
-    def wait(self, event: StreamEvent) -> None:
-        """Have the current stream wait for an event; the host does not."""
-
-    def keep(self, tensor: object) -> None:
-        """Have the memory of a tensor used again only when the current stream is done with it.
-
-        That is, with all work it has been given by the time the tensor is gone.
-        """
-
-
-_in_use: weakref.WeakSet[CudaStreams] = weakref.WeakSet()
-
-
-class CudaStreams:
-    """Streams of a CUDA device.
-
-    Args:
-        device: The device, with or without an index.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        _in_use.add(self)
-
-    def aside(self) -> AbstractContextManager[Any]:
-        """Return a context in which the side stream is the current one."""
-        return torch.cuda.stream(self.side)
-
-    def mark(self) -> StreamEvent:
-        """Return an event behind all work that the current stream has been given so far."""
-        # A host that waits for it sleeps, and leaves its CPU to the workers.
-        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self.device))
-        return event
-
-    def wait(self, event: StreamEvent) -> None:
-        """Have the current stream wait for an event."""
-        torch.cuda.current_stream(self.device).wait_event(cast("torch.cuda.Event", event))
-
-    def keep(self, tensor: Any) -> None:
-        """Call ``record_stream`` on what lies on a CUDA device."""
-        if not isinstance(tensor, torch.Tensor) or tensor.is_cuda:
-            tensor.record_stream(torch.cuda.current_stream(self.device))
-
-
-def device_streams(device: torch.device) -> DeviceStreams | None:
-    """Return the streams of a device, or None if it has none that could run side by side."""
-    return CudaStreams(device) if device.type == "cuda" else None
-
-
-def side_streams(device: torch.device) -> list[torch.cuda.Stream]:
-    """Return the side streams that are in use on a CUDA device."""
-    return [streams.side for streams in _in_use if streams.side.device == device]
-
 
 PageLockName: TypeAlias = Literal["copy", "register"]
 
@@ -106,39 +27,61 @@ _REFUSED: Final = (
     'limit (ulimit -l unlimited; docker run --ulimit memlock=-1), or set page_lock="copy" and this '
     "message goes away."
 )
+_in_use: weakref.WeakSet[DeviceStreams] = weakref.WeakSet()
 
 
-class LockDriver(Protocol):
-    """What locks memory, and knows the streams that read it."""
+class DeviceStreams:
+    """The stream a consumer computes on, and one beside it, of a CUDA device.
 
-    def lock(self, address: int, size_bytes: int) -> str | None:
-        """Lock memory; return None, or why that failed."""
+    The consumer's stream is the one that is current where :meth:`aside` is not in force.
+    """
 
-    def unlock(self, address: int) -> None:
-        """Wait until no stream reads any locked memory, and unlock this."""
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        _in_use.add(self)
 
-    def note_consumer(self) -> None:
-        """Remember the current stream as one that may copy what is delivered now."""
+    def aside(self) -> AbstractContextManager[object]:
+        """Return a context in which the side stream is the current one."""
+        return torch.cuda.stream(self.side)
 
-    def marks(self) -> Sequence[StreamEvent]:
-        """Return events behind all work of every stream that may copy."""
+    def mark(self) -> torch.cuda.Event:
+        """Return an event behind all work that the current stream has been given so far."""
+        # A host that waits for it sleeps, and leaves its CPU to the workers.
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def wait(self, event: torch.cuda.Event) -> None:
+        """Have the current stream wait for an event; the host does not."""
+        torch.cuda.current_stream(self.device).wait_event(event)
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """Have device memory used again only when the current stream is done with it.
+
+        That is, with all work it has been given by the time the tensor, or the batch of a graph
+        library, is gone.
+        """
+        if not isinstance(tensor, torch.Tensor) or tensor.is_cuda:
+            tensor.record_stream(torch.cuda.current_stream(self.device))
+
+
+def device_streams(device: torch.device) -> DeviceStreams | None:
+    """Return the streams of a device, or None if it has none that could run side by side."""
+    return DeviceStreams(device) if device.type == "cuda" else None
 
 
 class PageLocks:
-    """Locks the slots of one loader.
+    """Locks the slots of one loader."""
 
-    Args:
-        driver: What locks memory.
-    """
-
-    def __init__(self, driver: LockDriver) -> None:
+    def __init__(self, driver: CudaLockDriver) -> None:
         self.driver = driver
         self._refused = False
 
     def lock(self, mapping: mmap.mmap) -> Locked | None:
         """Lock a mapping for as long as the result lives; None if the driver refuses.
 
-        After the first refusal, of which a warning tells, no other is asked for.
+        The first refusal is warned of, and nothing is locked after it.
         """
         if self._refused:
             return None
@@ -148,7 +91,7 @@ class PageLocks:
             return Locked(self.driver, mapping, address)
         self._refused = True
         mib = len(mapping) / 2**20
-        message = _REFUSED.format(mib=mib, error=error, limit=memlock_limit())
+        message = _REFUSED.format(mib=mib, error=error, limit=_memlock_limit())
         warnings.warn(message, FastDataWarning, stacklevel=2)
         return None
 
@@ -162,24 +105,24 @@ class Fence:
 
     __slots__ = ("_events",)
 
-    def __init__(self, events: Sequence[StreamEvent]) -> None:
+    def __init__(self, events: Sequence[torch.cuda.Event]) -> None:
         self._events = list(events)
 
     def passed(self) -> bool:
         """Return whether all streams have passed it. Never blocks."""
-        while self._events and self._events[-1].query():
+        while self._events and self._events[-1].query():  # type: ignore[no-untyped-call]
             self._events.pop()
         return not self._events
 
 
 class Locked:
-    """Locked memory; unlocked, and only then unmapped, when nobody holds this any more."""
+    """Locked memory; unlocked, and only then unmapped, when nothing refers to this any more."""
 
-    def __init__(self, driver: LockDriver, mapping: mmap.mmap, address: int) -> None:
+    def __init__(self, driver: CudaLockDriver, mapping: mmap.mmap, address: int) -> None:
         weakref.finalize(self, _unlock, driver, mapping, address, os.getpid())
 
 
-def _unlock(driver: LockDriver, _mapping: mmap.mmap, address: int, owner: int) -> None:
+def _unlock(driver: CudaLockDriver, _mapping: mmap.mmap, address: int, owner: int) -> None:
     if os.getpid() == owner:  # a forked process has none of its parent's locks
         driver.unlock(address)
 
@@ -188,55 +131,48 @@ class CudaLockDriver:
     """``cudaHostRegister``, and the streams of a CUDA device.
 
     Copies are expected on the stream that was current when the batch was delivered, and on the side
-    streams of this package.
-
-    Args:
-        device: The device that the batches go to.
-        runtime: The CUDA runtime's functions; default: torch's.
+    streams of this package. ``runtime`` has the functions of CUDA's; default: torch's.
     """
 
     def __init__(self, device: torch.device, runtime: Any = None) -> None:
         self.device = device
         self._runtime = torch.cuda.cudart() if runtime is None else runtime  # type: ignore[no-untyped-call]
-        self._consumers: dict[int, Any] = {}
+        self._consumers: dict[int, torch.cuda.Stream] = {}
 
     def lock(self, address: int, size_bytes: int) -> str | None:
         """Register memory with CUDA; return None, or CUDA's error."""
         result = self._runtime.cudaHostRegister(address, size_bytes, _PORTABLE)
         if int(result) == 0:
             return None
-        # CUDA keeps the error for whoever asks next: the first kernel to be launched.
+        # CUDA keeps the error for the next caller: the first kernel to be launched.
         with suppress(RuntimeError):
             torch.zeros(1, device=self.device).add_(1)
         return str(self._runtime.cudaGetErrorString(result))
 
     def unlock(self, address: int) -> None:
-        """Wait for the device, and unregister memory."""
+        """Wait until the device reads no locked memory, and unregister this."""
         with suppress(RuntimeError):  # a device that has failed reads nothing
             torch.cuda.synchronize(self.device)
             self._runtime.cudaHostUnregister(address)
 
     def note_consumer(self) -> None:
-        """Remember the current stream."""
+        """Remember the current stream as one that may copy what is delivered now."""
         stream = torch.cuda.current_stream(self.device)
         self._consumers.setdefault(stream.cuda_stream, stream)
 
-    def marks(self) -> Sequence[StreamEvent]:
-        """Return events on all streams that may copy."""
+    def marks(self) -> Sequence[torch.cuda.Event]:
+        """Return events behind all work of every stream that may copy."""
+        sides = [streams.side for streams in _in_use if streams.side.device == self.device]
         events = []
-        for stream in (*self._consumers.values(), *side_streams(self.device)):
-            event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        for stream in (*self._consumers.values(), *sides):
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(stream)
             events.append(event)
         return events
 
 
 def cuda_page_locks(device: str | None) -> PageLocks | None:
-    """Return what locks pages for copies to a device; None if it is no CUDA device.
-
-    Args:
-        device: Name of a device, or None.
-    """
+    """Return what locks pages for copies to a device; None if it is no CUDA device."""
     if device is None or torch.device(device).type != "cuda":
         return None
     index = torch.device(device).index
@@ -244,7 +180,7 @@ def cuda_page_locks(device: str | None) -> PageLocks | None:
     return PageLocks(CudaLockDriver(torch.device("cuda", index)))
 
 
-def memlock_limit() -> str:
+def _memlock_limit() -> str:
     """Return how much memory this process may lock, as text."""
     try:
         import resource

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields, is_dataclass
-from typing import Any, Final
+from collections.abc import Mapping, Sequence
+from dataclasses import is_dataclass
+from typing import Final, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ import torch
 from lightning_fastdata.augment.record.deferred import DeferredTensor
 from lightning_fastdata.batches.packed import LateStack
 from lightning_fastdata.torch_internals import default_collate_fn_map
-from lightning_fastdata.tree import leaves
+from lightning_fastdata.tree import children, leaves
 
 _REMEDIES: Final = {
     "PIL": "Turn images into arrays or tensors (numpy.asarray, torchvision's PILToTensor)",
@@ -28,7 +28,7 @@ def uncollatable(sample: object) -> str | None:
     return None if found is None else _about_stranger(*found)
 
 
-def advice(samples: Sequence[Any]) -> str:
+def advice(samples: Sequence[object]) -> str:
     """Return what hinders the collation of samples, as far as it can be seen, and what to do."""
     for number, sample in enumerate(samples):
         found = _stranger(sample, "")
@@ -49,32 +49,33 @@ def advice(samples: Sequence[Any]) -> str:
     )
 
 
+@runtime_checkable
+class _Shaped(Protocol):
+    shape: Sequence[int]
+
+
 def _has_shape(value: object) -> bool:
     if isinstance(value, torch.Tensor):
         return not value.is_nested
-    return hasattr(value, "shape")
+    return isinstance(value, _Shaped)
 
 
-def _stranger(sample: object, where: str) -> tuple[str, Any] | None:
+def _stranger(sample: object, where: str) -> tuple[str, object] | None:
     """Return the first value of a sample that torch cannot collate, and where it is."""
-    items: Iterable[tuple[str, Any]]
     if isinstance(sample, np.ndarray) and sample.dtype.kind in "OUS":
         return where, sample
     if isinstance(sample, tuple(default_collate_fn_map)):
         return None
-    if isinstance(sample, Mapping):
-        items = [
-            (f"{where}[{key!r}]", value) for key, value in sample.items() if not is_note(key, value)
-        ]
-    elif is_dataclass(sample) and not isinstance(sample, type):
-        items = [(f"{where}.{f.name}", getattr(sample, f.name)) for f in fields(sample)]
-    elif isinstance(sample, Sequence):
-        items = [(f"{where}[{number}]", value) for number, value in enumerate(sample)]
-    elif isinstance(sample, DeferredTensor | LateStack | np.generic):
+    if isinstance(sample, DeferredTensor | LateStack | np.generic | range | bytearray | memoryview):
         return None
-    else:
+    parts = children(sample)
+    if parts is None:
         return where, sample
-    return next(filter(None, (_stranger(value, at) for at, value in items)), None)
+    if isinstance(sample, Mapping):
+        parts = [(key, value) for key, value in parts if not is_note(key, value)]
+    at = "{}.{}" if is_dataclass(sample) and not isinstance(sample, Mapping) else "{}[{!r}]"
+    found = (_stranger(value, at.format(where, key)) for key, value in parts)
+    return next(filter(None, found), None)
 
 
 def _about_stranger(where: str, value: object) -> str:

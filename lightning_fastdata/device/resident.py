@@ -13,9 +13,10 @@ from torch.utils.data import IterableDataset, default_collate
 from lightning_fastdata.batches.staged import StagedBatch, leaves, with_leaves
 from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.executors.fetch import FetchPlan
+from lightning_fastdata.executors.gather.rows import in_bounds
 from lightning_fastdata.executors.kinds import open_executor
 from lightning_fastdata.host.memory import read_device_memory, read_host_memory
-from lightning_fastdata.order.epoch_order import dataset_length
+from lightning_fastdata.order.epoch_order import cut, dataset_length, parts_of
 
 if TYPE_CHECKING:
     from lightning_fastdata.types import Batch, Stage
@@ -123,8 +124,15 @@ class ResidentBatches:
 
     def _epoch(self, columns: Batch) -> Iterator[Batch]:
         for indices in self._batches():
-            index = _on(self.device, _from_zero(np.asarray(indices, np.int64), self._length))
-            batch = with_leaves(columns, partial(_rows, index))
+            index = in_bounds(np.asarray(indices, np.int64), self._length)
+            if index is None:
+                raise IndexError(f"index out of range for a dataset of {self._length} samples")
+            rows = torch.from_numpy(index)
+            if self.device.type == "cuda":
+                # Out of ordinary memory the host would wait for all that the device has to do.
+                rows = rows.pin_memory()
+            rows = rows.to(self.device, non_blocking=self.device.type == "cuda")
+            batch = with_leaves(columns, partial(torch.index_select, dim=0, index=rows))
             yield batch if self._staged is None else StagedBatch(batch, None, self._staged)
 
     def _read(self) -> Batch:
@@ -139,11 +147,11 @@ class ResidentBatches:
             row_bytes = sum(leaf.nbytes for leaf in leaves(first))
             self._check_room(row_bytes * self._length)
             size = max(1, _BLOCK_BYTES // max(1, row_bytes))
-            blocks = [
-                np.arange(start, min(start + size, self._length))
-                for start in range(0, self._length, size)
-            ]
-            columns = with_leaves(first, self._column_like)
+            blocks = list(parts_of(range(self._length), cut(self._length, size)))
+            columns = with_leaves(
+                first,
+                lambda row: row.new_empty((self._length, *row.shape[1:]), device=self.device),
+            )
             executor.start_epoch(blocks, 0)
             for block, rows in zip(blocks, executor, strict=True):
                 for column, part in zip(leaves(columns), leaves(rows), strict=True):
@@ -152,36 +160,8 @@ class ResidentBatches:
             executor.close()
         return columns
 
-    def _column_like(self, row: torch.Tensor) -> torch.Tensor:
-        return torch.empty(self._length, *row.shape[1:], dtype=row.dtype, device=self.device)
-
     def _check_room(self, size_bytes: int) -> None:
         free = self._free_bytes(self.device)
         if free is not None and size_bytes * _SHARE > free:
-            raise OptionsError(
-                _NO_ROOM.format(
-                    dataset=self._name,
-                    mib=size_bytes / 2**20,
-                    free=free / 2**20,
-                    device=self.device,
-                    share=_SHARE,
-                )
-            )
-
-
-def _rows(index: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
-    return column.index_select(0, index)
-
-
-def _from_zero(index: np.ndarray[Any, Any], length: int) -> np.ndarray[Any, Any]:
-    if len(index) and (index.min() < -length or index.max() >= length):
-        raise IndexError(f"index out of range for a dataset of {length} samples")
-    return np.where(index < 0, index + length, index)
-
-
-def _on(device: torch.device, index: np.ndarray[Any, Any]) -> torch.Tensor:
-    rows = torch.from_numpy(index)
-    if device.type != "cuda":
-        return rows.to(device)
-    # Out of ordinary memory the host would wait for all that the device has still to do.
-    return rows.pin_memory().to(device, non_blocking=True)
+            sizes = {"mib": size_bytes / 2**20, "free": free / 2**20, "share": _SHARE}
+            raise OptionsError(_NO_ROOM.format(dataset=self._name, device=self.device, **sizes))

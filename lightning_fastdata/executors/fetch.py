@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 import numpy as np
 import torch
@@ -16,13 +16,13 @@ import torch
 from lightning_fastdata.batches.keyed import fetches_in_batches
 from lightning_fastdata.images.folder import FastImageFolder
 from lightning_fastdata.randomness.generators import GENERATORS, DrawWatch, kept_random_state
-from lightning_fastdata.types import SampleKey
+from lightning_fastdata.types import Batch, SampleKey
 
 if TYPE_CHECKING:
     from lightning_fastdata.batches.layout import SampleLayout
+    from lightning_fastdata.batches.packed import Memory
     from lightning_fastdata.randomness.generators import OwnGenerators
     from lightning_fastdata.stamps.batch_stamps import TaskWatch
-    from lightning_fastdata.types import Batch
 
 _Fetched = TypeVar("_Fetched")
 _COLLATION = -1
@@ -47,7 +47,7 @@ class FetchPlan:
     """Seed of the per-sample randomness of ``random``, ``numpy.random`` and torch; None leaves the
     generators alone."""
     own: OwnGenerators | None = None
-    """The generators that the dataset holds itself, to be keyed likewise; None: left alone."""
+    """The generators that the dataset holds itself, keyed likewise; None: left alone."""
     base_seed: int = 0
     """Each side process seeds its generators from this and its number when it starts."""
     worker_init_fn: Callable[[int], None] | None = None
@@ -83,14 +83,10 @@ class _DrewError(Exception):
 class Fetcher:
     """Reads samples and batches of a plan in the calling thread.
 
-    Each sample's draws from the global generators have a key of their own. A generator is seeded
-    only once a fetch has been seen to draw from it: that fetch is done again, and in it and every
-    one after it the generator is seeded for each sample.
-
-    Args:
-        plan: What to fetch.
-        keyed: Whether the global generators are this thread's to seed.
-        guest: They belong to the calling program, which is to find them as they were.
+    Each sample's draws from the global generators have a key of their own, if the thread may seed
+    those (``keyed``). A generator is seeded only once a fetch has been seen to draw from it: that
+    fetch is done again, and in it and every one after it the generator is seeded for each sample.
+    A ``guest`` leaves the generators as the calling program had them.
     """
 
     def __init__(self, plan: FetchPlan, *, keyed: bool = True, guest: bool = False) -> None:
@@ -113,9 +109,8 @@ class Fetcher:
     def attempt(self, fetch: Callable[[], _Fetched]) -> _Fetched:
         """Return what ``fetch`` does, whose draws are those of the keys of its samples.
 
-        Args:
-            fetch: Calls :meth:`sample` and :meth:`collate`; called again if it is the first one to
-                draw from a generator.
+        It calls :meth:`sample` and :meth:`collate`, and is called again if it is the first one to
+        draw from a generator.
         """
         if self._own is not None and self._own_draws and self.guest:
             with self._own.kept():
@@ -155,11 +150,7 @@ class Fetcher:
         if self.stamps is None and self._needs_nothing(epoch):
             return self.dataset[index]
         began_ns = time.monotonic_ns()
-        self._key(epoch, index)
-        sample = self.dataset[index]
-        if self._own is not None and epoch != self._epoch and self._made_generators(epoch):
-            self._key(epoch, index)
-            sample = self.dataset[index]
+        sample = self._read(self._item, index, index, epoch)
         if self.stamps is not None:
             self.stamps.read(index, began_ns)
         if not self._looked:
@@ -169,18 +160,29 @@ class Fetcher:
                 raise _DrewError
         return sample
 
+    def _item(self, index: object) -> object:
+        return self.dataset[index]
+
     def _needs_nothing(self, epoch: int) -> bool:
         """Return whether samples of an epoch draw from no generator that is known."""
         if not self._looked or self.drawn:
             return False
         return self._own is None or (not self._own_draws and epoch == self._epoch)
 
-    def _made_generators(self, epoch: int) -> bool:
-        """Return whether there are new ones, which some datasets make when they first read."""
-        self._epoch = epoch
-        made = self._own is not None and self._own.look_again()
-        self._own_draws |= made
-        return made
+    def _read(self, read: Callable[[Any], Any], asked: Any, index: Any, epoch: int) -> Any:
+        """Return ``read(asked)`` under the key of a sample.
+
+        It is read once more if the dataset made generators while it was read first in an epoch.
+        """
+        self._key(epoch, index)
+        result = read(asked)
+        if self._own is not None and epoch != self._epoch:
+            self._epoch = epoch
+            if self._own.look_again():
+                self._own_draws = True
+                self._key(epoch, index)
+                return read(asked)
+        return result
 
     def batch(self, indices: Any, epoch: int, mark: Callable[[int], None] | None = None) -> Batch:
         """Return the collated batch of the indices."""
@@ -189,12 +191,8 @@ class Fetcher:
             return self.plan.collate_fn(self.sample(indices, epoch))
         if fetches_in_batches(self.dataset):
             first = indices[0] if len(indices) else None
-            self._key(epoch, first)
             began_ns = time.monotonic_ns()
-            samples = self.dataset.__getitems__(indices)
-            if self._own is not None and epoch != self._epoch and self._made_generators(epoch):
-                self._key(epoch, first)
-                samples = self.dataset.__getitems__(indices)
+            samples = self._read(self.dataset.__getitems__, indices, first, epoch)
             if self.stamps is not None:
                 self.stamps.read(first, began_ns, len(indices))
         else:
@@ -248,24 +246,18 @@ class Fetcher:
         return f"While reading sample {indices[self.position]!r} of the dataset."
 
 
-def decodes_in_place(dataset: Any) -> bool:
+def decodes_in_place(dataset: object) -> TypeGuard[FastImageFolder]:
     """Return whether samples are those of :class:`FastImageFolder`, unchanged by a subclass."""
-    kind = type(dataset)
     ours = FastImageFolder
-    return isinstance(dataset, ours) and kind.__getitem__ is ours.__getitem__
+    return isinstance(dataset, ours) and type(dataset).__getitem__ is ours.__getitem__
 
 
 def write_image_of(
-    dataset: Any, layout: SampleLayout, memory: Any, rows: int, epoch: int
+    dataset: object, layout: SampleLayout, memory: Memory, rows: int, epoch: int
 ) -> Callable[[Any, int], None] | None:
     """Return what decodes sample ``index`` straight into a row of the batch, if that is possible.
 
-    Args:
-        dataset: The dataset.
-        layout: Of its samples.
-        memory: Of the batch.
-        rows: Samples in the batch.
-        epoch: Part of the key of the sample's randomness.
+    ``memory`` is that of a batch of ``rows`` samples.
     """
     if not decodes_in_place(dataset):
         return None

@@ -153,7 +153,7 @@ class InlineExecutor:
                 error.add_note(note)
             if isinstance(error, StopIteration):
                 # Raised from __next__, it would end the epoch early and without a word.
-                reason = "\n".join([f"StopIteration: {error}", *getattr(error, "__notes__", ())])
+                reason = "\n".join([f"StopIteration: {error}", *vars(error).get("__notes__", ())])
                 raise RuntimeError(f"Reading the dataset raised {reason}") from error
             raise
         finally:

@@ -31,13 +31,13 @@ class Resources:
     """What an executor is given besides the plan of what to fetch."""
 
     workers: int
-    """Side processes, or threads that gather."""
+    """Side processes; of ``"gather"`` threads that gather ahead, 0 for none."""
     threads: int
-    """In each side process."""
+    """In each side process, where it may have several."""
     page_locks: PageLocks | None
     """Locks the memory of batches for a device that reads it."""
     trial: CrewTrial | None
-    """What earlier side processes have shown; None: nothing."""
+    """Of side processes that read by index, what earlier ones have shown; None: nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,10 +137,8 @@ KINDS: Final[Mapping[ExecutorName, ExecutorKind]] = {
 def executor_for(asked: ExecutorName, *, stream: bool, workers: int) -> ExecutorName:
     """Return who fetches in place of an executor that cannot, or that executor itself.
 
-    Args:
-        asked: The executor that was asked for.
-        stream: The dataset has no index.
-        workers: How many there are; without any the training process fetches, as in torch.
+    One that reads by index cannot read a ``stream``; without workers the training process fetches,
+    as in torch.
     """
     name = "workers" if stream and not KINDS[asked].reads_streams else asked
     return "inline" if KINDS[name].side_processes and not workers else name
@@ -155,15 +153,7 @@ def open_executor(
     page_locks: PageLocks | None = None,
     trial: CrewTrial | None = None,
 ) -> Executor:
-    """Start an executor.
-
-    Args:
-        name: One of :data:`KINDS`, not ``"torch"``.
-        plan: What to fetch.
-        workers: Side processes; of ``"gather"`` threads that gather ahead, 0 for none.
-        threads: Threads in each side process, where it may have several.
-        page_locks: Locks the memory of batches for a device that reads it.
-        trial: Of side processes that read by index, what earlier ones have shown; None: nothing.
+    """Start an executor of :data:`KINDS`, not ``"torch"``, with the :class:`Resources` given.
 
     Raises:
         OptionsError: There is no such executor, or it cannot run this plan.

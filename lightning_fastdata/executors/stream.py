@@ -39,7 +39,6 @@ class _Lane:
     """What one side process has to give in this epoch."""
 
     child: ChildProcess
-    """The process."""
     batches: deque[PendingBatch] = field(default_factory=deque)
     """Asked for and not delivered, the oldest first."""
     delivered: int = 0

@@ -21,7 +21,7 @@ from lightning_fastdata.images.resized_crop import (
     render,
     settle_resample,
 )
-from lightning_fastdata.randomness.shared_epoch import EpochCell
+from lightning_fastdata.randomness.seeds import EpochCell
 from lightning_fastdata.types import SampleKey
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from lightning_fastdata.planning.loader_plan import LoaderPlan, LoaderSpec
 from lightning_fastdata.planning.options import LoaderOptions, check_loader, checked_seed
 from lightning_fastdata.planning.plan_for import plan_for
 from lightning_fastdata.randomness.search import find_composes
-from lightning_fastdata.randomness.shared_epoch import EpochAskedTwice, EpochCell
+from lightning_fastdata.randomness.seeds import EpochAskedTwice, EpochCell
 from lightning_fastdata.stamps.batch_stamps import BatchStamps
 from lightning_fastdata.stamps.stamped import Ledger, OpenedEnvelopes, stampable
 from lightning_fastdata.types import Batch, Stage

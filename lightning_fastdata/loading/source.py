@@ -37,7 +37,7 @@ from lightning_fastdata.loading.kept_executor import KeptExecutor, SourceSetting
 from lightning_fastdata.order.samplers import epoch_order, index_batches
 from lightning_fastdata.planning.worker_count import look_ahead_batches
 from lightning_fastdata.randomness.generators import own_generators
-from lightning_fastdata.randomness.shared_epoch import EpochCell
+from lightning_fastdata.randomness.seeds import EpochCell
 from lightning_fastdata.stamps.batch_stamps import WaitWatch
 from lightning_fastdata.stamps.stamped import ShowDataset, WatchedSampler, stamped
 from lightning_fastdata.types import Batch

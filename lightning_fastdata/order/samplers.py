@@ -19,9 +19,10 @@ from torch.utils.data import (
 )
 
 from lightning_fastdata.errors import FastDataWarning
-from lightning_fastdata.order.epoch_order import EpochOrder, can_share_evenly
-from lightning_fastdata.order.permutation import (
+from lightning_fastdata.order.epoch_order import (
+    EpochOrder,
     Order,
+    can_share_evenly,
     cut,
     drawn_permutation,
     epoch_permutation,
@@ -119,25 +120,26 @@ class EvaluationBatchSampler(BatchSampler):
                 yield batch.tolist()
 
 
-def epoch_order(batch_sampler: Any, epoch: int) -> EpochOrder | None:
+def epoch_order(batch_sampler: object, epoch: int) -> EpochOrder | None:
     """Return the plan that a batch sampler will follow in an epoch, if that is sure beforehand.
 
     It is for ``BatchSampler`` over ``ShuffleSampler`` or ``SequentialSampler``.
     """
     if type(batch_sampler) is not BatchSampler:
         return None
-    sampler: Any = batch_sampler.sampler
-    shuffled = type(sampler) is ShuffleSampler
-    if not shuffled and type(sampler) is not SequentialSampler:
-        return None
-    if shuffled and sampler.epoch != epoch:
+    sampler = batch_sampler.sampler
+    if type(sampler) is ShuffleSampler and sampler.epoch == epoch:
+        seed = sampler.seed
+    elif type(sampler) is SequentialSampler:
+        seed = 0
+    else:
         return None
     return EpochOrder(
         length=len(sampler.data_source),
         batch_size=batch_sampler.batch_size,
-        seed=sampler.seed if shuffled else 0,
+        seed=seed,
         epoch=epoch,
-        shuffle=shuffled,
+        shuffle=type(sampler) is ShuffleSampler,
         drop_last=batch_sampler.drop_last,
     )
 
@@ -166,54 +168,49 @@ def index_batches(batch_sampler: Iterable[Any]) -> Iterator[Any]:
     Python integers cost more than the gather of a row does. For torch's own samplers and for those
     of this module the same indices are had as one array; every other sampler is asked as usual.
     """
-    sampler = getattr(batch_sampler, "sampler", None)
     if type(batch_sampler) is EvaluationBatchSampler and batch_sampler.order is not None:
         yield from batch_sampler.order.batches()
         return
-    order = _sampled_order(sampler) if type(batch_sampler) is BatchSampler else None
-    if order is None:
+    plain = batch_sampler if type(batch_sampler) is BatchSampler else None
+    order = None if plain is None else _sampled_order(plain.sampler)
+    if plain is None or order is None:
         yield from batch_sampler
         return
-    size: int = batch_sampler.batch_size  # type: ignore[attr-defined]
-    drop_last: bool = batch_sampler.drop_last  # type: ignore[attr-defined]
-    stop = len(order) - len(order) % size if drop_last else len(order)
-    yield from parts_of(order, cut(stop, size))
+    stop = len(order) - len(order) % plain.batch_size if plain.drop_last else len(order)
+    yield from parts_of(order, cut(stop, plain.batch_size))
+    sampler = plain.sampler
     if type(sampler) is RandomSampler and sampler.generator is not None:
         # torch draws a second permutation for the remainder, of which it then takes nothing.
         drawn_permutation(len(order), sampler.generator)
 
 
-def _sampled_order(sampler: Any) -> Order | None:
-    kind = type(sampler)
-    if kind is SequentialSampler:
+def _sampled_order(sampler: object) -> Order | None:
+    """Return the order that a sampler is going to give; None of a subclass, which may differ."""
+    if type(sampler) is SequentialSampler:
         return range(len(sampler.data_source))
-    if kind is ShuffleSampler:
+    if type(sampler) is ShuffleSampler:
         return epoch_permutation(len(sampler.data_source), sampler.seed, sampler.epoch)
-    if kind is RandomSampler and not sampler.replacement:
-        return _random_order(sampler)
-    if kind is SubsetRandomSampler:
+    if type(sampler) is RandomSampler and not sampler.replacement:
+        length = len(sampler.data_source)
+        generator = sampler.generator
+        if sampler.num_samples != length:
+            return None
+        if generator is None:
+            generator = torch.Generator()
+            generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
+        return drawn_permutation(length, generator)
+    if type(sampler) is SubsetRandomSampler:
         indices = np.asarray(sampler.indices)
         if indices.ndim != 1 or indices.dtype.kind != "i":
             return None
         order = drawn_permutation(len(indices), sampler.generator)
         return indices.astype(np.int64, copy=False)[order]
-    if kind is WeightedRandomSampler:
-        drawn = torch.multinomial(
+    if type(sampler) is WeightedRandomSampler:
+        drawn: NDArray[np.int64] = torch.multinomial(
             sampler.weights, sampler.num_samples, sampler.replacement, generator=sampler.generator
-        )
-        return drawn.numpy()
-    return _rank_order(sampler) if kind is DistributedSampler else None
-
-
-def _random_order(sampler: RandomSampler) -> NDArray[np.int64] | None:
-    length = len(sampler.data_source)
-    if sampler.num_samples != length:
-        return None
-    generator = sampler.generator
-    if generator is None:
-        generator = torch.Generator()
-        generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
-    return drawn_permutation(length, generator)
+        ).numpy()
+        return drawn
+    return _rank_order(sampler) if type(sampler) is DistributedSampler else None
 
 
 def _rank_order(sampler: DistributedSampler[Any]) -> NDArray[np.int64] | None:

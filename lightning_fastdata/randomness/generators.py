@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Any, Final
+from typing import Any, Final, Protocol, TypeAlias
 
 import numpy as np
 import numpy.random  # forked processes find it loaded, which takes a tenth of a second
@@ -19,6 +19,8 @@ import torch
 from lightning_fastdata.errors import FastDataWarning
 from lightning_fastdata.randomness.search import find_instances, loaded_classes
 
+_PYTHON: Any = getattr(random.getstate, "__self__", None)
+"""The generator behind ``random``."""
 GENERATORS: Final = ("random", "numpy", "torch")
 """The global generators, as they are named here."""
 _MT19937_WORDS: Final = 624
@@ -37,7 +39,7 @@ class DrawWatch:
     """
 
     def __init__(self, names: Collection[str] = GENERATORS) -> None:
-        self._watched = {name: _WATCHED[name]() for name in names}
+        self._watched: dict[str, _Watched] = {name: _watched(name) for name in names}
         self.begin()
 
     def begin(self) -> None:
@@ -64,16 +66,28 @@ class DrawWatch:
             del self._watched[name]
 
 
+class _Watched(Protocol):
+    """One generator, its state, and whether it has moved since that was remembered."""
+
+    def begin(self) -> None: ...
+    def moved(self) -> bool: ...
+    def restore(self) -> None: ...
+
+
+def _watched(name: str) -> _Watched:
+    if name == "random":
+        return PythonGenerator(_python_address())
+    return _NumpyGenerator() if name == "numpy" else _TorchGenerator()
+
+
 class PythonGenerator:
     """The state behind ``random``, read from memory: ``getstate`` and a comparison take 15 us.
 
-    Args:
-        address: Where its position and words are; 0: ``getstate`` is to be asked. Default: where
-            CPython keeps them.
+    Its position and words are at ``address``; 0: ``getstate`` is to be asked.
     """
 
-    def __init__(self, address: int | None = None) -> None:
-        self._address = _python_address() if address is None else address
+    def __init__(self, address: int) -> None:
+        self._address = address
         self._state: Any = None
 
     def begin(self) -> None:
@@ -93,29 +107,28 @@ class PythonGenerator:
         position, *words = np.frombuffer(memory, np.uint32).tolist()
         random.setstate((random.Random.VERSION, (*words, position), kept_back))
 
-    def _read(self) -> Any:
+    def _read(self) -> object:
         if not self._address:
             return random.getstate()
         # A normal deviate is kept back beside the words.
-        kept_back = random.getstate.__self__.gauss_next  # type: ignore[attr-defined]
+        kept_back = _PYTHON.gauss_next
         return ctypes.string_at(self._address, _MT19937_BYTES), kept_back
 
 
 @cache
 def _python_address() -> int:
     """Return where CPython keeps the position and the words behind ``random``; 0 if unknown."""
-    generator = getattr(random.getstate, "__self__", None)
     head = object.__basicsize__
     if (
         sys.implementation.name != "cpython"
-        or type(generator) is not random.Random
-        or head + _MT19937_BYTES > type(generator).__basicsize__
+        or type(_PYTHON) is not random.Random
+        or head + _MT19937_BYTES > type(_PYTHON).__basicsize__
     ):
         return 0
-    _, (*words, position), _ = generator.getstate()
-    told = np.array([position, *words], np.uint32).tobytes()
-    address = id(generator) + head
-    return address if ctypes.string_at(address, _MT19937_BYTES) == told else 0
+    _, (*words, position), _ = _PYTHON.getstate()
+    expected = np.array([position, *words], np.uint32).tobytes()
+    address = id(_PYTHON) + head
+    return address if ctypes.string_at(address, _MT19937_BYTES) == expected else 0
 
 
 class _NumpyGenerator:
@@ -146,10 +159,9 @@ class _NumpyGenerator:
         np.random.set_state(self._state)
 
     def _read(self) -> bytes | None:
-        find: Any = getattr(np.random, "get_bit_generator", lambda: None)
-        generator = find()
+        generator = np.random.mtrand.get_bit_generator()
         if generator is not self._owner:
-            known = type(generator) is np.random.MT19937
+            known = isinstance(generator, np.random.MT19937)
             self._address = generator.ctypes.state_address if known else 0
             self._owner = generator
         return ctypes.string_at(self._address, _MT19937_BYTES) if self._address else None
@@ -169,13 +181,10 @@ class _TorchGenerator:
         torch.set_rng_state(self._state)
 
 
-_WATCHED: Final = {"random": PythonGenerator, "numpy": _NumpyGenerator, "torch": _TorchGenerator}
-
-
-def _equal(ours: Any, theirs: Any) -> bool:
-    if isinstance(ours, dict):
+def _equal(ours: object, theirs: object) -> bool:
+    if isinstance(ours, dict) and isinstance(theirs, dict):
         return ours.keys() == theirs.keys() and all(_equal(ours[k], theirs[k]) for k in ours)
-    return bool(np.array_equal(ours, theirs))
+    return bool(np.array_equal(ours, theirs))  # type: ignore[arg-type]
 
 
 @contextmanager
@@ -188,9 +197,12 @@ def kept_random_state(names: Collection[str] = GENERATORS) -> Iterator[None]:
         watch.restore()
 
 
+_Generator: TypeAlias = (
+    np.random.Generator | np.random.RandomState | random.Random | torch.Generator
+)
 _KINDS: Final = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
 _MOST_BITS: Final = 64
-"""Of a seed that somebody chose; NumPy takes 128 bits from the system if nobody does."""
+"""Of a seed that was chosen; without one NumPy takes 128 bits from the system."""
 
 
 class OwnGenerators:
@@ -244,7 +256,7 @@ class OwnGenerators:
             for generator, state in states:
                 _set_state(generator, state)
 
-    def _refuse(self, generator: object, error: Exception) -> None:
+    def _refuse(self, generator: _Generator, error: Exception) -> None:
         if not self._refused:
             self._refused = True
             warnings.warn(
@@ -278,7 +290,7 @@ def own_generators(dataset: object, *, shared: bool) -> OwnGenerators | None:
     return None
 
 
-def _generators(dataset: object) -> list[Any]:
+def _generators(dataset: object) -> list[_Generator]:
     pipelines = loaded_classes("albumentations", "BaseCompose", "BasicTransform")
     return [
         found
@@ -287,32 +299,34 @@ def _generators(dataset: object) -> list[Any]:
     ]
 
 
-def _is_global(generator: object) -> bool:
+def _is_global(generator: _Generator) -> bool:
     """Return whether a generator is keyed with the global ones, or is none to be seeded at all."""
     return (
         isinstance(generator, random.SystemRandom)
-        or generator is getattr(random.getstate, "__self__", None)
+        or generator is _PYTHON
         or generator is getattr(np.random.get_state, "__self__", None)
         or generator is torch.default_generator
     )
 
 
-def _origin(generator: object) -> bytes:
+def _origin(generator: _Generator) -> bytes:
     """Return what tells a generator from one that was seeded otherwise."""
     if isinstance(generator, torch.Generator):
         return b"%d" % generator.initial_seed()
     if isinstance(generator, np.random.Generator):
-        seeds = getattr(generator.bit_generator, "seed_seq", None)
-        entropy = getattr(seeds, "entropy", None)
+        seeds = getattr(generator.bit_generator, "seed_seq", None)  # NumPy from 1.25
+        if not isinstance(seeds, np.random.SeedSequence):
+            return repr((None, ())).encode()
+        entropy = seeds.entropy
         if isinstance(entropy, int) and entropy.bit_length() > _MOST_BITS:
             entropy = None  # seeded by the system: each run would be another one
-        return repr((entropy, getattr(seeds, "spawn_key", ()))).encode()
+        return repr((entropy, seeds.spawn_key)).encode()
     return hashlib.blake2b(repr(_state(generator)).encode(), digest_size=16).digest()
 
 
-def _seed(generator: Any, number: int) -> None:
+def _seed(generator: _Generator, number: int) -> None:
     if isinstance(generator, np.random.Generator):
-        kind: Any = type(generator.bit_generator)
+        kind = type(generator.bit_generator)
         generator.bit_generator.state = kind(number).state
     elif isinstance(generator, np.random.RandomState):
         generator.seed(np.frombuffer(number.to_bytes(16, "little"), np.uint32))
@@ -322,7 +336,7 @@ def _seed(generator: Any, number: int) -> None:
         generator.seed(number)
 
 
-def _state(generator: Any) -> Any:
+def _state(generator: _Generator) -> Any:
     if isinstance(generator, np.random.Generator):
         return generator.bit_generator.state
     if isinstance(generator, np.random.RandomState):
@@ -332,10 +346,10 @@ def _state(generator: Any) -> Any:
     return generator.getstate()
 
 
-def _set_state(generator: Any, state: Any) -> None:
+def _set_state(generator: _Generator, state: Any) -> None:
     if isinstance(generator, np.random.Generator):
         generator.bit_generator.state = state
-    elif isinstance(generator, np.random.RandomState | torch.Generator):
-        generator.set_state(state)
-    else:
+    elif isinstance(generator, random.Random):
         generator.setstate(state)
+    else:
+        generator.set_state(state)

@@ -1,4 +1,4 @@
-"""What a dataset holds: generators and pipelines, found without running its code."""
+"""What a dataset holds of some classes, found without running its code."""
 
 from __future__ import annotations
 
@@ -13,29 +13,31 @@ from types import (
     MappingProxyType,
     MethodType,
     ModuleType,
+    NoneType,
 )
 from typing import Any, Final
 
 import numpy as np
+import torch
+
+from lightning_fastdata.tree import held, held_by
 
 _MAX_DEPTH: Final = 8
 _MAX_ITEMS: Final = 256
-_LEAF_TYPES: Final = (str, bytes, bytearray, int, float, complex, type(None), np.ndarray)
+_LEAF_TYPES: Final = (str, bytes, bytearray, int, float, complex, NoneType, np.ndarray)
 _INSTALLED: Final = ("site-packages", "dist-packages")
-_WRAPPED: Final = ("__func__", "fget", "func")
-"""Where static and class methods, properties and cached properties keep their function."""
 
 
 def find_composes(obj: object) -> tuple[Any, ...]:
     """Return the top-level Albumentations pipelines that a dataset holds, in a fixed order.
 
-    Never imports Albumentations: where nobody has, there is no pipeline to find.
+    Never imports Albumentations: where nothing has, there is no pipeline to find.
     """
     return find_instances(obj, loaded_classes("albumentations", "BaseCompose", "BasicTransform"))
 
 
 def loaded_classes(module: str, *names: str) -> tuple[type, ...]:
-    """Return the classes of these names that a module has, if somebody has imported it."""
+    """Return the classes of these names that a module has, if it was imported."""
     owner = sys.modules.get(module)
     return tuple(kind for name in names if isinstance(kind := getattr(owner, name, None), type))
 
@@ -72,50 +74,34 @@ def _parts(item: object, kinds: tuple[type, ...]) -> Iterator[object]:
     elif isinstance(item, list | tuple):
         yield from item[:_MAX_ITEMS]
     elif isinstance(item, partial):
-        yield item.func
-        yield from item.args
-        yield from item.keywords.values()
+        yield from (item.func, *item.args, *item.keywords.values())
     elif isinstance(item, MethodType | BuiltinMethodType):
         yield item.__self__
-    elif not _is_module_or_tensor(item):
-        if hasattr(item, "__dict__") and not isinstance(item, type):
-            yield from list(vars(item).values())[:_MAX_ITEMS]
-        yield from code_parts(item, kinds)
-
-
-def _is_module_or_tensor(item: object) -> bool:
-    torch = sys.modules.get("torch")
-    return isinstance(item, type(sys)) or (torch is not None and isinstance(item, torch.Tensor))
-
-
-def code_parts(item: object, kinds: tuple[type, ...]) -> Iterator[object]:
-    """Return what the user's own code of a function, or of the class of an object, refers to.
-
-    Args:
-        item: A function, a class or any other object.
-        kinds: What is looked for. Of the other globals only those are returned that are code of
-            the user or may hold it.
-    """
-    if isinstance(item, FunctionType):
-        yield from _function_parts(item, kinds)
     elif isinstance(item, type):
         yield from _class_parts(item)
-    else:
-        yield from _slots(item)
-        yield from _class_parts(type(item))
+    elif not isinstance(item, ModuleType | torch.Tensor):
+        yield from list(held_by(item).values())[:_MAX_ITEMS]
+        if isinstance(item, FunctionType):
+            yield from _function_parts(item, kinds)
+        else:
+            yield from _slots(item)
+            yield from _class_parts(type(item))
 
 
 def _class_parts(cls: type) -> Iterator[object]:
+    """Yield the attributes of a class and of its bases that are the user's own code."""
     for owner in cls.__mro__:
-        if not is_users(owner.__module__):
-            continue
-        yield from map(_unwrapped, list(vars(owner).values()))
+        if is_users(owner.__module__):
+            yield from map(_unwrapped, list(vars(owner).values()))
 
 
 def _unwrapped(value: object) -> object:
-    if not isinstance(value, staticmethod | classmethod | property | cached_property):
-        return value
-    return next(own for name in _WRAPPED if (own := getattr(value, name, value)) is not value)
+    """Return the function of a method, a property or a cached property."""
+    if isinstance(value, staticmethod | classmethod):
+        return value.__func__
+    if isinstance(value, property):
+        return value.fget
+    return value.func if isinstance(value, cached_property) else value
 
 
 def _slots(item: object) -> Iterator[object]:
@@ -127,6 +113,7 @@ def _slots(item: object) -> Iterator[object]:
 
 
 def _function_parts(function: FunctionType, kinds: tuple[type, ...]) -> Iterator[object]:
+    """Yield what a function refers to; of globals what is looked for, or is code of the user."""
     for cell in function.__closure__ or ():
         try:
             yield cell.cell_contents
@@ -139,15 +126,14 @@ def _function_parts(function: FunctionType, kinds: tuple[type, ...]) -> Iterator
     names = list(_names(function.__code__))
     for name in names:
         value = function.__globals__.get(name)
+        found = [value]
         if isinstance(value, ModuleType) and is_users(value.__name__):
             found = [vars(value)[other] for other in names if other in vars(value)]
-        else:
-            found = [value]
         yield from (one for one in found if isinstance(one, kinds) or _may_lead_on(one))
 
 
 def _names(code: CodeType) -> Iterator[str]:
-    """Return the names of globals and attributes in a function and in those within it."""
+    """Yield the names of globals and attributes in a function and in those within it."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -169,5 +155,5 @@ def is_users(module: str | None) -> bool:
     package = (module or "").split(".")[0]
     if package in {"", __name__.split(".")[0]} or package in sys.stdlib_module_names:
         return False
-    file = getattr(sys.modules.get(module or ""), "__file__", None) or ""
+    file = held(sys.modules.get(module or ""), "__file__") or ""
     return not any(folder in file for folder in _INSTALLED)

@@ -1,26 +1,29 @@
-"""The randomness of one sample: found again from its key, whoever draws it.
+"""The randomness of one sample: found again from its key (seed, epoch, index), whoever draws it.
 
 Albumentations 2.0.8 gives every DataLoader worker the same random streams, and gives every
 transform of a seeded ``Compose`` the same stream as its neighbours. Reseeding each top-level
 pipeline with one shared pair of generators before every sample removes both, and makes a sample
-depend on nothing but ``(seed, epoch, index)``.
+depend on nothing but its key.
 """
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import random
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
+import torch
 
 if TYPE_CHECKING:
-    from lightning_fastdata.types import SampleKey
+    from numpy.typing import NDArray
+
+    from lightning_fastdata.types import Batch, SampleKey
 
 _NOTHING_DRAWN: Final = (0, 0, 0, 0)
+_epochs_are_own = False
 
 
 def reseed(composes: Sequence[Any], key: SampleKey) -> None:
@@ -35,39 +38,29 @@ def reseed(composes: Sequence[Any], key: SampleKey) -> None:
         key: seed, epoch and index of the sample. Any integers, negative ones too.
     """
     for position, compose in enumerate(composes):
-        if not hasattr(compose, "set_random_state"):
-            # Another version: its transforms draw in lockstep, but by sample all the same.
-            compose.set_random_seed(int.from_bytes(_digest(key, position)[:4], "little"))
-            continue
-        generator = getattr(compose, "random_generator", None)
+        generator = compose.random_generator
         if generator is None or type(generator.bit_generator) is not np.random.Philox:
             generator = np.random.Generator(np.random.Philox(key=0))
         python = random.Random(_seed(generator, key, position))
         compose.set_random_state(generator, python)
 
 
-def reseeder(compose: object) -> Callable[[SampleKey], None]:
+def reseeder(compose: Any) -> Callable[[SampleKey], None]:
     """Return what does to one pipeline as :func:`reseed` does, at less cost.
 
     Args:
-        compose: a pipeline that nobody else reseeds, and whose transforms stay as they are: it is
+        compose: a pipeline that nothing else reseeds, and whose transforms stay as they are: it is
             given its generators once, now.
     """
-    if not hasattr(compose, "set_random_state"):
-        return functools.partial(reseed, (compose,))
     generator, python = np.random.Generator(np.random.Philox(key=0)), random.Random(0)
     compose.set_random_state(generator, python)
     return lambda key: python.seed(_seed(generator, key))
 
 
-def _digest(key: SampleKey, position: int) -> bytes:
-    text = b"%d,%d,%d,%d" % (*key, position)
-    return hashlib.blake2b(text, digest_size=32).digest()
-
-
 def _seed(generator: np.random.Generator, key: SampleKey, position: int = 0) -> int:
     """Seed NumPy's generator, and return what to seed Python's with."""
-    first, second, rest = struct.unpack("<QQ16s", _digest(key, position))
+    text = b"%d,%d,%d,%d" % (*key, position)
+    first, second, rest = struct.unpack("<QQ16s", hashlib.blake2b(text, digest_size=32).digest())
     # Tuples, not arrays, whose numbers would be taken out one by one.
     generator.bit_generator.state = {
         "bit_generator": "Philox",
@@ -78,3 +71,80 @@ def _seed(generator: np.random.Generator, key: SampleKey, position: int = 0) -> 
         "uinteger": 0,
     }
     return int.from_bytes(rest, "little")
+
+
+class EpochCell:
+    """The current epoch, which worker processes that outlive it read from shared memory."""
+
+    def __init__(self) -> None:
+        value = torch.zeros(1, dtype=torch.int64)
+        self._shared: torch.Tensor = value.share_memory_()  # type: ignore[no-untyped-call]
+        self._number: NDArray[np.int64] | None = None
+        self._is_own = False
+
+    def set(self, epoch: int) -> None:
+        """Write the epoch; call it before the first index of that epoch is handed out."""
+        self._here()[0] = epoch
+
+    def get(self) -> int:
+        """Return the epoch last written."""
+        return int(self._here()[0])
+
+    def __getstate__(self) -> dict[str, object]:
+        # torch hands over the memory itself, NumPy what is in it.
+        return {"_shared": self._shared, "_number": None, "_is_own": False}
+
+    def _here(self) -> NDArray[np.int64]:
+        # Asked for with each sample: a view of NumPy answers in a tenth of a tensor's time.
+        if self._number is None or self._is_own is not _epochs_are_own:
+            number: NDArray[np.int64] = self._shared.numpy()
+            self._number = number.copy() if _epochs_are_own else number
+            self._is_own = _epochs_are_own
+        return self._number
+
+
+def keep_own_epochs() -> None:
+    """Share no epoch with other processes from now on.
+
+    A side process is given the epoch with each task, and may be one ahead of the training process.
+    """
+    global _epochs_are_own  # noqa: PLW0603 - a fact of the whole process
+    _epochs_are_own = True
+
+
+class EpochAskedTwice:
+    """The batches of an epoch whose number is asked for again when the first of them is.
+
+    Lightning makes an iterator before it has read from a checkpoint which epoch comes next, or
+    before it has counted the one that the checkpoint ends.
+
+    Args:
+        begin: Begins an epoch and returns its batches.
+        epoch: Returns the number of the epoch; asked now, and once more later.
+    """
+
+    def __init__(self, begin: Callable[[int], Iterator[Batch]], epoch: Callable[[], int]) -> None:
+        self._epoch = epoch()
+        self._batches = begin(self._epoch)
+        self._ask: tuple[Callable[[int], Iterator[Batch]], Callable[[], int]] | None = begin, epoch
+
+    def __iter__(self) -> EpochAskedTwice:
+        return self
+
+    def __next__(self) -> Batch:
+        if self._ask is not None:
+            (begin, epoch), self._ask = self._ask, None
+            number = epoch()
+            if number != self._epoch:
+                self._batches = iter(())  # its workers end before others begin
+                self._batches = begin(number)
+        return next(self._batches)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_batches":
+            raise AttributeError(name)
+        return getattr(self._batches, name)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Lightning copies its trainer with the iterators in it; processes cannot be copied.
+        return iter, ((),)

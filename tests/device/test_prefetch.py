@@ -38,7 +38,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 from lightning_fastdata import FastDataLoader, prefetch
 from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.batches.staged import StagedBatch, leaves, move, shows_its_memory
-from lightning_fastdata.device.lookahead import OneAhead, SideLane, is_ready
+from lightning_fastdata.device.prefetch import OneAhead, SideLane, is_ready
 from lightning_fastdata.errors import OptionsError, TransformError
 
 torch.set_num_threads(1)
@@ -155,7 +155,7 @@ def test_a_batch_crosses_while_the_step_before_it_computes():
     second = next(batches)
     device.drain()
     device.launch(lambda: reads.append("step 1"))
-    third = batches._next.batch
+    third = batches._next[0]
     run_side_only(device)
     assert third.land()[0].memory.tolist() == [2] * 8
     assert not reads

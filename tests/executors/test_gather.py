@@ -29,8 +29,12 @@ from torch.utils.data import (
 from lightning_fastdata.batches.slots import SlotPool
 from lightning_fastdata.errors import DatasetError, OptionsError
 from lightning_fastdata.executors.fetch import FetchPlan
-from lightning_fastdata.executors.gather.arrow import UnsuitedError, arrays_of
-from lightning_fastdata.executors.gather.columns import ColumnDataset, TokenWindows
+from lightning_fastdata.executors.gather.columns import (
+    ColumnDataset,
+    TokenWindows,
+    UnsuitedError,
+    arrays_of,
+)
 from lightning_fastdata.executors.gather.executor import GatherExecutor, GatherJob
 from lightning_fastdata.executors.gather.rows import gatherable, rows_of
 from lightning_fastdata.executors.kinds import open_executor

@@ -16,8 +16,8 @@ from lightning_fastdata import FastDataLoader, FastDataModule, LoaderOptions, pr
 from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.batches.slots import SlotPool
 from lightning_fastdata.batches.staged import move
-from lightning_fastdata.batches.streams import CudaLockDriver, CudaStreams, PageLocks
-from lightning_fastdata.device.lookahead import SideLane
+from lightning_fastdata.batches.streams import CudaLockDriver, DeviceStreams, PageLocks
+from lightning_fastdata.device.prefetch import SideLane
 from lightning_fastdata.errors import OptionsError
 
 pytestmark = [*needs_cuda, pytest.mark.filterwarnings("ignore::UserWarning:lightning")]
@@ -71,7 +71,7 @@ def test_batches_arrive_whole_while_the_allocator_is_under_stress(transform):
 
 
 def test_batches_that_do_not_wait_for_the_consumer_arrive_whole_too():
-    lane = SideLane(CudaStreams(CUDA))
+    lane = SideLane(DeviceStreams(CUDA))
     sent = (
         lane.send(b, lambda b: move(b, CUDA, non_blocking=True), after_consumer=False).land()
         for b in page_locked(60)
@@ -102,7 +102,7 @@ def test_the_next_batch_crosses_while_a_step_computes():
     torch.cuda.synchronize()
     busy = work(1000)
     next(batches)
-    batches._next.batch._done.synchronize()
+    batches._next[0]._done.synchronize()
     assert not busy.query()
 
 

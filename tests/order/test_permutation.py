@@ -16,9 +16,9 @@ from torch.utils.data import BatchSampler, Dataset
 
 from lightning_fastdata import FastDataLoader
 from lightning_fastdata.errors import OptionsError
-from lightning_fastdata.order.epoch_order import EpochOrder
-from lightning_fastdata.order.permutation import (
+from lightning_fastdata.order.epoch_order import (
     DRAWN_AT_ONCE,
+    EpochOrder,
     KeyedPermutation,
     epoch_permutation,
     parts_of,

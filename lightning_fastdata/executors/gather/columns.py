@@ -1,17 +1,28 @@
-"""Datasets that are columns of numbers, whose batches are gathered in one call per column."""
+"""Datasets that are columns of numbers: our own, and those of Hugging Face."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+import sys
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
+from numpy.typing import NDArray
+from torch.utils.data import Dataset, default_collate
 
 from lightning_fastdata.errors import DatasetError
+from lightning_fastdata.host.memory import read_host_memory
+from lightning_fastdata.types import Batch
 
-Numbers: TypeAlias = "torch.Tensor | np.ndarray[Any, Any]"
+Numbers: TypeAlias = torch.Tensor | NDArray[Any]
+
+_FORMATS: Final = ("numpy", "torch")
+_FREE_SHARE: Final = 8
+_TypedArrays: TypeAlias = dict[str, tuple[NDArray[Any], torch.dtype]]
+_seen: weakref.WeakKeyDictionary[object, tuple[object, _TypedArrays]] = weakref.WeakKeyDictionary()
+"""Columns of datasets, with the format they were read in: joining their pieces copies them."""
 
 
 class ColumnDataset(Dataset[Any]):
@@ -51,21 +62,27 @@ class ColumnDataset(Dataset[Any]):
         """Rows."""
         return len(next(iter(self._named().values())))
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index: int) -> Batch:
         """Return the row as a dict or a tuple of tensors: views of tensors, copies of arrays."""
-        return self._in_form([_row(column, index) for column in self._named().values()])
+        rows = [
+            column[index]
+            if isinstance(column, torch.Tensor)
+            else torch.from_numpy(np.array(column[index]))
+            for column in self._named().values()
+        ]
+        return self._in_form(rows)
 
-    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+    def __getitems__(self, indices: Sequence[int]) -> list[Batch]:
         """Return several rows, read with one call per column."""
         index = np.asarray(indices, np.int64)
         columns = [_rows(column, index) for column in self._named().values()]
         return [self._in_form(row) for row in zip(*columns, strict=True)]
 
-    def _named(self) -> dict[Any, Numbers]:
+    def _named(self) -> Mapping[Any, Numbers]:
         columns = self.columns
         return columns if isinstance(columns, dict) else dict(enumerate(columns))
 
-    def _in_form(self, values: Sequence[torch.Tensor]) -> Any:
+    def _in_form(self, values: Sequence[torch.Tensor]) -> Batch:
         if isinstance(self.columns, dict):
             return dict(zip(self.columns, values, strict=True))
         return tuple(values)
@@ -129,7 +146,7 @@ class TokenWindows(Dataset[torch.Tensor]):
         """Return several windows, read in one call."""
         return list(self._copied(self.windows()[np.asarray(indices, np.int64)]).unbind())
 
-    def windows(self) -> np.ndarray[Any, Any]:
+    def windows(self) -> NDArray[Any]:
         """Return all windows as a read-only view [windows, length] of the tokens."""
         row = np.asarray(self.tokens)
         step = row.strides[0]
@@ -137,7 +154,7 @@ class TokenWindows(Dataset[torch.Tensor]):
             row, (len(self), self.length), (self.stride * step, step), writeable=False
         )
 
-    def _copied(self, window: np.ndarray[Any, Any]) -> torch.Tensor:
+    def _copied(self, window: NDArray[Any]) -> torch.Tensor:
         out = torch.empty(window.shape, dtype=self.dtype)
         out.numpy()[...] = window
         return out
@@ -162,13 +179,103 @@ def _is_whole(dtype: torch.dtype) -> bool:
     return not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool)
 
 
-def _row(column: Numbers, index: int) -> torch.Tensor:
-    if isinstance(column, torch.Tensor):
-        return column[index]
-    return torch.from_numpy(np.array(column[index]))
-
-
-def _rows(column: Numbers, index: np.ndarray[Any, Any]) -> tuple[torch.Tensor, ...]:
+def _rows(column: Numbers, index: NDArray[Any]) -> tuple[torch.Tensor, ...]:
     if isinstance(column, torch.Tensor):
         return column[torch.from_numpy(index)].unbind()
     return torch.from_numpy(np.asarray(column[index])).unbind()
+
+
+class UnsuitedError(Exception):
+    """The dataset has columns of something else than equally many numbers."""
+
+
+def is_hugging_face(dataset: object) -> bool:
+    """Return whether this is a ``datasets.Dataset`` and no subclass, without importing it."""
+    library = sys.modules.get("datasets")
+    return library is not None and type(dataset) is vars(library).get("Dataset")
+
+
+def arrays_of(
+    dataset: Any, *, free_bytes: Callable[[], int] = lambda: read_host_memory().available_bytes
+) -> tuple[_TypedArrays, NDArray[np.int64] | None]:
+    """Return the columns as stored, with what their batches are made of, and which rows count.
+
+    Args:
+        dataset: A ``datasets.Dataset`` in the torch or numpy format.
+        free_bytes: Asked before pieces of a table are joined, which copies them; they may take an
+            eighth of it.
+
+    Raises:
+        UnsuitedError: A column holds missing values, lists of different lengths, or no numbers; or
+            the format computes something.
+    """
+    about = dataset.format
+    if about["type"] not in _FORMATS or about["format_kwargs"] or about["output_all_columns"]:
+        raise UnsuitedError
+    # No public attribute tells of shuffle(), select() and sort().
+    mapping: Any = getattr(dataset, "_indices", False)
+    if mapping is False or not len(dataset):
+        raise UnsuitedError
+    select = None if mapping is None else mapping.column(0).to_numpy().astype(np.int64)
+    kept = _seen.get(dataset)
+    if kept is not None and kept[0] == about:
+        return kept[1], select
+    # Whole batches are what loaders ask for; a single row may come in other types.
+    sample = dataset.__getitems__([0])[0]
+    pieces = {name: dataset.data.column(name) for name in sample}
+    if not all(_holds_numbers(piece.type) for piece in pieces.values()):
+        raise UnsuitedError
+    joined = sum(piece.nbytes for piece in pieces.values() if piece.num_chunks > 1)
+    if joined > free_bytes() // _FREE_SHARE:
+        raise UnsuitedError
+    columns = {}
+    for name, piece in pieces.items():
+        array = _as_array(piece.combine_chunks() if piece.num_chunks != 1 else piece.chunk(0))
+        columns[name] = array, _batch_type(array, sample[name])
+    _seen[dataset] = about, columns
+    return columns, select
+
+
+def _holds_numbers(kind: Any) -> bool:
+    from pyarrow import types  # type: ignore[import-untyped]
+
+    while types.is_fixed_size_list(kind) or types.is_list(kind) or types.is_large_list(kind):
+        kind = kind.value_type
+    return bool(types.is_integer(kind) or types.is_floating(kind))
+
+
+def _as_array(column: Any) -> NDArray[Any]:
+    from pyarrow import types
+
+    shape = [len(column)]
+    while hasattr(column.type, "value_type"):
+        if types.is_fixed_size_list(column.type):
+            size = column.type.list_size
+        else:
+            lengths = np.diff(column.offsets.to_numpy())
+            size = int(lengths[0]) if len(lengths) else -1
+            if size < 0 or (lengths != size).any():
+                raise UnsuitedError
+        if column.null_count:
+            raise UnsuitedError
+        shape.append(size)
+        column = column.flatten()
+    if column.null_count:
+        raise UnsuitedError
+    array: NDArray[Any] = column.to_numpy(zero_copy_only=True).reshape(shape)
+    return array
+
+
+def _batch_type(array: NDArray[Any], value: object) -> torch.dtype:
+    try:
+        batch = default_collate([value])
+    except (TypeError, ValueError) as error:
+        raise UnsuitedError from error
+    if not isinstance(batch, torch.Tensor):
+        raise UnsuitedError
+    if isinstance(value, np.generic) and value.dtype != array.dtype:
+        # What the format rounds and the collation widens cannot be had in one step.
+        own = torch.from_numpy(np.empty(0, value.dtype))
+        if own.dtype != batch.dtype:
+            raise UnsuitedError
+    return batch.dtype

@@ -8,9 +8,9 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate, islice
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
@@ -46,15 +46,10 @@ _NO_MEMORY: Final = np.empty(0, np.uint8)
 
 
 class GatherJob:
-    """Rows of one or more batches on their way into one piece of memory.
+    """Rows of one or more batches on their way into one piece of memory of a pool.
 
-    Any number of threads may work on it at once; each takes piece after piece of the rows.
-
-    Args:
-        rows: The dataset.
-        index: Which rows, int64 [count], from 0 and within bounds.
-        ends: Where each batch ends among them.
-        pool: Where the memory comes from.
+    Any number of threads may work on it at once; each takes piece after piece of the rows, which
+    are ``index``, int64 [count], from 0 and within bounds. ``ends``: where each batch ends.
     """
 
     def __init__(
@@ -109,7 +104,7 @@ class GatherJob:
         with self._lock:
             self._next = len(self.index)
 
-    def batches(self) -> Iterator[Any]:
+    def batches(self) -> Iterator[Batch]:
         """Help until all rows are there, and yield the batches; to be called once."""
         self.work()
         self._done.acquire()
@@ -122,19 +117,17 @@ class GatherJob:
         for end in self.ends:
             tensors = []
             for column, place in zip(self.rows.columns, self._places, strict=True):
-                size_bytes = (end - start) * column.row_bytes
                 shape = (end - start, *column.shape)
                 tensor = tensor_over(owner, column.dtype, shape, place + start * column.row_bytes)
-                tensors.append(tensor.clone() if size_bytes <= _SMALL_BYTES else tensor)
+                tensors.append(tensor.clone() if tensor.nbytes <= _SMALL_BYTES else tensor)
             start = end
             yield self.rows.batch(tensors)
 
 
-@dataclass(frozen=True, slots=True)
-class _Odd:
+class _Odd(NamedTuple):
     """A batch that the dataset itself has to make, or to refuse."""
 
-    indices: object
+    indices: Any
     """As the sampler gave them."""
 
 
@@ -174,11 +167,11 @@ class GatherExecutor:
         self._wanted = 1
         self._long = False
         self._jobs: deque[GatherJob | _Odd] = deque()
-        self._ready: deque[Any] = deque()
+        self._ready: deque[Batch] = deque()
         self._records: deque[BatchStamps] | None = None
         self._count = 0
         self._first = True
-        self._stop = weakref.finalize(self, _end_threads, self._tasks)
+        self._stop = weakref.finalize(self, self._tasks.put, None)
 
     def start_epoch(self, batches: Iterable[Any], epoch: int) -> None:
         """Begin an epoch; what is left of the one before is dropped."""
@@ -280,7 +273,7 @@ class GatherExecutor:
         while self._started < self._threads:
             if not self._stop.alive:  # closed before
                 self._tasks = queue.SimpleQueue()
-                self._stop = weakref.finalize(self, _end_threads, self._tasks)
+                self._stop = weakref.finalize(self, self._tasks.put, None)
             thread = threading.Thread(target=_run, args=(self._tasks,), daemon=True, name=_NAME)
             thread.start()
             self._started += 1
@@ -289,19 +282,10 @@ class GatherExecutor:
 
 
 def _run(tasks: queue.SimpleQueue[GatherJob | None]) -> None:
-    while _worked(tasks.get()):
-        pass
-    tasks.put(None)  # for the next thread
-
-
-def _worked(job: GatherJob | None) -> bool:
-    if job is not None:
+    while (job := tasks.get()) is not None:
         job.work()
-    return job is not None
-
-
-def _end_threads(tasks: queue.SimpleQueue[GatherJob | None]) -> None:
-    tasks.put(None)
+        del job  # it holds the memory of its batches
+    tasks.put(None)  # for the next thread
 
 
 def _as_array(indices: object) -> NDArray[np.int64] | None:

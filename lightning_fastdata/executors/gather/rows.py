@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,15 +13,21 @@ import torch
 from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset, default_collate
 
 from lightning_fastdata.batches.keyed import fetches_in_batches
-from lightning_fastdata.batches.layout import same_bytes
-from lightning_fastdata.executors.gather.arrow import UnsuitedError, arrays_of, is_hugging_face
-from lightning_fastdata.executors.gather.columns import ColumnDataset, TokenWindows
-from lightning_fastdata.tree import leaves, replace_leaves
+from lightning_fastdata.batches.layout import same_batch
+from lightning_fastdata.executors.gather.columns import (
+    ColumnDataset,
+    TokenWindows,
+    UnsuitedError,
+    arrays_of,
+    is_hugging_face,
+)
+from lightning_fastdata.tree import leaves
+from lightning_fastdata.types import Batch
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from lightning_fastdata.types import Batch
+    from lightning_fastdata.executors.gather.columns import Numbers
 
 _SAME_WIDTH = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
 
@@ -39,7 +46,7 @@ class Column:
         select: Row of the array for each index of the dataset; None: they are the same.
     """
 
-    __slots__ = ("array", "dtype", "plain", "row_bytes", "row_numbers", "select", "shape", "stored")
+    __slots__ = ("array", "dtype", "plain", "row_bytes", "select", "shape", "stored")
 
     def __init__(
         self,
@@ -53,8 +60,7 @@ class Column:
         self.stored = array.dtype if stored is None else stored
         self.select = select
         self.shape = array.shape[1:]
-        self.row_numbers = math.prod(self.shape)
-        self.row_bytes = self.row_numbers * self.stored.itemsize
+        self.row_bytes = math.prod(self.shape) * self.stored.itemsize
         self.plain = array.flags.c_contiguous and array.dtype == self.stored
 
     def __len__(self) -> int:
@@ -79,11 +85,7 @@ class Column:
 
 
 class JoinedColumn(Column):
-    """The same leaf of several datasets, one after the other.
-
-    Args:
-        parts: Columns with the same shape of rows and the same types.
-    """
+    """The same leaf of several datasets, one after the other: columns of one shape and type."""
 
     __slots__ = ("parts", "starts")
 
@@ -119,14 +121,14 @@ class Rows:
 
     columns: tuple[Column, ...]
     """The leaves of a sample."""
-    form: object
+    form: Batch
     """A batch with numbers of columns in the places of tensors."""
     length: int
     """Samples."""
 
     def batch(self, tensors: list[torch.Tensor]) -> Batch:
         """Return a batch of the tensors of its columns, in the form of the default collation."""
-        return _filled(self.form, tensors)
+        return _mapped(self.form, tensors.__getitem__)
 
 
 def rows_of(dataset: Any, *, tried: bool = True) -> Rows | None:
@@ -159,41 +161,41 @@ def gatherable(dataset: object) -> bool:
     return rows_of(dataset) is not None
 
 
-def _form(dataset: Any, columns: list[Column]) -> Any:
+def _form(dataset: Any, columns: list[Column]) -> Batch:
+    """Append the columns of a dataset, and return the form of its batches."""
     kind = type(dataset)
-    if kind is TensorDataset:
-        return [_leaf(_tensor_column(tensor), columns) for tensor in dataset.tensors]
-    if kind is ColumnDataset:
-        parts: Any = dataset.columns
-        if isinstance(parts, dict):
-            return {name: _leaf(_typed_column(part), columns) for name, part in parts.items()}
-        return [_leaf(_typed_column(part), columns) for part in parts]
-    if kind is TokenWindows:
-        column = Column(dataset.windows(), dataset.dtype, _stored(dataset.dtype))
-        return _leaf(column, columns)
-    if kind is StackDataset:
-        parts = dataset.datasets
-        if isinstance(parts, dict):
-            return {name: _form(part, columns) for name, part in parts.items()}
-        return [_form(part, columns) for part in parts]
     if kind is ConcatDataset:
         return _form_of_joined(dataset, columns)
     if kind is Subset:
         return _form_of_subset(dataset, columns)
+    if kind is StackDataset:
+        return _form_of_parts(dataset.datasets, lambda part: _form(part, columns))
+    if kind is TensorDataset:
+        return [_leaf(_tensor_column(tensor), columns) for tensor in dataset.tensors]
+    if kind is ColumnDataset:
+        return _form_of_parts(dataset.columns, lambda part: _leaf(_typed_column(part), columns))
+    if kind is TokenWindows:
+        return _leaf(Column(dataset.windows(), dataset.dtype, _stored(dataset.dtype)), columns)
     if kind is torch.Tensor:
         return _leaf(_tensor_column(dataset), columns)
     if kind is np.ndarray or kind is np.memmap:
         return _leaf(_array_column(dataset), columns)
-    if is_hugging_face(dataset):
-        try:
-            arrays, select = arrays_of(dataset)
-        except UnsuitedError as error:
-            raise NotRowsError from error
-        return {
-            name: _leaf(Column(array, dtype, _stored(dtype), select), columns)
-            for name, (array, dtype) in arrays.items()
-        }
-    raise NotRowsError
+    if not is_hugging_face(dataset):
+        raise NotRowsError
+    try:
+        arrays, select = arrays_of(dataset)
+    except UnsuitedError as error:
+        raise NotRowsError from error
+    return {
+        name: _leaf(Column(array, dtype, _stored(dtype), select), columns)
+        for name, (array, dtype) in arrays.items()
+    }
+
+
+def _form_of_parts(parts: Any, form_of: Callable[[Any], Batch]) -> Batch:
+    if isinstance(parts, dict):
+        return {name: form_of(part) for name, part in parts.items()}
+    return [form_of(part) for part in parts]
 
 
 def _stored(dtype: torch.dtype) -> np.dtype[Any]:
@@ -205,7 +207,7 @@ def _leaf(column: Column, columns: list[Column]) -> int:
     return len(columns) - 1
 
 
-def _form_of_subset(dataset: Any, columns: list[Column]) -> Any:
+def _form_of_subset(dataset: Any, columns: list[Column]) -> Batch:
     inner: list[Column] = []
     form = _form(dataset.dataset, inner)
     select = np.asarray(dataset.indices)
@@ -218,10 +220,10 @@ def _form_of_subset(dataset: Any, columns: list[Column]) -> Any:
         raise NotRowsError
     start = len(columns)
     columns.extend(column.selected(within) for column in inner)
-    return replace_leaves(form, lambda _, number: start + number, depth=-1)
+    return _mapped(form, start.__add__)
 
 
-def _form_of_joined(dataset: Any, columns: list[Column]) -> Any:
+def _form_of_joined(dataset: Any, columns: list[Column]) -> Batch:
     forms, joined = [], []
     for part in dataset.datasets:
         inner: list[Column] = []
@@ -236,7 +238,7 @@ def _form_of_joined(dataset: Any, columns: list[Column]) -> Any:
         raise NotRowsError
     start = len(columns)
     columns.extend(JoinedColumn(parts) for parts in zip(*joined, strict=True))
-    return replace_leaves(forms[0], lambda _, number: start + number, depth=-1)
+    return _mapped(forms[0], start.__add__)
 
 
 def in_bounds(index: NDArray[np.int64], length: int) -> NDArray[np.int64] | None:
@@ -249,7 +251,7 @@ def in_bounds(index: NDArray[np.int64], length: int) -> NDArray[np.int64] | None
     return np.where(index < 0, index + length, index)
 
 
-def _tensor_column(tensor: Any) -> Column:
+def _tensor_column(tensor: torch.Tensor) -> Column:
     plain = (
         type(tensor) is torch.Tensor
         and tensor.layout is torch.strided
@@ -270,7 +272,7 @@ def _tensor_column(tensor: Any) -> Column:
     return Column(array, tensor.dtype)
 
 
-def _typed_column(column: Any) -> Column:
+def _typed_column(column: Numbers) -> Column:
     # A ColumnDataset makes tensors of rows itself, so that the type of numbers stays.
     if isinstance(column, torch.Tensor):
         return _tensor_column(column)
@@ -278,7 +280,7 @@ def _typed_column(column: Any) -> Column:
     return Column(np.asarray(column), dtype)
 
 
-def _array_column(array: Any) -> Column:
+def _array_column(array: NDArray[Any]) -> Column:
     if array.ndim == 0 or array.dtype.kind not in "biufc":
         raise NotRowsError
     # The default collation makes no tensor of numbers in the same way as of arrays. (Which bits of
@@ -294,10 +296,13 @@ def _array_column(array: Any) -> Column:
     return Column(np.asarray(array), dtype, stored)
 
 
-def _filled(form: Any, tensors: list[torch.Tensor]) -> Batch:
+def _mapped(form: Batch, function: Callable[[int], Any]) -> Batch:
+    """Return a form with its numbers of columns replaced."""
     if isinstance(form, dict):
-        return {name: _filled(part, tensors) for name, part in form.items()}
-    return [_filled(part, tensors) for part in form] if isinstance(form, list) else tensors[form]
+        return {name: _mapped(part, function) for name, part in form.items()}
+    if isinstance(form, list):
+        return [_mapped(part, function) for part in form]
+    return function(form)
 
 
 def _as_collated(rows: Rows, dataset: Any, *, batched: bool) -> bool:
@@ -320,6 +325,5 @@ def _as_collated(rows: Rows, dataset: Any, *, batched: bool) -> bool:
             theirs = default_collate(samples)
     except Exception:  # the true collation is to raise it, on the true batch
         return False
-    # Rows are delivered as they lie in memory, one after the other.
-    dense = all(tensor.is_contiguous() for tensor in leaves(theirs) if torch.is_tensor(tensor))
-    return dense and same_bytes(rows.batch(tensors), theirs)
+    same = same_batch(rows.batch(tensors), theirs)
+    return same and all(map(torch.Tensor.is_contiguous, leaves(theirs)))

@@ -24,7 +24,7 @@ from lightning_fastdata.executors.pool import protocol
 from lightning_fastdata.executors.pool.child_task import SharedState, TaskThread, describe_error
 from lightning_fastdata.executors.pool.wire import Wire, number_in, read_packet, request_in
 from lightning_fastdata.host.system_calls import die_with, keep_freed_memory
-from lightning_fastdata.randomness.shared_epoch import keep_own_epochs
+from lightning_fastdata.randomness.seeds import keep_own_epochs
 from lightning_fastdata.torch_internals import set_worker_info
 
 

@@ -28,7 +28,7 @@ from lightning_fastdata.order.epoch_order import dataset_length
 from lightning_fastdata.planning.facts.probe import spread_indices
 from lightning_fastdata.randomness.generators import DrawWatch
 from lightning_fastdata.randomness.search import find_composes
-from lightning_fastdata.randomness.shared_epoch import EpochCell
+from lightning_fastdata.randomness.seeds import EpochCell
 from lightning_fastdata.tree import Path, replace_leaves, spelled
 
 if TYPE_CHECKING:

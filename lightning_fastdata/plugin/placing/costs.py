@@ -30,7 +30,7 @@ from lightning_fastdata.insight.measure.timeline import CudaClock, HostClock
 from lightning_fastdata.order.epoch_order import dataset_length
 from lightning_fastdata.planning.facts.probe import Clocks, spread_indices
 from lightning_fastdata.planning.facts.probe_process import Tell, try_apart
-from lightning_fastdata.randomness.shared_epoch import EpochCell
+from lightning_fastdata.randomness.seeds import EpochCell
 from lightning_fastdata.types import SampleKey
 
 if TYPE_CHECKING:
