@@ -36,6 +36,7 @@ from lightning_fastdata.randomness.seeds import reseed
 if TYPE_CHECKING:
     from lightning_fastdata.augment.ops.operation import DeviceOp, Tape
     from lightning_fastdata.augment.pipeline.plan import Plan
+    from lightning_fastdata.augment.pipeline.tree import Node
     from lightning_fastdata.augment.pipeline.values import States
     from lightning_fastdata.types import Batch, SampleKey
 
@@ -62,7 +63,7 @@ class ForeignBatches:
 
     def __init__(
         self,
-        compose: Any,
+        compose: Node,
         ops: Mapping[str, DeviceOp],
         refusal: str | None,
         *,
@@ -218,7 +219,7 @@ def refuse_pixels(reader: str, sample: int) -> TransformError:
 
 
 def run_each(
-    tensors: Mapping[str, torch.Tensor], key: SampleKey, compose: Any
+    tensors: Mapping[str, torch.Tensor], key: SampleKey, compose: Node
 ) -> tuple[dict[str, torch.Tensor], bool]:
     """Run a pipeline on every sample on the CPU; also say whether images came out as CHW."""
     device = tensors["image"].device

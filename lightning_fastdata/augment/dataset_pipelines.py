@@ -31,6 +31,7 @@ from lightning_fastdata.tree import Path, replace_leaves, spelled
 
 if TYPE_CHECKING:
     from lightning_fastdata.augment.ops.operation import DeviceOp
+    from lightning_fastdata.augment.pipeline.tree import Node
     from lightning_fastdata.augment.stage_transform import PlaceSwitch
     from lightning_fastdata.types import Batch
 
@@ -40,7 +41,7 @@ _PIXELS = "pixels"
 class PipelinePlace(NamedTuple):
     """One pipeline of a dataset, and where it runs."""
 
-    compose: Any
+    compose: Node
     """The pipeline."""
     plan: Plan
     """Where its operations run."""
@@ -49,7 +50,7 @@ class PipelinePlace(NamedTuple):
 
 
 def place_pipelines(
-    composes: Iterable[Any], registered: Mapping[str, DeviceOp] | None = None
+    composes: Iterable[Node], registered: Mapping[str, DeviceOp] | None = None
 ) -> tuple[PipelinePlace, ...]:
     """Return which of the pipelines that a dataset holds can be left to the device.
 
@@ -64,7 +65,7 @@ def place_pipelines(
     return tuple(places)
 
 
-def _why_not(compose: Any, plan: Plan) -> str | None:
+def _why_not(compose: Node, plan: Plan) -> str | None:
     if not is_container(compose):
         return "a single transform, not a Compose"
     if refusal() is not None:

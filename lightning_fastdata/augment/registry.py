@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     import torch
 
     from lightning_fastdata.augment.ops.operation import Encode, Run, Shape
+    from lightning_fastdata.augment.pipeline.tree import Node
 
 _REGISTERED: Final[dict[type, DeviceOp]] = {}
 _SHAPE: Final = (24, 40, 3)
@@ -105,7 +106,7 @@ def register(
     return unregister
 
 
-def registered_forms(*composes: Any) -> dict[str, DeviceOp]:
+def registered_forms(*composes: Node) -> dict[str, DeviceOp]:
     """Return the registered forms of the transforms of pipelines, each under a name of its own.
 
     Raises:
@@ -129,7 +130,7 @@ def registered_forms(*composes: Any) -> dict[str, DeviceOp]:
 
 
 def encode_table(
-    transform: Any, params: Mapping[str, Any], shape: Shape, dtype: np.dtype[Any]
+    transform: Node, params: Mapping[str, Any], shape: Shape, dtype: np.dtype[Any]
 ) -> Encoded | None:
     """Return what the transform makes of every uint8 value; None for other images."""
     if dtype != np.uint8:
@@ -145,7 +146,7 @@ def run_table(
     return look_up(images, arrays["table"])
 
 
-def check_pointwise(transform: Any) -> None:
+def check_pointwise(transform: Node) -> None:
     """Try out whether a transform makes each value of an image from itself and its channel alone.
 
     Raises:

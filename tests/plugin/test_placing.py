@@ -26,7 +26,6 @@ from torch.utils.data import IterableDataset
 
 from lightning_fastdata import DataThroughputCallback, FastDataModule, LoaderOptions
 from lightning_fastdata.augment.mixing import CutMix, mixed
-from lightning_fastdata.augment.placement import PlaceCosts, SampleCosts, StepSeen, choose_place
 from lightning_fastdata.augment.stage_transform import (
     PlaceSwitch,
     SwitchedTransform,
@@ -41,6 +40,12 @@ from lightning_fastdata.plugin.placing.costs import (
     ProcessTimes,
     read_place_costs,
     time_on_device,
+)
+from lightning_fastdata.plugin.placing.decision import (
+    PlaceCosts,
+    SampleCosts,
+    StepSeen,
+    choose_place,
 )
 from lightning_fastdata.plugin.placing.step_watch import StepWatch
 from lightning_fastdata.plugin.placing.trial import Placing

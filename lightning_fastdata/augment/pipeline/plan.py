@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 import numpy as np
 
@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
     from lightning_fastdata.augment.ops.operation import DeviceOp
+    from lightning_fastdata.augment.pipeline.tree import Node
 
 Where: TypeAlias = Literal["worker", "device", "either"]
 
@@ -106,7 +107,7 @@ class Plan:
 
 
 def analyse(
-    compose: Any,
+    compose: Node,
     ops: Mapping[str, DeviceOp],
     *,
     size: tuple[int, int] | None = None,
@@ -191,7 +192,7 @@ def analyse(
     )
 
 
-def redrawn(compose: Any, plan: Plan, ops: Mapping[str, DeviceOp]) -> tuple[str, ...]:
+def redrawn(compose: Node, plan: Plan, ops: Mapping[str, DeviceOp]) -> tuple[str, ...]:
     """Return the operations of which a device makes other pixels of the same distribution."""
     names = []
     for leaf, placement in zip(list_leaves(compose), plan.placements, strict=True):
@@ -201,7 +202,7 @@ def redrawn(compose: Any, plan: Plan, ops: Mapping[str, DeviceOp]) -> tuple[str,
     return tuple(dict.fromkeys(names))
 
 
-def device_form(transform: Any, ops: Mapping[str, DeviceOp]) -> DeviceOp | None:
+def device_form(transform: Node, ops: Mapping[str, DeviceOp]) -> DeviceOp | None:
     """Return the device form of a transform; a user's subclass never inherits one."""
     kind = type(transform)
     own = next((op for op in ops.values() if op.owner is kind), None)
@@ -291,7 +292,7 @@ def _why_before(
     return f"samples may be {several} until {name} gives all of them one dtype"
 
 
-def _reads_pixels(transform: Any, op: DeviceOp | None) -> bool:
+def _reads_pixels(transform: Node, op: DeviceOp | None) -> bool:
     name = type(transform).__name__
     if op is not None and op.owner is not None:
         return op.reads_pixels
@@ -335,7 +336,7 @@ def _encodes_after(
         return True
 
 
-def _encodes(transform: Any, op: DeviceOp, image: np.ndarray, draws: int) -> bool:
+def _encodes(transform: Node, op: DeviceOp, image: np.ndarray, draws: int) -> bool:
     for _ in range(draws):
         data = {"image": image}
         params = transform.update_transform_params(transform.get_params(), data)

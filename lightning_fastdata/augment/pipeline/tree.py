@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
+
+    from albumentations import BaseCompose, BasicTransform
+
+    Node: TypeAlias = BaseCompose | BasicTransform
+    """A container or a transform of a pipeline; a pipeline itself."""
 
 SEQUENCES: Final = frozenset({"Compose", "ReplayCompose", "Sequential"})
 """Containers that call all their children in the order written."""
@@ -16,7 +21,7 @@ GROUPS: Final = frozenset({"OneOf", "SomeOf", "RandomOrder", "OneOrOther"})
 class Leaf(NamedTuple):
     """A transform in the tree of a pipeline."""
 
-    transform: Any
+    transform: BasicTransform
     """The Albumentations transform."""
     conditional: bool
     """Whether some samples skip it: ``p < 1``, or a choice above it."""
@@ -24,7 +29,7 @@ class Leaf(NamedTuple):
     """Number of the last leaf of the outermost group whose order or choice is random."""
 
 
-def is_container(node: Any) -> bool:
+def is_container(node: object) -> bool:
     """Whether a node of the tree holds other transforms."""
     # Not told by an attribute `transforms`: ColorJitter has one too, a list of functions.
     import albumentations
@@ -32,23 +37,23 @@ def is_container(node: Any) -> bool:
     return isinstance(node, albumentations.BaseCompose)
 
 
-def is_albumentations(node: Any) -> bool:
+def is_albumentations(node: Node) -> bool:
     """Whether the class of a node is Albumentations' own, not a subclass written by a user."""
     return type(node).__module__.split(".")[0] == "albumentations"
 
 
-def is_albumentations_pipeline(transform: Any) -> bool:
+def is_albumentations_pipeline(transform: object) -> bool:
     """Whether an object is a transform of Albumentations or derives from one; never imports it."""
     modules = {cls.__module__.split(".")[0] for cls in type(transform).__mro__}
     return "albumentations" in modules
 
 
-def list_leaves(compose: Any) -> list[Leaf]:
+def list_leaves(compose: Node) -> list[Leaf]:
     """Return the transforms of a pipeline in the order in which they are written."""
     return list(_leaves(compose, conditional=False, group_end=None, first=0))
 
 
-def _leaves(node: Any, *, conditional: bool, group_end: int | None, first: int) -> Iterator[Leaf]:
+def _leaves(node: Node, *, conditional: bool, group_end: int | None, first: int) -> Iterator[Leaf]:
     conditional = conditional or node.p < 1
     if not is_container(node):
         yield Leaf(node, conditional, first if group_end is None else group_end)
@@ -61,30 +66,30 @@ def _leaves(node: Any, *, conditional: bool, group_end: int | None, first: int) 
         first += count_leaves(child)
 
 
-def list_nodes(compose: Any) -> list[Any]:
+def list_nodes(compose: Node) -> list[Node]:
     """Return a pipeline, every container in it and every transform."""
     inner = compose.transforms if is_container(compose) else ()
     return [compose, *(found for node in inner for found in list_nodes(node))]
 
 
-def count_leaves(node: Any) -> int:
+def count_leaves(node: Node) -> int:
     """Return how many transforms a node holds."""
     return sum(map(count_leaves, node.transforms)) if is_container(node) else 1
 
 
-def keeps_params(compose: Any) -> bool:
+def keeps_params(compose: Node) -> bool:
     """Whether a pipeline returns the parameters that it drew: ``ReplayCompose`` and the like."""
     return bool(getattr(compose, "save_applied_params", False)) or any(
         getattr(leaf.transform, "deterministic", False) for leaf in list_leaves(compose)
     )
 
 
-def in_sequence(node: Any) -> bool:
+def in_sequence(node: Node) -> bool:
     """Whether a node calls all its children in the order written."""
     return is_albumentations(node) and type(node).__name__ in SEQUENCES
 
 
-def last_opaque(compose: Any) -> int:
+def last_opaque(compose: Node) -> int:
     """Return the last leaf that must run unobserved, or -1."""
     last = -1
     first = 0
@@ -98,8 +103,8 @@ def last_opaque(compose: Any) -> int:
 
 
 def _nodes(
-    node: Any, *, group_end: int | None, first: int
-) -> Iterator[tuple[Any, int | None, int]]:
+    node: Node, *, group_end: int | None, first: int
+) -> Iterator[tuple[Node, int | None, int]]:
     end = first + count_leaves(node) - 1
     yield node, group_end, end
     if is_container(node):
@@ -110,7 +115,7 @@ def _nodes(
             first += count_leaves(child)
 
 
-def _plain_call(transform: Any) -> bool:
+def _plain_call(transform: BasicTransform) -> bool:
     """Whether calling a transform goes through Albumentations' own ``__call__``."""
     owner = next(cls for cls in type(transform).__mro__ if "__call__" in vars(cls))
     return owner.__module__.split(".")[0] == "albumentations"
@@ -169,7 +174,7 @@ class Sizes(NamedTuple):
     """Per leaf: what is known of its input."""
 
 
-def follow_sizes(compose: Any, size: Size, keeps: Collection[type] = ()) -> Sizes:
+def follow_sizes(compose: Node, size: Size, keeps: Collection[type] = ()) -> Sizes:
     """Follow what is known of the image size through a pipeline that is given ``size``.
 
     Args:
@@ -180,7 +185,7 @@ def follow_sizes(compose: Any, size: Size, keeps: Collection[type] = ()) -> Size
     boundary = -1
     sizes: list[Size] = []
 
-    def walk(node: Any, before: Size) -> Size:
+    def walk(node: Node, before: Size) -> Size:
         nonlocal boundary
         if is_container(node) and in_sequence(node) and node.p >= 1:
             for child in node.transforms:
@@ -196,7 +201,7 @@ def follow_sizes(compose: Any, size: Size, keeps: Collection[type] = ()) -> Size
     return Sizes(boundary, tuple(sizes))
 
 
-def _node_size(node: Any, before: Size, keeps: Collection[type]) -> Size:
+def _node_size(node: Node, before: Size, keeps: Collection[type]) -> Size:
     if not is_container(node):
         after = size_after(node, before, keeps)
     elif in_sequence(node):
@@ -229,7 +234,7 @@ def _join(sizes: list[Size]) -> Size:
     return Size(exact, (max(h for h, _ in known), max(w for _, w in known)))
 
 
-def size_after(transform: Any, before: Size, keeps: Collection[type] = ()) -> Size:
+def size_after(transform: BasicTransform, before: Size, keeps: Collection[type] = ()) -> Size:
     """Return what is known of the image size after a transform was applied."""
     name = type(transform).__name__
     if type(transform) in keeps:
@@ -271,11 +276,11 @@ def _exactly(height: int, width: int) -> Size:
     return Size((height, width), (height, width))
 
 
-def _cut(transform: Any) -> tuple[int, int]:
+def _cut(transform: BasicTransform) -> tuple[int, int]:
     return transform.y_max - transform.y_min, transform.x_max - transform.x_min
 
 
-def _padding(padding: Any) -> tuple[int, int]:
+def _padding(padding: int | tuple[int, ...]) -> tuple[int, int]:
     """Return the rows and columns that ``A.Pad`` adds: per side, per axis, or per edge."""
     if isinstance(padding, int):
         return 2 * padding, 2 * padding
@@ -292,7 +297,7 @@ def _padded_length(length: int, least: int | None, divisor: int | None) -> int:
     return length + -length % divisor if divisor else length
 
 
-def _padded(transform: Any, before: Size) -> Size:
+def _padded(transform: BasicTransform, before: Size) -> Size:
     least = (transform.min_height, transform.min_width)
     divisors = (transform.pad_height_divisor, transform.pad_width_divisor)
     if before.exact is not None:

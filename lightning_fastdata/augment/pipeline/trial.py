@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from lightning_fastdata.augment.ops.operation import DeviceOp, TapeOp
     from lightning_fastdata.augment.pipeline.plan import Plan
+    from lightning_fastdata.augment.pipeline.tree import Node
 
 SAME: Final = 1e-3
 """Levels: values that are closer are equal. float32 sums differ in the last bits."""
@@ -127,7 +128,7 @@ _NAMED: Final[Mapping[str, Bound]] = {
 }
 
 
-def bound_of(transform: Any) -> Bound:
+def bound_of(transform: Node) -> Bound:
     """Return the bound for images behind a transform of Albumentations; masks are equal."""
     name = type(transform).__name__
     if getattr(transform, "interpolation", None) == 0:
@@ -169,7 +170,7 @@ class Tried(NamedTuple):
 
 
 def try_operations(
-    compose: Any,
+    compose: Node,
     given: Mapping[str, Any],
     plan: Plan,
     ops: Mapping[str, DeviceOp],
@@ -210,7 +211,7 @@ def try_operations(
     return tuple(tried)
 
 
-def turns(node: Any) -> int:
+def turns(node: Node) -> int:
     """Return how many runs it takes to have each branch of a pipeline once."""
     if not is_container(node):
         return 1
@@ -218,7 +219,7 @@ def turns(node: Any) -> int:
     return sum(counts) if _chooses_one(node) else max(counts, default=1)
 
 
-def force(node: Any, turn: int) -> None:
+def force(node: Node, turn: int) -> None:
     """Have a pipeline skip nothing, and take the branches that are due at a turn."""
     name = type(node).__name__
     node.p = 1.0
@@ -242,7 +243,7 @@ def force(node: Any, turn: int) -> None:
         first += count
 
 
-def _chooses_one(node: Any) -> bool:
+def _chooses_one(node: Node) -> bool:
     return is_albumentations(node) and type(node).__name__ in ("OneOf", "OneOrOther")
 
 
@@ -251,7 +252,7 @@ class _OperationTrial(Recorder):
 
     def __init__(
         self,
-        compose: Any,
+        compose: Node,
         plan: Plan,
         ops: Mapping[str, DeviceOp],
         tried: list[Tried],
@@ -459,7 +460,7 @@ def _floats(array: np.ndarray) -> bool:
     return array.dtype.kind in "fc"
 
 
-def levels_per_unit(compose: Any, dtype: np.dtype[Any]) -> Any:
+def levels_per_unit(compose: Node, dtype: np.dtype[Any]) -> Any:
     """Return how many of 255 levels a difference of 1 in the output of a pipeline is.
 
     A number, or an array that can be multiplied with an output image.

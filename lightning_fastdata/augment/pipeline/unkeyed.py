@@ -98,7 +98,7 @@ def _name(value: object) -> str:
     return str(getattr(named, "__qualname__", named))
 
 
-def may_draw(compose: Any) -> bool:
+def may_draw(compose: object) -> bool:
     """Return whether a pipeline may make different things of one image."""
     return any(
         node.p < 1 or type(node).__name__ not in _DRAWS_NOTHING for node in list_nodes(compose)

@@ -27,6 +27,7 @@ from lightning_fastdata.augment.pipeline.tree import (
 
 if TYPE_CHECKING:
     from lightning_fastdata.augment.ops.operation import DeviceOp, Shape
+    from lightning_fastdata.augment.pipeline.tree import Node
 
 CASTS: Final = frozenset({"FromFloat", "Normalize", "ToFloat"})
 CHANGES_DTYPE_OR_LAYOUT: Final = CASTS | {"ToTensorV2"}
@@ -127,7 +128,7 @@ def why_not(op: DeviceOp, states: Collection[Values]) -> str | None:
 
 
 def follow_values(
-    compose: Any, given: States, keeps: Collection[type] = (), shape: Shape = (64, 48, 3)
+    compose: Node, given: States, keeps: Collection[type] = (), shape: Shape = (64, 48, 3)
 ) -> Followed:
     """Follow what is known of the values of an image through a pipeline.
 
@@ -139,7 +140,7 @@ def follow_values(
     """
     before: list[States] = []
 
-    def walk(node: Any, states: States, *, some: bool = False, chosen: bool = False) -> States:
+    def walk(node: Node, states: States, *, some: bool = False, chosen: bool = False) -> States:
         name, own = type(node).__name__, is_albumentations(node)
         applied = chosen or node.p >= 1 or name == "OneOrOther"
         some = some or chosen or not applied
@@ -159,7 +160,7 @@ def follow_values(
         never = node.p <= 0 and not applied
         return states if never or not count_leaves(node) else after if applied else after | states
 
-    def any_order(node: Any, states: States) -> States:
+    def any_order(node: Node, states: States) -> States:
         first = len(before)
         while True:
             reached = states | _joined(walk(child, states, some=True) for child in node.transforms)
@@ -177,7 +178,7 @@ def _joined(found: Iterator[States]) -> States:
 
 
 def values_after(
-    transform: Any,
+    transform: Node,
     values: Values,
     keeps: Collection[type] = (),
     shape: Shape = (64, 48, 3),
@@ -206,7 +207,7 @@ def values_after(
     return frozenset(Values(one, unit_after(transform, values, one)) for one in made)
 
 
-def unit_after(transform: Any, values: Values, made: np.dtype[Any]) -> bool:
+def unit_after(transform: Node, values: Values, made: np.dtype[Any]) -> bool:
     """Return whether values are sure to lie in [0, 1], or be integers, after a transform.
 
     Args:
@@ -229,14 +230,14 @@ def unit_after(transform: Any, values: Values, made: np.dtype[Any]) -> bool:
     return _reads_between(transform) and _fills_within(transform)
 
 
-def _reads_between(transform: Any) -> bool:
+def _reads_between(transform: Node) -> bool:
     used = {getattr(transform, "interpolation", 0)}
     pair = getattr(transform, "interpolation_pair", None)
     used |= {pair["downscale"], pair["upscale"]} if isinstance(pair, dict) else set()
     return used <= _BETWEEN_NEIGHBOURS
 
 
-def _fills_within(transform: Any) -> bool:
+def _fills_within(transform: Node) -> bool:
     for name in ("fill", "drop_value"):
         fill = getattr(transform, name, None)
         numbers = fill if isinstance(fill, list | tuple | np.ndarray) else [fill]
@@ -245,7 +246,7 @@ def _fills_within(transform: Any) -> bool:
     return True
 
 
-def _tried_dtypes(transform: Any, dtype: np.dtype[Any], shape: Shape) -> set[np.dtype[Any]]:
+def _tried_dtypes(transform: Node, dtype: np.dtype[Any], shape: Shape) -> set[np.dtype[Any]]:
     """Return the dtypes that a transform makes of images of one; that one, if it refuses them."""
     made: set[np.dtype[Any]] = set()
     rng = np.random.default_rng(0)
@@ -278,7 +279,7 @@ def _as_before() -> Iterator[None]:
         random.setstate(python_state)
 
 
-def changes_form(transform: Any) -> bool:
+def changes_form(transform: Node) -> bool:
     """Return whether a transform may change the shape or dtype of images."""
     name = type(transform).__name__
     if name in CHANGES_DTYPE_OR_LAYOUT or name in CHANGES_SIZE:

@@ -20,6 +20,7 @@ from lightning_fastdata.errors import BatchError, OptionsError
 from lightning_fastdata.randomness.seeds import find_composes, find_instances, loaded_classes
 
 if TYPE_CHECKING:
+    from lightning_fastdata.augment.pipeline.tree import Node
     from lightning_fastdata.types import Batch
 
 
@@ -59,7 +60,7 @@ def find_normalized(owner: Any) -> Normalized | None:
     return found.pop() if len(found) == 1 else None
 
 
-def _albumentations_way(normalize: Any) -> Normalized | None:
+def _albumentations_way(normalize: Node) -> Normalized | None:
     if normalize.normalization != "standard":
         return None
     return _way(normalize.mean, normalize.std)

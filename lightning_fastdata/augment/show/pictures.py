@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
     from PIL.Image import Image
 
+    from lightning_fastdata.augment.pipeline.tree import Node
+
 DIFFERENCE_GAIN: Final = 100
 """Brightness of one level in the picture of the differences."""
 
@@ -190,7 +192,7 @@ def read_mask(path: str | Path, size: tuple[int, int]) -> np.ndarray:
 
 
 def show_draws(
-    compose: Any,
+    compose: Node,
     image: np.ndarray,
     *,
     mask: np.ndarray | None = None,
@@ -241,7 +243,7 @@ def show_draws(
     return tuple(shown)
 
 
-def own_ways(compose: Any) -> tuple[str, ...]:
+def own_ways(compose: Node) -> tuple[str, ...]:
     """Return the operations whose pixels on the device have only the same distribution."""
     transform = as_batch_transform(compose)
     if not isinstance(transform, BatchTransform):
@@ -287,7 +289,7 @@ def _copied(given: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return {name: array.copy() for name, array in given.items()}
 
 
-def as_picture(values: np.ndarray, compose: Any) -> np.ndarray:
+def as_picture(values: np.ndarray, compose: Node) -> np.ndarray:
     """Return what a pipeline yields as a picture that people can look at: uint8 ``[H, W, 3]``.
 
     ``ToTensorV2`` and ``Normalize`` are undone. Of more than three channels the first are shown.

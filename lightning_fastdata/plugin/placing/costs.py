@@ -15,7 +15,6 @@ import torch
 from torch.utils.data import IterableDataset
 
 from lightning_fastdata.augment.dataset_pipelines import DatasetRecording, redrawn_of
-from lightning_fastdata.augment.placement import PlaceCosts, SampleCosts
 from lightning_fastdata.augment.stage_transform import leaves_to_device, redrawn_on_device
 from lightning_fastdata.batches.collate import (
     FirstOfPairs,
@@ -31,6 +30,7 @@ from lightning_fastdata.order.epoch_order import dataset_length
 from lightning_fastdata.order.repeats import spreading
 from lightning_fastdata.planning.facts.probe import spread_indices
 from lightning_fastdata.planning.facts.probe_process import Tell, try_apart
+from lightning_fastdata.plugin.placing.decision import PlaceCosts, SampleCosts
 from lightning_fastdata.randomness.shared_epoch import EpochCell
 from lightning_fastdata.types import SampleKey
 

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
     from torch.utils.data import Dataset
 
-    from lightning_fastdata.augment.placement import Place
-    from lightning_fastdata.augment.stage_transform import StageTransform
+    from lightning_fastdata.augment.stage_transform import Place, StageTransform
     from lightning_fastdata.planning.facts.pipeline_trial import Trial
     from lightning_fastdata.types import Batch
 

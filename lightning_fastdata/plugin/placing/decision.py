@@ -42,17 +42,16 @@ to steps that would not wait without it is taken away when it is 3 % of them.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Final
 
-Place: TypeAlias = Literal["device", "workers"]
-"""``"workers"``: all of it, by Albumentations; ``"device"``: there what has a device form."""
+if TYPE_CHECKING:
+    from lightning_fastdata.augment.stage_transform import Place
 
 KNOWN_STEPS: Final = 50
 """So many steps, or a whole epoch, say how long a step takes."""
 FEWEST_STEPS: Final = 4
 """An epoch with fewer measured steps says nothing."""
-MOST_CHANGES: Final = 2
-"""In one run."""
+MOST_CHANGES: Final = 2  # in one run
 _GAIN: Final = 0.03
 _UNSEEN: Final = 0.02
 _CHANCE: Final = 0.05
