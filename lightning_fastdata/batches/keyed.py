@@ -20,8 +20,7 @@ from lightning_fastdata.randomness.shared_epoch import EpochCell
 from lightning_fastdata.types import SampleKey
 
 if TYPE_CHECKING:
-    from lightning_fastdata.augment.dataset_pipelines import DatasetRecording
-    from lightning_fastdata.augment.stage_transform import WorkerTransform
+    from lightning_fastdata.augment import DatasetRecording, WorkerTransform
 
 
 class _Keying:

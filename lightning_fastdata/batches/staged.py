@@ -8,8 +8,7 @@ from lightning_fastdata.errors import BatchError
 from lightning_fastdata.torch_internals import pinned
 
 if TYPE_CHECKING:
-    from lightning_fastdata.augment.dataset_pipelines import DatasetDraws
-    from lightning_fastdata.augment.replay.program import Draws
+    from lightning_fastdata.augment import DatasetDraws, Draws
     from lightning_fastdata.types import Batch, Stage
 
 _NOT_UNWRAPPED = (

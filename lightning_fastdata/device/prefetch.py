@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightning_fastdata.augment.transform import as_batch_transform
+from lightning_fastdata.augment import as_batch_transform
 from lightning_fastdata.batches.moving import leaves, move
 from lightning_fastdata.batches.staged import StagedBatch
 from lightning_fastdata.batches.streams import device_streams
@@ -19,7 +19,7 @@ from lightning_fastdata.randomness.global_generators import kept_random_state
 from lightning_fastdata.types import SampleKey
 
 if TYPE_CHECKING:
-    from lightning_fastdata.augment.stage_transform import StageTransform
+    from lightning_fastdata.augment import StageTransform
     from lightning_fastdata.batches.streams import DeviceStreams
     from lightning_fastdata.device.lookahead import Crossing
     from lightning_fastdata.types import Batch

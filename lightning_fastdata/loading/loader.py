@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from lightning_fastdata.augment.pipeline.unkeyed import warn_of_unkeyed
+from lightning_fastdata.augment import warn_of_unkeyed
 from lightning_fastdata.batches.keyed import tell_epoch
 from lightning_fastdata.errors import FastDataWarning
 from lightning_fastdata.executors.kinds import KINDS
@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Generator
 
-    from lightning_fastdata.augment.dataset_pipelines import DatasetRecording
-    from lightning_fastdata.augment.stage_transform import StageTransform
+    from lightning_fastdata.augment import DatasetRecording, StageTransform
     from lightning_fastdata.batches.page_lock import PageLockName
     from lightning_fastdata.executors.kinds import ExecutorName
     from lightning_fastdata.planning.loader_plan import LoaderPlan

@@ -34,8 +34,7 @@ from lightning_fastdata.stamps.stamped import ShowDataset, WatchedSampler, stamp
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
-    from lightning_fastdata.augment.dataset_pipelines import DatasetRecording
-    from lightning_fastdata.augment.stage_transform import StageTransform, WorkerTransform
+    from lightning_fastdata.augment import DatasetRecording, StageTransform, WorkerTransform
     from lightning_fastdata.batches.page_lock import PageLockName
     from lightning_fastdata.executors.kinds import ExecutorName
     from lightning_fastdata.randomness.shared_epoch import EpochCell

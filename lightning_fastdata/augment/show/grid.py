@@ -50,7 +50,7 @@ def find_normalized(owner: Any) -> Normalized | None:
     composes = find_composes(owner)
     leaves = [leaf for compose in composes for leaf in list_leaves(compose)]
     found: set[Normalized | None] = {
-        None if leaf.conditional else _albumentations_way(leaf.transform)
+        None if leaf.conditional else normalized_by(leaf.transform)
         for leaf in leaves
         if type(leaf.transform).__name__ == "Normalize"
     }
@@ -60,7 +60,8 @@ def find_normalized(owner: Any) -> Normalized | None:
     return found.pop() if len(found) == 1 else None
 
 
-def _albumentations_way(normalize: Node) -> Normalized | None:
+def normalized_by(normalize: Node) -> Normalized | None:
+    """Return how ``A.Normalize`` normalises; None if by numbers of each image."""
     if normalize.normalization != "standard":
         return None
     return _way(normalize.mean, normalize.std)
@@ -155,11 +156,11 @@ def find_images(batch: Batch, image: int | str | None = None) -> torch.Tensor:
 
 def _as_bytes(images: torch.Tensor, normalized: Normalized | None) -> np.ndarray:
     if images.dtype == torch.uint8:
-        return _three_channels(images.numpy())
+        return three_channels(images.numpy())
     values = np.nan_to_num(images.float().numpy())
     if normalized is not None and len(normalized.mean) in (1, values.shape[-1]):
-        return to_levels(_three_channels(normalized.undone(values)))
-    values = _three_channels(values)
+        return to_levels(three_channels(normalized.undone(values)))
+    values = three_channels(values)
     low, high = values.min(), values.max()
     if low < 0 or high > 1:
         bounds = np.percentile(values.reshape(-1, 3), (1, 99), axis=0)
@@ -167,7 +168,8 @@ def _as_bytes(images: torch.Tensor, normalized: Normalized | None) -> np.ndarray
     return to_levels(values)
 
 
-def _three_channels(values: np.ndarray) -> np.ndarray:
+def three_channels(values: np.ndarray) -> np.ndarray:
+    """Return the first three channels of images ``[..., C]``, or the first one three times."""
     return values[..., :3] if values.shape[-1] >= 3 else np.repeat(values[..., :1], 3, -1)
 
 

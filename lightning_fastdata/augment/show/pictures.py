@@ -9,15 +9,16 @@ import sys
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 import torch
 
 from lightning_fastdata.augment.mixing.transform import MixedTransform
-from lightning_fastdata.augment.pipeline.plan import device_form
+from lightning_fastdata.augment.pipeline.plan import redrawn
 from lightning_fastdata.augment.pipeline.tree import list_leaves
 from lightning_fastdata.augment.pipeline.trial import levels_per_unit
+from lightning_fastdata.augment.show.grid import normalized_by, three_channels, to_levels
 from lightning_fastdata.augment.transform import BatchTransform, as_batch_transform
 from lightning_fastdata.errors import DatasetError, OptionsError, TransformError
 from lightning_fastdata.types import SampleKey
@@ -32,6 +33,25 @@ if TYPE_CHECKING:
 
 DIFFERENCE_GAIN: Final = 100
 """Brightness of one level in the picture of the differences."""
+_MASK_MODES: Final = frozenset({"L", "P", "I", "I;16"})
+_CELL_PX: Final = 240
+_GAP_PX: Final = 8
+_LINE_PX: Final = 18
+_FONT_PX: Final = 13
+_LETTER_PX: Final = 6.6
+_OUTLINE: Final = (255, 0, 255)
+_HEADS: Final = ("original", "Albumentations", "ours", f"difference, times {DIFFERENCE_GAIN}")
+_WIDTH_PX: Final = len(_HEADS) * (_CELL_PX + _GAP_PX) + _GAP_PX
+
+
+class ShownPipeline(NamedTuple):
+    """Several draws of a pipeline, as a picture and in words."""
+
+    page: Image
+    captions: list[str]
+    """One for each draw, and a note on operations that draw numbers of their own."""
+    explained: str
+    """Where each operation runs, and why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +59,6 @@ class ShownDraw:
     """One draw of a pipeline, both ways, as pictures: uint8 ``[H, W, 3]``."""
 
     theirs: np.ndarray
-    """Albumentations' own."""
     ours: np.ndarray
     """By worker and device forms, with the same draws."""
     difference: np.ndarray
@@ -73,6 +92,30 @@ class ShownDraw:
 def _share_equal(theirs: np.ndarray, ours: np.ndarray) -> str:
     share = float((theirs == ours).mean())
     return "equal" if share == 1 else f"{share:.4%} equal"
+
+
+def show_pipeline(
+    spec: str, image: str | Path, mask: str | Path | None = None, *, seed: int = 0, draws: int = 4
+) -> ShownPipeline:
+    """Return draws of a pipeline on an image file, as :func:`load_pipeline` finds it.
+
+    Raises:
+        DatasetError: a file is missing or no image, or the mask has another size than the image.
+        TransformError: there is no such pipeline, or it raised.
+        OptionsError: ``draws`` is below 1.
+    """
+    pipeline = load_pipeline(spec)
+    original = _read(image, "image", frozenset({"RGB"}), "RGB")
+    drawn_on = None if mask is None else read_mask(mask, original.shape[:2])
+    shown = show_draws(pipeline, original, mask=drawn_on, seed=seed, draws=draws)
+    own = ", ".join(own_ways(pipeline))
+    note = f"The same distribution, not the same pixels: {own}." if own else ""
+    captions = [f"draw {number}: {one.caption()}" for number, one in enumerate(shown)]
+    return ShownPipeline(
+        page=draw_grid(original, shown, mask=drawn_on, note=note),
+        captions=[*captions, note] if note else captions,
+        explained=as_batch_transform(pipeline).explain(),
+    )
 
 
 def load_pipeline(spec: str) -> Any:
@@ -146,43 +189,26 @@ def _pipelines_in(module: Any) -> list[str]:
     return [name for name, one in vars(module).items() if isinstance(one, albumentations.Compose)]
 
 
-def read_picture(path: str | Path) -> np.ndarray:
-    """Return an image file as uint8 ``[H, W, 3]``.
-
-    Raises:
-        DatasetError: there is no such file, or it is no image that Pillow reads.
-    """
+def _read(path: str | Path, what: str, modes: frozenset[str], other: str) -> np.ndarray:
+    """Return an image file in one of these modes of PIL, else converted to the other."""
     from PIL import Image, UnidentifiedImageError
 
     try:
         with Image.open(path) as image:
-            return np.array(image.convert("RGB"))
+            return np.array(image if image.mode in modes else image.convert(other))
     except UnidentifiedImageError as error:
         raise DatasetError(f"{path} is not an image that Pillow can read.") from error
     except OSError as error:
-        raise DatasetError(f"The image {path} cannot be read: {error}.") from error
+        raise DatasetError(f"The {what} {path} cannot be read: {error}.") from error
 
 
-def read_mask(path: str | Path, size: tuple[int, int]) -> np.ndarray:
+def read_mask(path: str | Path, size: tuple[int, ...]) -> np.ndarray:
     """Return an image file as a mask: its gray values or numbers of colours, ``[H, W]``.
-
-    Args:
-        path: the file.
-        size: height and width of the image that it belongs to.
 
     Raises:
         DatasetError: there is no such file, it is no image, or it has another size.
     """
-    from PIL import Image, UnidentifiedImageError
-
-    try:
-        with Image.open(path) as image:
-            kept = image if image.mode in {"L", "P", "I", "I;16"} else image.convert("L")
-            mask = np.array(kept)
-    except UnidentifiedImageError as error:
-        raise DatasetError(f"{path} is not an image that Pillow can read.") from error
-    except OSError as error:
-        raise DatasetError(f"The mask {path} cannot be read: {error}.") from error
+    mask = _read(path, "mask", _MASK_MODES, "L")
     if mask.shape != size:
         raise DatasetError(
             f"The mask {path} has {mask.shape[0]} x {mask.shape[1]} pixels, and the image "
@@ -205,7 +231,7 @@ def show_draws(
         compose: an ``A.Compose``, or a single transform.
         image: uint8 or float32 ``[H, W, C]``.
         mask: its mask, ``[H, W]`` of any integer dtype; None: no mask.
-        seed: of all draws. Draw ``i`` is what a run of this seed makes of sample 0 in epoch ``i``.
+        seed: draw ``i`` is what a run of this seed makes of sample 0 in epoch ``i``.
         draws: how many.
 
     Raises:
@@ -214,9 +240,7 @@ def show_draws(
     """
     if draws < 1:
         raise OptionsError(f"draws is {draws}; ask for at least 1.")
-    transform = as_batch_transform(compose)
-    if not isinstance(transform, BatchTransform):
-        raise TransformError(f"{compose!r} is not an albumentations Compose.")
+    transform = _pipeline_transform(compose)
     unit = levels_per_unit(transform.compose, image.dtype)
     own = own_ways(compose)
     given = {"image": image} if mask is None else {"image": image, "mask": mask}
@@ -243,20 +267,17 @@ def show_draws(
     return tuple(shown)
 
 
-def own_ways(compose: Node) -> tuple[str, ...]:
-    """Return the operations whose pixels on the device have only the same distribution."""
+def _pipeline_transform(compose: Node) -> BatchTransform:
     transform = as_batch_transform(compose)
     if not isinstance(transform, BatchTransform):
-        return ()
-    leaves = list_leaves(transform.compose)
-    names = [
-        place.name
-        for place, leaf in zip(transform.plan.placements, leaves, strict=True)
-        if place.where != "worker"
-        and (op := device_form(leaf.transform, transform.ops)) is not None
-        and op.draws_pixels(leaf.transform)
-    ]
-    return tuple(dict.fromkeys(names))
+        raise TransformError(f"{compose!r} is not an albumentations Compose.")
+    return transform
+
+
+def own_ways(compose: Node) -> tuple[str, ...]:
+    """Return the operations whose pixels on the device have only the same distribution."""
+    transform = _pipeline_transform(compose)
+    return redrawn(transform.compose, transform.plan, transform.ops)
 
 
 def _both_ways(
@@ -297,29 +318,11 @@ def as_picture(values: np.ndarray, compose: Node) -> np.ndarray:
     names = {type(leaf.transform).__name__: leaf.transform for leaf in list_leaves(compose)}
     picture = values.transpose(1, 2, 0) if "ToTensorV2" in names else values
     picture = picture[..., None] if picture.ndim == 2 else picture
-    if picture.dtype != np.uint8:
-        normalize = names.get("Normalize")
-        if normalize is None:
-            picture = picture * 255.0
-        elif normalize.normalization == "standard":
-            std, mean = (np.asarray(one, np.float64) for one in (normalize.std, normalize.mean))
-            picture = (picture * std + mean) * 255
-        else:
-            low, high = picture.min(), picture.max()
-            picture = (picture - low) * (255 / max(high - low, 1e-6))
-        picture = picture.round().clip(0, 255).astype(np.uint8)
-    count = picture.shape[2]
-    return picture[..., :3] if count >= 3 else np.repeat(picture[..., :1], 3, 2)
-
-
-_CELL_PX: Final = 240
-_GAP_PX: Final = 8
-_LINE_PX: Final = 18
-_FONT_PX: Final = 13
-_LETTER_PX: Final = 6.6
-_OUTLINE: Final = (255, 0, 255)
-_HEADS: Final = ("original", "Albumentations", "ours", f"difference, times {DIFFERENCE_GAIN}")
-_WIDTH_PX: Final = len(_HEADS) * (_CELL_PX + _GAP_PX) + _GAP_PX
+    if picture.dtype != np.uint8 and "Normalize" in names:
+        way = normalized_by(names["Normalize"])
+        low, high = picture.min(), picture.max()
+        picture = (picture - low) / max(high - low, 1e-6) if way is None else way.undone(picture)
+    return three_channels(picture if picture.dtype == np.uint8 else to_levels(picture))
 
 
 def draw_grid(
@@ -339,9 +342,7 @@ def draw_grid(
     """
     from PIL import Image, ImageDraw, ImageFont
 
-    if original.dtype != np.uint8:
-        original = (original * 255).round().clip(0, 255).astype(np.uint8)
-    original = original[..., :3] if original.shape[2] >= 3 else original[..., :1].repeat(3, 2)
+    original = three_channels(original if original.dtype == np.uint8 else to_levels(original))
     rows = [_row(original, mask, one) for one in shown]
     texts = [_wrapped(f"{number}: {one.caption()}") for number, one in enumerate(shown)]
     cell_heights = [max(cell.height for cell in row) for row in rows]

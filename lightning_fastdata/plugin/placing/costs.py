@@ -14,8 +14,12 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 import torch
 from torch.utils.data import IterableDataset
 
-from lightning_fastdata.augment.dataset_pipelines import DatasetRecording, redrawn_of
-from lightning_fastdata.augment.stage_transform import leaves_to_device, redrawn_on_device
+from lightning_fastdata.augment import (
+    DatasetRecording,
+    leaves_to_device,
+    redrawn_of,
+    redrawn_on_device,
+)
 from lightning_fastdata.batches.collate import (
     FirstOfPairs,
     RecordedCollate,
@@ -37,7 +41,7 @@ from lightning_fastdata.types import SampleKey
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
-    from lightning_fastdata.augment.stage_transform import StageTransform
+    from lightning_fastdata.augment import StageTransform
     from lightning_fastdata.batches.staged import StagedBatch
     from lightning_fastdata.insight.measure.timeline import DeviceClock
     from lightning_fastdata.planning.facts.pipeline_trial import Trial

@@ -45,7 +45,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from lightning_fastdata.augment.stage_transform import Place
+    from lightning_fastdata.augment import Place
 
 KNOWN_STEPS: Final = 50
 """So many steps, or a whole epoch, say how long a step takes."""

@@ -6,17 +6,19 @@ import logging
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from lightning_fastdata.augment.dataset_pipelines import (
+from lightning_fastdata.augment import (
+    BatchTransform,
     PipelinePlace,
+    SuitsSamples,
+    Variant,
+    device_ops,
     explain_pipelines,
+    has_kernels,
+    mask_dtypes,
     place_pipelines,
+    registered_forms,
+    variants,
 )
-from lightning_fastdata.augment.record.worker import device_ops
-from lightning_fastdata.augment.registry import registered_forms
-from lightning_fastdata.augment.replay.triton import has_kernels
-from lightning_fastdata.augment.replay.warm_up import Variant, mask_dtypes, variants
-from lightning_fastdata.augment.stage_transform import SuitsSamples
-from lightning_fastdata.augment.transform import BatchTransform
 from lightning_fastdata.planning.facts.inspection import DatasetFacts, Questions
 from lightning_fastdata.planning.facts.pipeline_trial import IN_WORKERS, Trial, TriedDataset
 from lightning_fastdata.plugin.placing.stage_transforms import DatasetPipeline, StagePlan

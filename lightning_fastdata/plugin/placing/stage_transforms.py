@@ -6,9 +6,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from lightning_fastdata.augment.dataset_pipelines import DatasetDraws
-from lightning_fastdata.augment.stage_transform import PlaceSwitch, SuitsSamples, SwitchedTransform
-from lightning_fastdata.augment.transform import as_batch_transform
+from lightning_fastdata.augment import (
+    DatasetDraws,
+    PlaceSwitch,
+    SuitsSamples,
+    SwitchedTransform,
+    as_batch_transform,
+)
 from lightning_fastdata.batches.staged import StagedBatch
 from lightning_fastdata.errors import TransformError
 from lightning_fastdata.planning.facts.pipeline_trial import rests_on
@@ -21,7 +25,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
     from torch.utils.data import Dataset
 
-    from lightning_fastdata.augment.stage_transform import Place, StageTransform
+    from lightning_fastdata.augment import Place, StageTransform
     from lightning_fastdata.planning.facts.pipeline_trial import Trial
     from lightning_fastdata.types import Batch
 

@@ -15,7 +15,7 @@ from lightning_fastdata.plugin.placing.decision import StepSeen
 if TYPE_CHECKING:
     import torch
 
-    from lightning_fastdata.augment.stage_transform import Place
+    from lightning_fastdata.augment import Place
     from lightning_fastdata.insight.measure.timeline import DeviceClock
     from lightning_fastdata.types import Batch
 

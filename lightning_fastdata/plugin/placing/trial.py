@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
-from lightning_fastdata.augment.stage_transform import Place, PlaceSwitch
+from lightning_fastdata.augment import Place, PlaceSwitch
 from lightning_fastdata.batches.staged import StagedBatch
 from lightning_fastdata.executors.kinds import KINDS
 from lightning_fastdata.host.cpu import read_cpu_limit

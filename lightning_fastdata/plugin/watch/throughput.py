@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from lightning_fastdata.augment.transform import as_batch_transform
+from lightning_fastdata.augment import as_batch_transform
 from lightning_fastdata.batches.moving import batch_samples
 from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.insight.report.run_report import RunReport
