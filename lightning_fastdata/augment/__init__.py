@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from lightning_fastdata.augment.dataset_pipelines import place_pipelines as place_pipelines
     from lightning_fastdata.augment.dataset_pipelines import redrawn_of as redrawn_of
     from lightning_fastdata.augment.ops.operation import DeviceOp as DeviceOp
+    from lightning_fastdata.augment.pipeline.bounds import is_equal as is_equal
     from lightning_fastdata.augment.pipeline.tree import list_nodes as list_nodes
     from lightning_fastdata.augment.pipeline.trial import Tried as Tried
-    from lightning_fastdata.augment.pipeline.trial import is_equal as is_equal
     from lightning_fastdata.augment.pipeline.trial import try_operations as try_operations
     from lightning_fastdata.augment.pipeline.unkeyed import warn_of_unkeyed as warn_of_unkeyed
     from lightning_fastdata.augment.record.deferred import DeferredTensor as DeferredTensor
@@ -76,7 +76,7 @@ _HOME = {
     "find_images": "show.grid",
     "find_normalized": "show.grid",
     "has_kernels": "replay.triton",
-    "is_equal": "pipeline.trial",
+    "is_equal": "pipeline.bounds",
     "leaves_to_device": "stage_transform",
     "list_nodes": "pipeline.tree",
     "mask_dtypes": "replay.warm_up",

@@ -19,7 +19,7 @@ from lightning_fastdata.augment.ops.positions.cells import (
     sample_cells,
 )
 from lightning_fastdata.augment.ops.positions.resample import CUBIC, LINEAR, NEAREST
-from lightning_fastdata.augment.pipeline.trial import opencv_major
+from lightning_fastdata.augment.pipeline.bounds import opencv_major
 from lightning_fastdata.augment.replay.triton import takes
 from lightning_fastdata.augment.transform import as_batch_transform
 

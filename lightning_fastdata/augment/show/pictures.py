@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import importlib.util
 import os
 import sys
-import textwrap
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 import torch
 
 from lightning_fastdata.augment.mixing.transform import MixedTransform
+from lightning_fastdata.augment.pipeline.bounds import levels_per_unit
 from lightning_fastdata.augment.pipeline.plan import redrawn
 from lightning_fastdata.augment.pipeline.tree import list_leaves
-from lightning_fastdata.augment.pipeline.trial import levels_per_unit
-from lightning_fastdata.augment.show.grid import normalized_by, three_channels, to_levels
+from lightning_fastdata.augment.show.grid import draw_page, normalized_by, three_channels, to_levels
 from lightning_fastdata.augment.transform import BatchTransform, as_batch_transform
 from lightning_fastdata.errors import DatasetError, OptionsError, TransformError
 from lightning_fastdata.types import SampleKey
@@ -34,14 +34,7 @@ if TYPE_CHECKING:
 DIFFERENCE_GAIN: Final = 100
 """Brightness of one level in the picture of the differences."""
 _MASK_MODES: Final = frozenset({"L", "P", "I", "I;16"})
-_CELL_PX: Final = 240
-_GAP_PX: Final = 8
-_LINE_PX: Final = 18
-_FONT_PX: Final = 13
-_LETTER_PX: Final = 6.6
-_OUTLINE: Final = (255, 0, 255)
 _HEADS: Final = ("original", "Albumentations", "ours", f"difference, times {DIFFERENCE_GAIN}")
-_WIDTH_PX: Final = len(_HEADS) * (_CELL_PX + _GAP_PX) + _GAP_PX
 
 
 class ShownPipeline(NamedTuple):
@@ -60,7 +53,6 @@ class ShownDraw:
 
     theirs: np.ndarray
     ours: np.ndarray
-    """By worker and device forms, with the same draws."""
     difference: np.ndarray
     """Absolute difference, times ``DIFFERENCE_GAIN``."""
     largest: float
@@ -72,12 +64,14 @@ class ShownDraw:
     own_numbers: tuple[str, ...] = ()
     """Those of them that draw numbers of their own for every pixel there."""
     masks: tuple[np.ndarray, np.ndarray] | None = None
-    """The mask both ways, Albumentations' own first, ``[H, W]``; None: there is none."""
+    """Albumentations' mask and ours, ``[H, W]``; None: there is none."""
 
     def caption(self) -> str:
         """Return what is to be said of it in one line."""
         device = ", ".join(self.on_device) or "nothing"
-        mask = "" if self.masks is None else f"; mask {_share_equal(*self.masks)}"
+        share = 1.0 if self.masks is None else float((self.masks[0] == self.masks[1]).mean())
+        equal = "equal" if share == 1 else f"{share:.4%} equal"
+        mask = "" if self.masks is None else f"; mask {equal}"
         return f"{self._compared()}{mask}; on device: {device}"
 
     def _compared(self) -> str:
@@ -87,11 +81,6 @@ class ShownDraw:
             return f"other pixels: {', '.join(self.own_numbers)} drew its own numbers"
         levels = "1 level" if self.largest == 1 else f"{self.largest:.3g} levels"
         return f"at most {levels} off, {self.equal:.4%} equal"
-
-
-def _share_equal(theirs: np.ndarray, ours: np.ndarray) -> str:
-    share = float((theirs == ours).mean())
-    return "equal" if share == 1 else f"{share:.4%} equal"
 
 
 def show_pipeline(
@@ -118,7 +107,7 @@ def show_pipeline(
     )
 
 
-def load_pipeline(spec: str) -> Any:
+def load_pipeline(spec: str) -> Node:
     """Return the pipeline that ``package.module:name`` or ``file.py:name`` names.
 
     Of ``mixed(...)`` it is the pipeline before the mixing, which needs more than one image.
@@ -133,14 +122,15 @@ def load_pipeline(spec: str) -> Any:
             f"{spec!r} does not say where the pipeline is. Write MODULE:NAME, for example "
             "train:augment for `augment = A.Compose([...])` in train.py."
         )
-    found: Any = _import(module_name)
-    for part in name.split("."):
-        if not hasattr(found, part):
-            have = ", ".join(_pipelines_in(found)) or "no A.Compose"
-            raise TransformError(f"{module_name} has no {name!r}. It holds: {have}.")
-        found = getattr(found, part)
     import albumentations
 
+    found: object = _import(module_name)
+    for part in name.split("."):
+        if not hasattr(found, part):
+            have = [k for k, v in vars(found).items() if isinstance(v, albumentations.Compose)]
+            held = ", ".join(have) or "no A.Compose"
+            raise TransformError(f"{module_name} has no {name!r}. It holds: {held}.")
+        found = getattr(found, part)
     if isinstance(found, MixedTransform) and found.pipeline is not None:
         return found.pipeline
     known = albumentations.Compose | albumentations.BasicTransform | BatchTransform
@@ -153,18 +143,11 @@ def load_pipeline(spec: str) -> Any:
 
 
 def _import(name: str) -> ModuleType:
+    """Return a module by its name or the path of its file."""
     path = Path(name)
     try:
         if path.suffix == ".py":
-            if not path.is_file():
-                raise TransformError(f"There is no file {path}, which should hold the pipeline.")
-            spec = importlib.util.spec_from_file_location(path.stem, path)
-            if spec is None or spec.loader is None:
-                raise TransformError(f"{path} cannot be imported as a Python file.")
-            module = importlib.util.module_from_spec(spec)
-            sys.modules[spec.name] = module
-            spec.loader.exec_module(module)
-            return module
+            return _import_file(path)
         # As `python -m` does: a console script does not look in the folder it is called in.
         if "" not in sys.path:
             sys.path.insert(0, "")
@@ -183,10 +166,15 @@ def _import(name: str) -> ModuleType:
         ) from error
 
 
-def _pipelines_in(module: Any) -> list[str]:
-    import albumentations
-
-    return [name for name, one in vars(module).items() if isinstance(one, albumentations.Compose)]
+def _import_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise TransformError(f"There is no file {path}, which should hold the pipeline.")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise TransformError(f"{path} cannot be imported as a Python file.")
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def _read(path: str | Path, what: str, modes: frozenset[str], other: str) -> np.ndarray:
@@ -285,13 +273,14 @@ def _both_ways(
 ) -> tuple[tuple[dict[str, np.ndarray], dict[str, np.ndarray]], tuple[str, ...]]:
     """Return what Albumentations makes of an image and its mask, what we do, and on the device."""
     whole, part = (transform.in_worker(on_device=on_device) for on_device in (False, True))
-    nothing: dict[str, Any] = {}
-    for processor in transform.compose.processors.values():
-        names = (processor.default_data_name, *(processor.params.label_fields or ()))
-        nothing.update({name: [] for name in names})
+    nothing: dict[str, list[object]] = {
+        name: []
+        for processor in transform.compose.processors.values()
+        for name in (processor.default_data_name, *(processor.params.label_fields or ()))
+    }
     try:
-        theirs, _ = whole({**_copied(given), **nothing}, key)
-        sample, tape = part({**_copied(given), **nothing}, key)
+        theirs, _ = whole(copy.deepcopy({**given, **nothing}), key)
+        sample, tape = part(copy.deepcopy({**given, **nothing}), key)
     except Exception as error:
         # Whatever a transform of the user's raises is about the image that it was shown.
         needs = "" if "mask" in given else " If it needs a mask, give one with --mask."
@@ -304,10 +293,6 @@ def _both_ways(
     ops = tape["image"].ops if tape is not None and "image" in tape else ()
     ours = {name: done[name][0].cpu().numpy() for name in given}
     return ({name: np.asarray(theirs[name]) for name in given}, ours), tuple(op.name for op in ops)
-
-
-def _copied(given: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    return {name: array.copy() for name, array in given.items()}
 
 
 def as_picture(values: np.ndarray, compose: Node) -> np.ndarray:
@@ -334,84 +319,15 @@ def draw_grid(
 ) -> Image:
     """Return a picture with one row per draw: original, Albumentations', ours, and difference.
 
-    Args:
-        original: uint8 or float32 in [0, 1] ``[H, W, C]``.
-        shown: the draws. Masks are drawn as outlines.
-        mask: of the original, ``[H, W]``; None: there is none.
-        note: text below all rows.
+    The original is uint8 or float32 in [0, 1] ``[H, W, C]``. Masks are drawn as outlines, and the
+    note below all rows.
     """
-    from PIL import Image, ImageDraw, ImageFont
-
     original = three_channels(original if original.dtype == np.uint8 else to_levels(original))
-    rows = [_row(original, mask, one) for one in shown]
-    texts = [_wrapped(f"{number}: {one.caption()}") for number, one in enumerate(shown)]
-    cell_heights = [max(cell.height for cell in row) for row in rows]
-    below = _wrapped(note)
-    lines = 1 + sum(map(len, texts)) + len(below)
-    height = sum(cell_heights) + lines * _LINE_PX + (2 * len(rows) + 2) * _GAP_PX
-    page = Image.new("RGB", (_WIDTH_PX, height), "white")
-    pen, font = ImageDraw.Draw(page), ImageFont.load_default(_FONT_PX)
-
-    def write(lines: Sequence[str], top: int) -> int:
-        for line in lines:
-            pen.text((_GAP_PX, top), line, fill="black", font=font)
-            top += _LINE_PX
-        return top
-
-    for column, head in enumerate(_HEADS):
-        pen.text((_left(column), 4), head, fill="black", font=font)
-    top = _LINE_PX + _GAP_PX
-    for row, text, tall in zip(rows, texts, cell_heights, strict=True):
-        for column, cell in enumerate(row):
-            page.paste(cell, (_left(column), top))
-        top = write(text, top + tall + _GAP_PX // 2) + _GAP_PX
-    write(below, top)
-    return page
-
-
-def _row(original: np.ndarray, mask: np.ndarray | None, one: ShownDraw) -> list[Image]:
-    theirs, ours = one.masks or (None, None)
-    return [
-        _cell(original, mask),
-        _cell(one.theirs, theirs),
-        _cell(one.ours, ours),
-        _cell(one.difference, None),
-    ]
-
-
-def _cell(picture: np.ndarray, mask: np.ndarray | None) -> Image:
-    """Return a picture in the size of a cell, with the outlines of its mask."""
-    from PIL import Image
-
-    scale = _CELL_PX / max(picture.shape[:2])
-    wide, tall = (max(1, round(picture.shape[axis] * scale)) for axis in (1, 0))
-    cell = Image.fromarray(picture).resize((wide, tall))
-    if mask is None:
-        return cell
-    rows, columns = (
-        (np.arange(count) + 0.5) * given // count
-        for count, given in zip((tall, wide), mask.shape[:2], strict=True)
-    )
-    small = mask[rows.astype(np.int64)[:, None], columns.astype(np.int64)[None]]
-    pixels = np.array(cell)
-    pixels[_outline(small if small.ndim == 2 else small[..., 0])] = _OUTLINE
-    return Image.fromarray(pixels)
-
-
-def _outline(mask: np.ndarray) -> np.ndarray:
-    """Return where a pixel has another value than the one beside or below it."""
-    edge = np.zeros(mask.shape, bool)
-    beside, below = mask[:, 1:] != mask[:, :-1], mask[1:] != mask[:-1]
-    edge[:, 1:] |= beside
-    edge[:, :-1] |= beside
-    edge[1:] |= below
-    edge[:-1] |= below
-    return edge
-
-
-def _wrapped(text: str) -> list[str]:
-    return textwrap.wrap(text, int((_WIDTH_PX - 2 * _GAP_PX) / _LETTER_PX))
-
-
-def _left(column: int) -> int:
-    return _GAP_PX + column * (_CELL_PX + _GAP_PX)
+    rows = []
+    for one in shown:
+        theirs, ours = one.masks or (None, None)
+        rows.append(
+            [(original, mask), (one.theirs, theirs), (one.ours, ours), (one.difference, None)]
+        )
+    captions = [f"{number}: {one.caption()}" for number, one in enumerate(shown)]
+    return draw_page(_HEADS, rows, captions, note)
