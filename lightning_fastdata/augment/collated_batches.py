@@ -52,13 +52,8 @@ _ANY_SIZE: Final = (1024, 1024)
 class ForeignBatches:
     """Runs one pipeline on batches that another loader has collated.
 
-    Args:
-        compose: the pipeline.
-        ops: device forms by name.
-        refusal: why nothing may run on a device, or None.
-        same_pixels: leave to the CPU what draws numbers for every pixel.
-        strict: refuse what would need the CPU for a batch on a device.
-        on_cpu: what makes the pixels of a batch that lies on the CPU.
+    Nothing runs on a device where there is a ``refusal``. ``strict`` refuses what would need the
+    CPU for a batch on a device; ``same_pixels`` leaves to the CPU what draws numbers for pixels.
     """
 
     def __init__(
@@ -82,19 +77,16 @@ class ForeignBatches:
         self._looked = False
 
     def run(self, batch: Batch, fields: Fields, key: SampleKey) -> Batch:
-        """Return the batch with the pipeline carried out on its images and masks.
+        """Return a batch, on any device, with its images and masks transformed.
 
-        Args:
-            batch: a collated batch, on any device.
-            fields: where its image ``[n, C, H, W]`` or ``[n, H, W, C]`` and its mask are.
-            key: key of the first sample; sample ``i`` draws with ``key.index + i``.
+        Images are ``[n, C, H, W]`` or ``[n, H, W, C]``; sample ``i`` draws with ``key.index + i``.
 
         Raises:
             BatchError: the image is no batch, or one of floats outside of [0, 1].
             TransformError: the pipeline needs boxes or keypoints; or some of it needs the CPU, and
                 that is not wanted.
         """
-        if getattr(self._compose, "processors", None):
+        if self._compose.processors:
             names = " and ".join(sorted(self._compose.processors))
             raise TransformError(
                 f"The pipeline transforms {names} too, and those cannot be told apart in a batch "
@@ -126,13 +118,7 @@ class ForeignBatches:
         if recorder is None:
             results, is_chw = run_each(tensors, key, self._compose)
         else:
-            results, is_chw = replay_all(
-                tensors,
-                key,
-                recorder,
-                self._ops,
-                strict=self._strict,
-            )
+            results, is_chw = replay_all(tensors, key, recorder, self._ops, strict=self._strict)
         results = channels_as_given(results, turned, self._compose, images_are_chw=is_chw)
         return put_fields(batch, {places[name]: results[name] for name in places})
 

@@ -52,11 +52,9 @@ class PipelinePlace(NamedTuple):
 def place_pipelines(
     composes: Iterable[Node], registered: Mapping[str, DeviceOp] | None = None
 ) -> tuple[PipelinePlace, ...]:
-    """Return which of the pipelines that a dataset holds can be left to the device.
+    """Return which pipelines of a dataset can be left to the device.
 
-    Args:
-        composes: The pipelines.
-        registered: Device forms of classes that are not Albumentations' own.
+    ``registered`` are device forms of classes that are not Albumentations' own.
     """
     places = []
     for compose in composes:
@@ -153,8 +151,7 @@ class DatasetDraws:
                 if part.stacked:
                     (path,) = part.paths
                     value = part.finish(found[path], ops)
-                    several = len(part.stacked) > 1
-                    done[path] = value.view(*part.stacked, *value.shape[1:]) if several else value
+                    done[path] = value.view(*part.stacked, *value.shape[1:])
                 else:
                     pixels = torch.stack([found[path] for path in part.paths])
                     images = part.finish(pixels, ops).unbind()
@@ -185,10 +182,7 @@ class DatasetDraws:
 class DatasetRecording:
     """What surrounds the reading of a dataset in the process that reads it; picklable.
 
-    Args:
-        switch: Says for each epoch whether anything is left to the device. None: always.
-        registered: Device forms of classes that are not Albumentations' own.
-        watch: Sees the calls of the pipelines.
+    The switch says for each epoch whether anything is left to the device; None: always.
     """
 
     def __init__(
@@ -234,10 +228,6 @@ class DatasetRecording:
         self, batch: Batch, collate: Callable[[list[Any]], Any]
     ) -> tuple[Batch, DatasetDraws | None]:
         """Take what waits out of a collated batch.
-
-        Args:
-            batch: The batch.
-            collate: Makes one tensor of the arrays of a field.
 
         Returns:
             The batch with the pixels that its fields start from, uint8 ``[n, H, W, C]`` mostly,

@@ -129,9 +129,6 @@ def analyse(
         values: of each image that a sample has: what values it may have.
         crop: number of the leaf that makes all images one size, if samples may come from the worker
             cropped or not; -1 for none.
-
-    Returns:
-        The plan; the same for every sample.
     """
     leaves = list_leaves(compose)
     refusal = refusal or _refusal(leaves)
@@ -214,12 +211,8 @@ def _where(
 ) -> tuple[Where, str]:
     """Return where an operation runs, and why.
 
-    Args:
-        name: Of its class.
-        why_worker: Why it has to run in the worker, if it has to.
-        barrier_after: The next operation that may need real pixels.
-        turns: Whether it depends on the sample if it changes the shape of its image.
-        sees: Whether its sampler must be given the real image.
+    ``barrier_after`` is the next operation that may need real pixels. Whether it changes the shape
+    of its image may depend on the sample (``turns``); its sampler may need the image (``sees``).
     """
     if why_worker is not None:
         return "worker", why_worker

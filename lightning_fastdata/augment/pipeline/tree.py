@@ -22,7 +22,6 @@ class Leaf(NamedTuple):
     """A transform in the tree of a pipeline."""
 
     transform: BasicTransform
-    """The Albumentations transform."""
     conditional: bool
     """Whether some samples skip it: ``p < 1``, or a choice above it."""
     last_in_group: int
@@ -79,9 +78,8 @@ def count_leaves(node: Node) -> int:
 
 def keeps_params(compose: Node) -> bool:
     """Whether a pipeline returns the parameters that it drew: ``ReplayCompose`` and the like."""
-    return bool(getattr(compose, "save_applied_params", False)) or any(
-        getattr(leaf.transform, "deterministic", False) for leaf in list_leaves(compose)
-    )
+    own = vars(compose).get("save_applied_params", False)
+    return bool(own) or any(leaf.transform.deterministic for leaf in list_leaves(compose))
 
 
 def in_sequence(node: Node) -> bool:
@@ -91,28 +89,20 @@ def in_sequence(node: Node) -> bool:
 
 def last_opaque(compose: Node) -> int:
     """Return the last leaf that must run unobserved, or -1."""
-    last = -1
-    first = 0
-    for node, group_end, end in _nodes(compose, group_end=None, first=first):
-        name = type(node).__name__
-        known = is_albumentations(node) and (name in SEQUENCES or name in GROUPS)
-        plain = not is_container(node) and _plain_call(node)
-        if not (known or plain):
-            last = max(last, end if group_end is None else group_end)
-    return last
+    return _last_opaque(compose, group_end=None, first=0)
 
 
-def _nodes(
-    node: Node, *, group_end: int | None, first: int
-) -> Iterator[tuple[Node, int | None, int]]:
-    end = first + count_leaves(node) - 1
-    yield node, group_end, end
+def _last_opaque(node: Node, *, group_end: int | None, first: int) -> int:
+    name, own, end = type(node).__name__, is_albumentations(node), first + count_leaves(node) - 1
+    known = own and (name in SEQUENCES or name in GROUPS)
+    observed = known or (not is_container(node) and _plain_call(node))
+    last = -1 if observed else end if group_end is None else group_end
     if is_container(node):
-        if not in_sequence(node) and group_end is None:
-            group_end = end
+        group_end = end if group_end is None and not in_sequence(node) else group_end
         for child in node.transforms:
-            yield from _nodes(child, group_end=group_end, first=first)
+            last = max(last, _last_opaque(child, group_end=group_end, first=first))
             first += count_leaves(child)
+    return last
 
 
 def _plain_call(transform: BasicTransform) -> bool:
@@ -123,12 +113,8 @@ def _plain_call(transform: BasicTransform) -> bool:
 
 _FIXED_BY_HEIGHT_WIDTH: Final = frozenset(
     {
-        "AtLeastOneBBoxRandomCrop",
-        "CenterCrop",
-        "CropNonEmptyMaskIfExists",
-        "RandomCrop",
-        "RandomSizedBBoxSafeCrop",
-        "Resize",
+        *("AtLeastOneBBoxRandomCrop", "CenterCrop", "CropNonEmptyMaskIfExists", "RandomCrop"),
+        *("RandomSizedBBoxSafeCrop", "Resize"),
     }
 )
 _FIXED_BY_SIZE: Final = frozenset({"RandomResizedCrop", "RandomSizedCrop"})
@@ -136,15 +122,8 @@ SWAPS_AXES: Final = frozenset({"D4", "RandomRotate90", "SquareSymmetry", "Transp
 """Transforms that turn some images on their side."""
 _SIZE_VARIES: Final = frozenset(
     {
-        "BBoxSafeRandomCrop",
-        "Crop",
-        "Lambda",
-        "Mosaic",
-        "Pad",
-        "RandomCropFromBorders",
-        "RandomCropNearBBox",
-        "RandomScale",
-        "SmallestMaxSize",
+        *("BBoxSafeRandomCrop", "Crop", "Lambda", "Mosaic", "Pad", "RandomCropFromBorders"),
+        *("RandomCropNearBBox", "RandomScale", "SmallestMaxSize"),
     }
 )
 CHANGES_SIZE: Final = (
@@ -175,12 +154,9 @@ class Sizes(NamedTuple):
 
 
 def follow_sizes(compose: Node, size: Size, keeps: Collection[type] = ()) -> Sizes:
-    """Follow what is known of the image size through a pipeline that is given ``size``.
+    """Follow what is known of the image size through a pipeline.
 
-    Args:
-        compose: the pipeline.
-        size: what is known of its input.
-        keeps: classes that keep the size, whatever else would be thought of them.
+    Classes in ``keeps`` keep the size, whatever else would be thought of them.
     """
     boundary = -1
     sizes: list[Size] = []
@@ -228,10 +204,10 @@ def _node_size(node: Node, before: Size, keeps: Collection[type]) -> Size:
 def _join(sizes: list[Size]) -> Size:
     exact = sizes[0].exact if all(size.exact == sizes[0].exact for size in sizes) else None
     bounds = [size.at_most for size in sizes]
-    known = [bound for bound in bounds if bound is not None]
-    if len(known) < len(bounds):
+    if None in bounds:
         return Size(exact, None)
-    return Size(exact, (max(h for h, _ in known), max(w for _, w in known)))
+    heights, widths = zip(*filter(None, bounds), strict=True)
+    return Size(exact, (max(heights), max(widths)))
 
 
 def size_after(transform: BasicTransform, before: Size, keeps: Collection[type] = ()) -> Size:
@@ -254,7 +230,8 @@ def size_after(transform: BasicTransform, before: Size, keeps: Collection[type] 
         return _padded(transform, before)
     if name == "Crop" and before.exact is not None:
         inside = transform.y_max <= before.exact[0] and transform.x_max <= before.exact[1]
-        return _exactly(*_cut(transform)) if inside or transform.pad_if_needed else Size()
+        height, width = transform.y_max - transform.y_min, transform.x_max - transform.x_min
+        return _exactly(height, width) if inside or transform.pad_if_needed else Size()
     if name == "Pad" and before.exact is not None:
         down, across = _padding(transform.padding)
         return _exactly(before.exact[0] + down, before.exact[1] + across)
@@ -263,21 +240,14 @@ def size_after(transform: BasicTransform, before: Size, keeps: Collection[type] 
         return before if square else Size()
     if name in _FITS_IN_ITS_INPUT:
         return before
-    varies = (
-        name in _SIZE_VARIES
-        or getattr(transform, "fit_output", False)
-        or getattr(transform, "crop_border", False)
-        or not getattr(transform, "keep_size", True)
-    )
-    return Size() if varies else before
+    settings = vars(transform)
+    varies = settings.get("fit_output") or settings.get("crop_border")
+    keeps_size = settings.get("keep_size", True) and name not in _SIZE_VARIES
+    return before if keeps_size and not varies else Size()
 
 
 def _exactly(height: int, width: int) -> Size:
     return Size((height, width), (height, width))
-
-
-def _cut(transform: BasicTransform) -> tuple[int, int]:
-    return transform.y_max - transform.y_min, transform.x_max - transform.x_min
 
 
 def _padding(padding: int | tuple[int, ...]) -> tuple[int, int]:

@@ -59,7 +59,6 @@ class Values(NamedTuple):
     """What is known of the values of an image."""
 
     dtype: np.dtype[Any]
-    """Their dtype."""
     unit: bool = True
     """Whether floats are sure to lie in [0, 1]; True for integers."""
 
@@ -132,11 +131,8 @@ def follow_values(
 ) -> Followed:
     """Follow what is known of the values of an image through a pipeline.
 
-    Args:
-        compose: the pipeline.
-        given: what is known of its input.
-        keeps: classes that keep the dtype, whatever else would be thought of them.
-        shape: of the images that unknown transforms are tried with.
+    Classes in ``keeps`` keep the dtype, whatever else would be thought of them; unknown transforms
+    are tried with images of ``shape``.
     """
     before: list[States] = []
 
@@ -187,14 +183,8 @@ def values_after(
 ) -> States:
     """Return what is known of the values of an image after a transform was applied.
 
-    Args:
-        transform: the transform.
-        values: of the image before.
-        keeps: as :func:`follow_values` takes it.
-        shape: the same.
-        tried: try out transforms that people wrote themselves. They may do more than one can see,
-            so it is done only where some samples go without them: where all go through them, a
-            recorder sees in time what they make.
+    Transforms that users wrote are ``tried``, as they may do more than one can see, only where some
+    samples go without them: where all go through them, a recorder sees in time what they make.
     """
     name, dtype = type(transform).__name__, values.dtype
     own = is_albumentations(transform) and name != "Lambda"
@@ -208,13 +198,7 @@ def values_after(
 
 
 def unit_after(transform: Node, values: Values, made: np.dtype[Any]) -> bool:
-    """Return whether values are sure to lie in [0, 1], or be integers, after a transform.
-
-    Args:
-        transform: the transform.
-        values: of the image before.
-        made: dtype of the image after.
-    """
+    """Return whether values ``made`` by a transform are sure to lie in [0, 1], or be integers."""
     if made.kind != "f":
         return True
     name = type(transform).__name__
