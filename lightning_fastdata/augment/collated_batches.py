@@ -128,7 +128,7 @@ class ForeignBatches:
         channels: int | None = 3,
         values: tuple[States, ...] = OF_BYTES,
     ) -> Recorder:
-        """Return the recorder for images of one shape that nobody has at hand.
+        """Return the recorder for images of one shape that are not at hand.
 
         Raises:
             TransformError: an operation needs the pixels.
@@ -236,10 +236,10 @@ def replay_all(
     *,
     strict: bool = False,
 ) -> tuple[dict[str, torch.Tensor], bool]:
-    """Draw every sample here and carry the draws out where the batch lies.
+    """Draw every sample here, and compute the draws where the batch lies.
 
-    Samples in which an operation needs real pixels are fetched, one by one, and put back, or are
-    an error if it is ``strict``.
+    Samples in which an operation needs real pixels are fetched one by one and put back, or are an
+    error if it is ``strict``.
     """
     samples = len(tensors["image"])
     shown = {
@@ -262,16 +262,12 @@ def replay_all(
             if not callable(result[name]):
                 ran[name][row] = _as_tensor(result[name], tensor)
     draws = compile_tapes(tapes, ops).to(tensors["image"].device, non_blocking=True)
-    results = {}
-    for name, tensor in tensors.items():
-        current = _with_rows(tensor, ran[name])
-        program = draws.programs.get(name)
-        results[name] = current
-        if program is not None:
-            results[name] = replay_image(program, draws.blob, current, ops)
-        if name == "image" and program is not None:
-            is_chw = is_chw or any(step.name == "ToTensorV2" for step in program.steps)
-    return results, is_chw
+    results = {name: _with_rows(tensor, ran[name]) for name, tensor in tensors.items()}
+    for name, program in draws.programs.items():
+        results[name] = replay_image(program, draws.blob, results[name], ops)
+    image = draws.programs.get("image")
+    turned = image is not None and any(step.name == "ToTensorV2" for step in image.steps)
+    return results, is_chw or turned
 
 
 def _fetch(tensor: torch.Tensor, row: int, refuser: Recorder | None) -> np.ndarray:

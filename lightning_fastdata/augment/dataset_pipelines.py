@@ -1,9 +1,9 @@
-"""The pipelines that a dataset calls itself, with their pixels left to the device.
+"""The pipelines that a dataset calls itself, with their pixels deferred to the device.
 
 The dataset stays as it is. While it reads a sample, its pipelines are hooked into: they draw, do
-what cannot be left to the device, and return a :class:`DeferredTensor` where their ``ToTensorV2``
-would return a tensor. Pipelines that end otherwise return NumPy arrays, which nobody can hand out
-without values; they run as always.
+what cannot be deferred, and return a :class:`DeferredTensor` where ``ToTensorV2`` would return
+a tensor. Pipelines that end otherwise return NumPy arrays, which need their values; they run as
+always.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class PipelinePlace(NamedTuple):
 def place_pipelines(
     composes: Iterable[Node], registered: Mapping[str, DeviceOp] | None = None
 ) -> tuple[PipelinePlace, ...]:
-    """Return which pipelines of a dataset can be left to the device.
+    """Return which pipelines of a dataset can be deferred to the device.
 
     ``registered`` are device forms of classes that are not Albumentations' own.
     """
@@ -182,7 +182,7 @@ class DatasetDraws:
 class DatasetRecording:
     """What surrounds the reading of a dataset in the process that reads it; picklable.
 
-    The switch says for each epoch whether anything is left to the device; None: always.
+    The switch says for each epoch whether anything is deferred to the device; None: always.
     """
 
     def __init__(

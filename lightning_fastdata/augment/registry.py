@@ -83,7 +83,9 @@ def register(
             f"{kind.__name__} needs either table=True, or both encode= and image= (and mask=, if "
             "it moves masks)."
         )
-    if _moves_masks(kind) and mask is None:
+    import albumentations
+
+    if not issubclass(kind, albumentations.ImageOnlyTransform) and mask is None:
         raise TransformError(
             f"{kind.__name__} is a DualTransform, which changes masks too: register it with "
             "encode=, image= and mask=."
@@ -182,7 +184,7 @@ def _transform_class(name_or_class: str | type) -> type:
     os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
     import albumentations
 
-    kind: Any = name_or_class
+    kind: object = name_or_class
     if isinstance(kind, str):
         try:
             kind = pkgutil.resolve_name(kind)
@@ -197,12 +199,6 @@ def _transform_class(name_or_class: str | type) -> type:
             "albumentations.ImageOnlyTransform or DualTransform, the class itself."
         )
     return kind
-
-
-def _moves_masks(kind: type) -> bool:
-    import albumentations
-
-    return not issubclass(kind, albumentations.ImageOnlyTransform)
 
 
 def _has_sampler(kind: type) -> bool:

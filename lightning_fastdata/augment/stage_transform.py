@@ -47,7 +47,7 @@ class WorkerTransform(Protocol):
         """
 
     def finish(self, batch: Batch, drawn: Sequence[Any], /) -> Batch:
-        """Return a collated batch after what was left to do, where no device takes part."""
+        """Return a collated batch, complete, where no device takes part."""
 
 
 @runtime_checkable
@@ -268,7 +268,7 @@ class SwitchedWorker:
         return self._deferred.collate([own for _, own in drawn])
 
     def finish(self, batch: Batch, drawn: Sequence[Any]) -> Batch:
-        """Return a batch of which the workers did everything, after what was left to do."""
+        """Return a batch of which the workers do everything, complete."""
         if not self._whole.needs_batches:
             return batch
         return self._whole.finish(batch, [own for _, own in drawn])

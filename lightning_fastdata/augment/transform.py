@@ -153,7 +153,7 @@ class BatchTransform(PipelineTransform):
     def __call__(
         self, images: Any, masks: torch.Tensor | None = None, *, key: SampleKey | None = None
     ) -> Any:
-        """Return a batch with the pipeline carried out, where it lies.
+        """Return a batch transformed by the pipeline, where it lies.
 
         On the CPU Albumentations itself runs on each sample, unless ``on_cpu`` says otherwise; so
         it does, on a device, on samples for which an operation without a device form was drawn,
@@ -213,8 +213,8 @@ class BatchTransform(PipelineTransform):
                 keypoints and label fields of each sample, e.g. ``{"bboxes": ..., "labels": ...}``.
 
         Returns:
-            The draws, for :meth:`apply` and :meth:`replay`, on the CPU; ``targets`` of it are what
-            the pipeline made of them.
+            The draws, for :meth:`apply` and :meth:`replay`, on the CPU; their ``targets`` are
+            what the pipeline made of those given.
 
         Raises:
             TransformError: an operation needs the pixels to be drawn or to run; it is named.
@@ -234,7 +234,7 @@ class BatchTransform(PipelineTransform):
         images: torch.Tensor | None = None,
         masks: torch.Tensor | None = None,
     ) -> Any:
-        """Return tensors with the same draws carried out, as often as you like.
+        """Return tensors transformed by the same draws, as often as you like.
 
         Args:
             draws: from :meth:`draw`.
@@ -264,9 +264,9 @@ class BatchTransform(PipelineTransform):
         return tuple(done.values()) if len(done) == 2 else next(iter(done.values()))
 
     def apply(self, batch: Batch, draws: Draws | None) -> Batch:
-        """Carry out on a batch what :meth:`draw` drew, or what our loader drew for its batch.
+        """Compute on a batch what :meth:`draw` drew, or what our loader drew for its batch.
 
-        Of what :meth:`draw` drew it carries out what the batch has, in the layouts that
+        Of what :meth:`draw` drew, the fields that the batch has are computed, in the layouts that
         :meth:`replay` takes.
 
         Raises:

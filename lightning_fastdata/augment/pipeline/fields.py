@@ -61,7 +61,7 @@ class Found(NamedTuple):
 
 @runtime_checkable
 class _PilImage(Protocol):
-    """A PIL image, told without importing PIL."""
+    """A PIL image, recognised without importing PIL."""
 
     mode: str
 

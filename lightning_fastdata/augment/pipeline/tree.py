@@ -30,7 +30,7 @@ class Leaf(NamedTuple):
 
 def is_container(node: object) -> bool:
     """Whether a node of the tree holds other transforms."""
-    # Not told by an attribute `transforms`: ColorJitter has one too, a list of functions.
+    # An attribute `transforms` does not say so: ColorJitter has one too, a list of functions.
     import albumentations
 
     return isinstance(node, albumentations.BaseCompose)

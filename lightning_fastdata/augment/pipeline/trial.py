@@ -255,7 +255,7 @@ def recording_fault() -> str | None:
 
 
 def _pipelines() -> list[tuple[Node, tuple[str, ...]]]:
-    """Return pipelines, each with the operations that have to be left to the device."""
+    """Return pipelines, each with the operations that have to be deferred."""
     import albumentations as alb
 
     chosen = alb.OneOf([alb.HorizontalFlip(), alb.Sequential([alb.VerticalFlip(p=1)])], p=0.8)

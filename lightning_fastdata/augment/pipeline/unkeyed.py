@@ -147,7 +147,7 @@ def _source(function: FunctionType) -> ast.AST | None:
 
 
 def _names_of(function: FunctionType, tree: ast.AST, owner: object) -> dict[str, Any]:
-    """Return what names mean in a function, as far as it is known without running it."""
+    """Return what names mean in a function, where that is known without running it."""
     names = dict(function.__globals__)
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=False)
     for name, cell in cells:

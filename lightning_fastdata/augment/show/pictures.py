@@ -60,14 +60,14 @@ class ShownDraw:
     equal: float
     """Share of equal values, 0..1."""
     on_device: tuple[str, ...]
-    """Operations that were left to the device, in order."""
+    """Operations that were deferred to the device, in order."""
     own_numbers: tuple[str, ...] = ()
     """Those of them that draw numbers of their own for every pixel there."""
     masks: tuple[np.ndarray, np.ndarray] | None = None
     """Albumentations' mask and ours, ``[H, W]``; None: there is none."""
 
     def caption(self) -> str:
-        """Return what is to be said of it in one line."""
+        """Return the draw in one line."""
         device = ", ".join(self.on_device) or "nothing"
         share = 1.0 if self.masks is None else float((self.masks[0] == self.masks[1]).mean())
         equal = "equal" if share == 1 else f"{share:.4%} equal"

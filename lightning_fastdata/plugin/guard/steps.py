@@ -85,9 +85,7 @@ def snapshot(*roots: object) -> Undo:
 
 def _snapshot_tensor(tensor: torch.Tensor) -> Undo:
     strides = tensor.stride() if tensor.layout == torch.strided else ()
-    expanded = any(
-        step == 0 and size > 1 for step, size in zip(strides, tensor.shape, strict=False)
-    )
+    expanded = any(s == 0 and n > 1 for s, n in zip(strides, tensor.shape, strict=False))
     if tensor.is_meta or expanded:  # nothing can be written into them
         return lambda: None
     values, requires_grad = tensor.detach().to("cpu", copy=True), tensor.requires_grad
