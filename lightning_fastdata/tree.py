@@ -19,7 +19,7 @@ def spelled(path: Path) -> str:
     return "".join(f"[{key!r}]" for key in path) or "the batch itself"
 
 
-def children(value: Any) -> list[tuple[Any, Any]] | None:
+def children(value: object) -> list[tuple[Any, Any]] | None:
     """Return the parts of a container with their keys, positions or field names; None of a leaf.
 
     Containers are mappings, sequences (named tuples among them) and dataclasses. Tensors and
@@ -57,7 +57,7 @@ def rebuilt(value: Any, parts: list[Any]) -> Any:
     return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
 
 
-def leaves(value: Any, is_leaf: Callable[[Any], bool] = lambda _: False) -> Iterator[Any]:
+def leaves(value: object, is_leaf: Callable[[Any], bool] = lambda _: False) -> Iterator[Any]:
     """Yield the leaves, in order.
 
     Args:
@@ -73,7 +73,7 @@ def leaves(value: Any, is_leaf: Callable[[Any], bool] = lambda _: False) -> Iter
 
 
 def replace_leaves(
-    batch: Any,
+    batch: object,
     function: Callable[[Path, Any], Any],
     path: Path = (),
     *,
@@ -101,3 +101,12 @@ def replace_leaves(
     if all(new is old for new, (_, old) in zip(replaced, parts, strict=True)):
         return batch
     return rebuilt(batch, replaced)
+
+
+def held(owner: object, name: str) -> Any:
+    """Return an attribute that an object holds itself; None if it has none of that name.
+
+    Neither a property nor ``__getattr__`` is called: either may open what should be opened in the
+    workers alone.
+    """
+    return getattr(owner, "__dict__", {}).get(name)

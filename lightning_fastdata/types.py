@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 Batch: TypeAlias = Any
 """Any nesting of tuples, lists, dicts, named tuples and dataclasses whose leaves may be tensors."""
@@ -20,6 +20,14 @@ STAGE_WORDS: Mapping[str, str] = {
     "predict": "prediction",
 }
 """Stage -> what it is called in a sentence."""
+
+
+@runtime_checkable
+class SetsEpoch(Protocol):
+    """A loader, sampler or dataset whose order or draws depend on the epoch."""
+
+    def set_epoch(self, epoch: int) -> object:
+        """Take the number of the epoch that comes next, counted from 0."""
 
 
 class SampleKey(NamedTuple):

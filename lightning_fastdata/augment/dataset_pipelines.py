@@ -26,7 +26,7 @@ from lightning_fastdata.augment.replay.program import Draws, compile_tapes
 from lightning_fastdata.augment.replay.torch import replay_image
 from lightning_fastdata.augment.stage_transform import plain_tensors, table
 from lightning_fastdata.errors import BatchError
-from lightning_fastdata.randomness.seeds import find_composes
+from lightning_fastdata.randomness.search import find_composes
 from lightning_fastdata.tree import Path, replace_leaves, spelled
 
 if TYPE_CHECKING:

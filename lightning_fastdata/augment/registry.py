@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded
-from lightning_fastdata.augment.ops.positions.border import channels
+from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded, channels
 from lightning_fastdata.augment.ops.table import look_up, ramp_table
 from lightning_fastdata.augment.pipeline.tree import list_leaves
 from lightning_fastdata.augment.replay import instructions

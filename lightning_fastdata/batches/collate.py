@@ -57,7 +57,7 @@ def _collate_samples(samples: Sequence[Any], collate_fields: _Collate) -> Batch:
         ) from error
 
 
-def collate_privately(samples: Any) -> Any:
+def collate_privately(samples: object) -> Batch:
     """Return what ``default_collate`` returns in the training process.
 
     In a worker torch collates into new shared memory for each batch, which costs a page fault for
@@ -97,7 +97,7 @@ def for_writing(collate_fn: _Collate) -> _Collate:
     return collate_fn
 
 
-def _collate_late(samples: Sequence[Any], otherwise: _Collate) -> Any:
+def _collate_late(samples: Sequence[Any], otherwise: _Collate) -> Batch:
     if not _runs_no_user_code(samples[0]):
         return otherwise(samples)
     return collate(samples, collate_fn_map={**default_collate_fn_map, torch.Tensor: _stack_late})
@@ -150,7 +150,7 @@ def _collate(samples: Sequence[Any]) -> Batch:
     return type(first)(*columns_) if hasattr(first, "_fields") else columns_
 
 
-def _holds_dataclass(sample: Any) -> bool:
+def _holds_dataclass(sample: object) -> bool:
     if type(sample) in _KNOWN:  # asked of each batch, and most samples are made of these
         return False
     if is_dataclass(sample):
@@ -168,7 +168,7 @@ class _HandsOn(ABC):
         self._collate_handed_on = collate_fn
 
     @abstractmethod
-    def __call__(self, samples: Any) -> Any:
+    def __call__(self, samples: Any) -> Batch:
         """Return the batch of samples, or of what stands in their place."""
 
     def for_writing(self) -> Self:
@@ -262,7 +262,7 @@ class FirstOfPairs(_HandsOn):
         self.transform = transform
         self.single = single
 
-    def __call__(self, pairs: Any) -> Any:
+    def __call__(self, pairs: Any) -> Batch:
         """Return the batch of the samples, or what becomes of the single one."""
         if self.single:
             return self.collate_fn(pairs[0])
@@ -270,3 +270,27 @@ class FirstOfPairs(_HandsOn):
         if not self.transform.needs_batches:
             return self._collate_handed_on(samples)
         return self.transform.finish(self.collate_fn(samples), [tape for _sample, tape in pairs])
+
+
+def spreading(
+    collate_fn: Callable[[list[Any]], Batch], worker_part: object
+) -> Callable[[list[Any]], Batch]:
+    """Return what collates the samples that a transform makes.
+
+    Args:
+        collate_fn: collates samples.
+        worker_part: the transform's part in the worker, or None. Where its ``repeats`` is above 1
+            it returns a list of samples for each sample of the dataset.
+    """
+    return SpreadCollate(collate_fn) if getattr(worker_part, "repeats", 1) > 1 else collate_fn
+
+
+class SpreadCollate:
+    """Collates lists of samples as if each of their samples had come by itself; picklable."""
+
+    def __init__(self, collate_fn: Callable[[list[Any]], Batch]) -> None:
+        self.collate_fn = collate_fn
+
+    def __call__(self, lists: list[list[Any]]) -> Batch:
+        """Return the batch of the samples of all lists, in their order."""
+        return self.collate_fn([sample for samples in lists for sample in samples])

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import Dataset, IterableDataset, StackDataset, Subset, get_worker_info
 
-from lightning_fastdata.attributes import held
 from lightning_fastdata.errors import BatchError
-from lightning_fastdata.randomness.seeds import find_composes, reseed
+from lightning_fastdata.randomness.search import find_composes
+from lightning_fastdata.randomness.seeds import reseed
 from lightning_fastdata.randomness.shared_epoch import EpochCell
+from lightning_fastdata.tree import held
 from lightning_fastdata.types import SampleKey
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ class _Keying:
             return nullcontext()
         return self.recording.reading(self.dataset, key.epoch)
 
-    def finish(self, sample: Any, key: SampleKey) -> Any:
+    def finish(self, sample: object, key: SampleKey) -> Any:
         return sample if self.transform is None else self.transform(sample, key)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -80,7 +81,7 @@ class _Stand:
             raise AttributeError(name)
         return getattr(self._keying.dataset, name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         setattr(self._keying.dataset, name, value)
 
 
@@ -97,7 +98,7 @@ class KeyedDataset(_Stand, Dataset[Any]):
         self._keying.epoch.set(epoch)
         tell_epoch(self._keying.dataset, epoch)
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: object) -> Any:
         keying = self._keying
         key = keying.key(_as_int(index))
         keying.seed_for(key)
@@ -191,7 +192,7 @@ def tell_epoch(dataset: Dataset[Any], epoch: int) -> None:
             waiting.extend(_wrapped(one))
 
 
-def _wrapped(dataset: Any) -> Iterator[Any]:
+def _wrapped(dataset: object) -> Iterator[Any]:
     """Yield the datasets that a dataset holds, by themselves or in lists."""
     for value in list(getattr(dataset, "__dict__", {}).values()):
         if isinstance(value, Dataset):

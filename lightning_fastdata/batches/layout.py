@@ -13,9 +13,12 @@ import torch
 from torch.utils.data import default_collate
 
 from lightning_fastdata.batches.packed import tensor_over
+from lightning_fastdata.tree import children
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+    from lightning_fastdata.types import Batch
 
 _ALIGNMENT_BYTES: Final = 64
 _SMALL_BYTES: Final = 16 * 1024
@@ -77,7 +80,7 @@ class SampleLayout:
             end += -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         return starts, end
 
-    def tensors(self, memory: Any, samples: int) -> list[torch.Tensor]:
+    def tensors(self, memory: object, samples: int) -> list[torch.Tensor]:
         """Return the batch of each leaf as a tensor [samples, *shape] over a slot's memory."""
         starts, _ = self.offsets(samples)
         return [
@@ -85,7 +88,7 @@ class SampleLayout:
             for field, start in zip(self.fields, starts, strict=True)
         ]
 
-    def writers(self, memory: Any, samples: int, start: int = 0, stop: int | None = None) -> Any:
+    def writers(self, memory: object, samples: int, start: int = 0, stop: int | None = None) -> Any:
         """Return what :meth:`write` writes the rows from ``start`` to ``stop`` of a batch to."""
         parts = [tensor[start:stop] for tensor in self.tensors(memory, samples)]
         return [
@@ -100,7 +103,7 @@ class SampleLayout:
         rows = _BLOCK_BYTES // max(1, size)
         return rows if rows >= _FEWEST_ROWS else 1
 
-    def write(self, samples: Sequence[Any], writers: Any, row: int) -> None:
+    def write(self, samples: Sequence[Any], writers: object, row: int) -> None:
         """Write samples, from a row on that is counted from the ``start`` of the writers.
 
         Raises:
@@ -111,7 +114,7 @@ class SampleLayout:
         else:
             _write_many(self.root, samples, self.fields, writers, row)
 
-    def batch(self, owner: NDArray[np.uint8], samples: int, *, copy: bool = False) -> Any:
+    def batch(self, owner: NDArray[np.uint8], samples: int, *, copy: bool = False) -> Batch:
         """Return the batch: the structure of the default collation over the slot's memory."""
         tensors = [
             t.clone() if copy or t.nbytes <= _SMALL_BYTES else t
@@ -120,7 +123,7 @@ class SampleLayout:
         return _collated(self.root, tensors)
 
 
-def layout_of(sample: Any, collate: Callable[[list[Any]], Any]) -> SampleLayout | None:
+def layout_of(sample: object, collate: Callable[[list[Any]], Any]) -> SampleLayout | None:
     """Return the layout of a sample, or None if its batches have to be collated.
 
     The layout is tried on the sample itself: where ``collate`` does not give the very same batch,
@@ -134,7 +137,7 @@ def layout_of(sample: Any, collate: Callable[[list[Any]], Any]) -> SampleLayout 
         memory = np.zeros(max(1, layout.offsets(2)[1]), np.uint8)
         writers = layout.writers(memory, 2)
         layout.write([sample, sample], writers, 0)
-        same = _same(layout.batch(memory, 2), collate([sample, sample]))
+        same = same_bytes(layout.batch(memory, 2), collate([sample, sample]))
     except Exception:  # the true collation is to raise it, on the true batch
         return None
     return layout if same else None
@@ -162,7 +165,7 @@ def _node(value: Any, fields: list[Field]) -> Node:
 
 
 def _write(node: Node, value: Any, fields: tuple[Field, ...], writers: Any, row: int) -> None:
-    kind: Any = type(value)
+    kind: object = type(value)
     if kind is not node.kind:
         raise MisfitError
     if node.leaf >= 0:
@@ -231,12 +234,12 @@ def _write_leaf(field: Field, values: Sequence[Any], out: Any) -> None:
             out[:] = values
 
 
-def _same_for_all(found: Iterable[Any], wanted: Any) -> None:
+def _same_for_all(found: Iterable[Any], wanted: object) -> None:
     if set(found) != {wanted}:
         raise MisfitError
 
 
-def _collated(node: Node, tensors: list[torch.Tensor]) -> Any:
+def _collated(node: Node, tensors: list[torch.Tensor]) -> Batch:
     if node.leaf >= 0:
         return tensors[node.leaf]
     parts = [_collated(part, tensors) for part in node.parts]
@@ -245,17 +248,22 @@ def _collated(node: Node, tensors: list[torch.Tensor]) -> Any:
     return node.kind(*parts) if hasattr(node.kind, "_fields") else parts
 
 
-def _same(ours: Any, theirs: Any) -> bool:
+def same_bytes(ours: object, theirs: object) -> bool:
+    """Return whether two batches are the same in structure, types and bytes.
+
+    NaN equals NaN here, as the bytes are what matters.
+    """
     if type(ours) is not type(theirs):
         return False
-    if isinstance(ours, torch.Tensor):
-        if ours.dtype != theirs.dtype or ours.shape != theirs.shape:
-            return False
-        if ours.dtype is torch.bfloat16:  # NumPy has no such type
-            return True
-        # NaN equals NaN here, as the bytes are what matters.
-        ours, theirs = (t.contiguous().numpy(force=True) for t in (ours, theirs))
-        return bool(ours.tobytes() == theirs.tobytes())
-    if isinstance(ours, dict):
-        return list(ours) == list(theirs) and all(_same(ours[k], theirs[k]) for k in ours)
-    return len(ours) == len(theirs) and all(map(_same, ours, theirs))
+    if isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor):
+        alike = ours.dtype == theirs.dtype and ours.shape == theirs.shape
+        return alike and _bytes(ours) == _bytes(theirs)
+    mine, other = children(ours) or [], children(theirs) or []
+    return [key for key, _ in mine] == [key for key, _ in other] and all(
+        same_bytes(one, another) for (_, one), (_, another) in zip(mine, other, strict=True)
+    )
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    flat = tensor.detach().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""

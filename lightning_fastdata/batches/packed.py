@@ -14,6 +14,8 @@ import torch
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from lightning_fastdata.types import Batch
+
 _ALIGNMENT_BYTES: Final = 64
 _SMALL_BYTES: Final = 16 * 1024
 """Leaves up to this size are handed over as copies, so that labels a user keeps hold no images."""
@@ -64,7 +66,7 @@ class LateStack:
         self.shape = (len(tensors), *tensors[0].shape)
 
 
-def pack(batch: Any) -> tuple[Packed, list[Any]]:
+def pack(batch: object) -> tuple[Packed, list[Any]]:
     """Take a batch apart; the leaves are still to be written with :func:`write_leaves`.
 
     Every structure that can be pickled will do: tuples, dicts, named tuples, dataclasses, classes
@@ -91,7 +93,7 @@ def write_leaves(packed: Packed, leaves: list[Any], memory: Any) -> None:
             np.copyto(_array_view(entry, np.frombuffer(memory, np.uint8)), leaf)
 
 
-def unpack(packed: Packed, owner: NDArray[np.uint8] | None, *, copy: bool = False) -> Any:
+def unpack(packed: Packed, owner: NDArray[np.uint8] | None, *, copy: bool = False) -> Batch:
     """Put a batch together again.
 
     Args:
@@ -107,7 +109,9 @@ def unpack(packed: Packed, owner: NDArray[np.uint8] | None, *, copy: bool = Fals
         unpickler.memo.clear()
 
 
-def tensor_over(owner: Any, dtype: torch.dtype, shape: tuple[int, ...], offset: int) -> Any:
+def tensor_over(
+    owner: Any, dtype: torch.dtype, shape: tuple[int, ...], offset: int
+) -> torch.Tensor:
     """Return a tensor over part of a buffer; its storage spans that part and no more."""
     count = 1
     for side in shape:
@@ -122,8 +126,8 @@ def _tensor_view(leaf: PackedLeaf, owner: Any) -> torch.Tensor:
     if leaf.layout == "last":
         moved = (shape[0], *shape[2:], shape[1])
         tensor = tensor_over(owner, leaf.dtype, moved, leaf.offset_bytes)
-        return tensor.movedim(-1, 1)  # type: ignore[no-any-return]
-    return tensor_over(owner, leaf.dtype, shape, leaf.offset_bytes)  # type: ignore[no-any-return]
+        return tensor.movedim(-1, 1)
+    return tensor_over(owner, leaf.dtype, shape, leaf.offset_bytes)
 
 
 def _array_view(leaf: PackedLeaf, owner: NDArray[np.uint8]) -> NDArray[Any]:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from lightning_fastdata.batches.page_lock import Fence, Locked, PageLocks
+    from lightning_fastdata.batches.streams import Fence, Locked, PageLocks
 
 _PAGE_BYTES: Final = 4096
 _HUGE_PAGE_BYTES: Final = 2**21

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NoReturn, Protocol
+from collections.abc import Callable, Iterator, Sized
+from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol
 
+import torch
+
+from lightning_fastdata import tree
 from lightning_fastdata.errors import BatchError
 from lightning_fastdata.torch_internals import pinned
+from lightning_fastdata.tree import replace_leaves
 
 if TYPE_CHECKING:
     from lightning_fastdata.augment import DatasetDraws, Draws
+    from lightning_fastdata.tree import Path
     from lightning_fastdata.types import Batch, Stage
 
 _NOT_UNWRAPPED = (
@@ -76,3 +82,89 @@ class _StillStagedError(BatchError, AttributeError):
 
     def __init__(self, used: str) -> None:
         super().__init__(_NOT_UNWRAPPED.format(used=used))
+
+
+_ANY_DEPTH: Final = -1
+
+
+def move(batch: Batch, device: torch.device, *, non_blocking: bool = False) -> Batch:
+    """Return a batch whose tensors are on a device; the structure stays.
+
+    What has a method ``to`` is moved with it, in dicts, lists, tuples, named tuples and dataclasses
+    and whatever they nest, as ``lightning.fabric.utilities.move_data_to_device`` does it. The rest
+    is returned as it is.
+
+    Args:
+        batch: The batch.
+        device: Where to.
+        non_blocking: Do not wait for tensors that lie in page-locked memory.
+    """
+    if isinstance(batch, StagedBatch):
+        draws = batch.draws
+        draws = None if draws is None else draws.to(device, non_blocking=non_blocking)
+        plain = move(batch.batch, device, non_blocking=non_blocking)
+        return StagedBatch(plain, draws, batch.stage)
+
+    def moved(leaf: Any) -> Any:
+        if isinstance(leaf, StagedBatch):
+            return move(leaf, device, non_blocking=non_blocking)
+        how = {"non_blocking": True} if non_blocking and _is_tensor(leaf) else {}
+        result = leaf.to(device, **how)
+        return leaf if result is None else result  # None: a ``to`` that changes it in place
+
+    return with_leaves(batch, moved)
+
+
+def with_leaves(batch: Batch, function: Callable[[Any], Any]) -> Batch:
+    """Return a batch with what can be moved replaced by what a function makes of it."""
+
+    def replaced(_: Path, leaf: object) -> Any:
+        return function(leaf) if _can_be_moved(leaf) else leaf
+
+    return replace_leaves(batch, replaced, depth=_ANY_DEPTH, is_leaf=_can_be_moved)
+
+
+def leaves(batch: Batch) -> Iterator[Any]:
+    """Yield what :func:`move` moves, down to the tensors where it can see them."""
+    for leaf in tree.leaves(batch, _is_whole):
+        if isinstance(leaf, StagedBatch):
+            yield from leaves(leaf.batch)
+            if leaf.draws is not None:
+                yield from leaf.draws.tensors()
+        elif _is_tensor(leaf) or _can_be_moved(leaf):
+            yield leaf
+
+
+def batch_samples(batch: Batch) -> int:
+    """Return the number of samples in a batch: the first dimension of its first tensor.
+
+    Without any tensor it is the length of the batch, or 1 where it has none.
+    """
+    for leaf in leaves(batch):
+        if getattr(leaf, "ndim", 0):
+            return int(leaf.shape[0])
+    return len(batch) if isinstance(batch, Sized) else 1
+
+
+def shows_its_memory(leaf: object) -> bool:
+    """Return whether the memory of a leaf can be kept from being used again too early."""
+    if isinstance(leaf, torch.Tensor):
+        return leaf.layout is torch.strided and not leaf.is_nested
+    return _is_tensor(leaf)
+
+
+def _can_be_moved(value: object) -> bool:
+    return isinstance(value, StagedBatch) or (
+        not isinstance(value, type) and callable(getattr(value, "to", None))
+    )
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, StagedBatch) or _is_tensor(value)
+
+
+def _is_tensor(value: object) -> bool:
+    # Also batches of graph libraries, which offer the two methods of tensors that matter here.
+    if isinstance(value, torch.Tensor):
+        return True
+    return hasattr(value, "record_stream") and not isinstance(value, type)

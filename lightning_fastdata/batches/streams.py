@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import warnings
 import weakref
-from contextlib import AbstractContextManager
-from typing import Any, Protocol, cast
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, suppress
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypeAlias, cast
 
+import numpy as np
 import torch
+
+from lightning_fastdata.errors import FastDataWarning
+
+if TYPE_CHECKING:
+    import mmap
 
 
 class StreamEvent(Protocol):
@@ -34,7 +43,7 @@ class DeviceStreams(Protocol):
     def wait(self, event: StreamEvent) -> None:
         """Have the current stream wait for an event; the host does not."""
 
-    def keep(self, tensor: Any) -> None:
+    def keep(self, tensor: object) -> None:
         """Have the memory of a tensor used again only when the current stream is done with it.
 
         That is, with all work it has been given by the time the tensor is gone.
@@ -85,3 +94,161 @@ def device_streams(device: torch.device) -> DeviceStreams | None:
 def side_streams(device: torch.device) -> list[torch.cuda.Stream]:
     """Return the side streams that are in use on a CUDA device."""
     return [streams.side for streams in _in_use if streams.side.device == device]
+
+
+PageLockName: TypeAlias = Literal["copy", "register"]
+
+_PORTABLE: Final = 1
+"""``cudaHostRegisterPortable``: page-locked for every device of the process."""
+_REFUSED: Final = (
+    'page_lock is "register", but the driver did not lock {mib:,.1f} MiB of batch memory: {error} '
+    "(RLIMIT_MEMLOCK is {limit}). Batches are copied into page-locked memory instead. Raise the "
+    'limit (ulimit -l unlimited; docker run --ulimit memlock=-1), or set page_lock="copy" and this '
+    "message goes away."
+)
+
+
+class LockDriver(Protocol):
+    """What locks memory, and knows the streams that read it."""
+
+    def lock(self, address: int, size_bytes: int) -> str | None:
+        """Lock memory; return None, or why that failed."""
+
+    def unlock(self, address: int) -> None:
+        """Wait until no stream reads any locked memory, and unlock this."""
+
+    def note_consumer(self) -> None:
+        """Remember the current stream as one that may copy what is delivered now."""
+
+    def marks(self) -> Sequence[StreamEvent]:
+        """Return events behind all work of every stream that may copy."""
+
+
+class PageLocks:
+    """Locks the slots of one loader.
+
+    Args:
+        driver: What locks memory.
+    """
+
+    def __init__(self, driver: LockDriver) -> None:
+        self.driver = driver
+        self._refused = False
+
+    def lock(self, mapping: mmap.mmap) -> Locked | None:
+        """Lock a mapping for as long as the result lives; None if the driver refuses.
+
+        After the first refusal, of which a warning tells, no other is asked for.
+        """
+        if self._refused:
+            return None
+        address = np.frombuffer(mapping, np.uint8).ctypes.data
+        error = self.driver.lock(address, len(mapping))
+        if error is None:
+            return Locked(self.driver, mapping, address)
+        self._refused = True
+        mib = len(mapping) / 2**20
+        message = _REFUSED.format(mib=mib, error=error, limit=memlock_limit())
+        warnings.warn(message, FastDataWarning, stacklevel=2)
+        return None
+
+    def fence(self) -> Fence:
+        """Return what has passed when all copies that were begun by now are done."""
+        return Fence(self.driver.marks())
+
+
+class Fence:
+    """A point in the work of several streams."""
+
+    __slots__ = ("_events",)
+
+    def __init__(self, events: Sequence[StreamEvent]) -> None:
+        self._events = list(events)
+
+    def passed(self) -> bool:
+        """Return whether all streams have passed it. Never blocks."""
+        while self._events and self._events[-1].query():
+            self._events.pop()
+        return not self._events
+
+
+class Locked:
+    """Locked memory; unlocked, and only then unmapped, when nobody holds this any more."""
+
+    def __init__(self, driver: LockDriver, mapping: mmap.mmap, address: int) -> None:
+        weakref.finalize(self, _unlock, driver, mapping, address, os.getpid())
+
+
+def _unlock(driver: LockDriver, _mapping: mmap.mmap, address: int, owner: int) -> None:
+    if os.getpid() == owner:  # a forked process has none of its parent's locks
+        driver.unlock(address)
+
+
+class CudaLockDriver:
+    """``cudaHostRegister``, and the streams of a CUDA device.
+
+    Copies are expected on the stream that was current when the batch was delivered, and on the side
+    streams of this package.
+
+    Args:
+        device: The device that the batches go to.
+        runtime: The CUDA runtime's functions; default: torch's.
+    """
+
+    def __init__(self, device: torch.device, runtime: Any = None) -> None:
+        self.device = device
+        self._runtime = torch.cuda.cudart() if runtime is None else runtime  # type: ignore[no-untyped-call]
+        self._consumers: dict[int, Any] = {}
+
+    def lock(self, address: int, size_bytes: int) -> str | None:
+        """Register memory with CUDA; return None, or CUDA's error."""
+        result = self._runtime.cudaHostRegister(address, size_bytes, _PORTABLE)
+        if int(result) == 0:
+            return None
+        # CUDA keeps the error for whoever asks next: the first kernel to be launched.
+        with suppress(RuntimeError):
+            torch.zeros(1, device=self.device).add_(1)
+        return str(self._runtime.cudaGetErrorString(result))
+
+    def unlock(self, address: int) -> None:
+        """Wait for the device, and unregister memory."""
+        with suppress(RuntimeError):  # a device that has failed reads nothing
+            torch.cuda.synchronize(self.device)
+            self._runtime.cudaHostUnregister(address)
+
+    def note_consumer(self) -> None:
+        """Remember the current stream."""
+        stream = torch.cuda.current_stream(self.device)
+        self._consumers.setdefault(stream.cuda_stream, stream)
+
+    def marks(self) -> Sequence[StreamEvent]:
+        """Return events on all streams that may copy."""
+        events = []
+        for stream in (*self._consumers.values(), *side_streams(self.device)):
+            event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(stream)
+            events.append(event)
+        return events
+
+
+def cuda_page_locks(device: str | None) -> PageLocks | None:
+    """Return what locks pages for copies to a device; None if it is no CUDA device.
+
+    Args:
+        device: Name of a device, or None.
+    """
+    if device is None or torch.device(device).type != "cuda":
+        return None
+    index = torch.device(device).index
+    index = torch.cuda.current_device() if index is None else index
+    return PageLocks(CudaLockDriver(torch.device("cuda", index)))
+
+
+def memlock_limit() -> str:
+    """Return how much memory this process may lock, as text."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return "unknown"
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return "unlimited" if soft == resource.RLIM_INFINITY else f"{soft / 2**20:,.3g} MiB"

@@ -22,7 +22,7 @@ _REMEDIES: Final = {
 """What to do about types of these packages."""
 
 
-def uncollatable(sample: Any) -> str | None:
+def uncollatable(sample: object) -> str | None:
     """Return what in a sample torch cannot collate by default, and what to do; None: nothing."""
     found = _stranger(sample, "")
     return None if found is None else _about_stranger(*found)
@@ -49,13 +49,13 @@ def advice(samples: Sequence[Any]) -> str:
     )
 
 
-def _has_shape(value: Any) -> bool:
+def _has_shape(value: object) -> bool:
     if isinstance(value, torch.Tensor):
         return not value.is_nested
     return hasattr(value, "shape")
 
 
-def _stranger(sample: Any, where: str) -> tuple[str, Any] | None:
+def _stranger(sample: object, where: str) -> tuple[str, Any] | None:
     """Return the first value of a sample that torch cannot collate, and where it is."""
     items: Iterable[tuple[str, Any]]
     if isinstance(sample, np.ndarray) and sample.dtype.kind in "OUS":
@@ -77,7 +77,7 @@ def _stranger(sample: Any, where: str) -> tuple[str, Any] | None:
     return next(filter(None, (_stranger(value, at) for at, value in items)), None)
 
 
-def _about_stranger(where: str, value: Any) -> str:
+def _about_stranger(where: str, value: object) -> str:
     at = f"At {where} it holds" if where else "It is"
     if value is None:
         return (
@@ -97,7 +97,7 @@ def _about_stranger(where: str, value: Any) -> str:
     )
 
 
-def is_note(key: Any, value: Any) -> bool:
+def is_note(key: object, value: object) -> bool:
     """Whether a field is what ``save_applied_params`` or ReplayCompose adds to a result."""
     if key == "applied_transforms":
         return type(value) is list

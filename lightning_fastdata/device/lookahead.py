@@ -6,10 +6,10 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from lightning_fastdata.batches.moving import leaves, shows_its_memory
-from lightning_fastdata.randomness.global_generators import DrawWatch
+from lightning_fastdata.batches.staged import leaves, shows_its_memory
+from lightning_fastdata.randomness.generators import DrawWatch
 from lightning_fastdata.torch_internals import next_has_arrived
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ class OneAhead:
     def __iter__(self) -> OneAhead:
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self) -> Batch:
         sent, self._next = self._next, None
         if sent is None:
             sent = self._sent(waiting=True)
@@ -171,20 +171,13 @@ class OneAhead:
             return _Sent(None, error)
 
 
-class _Sent:
-    __slots__ = ("batch", "error")
-
-    def __init__(self, batch: Any, error: Exception | None) -> None:
-        self.batch = batch
-        self.error = error
+class _Sent(NamedTuple):
+    batch: Batch
+    error: Exception | None
 
 
 def _ended() -> OneAhead:
-    return OneAhead(iter(()), _same, _same)
-
-
-def _same(batch: Any) -> Any:
-    return batch
+    return OneAhead(iter(()), lambda batch: batch, lambda batch: batch)
 
 
 def is_ready(batches: Iterator[Any]) -> bool | None:

@@ -9,19 +9,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightning_fastdata.augment import as_batch_transform
-from lightning_fastdata.batches.moving import leaves, move
-from lightning_fastdata.batches.staged import StagedBatch
+from lightning_fastdata.batches.staged import StagedBatch, leaves, move
 from lightning_fastdata.batches.streams import device_streams
 from lightning_fastdata.device.lookahead import OneAhead, SideLane
 from lightning_fastdata.errors import BatchError, OptionsError
 from lightning_fastdata.executors.fetch import seed_global_generators
-from lightning_fastdata.randomness.global_generators import kept_random_state
-from lightning_fastdata.types import SampleKey
+from lightning_fastdata.randomness.generators import kept_random_state
+from lightning_fastdata.types import SampleKey, SetsEpoch
 
 if TYPE_CHECKING:
     from lightning_fastdata.augment import StageTransform
     from lightning_fastdata.batches.streams import DeviceStreams
-    from lightning_fastdata.device.lookahead import Crossing
     from lightning_fastdata.types import Batch
 
 
@@ -108,16 +106,12 @@ class Prefetched:
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iteration, and of the loader's samplers that have one."""
         self._next_epoch = epoch
-        loader: Any = self.loader
-        sampler = getattr(loader, "sampler", None)
-        batch_sampler = getattr(loader, "batch_sampler", None)
-        inner = getattr(batch_sampler, "sampler", None)
-        told: list[Any] = []
-        for one in (loader, sampler, batch_sampler, inner):
-            tell = getattr(one, "set_epoch", None)
-            if callable(tell) and not any(one is other for other in told):
-                tell(epoch)
-                told.append(one)
+        batches = getattr(self.loader, "batch_sampler", None)
+        several = (self.loader, getattr(self.loader, "sampler", None), batches)
+        each = {id(one): one for one in (*several, getattr(batches, "sampler", None))}
+        for one in each.values():
+            if isinstance(one, SetsEpoch):
+                one.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Batch]:
         """Begin an epoch."""
@@ -133,11 +127,11 @@ class Prefetched:
         lane = self._lane
         # What was drawn by sample reads the batch and nothing else; a callable may read anything.
         waits = self._transform is not None
-        return OneAhead(batches, lambda batch: lane.send(batch, work, after_consumer=waits), _land)
-
-
-def _land(crossing: Crossing) -> Batch:
-    return crossing.land()
+        return OneAhead(
+            batches,
+            lambda batch: lane.send(batch, work, after_consumer=waits),
+            lambda crossing: crossing.land(),
+        )
 
 
 class _Work:
@@ -147,7 +141,7 @@ class _Work:
         self._device = owner.device
         self._aside = aside
         self._seed, self._epoch = owner.seed, epoch
-        loader: Any = owner.loader
+        loader: object = owner.loader
         on_device = getattr(loader, "on_device", False)
         self._prepared = getattr(loader, "transform", None) if on_device else None
         self._transform: StageTransform | None = owner._transform

@@ -10,8 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset, default_collate
 
-from lightning_fastdata.batches.moving import leaves, with_leaves
-from lightning_fastdata.batches.staged import StagedBatch
+from lightning_fastdata.batches.staged import StagedBatch, leaves, with_leaves
 from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.kinds import open_executor

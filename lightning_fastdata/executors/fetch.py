@@ -15,13 +15,14 @@ import torch
 
 from lightning_fastdata.batches.keyed import fetches_in_batches
 from lightning_fastdata.images.folder import FastImageFolder
-from lightning_fastdata.randomness.global_generators import GENERATORS, DrawWatch, kept_random_state
+from lightning_fastdata.randomness.generators import GENERATORS, DrawWatch, kept_random_state
 from lightning_fastdata.types import SampleKey
 
 if TYPE_CHECKING:
     from lightning_fastdata.batches.layout import SampleLayout
-    from lightning_fastdata.randomness.own_generators import OwnGenerators
+    from lightning_fastdata.randomness.generators import OwnGenerators
     from lightning_fastdata.stamps.batch_stamps import TaskWatch
+    from lightning_fastdata.types import Batch
 
 _Fetched = TypeVar("_Fetched")
 _COLLATION = -1
@@ -181,7 +182,7 @@ class Fetcher:
         self._own_draws |= made
         return made
 
-    def batch(self, indices: Any, epoch: int, mark: Callable[[int], None] | None = None) -> Any:
+    def batch(self, indices: Any, epoch: int, mark: Callable[[int], None] | None = None) -> Batch:
         """Return the collated batch of the indices."""
         self.position = 0
         if not self.plan.batched:
@@ -208,7 +209,7 @@ class Fetcher:
             self.stamps.all_read()
         return self.collate(samples, indices, epoch)
 
-    def collate(self, samples: Sequence[Any], indices: Any, epoch: int) -> Any:
+    def collate(self, samples: Sequence[Any], indices: Any, epoch: int) -> Batch:
         """Return the batch of samples."""
         if not self.plan.default_collation and len(indices):
             self._key(epoch, (_COLLATION, indices[0]))
@@ -218,7 +219,7 @@ class Fetcher:
             self.stamps.collated(began_ns)
         return batch
 
-    def _key(self, epoch: int, index: Any) -> None:
+    def _key(self, epoch: int, index: object) -> None:
         if self.plan.seed is None:
             return
         if self._own is not None and self._own_draws:
@@ -281,7 +282,7 @@ def write_image_of(
 
 
 def seed_global_generators(
-    seed: int, epoch: int, index: Any, names: Collection[str] = GENERATORS
+    seed: int, epoch: int, index: object, names: Collection[str] = GENERATORS
 ) -> None:
     """Seed ``random``, ``numpy.random`` and torch's CPU generator, or some of them, for a sample.
 

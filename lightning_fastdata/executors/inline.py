@@ -1,18 +1,121 @@
-"""Batches fetched by the caller itself."""
+"""How one process fetches the batches of a stream, and how the caller itself fetches any."""
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
-from lightning_fastdata.executors.stream_fetch import END_OF_STREAM, fetcher_of
+from torch.utils.data import IterableDataset
+
+from lightning_fastdata.executors.fetch import Fetcher
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, TaskWatch, WaitWatch
 from lightning_fastdata.stamps.lines import LineWatch
 from lightning_fastdata.stamps.operations import OperationWatch
 
 if TYPE_CHECKING:
     from lightning_fastdata.executors.fetch import FetchPlan
+    from lightning_fastdata.types import Batch
+
+_Fetched = TypeVar("_Fetched")
+
+
+class StreamAsk(NamedTuple):
+    """What takes the place of indices where there are none."""
+
+    generation: int
+    """Number of the pass over the stream; a new one starts a new pass."""
+    samples: int | None
+    """Samples wanted for a batch; None: one sample, as it is."""
+
+
+END_OF_STREAM: Final = object()
+"""What a :class:`StreamFetcher` returns in place of a batch when there is none left."""
+
+
+class StreamFetcher:
+    """Reads batches of a stream, whose samples come one after the other."""
+
+    def __init__(self, plan: FetchPlan) -> None:
+        self.plan = plan
+        self.dataset = plan.dataset
+        self.position = 0
+        """0 while a sample is being read, -1 in the collation."""
+        self.stamps: TaskWatch | None = None
+        """Where the times of samples and collation are noted."""
+        self._generation = -1
+        self._samples: Iterator[Any] = iter(())
+        self._ended = False
+        self._read = 0
+
+    def attempt(self, fetch: Callable[[], _Fetched]) -> _Fetched:
+        """Return what ``fetch`` does; a stream seeds itself, and is read once."""
+        return fetch()
+
+    def asks(self, batches: Iterable[int | None]) -> Iterator[StreamAsk]:
+        """Begin an epoch, and return what :meth:`batch` is to be called with."""
+        self.start(self._generation + 1)
+        return (StreamAsk(self._generation, samples) for samples in batches)
+
+    def start(self, generation: int) -> None:
+        """Begin a pass over the stream; what is left of the one before is dropped."""
+        self._generation = generation
+        self._ended, self._read, self.position = False, 0, 0
+        self._samples = iter(())  # a file or lock that the old pass holds is free for the new one
+        self._samples = iter(self.dataset)
+
+    def batch(self, ask: StreamAsk, epoch: int, mark: Callable[[int], None] | None = None) -> Batch:  # noqa: ARG002 - as of Fetcher
+        """Return the next collated batch, or :data:`END_OF_STREAM`."""
+        if ask.generation != self._generation:
+            self.start(ask.generation)
+        self.position = 0
+        samples: list[Any] = []
+        wanted = 1 if ask.samples is None else ask.samples
+        while len(samples) < wanted and not self._ended:
+            if mark is not None:
+                mark(len(samples))
+            began_ns = time.monotonic_ns()
+            sample = next(self._samples, END_OF_STREAM)
+            self._ended = sample is END_OF_STREAM
+            if not self._ended:
+                samples.append(sample)
+                if self.stamps is not None:
+                    self.stamps.read(self._read, began_ns)
+                self._read += 1
+        if not samples or (self._ended and self.plan.drop_last):
+            return END_OF_STREAM
+        self.position = -1
+        if self.stamps is not None:
+            self.stamps.all_read()
+        began_ns = time.monotonic_ns()
+        batch = self.plan.collate_fn(samples[0] if ask.samples is None else samples)
+        if self.stamps is not None:
+            self.stamps.collated(began_ns)
+        return batch
+
+    def where(self, ask: StreamAsk) -> str:  # noqa: ARG002 - as of Fetcher
+        """Return what was being done, for the text of an error."""
+        if self.position < 0:
+            return "in collate_fn"
+        return f"while reading sample {self._read} of its stream, counted from 0"
+
+    def drop(self) -> None:
+        """Let go of what an epoch holds: the stream, and its files."""
+        self._samples = iter(())
+
+    def note(self, ask: StreamAsk) -> str:
+        """Return what to add to an error that the caller sees as it was raised."""
+        return f"Raised {self.where(ask)}."
+
+
+def fetcher_of(
+    plan: FetchPlan, *, keyed: bool = True, guest: bool = False
+) -> Fetcher | StreamFetcher:
+    """Return what reads the dataset of a plan in the calling thread; see :class:`Fetcher`."""
+    if isinstance(plan.dataset, IterableDataset):
+        return StreamFetcher(plan)
+    return Fetcher(plan, keyed=keyed, guest=guest)
 
 
 class InlineExecutor:
@@ -36,7 +139,7 @@ class InlineExecutor:
     def __iter__(self) -> InlineExecutor:
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self) -> Batch:
         self._wait.requested(recorded=self._records is not None)
         indices = self._wait.sampled(self._batches)
         stamps = self._fetcher.stamps

@@ -6,19 +6,22 @@ a name and a row here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypeAlias, runtime_checkable
 
 from torch.utils.data import IterableDataset
 
 from lightning_fastdata.errors import OptionsError
 
 if TYPE_CHECKING:
-    from lightning_fastdata.batches.page_lock import PageLocks
-    from lightning_fastdata.executors.contract import Executor
+    from lightning_fastdata.batches.streams import PageLocks
     from lightning_fastdata.executors.fetch import FetchPlan
     from lightning_fastdata.executors.pool.crew_trial import CrewTrial
+    from lightning_fastdata.order.epoch_order import EpochOrder
+    from lightning_fastdata.stamps.batch_stamps import BatchStamps
+    from lightning_fastdata.types import Batch
 
 ExecutorName: TypeAlias = Literal["torch", "inline", "gather", "workers", "sidecar"]
 
@@ -181,3 +184,41 @@ def open_executor(
     threads = threads if kind.threads_per_process > 1 else 1
     given = Resources(workers=workers, threads=threads, page_locks=page_locks, trial=trial)
     return kind.start(plan, given)
+
+
+class Executor(Protocol):
+    """Turns batches of indices into batches of data."""
+
+    def start_epoch(self, batches: Iterable[Any], epoch: int) -> None:
+        """Begin an epoch; what is left of the one before is dropped.
+
+        ``batches`` are those of indices. Of a stream only the first item counts: how many samples
+        each batch is to have, or None for single samples.
+        """
+
+    def __iter__(self) -> Executor: ...
+
+    def __next__(self) -> Batch:
+        """Return the next batch; the user may keep it, and nothing will overwrite it."""
+
+    def record(self, records: deque[BatchStamps] | None) -> None:
+        """Append the stamps of each delivered batch from now on; None: no more."""
+
+    def resize(self, workers: int) -> None:
+        """Fetch with so many side processes from now on, without losing what is under way."""
+
+    def close(self) -> None:
+        """Stop threads and processes; batches handed out stay valid."""
+
+
+@runtime_checkable
+class ArmingExecutor(Executor, Protocol):
+    """An executor that begins the next epoch before the present one has ended."""
+
+    def start_epoch(
+        self, batches: Iterable[Any], epoch: int, order: EpochOrder | None = None
+    ) -> None:
+        """Begin an epoch, with the batches under way if it is the one that was armed."""
+
+    def arm(self, order: EpochOrder) -> None:
+        """Fetch the first batches of the next epoch as soon as there is nothing else to fetch."""

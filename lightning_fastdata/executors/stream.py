@@ -15,6 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lightning_fastdata.batches.slots import SlotPool
+from lightning_fastdata.executors.inline import StreamAsk
 from lightning_fastdata.executors.pool import protocol
 from lightning_fastdata.executors.pool.crew import Answer, Crew, Loss
 from lightning_fastdata.executors.pool.faults import (
@@ -25,12 +26,12 @@ from lightning_fastdata.executors.pool.faults import (
     stream_timed_out,
 )
 from lightning_fastdata.executors.pool.splitter import PendingBatch, Task
-from lightning_fastdata.executors.stream_fetch import StreamAsk
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, WaitWatch
 
 if TYPE_CHECKING:
     from lightning_fastdata.executors.fetch import FetchPlan
     from lightning_fastdata.executors.pool.process import ChildProcess
+    from lightning_fastdata.types import Batch
 
 
 @dataclass(slots=True, eq=False)
@@ -138,7 +139,7 @@ class StreamExecutor:
     def __iter__(self) -> StreamExecutor:
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self) -> Batch:
         until = time.monotonic() + self.plan.timeout_s if self.plan.timeout_s else None
         self._wait.requested(recorded=self._records is not None)
         ahead = -1
@@ -205,7 +206,7 @@ class StreamExecutor:
             open_lanes.sort(key=lambda lane: (not lane.broken, not lane.ready))
         return open_lanes[0]
 
-    def _deliver(self, lane: _Lane) -> Any:
+    def _deliver(self, lane: _Lane) -> Batch:
         self._turn = (self._lanes.index(lane) + 1) % len(self._lanes)
         batch = lane.batches.popleft()
         if batch.error is not None:

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import Dataset
 
 from lightning_fastdata.errors import BatchError, DatasetError, OptionsError
-from lightning_fastdata.images.decoders import choose_decoder
+from lightning_fastdata.images.decoders import Decoder, DecoderName, Pixels, choose_decoder
 from lightning_fastdata.images.packed import PackedStrings
 from lightning_fastdata.images.reading import MAX_PIXELS, open_image
 from lightning_fastdata.images.resized_crop import (
@@ -27,7 +27,6 @@ from lightning_fastdata.types import SampleKey
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from lightning_fastdata.images.decoders import Decoder, DecoderName, Pixels
     from lightning_fastdata.images.resized_crop import Crop, Resample
 
 
@@ -116,14 +115,7 @@ class FastImageFolder(Dataset[tuple[torch.Tensor, int]]):
         is_valid_file: Callable[[str], bool] | None = None,
         allow_empty: bool = False,
     ) -> None:
-        self.rule = CropRule(
-            size=size,
-            crop=crop,
-            scale=scale,
-            ratio=ratio,
-            horizontal_flip=horizontal_flip,
-            resize=resize,
-        )
+        self.rule = CropRule(size, crop, scale, ratio, horizontal_flip, resize)
         self._tables = None if normalize is False else _normalising_tables(normalize)
         self.resample = settle_resample(resample, crop)
         self.root = os.path.expanduser(os.fspath(root))  # noqa: PTH111  # as ImageFolder spells it
@@ -235,9 +227,12 @@ class FastImageFolder(Dataset[tuple[torch.Tensor, int]]):
         if self._tables is None:
             render(image, placement, plan, out)
         else:
+            import cv2
+
             pixels: Pixels = np.empty((self.rule.size, self.rule.size, 3), np.uint8)
             render(image, placement, plan, pixels)
-            _look_up(pixels, self._tables, out)
+            for plane, table, floats in zip(cv2.split(pixels), self._tables, out, strict=True):
+                cv2.LUT(plane, table, dst=floats)
         return int(self._targets[index])
 
     def __getstate__(self) -> dict[str, Any]:
@@ -252,12 +247,8 @@ class FastImageFolder(Dataset[tuple[torch.Tensor, int]]):
         )
 
     def _check_out(self, out: NDArray[Any]) -> None:
-        if (
-            out.shape != self.sample_shape
-            or out.dtype != self.sample_dtype
-            or not out.flags.c_contiguous
-            or not out.flags.writeable
-        ):
+        right = out.shape == self.sample_shape and out.dtype == self.sample_dtype
+        if not (right and out.flags.c_contiguous and out.flags.writeable):
             raise BatchError(
                 f"write_into needs a writable, C-contiguous {self.sample_dtype} array of shape "
                 f"{self.sample_shape}; it got {out.dtype} {out.shape} with strides {out.strides}, "
@@ -283,13 +274,6 @@ def _normalising_tables(
         )
     tables: NDArray[np.float32] = ((np.arange(256) / 255 - means) / stds).astype(np.float32)
     return tables
-
-
-def _look_up(pixels: Pixels, tables: NDArray[np.float32], out: NDArray[np.float32]) -> None:
-    import cv2
-
-    for plane, table, floats in zip(cv2.split(pixels), tables, out, strict=True):
-        cv2.LUT(plane, table, dst=floats)
 
 
 def _find_files(

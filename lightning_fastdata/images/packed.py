@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from operator import index as as_index
 from typing import TYPE_CHECKING, Any, Final, overload
@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any, Final, overload
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
     from numpy.typing import NDArray
 
 _UNPACKED_TOGETHER: Final = 4096

@@ -62,17 +62,12 @@ def open_image(
 ) -> EncodedImage:
     """Read a file and its header.
 
-    Args:
-        path: The file.
-        decoder: What will decode it.
-        max_pixels: Height x width above which the file is refused before anything is decoded.
-        apply_exif_orientation: Turn the picture as its EXIF tag says. Off, as in torchvision's
-            ``ImageFolder``: a model sees the pixels as they are stored. (A TIFF is always turned,
-            there as here: Pillow does it while it loads.)
+    Without ``apply_exif_orientation`` a model sees the pixels as they are stored, as in
+    torchvision's ``ImageFolder``. (A TIFF is always turned: Pillow does it while it loads.)
 
     Raises:
         DatasetError: If the file cannot be read (the ``OSError`` is its cause), is damaged or not
-            an image, or has more than ``max_pixels`` pixels.
+            an image, or has more than ``max_pixels`` pixels, height x width.
     """
     try:
         with open(path, "rb", buffering=0) as file:  # noqa: PTH123  # a Path costs 3 us per sample

@@ -47,24 +47,18 @@ class Placement(NamedTuple):
     flip: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class CropRule:
-    """How samples are cut out of pictures of any size."""
+    """How samples are cut out of pictures of any size; options of ``FastImageFolder``."""
 
     size: int
-    """Height and width of a sample in pixels."""
     crop: Crop = "random_resized"
     """``random_resized``: torchvision's ``RandomResizedCrop(size, scale, ratio)``. ``center``:
     ``Resize(resize)`` then ``CenterCrop(size)``. ``stretch``: ``Resize((size, size))``."""
     scale: tuple[float, float] = (0.08, 1.0)
-    """Smallest and largest share of the picture's area; ``random_resized`` only."""
     ratio: tuple[float, float] = (3 / 4, 4 / 3)
-    """Smallest and largest width / height before resizing; ``random_resized`` only."""
     horizontal_flip: float = 0.0
-    """Probability of mirroring left to right, 0 to 1."""
     resize: int | None = None
-    """Length of the shorter side before the centre is cut; ``center`` only. None: 8/7 of ``size``,
-    as in the usual 256 for 224."""
 
     def __post_init__(self) -> None:
         flip, resize, crops = self.horizontal_flip, self.resize, get_args(Crop)
@@ -194,11 +188,7 @@ def plan_resample(placement: Placement, resample: Resample, *, scalable: bool) -
 def settle_resample(resample: Resample, crop: Crop) -> Resample:
     """Return what ``resample`` means for this crop: ``auto`` is ``exact`` unless crops are random.
 
-    What is evaluated on pixels that differ from the ones it was compared with loses real points;
-    what is trained on them does not.
-
-    Raises:
-        OptionsError: If there is no such resample.
+    What is evaluated on other pixels than it was compared with loses real points.
     """
     if resample not in get_args(Resample):
         raise OptionsError(
@@ -249,7 +239,19 @@ def resize(
 ) -> Pixels:
     """Return ``[height, width, 3]`` pixels, in ``out`` if it is given."""
     if how == "antialias":
-        return _resize_antialias(pixels, height, width, out)
+        import torch
+        from torchvision.transforms.v2 import functional
+
+        # Channels last in memory: torch has a uint8 kernel for exactly this, and no float copy is
+        # made. Of a view of a larger picture it would make planes, and interleaving those again
+        # takes as long as the resize; copying the crop takes a twentieth of it.
+        tensor = torch.from_numpy(np.ascontiguousarray(pixels)).permute(2, 0, 1)
+        resized = functional.resize(tensor, [height, width], antialias=True)
+        smooth: Pixels = resized.permute(1, 2, 0).numpy()
+        if out is None:
+            return smooth
+        np.copyto(out, smooth)
+        return out
     import cv2
 
     if how == "area" and pixels.shape[:2] != (height, width):
@@ -261,21 +263,5 @@ def resize(
         )
         if last:
             return pixels
-    resized: Pixels = cv2.resize(pixels, (width, height), dst=out, interpolation=cv2.INTER_LINEAR)
-    return resized
-
-
-def _resize_antialias(pixels: Pixels, height: int, width: int, out: Pixels | None) -> Pixels:
-    import torch
-    from torchvision.transforms.v2 import functional
-
-    # Channels last in memory: torch has a uint8 kernel for exactly this, and no float copy is made.
-    # Of a view of a larger picture it would make planes, and interleaving those again takes as long
-    # as the resize; copying the crop takes a twentieth of it.
-    tensor = torch.from_numpy(np.ascontiguousarray(pixels)).permute(2, 0, 1)
-    resized = functional.resize(tensor, [height, width], antialias=True)
-    result: Pixels = resized.permute(1, 2, 0).numpy()
-    if out is None:
-        return result
-    np.copyto(out, result)
-    return out
+    linear: Pixels = cv2.resize(pixels, (width, height), dst=out, interpolation=cv2.INTER_LINEAR)
+    return linear

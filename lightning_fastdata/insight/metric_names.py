@@ -123,8 +123,7 @@ MACHINE: Final = (
     Metric("data_host/storage_read_mb_per_s", "what storage was read for them"),
     Metric("data_host/shm_used_percent", "share of `/dev/shm` in use"),
     Metric(
-        "data_host/pss_mib",
-        "memory of this process and its workers, shared pages counted once",
+        "data_host/pss_mib", "memory of this process and its workers, shared pages counted once"
     ),
     Metric("data_workers/active", "worker processes alive"),
     Metric("data_workers/busy_percent", "share of the time in which a worker had a task"),

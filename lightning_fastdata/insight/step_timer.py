@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightning_fastdata.batches.moving import batch_samples
+from lightning_fastdata.batches.staged import batch_samples
 from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.host.machine import describe_machine, read_versions
 from lightning_fastdata.insight.measure.stage import LoopStage
@@ -17,8 +18,6 @@ from lightning_fastdata.insight.report.run_report import RunReport
 from lightning_fastdata.types import STAGES
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from lightning_fastdata.types import Batch, Stage
 
 
@@ -168,7 +167,10 @@ class StepTimer:
                 except StopIteration:
                     break
                 stage.timeline.wait_ended()
-                self._delivered(stage, reader, held[0])
+                if self._open is None:
+                    self._open = _OpenStep(stage, batch_samples(held[0]), [reader])
+                else:
+                    self._open.readers.append(reader)
                 yield held.pop()  # so that the memory is free when the loop lets go of it
                 self._requested(stage, reader)
                 stage.wait_began()
@@ -190,12 +192,6 @@ class StepTimer:
                 self._running.paused()
                 self._running.timeline.resumed()
             self._running = stage
-
-    def _delivered(self, stage: LoopStage, reader: int, batch: Batch) -> None:
-        if self._open is None:
-            self._open = _OpenStep(stage, batch_samples(batch), [reader])
-        else:
-            self._open.readers.append(reader)
 
     def _left(self, stage: LoopStage, reader: int) -> None:
         """Forget what has not ended, unless other loaders' step goes on."""
@@ -229,21 +225,14 @@ class TimedBatches:
         return getattr(self.loader, name)
 
 
+@dataclass(slots=True)
 class Phase:
     """A part of whichever step is open when it is entered; without effect if none is."""
 
-    __slots__ = ("_began", "_ended", "_timeline", "_timer")
-
-    def __init__(
-        self,
-        timer: StepTimer,
-        began: Callable[[StepTimeline], None],
-        ended: Callable[[StepTimeline], None],
-    ) -> None:
-        self._timer = timer
-        self._began = began
-        self._ended = ended
-        self._timeline: StepTimeline | None = None
+    _timer: StepTimer
+    _began: Callable[[StepTimeline], None]
+    _ended: Callable[[StepTimeline], None]
+    _timeline: StepTimeline | None = None
 
     def __enter__(self) -> None:
         step = self._timer._open
@@ -251,23 +240,16 @@ class Phase:
         if self._timeline is not None:
             self._began(self._timeline)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._timeline is not None:
             self._ended(self._timeline)
 
 
+@dataclass(slots=True)
 class _OpenStep:
     """A step that has not ended."""
 
-    __slots__ = ("readers", "samples", "stage")
-
-    def __init__(self, stage: LoopStage, samples: int, readers: list[int]) -> None:
-        self.stage = stage
-        self.samples = samples
-        self.readers = readers
-        """Numbers of the iterations that have delivered a batch for it, the first one first."""
+    stage: LoopStage
+    samples: int
+    readers: list[int]
+    """Numbers of the iterations that have delivered a batch for it, the first one first."""

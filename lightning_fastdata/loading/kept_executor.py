@@ -13,20 +13,18 @@ from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
 
 import torch
 
-from lightning_fastdata.batches.page_lock import cuda_page_locks
 from lightning_fastdata.batches.staged import StagedBatch
+from lightning_fastdata.batches.streams import cuda_page_locks
 from lightning_fastdata.errors import FastDataWarning, WorkerError
-from lightning_fastdata.executors.contract import ArmingExecutor
 from lightning_fastdata.executors.fetch import decodes_in_place
-from lightning_fastdata.executors.kinds import KINDS, open_executor
+from lightning_fastdata.executors.kinds import KINDS, ArmingExecutor, open_executor
 from lightning_fastdata.executors.pool.crew_trial import CrewTrial
 from lightning_fastdata.torch_internals import pinned
 
 if TYPE_CHECKING:
-    from lightning_fastdata.batches.page_lock import PageLockName
-    from lightning_fastdata.executors.contract import Executor
+    from lightning_fastdata.batches.streams import PageLockName
     from lightning_fastdata.executors.fetch import FetchPlan
-    from lightning_fastdata.executors.kinds import ExecutorName
+    from lightning_fastdata.executors.kinds import Executor, ExecutorName
     from lightning_fastdata.order.epoch_order import EpochOrder
     from lightning_fastdata.stamps.batch_stamps import BatchStamps
     from lightning_fastdata.types import Batch, Stage

@@ -20,7 +20,7 @@ from lightning_fastdata.loading.source import Source, SourceSettings, open_sourc
 from lightning_fastdata.planning.loader_plan import LoaderSpec
 from lightning_fastdata.planning.options import LoaderOptions, check_loader, checked_seed
 from lightning_fastdata.planning.plan_for import plan_for
-from lightning_fastdata.randomness.seeds import find_composes
+from lightning_fastdata.randomness.search import find_composes
 from lightning_fastdata.randomness.shared_epoch import EpochAskedTwice, EpochCell
 from lightning_fastdata.stamps.stamped import Ledger, OpenedEnvelopes, stampable
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch import Generator
 
     from lightning_fastdata.augment import DatasetRecording, StageTransform
-    from lightning_fastdata.batches.page_lock import PageLockName
+    from lightning_fastdata.batches.streams import PageLockName
     from lightning_fastdata.executors.kinds import ExecutorName
     from lightning_fastdata.planning.loader_plan import LoaderPlan
     from lightning_fastdata.stamps.batch_stamps import BatchStamps

@@ -17,6 +17,7 @@ from lightning_fastdata.batches.collate import (
     RecordedCollate,
     StagingCollate,
     collate_samples,
+    spreading,
 )
 from lightning_fastdata.batches.keyed import fetches_in_batches, keyed
 from lightning_fastdata.device.resident import ResidentBatches, device_of
@@ -24,18 +25,16 @@ from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.kinds import KINDS, executor_for
 from lightning_fastdata.host.memory import read_host_memory
 from lightning_fastdata.loading.kept_executor import KeptExecutor
-from lightning_fastdata.order.epoch_order import epoch_order
-from lightning_fastdata.order.repeats import spreading
-from lightning_fastdata.order.sampled import index_batches
+from lightning_fastdata.order.samplers import epoch_order, index_batches
 from lightning_fastdata.planning.worker_count import look_ahead_batches
-from lightning_fastdata.randomness.own_generators import own_generators
+from lightning_fastdata.randomness.generators import own_generators
 from lightning_fastdata.stamps.stamped import ShowDataset, WatchedSampler, stamped
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
     from lightning_fastdata.augment import DatasetRecording, StageTransform, WorkerTransform
-    from lightning_fastdata.batches.page_lock import PageLockName
+    from lightning_fastdata.batches.streams import PageLockName
     from lightning_fastdata.executors.kinds import ExecutorName
     from lightning_fastdata.randomness.shared_epoch import EpochCell
     from lightning_fastdata.stamps.batch_stamps import WaitWatch

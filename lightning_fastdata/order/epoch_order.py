@@ -2,112 +2,17 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterator, Sized
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, cast
 
-from torch.utils.data import (
-    BatchSampler,
-    DistributedSampler,
-    RandomSampler,
-    Sampler,
-    SequentialSampler,
-)
-
-from lightning_fastdata.errors import FastDataWarning, OptionsError
-from lightning_fastdata.order.permutation import Order, cut, epoch_permutation, parts_of
+from lightning_fastdata.errors import OptionsError
+from lightning_fastdata.order.permutation import Order, epoch_permutation, parts_of
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
     from torch.utils.data import Dataset
-
-_TO_INTEGERS: Final = 2**14
-
-
-class ShuffleSampler(RandomSampler):
-    """A permutation of the dataset that depends on the seed and the epoch alone.
-
-    torch's own ``RandomSampler`` draws from the global generator, so what a user's model drew
-    before the epoch decides the order. It is a ``RandomSampler`` to everyone who asks. The order of
-    very large sets is computed on the way and takes no memory.
-
-    Args:
-        data_source: The dataset; only its length is used.
-        seed: Seed of the run.
-    """
-
-    def __init__(self, data_source: Sized, seed: int = 0) -> None:
-        super().__init__(data_source)
-        self.seed = seed
-        self.epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the permutation of ``epoch``, counted from 0; Lightning calls it every epoch."""
-        self.epoch = epoch
-
-    def __iter__(self) -> Iterator[int]:
-        order = epoch_permutation(len(self.data_source), self.seed, self.epoch)
-        # As integers of Python a permutation takes five times its memory.
-        for part in parts_of(order, cut(len(order), _TO_INTEGERS)):
-            yield from part.tolist()
-
-
-class EvaluationBatchSampler(BatchSampler):
-    """Batches of a dataset in its own order, of which each rank gets its share exactly once.
-
-    Given a ``DistributedSampler``, whose ``rank``, ``num_replicas`` and length it takes, it makes
-    the batches of :class:`EpochOrder` with ``equal_counts``: each sample once over all ranks, and
-    as many batches on each rank, so that steps in which the ranks wait for each other go on. Where
-    that is impossible (fewer samples than ranks, or batches of one that do not come out even) it
-    warns and does as ``BatchSampler`` does. Given any other sampler it is a ``BatchSampler``.
-
-    Lightning puts its ``DistributedSampler`` in place of a sequential one, and with
-    ``use_distributed_sampler=False`` leaves it alone; both need no more than this class.
-
-    Args:
-        sampler: Yields indices. Of a ``DistributedSampler`` only who shares is read, not the order.
-        batch_size: Samples of one rank's batch at most.
-        drop_last: Leave out what does not fill a batch on every rank.
-
-    Example:
-        >>> share = DistributedSampler(range(5), num_replicas=2, rank=0, shuffle=False)
-        >>> list(EvaluationBatchSampler(share, batch_size=2))
-        [[0, 1], [3]]
-    """
-
-    def __init__(
-        self, sampler: Sampler[int] | Iterable[int], batch_size: int, drop_last: bool = False
-    ) -> None:
-        super().__init__(sampler, batch_size, drop_last)
-        self.order: EpochOrder | None = None
-        """The plan of this rank; None where the sampler decides."""
-        if not isinstance(sampler, DistributedSampler):
-            return
-        length, ranks = len(cast("Sized", sampler.dataset)), sampler.num_replicas
-        if drop_last or can_share_evenly(length, batch_size, ranks):
-            self.order = EpochOrder(
-                length=length,
-                batch_size=batch_size,
-                shuffle=False,
-                drop_last=drop_last,
-                rank=sampler.rank,
-                world_size=ranks,
-                equal_counts=True,
-            )
-        elif sampler.rank == 0:
-            _warn_of_uneven_share(sampler, length, batch_size)
-
-    def __len__(self) -> int:
-        return super().__len__() if self.order is None else len(self.order)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        if self.order is None:
-            yield from super().__iter__()
-        else:
-            for batch in self.order.batches():
-                yield batch.tolist()
 
 
 def can_share_evenly(length: int, batch_size: int, world_size: int) -> bool:
@@ -209,44 +114,3 @@ class EpochOrder:
                 f"{self.batch_size} cannot make equally many on {self.world_size} ranks. Use fewer "
                 "ranks, or a batch_size of 2 or more if there are as many samples as ranks."
             )
-
-
-def epoch_order(batch_sampler: Any, epoch: int) -> EpochOrder | None:
-    """Return the plan that a batch sampler will follow in an epoch, if that is sure beforehand.
-
-    It is for ``BatchSampler`` over ``ShuffleSampler`` or ``SequentialSampler``.
-    """
-    if type(batch_sampler) is not BatchSampler:
-        return None
-    sampler: Any = batch_sampler.sampler
-    shuffled = type(sampler) is ShuffleSampler
-    if not shuffled and type(sampler) is not SequentialSampler:
-        return None
-    if shuffled and sampler.epoch != epoch:
-        return None
-    return EpochOrder(
-        length=len(sampler.data_source),
-        batch_size=batch_sampler.batch_size,
-        seed=sampler.seed if shuffled else 0,
-        epoch=epoch,
-        shuffle=shuffled,
-        drop_last=batch_sampler.drop_last,
-    )
-
-
-def _warn_of_uneven_share(sampler: DistributedSampler[Any], length: int, batch_size: int) -> None:
-    twice = sampler.total_size - length
-    warnings.warn(
-        f"{length} samples in batches of at most {batch_size} cannot make equally many batches on "
-        f"{sampler.num_replicas} ranks. "
-        + (
-            f"{twice} are therefore evaluated more than once, which biases the metrics. "
-            if twice > 0
-            else "Some ranks therefore have a batch less than others, and a step in which ranks "
-            "wait for each other will hang. "
-        )
-        + "Use a batch_size of 2 or more"
-        + (" and fewer devices." if length < sampler.num_replicas else ", or other devices."),
-        FastDataWarning,
-        stacklevel=3,
-    )

@@ -1,4 +1,4 @@
-"""What you may set about a loader, and the checks of it."""
+"""What you may set about a loader, and how it is checked."""
 
 from __future__ import annotations
 
@@ -6,20 +6,31 @@ import functools
 import inspect
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass
 from difflib import get_close_matches
 from numbers import Integral
-from typing import Any, Final, Literal, TypeAlias, TypeVar
+from typing import Any, Final, Literal, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from lightning_fastdata.augment import StageTransform
 from lightning_fastdata.errors import DatasetError, OptionsError, TransformError
 from lightning_fastdata.executors.kinds import KINDS, ExecutorName
-from lightning_fastdata.randomness.seeds import find_composes
+from lightning_fastdata.randomness.search import find_composes
 
-EXECUTORS: Final = ("auto", *KINDS)
-PAGE_LOCKS: Final = ("copy", "register")
+Auto: TypeAlias = Literal["auto"]
+C = TypeVar("C", bound=type)
+
+_EXECUTORS: Final = ("auto", *KINDS)
+_PAGE_LOCKS: Final = ("copy", "register")
+_START_METHODS: Final = ("auto", "fork", "spawn", "forkserver")
+_SHARING: Final = ("auto", "file_descriptor", "file_system")
+
+
+@runtime_checkable
+class _Indexed(Protocol):
+    def __getitem__(self, key: object, /) -> object: ...
 
 
 def check(name: str, value: object, fine: bool, allowed: str) -> None:
@@ -33,9 +44,36 @@ def check_among(name: str, value: object, allowed: tuple[str, ...]) -> None:
     check(name, value, value in allowed, ", ".join(map(repr, allowed)))
 
 
-def is_seconds(value: object) -> bool:
-    """Return whether a value is a time that may be waited."""
-    return isinstance(value, int | float) and type(value) is not bool and 0 <= value < math.inf
+def check_callable(name: str, value: object, takes: str) -> None:
+    """Raise an :class:`OptionsError` unless a value is None or can be called.
+
+    ``takes`` says what the function takes and returns, as ``"samples and returns a batch"``.
+    """
+    fine = value is None or (callable(value) and not isinstance(value, str))
+    check(name, value, fine, f"None and a function that takes {takes}")
+
+
+def check_whole(name: str, value: object, lowest: int) -> None:
+    """Raise an :class:`OptionsError` unless a value is None or a whole number from ``lowest``."""
+    fine = value is None or (_is_whole(value) and int(value) >= lowest)  # type: ignore[call-overload]
+    check(name, value, fine, f"None and whole numbers from {lowest}")
+
+
+def checked_seed(seed: object) -> int:
+    """Return a seed as an integer of Python; raises OptionsError if it is no whole number."""
+    check("seed", seed, _is_whole(seed), "whole numbers")
+    return int(seed)  # type: ignore[call-overload,no-any-return]
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _check_seconds(name: str, value: object, *, auto: bool) -> None:
+    seconds = isinstance(value, int | float) and type(value) is not bool and 0 <= value < math.inf
+    also = ', or "auto"' if auto else ""
+    fine = seconds or (auto and value == "auto")
+    check(name, value, fine, f"seconds from 0 (no timeout){also}")
 
 
 def unsuited(
@@ -50,69 +88,8 @@ def unsuited(
         yield f"executor={executor!r} has num_workers=0, so the training process reads itself."
 
 
-def check_callable(name: str, value: object, takes: str) -> None:
-    """Raise an :class:`OptionsError` unless a value is None or can be called.
-
-    Args:
-        name: Of the option.
-        value: What was given.
-        takes: What the function takes and returns, as ``"samples and returns a batch"``.
-    """
-    fine = value is None or (callable(value) and not isinstance(value, str))
-    check(name, value, fine, f"None and a function that takes {takes}")
-
-
-def checked_seed(seed: object) -> int:
-    """Return a seed as an integer of Python.
-
-    Raises:
-        OptionsError: It is no whole number.
-    """
-    check("seed", seed, _is_whole(seed), "whole numbers")
-    return int(seed)  # type: ignore[call-overload,no-any-return]
-
-
-def check_dataset(dataset: Any, name: str, *, ordered: bool) -> None:
-    """Raise a :class:`DatasetError` that says what else was given, unless it is a dataset.
-
-    Args:
-        dataset: What was given.
-        name: How the user knows it.
-        ordered: Whether a sampler is given too, which knows the order without the length.
-    """
-    if isinstance(dataset, IterableDataset):
-        return
-    wrong = _no_dataset(dataset)
-    if wrong is not None:
-        raise DatasetError(f"{name} is {wrong}")
-    if ordered:
-        return
-    why, cause = "it has no __len__()", None
-    if hasattr(dataset, "__len__"):
-        try:
-            len(dataset)
-            return
-        except Exception as error:
-            why, cause = f"its __len__() raised {type(error).__name__}: {error}", error
-    raise DatasetError(
-        f"{name} is a {type(dataset).__name__}, of which no order can be made: {why}. Give it a "
-        "__len__() that returns the number of its samples, pass a sampler, or derive it from "
-        "torch.utils.data.IterableDataset if it is a stream."
-    ) from cause
-
-
-def check_whole(name: str, value: object, lowest: int) -> None:
-    """Raise an :class:`OptionsError` unless a value is None or a whole number from ``lowest``."""
-    fine = _is_whole(value) and int(value) >= lowest  # type: ignore[call-overload]
-    check(name, value, value is None or fine, f"None and whole numbers from {lowest}")
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)
-
-
 def check_loader(
-    dataset: Any,
+    dataset: object,
     *,
     executor: Literal["auto"] | ExecutorName,
     page_lock: object,
@@ -125,16 +102,8 @@ def check_loader(
 ) -> None:
     """Raise an error that names what of a loader's arguments is impossible, if anything is.
 
-    Args:
-        dataset: What is to be read.
-        executor: Its name.
-        page_lock: How memory is locked.
-        transform: Of this package, or None.
-        stall_timeout: Seconds, or "auto".
-        needs_batches: Something runs on the device, on batches.
-        whole: Whole numbers or None, and from where on they are allowed.
-        orders: Samplers, or None.
-        functions: Functions or None, and what each takes.
+    ``whole`` are whole numbers or None and where they start, ``orders`` samplers, ``functions``
+    callables and what each takes. ``needs_batches``: something runs on the device, on batches.
 
     Raises:
         DatasetError: It is no dataset.
@@ -143,18 +112,17 @@ def check_loader(
     """
     ordered = any(order is not None for order in orders.values())
     check_dataset(dataset, "The dataset of FastDataLoader", ordered=ordered)
-    check_among("executor", executor, EXECUTORS)
-    check_among("page_lock", page_lock, PAGE_LOCKS)
+    check_among("executor", executor, _EXECUTORS)
+    check_among("page_lock", page_lock, _PAGE_LOCKS)
     for name, (function, takes) in functions.items():
         check_callable(name, function, takes)
     for name, (value, lowest) in whole.items():
         check_whole(name, value, lowest)
     for name, order in orders.items():
-        fine = order is None or hasattr(order, "__iter__") or hasattr(order, "__getitem__")
+        fine = order is None or isinstance(order, Iterable | _Indexed)
         check(name, order, fine, "None and what can be iterated")
-    fine = stall_timeout == "auto" or is_seconds(stall_timeout)
-    check("stall_timeout", stall_timeout, fine, 'seconds from 0 (no timeout), or "auto"')
-    if transform is not None and not hasattr(transform, "in_worker"):
+    _check_seconds("stall_timeout", stall_timeout, auto=True)
+    if transform is not None and not isinstance(transform, StageTransform):
         raise TransformError(
             f"transform is {transform!r}; it has to be made by BatchTransform."
             "from_albumentations(...). Or give it to a FastDataModule as augment=."
@@ -172,22 +140,36 @@ def check_loader(
         )
 
 
-def _hold_datasets(given: Sequence[Any]) -> bool:
-    return any(
-        isinstance(each, Dataset)
-        or (isinstance(each, list | tuple) and any(isinstance(one, Dataset) for one in each))
-        for each in given
-    )
+def check_dataset(dataset: object, name: str, *, ordered: bool) -> None:
+    """Raise a :class:`DatasetError` that says what else was given, unless it is a dataset.
+
+    ``ordered``: a sampler is given too, which knows the order without the length.
+    """
+    if isinstance(dataset, IterableDataset):
+        return
+    wrong = _no_dataset(dataset)
+    if wrong is not None:
+        raise DatasetError(f"{name} is {wrong}")
+    if ordered:
+        return
+    why, cause = "it has no __len__()", None
+    if isinstance(dataset, Sized):
+        try:
+            len(dataset)
+            return
+        except Exception as error:
+            why, cause = f"its __len__() raised {type(error).__name__}: {error}", error
+    raise DatasetError(
+        f"{name} is a {type(dataset).__name__}, of which no order can be made: {why}. Give it a "
+        "__len__() that returns the number of its samples, pass a sampler, or derive it from "
+        "torch.utils.data.IterableDataset if it is a stream."
+    ) from cause
 
 
-def _is_path(text: str) -> bool:
-    """Return whether a string is surely no row of letters, which torch would take for a dataset."""
-    return not any(letter.isspace() for letter in text) or os.path.exists(text)  # noqa: PTH110
-
-
-def _no_dataset(given: Any) -> str | None:
+def _no_dataset(given: object) -> str | None:
     """Return what was given instead of a dataset, and what to do; None: it is one."""
-    given_as = f"the {type(given).__name__} {given!r:.200}, not a dataset"
+    kind = type(given).__name__
+    given_as = f"the {kind} {given!r:.200}, not a dataset"
     if given is None:
         return "None, not a dataset. Return a dataset, or leave it out of the list."
     if isinstance(given, type):
@@ -199,20 +181,20 @@ def _no_dataset(given: Any) -> str | None:
             f"FastImageFolder({path!r:.200}, ...), other files with a Dataset of your own."
         )
     if isinstance(given, DataLoader):
-        return f"a {type(given).__name__}, not a dataset. Give its dataset: loader.dataset."
-    if isinstance(given, list | tuple) and _hold_datasets(given):
+        return f"a {kind}, not a dataset. Give its dataset: loader.dataset."
+    if _holds_datasets(given, levels=2):
         return (
-            f"a {type(given).__name__} of datasets, not a dataset. Join them with "
+            f"a {kind} of datasets, not a dataset. Join them with "
             "torch.utils.data.ConcatDataset, or return one flat list or dict of datasets."
         )
-    if hasattr(given, "__getitem__"):
+    if isinstance(given, _Indexed):
         return None
-    if hasattr(given, "__next__"):
+    if isinstance(given, Iterator):
         return (
             f"{given_as} but an iterator, which can be read once only. Derive from "
             "torch.utils.data.IterableDataset and make the iterator in its __iter__()."
         )
-    if hasattr(given, "__iter__"):
+    if isinstance(given, Iterable):
         return (
             f"{given_as}: it has no __getitem__(). If it is a stream, derive it from "
             "torch.utils.data.IterableDataset, otherwise give a list of the samples."
@@ -222,7 +204,15 @@ def _no_dataset(given: Any) -> str | None:
     return f"{given_as}. A dataset has __getitem__() and __len__(), or is an IterableDataset."
 
 
-C = TypeVar("C", bound=type)
+def _holds_datasets(given: object, levels: int) -> bool:
+    return (levels > 0 and isinstance(given, list | tuple)) and any(
+        isinstance(each, Dataset) or _holds_datasets(each, levels - 1) for each in given
+    )
+
+
+def _is_path(text: str) -> bool:
+    """Return whether a string is surely no row of letters, which torch would take for a dataset."""
+    return not any(letter.isspace() for letter in text) or os.path.exists(text)  # noqa: PTH110
 
 
 class NotConstructedError(OptionsError, AttributeError):
@@ -250,15 +240,12 @@ def refuses_unknown_names(cls: C) -> C:
     """Make the constructor of a class raise OptionsError for a keyword that it does not have.
 
     The signature stays visible to LightningCLI and to ``help()``.
-
-    Args:
-        cls: A class with an ``__init__`` of its own, without ``**kwargs``.
     """
     construct: Callable[..., None] = vars(cls)["__init__"]
     known = list(inspect.signature(construct).parameters)[1:]
 
     @functools.wraps(construct)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+    def __init__(self: object, *args: object, **kwargs: object) -> None:  # noqa: N807
         for name in kwargs:
             if name not in known:
                 close = get_close_matches(name, known, 1)
@@ -271,12 +258,6 @@ def refuses_unknown_names(cls: C) -> C:
 
     cls.__init__ = __init__  # type: ignore[misc]
     return cls
-
-
-Auto: TypeAlias = Literal["auto"]
-
-_START_METHODS = ("auto", "fork", "spawn", "forkserver")
-_SHARING = ("auto", "file_descriptor", "file_system")
 
 
 @refuses_unknown_names
@@ -338,15 +319,10 @@ class LoaderOptions:
             value = getattr(self, name)
             check(name, value, value == "auto" or type(value) is bool, 'True, False or "auto"')
         for name in ("in_order", "probe"):
-            value = getattr(self, name)
-            check(name, value, type(value) is bool, "True and False")
+            check(name, getattr(self, name), type(getattr(self, name)) is bool, "True and False")
         check_among("multiprocessing_context", self.multiprocessing_context, _START_METHODS)
         check_among("sharing_strategy", self.sharing_strategy, _SHARING)
-        check_among("executor", self.executor, EXECUTORS)
-        check_among("page_lock", self.page_lock, PAGE_LOCKS)
-        check(
-            "timeout_s", self.timeout_s, is_seconds(self.timeout_s), "seconds from 0 (no timeout)"
-        )
-        stall = self.stall_timeout_s
-        fine = stall == "auto" or is_seconds(stall)
-        check("stall_timeout_s", stall, fine, 'seconds from 0 (no timeout), or "auto"')
+        check_among("executor", self.executor, _EXECUTORS)
+        check_among("page_lock", self.page_lock, _PAGE_LOCKS)
+        _check_seconds("timeout_s", self.timeout_s, auto=False)
+        _check_seconds("stall_timeout_s", self.stall_timeout_s, auto=True)

@@ -16,7 +16,7 @@ from lightning_fastdata.batches.slots import shared_slots_supported
 from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.executors.kinds import KINDS, ExecutorName
 from lightning_fastdata.host.cpu import read_cpu_limit
-from lightning_fastdata.host.memory import batch_memories, read_host_memory
+from lightning_fastdata.host.memory import read_host_memory
 from lightning_fastdata.order.epoch_order import dataset_length
 from lightning_fastdata.planning.facts.inspection import DatasetFacts, Questions, inspect_dataset
 from lightning_fastdata.planning.facts.probe import sample_bytes
@@ -24,21 +24,15 @@ from lightning_fastdata.planning.loader_plan import LoaderPlan, LoaderSpec, Sett
 from lightning_fastdata.planning.options import LoaderOptions, check_among, unsuited
 from lightning_fastdata.planning.stream_split import splits_itself
 from lightning_fastdata.planning.worker_count import (
-    WORTH_IT,
+    SET,
     alone_ms,
-    auto_prefetch,
     by_workers_ms,
-    enough_workers,
-    fit,
-    held_batches,
+    count_workers,
     look_ahead_batches,
-    memory_message,
-    open_files_message,
     over_epochs,
+    torch_queue,
     waits,
     workers_for,
-    workers_of_stream,
-    workers_that_wait,
 )
 
 if TYPE_CHECKING:
@@ -50,89 +44,33 @@ if TYPE_CHECKING:
     from lightning_fastdata.planning.stream_split import StreamSplit
     from lightning_fastdata.types import Stage
 
+# Side processes are started to save a fifth of the time of a batch: less is not certain enough, as
+# they also wait for each other and for CPUs.
+_WORTH_IT: Final = 0.8
+_POLITE: Final = 5
+# Shorter waits may come from other programs, which is no reason to warn of what the user set.
+_SURELY_MS: Final = 2
+_PIN: Final = "page-locked memory speeds up copies to CUDA devices only"
+_KEEP: Final = "kept between the epochs of training and validation; a single pass does not need it"
+_AS_IT_IS: Final = (None, "left as Python and torch have it")
+_NO_FORK: Final = "a forked process could not read the dataset, and one that was started so could"
+_FEW_FILES: Final = "shared by name, as the open-file limit is too low to share by descriptor"
+_SHARED: Final = (
+    "{file} was opened in the training process and is read by a position that forked workers would "
+    "share with each other, so {then}. Open it on first use in __getitem__ and not in __init__."
+)
+
 
 class ExecutorChoice(NamedTuple):
     """The executor that suits a dataset."""
 
     executor: ExecutorName
-    """Its name."""
     why: str
-    """The reason."""
     alone: bool = False
     """The training process had better read for itself, where the number of workers is open."""
 
 
-TORCH: Final = ExecutorChoice("torch", KINDS["torch"].what)
-"""Where nothing asks for another one."""
-
-
-def choose_executor(
-    spec: LoaderSpec, facts: DatasetFacts, *, cpus: int = 2, shared_memory: bool = True
-) -> ExecutorChoice:
-    """Return the executor that suits a dataset, and why.
-
-    Threads are never chosen: whether a dataset may be read by several at once cannot be seen from
-    outside, and processes decode this package's own images at least as fast.
-
-    Args:
-        spec: The loader. ``num_workers=0`` is a wish to fetch in the training process, a higher
-            number one for workers, also where the samples that were read are cheap: others may not
-            be.
-        facts: What was found out about its dataset.
-        cpus: That this rank may use.
-        shared_memory: The system has the memory that side processes need (Linux).
-    """
-    workers, batch_size = spec.options.num_workers, spec.batch_size or 1
-    keyed = facts.draws or bool(spec.pipelines)
-    aside: ExecutorName = "workers" if shared_memory else "torch"
-    if spec.is_stream and workers != 0:
-        return ExecutorChoice(aside, "each process reads its own stream")
-    if facts.rows:
-        return ExecutorChoice(
-            "gather", "its batches are rows of numbers, copied with one call per column"
-        )
-    # Keys for draws that are not made would cost each step of the training some 50 us.
-    here: ExecutorName = "inline" if keyed or spec.transformed else "torch"
-    if workers == 0:
-        return ExecutorChoice(here, "num_workers=0 asks for the training process", alone=True)
-    lacks = "" if shared_memory else "; this system has no memory files for side processes"
-    if isinstance(workers, int):
-        return ExecutorChoice(aside, f"num_workers={workers} asks for them" + lacks)
-    if facts.cost is None:
-        return ExecutorChoice(aside, "what a sample costs is not known" + lacks)
-    if spec.transformed:  # which is not part of what was measured
-        return ExecutorChoice(aside, "an Albumentations pipeline runs on each sample" + lacks)
-    alone = alone_ms(over_epochs(facts.cost, 1), batch_size, keyed=keyed)
-    shared = by_workers_ms(over_epochs(facts.cost, cpus), batch_size, keyed=keyed, cpus=cpus)
-    said = f"a batch takes {alone:.2g} ms here and some {shared:.2g} ms by side processes"
-    if facts.cost.again_ms is not None:
-        said += (
-            f", on the mean of ten epochs: a sample takes {facts.cost.cpu_ms:.2g} ms at first and "
-            f"{facts.cost.again_ms:.2g} when it is read again, as the dataset keeps it"
-        )
-    if waits(facts.cost):
-        said += f"; a sample waits {facts.cost.wait_ms:.2g} of its {facts.cost.wall_ms:.2g} ms"
-    if shared < WORTH_IT * alone:
-        return ExecutorChoice(aside, said + lacks)
-    return ExecutorChoice(here, said, alone=True)
-
-
-_POLITE = 5
-
-_SET = "set by you"
-_PIN = "page-locked memory speeds up copies to CUDA devices only"
-_KEEP = "kept between the epochs of training and validation; a single pass does not need it"
-_AS_IT_IS = (None, "left as Python and torch have it")
-_SURELY_MS = 2
-"""Shorter waits may come from other programs, which is no reason to warn of what the user set."""
-_NO_FORK = "a forked process could not read the dataset, and one that was started so could"
-_FEW_FILES = "shared by name, as the open-file limit is too low to share by descriptor"
-_NO_DESCRIPTORS = ("darwin", "win32")
-_HERE: Final = (0, "fetching a batch costs less than handing it over")
-_SHARED: Final = (
-    "{file} was opened in the training process and is read by a position that forked workers would "
-    "share with each other, so {then}. Open it on first use in __getitem__ and not in __init__."
-)
+_TORCH: Final = ExecutorChoice("torch", KINDS["torch"].what)
 
 
 def plan_for(
@@ -145,23 +83,23 @@ def plan_for(
 ) -> LoaderPlan:
     """Read the limits of this machine, and make the plan of a loader.
 
-    Args:
-        spec: The loader.
-        facts: What was found out about its dataset; None: what the plan rests on is
-            found out now.
-        accelerator: ``"cpu"``, ``"cuda"`` or another device type; None: that of this machine.
-        local_ranks: Training processes that share this host.
-        recorded: The dataset's own pipelines leave something to the device.
+    What the plan rests on is found out now, unless there are ``facts``. ``accelerator`` is
+    ``"cpu"``, ``"cuda"`` or another device type (None: that of this machine), ``local_ranks`` the
+    training processes on this host. ``recorded``: the dataset's own pipelines leave something to
+    the device.
     """
     if facts is None:
         facts = inspect_dataset(spec, Questions(cost=spec.needs_cost))
+    if accelerator is None:
+        found = torch.accelerator.is_available() and torch.accelerator.current_accelerator()
+        accelerator = found.type if found else "cpu"
     options, dataset, cost = spec.options, spec.dataset, facts.cost
     stream = None
     if spec.is_stream:
         wrapped = spec.transformed or bool(spec.pipelines)
         stream = splits_itself(dataset, worker_init_fn=spec.worker_init_fn, wrapped=wrapped)
     cpu = read_cpu_limit(local_ranks=local_ranks)
-    choice = TORCH
+    choice = _TORCH
     if facts.shared_file is not None and options.num_workers == "auto":
         why = f"workers would share the position in {facts.shared_file}, which is open here"
         choice = ExecutorChoice("inline", why)
@@ -179,7 +117,7 @@ def plan_for(
         stage=spec.stage,
         cpu=cpu,
         memory=read_host_memory(),
-        accelerator=accelerator or _accelerator(),
+        accelerator=accelerator,
         sample_bytes=size if facts.sample is None else sample_bytes(facts.sample),
         batch_size=spec.batch_size or 1,
         dataset_length=dataset_length(dataset),
@@ -196,9 +134,49 @@ def plan_for(
     return replace(plan, limits=(*plan.limits, shared), warnings=(*facts.warnings, shared))
 
 
-def _accelerator() -> str:
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return "cpu" if device is None else device.type
+def choose_executor(
+    spec: LoaderSpec, facts: DatasetFacts, *, cpus: int = 2, shared_memory: bool = True
+) -> ExecutorChoice:
+    """Return the executor that suits a dataset, and why. Pure.
+
+    ``num_workers=0`` is a wish to fetch in the training process, a higher number one for workers,
+    also where the samples that were read are cheap: others may not be. Threads are never chosen:
+    whether a dataset may be read by several at once cannot be seen from outside, and processes
+    decode this package's own images at least as fast. ``shared_memory``: the system has the memory
+    that side processes need (Linux).
+    """
+    workers, batch_size = spec.options.num_workers, spec.batch_size or 1
+    keyed = facts.draws or bool(spec.pipelines)
+    aside: ExecutorName = "workers" if shared_memory else "torch"
+    if spec.is_stream and workers != 0:
+        return ExecutorChoice(aside, "each process reads its own stream")
+    if facts.rows:
+        why = "its batches are rows of numbers, copied with one call per column"
+        return ExecutorChoice("gather", why)
+    # Keys for draws that are not made would cost each step of the training some 50 us.
+    here: ExecutorName = "inline" if keyed or spec.transformed else "torch"
+    if workers == 0:
+        return ExecutorChoice(here, "num_workers=0 asks for the training process", alone=True)
+    lacks = "" if shared_memory else "; this system has no memory files for side processes"
+    if isinstance(workers, int):
+        return ExecutorChoice(aside, f"num_workers={workers} asks for them{lacks}")
+    if facts.cost is None:
+        return ExecutorChoice(aside, f"what a sample costs is not known{lacks}")
+    if spec.transformed:  # which is not part of what was measured
+        return ExecutorChoice(aside, f"an Albumentations pipeline runs on each sample{lacks}")
+    alone = alone_ms(over_epochs(facts.cost, 1), batch_size, keyed=keyed)
+    shared = by_workers_ms(over_epochs(facts.cost, cpus), batch_size, keyed=keyed, cpus=cpus)
+    said = f"a batch takes {alone:.2g} ms here and some {shared:.2g} ms by side processes"
+    if facts.cost.again_ms is not None:
+        said += (
+            f", on the mean of ten epochs: a sample takes {facts.cost.cpu_ms:.2g} ms at first and "
+            f"{facts.cost.again_ms:.2g} when it is read again, as the dataset keeps it"
+        )
+    if waits(facts.cost):
+        said += f"; a sample waits {facts.cost.wait_ms:.2g} of its {facts.cost.wall_ms:.2g} ms"
+    if shared < _WORTH_IT * alone:
+        return ExecutorChoice(aside, said + lacks)
+    return ExecutorChoice(here, said, alone=True)
 
 
 def plan_loader(
@@ -215,37 +193,19 @@ def plan_loader(
     batched_fetch: bool,
     in_memory: bool = False,
     stream: StreamSplit | None = None,
-    choice: ExecutorChoice | tuple[ExecutorName, str] = TORCH,
+    choice: ExecutorChoice | tuple[ExecutorName, str] = _TORCH,
     cost: SampleCost | None = None,
     split: bool = False,
-    tensors_per_batch: int = 2,
     start_method: str | None = None,
     instead_of_fork: str | None = None,
     platform: str = sys.platform,
 ) -> LoaderPlan:
     """Decide every setting of a loader. Reads nothing: the same arguments give the same plan.
 
-    Args:
-        options: What the user set; it always wins, and gets a limit message where it cannot work.
-        stage: What the loader is for.
-        cpu: CPUs of this rank.
-        memory: Free memory of this host, shared by its ranks.
-        accelerator: ``"cpu"``, ``"cuda"``, ``"mps"`` or another device type.
-        sample_bytes: Size of one collated sample; None if unknown, and memory then sets no bound.
-        batch_size: Samples in one batch of this rank.
-        dataset_length: Samples this rank reads in an epoch; None if unknown.
-        iterable: The dataset is a stream (``IterableDataset``).
-        batched_fetch: The dataset gives a whole batch in one call (``__getitems__``).
-        in_memory: The samples are tensors in RAM and nothing is computed for each.
-        stream: Whether a stream shares itself out among workers; None: unknown.
-        choice: The executor that suits the dataset; taken if ``"auto"`` is asked for.
-        cost: Of a sample; samples that wait get more workers than there are CPUs. None: unknown.
-        split: Samples of one batch may be read by several workers, as default collation allows.
-        tensors_per_batch: Tensors in a batch; each takes open files on its way to torch's loader.
-        start_method: Of processes, if the options leave it open; None: the default of Python.
-        instead_of_fork: How processes are to be started, as forked ones were seen to fail; None:
-            they were not. What the options say wins.
-        platform: ``sys.platform``.
+    ``cpu``, ``batch_size`` and ``dataset_length`` are this rank's, ``memory`` is the host's. None:
+    not known. ``split``: the samples of one batch may be read by several workers. ``choice`` is
+    taken if the options leave the executor open, ``start_method`` likewise (None: the default of
+    Python), ``instead_of_fork`` where forked processes were seen to fail.
 
     Raises:
         OptionsError: ``batch_size`` is below 1, or the system has no such start method or sharing
@@ -253,17 +213,18 @@ def plan_loader(
     """
     if batch_size < 1:
         raise OptionsError(f"batch_size is {batch_size!r}; a batch has 1 sample or more.")
-    _check_platform(options, platform)
+    if platform == "win32":
+        check_among("multiprocessing_context", options.multiprocessing_context, ("auto", "spawn"))
+    if platform in ("darwin", "win32"):
+        check_among("sharing_strategy", options.sharing_strategy, ("auto", "file_system"))
     chosen = ExecutorChoice(*choice)
     executor = chosen.executor if options.executor == "auto" else options.executor
     ours = not (KINDS[executor].is_torch or iterable)
-    method = start_method or ("fork" if platform == "linux" else "spawn")
-    method = (
-        method if options.multiprocessing_context == "auto" else options.multiprocessing_context
-    )
-    limits = list(_overstepped(options, cpu, accelerator, cost))
+    method: str = options.multiprocessing_context
+    if method == "auto":
+        method = start_method or ("fork" if platform == "linux" else "spawn")
     batches = None if dataset_length is None else math.ceil(dataset_length / batch_size)
-    count, why, limit = _workers(
+    count, why, limits = count_workers(
         options,
         executor,
         alone=chosen.alone or (batched_fetch and in_memory and not ours),
@@ -277,41 +238,30 @@ def plan_loader(
         ranks=cpu.ranks_on_host,
         forked=method == "fork",
     )
-    limits.extend(limit)
+    limits = [*_overstepped(options, cpu, accelerator, cost), *limits]
     prefetch: int | None
-    batch_bytes = (sample_bytes or 0) * batch_size
     if ours:
         # The engine's slots keep to a share of the RAM by themselves, and take nothing of /dev/shm.
         prefetch = None if options.prefetch_factor == "auto" else options.prefetch_factor
         ahead = look_ahead_batches(count, prefetch=prefetch, batch_size=batch_size, split=split)
-        prefetch_why = f"{ahead} batches ahead in all, as memory allows"
-        many_files = False
+        prefetch_why, many_files = f"{ahead} batches ahead in all, as memory allows", False
     else:
-        prefetch, prefetch_why = auto_prefetch(options, count)
-        for place in batch_memories(memory, ranks=cpu.ranks_on_host):
-            if not place.holds(held_batches(count, prefetch) * batch_bytes):
-                fitting = fit(count, prefetch, batch_bytes, place, options)
-                limits.append(memory_message((count, prefetch), fitting, batch_bytes, place))
-                why += f"; bounded by {place.place}" if fitting[0] < count else ""
-                prefetch_why = (
-                    f"bounded by {place.place}" if fitting[1] < prefetch else prefetch_why
-                )
-                count, prefetch = fitting
-        open_files = count * prefetch * tensors_per_batch * 2
-        soft = memory.open_files_soft
-        many_files = soft is not None and open_files * 2 >= soft
-        many_files = many_files and platform not in _NO_DESCRIPTORS
-        if many_files and options.sharing_strategy != "file_system":
-            limits.append(open_files_message(open_files, memory, options))
-
-    auto = {
+        count, why, prefetch, prefetch_why, many_files, bounds = torch_queue(
+            count,
+            why,
+            options,
+            (sample_bytes or 0) * batch_size,
+            memory=memory,
+            ranks=cpu.ranks_on_host,
+            platform=platform,
+        )
+        limits += bounds
+    auto: dict[str, tuple[Value, str]] = {
         "num_workers": (count, why),
         "pin_memory": (accelerator == "cuda", _PIN),
         "persistent_workers": (count > 0 and stage in ("train", "val"), _KEEP),
         "prefetch_factor": (prefetch, prefetch_why) if count else (None, "not used: no workers"),
-        "multiprocessing_context": (
-            _AS_IT_IS if instead_of_fork is None else (instead_of_fork, _NO_FORK)
-        ),
+        "multiprocessing_context": (instead_of_fork, _NO_FORK) if instead_of_fork else _AS_IT_IS,
         "sharing_strategy": ("file_system", _FEW_FILES) if many_files else _AS_IT_IS,
         "timeout_s": (0, "wait for ever, as long as there is progress"),
         "stall_timeout_s": (None, "120 s without progress, or 20 times the longest task"),
@@ -321,70 +271,26 @@ def plan_loader(
         "page_lock": ("copy", "each batch is copied, where pin_memory asks for it"),
         "probe": (True, "a few samples tell what suits them"),
     }
-    limits.extend(unsuited(options.executor, iterable=iterable, workers=count))
+    limits += unsuited(options.executor, iterable=iterable, workers=count)
     choices = tuple(_setting(options, name, *auto[name]) for name in auto)
     decided: dict[str, Any] = {setting.option: setting.value for setting in choices}
     return LoaderPlan(**decided, choices=choices, limits=tuple(limits))
 
 
-def _workers(
-    options: LoaderOptions,
-    executor: ExecutorName,
-    *,
-    alone: bool,
-    computing: tuple[int, str],
-    iterable: bool,
-    stream: StreamSplit | None,
-    cost: SampleCost | None,
-    batch_size: int,
-    **about: Any,
-) -> tuple[int, str, list[str]]:
-    """Return how many workers there are, why, and what bounds them.
-
-    Args:
-        options: What the user set.
-        executor: Who fetches.
-        alone: The training process had better read for itself.
-        computing: How many would do if samples did not wait, and why.
-        iterable: The dataset is a stream.
-        stream: Whether it shares itself out among workers; None: unknown.
-        cost: Of a sample that the engine reads; None: unknown, or torch reads.
-        batch_size: Samples in a batch.
-        **about: For :func:`workers_that_wait`.
-    """
-    count, why = computing
-    kind = KINDS[executor]
-    limits: list[str] = []
-    if options.num_workers != "auto":
-        count, why = options.num_workers, _SET
-    elif kind.workers is not None and not iterable:
-        count, why = kind.workers
-    elif alone and (options.executor == "auto" or kind.is_torch):
-        count, why = _HERE
-    elif iterable and count > 1:
-        count, why, limits = workers_of_stream(count, why, stream)
-    elif cost is not None and count and waits(cost):
-        count, why = workers_that_wait(count, cost, **about)
-    elif cost is not None and enough_workers(cost, batch_size) < count:
-        count = enough_workers(cost, batch_size)
-        why = "the training process could not take the batches of more"
-    return count, why, limits
-
-
 def _overstepped(
     options: LoaderOptions, cpu: CpuLimit, accelerator: str, cost: SampleCost | None
 ) -> Iterator[str]:
-    many = options.num_workers != "auto" and options.num_workers > cpu.usable_cpus
-    if many and not waits(cost):
+    workers = options.num_workers
+    if workers != "auto" and workers > cpu.usable_cpus and not waits(cost):
         yield (
-            f"num_workers={options.num_workers} is more than the CPUs there are ({cpu.reason}). It "
+            f"num_workers={workers} is more than the CPUs there are ({cpu.reason}). It "
             "helps only while workers wait for a disk or a network. Set num_workers="
             f'{cpu.usable_cpus} or "auto", or ask for more CPUs (docker --cpus, Slurm -c).'
         )
-    few = options.num_workers != "auto" and 0 < options.num_workers <= cpu.usable_cpus
+    few = workers != "auto" and 0 < workers <= cpu.usable_cpus
     if few and cost is not None and waits(cost) and cost.wait_ms >= _SURELY_MS:
         yield (
-            f"num_workers={options.num_workers}, but a sample waits {cost.wait_ms:.3g} of its "
+            f"num_workers={workers}, but a sample waits {cost.wait_ms:.3g} of its "
             f'{cost.wall_ms:.3g} ms and leaves the CPUs idle. Set num_workers="auto", or more '
             "workers than CPUs."
         )
@@ -396,11 +302,4 @@ def _setting(options: LoaderOptions, option: str, auto: Value, why: str) -> Sett
     asked = getattr(options, option)
     if asked in ("auto", getattr(LoaderOptions(), option)):
         return Setting(option=option, value=auto, why=why, by="auto")
-    return Setting(option=option, value=asked, why=_SET, by="you")
-
-
-def _check_platform(options: LoaderOptions, platform: str) -> None:
-    if platform == "win32":
-        check_among("multiprocessing_context", options.multiprocessing_context, ("auto", "spawn"))
-    if platform in _NO_DESCRIPTORS:
-        check_among("sharing_strategy", options.sharing_strategy, ("auto", "file_system"))
+    return Setting(option=option, value=asked, why=SET, by="you")

@@ -7,7 +7,7 @@ a part of their own; from the others, several workers would give each sample sev
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
 from types import CodeType, FunctionType, MethodType, ModuleType
@@ -24,23 +24,26 @@ from torch.utils.data import (
 )
 
 from lightning_fastdata.batches.keyed import KeyedIterableDataset
+from lightning_fastdata.tree import held
 
 _ASKS: Final = "get_worker_info"
+# What code names that gives each worker its part. Code that names fewer of them seeds a generator,
+# refuses workers, or has a file for each of a given number of workers.
 _SHARES: Final = frozenset({_ASKS, "num_workers", "id"})
-"""What code names that gives each worker its part. Code that names fewer of them seeds a generator,
-refuses workers, or has a file for each of a given number of workers."""
 _CUTS: Final = "islice"
 _MOST_FUNCTIONS: Final = 200
 _DEEPEST: Final = 8
 _MOST_PARTS: Final = 64
-_NOT_FOLLOWED: Final = frozenset({"torch", "numpy", "lightning_fastdata"})
+_NOT_FOLLOWED: Final = frozenset(
+    {"torch", "numpy", "lightning_fastdata", *sys.stdlib_module_names} - {"__main__"}
+)
+# Package and class of streams that share out their chunks.
 _OWN_SPLIT: Final = (
     ("litdata", "StreamingDataset"),
     ("litdata", "CombinedStreamingDataset"),
     ("litdata", "ParallelStreamingDataset"),
     ("streaming", "StreamingDataset"),
 )
-"""Package and class of streams that share out their chunks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,19 +68,14 @@ def splits_itself(
 
     Known are Hugging Face's streams, WebDataset, LitData, MosaicML's streaming and torch's
     DataPipes. Of others the code counts that runs in ``__iter__``: whether it asks
-    ``get_worker_info()`` for the number of the worker and of all workers.
-
-    Args:
-        dataset: A stream.
-        worker_init_fn: Of its loader, which may give each worker's copy its part.
-        wrapped: The loader reads it through a wrapper of this package, for pipelines that it calls
-            or a transform; torch then cannot shard a DataPipe.
+    ``get_worker_info()`` for the number of the worker and of all workers. A ``worker_init_fn`` may
+    give each worker's copy its part. ``wrapped``: the loader reads it through a wrapper of this
+    package, for pipelines that it calls or a transform; torch then cannot shard a DataPipe.
     """
     found = _look_at(dataset, wrapped=wrapped, seen=frozenset())
     if found.splits or worker_init_fn is None:
         return found
-    names, _ = _names_reached(list(_functions_of(worker_init_fn)), None)
-    if {_ASKS, "num_workers", "dataset"} <= names:
+    if {_ASKS, "num_workers", "dataset"} <= _names_reached(_functions_of(worker_init_fn))[0]:
         return StreamSplit(splits=True, why="worker_init_fn gives each worker its part")
     return found
 
@@ -86,7 +84,7 @@ def _no(why: str) -> StreamSplit:
     return StreamSplit(splits=False, why=why)
 
 
-def _look_at(stream: Any, *, wrapped: bool, seen: frozenset[int]) -> StreamSplit:
+def _look_at(stream: object, *, wrapped: bool, seen: frozenset[int]) -> StreamSplit:
     name = type(stream).__name__
     if id(stream) in seen or len(seen) > _DEEPEST:
         return _no(f"{name} holds itself")
@@ -107,40 +105,38 @@ def _look_at(stream: Any, *, wrapped: bool, seen: frozenset[int]) -> StreamSplit
     return _by_code(stream, wrapped=wrapped, seen=seen)
 
 
-def _by_code(stream: Any, *, wrapped: bool, seen: frozenset[int]) -> StreamSplit:
+def _by_code(stream: object, *, wrapped: bool, seen: frozenset[int]) -> StreamSplit:
     """Judge a stream by the code that runs when it is iterated, and by the streams it reads."""
     name = type(stream).__name__
-    names, held = _names_reached(list(_iterating(type(stream))), stream)
-    if isinstance(stream, IterDataPipe):  # whose __iter__ is torch's, around that of its class
-        held = [part for value in vars(stream).values() for part in _parts(value)]
-    parts = [part for part in held if isinstance(part, IterableDataset)]
-    found = [_look_at(part, wrapped=wrapped, seen=seen) for part in parts]
-    if any(isinstance(part, DataLoader) for part in held):
+    names, read = _names_reached(_iterating(type(stream)), stream)
+    piped = isinstance(stream, IterDataPipe)
+    if piped:  # whose __iter__ is torch's, around that of its class
+        read = [part for value in vars(stream).values() for part in _parts(value)]
+    if any(isinstance(part, DataLoader) for part in read):
         return _no(f"{name} reads a DataLoader")
+    parts = [part for part in read if isinstance(part, IterableDataset)]
+    found = [_look_at(part, wrapped=wrapped, seen=seen) for part in parts]
+    asks = "{}.__iter__ asks get_worker_info() for its part"
     if names >= _SHARES:
         if any(one.splits for one in found):
             return _no(f"both {name} and the stream that it reads share themselves out")
-        return StreamSplit(splits=True, why=f"{name}.__iter__ asks get_worker_info() for its part")
+        return StreamSplit(splits=True, why=asks.format(name))
     if not parts:
-        for part in held:
-            if _names_reached(list(_iterating(type(part))), part)[0] >= _SHARES:
-                why = f"{type(part).__name__}.__iter__ asks get_worker_info() for its part"
-                return StreamSplit(splits=True, why=why)
+        for part in read:
+            if _names_reached(_iterating(type(part)), part)[0] >= _SHARES:
+                return StreamSplit(splits=True, why=asks.format(type(part).__name__))
         return _no(f"{name}.__iter__ does not ask get_worker_info() for its part")
     unsplit = next((one for one in found if not one.splits), None)
     if unsplit is not None:
         return unsplit
-    if len(parts) > 1 and not (_is_a(stream, "webdataset", name) or _joins(stream)):
+    joins = isinstance(stream, ChainDataset | IterDataPipe) or _is_a(stream, "webdataset", name)
+    if len(parts) > 1 and not joins:
         return _no(f"{name} reads several streams, whose parts need not belong together")
-    if _CUTS in names and not isinstance(stream, IterDataPipe):
+    if _CUTS in names and not piped:
         return _no(f"{name} cuts the stream that it reads with islice, in each worker anew")
     # WebDataset raises in a worker that one of several streams has no shard for.
     bounds = [one.most_workers for one in found if one.most_workers is not None]
     return StreamSplit(splits=True, why=found[0].why, most_workers=min(bounds, default=None))
-
-
-def _joins(stream: object) -> bool:
-    return isinstance(stream, ChainDataset | IterDataPipe)
 
 
 def _is_a(item: object, package: str, name: str) -> bool:
@@ -152,47 +148,44 @@ def _is_a(item: object, package: str, name: str) -> bool:
 
 def _hugging_face(stream: Any) -> StreamSplit:
     try:
-        shards = getattr(stream, "num_shards", None) or stream.n_shards
+        shards = int(getattr(stream, "num_shards", None) or stream.n_shards)
     except Exception:  # whatever a version raises that has neither
-        return _no("its number of shards could not be told")
+        return _no("its number of shards is not known")
     shared = "its 1 shard is" if shards == 1 else f"its {shards} shards are"
-    return StreamSplit(splits=True, why=f"{shared} shared out", most_workers=int(shards))
+    return StreamSplit(splits=True, why=f"{shared} shared out", most_workers=shards)
 
 
-def _web_dataset(stream: Any, seen: frozenset[int]) -> StreamSplit:
-    stages = list(vars(stream).get("pipeline") or ())
+def _web_dataset(stream: object, seen: frozenset[int]) -> StreamSplit:
+    stages = list(held(stream, "pipeline") or ())
     if vars(stream).get("nsamples", -1) > 0:
         return _no("with_epoch(n) gives n samples in each worker")
-    shards, ranks = None, 1
-    for stage in stages:
-        if _is_a(stage, "webdataset", "ResampledShards"):
-            return StreamSplit(splits=True, why="each worker draws shards of its own")
-        urls = vars(stage).get("urls") if hasattr(stage, "__dict__") else None
-        shards = len(urls) if shards is None and isinstance(urls, list) else shards
-        if getattr(stage, "__name__", "") == "split_by_node":
-            ranks = _ranks()
+    if any(_is_a(stage, "webdataset", "ResampledShards") for stage in stages):
+        return StreamSplit(splits=True, why="each worker draws shards of its own")
+    urls = (held(stage, "urls") for stage in stages)
+    shards = next((len(each) for each in urls if isinstance(each, list)), None)
+    names = [stage.__name__ if isinstance(stage, FunctionType) else "" for stage in stages]
+    most = None if shards is None else max(1, shards // _ranks("split_by_node" in names))
     found = []
-    for stage in stages:
+    for name, stage in zip(names, stages, strict=True):
         if isinstance(stage, IterableDataset):
             found.append(_look_at(stage, wrapped=False, seen=seen))
             continue
-        own = getattr(stage, "__module__", "").split(".")[0] != "webdataset"
-        shares = own and _names_reached(list(_functions_of(stage)), None)[0] >= _SHARES
-        if shares or getattr(stage, "__name__", "") == "split_by_worker":
-            most = None if shards is None else max(1, shards // ranks)
+        own = _package_of(stage) != "webdataset"
+        shares = own and _names_reached(_functions_of(stage))[0] >= _SHARES
+        if shares or name == "split_by_worker":
             why = f"its {shards} shards are split by worker"
             found.append(StreamSplit(splits=True, why=why, most_workers=most))
     splitting = [one for one in found if one.splits]
     if len(splitting) != 1:
         return _no(f"{len(splitting)} stages of its pipeline split by worker, and one should")
     if splitting[0].most_workers is None and shards is None:
-        return _no("its number of shards could not be told")  # a worker without any would raise
+        return _no("its number of shards is not known")  # a worker without any would raise
     return splitting[0]
 
 
-def _ranks() -> int:
+def _ranks(split: bool) -> int:
     distributed = torch.distributed
-    started = distributed.is_available() and distributed.is_initialized()
+    started = split and distributed.is_available() and distributed.is_initialized()
     return distributed.get_world_size() if started else 1
 
 
@@ -224,18 +217,19 @@ def _functions_of(item: object) -> Iterator[FunctionType]:
         yield from _functions_of(item.func)
 
 
-def _names_reached(functions: list[FunctionType], owner: object) -> tuple[set[str], list[Any]]:
+def _names_reached(
+    start: Iterable[FunctionType], owner: object = None
+) -> tuple[set[str], list[object]]:
     """Return the names in functions and in those they call, and what they read of their owner.
 
-    Args:
-        functions: Where to begin.
-        owner: Whose methods and attributes the functions may use; None: they have no owner.
+    The functions may use the methods and attributes of their owner; None: they have none.
     """
-    names: set[str] = set()
-    held: dict[int, Any] = {}
+    functions, names = list(start), set[str]()
+    parts: dict[int, object] = {}
     seen: set[int] = set()
-    cls = type(owner)
-    attributes = getattr(owner, "__dict__", {}) if owner is not None else {}
+    members: dict[str, object] = {}
+    for cls in reversed(type(owner).__mro__ if owner is not None else ()):
+        members |= vars(cls)
     while functions and len(seen) < _MOST_FUNCTIONS:
         function = functions.pop()
         if id(function.__code__) in seen:
@@ -243,22 +237,18 @@ def _names_reached(functions: list[FunctionType], owner: object) -> tuple[set[st
         seen.add(id(function.__code__))
         for name in _names(function.__code__):
             names.add(name)
-            if owner is not None:
-                value = next((vars(c)[name] for c in cls.__mro__ if name in vars(c)), None)
-                functions += filter(_is_followed, _functions_of(value))
-                if name in attributes:
-                    functions += _functions_of(attributes[name])
-                    held |= {id(part): part for part in _parts(attributes[name])}
+            functions += filter(_is_followed, _functions_of(members.get(name)))
+            attribute = held(owner, name)
+            functions += _functions_of(attribute)
+            parts |= {id(part): part for part in _parts(attribute)}
         for value in _values_named(function):
             if value is get_worker_info:
                 names.add(_ASKS)
-            elif isinstance(value, type):
-                if _is_followed(value):
-                    functions += _functions_of(vars(value).get("__init__"))
-                    functions += _iterating(value)
-            else:
+            elif not isinstance(value, type):
                 functions += filter(_is_followed, _functions_of(value))
-    return names, list(held.values())
+            elif _is_followed(value):
+                functions += [*_functions_of(vars(value).get("__init__")), *_iterating(value)]
+    return names, list(parts.values())
 
 
 def _names(code: CodeType) -> Iterator[str]:
@@ -283,25 +273,26 @@ def _values_named(function: FunctionType) -> Iterator[object]:
             yield from (vars(value)[other] for other in names if other in vars(value))
 
 
-def _is_followed(item: Any) -> bool:
+def _package_of(item: object) -> str:
     module = item.__name__ if isinstance(item, ModuleType) else getattr(item, "__module__", None)
-    package = (module or "").split(".")[0]
-    return package not in _NOT_FOLLOWED and package not in (sys.stdlib_module_names - {"__main__"})
+    return (module or "").split(".")[0]
 
 
-def _parts(value: Any) -> Iterator[Any]:
+def _is_followed(item: object) -> bool:
+    return _package_of(item) not in _NOT_FOLLOWED
+
+
+def _parts(value: object) -> Iterator[object]:
     """Return what may be iterated of an attribute: itself, or the elements of a container."""
     if isinstance(value, dict):
         value = list(value.values())
-    if type(value) in (list, tuple):
-        for element in value[:_MOST_PARTS]:
-            if _can_be_iterated(element):
-                yield element
+    if isinstance(value, list | tuple) and type(value) in (list, tuple):
+        yield from filter(_can_be_iterated, value[:_MOST_PARTS])
     elif _can_be_iterated(value):
         yield value
 
 
-def _can_be_iterated(value: Any) -> bool:
+def _can_be_iterated(value: object) -> bool:
     if isinstance(value, Dataset | DataLoader):
         return isinstance(value, IterableDataset | DataLoader)
     return any(isinstance(vars(c).get("__iter__"), FunctionType) for c in type(value).__mro__)

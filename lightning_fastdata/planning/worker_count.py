@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from lightning_fastdata.executors.kinds import KINDS, ExecutorName
+from lightning_fastdata.host.memory import batch_memories
 
 if TYPE_CHECKING:
     from lightning_fastdata.host.cpu import CpuLimit
@@ -14,32 +17,22 @@ if TYPE_CHECKING:
     from lightning_fastdata.planning.stream_split import StreamSplit
     from lightning_fastdata.types import Stage
 
+SET: Final = "set by you"
 _MOST_WAITING: Final = 64
-_SHORTEST_WAIT_MS: Final = 0.2
-"""Handing a sample out and taking it back waits for about as long."""
-_HANDOVER_MS: Final = 0.1
-"""CPU time a sample costs besides reading it: its messages, its key, its copy into the batch."""
-_LOOK_AHEAD_BATCHES: Final = 8
-"""Batches under way together; enough to cover one slow batch."""
-WORTH_IT: Final = 0.8
-"""Side processes are started to save a fifth of the time of a batch: less is not certain enough, as
-they also wait for each other and for CPUs."""
-_GIVE_MS: Final = 0.17
-"""CPU time of the training process to give out a batch and take it in, and ``_GIVE_ROW_MS`` for
-each of its rows. ``benchmarks/handing_over.py`` measures these five, where ``SampleCost.pace`` is
-1."""
-_GIVE_ROW_MS: Final = 0.0006
-_TAKE_MS: Final = 0.16
-"""CPU time of a side process for a batch besides reading and collating it, and ``_TAKE_ROW_MS``
-for each row."""
-_TAKE_ROW_MS: Final = 0.0016
+_SHORTEST_WAIT_MS: Final = 0.2  # a sample that is handed out and taken back waits for about as long
+_HANDOVER_MS: Final = 0.1  # CPU time for the messages of a sample, its key, its copy into the batch
+_LOOK_AHEAD_BATCHES: Final = 8  # under way together; enough to cover one slow batch
+# CPU time measured by benchmarks/handing_over.py where ``SampleCost.pace`` is 1: the training
+# process gives out a batch and takes it in, a side process handles it besides reading and
+# collating, a generator is seeded for a sample that draws from one.
+_GIVE_MS, _GIVE_ROW_MS = 0.17, 0.0006
+_TAKE_MS, _TAKE_ROW_MS = 0.16, 0.0016
 _KEY_MS: Final = 0.006
-"""CPU time for seeding the generator that a sample draws from, if it is one of the three."""
-_EPOCHS: Final = 10
-"""Of a training, where a dataset keeps what it has read."""
-_FORKED_BYTES: Final = 48 * 2**20
-_FRESH_BYTES: Final = 400 * 2**20
-"""A process that imports torch anew; a forked one shares its parent's pages."""
+_EPOCHS: Final = 10  # of a training, where a dataset keeps what it has read
+_FORKED_BYTES: Final = 48 * 2**20  # a forked process shares its parent's pages
+_FRESH_BYTES: Final = 400 * 2**20  # a process that imports torch anew
+_TENSORS_PER_BATCH: Final = 2  # each takes open files on its way to torch's loader
+_NO_DESCRIPTORS: Final = ("darwin", "win32")
 _ONE_STREAM: Final = (
     "num_workers is 1 of {count} possible, because several workers may each read the whole stream, "
     "so that samples would come several times: {why}. If the dataset splits itself "
@@ -56,12 +49,8 @@ def waits(cost: SampleCost | None) -> bool:
 def over_epochs(cost: SampleCost, readers: int) -> SampleCost:
     """Return the mean cost of a sample over the first epochs, if the dataset keeps what it reads.
 
-    Each process keeps what it has read itself, and which one reads a sample is chance: in the n-th
-    epoch it is new to its reader with a probability of ``(1 - 1 / readers) ** n``.
-
-    Args:
-        cost: Of a sample that is read for the first time.
-        readers: Processes that share the work.
+    Each process keeps what it has read itself, and which of the ``readers`` reads a sample is
+    chance: in the n-th epoch it is new to its reader with probability ``(1 - 1 / readers) ** n``.
     """
     if cost.again_ms is None:
         return cost
@@ -73,10 +62,7 @@ def over_epochs(cost: SampleCost, readers: int) -> SampleCost:
 def alone_ms(cost: SampleCost, batch_size: int, *, keyed: bool = False) -> float:
     """Return the milliseconds in which the training process makes one batch itself.
 
-    Args:
-        cost: Of a sample.
-        batch_size: Samples in a batch.
-        keyed: Its samples draw, so that generators are seeded for each.
+    ``keyed``: the samples draw, so that generators are seeded for each.
     """
     return batch_size * (cost.wall_ms + cost.collate_ms + cost.pace * keyed * _KEY_MS)
 
@@ -84,14 +70,8 @@ def alone_ms(cost: SampleCost, batch_size: int, *, keyed: bool = False) -> float
 def by_workers_ms(cost: SampleCost, batch_size: int, *, cpus: int, keyed: bool = False) -> float:
     """Return the milliseconds from batch to batch if side processes make them.
 
-    As long as the slowest takes of the training process, which gives and takes batches one by one,
-    the CPUs, which all of them share, and the side processes, as many as there would be.
-
-    Args:
-        cost: Of a sample.
-        batch_size: Samples in a batch.
-        cpus: That all processes share.
-        keyed: Its samples draw, so that generators are seeded for each.
+    The slowest decides: the training process, which gives and takes batches one by one, the
+    ``cpus``, which all processes share, or the side processes, as many as there would be.
     """
     gives = _gives_ms(cost, batch_size)
     each = cost.cpu_ms + cost.collate_ms + cost.pace * (keyed * _KEY_MS + _TAKE_ROW_MS)
@@ -115,11 +95,8 @@ def workers_for(
 ) -> tuple[int, str]:
     """Return how many workers keep the CPUs of this rank busy with samples that compute, and why.
 
-    Args:
-        stage: What the loader is for; the workers of training stay alive during validation.
-        cpu: CPUs of this rank.
-        on_cpu: The model computes on them, too.
-        batches: In an epoch; None if unknown.
+    The workers of training stay alive during validation. ``on_cpu``: the model computes on the
+    CPUs, too.
     """
     count, why = cpu.usable_cpus, "the training process mostly waits for the device"
     if on_cpu:
@@ -137,12 +114,9 @@ def workers_for(
 def workers_of_stream(
     computing: int, why: str, stream: StreamSplit | None
 ) -> tuple[int, str, list[str]]:
-    """Return how many workers read a stream, why, and what to tell the user where it is not known.
+    """Return how many workers read a stream, why, and what to report where it is not known.
 
-    Args:
-        computing: How many there would be if it had an index, more than one.
-        why: The reason for that.
-        stream: Whether it shares itself out among them; None: unknown.
+    There would be ``computing`` of them, more than one, if it had an index.
     """
     if stream is None or not stream.splits:
         unseen = "it was not looked at" if stream is None else stream.why
@@ -167,14 +141,7 @@ def workers_that_wait(
 
     A worker that computes for c and waits for w keeps a CPU busy for c / (c + w) of the time, so
     that 1 + w / c of them fill it; c is the sample's ``cpu_ms`` and 0.1 ms for handing it over.
-
-    Args:
-        computing: How many would do if samples did not wait.
-        cost: Of a sample.
-        tasks: Samples or batches in an epoch, whichever is handed to a worker; None if unknown.
-        memory: Of this host.
-        ranks: That share the memory.
-        forked: Workers are forked from the training process.
+    ``tasks`` are the samples or batches of an epoch, whichever is handed to a worker.
     """
     wanted = math.ceil(computing * (1 + cost.wait_ms / (cost.cpu_ms + _HANDOVER_MS)))
     why = f"a sample waits {cost.wait_ms:.3g} of its {cost.wall_ms:.3g} ms"
@@ -193,14 +160,52 @@ def workers_that_wait(
     return wanted, f"{why}, so that {computing} CPUs feed {wanted}"
 
 
+def count_workers(
+    options: LoaderOptions,
+    executor: ExecutorName,
+    *,
+    alone: bool,
+    computing: tuple[int, str],
+    iterable: bool,
+    stream: StreamSplit | None,
+    cost: SampleCost | None,
+    batch_size: int,
+    tasks: int | None,
+    memory: HostMemory,
+    ranks: int,
+    forked: bool,
+) -> tuple[int, str, list[str]]:
+    """Return how many workers there are, why, and what bounds them.
+
+    ``alone``: the training process had better read for itself. ``computing``: how many would do if
+    samples did not wait, and why. ``cost``: None where torch reads, too.
+    """
+    count, why = computing
+    kind = KINDS[executor]
+    if options.num_workers != "auto":
+        return options.num_workers, SET, []
+    if kind.workers is not None and not iterable:
+        return *kind.workers, []
+    if alone and (options.executor == "auto" or kind.is_torch):
+        return 0, "fetching a batch costs less than handing it over", []
+    if iterable and count > 1:
+        return workers_of_stream(count, why, stream)
+    if cost is not None and count and waits(cost):
+        waiting = workers_that_wait(
+            count, cost, tasks=tasks, memory=memory, ranks=ranks, forked=forked
+        )
+        return *waiting, []
+    if cost is not None and enough_workers(cost, batch_size) < count:
+        why = "the training process could not take the batches of more"
+        return enough_workers(cost, batch_size), why, []
+    return count, why, []
+
+
 def look_ahead_batches(workers: int, *, prefetch: int | None, batch_size: int, split: bool) -> int:
     """Return how many batches are under way at once.
 
-    Args:
-        workers: That fetch.
-        prefetch: Batches for each of them, as set by the user; None: chosen here.
-        batch_size: Samples in a batch.
-        split: The samples of one batch are given to several workers.
+    ``prefetch`` batches for each worker if the user set that. ``split``: the samples of one batch
+    are given to several workers.
     """
     if prefetch is not None:
         return max(_LOOK_AHEAD_BATCHES, workers * prefetch)
@@ -209,22 +214,63 @@ def look_ahead_batches(workers: int, *, prefetch: int | None, batch_size: int, s
     return max(_LOOK_AHEAD_BATCHES, workers * 2)
 
 
-def auto_prefetch(options: LoaderOptions, workers: int) -> tuple[int, str]:
-    """Return the batches that each of torch's workers is ahead, and why."""
-    if options.prefetch_factor != "auto":
-        return options.prefetch_factor, "set by you"
-    prefetch = max(2, min(4, math.ceil(_LOOK_AHEAD_BATCHES / max(1, workers))))
-    return prefetch, f"{workers * prefetch} batches ahead in all, to cover a slow one"
+class Queue(NamedTuple):
+    """Workers of torch's loader and how far each is ahead."""
+
+    workers: int
+    why: str  # so many workers
+    prefetch: int  # batches that each of them is ahead
+    prefetch_why: str
+    many_files: bool  # more open files than half of those that this process may have
+    limits: list[str]
 
 
-def fit(
+def torch_queue(
+    workers: int,
+    why: str,
+    options: LoaderOptions,
+    batch_bytes: int,
+    *,
+    memory: HostMemory,
+    ranks: int,
+    platform: str,
+) -> Queue:
+    """Return the workers of torch's loader, and their look-ahead, that memory and files allow."""
+    limits = []
+    if options.prefetch_factor == "auto":
+        prefetch = max(2, min(4, math.ceil(_LOOK_AHEAD_BATCHES / max(1, workers))))
+        prefetch_why = f"{workers * prefetch} batches ahead in all, to cover a slow one"
+    else:
+        prefetch, prefetch_why = options.prefetch_factor, SET
+    for place in batch_memories(memory, ranks=ranks):
+        if place.holds(_held_batches(workers, prefetch) * batch_bytes):
+            continue
+        fitting = _fit(workers, prefetch, batch_bytes, place, options)
+        limits.append(_memory_message((workers, prefetch), fitting, batch_bytes, place))
+        why += f"; bounded by {place.place}" if fitting[0] < workers else ""
+        prefetch_why = f"bounded by {place.place}" if fitting[1] < prefetch else prefetch_why
+        workers, prefetch = fitting
+    files, soft = workers * prefetch * _TENSORS_PER_BATCH * 2, memory.open_files_soft
+    many_files = platform not in _NO_DESCRIPTORS and soft is not None and files * 2 >= soft
+    if many_files and options.sharing_strategy != "file_system":
+        took = options.sharing_strategy == "auto"
+        result = 'so sharing_strategy is "file_system"' if took else "and opening one more may fail"
+        limits.append(
+            f"Batches on their way take up to {files} open files, more than half of the {soft} "
+            f"this process may have, {result}. Run `ulimit -n {files * 2 + 1}` before the program "
+            f"(hard limit: {memory.open_files_hard})."
+        )
+    return Queue(workers, why, prefetch, prefetch_why, many_files, limits)
+
+
+def _fit(
     workers: int, prefetch: int, batch_bytes: int, place: BatchMemory, options: LoaderOptions
 ) -> tuple[int, int]:
     """Return the workers and prefetch that fit into a place, lowering only what is open."""
 
     # Fewer batches ahead cost less speed than fewer workers.
     def fits() -> bool:
-        return place.holds(held_batches(workers, prefetch) * batch_bytes)
+        return place.holds(_held_batches(workers, prefetch) * batch_bytes)
 
     while options.prefetch_factor == "auto" and prefetch > 1 and not fits():
         prefetch -= 1
@@ -233,35 +279,23 @@ def fit(
     return workers, prefetch
 
 
-def held_batches(workers: int, prefetch: int) -> int:
-    """Return the batches in memory at once, at most."""
+def _held_batches(workers: int, prefetch: int) -> int:
     # Each worker fills one batch while its finished ones wait.
     return workers * (prefetch + 1)
 
 
-def memory_message(
+def _memory_message(
     wanted: tuple[int, int], fitting: tuple[int, int], batch_bytes: int, place: BatchMemory
 ) -> str:
-    """Tell that batches did not fit, what was lowered, and how to get more room."""
-    held_bytes = held_batches(*wanted) * batch_bytes
-    fits = place.holds(held_batches(*fitting) * batch_bytes)
+    """Say that batches did not fit, what was lowered, and how to get more room."""
+    held_bytes = _held_batches(*wanted) * batch_bytes
+    fits = place.holds(_held_batches(*fitting) * batch_bytes)
     return (
         f"num_workers={wanted[0]} with prefetch_factor={wanted[1]} holds up to "
-        f"{held_batches(*wanted)} batches of {_size(batch_bytes)}, {_size(held_bytes)} in all, "
+        f"{_held_batches(*wanted)} batches of {_size(batch_bytes)}, {_size(held_bytes)} in all, "
         f"but only 1/{place.parts} of the {_size(place.free_bytes)} free in {place.place} is for "
         f"them. Now num_workers={fitting[0]}, prefetch_factor={fitting[1]}"
         f"{'' if fits else ', which may still fail'}. {place.remedy_for(held_bytes)}"
-    )
-
-
-def open_files_message(open_files: int, memory: HostMemory, options: LoaderOptions) -> str:
-    """Tell that batches on their way take many open files, and what to do."""
-    took = options.sharing_strategy == "auto"
-    result = 'so sharing_strategy is "file_system"' if took else "and opening one more may fail"
-    return (
-        f"Batches on their way take up to {open_files} open files, more than half of the "
-        f"{memory.open_files_soft} this process may have, {result}. Run `ulimit -n "
-        f"{open_files * 2 + 1}` before the program (hard limit: {memory.open_files_hard})."
     )
 
 

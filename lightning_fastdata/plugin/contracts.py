@@ -23,10 +23,8 @@ if TYPE_CHECKING:
 class ImageForm:
     """What is known of the images of a batch."""
 
-    image: int | str | None = None
-    """Key or index of the images; None: to be found."""
-    normalized: Normalized | None = None
-    """How they were normalised; None: not known."""
+    image: int | str | None = None  # their key or index; None: to be found
+    normalized: Normalized | None = None  # how they were normalised; None: not known
 
 
 @runtime_checkable
@@ -41,7 +39,7 @@ class DataModule(Protocol):
     seed: int | None
     guard: GuardPolicy
     notes: list[str]
-    """What the report of the run has to say of it."""
+    """What the report of the run has to mention."""
 
     @property
     def trainer(self) -> Trainer | None:
@@ -52,7 +50,9 @@ class DataModule(Protocol):
     ) -> FastDataLoader:
         """Return the loader for a dataset."""
 
-    def register_transform(self, transform: Any, *, stage: Stage = "train") -> Callable[[], None]:
+    def register_transform(
+        self, transform: object, *, stage: Stage = "train"
+    ) -> Callable[[], None]:
         """Add a transform to a stage, and return what removes it again."""
 
     def batch_for_guard(self, rows: int) -> Batch:

@@ -8,36 +8,18 @@ depend on nothing but ``(seed, epoch, index)``.
 
 from __future__ import annotations
 
-import collections
 import functools
 import hashlib
 import random
 import struct
-import sys
-import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from lightning_fastdata.randomness.code_parts import code_parts
-
 if TYPE_CHECKING:
     from lightning_fastdata.types import SampleKey
 
-_MAX_DEPTH: Final = 8
-_MAX_ITEMS: Final = 256
-_LEAF_TYPES: Final = (
-    str,
-    bytes,
-    bytearray,
-    int,
-    float,
-    complex,
-    bool,
-    type(None),
-    np.ndarray,
-)
 _NOTHING_DRAWN: Final = (0, 0, 0, 0)
 
 
@@ -64,7 +46,7 @@ def reseed(composes: Sequence[Any], key: SampleKey) -> None:
         compose.set_random_state(generator, python)
 
 
-def reseeder(compose: Any) -> Callable[[SampleKey], None]:
+def reseeder(compose: object) -> Callable[[SampleKey], None]:
     """Return what does to one pipeline as :func:`reseed` does, at less cost.
 
     Args:
@@ -96,65 +78,3 @@ def _seed(generator: np.random.Generator, key: SampleKey, position: int = 0) -> 
         "uinteger": 0,
     }
     return int.from_bytes(rest, "little")
-
-
-def find_composes(obj: object) -> tuple[Any, ...]:
-    """Return the top-level Albumentations pipelines that a dataset holds, in a fixed order.
-
-    Never imports Albumentations: where nobody has, there is no pipeline to find.
-    """
-    return find_instances(obj, loaded_classes("albumentations", "BaseCompose", "BasicTransform"))
-
-
-def loaded_classes(module: str, *names: str) -> tuple[type, ...]:
-    """Return the classes of these names that a module has, if somebody has imported it."""
-    owner = sys.modules.get(module)
-    return tuple(kind for name in names if isinstance(kind := getattr(owner, name, None), type))
-
-
-def find_instances(obj: object, kinds: tuple[type, ...]) -> tuple[Any, ...]:
-    """Return what a dataset holds of some classes, in a fixed order, without what that holds.
-
-    Looks through attributes, lists, tuples, dicts (first 256 items, 8 levels deep), wrapped
-    datasets (``Subset``, ``ConcatDataset``), bound methods, ``functools.partial``, the closures
-    and defaults of functions, and what the user's own code of these refers to: globals of its
-    modules and attributes of its classes.
-    """
-    if not kinds:
-        return ()
-    found: list[Any] = []
-    seen: set[int] = set()
-    waiting: list[tuple[object, int]] = [(obj, 0)]
-    while waiting:
-        item, depth = waiting.pop(0)
-        if isinstance(item, _LEAF_TYPES) or id(item) in seen:
-            continue
-        seen.add(id(item))
-        if isinstance(item, kinds):
-            found.append(item)
-        elif depth < _MAX_DEPTH:
-            waiting.extend((part, depth + 1) for part in _parts(item, kinds))
-    return tuple(found)
-
-
-def _parts(item: object, kinds: tuple[type, ...]) -> Iterator[object]:
-    if isinstance(item, dict | collections.UserDict | types.MappingProxyType):
-        # Not any mapping: reading the values of one that stands for a file would open it.
-        yield from list(item.values())[:_MAX_ITEMS]
-    elif isinstance(item, list | tuple):
-        yield from item[:_MAX_ITEMS]
-    elif isinstance(item, functools.partial):
-        yield item.func
-        yield from item.args
-        yield from item.keywords.values()
-    elif isinstance(item, types.MethodType | types.BuiltinMethodType):
-        yield item.__self__
-    elif not _is_module_or_tensor(item):
-        if hasattr(item, "__dict__") and not isinstance(item, type):
-            yield from list(vars(item).values())[:_MAX_ITEMS]
-        yield from code_parts(item, kinds)
-
-
-def _is_module_or_tensor(item: object) -> bool:
-    torch = sys.modules.get("torch")
-    return isinstance(item, type(sys)) or (torch is not None and isinstance(item, torch.Tensor))

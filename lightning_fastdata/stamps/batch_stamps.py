@@ -10,7 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
     from lightning_fastdata.stamps.lines import LineTime, LineWatch
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 BUCKETS: Final = 256
 _STEPS_BITS: Final = 2
-"""Two bits behind the leading one tell four steps of each octave apart."""
+"""Two bits behind the leading one: four steps an octave."""
 
 
 def bucket_of(ns: int) -> int:
@@ -32,14 +32,12 @@ def bucket_of(ns: int) -> int:
 
 def bounds_ns(bucket: int) -> tuple[int, int]:
     """Return the shortest time of a step of the scale, and the shortest of the next."""
-    return _shortest_ns(bucket), _shortest_ns(bucket + 1)
 
+    def shortest_ns(step: int) -> int:
+        octave, part = divmod(step, 1 << _STEPS_BITS)
+        return step if octave <= 1 else ((1 << _STEPS_BITS) + part) << (octave - 1)
 
-def _shortest_ns(bucket: int) -> int:
-    octave = (bucket >> _STEPS_BITS) - 1
-    if octave <= 0:
-        return bucket
-    return ((1 << _STEPS_BITS) + (bucket & ((1 << _STEPS_BITS) - 1))) << octave
+    return shortest_ns(bucket), shortest_ns(bucket + 1)
 
 
 T = TypeVar("T")
@@ -51,16 +49,15 @@ class OwnStamps(NamedTuple):
     sampled_ns: tuple[tuple[int, int], ...] = ()
     """Begin and end of each call of the sampler or batch sampler."""
     unpacked_ns: tuple[tuple[int, int], ...] = ()
-    """Begin and end of each time that a batch was taken out of what it was sent in, above all
-    unpickled; as long as that took a CPU."""
+    """Begin and end of each unpickling of a batch; as long as that took a CPU."""
     runqueue_ns: int | None = None
-    """Time ready to run while other threads had the CPUs; None where the kernel does not tell."""
+    """Time ready to run while other threads had the CPUs; None: not reported."""
 
 
 class ThreadSchedule:
-    """Reads what the kernel tells of the thread that makes this object.
+    """Reads ``/proc/<pid>/schedstat`` of the thread that makes this object.
 
-    https://docs.kernel.org/scheduler/sched-stats.html, ``/proc/<pid>/schedstat``
+    https://docs.kernel.org/scheduler/sched-stats.html
     """
 
     def __init__(self) -> None:
@@ -72,7 +69,7 @@ class ThreadSchedule:
             pass
 
     def read_ns(self) -> tuple[int, int] | None:
-        """Return the time on a CPU and the time ready but without one; None if it is not told."""
+        """Return the time on a CPU and the time ready but without one; None: not reported."""
         if self._file is None:
             return None
         cpu, runqueue, *_ = os.pread(self._file, 100, 0).split()
@@ -91,12 +88,13 @@ class WaitWatch:
         self.requested_ns = 0
 
     def requested(self, *, recorded: bool) -> None:
-        """Note that a batch is asked for now.
-
-        Args:
-            recorded: Somebody takes the stamps. Else the kernel is not asked, which costs a call.
-        """
-        self._queued = self._queued_so_far() if recorded else None
+        """Note that a batch is asked for now; the kernel is asked only for what is recorded."""
+        self._queued = None
+        if recorded:
+            thread = threading.get_native_id()
+            if self._schedule is None or thread != self._thread:  # the file is of its thread
+                self._thread, self._schedule = thread, ThreadSchedule()
+            self._queued = self._schedule.read_ns()
         self._sampled.clear()
         self._unpacked.clear()
         self.requested_ns = time.monotonic_ns()
@@ -118,12 +116,6 @@ class WaitWatch:
             ended_ns = time.monotonic_ns()
             self._unpacked.append((ended_ns - (time.thread_time_ns() - began_ns), ended_ns))
 
-    def _queued_so_far(self) -> tuple[int, int] | None:
-        thread = threading.get_native_id()
-        if thread != self._thread:  # the file speaks of the thread that opened it
-            self._thread, self._schedule = thread, ThreadSchedule()
-        return None if self._schedule is None else self._schedule.read_ns()
-
     def delivered(self) -> OwnStamps:
         """Return what was noted since the batch was asked for; it is delivered now."""
         queued_ns = None
@@ -141,32 +133,26 @@ class TaskStamps(NamedTuple):
     thread: int
     """Number of the thread in it."""
     began_ns: int
-    """When it began."""
     ended_ns: int
-    """When it had finished."""
     cpu_ns: int | None
-    """Time on a CPU; None where the kernel does not tell, or the task was too short to ask."""
+    """Time on a CPU; None where the kernel does not report it, or the task was too short to ask."""
     runqueue_ns: int | None
     """Time ready to run while other threads had the CPUs; None as above."""
     samples: int
-    """Samples read."""
     read_ns: int
     """Time in the dataset: reading, decoding and transforming."""
     collate_ns: int
     """Time to collate the samples, or to write them into the batch."""
     slowest_ns: int
     """Time of the sample that took longest; 0 where samples are not read one at a time."""
-    slowest_index: Any
+    slowest_index: object
     """Its index in the dataset; of an iterable dataset its place in the stream, from 0."""
     operations: tuple[OperationTime, ...] | None = None
-    """What the operations inside the dataset's compositions took; None where they were not timed,
-    which most tasks are not."""
+    """What the operations inside the dataset's compositions took; None in most tasks: not timed."""
     sample_times: bytes | None = None
-    """How long each sample took, as steps of :func:`~lightning_fastdata.stamps.batch_stamps
-    .bucket_of`; None where that was not kept, which is so for 7 of 8 tasks."""
+    """How long each sample took, as steps of :func:`bucket_of`; None in 7 of 8 tasks: not kept."""
     lines: tuple[LineTime, ...] | None = None
-    """In which lines of the user's code reading spent its time; None where nobody looked, which is
-    so for most tasks."""
+    """In which lines of the user's code reading spent its time; None in most tasks: not sampled."""
     helpers_ns: int | None = None
     """CPU time of the other threads of the process meanwhile, such as torch and OpenCV start; None
     where several threads of it read, or the task was too short to ask."""
@@ -176,16 +162,12 @@ _NOTHING: Final = OwnStamps()
 
 
 class ReadRates(NamedTuple):
-    """How many samples a second workers read together, few of them and all."""
+    """How many samples a second few workers read together, and many of them."""
 
     few: int
-    """Workers."""
     few_per_s: float
-    """Samples a second that they read together."""
     many: int
-    """Workers."""
     many_per_s: float
-    """Samples a second that they read together."""
 
 
 class BatchStamps(NamedTuple):
@@ -194,17 +176,16 @@ class BatchStamps(NamedTuple):
     number: int
     """Counts the batches of the loader."""
     samples: int
-    """Samples in it."""
     requested_ns: int
     """When the training asked for it."""
     delivered_ns: int
     """When the training got it."""
     tasks: tuple[TaskStamps, ...]
-    """What was done for it, in the order in which it ended."""
+    """In the order in which they ended."""
     ready_ahead: int
     """Later batches that were complete when it was asked for."""
     first: bool = False
-    """It was the first batch of its epoch."""
+    """Whether it was the first batch of its epoch."""
     pinned_ns: tuple[int, int] | None = None
     """When its copy into page-locked memory began and ended; None where torch makes none."""
     own: OwnStamps = _NOTHING
@@ -222,11 +203,9 @@ class BatchStamps(NamedTuple):
         first: bool,
         own: OwnStamps = _NOTHING,
     ) -> BatchStamps:
-        """Return the stamps of a batch that was made in one task by whoever asked for it."""
-        ended_ns = task.ended_ns
-        return cls(
-            number, task.samples, requested_ns, ended_ns, (task,), 0, first, pinned_ns=None, own=own
-        )
+        """Return the stamps of a batch that was made in one task by its caller."""
+        times = requested_ns, task.ended_ns
+        return cls(number, task.samples, *times, (task,), ready_ahead=0, first=first, own=own)
 
 
 _KEPT_TASKS: Final = 8
@@ -271,11 +250,8 @@ class TaskWatch:
         self._helped = _helpers_ns() if self._long and self._alone else None
         self._timed: tuple[OperationTime, ...] | None = None
         self._named: tuple[LineTime, ...] | None = None
-        self.samples = 0
-        self.read_ns = 0
-        self.collate_ns = 0
-        self.slowest_ns = 0
-        self.slowest_index: Any = None
+        self.samples = self.read_ns = self.collate_ns = self.slowest_ns = 0
+        self.slowest_index: object = None
         self._times = bytearray() if self._tasks % _KEPT_TASKS == 0 else None
         self._tasks += 1
 
@@ -289,7 +265,7 @@ class TaskWatch:
         if self._lines is not None:
             self._lines.begin()
 
-    def read(self, index: Any, began_ns: int, samples: int = 1) -> None:
+    def read(self, index: object, began_ns: int, samples: int = 1) -> None:
         """Note a sample, or several in one call, whose reading began then and has ended."""
         spent = time.monotonic_ns() - began_ns
         self.samples += samples

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dis
 import os
 import re
-import sysconfig
 from pathlib import Path
+from sysconfig import get_path
 from types import CodeType, FrameType
 from typing import Final, NamedTuple
 
@@ -18,11 +18,7 @@ _WRITERS: Final = ("batches/collate.py", "batches/layout.py", "batches/packed.py
 _STANDARD: Final = tuple(
     {
         str(Path(each)) + os.sep
-        for each in (
-            sysconfig.get_path("stdlib"),
-            sysconfig.get_path("platstdlib"),
-            Path(os.__file__).parent,
-        )
+        for each in (get_path("stdlib"), get_path("platstdlib"), Path(os.__file__).parent)
         if each
     }
 )
@@ -73,16 +69,12 @@ ELSEWHERE: Final = Place(compile("", "<elsewhere>", "exec"), 0, 0, None, None)
 
 
 def key_of(place: Place) -> tuple[int, ...]:
-    """Return what tells places apart, cheaply: code objects are long to hash."""
+    """Return what distinguishes places, cheaply: code objects are long to hash."""
     return id(place.code), place.line, place.at, id(place.called), id(place.inside)
 
 
 def place_of(frame: FrameType | None) -> Place | None:
-    """Return where a thread is that reads samples; None: it does something else.
-
-    Args:
-        frame: The innermost one of the thread.
-    """
+    """Return where a thread is that reads samples, by its frame; None: it does something else."""
     called: CodeType | None = None
     inside: CodeType | None = None
     below: CodeType | None = None
@@ -126,7 +118,7 @@ def name_of(place: Place) -> PlaceName:
 
 
 def short_file(filename: str) -> str:
-    """Return the name of a file that is short and still tells which one it is."""
+    """Return the name of a file that is short and still says which one it is."""
     if _CELL.match(filename):
         return "notebook cell"
     if filename.startswith("<"):
@@ -139,30 +131,25 @@ def short_file(filename: str) -> str:
         here = Path.cwd()
     except OSError:  # the working directory is gone
         here = Path(os.sep)
-    if here != Path(os.sep) and path.is_relative_to(here):
-        return str(path.relative_to(here))
-    return str(Path(*path.parts[-2:]))
+    inside = here != Path(os.sep) and path.is_relative_to(here)
+    return str(path.relative_to(here) if inside else Path(*path.parts[-2:]))
 
 
 def _kind_of(filename: str, module: object) -> int:
     if filename.startswith("<") and not _CELL.match(filename):
         # Named after no file: typed in by the user, or made by a library.
         return _USER if module in ("__main__", "__mp_main__") else _LIBRARY
-    kind = _USER
+    kind = _USER if _in_library(filename) is None else _LIBRARY
     if filename.startswith(_PACKAGE):
-        kind = _kind_of_own(Path(filename[len(_PACKAGE) :]))
-    elif _in_library(filename) is not None:
-        kind = _LIBRARY
+        path = Path(filename[len(_PACKAGE) :])
+        if path.as_posix() in _WRITERS:
+            kind = _WRITES
+        elif path.parts[0] == "executors" or path.name == "stamped.py":
+            kind = _READS
+        elif path.parts[0] != "images":  # those are datasets
+            kind = _OWN
     _kinds[filename] = kind
     return kind
-
-
-def _kind_of_own(path: Path) -> int:
-    if path.parts[0] == "images":  # datasets
-        return _LIBRARY
-    if path.as_posix() in _WRITERS:
-        return _WRITES
-    return _READS if path.parts[0] == "executors" or path.name == "stamped.py" else _OWN
 
 
 def _in_library(filename: str) -> str | None:
@@ -172,10 +159,8 @@ def _in_library(filename: str) -> str | None:
     installed = _INSTALLED.match(filename)
     if installed is not None:
         return filename[installed.end() :]
-    for folder in _STANDARD:
-        if filename.startswith(folder):
-            return filename[len(folder) :]
-    return None
+    folder = next((each for each in _STANDARD if filename.startswith(each)), None)
+    return None if folder is None else filename[len(folder) :]
 
 
 def _library_name(code: CodeType) -> tuple[str, str]:
@@ -195,15 +180,11 @@ def _instruction_calls(code: CodeType, at: int) -> str:
     A function written in C has no frame. Its name is what was loaded from the column on at which
     the call begins: of ``self.lock.acquire(timeout=3)`` all but the arguments.
     """
-    before: list[dis.Instruction] = []
-    for instruction in dis.get_instructions(code):
-        if instruction.offset == at:
-            break
-        before.append(instruction)
-    else:
+    instructions = list(dis.get_instructions(code))
+    which = next((i for i, each in enumerate(instructions) if each.offset == at), None)
+    if which is None or not instructions[which].opname.startswith(_CALLS):
         return ""
-    if not instruction.opname.startswith(_CALLS):
-        return ""
+    instruction, before = instructions[which], instructions[:which]
     # What is entered by ``with`` begins where the last part of its name was loaded from.
     named = before[-1] if instruction.opname == "BEFORE_WITH" and before else instruction
     begin = _column(named)

@@ -54,18 +54,15 @@ class LineTime(NamedTuple):
     calls: str
     total_ns: int
     blocked_ns: int | None
-    """Of that, the time it waited for something; None where the kernel does not tell."""
+    """Of that, the time it waited for something; None: not reported by the kernel."""
     waits_in: str
     """``file``, ``socket``, ``lock`` or ``sleep``; empty: none of them, or not known."""
 
 
 class LineWatch:
-    """Looks where the threads of a process are that read samples, at one of them at a time.
+    """Looks for one of so many parts of the time where threads are that read samples.
 
-    Nothing that goes wrong in it is raised; then lines are not named.
-
-    Args:
-        every: Reading is looked at for one of so many parts of the time.
+    At one of them at a time. After an error in it, lines are not named.
     """
 
     def __init__(self, every: int = EVERY) -> None:
@@ -86,12 +83,21 @@ class LineWatch:
         ):
             return
         try:
-            self._begin()
+            if os.getpid() != self._process:  # forked: threads are not
+                self._process, self._round, self._deciding = os.getpid(), None, threading.Lock()
+            with self._deciding:
+                current = self._round
+                # A round that has ended by itself stays with its thread as long as that reads.
+                if current is None or (current.over and not current.reading):
+                    self._round = None
+                    self._round = current = _Round()
+            if current.thread == threading.get_ident():
+                current.resume()
         except Exception:  # as when no thread can be started
             self._works = False
 
     def end(self) -> tuple[LineTime, ...] | None:
-        """Note that it has ended; return where it was, or None if nobody looked."""
+        """Note that it has ended; return where it was, or None if it was not looked at."""
         current = self._round
         if current is None or not current.reading or current.thread != threading.get_ident():
             return None
@@ -106,18 +112,6 @@ class LineWatch:
             self._works = False
             return None
 
-    def _begin(self) -> None:
-        if os.getpid() != self._process:  # forked: threads are not
-            self._process, self._round, self._deciding = os.getpid(), None, threading.Lock()
-        with self._deciding:
-            current = self._round
-            # One that has ended by itself is left to its thread as long as that reads.
-            if current is None or (current.over and not current.reading):
-                self._round = None
-                self._round = current = _Round()
-        if current.thread == threading.get_ident():
-            current.resume()
-
     def _named(self, seen: list[_Seen]) -> tuple[LineTime, ...] | None:
         if not seen:
             return None
@@ -127,7 +121,9 @@ class LineWatch:
             if each.place is ELSEWHERE:
                 continue
             named = self._name(each.place), each.waits_in
-            times.setdefault(named, _Seen(each.place, each.waits_in)).add(each)
+            times.setdefault(named, _Seen(each.place, each.waits_in)).add(
+                each.total_ns, each.blocked_ns
+            )
         lines = [
             LineTime(*name, each.total_ns, each.blocked_ns, waits_in)
             for (name, waits_in), each in times.items()
@@ -159,13 +155,12 @@ class _Seen:
         self.total_ns = 0
         self.blocked_ns: int | None = 0
 
-    def add(self, other: _Seen) -> None:
-        """Add the time of another place of the same name."""
-        self.total_ns += other.total_ns
-        if self.blocked_ns is not None:
-            self.blocked_ns = (
-                None if other.blocked_ns is None else self.blocked_ns + other.blocked_ns
-            )
+    def add(self, total_ns: int, blocked_ns: int | None) -> None:
+        self.total_ns += total_ns
+        if blocked_ns is None or self.blocked_ns is None:
+            self.blocked_ns = None
+        else:
+            self.blocked_ns += blocked_ns
 
 
 class _Round:
@@ -179,15 +174,13 @@ class _Round:
         self.over = False
         self._native_id = threading.get_native_id()
         self._going = threading.Event()
-        self._began_ns = 0
-        self._looked_ns = 0
-        self._seen_ns = 0
+        self._began_ns = self._looked_ns = self._seen_ns = 0
         self._seen: dict[tuple[object, ...], _Seen] = {}
         self._switch_s = (0.0, 0.0)
         threading.Thread(target=self._run, name="fastdata lines", daemon=True).start()
 
     def resume(self) -> None:
-        """Look, from now on."""
+        """Look from now on, and have the interpreter's lock handed over sooner."""
         usual_s = sys.getswitchinterval()
         sys.setswitchinterval(min(usual_s, _SWITCH_S))
         self._switch_s = usual_s, sys.getswitchinterval()
@@ -213,7 +206,7 @@ class _Round:
 
     def _run(self) -> None:
         probe = ThreadProbe(self._native_id)
-        # Nobody could do anything about an error, and nobody is to see one.
+        # An error would only be printed into the training's output.
         with contextlib.closing(probe), contextlib.suppress(Exception):
             while self._going.wait(_GIVE_UP_S) and not self.over:
                 # Whoever had to wait for the lock looks at once: then the reading thread has just
@@ -240,12 +233,6 @@ class _Round:
         if place is None:
             return
         waits_in = "" if state is None else state.waits_in
-        key = (*key_of(place), waits_in)
-        seen = self._seen.get(key)
-        if seen is None:
-            seen = self._seen[key] = _Seen(place, waits_in)
-        seen.total_ns += spent_ns
-        if state is None:
-            seen.blocked_ns = None
-        elif state.blocked and seen.blocked_ns is not None:
-            seen.blocked_ns += spent_ns
+        seen = self._seen.setdefault((*key_of(place), waits_in), _Seen(place, waits_in))
+        blocked_ns = None if state is None else spent_ns * state.blocked
+        seen.add(spent_ns, blocked_ns)

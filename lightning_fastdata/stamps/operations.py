@@ -4,7 +4,7 @@ While a task is timed, the compositions that the dataset holds (``Compose`` of t
 v2, and Albumentations' ``Compose``, ``OneOf`` and the like) have a list of stand-ins for their
 operations; afterwards they have their own list again. A stand-in calls its operation and does
 nothing else, so that samples and random draws are the same, timed or not. Neither library is
-imported: where nobody has, there is nothing to time.
+imported: where no code has, there is nothing to time.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable
+from typing import Final, NamedTuple
 
-from lightning_fastdata.randomness.seeds import find_instances, loaded_classes
+from lightning_fastdata.randomness.search import find_instances, loaded_classes
 
 EVERY: Final = 32
 """One of so many tasks is timed."""
@@ -34,22 +35,17 @@ class OperationTime(NamedTuple):
 
 
 class OperationWatch:
-    """Times the operations of a dataset in some of the tasks of a process.
+    """Times the operations of a dataset, as a process reads it, in one of so many tasks."""
 
-    Args:
-        dataset: As the process reads it.
-        every: One of so many tasks is timed.
-    """
-
-    def __init__(self, dataset: Any, every: int = EVERY) -> None:
+    def __init__(self, dataset: object, every: int = EVERY) -> None:
         self._dataset = dataset
         self._every = every
-        self._compositions: tuple[Any, ...] | None = None
+        self._compositions: tuple[object, ...] | None = None
         self._tasks = 0
         self._alone = threading.Lock()
         self._thread: int | None = None
         self._inside = False
-        self._replaced: list[tuple[Any, Any, Any]] = []
+        self._replaced: list[tuple[object, object, object]] = []
         self._spent: dict[str, tuple[int, int]] = {}
 
     def begin(self) -> None:
@@ -61,23 +57,18 @@ class OperationWatch:
         # Threads share the dataset; while one of them is timed, the others pass through.
         if not self._alone.acquire(blocking=False):
             return
-        self._thread = threading.get_ident()
-        self._inside = False
-        self._spent = {}
+        self._thread, self._inside, self._spent = threading.get_ident(), False, {}
         if self._compositions is None:
             self._compositions = _compositions_of(self._dataset)
         for owner in self._compositions:
             listed = vars(owner).get("transforms")
-            if type(listed) in (list, tuple):
+            if isinstance(listed, list | tuple) and type(listed) in (list, tuple):
                 stand_ins = [_StandIn(operation, self) for operation in listed]
                 self._replaced.append((owner, listed, stand_ins))
                 vars(owner)["transforms"] = stand_ins
 
     def end(self) -> tuple[OperationTime, ...] | None:
-        """End the task; return what its operations took, or None if it was not timed.
-
-        None, too, if the dataset holds no composition. Does nothing the second time.
-        """
+        """End the task; return what its operations took: None if it was not timed, or has none."""
         if self._thread is None or self._thread != threading.get_ident():
             return None
         held = bool(self._replaced)
@@ -91,7 +82,7 @@ class OperationWatch:
             return None
         return tuple(OperationTime(name, *spent) for name, spent in self._spent.items())
 
-    def call(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, operation: Callable[..., object], *args: object, **kwargs: object) -> object:
         """Call an operation and note its time, if it is the outermost one of the timed thread."""
         if self._inside or self._thread != threading.get_ident():
             return operation(*args, **kwargs)
@@ -110,46 +101,48 @@ class OperationWatch:
 class _StandIn:
     """Stands for an operation in its composition: looks like it, and calls it."""
 
-    __slots__ = ("_fastdata_operation", "_fastdata_watch")
+    __slots__ = ("_fastdata_call", "_fastdata_operation")
+    _fastdata_call: Callable[..., object]
+    _fastdata_operation: Callable[..., object]
 
-    def __init__(self, operation: Any, watch: OperationWatch) -> None:
+    def __init__(self, operation: Callable[..., object], watch: OperationWatch) -> None:
         object.__setattr__(self, "_fastdata_operation", operation)
-        object.__setattr__(self, "_fastdata_watch", watch)
+        object.__setattr__(self, "_fastdata_call", functools.partial(watch.call, operation))
 
     # isinstance(), with which compositions look for the operations that draw, asks for it.
     @property  # type: ignore[misc]
-    def __class__(self) -> Any:
+    def __class__(self) -> type:
         return type(self._fastdata_operation)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._fastdata_watch.call(self._fastdata_operation, args, kwargs)
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        return self._fastdata_call(*args, **kwargs)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._fastdata_operation, name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         setattr(self._fastdata_operation, name, value)
 
     def __repr__(self) -> str:
         return repr(self._fastdata_operation)
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        # Whoever copies a composition meanwhile gets the operation itself.
+    def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
+        # A copy of a composition that is made meanwhile holds the operation itself.
         return _itself, (self._fastdata_operation,)
 
 
-def _itself(operation: Any) -> Any:
+def _itself(operation: object) -> object:
     return operation
 
 
-def _name_of(operation: Any) -> str:
+def _name_of(operation: object) -> str:
     while isinstance(operation, functools.partial):
         operation = operation.func
     name = getattr(operation, "__name__", None)
     return name if isinstance(name, str) else type(operation).__name__
 
 
-def _compositions_of(dataset: Any) -> tuple[Any, ...]:
+def _compositions_of(dataset: object) -> tuple[object, ...]:
     kinds = (
         *loaded_classes("albumentations", "BaseCompose"),
         *loaded_classes("torchvision.transforms.transforms", "Compose"),

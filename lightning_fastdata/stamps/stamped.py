@@ -6,11 +6,13 @@ holds the batch and its stamps. The training process takes the batch out again.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from dataclasses import dataclass
+from typing import Protocol, cast
 
 from torch.utils.data import Dataset, IterableDataset, IterDataPipe, get_worker_info
 
@@ -19,26 +21,19 @@ from lightning_fastdata.stamps.batch_stamps import BatchStamps, TaskStamps, Task
 from lightning_fastdata.stamps.lines import LineWatch
 from lightning_fastdata.stamps.operations import OperationWatch
 from lightning_fastdata.torch_internals import early_batches, pinned, set_worker_info
+from lightning_fastdata.types import Batch
 
 
+@dataclass(slots=True, eq=False)
 class Envelope:
     """A batch on its way from a worker of torch, with the stamps of its one task."""
 
-    __slots__ = ("batch", "pinned_ns", "task", "unpickled_ns")
+    batch: Batch
+    task: TaskStamps
+    pinned_ns: tuple[int, int] | None = None
+    unpickled_ns: tuple[int, int] | None = None
 
-    def __init__(
-        self,
-        batch: Any,
-        task: TaskStamps,
-        pinned_ns: tuple[int, int] | None = None,
-        unpickled_ns: tuple[int, int] | None = None,
-    ) -> None:
-        self.batch = batch
-        self.task = task
-        self.pinned_ns = pinned_ns
-        self.unpickled_ns = unpickled_ns
-
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         # What is pickled in between is unpickled in between.
         return _arrived, (_TimeOfUnpickling(), self.batch, self.task, _TimeOfUnpickling())
 
@@ -52,18 +47,18 @@ class Envelope:
 class _TimeOfUnpickling:
     """Unpickles to the CPU time of the thread that does it, in nanoseconds."""
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return time.thread_time_ns, ()
 
 
-def _arrived(began_ns: int, batch: Any, task: TaskStamps, ended_ns: int) -> Envelope:
+def _arrived(began_ns: int, batch: Batch, task: TaskStamps, ended_ns: int) -> Envelope:
     # Tensors are asked for of the worker, which may be busy: that wait is no unpickling.
     now_ns = time.monotonic_ns()
     return Envelope(batch, task, unpickled_ns=(now_ns - (ended_ns - began_ns), now_ns))
 
 
 class ReadingWatch:
-    """Takes the stamps of one batch after the other, in whichever process and thread reads them.
+    """Takes the stamps of one batch after the other, in whichever thread reads them.
 
     A task begins with the first sample of a batch and ends when the batch is collated.
     """
@@ -74,7 +69,7 @@ class ReadingWatch:
         self._thread: int | None = None
         self._kept: TaskWatch | None = None
 
-    def begin(self, dataset: Any) -> TaskWatch:
+    def begin(self, dataset: object) -> TaskWatch:
         """Start a task that reads from a dataset."""
         # The number of a thread belongs to one process, too: a forked worker makes its own watch.
         thread = threading.get_native_id()
@@ -94,21 +89,29 @@ class ReadingWatch:
         task, self.task = self.task, None
         return None if task is None else task.end()
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return ReadingWatch, ()
 
 
-class StampedDataset(Dataset[Any]):
+class _MapStyle(Protocol):
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: object) -> object: ...
+
+    def __getitems__(self, indices: Sequence[object]) -> object: ...
+
+
+class StampedDataset(Dataset[object]):
     """A map-style dataset, each of whose samples is timed."""
 
-    def __init__(self, dataset: Any, watch: ReadingWatch) -> None:
-        self.dataset = dataset
+    def __init__(self, dataset: Dataset[object], watch: ReadingWatch) -> None:
+        self.dataset = cast("_MapStyle", dataset)
         self.watch = watch
 
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: object) -> object:
         watch = self.watch
         task = watch.task or watch.begin(self.dataset)
         began_ns = time.monotonic_ns()
@@ -121,11 +124,11 @@ class StampedDataset(Dataset[Any]):
         return sample
 
     @property
-    def __getitems__(self) -> Callable[[Sequence[Any]], Any] | None:
+    def __getitems__(self) -> Callable[[Sequence[object]], object] | None:
         """Torch's fetcher asks for it and takes None for "one sample at a time"."""
-        return self._fetch if fetches_in_batches(self.dataset) else None
+        return self._fetch if fetches_in_batches(cast("Dataset[object]", self.dataset)) else None
 
-    def _fetch(self, indices: Sequence[Any]) -> Any:
+    def _fetch(self, indices: Sequence[object]) -> object:
         watch = self.watch
         task = watch.task or watch.begin(self.dataset)
         began_ns = time.monotonic_ns()
@@ -138,48 +141,46 @@ class StampedDataset(Dataset[Any]):
         return samples
 
 
-class StampedStream(IterableDataset[Any]):
+class StampedStream(IterableDataset[object]):
     """An iterable dataset, each of whose samples is timed; an index is a place in the stream."""
 
-    def __init__(self, dataset: Any, watch: ReadingWatch) -> None:
+    def __init__(self, dataset: IterableDataset[object], watch: ReadingWatch) -> None:
         self.dataset = dataset
         self.watch = watch
 
     def __len__(self) -> int:
-        return len(self.dataset)
+        return len(self.dataset)  # type: ignore[arg-type]
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         self.watch.end()  # what was read for a last batch that was dropped
-        return _timed_samples(self.dataset, iter(self.dataset), self.watch)
+        return self._timed(iter(self.dataset))
 
-
-def _timed_samples(dataset: Any, samples: Iterator[Any], watch: ReadingWatch) -> Iterator[Any]:
-    number = 0
-    while True:
-        task = watch.task or watch.begin(dataset)
-        began_ns = time.monotonic_ns()
-        try:
-            sample = next(samples)
-        except StopIteration:
-            # What was read so far may still become a batch.
-            task.all_read()
-            return
-        except BaseException:
-            watch.end()
-            raise
-        task.read(number, began_ns)
-        yield sample
-        number += 1
+    def _timed(self, samples: Iterator[object]) -> Iterator[object]:
+        watch = self.watch
+        for number in itertools.count():
+            task = watch.task or watch.begin(self.dataset)
+            began_ns = time.monotonic_ns()
+            try:
+                sample = next(samples)
+            except StopIteration:
+                # What was read so far may still become a batch.
+                task.all_read()
+                return
+            except BaseException:
+                watch.end()
+                raise
+            task.read(number, began_ns)
+            yield sample
 
 
 class EnvelopeCollate:
     """Collates, and puts the batch and its stamps into an envelope."""
 
-    def __init__(self, collate_fn: Callable[[Any], Any], watch: ReadingWatch) -> None:
+    def __init__(self, collate_fn: Callable[[object], Batch], watch: ReadingWatch) -> None:
         self.collate_fn = collate_fn
         self.watch = watch
 
-    def __call__(self, samples: Any) -> Envelope:
+    def __call__(self, samples: object) -> Envelope:
         """Return the batch of samples in its envelope."""
         task = self.watch.task or self.watch.begin(None)
         task.all_read()
@@ -193,12 +194,7 @@ class EnvelopeCollate:
 
 
 class ShowDataset:
-    """Has ``get_worker_info().dataset`` be the dataset itself, then goes on in a worker.
-
-    Args:
-        dataset: What the worker would have if nothing were timed.
-        then: Called with the number of the worker.
-    """
+    """Has ``get_worker_info().dataset`` be the dataset itself, then starts the worker."""
 
     def __init__(self, then: Callable[[int], None] | None) -> None:
         self.then = then
@@ -211,34 +207,42 @@ class ShowDataset:
                 number=info.id,
                 workers=info.num_workers,
                 seed=info.seed,
-                dataset=info.dataset.dataset,
+                dataset=cast("Dataset[object]", info.dataset.dataset),
             )
         if self.then is not None:
             self.then(worker_id)
 
 
-def stampable(dataset: Any) -> bool:
+def stampable(dataset: object) -> bool:
     """Return whether a dataset may be wrapped; torch looks into its own iterable DataPipes."""
     return not isinstance(dataset, IterDataPipe)
 
 
-class WatchedSampler:
-    """A sampler or batch sampler whose calls are noted.
+class _Delegate:
+    """Has the length and all other attributes of what it stands for."""
 
-    Args:
-        sampler: Of any kind that torch takes.
-        wait: Where its calls are noted.
-    """
-
-    def __init__(self, sampler: Any, wait: WaitWatch) -> None:
-        self._sampler = sampler
-        self._wait = wait
+    def __init__(self, inner: object) -> None:
+        self._inner = inner
 
     def __len__(self) -> int:
-        return len(self._sampler)
+        return len(cast("Sized", self._inner))
 
-    def __iter__(self) -> Iterator[Any]:
-        drawn = iter(self._sampler)
+    def __getattr__(self, name: str) -> object:
+        if name == "_inner":
+            raise AttributeError(name)
+        return getattr(self._inner, name)
+
+
+class WatchedSampler(_Delegate):
+    """A sampler or batch sampler of any kind that torch takes, whose calls are noted."""
+
+    def __init__(self, sampler: Iterable[object], wait: WaitWatch) -> None:
+        super().__init__(sampler)
+        self._indices = sampler
+        self._wait = wait
+
+    def __iter__(self) -> Iterator[object]:
+        drawn = iter(self._indices)
         while True:
             try:
                 indices = self._wait.sampled(drawn)
@@ -246,19 +250,16 @@ class WatchedSampler:
                 return
             yield indices
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "_sampler":
-            raise AttributeError(name)
-        return getattr(self._sampler, name)
-
 
 def stamped(
-    dataset: Any, collate_fn: Callable[[Any], Any]
+    dataset: Dataset[object], collate_fn: Callable[[object], Batch]
 ) -> tuple[StampedDataset | StampedStream, EnvelopeCollate]:
     """Return what stands for a dataset and its collate function where stamps are taken."""
     watch = ReadingWatch()
-    kind = StampedStream if isinstance(dataset, IterableDataset) else StampedDataset
-    return kind(dataset, watch), EnvelopeCollate(collate_fn, watch)
+    collate = EnvelopeCollate(collate_fn, watch)
+    if isinstance(dataset, IterableDataset):
+        return StampedStream(dataset, watch), collate
+    return StampedDataset(dataset, watch), collate
 
 
 class Ledger:
@@ -272,13 +273,14 @@ class Ledger:
         self.count = 0
         """Batches delivered so far."""
         self.records: deque[BatchStamps] | None = None
-        """Takes the stamps; None: nobody does."""
+        """Takes the stamps; None: they are not taken."""
 
 
-class OpenedEnvelopes:
+class OpenedEnvelopes(_Delegate):
     """The batches of one epoch, each taken out of its envelope when it is delivered."""
 
     def __init__(self, envelopes: Iterator[Envelope], ledger: Ledger) -> None:
+        super().__init__(envelopes)
         self._envelopes = envelopes
         self._ledger = ledger
         self._first = True
@@ -286,10 +288,7 @@ class OpenedEnvelopes:
     def __iter__(self) -> OpenedEnvelopes:
         return self
 
-    def __len__(self) -> int:
-        return len(self._envelopes)  # type: ignore[arg-type]
-
-    def __next__(self) -> Any:
+    def __next__(self) -> Batch:
         ledger = self._ledger
         ledger.wait.requested(recorded=ledger.records is not None)
         envelope = next(self._envelopes)
@@ -301,32 +300,29 @@ class OpenedEnvelopes:
                 own = own._replace(unpacked_ns=(envelope.unpickled_ns,))
             ledger.records.append(
                 BatchStamps(
-                    ledger.count,
-                    task.samples,
-                    requested_ns,
-                    time.monotonic_ns(),
-                    (task,),
-                    self._ready_ahead(requested_ns) if task.ended_ns > requested_ns else 0,
-                    self._first,
-                    envelope.pinned_ns,
-                    own,
+                    number=ledger.count,
+                    samples=task.samples,
+                    requested_ns=requested_ns,
+                    delivered_ns=time.monotonic_ns(),
+                    tasks=(task,),
+                    ready_ahead=self._ready_ahead(task, requested_ns),
+                    first=self._first,
+                    pinned_ns=envelope.pinned_ns,
+                    own=own,
                 )
             )
         self._first = False
         return envelope.batch
 
-    def _ready_ahead(self, requested_ns: int) -> int:
-        """Return how many later batches were complete before this one was asked for."""
+    def _ready_ahead(self, task: TaskStamps, requested_ns: int) -> int:
+        """Return how many later batches were complete before this late one was asked for."""
+        if task.ended_ns <= requested_ns:
+            return 0
         return sum(
             isinstance(other, Envelope) and other.task.ended_ns <= requested_ns
             for other in early_batches(self._envelopes)
         )
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         # Lightning copies its trainer with the iterators in it; processes cannot be copied.
         return iter, ((),)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_envelopes":
-            raise AttributeError(name)
-        return getattr(self._envelopes, name)

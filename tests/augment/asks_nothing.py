@@ -26,7 +26,7 @@ from thoroughness import some
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_fastdata.augment.mixing import CutMix, MixUp, Mosaic, RandomErasing, mixed
-from lightning_fastdata.augment.mixing.pairs import OneOfMixes
+from lightning_fastdata.augment.mixing.step import OneOfMixes
 from lightning_fastdata.augment.ops import DEVICE_OPS
 from lightning_fastdata.augment.replay.program import Draws
 from lightning_fastdata.augment.replay.torch import replay

@@ -11,7 +11,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from lightning_fastdata.augment.replay.kernels import across_kernel, fused_kernel, mask_kernel
+from lightning_fastdata.augment.replay.kernels.fused import across_kernel, fused_kernel, mask_kernel
 
 POINTERS = {
     "source": "u8",

@@ -10,7 +10,6 @@ import torch
 from augment.batches import in_worker, keys, on_device
 from augment.parity import photographs
 
-from lightning_fastdata.augment.ops.positions.border import CONSTANT, REFLECT_101
 from lightning_fastdata.augment.ops.positions.cells import (
     CELLS,
     cells_of_field,
@@ -18,8 +17,9 @@ from lightning_fastdata.augment.ops.positions.cells import (
     invert,
     sample_cells,
 )
-from lightning_fastdata.augment.ops.positions.resample import CUBIC, LINEAR, NEAREST
-from lightning_fastdata.augment.pipeline.bounds import opencv_major
+from lightning_fastdata.augment.ops.positions.index import CONSTANT, REFLECT_101
+from lightning_fastdata.augment.ops.positions.resize import CUBIC, LINEAR, NEAREST
+from lightning_fastdata.augment.pipeline.trial import opencv_major
 from lightning_fastdata.augment.replay.triton import takes
 from lightning_fastdata.augment.transform import as_batch_transform
 

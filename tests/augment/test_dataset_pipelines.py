@@ -19,16 +19,17 @@ from augment.own_transforms import Steps
 from augment.trainers import quiet_trainer
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, default_collate
 
-from lightning_fastdata import DataThroughputCallback, FastDataModule
+from lightning_fastdata import DataThroughputCallback, FastDataModule, LoaderOptions
 from lightning_fastdata.augment.dataset_pipelines import DatasetRecording, place_pipelines
 from lightning_fastdata.augment.record.deferred import DeferredTensor
 from lightning_fastdata.augment.registry import register
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.planning.facts.inspection import DatasetFacts
 from lightning_fastdata.planning.facts.pipeline_trial import try_recording
+from lightning_fastdata.planning.loader_plan import LoaderSpec
 from lightning_fastdata.plugin.placing.pipelines import Pipelines
 from lightning_fastdata.plugin.placing.stage_transforms import StagePlan, StageTransforms, finish
-from lightning_fastdata.randomness.seeds import find_composes
+from lightning_fastdata.randomness.search import find_composes
 
 COUNT = 14
 RNG = np.random.default_rng(0)
@@ -527,8 +528,10 @@ def pipelines():
 
 def find(where, dataset, **other):
     given = {"stage": "train", "seed": 0, "collate_fn": None, **other}
-    given |= {"name": given["stage"], "composes": find_composes(dataset)}
-    of = StagePlan(dataset=dataset, trainer=object(), **given)
+    seed, against = given.pop("seed"), given.pop("against", None)
+    given |= {"name": given["stage"], "pipelines": find_composes(dataset)}
+    spec = LoaderSpec(dataset=dataset, options=LoaderOptions(), batch_size=1, **given)
+    of = StagePlan(spec=spec, seed=seed, against=against, trainer=object())
     asked, trial = where.questions(of).trial, None
     if asked is not None:  # which a process that is thrown away does for a data module
         trial = try_recording(dataset, seed=asked[0], collate_fn=asked[1])

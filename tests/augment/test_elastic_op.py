@@ -10,7 +10,7 @@ from augment.batches import BOXES, boxed, in_worker, on_device, pipeline
 from augment.parity import photographs
 from scipy import stats
 
-from lightning_fastdata.augment.ops.positions.elastic import displacements, smoothing
+from lightning_fastdata.augment.ops.positions.distortion import displacements, smoothing
 
 SIZE = (61, 74)
 

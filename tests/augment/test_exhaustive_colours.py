@@ -9,9 +9,12 @@ import pytest
 import torch
 
 from lightning_fastdata.augment.ops import DEVICE_OPS
-from lightning_fastdata.augment.ops.colors.hsv import gray, hsv_bytes, opencv_lanes, rgb_bytes
-from lightning_fastdata.augment.ops.colors.lab import (
+from lightning_fastdata.augment.ops.colors.spaces import (
+    gray,
+    hsv_bytes,
     lab_bytes,
+    opencv_lanes,
+    rgb_bytes,
     rgb_from_lab,
     rgb_from_ycrcb,
     ycrcb_bytes,

@@ -169,7 +169,7 @@ def test_a_resize_before_the_pixels_reads_the_same_bytes(size):
     ]
     draws = compile_tapes(tapes, DEVICE_OPS)
     program = draws.programs["image"]
-    assert program.runs[0].geometry == "resize"
+    assert program.runs[0].reading.geometry == "resize"
     fused, single = both_ways(program, draws.blob, torch.from_numpy(np.stack(images)))
     assert torch.equal(fused, single)
 
@@ -193,7 +193,7 @@ def test_a_crop_before_the_pixels_reads_the_same_bytes():
     ]
     draws = compile_tapes(tapes, DEVICE_OPS)
     program = draws.programs["image"]
-    assert program.runs[0].geometry == "window"
+    assert program.runs[0].reading.geometry == "window"
     fused, single = both_ways(program, draws.blob, torch.from_numpy(np.stack(images)))
     assert torch.equal(fused, single)
 

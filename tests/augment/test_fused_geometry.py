@@ -86,7 +86,7 @@ FILTERS = {
 def test_a_warp_is_read_as_the_operation_does(name, size):
     height, width = size
     program = check([WARPS[name]], height=height, width=width)
-    assert [run.geometry for run in program.runs] == ["warp"]
+    assert [run.reading.geometry for run in program.runs] == ["warp"]
 
 
 @pytest.mark.cases(1)
@@ -97,7 +97,7 @@ def test_a_warp_is_read_as_the_operation_does(name, size):
 def test_a_filter_is_read_as_the_operation_does(name, size):
     height, width = size
     program = check([FILTERS[name]], height=height, width=width, count=3, seed=1)
-    assert [run.geometry for run in program.runs] == ["filter"]
+    assert [run.reading.geometry for run in program.runs] == ["filter"]
     assert program.runs[0].launches == 1 + (name in {"gaussian", "box", "one of three"})
 
 
@@ -179,14 +179,14 @@ def test_a_warp_sees_what_came_before_it():
         height=15,
         width=13,
     )
-    assert [run.geometry for run in program.runs] == ["none", "warp", "filter"]
+    assert [run.reading.geometry for run in program.runs] == ["none", "warp", "filter"]
 
 
 @pytest.mark.cases(2)
 @pytest.mark.parametrize("mode", BORDERS.values())
 def test_padding_is_read_by_the_run(mode):
     program = check([A.Pad((3, 9), border_mode=mode, fill=(1, 2, 300), p=1), A.ToGray()], count=3)
-    assert [run.geometry for run in program.runs] == ["window"]
+    assert [run.reading.geometry for run in program.runs] == ["window"]
 
 
 @pytest.mark.cases(5)

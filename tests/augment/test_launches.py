@@ -194,7 +194,7 @@ def test_the_launches_of_a_run_are_known_without_a_value_of_the_device(name):
 
 def compiled_for(launch):
     """Return what Triton compiles a kernel for, apart from where tensors lie."""
-    from lightning_fastdata.augment.replay import kernels
+    from lightning_fastdata.augment.replay.kernels import fused as kernels
 
     kernel = getattr(kernels, KERNELS[launch.kernel])
     options = getattr(kernel, "kwargs", None) or vars(kernel)  # of the interpreter, or the compiler

@@ -15,10 +15,9 @@ from thoroughness import max_examples
 from torchvision.transforms import v2
 
 from lightning_fastdata.augment.mixing import CutMix, MixUp, Mosaic, OneOfMixes, RandomErasing
-from lightning_fastdata.augment.mixing.erasing import erased_boxes
+from lightning_fastdata.augment.mixing.blend import cut_boxes, erased_boxes
 from lightning_fastdata.augment.mixing.mosaic import move_boxes
-from lightning_fastdata.augment.mixing.pairs import cut_boxes
-from lightning_fastdata.augment.mixing.parts import Parts, partners
+from lightning_fastdata.augment.mixing.step import Parts, partners
 from lightning_fastdata.augment.mixing.transform import draw_numbers, stack_drawn
 from lightning_fastdata.errors import BatchError, OptionsError
 from lightning_fastdata.types import SampleKey

@@ -9,7 +9,7 @@ from augment.batches import BOXES, boxed, flat, in_worker, on_device, pipeline
 from augment.parity import both, parity, photographs
 from scipy import stats
 
-from lightning_fastdata.augment.ops.sensor import poisson_below, poisson_counts
+from lightning_fastdata.augment.ops.noise import poisson_below, poisson_counts
 
 # Weak enough that values are not cut off at a level of 128, or of 0.5.
 ADDED = {

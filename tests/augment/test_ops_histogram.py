@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from thoroughness import max_examples
 
 from lightning_fastdata.augment.ops import DEVICE_OPS
-from lightning_fastdata.augment.ops.colors.lab import (
+from lightning_fastdata.augment.ops.colors.spaces import (
     lab_bytes,
     rgb_from_lab,
     rgb_from_ycrcb,

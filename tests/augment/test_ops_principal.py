@@ -9,7 +9,7 @@ import torch
 from augment.parity import extremes, photographs
 
 from lightning_fastdata.augment.ops import DEVICE_OPS
-from lightning_fastdata.augment.ops.colors.principal import principal_axes
+from lightning_fastdata.augment.ops.colors.statistics import principal_axes
 from lightning_fastdata.augment.transform import as_batch_transform
 
 OP = DEVICE_OPS["FancyPCA"]

@@ -12,8 +12,8 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 import albumentations as A
 
-from lightning_fastdata.randomness.code_parts import is_users
-from lightning_fastdata.randomness.seeds import find_composes, reseed, reseeder
+from lightning_fastdata.randomness.search import find_composes, is_users
+from lightning_fastdata.randomness.seeds import reseed, reseeder
 from lightning_fastdata.types import SampleKey
 
 IMAGE = np.zeros((8, 8, 3), np.uint8)

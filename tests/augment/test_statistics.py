@@ -18,7 +18,8 @@ os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 import albumentations as A
 
 from lightning_fastdata.loading.loader import FastDataLoader
-from lightning_fastdata.randomness.seeds import find_composes, reseed
+from lightning_fastdata.randomness.search import find_composes
+from lightning_fastdata.randomness.seeds import reseed
 from lightning_fastdata.types import SampleKey
 
 torch.set_num_threads(1)

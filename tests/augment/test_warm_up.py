@@ -12,7 +12,7 @@ from augment.test_launches import compiled_for
 
 from lightning_fastdata.augment.ops import DEVICE_OPS
 from lightning_fastdata.augment.replay.triton import prepare, takes
-from lightning_fastdata.augment.replay.warm_up import variants, warm_up
+from lightning_fastdata.augment.replay.warm_up import variants
 from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.types import SampleKey
 
@@ -72,7 +72,7 @@ def needed(transform, target, batch):
         current = torch.zeros_like(current)  # only its form counts
         out, launches = prepare(run, draws.blob, current)
         found |= {compiled_for(launch) for launch in launches}
-        current = out if out.dtype == torch.uint8 and not run.channels_first else current
+        current = out if out.dtype == torch.uint8 and not run.ending.channels_first else current
     return found
 
 
@@ -97,4 +97,5 @@ def test_the_runs_can_be_launched():
         transform = transform_of(name)
         known = variants(transform.compose, transform.plan, DEVICE_OPS, masks=[torch.int64])
         assert known
-        warm_up(known, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        for one in known:
+            one.launch(torch.device("cuda" if torch.cuda.is_available() else "cpu"))

@@ -15,8 +15,8 @@ from thoroughness import max_examples
 from torch.utils.data import Dataset
 
 from lightning_fastdata import FastDataLoader, FastDataModule, LoaderOptions
-from lightning_fastdata.batches.page_lock import CudaLockDriver, PageLocks, cuda_page_locks
 from lightning_fastdata.batches.slots import SlotPool
+from lightning_fastdata.batches.streams import CudaLockDriver, PageLocks, cuda_page_locks
 from lightning_fastdata.errors import FastDataWarning, OptionsError
 from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.kinds import open_executor

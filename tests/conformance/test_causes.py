@@ -269,4 +269,4 @@ def test_somebody_who_takes_the_stamps_keeps_them(tmp_path):
     report, _ = fit(tmp_path, {"train_dataloaders": loader})
     assert len(mine) == 4
     assert loader.records is mine
-    assert any("somebody else takes the stamps" in note for note in report.notes)
+    assert any("other code takes the stamps" in note for note in report.notes)

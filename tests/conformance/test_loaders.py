@@ -29,7 +29,7 @@ from lightning_fastdata import (
     FastDataModule,
     LoaderOptions,
 )
-from lightning_fastdata.order.epoch_order import ShuffleSampler
+from lightning_fastdata.order.samplers import ShuffleSampler
 
 
 def indices(batches):

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from conformance.forked_ranks import launched
 
 from lightning_fastdata.insight.measure.metrics import StepHistory, StepTiming
-from lightning_fastdata.plugin.watch.ranks import RankRecords, shared_store
+from lightning_fastdata.insight.waits.ranks import RankRecords, shared_store
 
 pytestmark = pytest.mark.timeout(600)
 

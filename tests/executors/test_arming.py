@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import Dataset
 
 from lightning_fastdata.loading.loader import FastDataLoader
-from lightning_fastdata.order.epoch_order import ShuffleSampler
+from lightning_fastdata.order.samplers import ShuffleSampler
 
 
 class Counted(Dataset):

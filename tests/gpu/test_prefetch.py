@@ -14,10 +14,9 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lightning_fastdata import FastDataLoader, FastDataModule, LoaderOptions, prefetch
 from lightning_fastdata.augment.transform import as_batch_transform
-from lightning_fastdata.batches.moving import move
-from lightning_fastdata.batches.page_lock import CudaLockDriver, PageLocks
 from lightning_fastdata.batches.slots import SlotPool
-from lightning_fastdata.batches.streams import CudaStreams
+from lightning_fastdata.batches.staged import move
+from lightning_fastdata.batches.streams import CudaLockDriver, CudaStreams, PageLocks
 from lightning_fastdata.device.lookahead import SideLane
 from lightning_fastdata.errors import OptionsError
 

@@ -114,10 +114,9 @@ def test_measuring_never_waits_for_the_device(long_work):
             timeline.compute_ended(samples=1)
             timeline.poll()
         assert not before.query()
-        assert timeline.pending_steps == 20
         assert timeline.history.steps == 0
     torch.cuda.synchronize()
-    assert timeline.poll() == 20
+    assert timeline.history.steps == 20
     assert timeline.dropped_steps == 0
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, assume, given
 from hypothesis import strategies as st
-from lightning_fastdata.images.parity import psnr_db
+from images.torchvision_pixels import psnr_db
 from PIL import Image
 from thoroughness import max_examples
 

@@ -8,11 +8,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from insight.cut_waits import Cutter, total
 from thoroughness import max_examples
 from torch.utils.data import Dataset, default_collate
 
 from lightning_fastdata.insight.model.simulate import batch_costs
-from lightning_fastdata.insight.waits.attribution import WaitCutter, WaitParts
+from lightning_fastdata.insight.waits.attribution import WaitParts
 from lightning_fastdata.insight.waits.causes import CauseTotals
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, OwnStamps, TaskStamps
@@ -54,7 +55,7 @@ def batch(requested_ms: float, delivered_ms: float, *tasks: TaskStamps, ahead=0)
 
 
 def parts(stamps: BatchStamps) -> dict[str, float]:
-    found = WaitCutter().cut(stamps).parts
+    found = Cutter().cut(stamps).parts
     return {
         f.name.removesuffix("_ms"): round(getattr(found, f.name), 6)
         for f in fields(found)
@@ -91,35 +92,35 @@ def test_a_wait_is_what_the_last_thread_did_meanwhile(stamps, expected) -> None:
 
 
 def test_a_thread_that_was_busy_with_the_batch_before_is_charged_for_that() -> None:
-    cutter = WaitCutter()
+    cutter = Cutter()
     cutter.cut(batch(-20, -20, task(-5, 4, read=9, cpu=9)))
     found = cutter.cut(batch(0, 10, task(4, 10, collate=6, cpu=6))).parts
     assert found == WaitParts(read_cpu_ms=4, collate_ms=6)
 
 
 def test_the_excess_of_a_slow_sample_is_its_own_part_and_names_it() -> None:
-    cutter = WaitCutter()
+    cutter = Cutter()
     cutter.cut(batch(0, 0, task(-8, 0, read=8, slowest=1)))
     wait = cutter.cut(batch(0, 57, task(0, 57, read=57, slowest=50, index=77), ahead=2))
     assert wait.parts.slow_sample_ms == pytest.approx(49)
     assert wait.parts.read_blocked_ms == pytest.approx(8)
     assert wait.overtaken
-    assert wait.slow_sample is not None
-    assert (wait.slow_sample.index, wait.slow_sample.ms) == (77, 50)
+    assert wait.slow_task is not None
+    assert (wait.slow_task.slowest_index, wait.slow_task.slowest_ns) == (77, 50 * MS)
 
 
 def test_a_sample_that_waited_for_a_cpu_is_not_called_slow() -> None:
-    cutter = WaitCutter()
+    cutter = Cutter()
     cutter.cut(batch(0, 0, task(-8, 0, read=8, slowest=1)))
     late = task(0, 57, read=57, cpu=8, runqueue=49, slowest=50)
     wait = cutter.cut(batch(0, 57, late))
-    assert wait.slow_sample is None
+    assert wait.slow_task is None
     assert wait.parts.slow_sample_ms == 0
     assert wait.parts.read_runqueue_ms == pytest.approx(49)
 
 
 def test_samples_that_are_all_slow_are_not_called_slow() -> None:
-    cutter = WaitCutter()
+    cutter = Cutter()
     for number in range(20):
         wait = cutter.cut(
             batch(
@@ -128,7 +129,7 @@ def test_samples_that_are_all_slow_are_not_called_slow() -> None:
                 task(number * 80, number * 80 + 80, read=80, slowest=12),
             )
         )
-        assert wait.slow_sample is None
+        assert wait.slow_task is None
 
 
 @st.composite
@@ -172,7 +173,7 @@ def runs(draw: st.DrawFn) -> list[BatchStamps]:
 @given(runs())
 @max_examples(200)
 def test_the_parts_of_every_wait_add_up_to_it_and_none_is_negative(run) -> None:
-    cutter = WaitCutter()
+    cutter = Cutter()
     for stamps in run:
         found = cutter.cut(stamps).parts
         waited = (stamps.delivered_ns - stamps.requested_ns) / MS
@@ -213,10 +214,9 @@ def measured(dataset: Dataset, **options) -> tuple[dict[str, float], list]:
     for _ in loader:
         pass
     assert len(records) == 16
-    cutter = WaitCutter()
+    cutter = Cutter()
     waits = [cutter.cut(stamps) for stamps in records]
-    total = sum((wait.parts for wait in waits), WaitParts())
-    return total.shares(), [wait.slow_sample for wait in waits if wait.slow_sample]
+    return total(waits).shares(), [wait.slow_task for wait in waits if wait.slow_task]
 
 
 @pytest.mark.cases(1)
@@ -244,7 +244,7 @@ def test_a_slow_collate_function_takes_most_of_the_waits(executor) -> None:
 
 def test_a_slow_sample_is_found_by_its_index() -> None:
     _, slow = measured(Planted(sleep_s=0.001, slow=133))
-    assert 133 in [sample.index for sample in slow]
+    assert 133 in [sample.slowest_index for sample in slow]
 
 
 def test_a_complete_batch_waits_for_what_its_thread_goes_on_to_do() -> None:

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from insight.cut_waits import Cutter
 
 from lightning_fastdata.insight.measure.metrics import StepHistory, StepTiming
 from lightning_fastdata.insight.report.run_report import RunReport
 from lightning_fastdata.insight.verdicts.catalogue import judge
-from lightning_fastdata.insight.waits.attribution import WaitCutter, WaitParts
+from lightning_fastdata.insight.waits.attribution import WaitParts
 from lightning_fastdata.insight.waits.causes import (
     CauseTotals,
     cause_lines,
@@ -58,7 +59,7 @@ def test_the_mean_parts_are_those_of_the_single_waits_and_add_up_to_the_mean_wai
         )
         now += wait + rng.uniform(0, 10)
     causes = totals_of(*batches).summary()
-    cutter = WaitCutter()
+    cutter = Cutter()
     waits = [cutter.cut(each).parts for each in batches]
     for part in fields(WaitParts):
         mean = np.mean([getattr(wait, part.name) for wait in waits])

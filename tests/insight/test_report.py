@@ -9,11 +9,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_fastdata.insight.measure.metrics import StepHistory, StepTiming
-from lightning_fastdata.insight.measure.stage import MetricWindow, window_means
+from lightning_fastdata.insight.measure.stage import StageMeter, window_means
+from lightning_fastdata.insight.measure.stage_stamps import StageStamps
 from lightning_fastdata.insight.model.evidence import LoaderFacts, stage_evidence
 from lightning_fastdata.insight.model.finding import Finding, Gain, duration_text
 from lightning_fastdata.insight.report.html import report_html
@@ -82,14 +84,14 @@ def test_percentiles_are_those_of_numpy(stalls):
 
 
 def test_a_window_holds_the_steps_since_it_was_last_taken():
-    history = StepHistory()
-    window = MetricWindow(history)
-    assert window.take() == {}
+    meter = StageMeter("train", torch.device("cpu"), StageStamps("data"))
+    history = meter.timeline.history
+    assert meter.metrics() == {}
     history.append(timing(0, compute=10.0))
-    assert window.take()["data/time_compute_ms"] == 10
+    assert meter.metrics()["data/time_compute_ms"] == 10
     history.append(timing(1, compute=30.0))
-    assert window.take()["data/time_compute_ms"] == 30
-    assert window.take() == {}
+    assert meter.metrics()["data/time_compute_ms"] == 30
+    assert meter.metrics() == {}
 
 
 def test_a_full_history_keeps_totals_of_all_and_values_of_the_newest():

@@ -72,7 +72,7 @@ def test_only_those_who_lend_their_loaders_take_over_others():
     keeper.watch([loader])
     read(loader)
     assert first.missing() is not None
-    assert "somebody else takes the stamps" in keeper.missing()
+    assert "other code takes the stamps" in keeper.missing()
     assert second.missing() is None
     first.watch([loader])
     read(loader)

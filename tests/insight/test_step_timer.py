@@ -411,7 +411,7 @@ def test_somebody_who_takes_the_stamps_keeps_them():
         pass
     assert len(mine) == 8
     assert loader.records is mine
-    assert "somebody else takes the stamps" in timer.report().notes[0]
+    assert "other code takes the stamps" in timer.report().notes[0]
 
 
 def test_a_loader_is_not_kept_alive():

@@ -27,7 +27,7 @@ from torch.utils.data import (
 
 from lightning_fastdata.errors import BatchError, TransformError
 from lightning_fastdata.loading.loader import FastDataLoader
-from lightning_fastdata.order.epoch_order import ShuffleSampler
+from lightning_fastdata.order.samplers import ShuffleSampler
 
 Pair = namedtuple("Pair", ["x", "y"])
 

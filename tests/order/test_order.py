@@ -18,13 +18,8 @@ from torch.utils.data import (
 )
 
 from lightning_fastdata.errors import FastDataWarning, OptionsError
-from lightning_fastdata.order.epoch_order import (
-    EpochOrder,
-    EvaluationBatchSampler,
-    ShuffleSampler,
-    can_share_evenly,
-)
-from lightning_fastdata.order.sampled import index_batches
+from lightning_fastdata.order.epoch_order import EpochOrder, can_share_evenly
+from lightning_fastdata.order.samplers import EvaluationBatchSampler, ShuffleSampler, index_batches
 
 SIZES = {
     "length": st.integers(0, 60),

@@ -16,14 +16,14 @@ from torch.utils.data import BatchSampler, Dataset
 
 from lightning_fastdata import FastDataLoader
 from lightning_fastdata.errors import OptionsError
-from lightning_fastdata.order.epoch_order import EpochOrder, ShuffleSampler
+from lightning_fastdata.order.epoch_order import EpochOrder
 from lightning_fastdata.order.permutation import (
     DRAWN_AT_ONCE,
     KeyedPermutation,
     epoch_permutation,
     parts_of,
 )
-from lightning_fastdata.order.sampled import index_batches
+from lightning_fastdata.order.samplers import ShuffleSampler, index_batches
 
 HUGE = 10**12
 seeds = st.integers(0, 2**63)

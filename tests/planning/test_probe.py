@@ -30,6 +30,7 @@ from lightning_fastdata.host.usage import queued_s
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.planning.facts.inspection import DatasetFacts, Questions, inspect_dataset
 from lightning_fastdata.planning.facts.probe import (
+    Clocks,
     SampleCost,
     drawn_indices,
     further_samples,
@@ -50,7 +51,7 @@ from lightning_fastdata.planning.worker_count import (
     workers_for,
     workers_that_wait,
 )
-from lightning_fastdata.randomness.global_generators import DrawWatch
+from lightning_fastdata.randomness.generators import DrawWatch
 
 BLOCK = bytes(400_000)
 GIB = 2**30
@@ -146,7 +147,7 @@ def test_a_sample_that_sleeps_waits_and_ones_that_compute_do_not():
 def test_time_spent_queueing_for_a_cpu_is_no_waiting():
     clock = Times()
     data = Planted(lambda: clock.advance(0.01))
-    measured = measure_samples(data, clock_s=clock.now, cpu_s=zero, queue_s=clock.now)
+    measured = measure_samples(data, clocks=Clocks(clock.now, zero, clock.now))
     assert measured is not None
     assert (measured.wall_ms, measured.wait_ms) == pytest.approx((0, 0), abs=1e-6)
 
@@ -154,13 +155,13 @@ def test_time_spent_queueing_for_a_cpu_is_no_waiting():
 def test_no_sample_is_begun_after_the_budget():
     data = Planted(lambda: clock.advance(0.1), length=1000)
     clock = Times()
-    measured = measure_samples(data, batch_size=8, budget_s=0.45, clock_s=clock.now, cpu_s=zero)
+    measured = measure_samples(data, batch_size=8, budget_s=0.45, clocks=Clocks(clock.now, zero))
     # The first one is left out.
     assert len(data.read) == 5
     assert measured is not None
     assert (measured.samples, measured.wall_ms) == (4, pytest.approx(100))
     slow = Planted(lambda: clock.advance(9), length=1000)
-    once = measure_samples(slow, batch_size=8, clock_s=clock.now, cpu_s=zero)
+    once = measure_samples(slow, batch_size=8, clocks=Clocks(clock.now, zero))
     assert len(slow.read) == 1
     assert once is not None
     assert (once.samples, once.wall_ms) == (1, pytest.approx(9000))
@@ -169,7 +170,7 @@ def test_no_sample_is_begun_after_the_budget():
 def test_a_few_samples_that_take_long_count_for_as_long_as_they_take():
     clock, count = Times(), iter(range(10_000))
     data = Planted(lambda: clock.advance(1 if next(count) % 50 == 49 else 0.001), length=2000)
-    measured = measure_samples(data, batch_size=16, budget_s=5, clock_s=clock.now, cpu_s=zero)
+    measured = measure_samples(data, batch_size=16, budget_s=5, clocks=Clocks(clock.now, zero))
     assert measured is not None
     assert measured.wall_ms == pytest.approx(21, rel=0.5)
     assert waits(measured)
@@ -182,7 +183,7 @@ def test_collation_is_measured_in_whole_batches():
         sizes.append(len(samples))
         clock.advance(0.016 + 0.001 * len(samples))
 
-    about = {"batch_size": 16, "budget_s": 60, "clock_s": clock.now, "cpu_s": clock.now}
+    about = {"batch_size": 16, "budget_s": 60, "clocks": Clocks(clock.now, clock.now)}
     measured = measure_samples(Planted(nothing, length=500), collate=collate, **about)
     assert sizes[:7] == [1, 2, 4, 8, 16, 16, 16]
     assert measured is not None
@@ -200,7 +201,9 @@ def test_a_dataset_that_reads_whole_batches_is_asked_for_them():
             return [(torch.zeros(4), i) for i in indices]
 
     data = Batched(nothing, length=500)
-    measured = measure_samples(data, batch_size=32, budget_s=60, clock_s=clock.now, cpu_s=clock.now)
+    measured = measure_samples(
+        data, batch_size=32, budget_s=60, clocks=Clocks(clock.now, clock.now)
+    )
     assert data.read == []
     assert asked[:7] == [1, 2, 4, 8, 16, 32, 32]
     assert measured is not None

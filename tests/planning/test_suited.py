@@ -19,11 +19,11 @@ from lightning_fastdata import FastDataModule, LoaderOptions
 from lightning_fastdata.executors.gather.columns import ColumnDataset, TokenWindows
 from lightning_fastdata.images.folder import FastImageFolder
 from lightning_fastdata.planning.facts.inspection import Questions, inspect_dataset
-from lightning_fastdata.planning.facts.probe import measure_samples
+from lightning_fastdata.planning.facts.probe import Clocks, measure_samples
 from lightning_fastdata.planning.loader_plan import LoaderSpec
 from lightning_fastdata.planning.plan_for import choose_executor
-from lightning_fastdata.randomness.global_generators import DrawWatch
-from lightning_fastdata.randomness.seeds import find_composes
+from lightning_fastdata.randomness.generators import DrawWatch
+from lightning_fastdata.randomness.search import find_composes
 
 
 class Rows(Dataset):
@@ -79,7 +79,7 @@ def read(spec, **clocks):
     if spec.is_stream or facts.rows:
         return facts
     watch = DrawWatch()
-    cost = measure_samples(spec.dataset, batch_size=spec.batch_size, **clocks)
+    cost = measure_samples(spec.dataset, batch_size=spec.batch_size, clocks=Clocks(**clocks))
     facts = replace(facts, cost=replace(cost, pace=1.0), draws=watch.drew())
     watch.restore()
     return facts

@@ -35,18 +35,16 @@ from lightning_fastdata.augment.stage_transform import (
 from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.batches.staged import StagedBatch
 from lightning_fastdata.insight.measure.timeline import CudaClock, HostClock, StepTimeline
-from lightning_fastdata.plugin.placing.costs import (
-    PlaceTask,
-    ProcessTimes,
-    read_place_costs,
-    time_on_device,
-)
+from lightning_fastdata.planning.facts.probe import Clocks
+from lightning_fastdata.planning.loader_plan import LoaderSpec
+from lightning_fastdata.plugin.placing.costs import PlaceTask, read_place_costs, time_on_device
 from lightning_fastdata.plugin.placing.decision import (
     PlaceCosts,
     SampleCosts,
     StepSeen,
     choose_place,
 )
+from lightning_fastdata.plugin.placing.stage_transforms import DatasetPipeline, StagePlan
 from lightning_fastdata.plugin.placing.step_watch import StepWatch
 from lightning_fastdata.plugin.placing.trial import Placing
 from lightning_fastdata.plugin.watch.measured_run import RunJudge
@@ -564,21 +562,22 @@ class CostlyPipeline:
 
 
 def task_of(dataset, transform, **about):
-    known = {"stage": "train", "device": CPU, "batch_size": 6, "workers": 2, "cpus": 2.0}
-    return PlaceTask(dataset=dataset, transform=transform, **{**known, **about})
+    spec = LoaderSpec(dataset=dataset, name="task", options=LoaderOptions(), batch_size=6)
+    known = {"device": CPU, "workers": 2, "cpus": 2.0, "found": DatasetPipeline(transform, None)}
+    return PlaceTask(of=StagePlan(spec=spec, seed=0), **{**known, **about})
 
 
 def test_costs_are_those_of_reading_of_the_two_parts_and_of_the_device():
     wall, cpu, device = Watch(), Watch(), Watch()
     transform = CostlyPipeline(wall, cpu, device)
-    times = ProcessTimes(clock_s=wall, cpu_s=cpu, queue_s=lambda: 0.0)
+    clocks = Clocks(wall, cpu, lambda: 0.0)
 
     def device_ms(work, where):
         assert where == CPU
         return time_on_device(work, where, clock=HostClock(device.ns))
 
     costs = read_place_costs(
-        task_of(Costly(wall, cpu), transform), accelerator=True, times=times, device_ms=device_ms
+        task_of(Costly(wall, cpu), transform), accelerator=True, clocks=clocks, device_ms=device_ms
     )
     assert costs.sample.read_ms == pytest.approx(5)
     assert costs.sample.waits_ms == pytest.approx(4)
@@ -609,7 +608,7 @@ def test_files_that_the_first_reading_brings_to_memory_speak_for_no_place():
     costs = read_place_costs(
         task_of(OwnPipeline(), None),
         accelerator=True,
-        times=ProcessTimes(clock_s=wall, cpu_s=cpu, queue_s=lambda: 0.0),
+        clocks=Clocks(wall, cpu, lambda: 0.0),
     )
     assert costs.sample.waits_ms == pytest.approx(50)
     assert costs.sample.whole_ms == costs.sample.deferred_ms == pytest.approx(53)

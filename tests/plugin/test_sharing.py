@@ -12,7 +12,7 @@ from conformance.pieces import RowsModule, make_trainer
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSamplerWrapper
 from torch.utils.data import BatchSampler, SequentialSampler
 
-from lightning_fastdata.order.epoch_order import EvaluationBatchSampler
+from lightning_fastdata.order.samplers import EvaluationBatchSampler
 from lightning_fastdata.plugin.seams.loaders import average_exactly
 
 

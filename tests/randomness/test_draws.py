@@ -11,13 +11,13 @@ from torch.utils.data import Dataset
 
 from lightning_fastdata.executors.fetch import seed_global_generators
 from lightning_fastdata.loading.loader import FastDataLoader
-from lightning_fastdata.randomness import global_generators as draws
-from lightning_fastdata.randomness.global_generators import (
+from lightning_fastdata.randomness import generators as draws
+from lightning_fastdata.randomness.generators import (
     DrawWatch,
+    OwnGenerators,
     PythonGenerator,
     kept_random_state,
 )
-from lightning_fastdata.randomness.own_generators import OwnGenerators
 
 DRAWS = {
     "random": random.random,

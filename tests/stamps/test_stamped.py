@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from insight.cut_waits import Cutter, total
 from torch.utils.data import (
     Dataset,
     IterableDataset,
@@ -23,7 +24,6 @@ from torch.utils.data import (
 from torch.utils.data.datapipes.iter import IterableWrapper
 
 from lightning_fastdata.batches.staged import StagedBatch
-from lightning_fastdata.insight.waits.attribution import WaitCutter, WaitParts
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, TaskWatch
 from lightning_fastdata.stamps.stamped import Envelope
@@ -288,9 +288,9 @@ def slow_collate(samples):
 
 def shares(dataset, **options):
     _, records, _ = epochs(dataset, stamp=True, times=1, batch_size=16, **options)
-    cutter = WaitCutter()
+    cutter = Cutter()
     waits = [cutter.cut(stamps) for stamps in records]
-    return sum((wait.parts for wait in waits), WaitParts()).shares(), records, waits
+    return total(waits).shares(), records, waits
 
 
 @pytest.mark.cases(2)
@@ -316,7 +316,7 @@ def test_a_batch_that_is_held_up_by_a_slow_sample_is_seen_to_be_overtaken():
     late = records[4]
     assert late.tasks[0].slowest_index == 66
     assert late.ready_ahead > 0
-    slow = [wait.slow_sample.index for wait in waits if wait.slow_sample and wait.overtaken]
+    slow = [wait.slow_task.slowest_index for wait in waits if wait.slow_task and wait.overtaken]
     assert 66 in slow
 
 
@@ -348,7 +348,7 @@ def test_the_pin_thread_passes_an_envelope_through_and_is_stamped():
         False,
         (began_ns, ended_ns),
     )
-    parts = WaitCutter().cut(stamps).parts
+    parts = Cutter().cut(stamps).parts
     assert parts.pin_ms == pytest.approx((ended_ns - began_ns) / 1e6)
     assert parts.total_ms == pytest.approx((stamps.delivered_ns - stamps.requested_ns) / 1e6)
 

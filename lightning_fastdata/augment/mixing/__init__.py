@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from lightning_fastdata.augment.mixing.erasing import RandomErasing
+from lightning_fastdata.augment.mixing.blend import CutMix, MixUp, RandomErasing
 from lightning_fastdata.augment.mixing.mosaic import Mosaic
-from lightning_fastdata.augment.mixing.pairs import CutMix, MixUp, OneOfMixes
+from lightning_fastdata.augment.mixing.step import OneOfMixes
 from lightning_fastdata.augment.mixing.transform import MixedTransform, mixed
 
 __all__ = ["CutMix", "MixUp", "MixedTransform", "Mosaic", "OneOfMixes", "RandomErasing", "mixed"]

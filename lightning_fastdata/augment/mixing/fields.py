@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from lightning_fastdata.augment.mixing.parts import MixStep, Parts
+from lightning_fastdata.augment.mixing.step import MixStep, Parts
 from lightning_fastdata.augment.ops.output import OutputForm
 from lightning_fastdata.augment.pipeline.fields import (
     Fields,
@@ -22,9 +23,7 @@ from lightning_fastdata.augment.pipeline.fields import (
 )
 from lightning_fastdata.augment.stage_transform import plain_tensors
 from lightning_fastdata.errors import BatchError
-
-if TYPE_CHECKING:
-    from lightning_fastdata.types import Batch
+from lightning_fastdata.types import Batch
 
 _BOX_KEYS = ("boxes", "bboxes")
 _LABEL_KEYS = ("label", "labels", "target", "targets")
@@ -85,7 +84,7 @@ class Mixer:
                     f"means classes 0 to {classes - 1}."
                 )
 
-    def mix(self, batch: Batch, numbers: torch.Tensor, order: torch.Tensor) -> Batch:
+    def mix(self, batch: Batch, numbers: Tensor, order: Tensor) -> Batch:
         """Return a batch with its samples mixed.
 
         Args:
@@ -100,7 +99,7 @@ class Mixer:
             found = self._find(batch)
             labels = self._find_labels(batch, found["image"])
             image = get_field(batch, found["image"])
-            if not isinstance(image, torch.Tensor) or image.ndim not in {3, 4}:
+            if not isinstance(image, Tensor) or image.ndim not in {3, 4}:
                 raise BatchError(
                     f"Mixing needs a batch of images of one size, but the image field is "
                     f"{describe(image)}."
@@ -173,7 +172,7 @@ class Mixer:
         batch: Batch,
         found: Mapping[str, Location],
         form: _Form,
-        shares: Sequence[torch.Tensor],
+        shares: Sequence[Tensor],
     ) -> Parts:
         def field(name: str) -> Any:
             return get_field(batch, found[name]) if name in found else None
@@ -188,8 +187,8 @@ class Mixer:
         )
 
     @staticmethod
-    def _shares(labels: Any, num_classes: int | None, device: torch.device) -> torch.Tensor:
-        if not isinstance(labels, torch.Tensor) or labels.ndim not in {1, 2}:
+    def _shares(labels: Any, num_classes: int | None, device: torch.device) -> Tensor:
+        if not isinstance(labels, Tensor) or labels.ndim not in {1, 2}:
             raise BatchError(
                 f"The labels are {describe(labels)}. Mixing needs classes [n] or one-hot rows "
                 "[n, classes]; say where they are with label=<key or index>."
@@ -214,14 +213,14 @@ def _existing(batch: Batch, place: int | str, name: str) -> int | str:
 class _Form:
     """The images of a batch as ``[n, C, H, W]``, and the way back to how they came."""
 
-    def __init__(self, image: torch.Tensor) -> None:
+    def __init__(self, image: Tensor) -> None:
         self._gray = image.ndim == 3
         self._last = image.ndim == 4 and not channels_first(tuple(image.shape[1:]))
         image = image[:, None] if self._gray else image
         self._format = _memory_format(image)
         self.image = image.permute(0, 3, 1, 2) if self._last else image
 
-    def restored(self, image: torch.Tensor) -> torch.Tensor:
+    def restored(self, image: Tensor) -> Tensor:
         if self._gray:
             return image[:, 0]
         if self._last:
@@ -230,14 +229,14 @@ class _Form:
         return image.contiguous(memory_format=self._format)
 
 
-def _memory_format(image: torch.Tensor) -> torch.memory_format:
+def _memory_format(image: Tensor) -> torch.memory_format:
     last = image.is_contiguous(memory_format=torch.channels_last)
     return torch.channels_last if last and not image.is_contiguous() else torch.contiguous_format
 
 
-def _mask_parts(mask: Any, image: torch.Tensor) -> torch.Tensor:
+def _mask_parts(mask: Any, image: Tensor) -> Tensor:
     size = tuple(image.shape[2:])
-    if isinstance(mask, torch.Tensor) and mask.ndim in {3, 4}:
+    if isinstance(mask, Tensor) and mask.ndim in {3, 4}:
         if tuple(mask.shape[1:3]) == size:
             return mask if mask.ndim == 3 else mask.permute(0, 3, 1, 2)
         if tuple(mask.shape[2:]) == size:
@@ -248,16 +247,16 @@ def _mask_parts(mask: Any, image: torch.Tensor) -> torch.Tensor:
     )
 
 
-def _mask_restored(mask: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+def _mask_restored(mask: Tensor, given: Tensor) -> Tensor:
     same = tuple(mask.shape) == tuple(given.shape)
     return mask if same else mask.permute(0, 2, 3, 1).contiguous()
 
 
-def _ragged(value: Any, samples: int, name: str) -> tuple[torch.Tensor, ...] | None:
+def _ragged(value: Any, samples: int, name: str) -> tuple[Tensor, ...] | None:
     if value is None:
         return None
     ok = isinstance(value, list | tuple) and len(value) == samples
-    if not ok or not all(isinstance(one, torch.Tensor) for one in value):
+    if not ok or not all(isinstance(one, Tensor) for one in value):
         raise BatchError(
             f"The field for {name} is {describe(value)}. Mixing needs a list of {samples} tensors, "
             "one per sample, as a detection collate_fn gives them."

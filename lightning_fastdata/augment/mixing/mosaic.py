@@ -7,8 +7,9 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, ClassVar, Final
 
 import torch
+from torch import Tensor
 
-from lightning_fastdata.augment.mixing.parts import (
+from lightning_fastdata.augment.mixing.step import (
     Parts,
     check_share,
     joined,
@@ -65,7 +66,7 @@ class Mosaic:
         """Return whether, and the point in parts of height and width."""
         return [generator.random(), *generator.uniform(*self.middle, 2)]
 
-    def mix(self, parts: Parts, numbers: torch.Tensor, order: torch.Tensor) -> Parts:
+    def mix(self, parts: Parts, numbers: Tensor, order: Tensor) -> Parts:
         """Return the batch of mosaics; see :class:`MixStep`."""
         height, width = parts.size
         is_mosaic = numbers[:, 0] < self.p
@@ -82,7 +83,7 @@ class Mosaic:
         rows = (torch.arange(height, device=y.device) - y[:, None]).remainder(height)
         columns = (torch.arange(width, device=x.device) - x[:, None]).remainder(width)
 
-        def laid(pixels: torch.Tensor) -> torch.Tensor:
+        def laid(pixels: Tensor) -> Tensor:
             last = pixels.movedim(1, -1) if pixels.ndim == 4 else pixels
             out = last[whose, rows[:, :, None], columns[:, None, :]]
             out = torch.where(per_sample(is_mosaic, out), out, last)
@@ -105,9 +106,7 @@ class Mosaic:
         sources = torch.stack([own, *others], 1)
         return self._lay_boxes(changed, is_mosaic, torch.stack([y, x], 1), sources)
 
-    def _lay_boxes(
-        self, parts: Parts, is_mosaic: torch.Tensor, point: torch.Tensor, sources: torch.Tensor
-    ) -> Parts:
+    def _lay_boxes(self, parts: Parts, is_mosaic: Tensor, point: Tensor, sources: Tensor) -> Parts:
         given = parts.boxes or ()
         counts = [len(boxes) for boxes in given]
         starts = [0, *accumulate(counts)]
@@ -146,8 +145,8 @@ class Mosaic:
 
 
 def move_boxes(
-    boxes: torch.Tensor, quarter: torch.Tensor, point: torch.Tensor, size: tuple[int, int]
-) -> tuple[torch.Tensor, torch.Tensor]:
+    boxes: Tensor, quarter: Tensor, point: Tensor, size: tuple[int, int]
+) -> tuple[Tensor, Tensor]:
     """Return boxes of images after these were laid in quarters of mosaics, cut to the quarters.
 
     Args:
@@ -173,8 +172,8 @@ def move_boxes(
 
 
 def _moved(
-    edges: tuple[torch.Tensor, torch.Tensor], behind: torch.Tensor, point: torch.Tensor, length: int
-) -> list[torch.Tensor]:
+    edges: tuple[Tensor, Tensor], behind: Tensor, point: Tensor, length: int
+) -> list[Tensor]:
     """Return edges along one side, behind the point or before it, and not beyond."""
     shift = torch.where(behind, point, point - length)
     first = torch.where(behind, point, 0)

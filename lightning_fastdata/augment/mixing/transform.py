@@ -1,32 +1,54 @@
-"""A pipeline, and mixing behind it, as one transform of batches."""
+"""A pipeline, repeated augmentation and mixing behind them, as one transform of batches."""
 
 from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from lightning_fastdata.augment.mixing.fields import Mixer, Places
-from lightning_fastdata.augment.mixing.parts import MixStep
-from lightning_fastdata.augment.mixing.repeat import (
-    repeat_batch,
-    repeated_key,
-)
+from lightning_fastdata.augment.mixing.step import MixStep
+from lightning_fastdata.augment.ops.operation import Tape
 from lightning_fastdata.augment.ops.output import OutputForm, check_form, output_form
-from lightning_fastdata.augment.pipeline.fields import Fields, find_fields, get_field
+from lightning_fastdata.augment.pipeline.fields import Fields, find_fields, get_field, put_fields
 from lightning_fastdata.augment.record.targets import convert_images
+from lightning_fastdata.augment.record.worker import ComposeWorker
 from lightning_fastdata.augment.replay.program import Draws, compile_tapes
 from lightning_fastdata.augment.stage_transform import plain_tensors, table
 from lightning_fastdata.augment.transform import BatchTransform, as_batch_transform
 from lightning_fastdata.errors import OptionsError, TransformError
+from lightning_fastdata.types import Batch, SampleKey
 
-if TYPE_CHECKING:
-    from lightning_fastdata.augment.ops.operation import Tape
-    from lightning_fastdata.augment.record.worker import ComposeWorker
-    from lightning_fastdata.types import Batch, SampleKey
+
+def repeated_key(key: SampleKey, repeats: int, number: int) -> SampleKey:
+    """Return the key of one augmentation of a sample, as if the dataset were so much longer."""
+    return key._replace(index=key.index * repeats + number)
+
+
+def repeat_batch(batch: Batch, samples: int, repeats: int) -> Batch:
+    """Return a batch in which every sample stands ``repeats`` times, one after the other."""
+    if isinstance(batch, Mapping):
+        return put_fields(
+            batch, {name: repeat_entries(one, samples, repeats) for name, one in batch.items()}
+        )
+    if isinstance(batch, list | tuple):
+        entries = [repeat_entries(one, samples, repeats) for one in batch]
+        return put_fields(batch, dict(enumerate(entries)))
+    return repeat_entries(batch, samples, repeats)
+
+
+def repeat_entries(field: Any, samples: int, repeats: int) -> Any:
+    """Return a field with each entry ``repeats`` times; a field of no entries as it is."""
+    if isinstance(field, Tensor) and field.ndim and len(field) == samples:
+        return field.repeat_interleave(repeats, 0)
+    if isinstance(field, list | tuple) and len(field) == samples:
+        return [one for one in field for _ in range(repeats)]
+    return field
+
 
 _NUMBERS, _ORDER = "mixing numbers", "mixing order"
 

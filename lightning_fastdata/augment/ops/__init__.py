@@ -5,18 +5,10 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
-from lightning_fastdata.augment.ops import dropout, noise, output, sensor, table
-from lightning_fastdata.augment.ops.colors import color, histogram, principal
-from lightning_fastdata.augment.ops.filters import blur, downscale, rank, sharpen
-from lightning_fastdata.augment.ops.positions import (
-    distortion,
-    elastic,
-    index,
-    lens,
-    resample,
-    tiles,
-    warp,
-)
+from lightning_fastdata.augment.ops import dropout, noise, output, table
+from lightning_fastdata.augment.ops.colors import color, statistics
+from lightning_fastdata.augment.ops.filters import convolution, rank
+from lightning_fastdata.augment.ops.positions import distortion, index, resize, warp
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -24,9 +16,8 @@ if TYPE_CHECKING:
     from lightning_fastdata.augment.ops.operation import DeviceOp
 
 _FAMILIES = (
-    *(index, resample, warp, table, color, blur, dropout, output),
-    *(downscale, histogram, lens, principal, rank, sharpen),
-    *(distortion, elastic, noise, sensor, tiles),
+    *(index, resize, warp, table, color, convolution, dropout, output),
+    *(statistics, rank, distortion, noise),
 )
 
 DEVICE_OPS: Final[Mapping[str, DeviceOp]] = MappingProxyType(

@@ -4,20 +4,26 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded
-from lightning_fastdata.augment.ops.positions.border import as_channels_last, channels
+from lightning_fastdata.augment.ops.operation import (
+    Arrays,
+    DeviceOp,
+    DType,
+    Encoded,
+    Params,
+    Shape,
+    Static,
+    Transform,
+    as_channels_last,
+    channels,
+)
 from lightning_fastdata.augment.ops.splitmix import uniform
 from lightning_fastdata.augment.replay import instructions
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from lightning_fastdata.augment.ops.operation import Shape
 
 _GRAIN = 4
 """The number of rectangles is rounded up to a multiple of this, so that samples share launches."""
@@ -35,7 +41,7 @@ def _padded(rows: np.ndarray) -> np.ndarray:
 
 
 def _encode_random(
-    transform: Any, params: Mapping[str, Any], shape: Shape, dtype: np.dtype[Any]
+    transform: Transform, params: Params, shape: Shape, dtype: DType
 ) -> dict[str, np.ndarray] | None:
     """Return the colour of each hole, or the seed of the colours of all pixels."""
     if dtype not in (np.uint8, np.float32):
@@ -52,9 +58,7 @@ def _encode_random(
     return {"colours": _padded(rows)}
 
 
-def _encode(
-    transform: Any, params: Mapping[str, Any], shape: Shape, dtype: np.dtype[Any]
-) -> Encoded | None:
+def _encode(transform: Transform, params: Params, shape: Shape, dtype: DType) -> Encoded | None:
     fill, fill_mask = transform.fill, transform.fill_mask
     if "seed" not in params:
         return None  # Erasing found no place; Albumentations raises its own error.
@@ -81,7 +85,7 @@ def _encode(
     return Encoded((), arrays)
 
 
-def _covered(rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+def _covered(rows: Tensor, columns: Tensor) -> Tensor:
     """Return which pixels ``[n, H, W]`` any of the holes covers.
 
     Args:
@@ -93,16 +97,14 @@ def _covered(rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
     return torch.bmm(rows.double().mT, columns.double()) > 0
 
 
-def _noise(images: torch.Tensor, seed: torch.Tensor) -> torch.Tensor:
+def _noise(images: Tensor, seed: Tensor) -> Tensor:
     """Return values over the whole range, as evenly as Albumentations draws them, in float32."""
     numbers = uniform(seed, images[0].numel()).view(images.shape)
     return (numbers * 256).floor() if images.dtype == torch.uint8 else numbers
 
 
 def _fill(name: str) -> Any:
-    def run(
-        batch: torch.Tensor, static: Mapping[str, Any], arrays: Mapping[str, torch.Tensor]
-    ) -> torch.Tensor:
+    def run(batch: Tensor, static: Static, arrays: Arrays) -> Tensor:
         random = name == "fill" and name not in arrays
         if name not in arrays and not random:
             return batch
@@ -127,9 +129,9 @@ def _fill(name: str) -> Any:
 
 OPS = tuple(
     DeviceOp(
-        name=name,
-        encode=_encode,
-        image=_fill("fill"),
+        name,
+        _encode,
+        _fill("fill"),
         mask=_fill("fill_mask"),
         draws_pixels=lambda transform: transform.fill == "random",
         fused=instructions.holes,

@@ -1,17 +1,31 @@
-"""Noise that the device draws: sums, and pixels that are lost."""
+"""Noise that the device draws: sums, lost pixels, and the grain of a sensor."""
 
 # ruff: noqa: ARG001 - all operations share one signature
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+import math
+from typing import Any, Final
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.nn.functional import interpolate
 
-from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded
-from lightning_fastdata.augment.ops.positions.border import as_channels_last, channels
+from lightning_fastdata.augment.ops.operation import (
+    Arrays,
+    DeviceOp,
+    Drawn,
+    DType,
+    Encoded,
+    Params,
+    Shape,
+    Static,
+    Transform,
+    always,
+    as_channels_last,
+    channels,
+)
 from lightning_fastdata.augment.ops.splitmix import (
     normal,
     peek_seed,
@@ -22,11 +36,6 @@ from lightning_fastdata.augment.ops.splitmix import (
 )
 from lightning_fastdata.augment.ops.table import change_value, encode_value, look_up, ramp_table
 from lightning_fastdata.augment.replay import instructions
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from lightning_fastdata.augment.ops.operation import Shape
 
 _DTYPES: Final = (np.dtype(np.uint8), np.dtype(np.float32))
 _MASK_STREAM: Final = 1
@@ -46,9 +55,7 @@ def _summand(
     }
 
 
-def _draw_gauss(
-    transform: Any, params: Mapping[str, Any], data: Mapping[str, Any]
-) -> dict[str, Any] | None:
+def _draw_gauss(transform: Transform, params: Params, data: Params) -> Drawn | None:
     if data["image"].dtype not in _DTYPES:
         return None
     scale = transform.py_random.uniform(*transform.std_range)
@@ -64,9 +71,7 @@ def _either(generator: np.random.Generator, limits: tuple[float, float]) -> floa
     return limits[0] if limits[0] == limits[1] else generator.uniform(*limits)
 
 
-def _draw_additive(
-    transform: Any, params: Mapping[str, Any], data: Mapping[str, Any]
-) -> dict[str, Any] | None:
+def _draw_additive(transform: Transform, params: Params, data: Params) -> Drawn | None:
     kind, spatial, settings = transform.noise_type, transform.spatial_mode, transform.noise_params
     if spatial == "constant" or kind == "beta" or not settings:
         return None
@@ -98,7 +103,7 @@ def _reduced(size: tuple[int, ...], approximation: float) -> tuple[int, int]:
 
 
 def _encode_summand(
-    transform: Any, params: Mapping[str, Any], shape: Shape, dtype: np.dtype[Any]
+    transform: Transform, params: Params, shape: Shape, dtype: DType
 ) -> Encoded | None:
     if dtype not in _DTYPES:
         return None
@@ -116,7 +121,7 @@ def _encode_summand(
     return Encoded((("kind", "constant"),), {"numbers": noise.astype(np.float32)})
 
 
-def _standard(kind: str, seed: torch.Tensor, count: int) -> torch.Tensor:
+def _standard(kind: str, seed: Tensor, count: int) -> Tensor:
     """Return numbers of a distribution with location 0 and scale 1, float32 ``[n, count]``."""
     if kind == "gaussian":
         return normal(seed, count)
@@ -128,9 +133,7 @@ def _standard(kind: str, seed: torch.Tensor, count: int) -> torch.Tensor:
     return torch.copysign(torch.log1p(-signed.abs()), signed)
 
 
-def _add(
-    images: torch.Tensor, static: Mapping[str, Any], arrays: Mapping[str, torch.Tensor]
-) -> torch.Tensor:
+def _add(images: Tensor, static: Static, arrays: Arrays) -> Tensor:
     kind = static["kind"]
     if kind == "table":
         return look_up(images, arrays["table"])
@@ -150,9 +153,7 @@ def _add(
     return (images.float() + noise).clamp(0, _limit(images.dtype)).to(images.dtype)
 
 
-def _draw_factors(
-    transform: Any, params: Mapping[str, Any], data: Mapping[str, Any]
-) -> dict[str, Any] | None:
+def _draw_factors(transform: Transform, params: Params, data: Params) -> Drawn | None:
     image = data["image"]
     if not transform.elementwise or image.dtype not in _DTYPES:
         return None
@@ -164,7 +165,7 @@ def _draw_factors(
 
 
 def _encode_factors(
-    transform: Any, params: Mapping[str, Any], shape: Shape, dtype: np.dtype[Any]
+    transform: Transform, params: Params, shape: Shape, dtype: DType
 ) -> Encoded | None:
     if not transform.elementwise:
         return encode_value(transform, params, shape, dtype)
@@ -175,9 +176,7 @@ def _encode_factors(
     return Encoded(static, {"seed": params["factors_seed"], "limits": limits})
 
 
-def _multiply(
-    images: torch.Tensor, static: Mapping[str, Any], arrays: Mapping[str, torch.Tensor]
-) -> torch.Tensor:
+def _multiply(images: Tensor, static: Static, arrays: Arrays) -> Tensor:
     if static["form"] != "each":
         return change_value(images, static, arrays)
     n, height, width, _ = images.shape
@@ -187,9 +186,7 @@ def _multiply(
     return (images.float() * factors).clamp(0, _limit(images.dtype)).to(images.dtype)
 
 
-def _draw_specks(
-    transform: Any, params: Mapping[str, Any], data: Mapping[str, Any]
-) -> dict[str, Any] | None:
+def _draw_specks(transform: Transform, params: Params, data: Params) -> Drawn | None:
     if data["image"].dtype not in _DTYPES:
         return None
     height, width = data["image"].shape[:2]
@@ -201,16 +198,14 @@ def _draw_specks(
 
 
 def _encode_specks(
-    transform: Any, params: Mapping[str, Any], shape: Shape, dtype: np.dtype[Any]
+    transform: Transform, params: Params, shape: Shape, dtype: DType
 ) -> Encoded | None:
     if "specks" not in params or dtype not in _DTYPES:
         return None
     return Encoded((), {"seed": params["specks_seed"], "counts": params["specks"]})
 
 
-def _specks(
-    images: torch.Tensor, static: Mapping[str, Any], arrays: Mapping[str, torch.Tensor]
-) -> torch.Tensor:
+def _specks(images: Tensor, static: Static, arrays: Arrays) -> Tensor:
     n, height, width, _ = images.shape
     # Pixels in the order of random words: as many as Albumentations chose, no fewer and no more.
     order = words(arrays["seed"], height * width)
@@ -223,9 +218,7 @@ def _specks(
     return torch.where(salt, _limit(images.dtype), torch.where(both, 0, images))
 
 
-def _draw_lost(
-    transform: Any, params: Mapping[str, Any], data: Mapping[str, Any]
-) -> dict[str, Any] | None:
+def _draw_lost(transform: Transform, params: Params, data: Params) -> Drawn | None:
     from albumentations.augmentations.pixel import functional
 
     image, mask = data["image"], functional.get_mask_array(data)
@@ -245,7 +238,7 @@ def _draw_lost(
 
 
 def _encode_lost(
-    transform: Any, params: Mapping[str, Any], shape: Shape, dtype: np.dtype[Any]
+    transform: Transform, params: Params, shape: Shape, dtype: DType
 ) -> Encoded | None:
     if "lost" not in params or params["lost"].size not in (1, channels(shape)):
         return None
@@ -265,9 +258,7 @@ def _encode_lost(
 
 
 def _lose(value: str, lost: str, stream: int) -> Any:
-    def run(
-        batch: torch.Tensor, static: Mapping[str, Any], arrays: Mapping[str, torch.Tensor]
-    ) -> torch.Tensor:
+    def run(batch: Tensor, static: Static, arrays: Arrays) -> Tensor:
         if value not in arrays:
             return batch
         images = as_channels_last(batch)
@@ -286,44 +277,165 @@ def _lose(value: str, lost: str, stream: int) -> Any:
     return run
 
 
+_MOST_COUNTS: Final = 256
+"""Larger counts of photons are left to Albumentations, as their tables would not fit."""
+_COLOR_STREAM: Final = 1
+
+
+def _sensor_seed(params: Params) -> np.ndarray:
+    # Albumentations draws 32 bits for a generator of its own.
+    return np.array([int(params["random_seed"]), 0x5EED], np.int64)
+
+
+def poisson_counts(mean: float) -> int:
+    """Return a power of two that a Poisson number reaches less than once in 1e8 draws."""
+    return max(4, 1 << math.ceil(math.log2(mean + 7 * math.sqrt(mean) + 12)))
+
+
+def poisson_below(mean: Tensor, counts: int) -> Tensor:
+    """Return the probability of at most 0, 1, ... ``counts - 1``: float32 ``[..., counts]``."""
+    whole = torch.arange(1, counts + 1, device=mean.device, dtype=torch.float64)
+    below: Tensor = torch.special.gammaincc(whole, mean.double().unsqueeze(-1))
+    return below.float()
+
+
+def _encode_iso(transform: Transform, params: Params, shape: Shape, dtype: DType) -> Encoded | None:
+    # The brightness of an image within [0, 1] deviates by at most a half.
+    counts = poisson_counts(transform.intensity[1] / 2)
+    if channels(shape) != 3 or counts > _MOST_COUNTS or dtype not in (np.uint8, np.float32):
+        return None
+    numbers = np.array([params["color_shift"], params["intensity"]], np.float64)
+    return Encoded((("counts", counts),), {"numbers": numbers, "seed": _sensor_seed(params)})
+
+
+def _hls(rgb: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return hue in degrees, lightness and saturation of floats ``[..., 3]``, as OpenCV does."""
+    red, green, blue = rgb.unbind(-1)
+    high, low = rgb.amax(-1), rgb.amin(-1)
+    span, total = high - low, high + low
+    lightness = total * 0.5
+    colored = span > torch.finfo(torch.float32).eps
+    saturation = span / torch.where(lightness < 0.5, total, 2 - total)
+    sixth = torch.full_like(span, 60) / span
+    hue = torch.where(
+        high == red,
+        (green - blue) * sixth,
+        torch.where(high == green, (blue - red) * sixth + 120, (red - green) * sixth + 240),
+    )
+    hue = torch.where(hue < 0, hue + 360, hue)
+    return torch.where(colored, hue, 0.0), lightness, torch.where(colored, saturation, 0.0)
+
+
+def _rgb(hue: Tensor, lightness: Tensor, saturation: Tensor) -> Tensor:
+    """Return the reverse of :func:`_hls`; the hue may lie outside of 0 to 360."""
+    top = torch.where(
+        lightness <= 0.5,
+        lightness * (1 + saturation),
+        lightness + saturation - lightness * saturation,
+    )
+    bottom = 2 * lightness - top
+    sextant = hue * (6 / 360)
+    # A channel rises over one sextant, stays for two, falls over one, and stays for two.
+    turns = torch.stack([sextant + 2, sextant, sextant - 2], -1).remainder(6)
+    share = torch.minimum(turns, 4 - turns).clamp(0, 1)
+    return bottom.unsqueeze(-1) + (top - bottom).unsqueeze(-1) * share
+
+
+def _iso(images: Tensor, static: Static, arrays: Arrays) -> Tensor:
+    n, height, width, _ = images.shape
+    count, whole = height * width, images.dtype == torch.uint8
+    values = images / torch.full((), 255.0, device=images.device) if whole else images
+    hue, lightness, saturation = _hls(values)
+    shift, intensity = arrays["numbers"][:, :, None].unbind(1)
+    deviation = lightness.double().reshape(n, -1).std(1, correction=0, keepdim=True)
+    below = poisson_below(deviation * intensity, static["counts"])
+    drawn = uniform(arrays["seed"], count)
+    grains = torch.zeros_like(drawn)
+    for step in below[:, 0].unbind(1):
+        grains += drawn >= step[:, None]
+    grains = (grains * intensity.float()).view_as(lightness)
+    lightness = (lightness + grains * (1 - lightness)).clamp(0, 1)
+    colors = normal(arrays["seed"], count, _COLOR_STREAM) * (shift * intensity).float()
+    out = _rgb(hue + colors.view_as(hue), lightness, saturation).clamp(0, 1)
+    return (out * 255).round().to(torch.uint8) if whole else out
+
+
+def _encode_shot(
+    transform: Transform, params: Params, shape: Shape, dtype: DType
+) -> Encoded | None:
+    if dtype != np.uint8 or transform.scale_range[0] <= 0:
+        return None
+    counts = poisson_counts(1 / transform.scale_range[0])
+    if counts > _MOST_COUNTS:
+        return None
+    scale = float(params["scale"])
+    # The levels after each count of photons, and the mean count before, at each level.
+    ramp = np.arange(256, dtype=np.float32) / 255
+    means = (ramp**2.2 + scale * 1e-6) / scale
+    photons = np.clip(np.arange(counts, dtype=np.float32) * np.float32(scale), 0, 1)
+    levels = np.rint(photons ** np.float32(1 / 2.2) * 255).astype(np.uint8)
+    arrays = {"means": means.astype(np.float32), "levels": levels, "seed": _sensor_seed(params)}
+    return Encoded((("counts", counts),), arrays)
+
+
+def _shot(images: Tensor, static: Static, arrays: Arrays) -> Tensor:
+    counts, n = static["counts"], len(images)
+    values = images.reshape(n, -1)
+    below = poisson_below(arrays["means"], counts).view(-1)
+    first = (torch.arange(n, device=images.device)[:, None] * 256 + values) * counts
+    drawn = uniform(arrays["seed"], values.shape[1])
+    # How many probabilities are reached, by bisection in the row of the pixel's level.
+    found = torch.zeros_like(first)
+    step = counts // 2
+    while step:
+        reached = drawn >= below.index_select(0, (first + found + step - 1).view(-1)).view(n, -1)
+        found += reached * step
+        step //= 2
+    row = torch.arange(n, device=images.device)[:, None] * counts
+    out = arrays["levels"].view(-1).index_select(0, (row + found).view(-1))
+    return out.view(images.shape)
+
+
 OPS = (
     DeviceOp(
-        name="GaussNoise",
-        encode=_encode_summand,
-        image=_add,
+        "GaussNoise",
+        _encode_summand,
+        _add,
         draw=_draw_gauss,
-        draws_pixels=lambda _transform: True,
+        draws_pixels=always,
     ),
     DeviceOp(
-        name="AdditiveNoise",
-        encode=_encode_summand,
-        image=_add,
+        "AdditiveNoise",
+        _encode_summand,
+        _add,
         draw=_draw_additive,
         draws_pixels=lambda transform: transform.spatial_mode != "constant",
     ),
     DeviceOp(
-        name="MultiplicativeNoise",
-        encode=_encode_factors,
-        image=_multiply,
+        "MultiplicativeNoise",
+        _encode_factors,
+        _multiply,
         draw=_draw_factors,
         draws_pixels=lambda transform: transform.elementwise,
         fused=instructions.table,
     ),
     DeviceOp(
-        name="SaltAndPepper",
-        encode=_encode_specks,
-        image=_specks,
+        "SaltAndPepper",
+        _encode_specks,
+        _specks,
         draw=_draw_specks,
-        draws_pixels=lambda _transform: True,
+        draws_pixels=always,
     ),
     DeviceOp(
-        name="PixelDropout",
-        encode=_encode_lost,
-        image=_lose("value", "lost", 0),
+        "PixelDropout",
+        _encode_lost,
+        _lose("value", "lost", 0),
         mask=_lose("mask_value", "lost_mask", _MASK_STREAM),
         draw=_draw_lost,
-        draws_pixels=lambda _transform: True,
+        draws_pixels=always,
     ),
+    DeviceOp("ISONoise", _encode_iso, _iso, draws_pixels=always),
+    DeviceOp("ShotNoise", _encode_shot, _shot, draws_pixels=always),
 )
 """The distribution of Albumentations' noise, with its drawn strength, amount and values. Exact for
 AdditiveNoise that is constant in space, for MultiplicativeNoise that is not elementwise, and for

@@ -6,16 +6,30 @@ And what is recorded of it for one sample: the types that recording, packing and
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
     import numpy as np
-    import torch
+    from albumentations import BasicTransform
+    from torch import Tensor
 
 Role: TypeAlias = Literal["image", "mask"]
 Shape: TypeAlias = tuple[int, ...]
 """``(height, width)`` or ``(height, width, channels)``, as Albumentations sees one image."""
+
+
+Transform: TypeAlias = "BasicTransform"
+"""An Albumentations transform; its settings are its attributes."""
+Params: TypeAlias = Mapping[str, Any]
+"""What a transform drew for a sample, or the sample itself, by Albumentations' names."""
+Drawn: TypeAlias = dict[str, Any]
+"""The same, as a new dictionary."""
+DType: TypeAlias = "np.dtype[Any]"
+Static: TypeAlias = Mapping[str, Any]
+"""Settings that all samples of one launch share."""
+Arrays: TypeAlias = "Mapping[str, Tensor]"
+"""Numbers that differ between samples, stacked to ``[n, ...]``."""
 
 
 class Encoded(NamedTuple):
@@ -27,13 +41,9 @@ class Encoded(NamedTuple):
     """Numbers that differ between samples, e.g. a 2x3 matrix or a 256-entry table."""
 
 
-Encode: TypeAlias = "Callable[[Any, Mapping[str, Any], Shape, np.dtype[Any]], Encoded | None]"
-Draw: TypeAlias = "Callable[[Any, Mapping[str, Any], Mapping[str, Any]], dict[str, Any] | None]"
-Run: TypeAlias = (
-    "Callable[[torch.Tensor, Mapping[str, Any], Mapping[str, torch.Tensor]], torch.Tensor]"
-)
-
-
+Encode: TypeAlias = "Callable[[Transform, Params, Shape, DType], Encoded | None]"
+Draw: TypeAlias = Callable[["Transform", Params, Params], Drawn | None]
+Run: TypeAlias = "Callable[[Tensor, Static, Arrays], Tensor]"
 Instruction: TypeAlias = tuple[int, ...]
 Instructions: TypeAlias = "Callable[[Encoded, Mapping[str, int]], list[Instruction] | None]"
 End: TypeAlias = Literal["normalize", "to float", "channels first"]
@@ -43,19 +53,34 @@ Fused: TypeAlias = "Instructions | Geometry | End"
 
 
 # Functions with a name: what users register travels to other processes.
-def _same_shape(transform: Any, params: Mapping[str, Any], shape: Shape) -> Shape:  # noqa: ARG001
+def _same_shape(transform: Transform, params: Params, shape: Shape) -> Shape:  # noqa: ARG001
     return shape
 
 
-def _same_dtype(transform: Any, dtype: np.dtype[Any]) -> np.dtype[Any]:  # noqa: ARG001
+def _same_dtype(transform: Transform, dtype: DType) -> DType:  # noqa: ARG001
     return dtype
 
 
-def _never(transform: Any) -> bool:  # noqa: ARG001
+def _never(transform: Transform) -> bool:  # noqa: ARG001
     return False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+def always(transform: Transform) -> bool:  # noqa: ARG001
+    """Return True: whatever the settings are."""
+    return True
+
+
+def channels(shape: Shape) -> int:
+    """Return the number of channels of an image shape."""
+    return shape[2] if len(shape) > 2 else 1
+
+
+def as_channels_last(batch: Tensor) -> Tensor:
+    """Return masks ``[n, H, W]`` as ``[n, H, W, 1]``; images and other masks as they are."""
+    return batch if batch.ndim == 4 else batch.unsqueeze(-1)
+
+
+@dataclass(frozen=True, slots=True)
 class DeviceOp:
     """One Albumentations transform, in the form that runs on ``n`` samples at once.
 
@@ -73,16 +98,17 @@ class DeviceOp:
     """``(images, static, arrays) -> images``; each array is stacked to ``[n, ...]``."""
     mask: Run | None = None
     """The same for masks; None leaves masks as they are."""
-    out_shape: Callable[[Any, Mapping[str, Any], Shape], Shape] = _same_shape
+    _: KW_ONLY
+    out_shape: Callable[[Transform, Params, Shape], Shape] = _same_shape
     """Shape of one image after the operation, given its shape before."""
-    out_dtype: Callable[[Any, np.dtype[Any]], np.dtype[Any]] = _same_dtype
+    out_dtype: Callable[[Transform, DType], DType] = _same_dtype
     """Dtype of one image after the operation, given its dtype before."""
     draw: Draw | None = None
     """``(transform, params, data) -> params``: stands in for a sampler that builds a field of the
     size of the image. It draws from the transform's generators what the sampler would draw, in the
     same order, and returns the few numbers that ``encode`` needs; or None, having drawn nothing, if
     only the sampler will do. Without it the sampler runs."""
-    draws_pixels: Callable[[Any], bool] = _never
+    draws_pixels: Callable[[Transform], bool] = _never
     """Whether the device draws numbers for every pixel, given the transform. The result then has
     the distribution of Albumentations' result, not its pixels."""
     fused: Fused | None = None
@@ -116,7 +142,7 @@ class Track(NamedTuple):
     """The operations."""
     size: tuple[int, int] | None = None
     """Height and width of its pixels before any of them."""
-    dtype: np.dtype[Any] | None = None
+    dtype: DType | None = None
     """Of its pixels before any of them; None: nobody has looked."""
 
 
@@ -126,10 +152,10 @@ Tape: TypeAlias = Mapping[str, Track]
 
 def draw_params(
     op: DeviceOp,
-    transform: Any,
+    transform: Transform,
     sampler: Callable[..., dict[str, Any]],
-    params: Mapping[str, Any],
-    data: Mapping[str, Any],
+    params: Params,
+    data: Params,
     *,
     whole: bool,
 ) -> dict[str, Any]:
@@ -153,9 +179,7 @@ def draw_params(
     return {**sampler(params=params, data=data), **small}
 
 
-def peek_params(
-    op: DeviceOp, transform: Any, params: Mapping[str, Any], data: Mapping[str, Any]
-) -> dict[str, Any]:
+def peek_params(op: DeviceOp, transform: Transform, params: Params, data: Params) -> dict[str, Any]:
     """Return what the device form of a transform draws, and leave its generators as they were."""
     if op.draw is None:
         return {}

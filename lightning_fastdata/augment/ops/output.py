@@ -6,22 +6,27 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from lightning_fastdata.augment.ops.colors.own_range import dtype_of, encode_own, normalize_own
-from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded
-from lightning_fastdata.augment.ops.positions.border import channels
+from lightning_fastdata.augment.ops.colors.statistics import channel_histograms
+from lightning_fastdata.augment.ops.operation import (
+    Arrays,
+    DeviceOp,
+    DType,
+    Encoded,
+    Params,
+    Shape,
+    Static,
+    Transform,
+    channels,
+)
+from lightning_fastdata.augment.ops.table import look_up
 from lightning_fastdata.augment.pipeline.tree import list_leaves
 from lightning_fastdata.errors import OptionsError, TransformError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from lightning_fastdata.augment.ops.operation import Shape
-
 
 _DTYPES: Final = {
     "float32": torch.float32,
@@ -74,7 +79,7 @@ def check_form(form: OutputForm, compose: Any) -> None:
         )
 
 
-def convert_output(images: torch.Tensor, form: OutputForm) -> torch.Tensor:
+def convert_output(images: Tensor, form: OutputForm) -> Tensor:
     """Return images in a form; the same tensor if they have it already.
 
     Args:
@@ -91,7 +96,7 @@ def convert_output(images: torch.Tensor, form: OutputForm) -> torch.Tensor:
 
 
 def _encode_normalize(
-    transform: Any, params: Mapping[str, Any], shape: Shape, dtype: np.dtype[Any]
+    transform: Transform, params: Params, shape: Shape, dtype: DType
 ) -> Encoded | None:
     if dtype not in (np.uint8, np.float32):
         return None
@@ -115,22 +120,20 @@ def _rows(mean: bytes, gain: bytes, count: int) -> Encoded:
     return Encoded((), rows)
 
 
-def _normalize(
-    images: torch.Tensor, static: Mapping[str, Any], arrays: Mapping[str, torch.Tensor]
-) -> torch.Tensor:
+def _normalize(images: Tensor, static: Static, arrays: Arrays) -> Tensor:
     if static:
         return normalize_own(images, static)
     mean, gain = (arrays[name][:, None, None, :] for name in ("mean", "gain"))
     return (images.float() - mean) * gain
 
 
-def _normalized_dtype(transform: Any, dtype: np.dtype[Any]) -> np.dtype[Any]:
+def _normalized_dtype(transform: Transform, dtype: DType) -> DType:
     standard = transform.normalization == "standard"
     return np.dtype(np.float32) if standard else dtype_of(transform, dtype)
 
 
 def _encode_to_float(
-    transform: Any, params: Mapping[str, Any], shape: Shape, dtype: np.dtype[Any]
+    transform: Transform, params: Params, shape: Shape, dtype: DType
 ) -> Encoded | None:
     if dtype == np.float32:
         return Encoded((), {})  # Albumentations leaves it alone, whatever max_value is.
@@ -140,31 +143,25 @@ def _encode_to_float(
     return Encoded((), {"limit": np.array([limit], np.float32)})
 
 
-def _to_float(
-    images: torch.Tensor, static: Mapping[str, Any], arrays: Mapping[str, torch.Tensor]
-) -> torch.Tensor:
+def _to_float(images: Tensor, static: Static, arrays: Arrays) -> Tensor:
     # A tensor, not a number: CUDA would multiply by the reciprocal of a number.
     return images.float() / arrays["limit"][:, None, None, :] if "limit" in arrays else images
 
 
 def _encode_from_float(
-    transform: Any, params: Mapping[str, Any], shape: Shape, dtype: np.dtype[Any]
+    transform: Transform, params: Params, shape: Shape, dtype: DType
 ) -> Encoded | None:
     if transform.dtype != "uint8" or dtype != np.float32:
         return None
     return Encoded((), {"limit": np.array([transform.max_value], np.float32)})
 
 
-def _from_float(
-    images: torch.Tensor, static: Mapping[str, Any], arrays: Mapping[str, torch.Tensor]
-) -> torch.Tensor:
+def _from_float(images: Tensor, static: Static, arrays: Arrays) -> Tensor:
     levels = (images * arrays["limit"][:, None, None, :]).round()
     return levels.clamp(0, 255).to(torch.uint8)
 
 
-def _encode_to_tensor(
-    transform: Any, params: Mapping[str, Any], shape: Shape, dtype: np.dtype[Any]
-) -> Encoded:
+def _encode_to_tensor(transform: Transform, params: Params, shape: Shape, dtype: DType) -> Encoded:
     return _to_tensor(bool(transform.transpose_mask))
 
 
@@ -173,51 +170,123 @@ def _to_tensor(transpose_mask: bool) -> Encoded:
     return Encoded((("transpose_mask", transpose_mask),), {})
 
 
-def _channels_first(
-    images: torch.Tensor, static: Mapping[str, Any], arrays: Mapping[str, torch.Tensor]
-) -> torch.Tensor:
+def _channels_first(images: Tensor, static: Static, arrays: Arrays) -> Tensor:
     return images.permute(0, 3, 1, 2).contiguous()
 
 
-def _mask_to_tensor(
-    masks: torch.Tensor, static: Mapping[str, Any], arrays: Mapping[str, torch.Tensor]
-) -> torch.Tensor:
+def _mask_to_tensor(masks: Tensor, static: Static, arrays: Arrays) -> Tensor:
     turned = static["transpose_mask"] and masks.ndim == 4
     return masks.permute(0, 3, 1, 2).contiguous() if turned else masks
 
 
-def _float_dtype(transform: Any, dtype: np.dtype[Any]) -> np.dtype[Any]:
+def _float_dtype(transform: Transform, dtype: DType) -> DType:
     return np.dtype(np.float32)
 
 
 OPS = (
     DeviceOp(
-        name="Normalize",
-        encode=_encode_normalize,
-        image=_normalize,
+        "Normalize",
+        _encode_normalize,
+        _normalize,
         out_dtype=_normalized_dtype,
         fused="normalize",
     ),
     DeviceOp(
-        name="ToFloat",
-        encode=_encode_to_float,
-        image=_to_float,
+        "ToFloat",
+        _encode_to_float,
+        _to_float,
         out_dtype=_float_dtype,
         fused="to float",
     ),
     DeviceOp(
-        name="FromFloat",
-        encode=_encode_from_float,
-        image=_from_float,
+        "FromFloat",
+        _encode_from_float,
+        _from_float,
         out_dtype=lambda transform, _dtype: np.dtype(transform.dtype),
     ),
     DeviceOp(
-        name="ToTensorV2",
-        encode=_encode_to_tensor,
-        image=_channels_first,
+        "ToTensorV2",
+        _encode_to_tensor,
+        _channels_first,
         mask=_mask_to_tensor,
         out_shape=lambda _transform, _params, shape: (channels(shape), *shape[:2]),
         fused="channels first",
     ),
 )
 """Exact."""
+
+
+_TINY: Final = 1e-4
+"""albucore adds it to what it divides by, with exceptions for float images."""
+_LIMIT: Final = 20
+
+
+def dtype_of(transform: Transform, dtype: DType) -> DType:
+    """Return the dtype of what a Normalize of this kind makes of images of a dtype.
+
+    It depends on NumPy: from version 2 on, albucore makes float64 of uint8.
+    """
+    found: np.dtype[Any] = transform.apply(np.zeros((2, 2, 3), dtype)).dtype
+    return found
+
+
+def encode_own(transform: Transform, shape: Shape, dtype: DType) -> Encoded:
+    """Return the settings of a Normalize whose ``normalization`` is not ``standard``."""
+    by_range = transform.normalization.startswith("min_max")
+    each = transform.normalization.endswith("per_channel") and channels(shape) > 1
+    # float images: added nowhere but here.
+    adds = dtype == np.uint8 or by_range == each
+    static = (
+        *(("by_range", by_range), ("each", each), ("tiny", _TINY if adds else 0.0)),
+        ("double", dtype_of(transform, dtype) == np.float64),
+    )
+    return Encoded(static, {})
+
+
+def normalize_own(images: Tensor, static: Static) -> Tensor:
+    """Return images of any range with mean 0 and deviation 1, or from 0 to 1.
+
+    Args:
+        images: uint8 or float32 ``[n, H, W, C]``.
+        static: settings by `encode_own`.
+
+    Returns:
+        ``[n, H, W, C]``, float64 if ``static`` says so, else float32.
+    """
+    kind = torch.float64 if static["double"] else torch.float32
+    if images.dtype != torch.uint8:
+        shift, scale = (_by_range if static["by_range"] else _by_spread)(images, static)
+        out = (images - shift.float()) / scale.float()
+        if static["by_range"]:
+            out = torch.where(scale > 0, out, 0.0)
+        return out.clamp(-_LIMIT, _LIMIT).to(kind)
+    # What stands at each level, by the numbers of pixels at each level: whole numbers, which are
+    # the same in whatever order they are added up.
+    counts = channel_histograms(images)
+    counts = counts if static["each"] else counts.sum(1, keepdim=True)
+    level = torch.arange(256, device=images.device, dtype=torch.float64)
+    if static["by_range"]:
+        low = torch.where(counts > 0, level, 256.0).amin(-1, keepdim=True)
+        high = torch.where(counts > 0, level, -1.0).amax(-1, keepdim=True)
+        shift, scale = low, high - low + static["tiny"]
+    else:
+        many = counts.sum(-1, keepdim=True).double()
+        shift = (counts * level).sum(-1, keepdim=True) / many
+        spread = (counts * (level - shift).square()).sum(-1, keepdim=True) / many
+        scale = spread.sqrt() + static["tiny"]
+    table = ((level - shift) / scale).clamp(-_LIMIT, _LIMIT)
+    return look_up(images, table.to(kind).mT)
+
+
+def _by_range(images: Tensor, static: Static) -> tuple[Tensor, Tensor]:
+    axes = (1, 2) if static["each"] else (1, 2, 3)
+    low, high = images.amin(axes, keepdim=True), images.amax(axes, keepdim=True)
+    return low, high - low + static["tiny"]
+
+
+def _by_spread(images: Tensor, static: Static) -> tuple[Tensor, Tensor]:
+    axes = (1, 2) if static["each"] else (1, 2, 3)
+    values = images.double()
+    mean = values.mean(axes, keepdim=True)
+    spread = (values - mean).square().mean(axes, keepdim=True).sqrt()
+    return mean, spread + static["tiny"]

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded
-from lightning_fastdata.augment.ops.positions.border import channels
+from lightning_fastdata.augment.ops.operation import (
+    Arrays,
+    DeviceOp,
+    Drawn,
+    DType,
+    Encoded,
+    Params,
+    Shape,
+    Static,
+    Transform,
+    channels,
+)
 from lightning_fastdata.augment.replay import instructions
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
 
-    from lightning_fastdata.augment.ops.operation import Shape
-
-
-def look_up(images: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+def look_up(images: Tensor, table: Tensor) -> Tensor:
     """Return ``table[i, value, channel]`` for every value of image ``i``.
 
     Args:
@@ -33,12 +40,12 @@ def look_up(images: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     return table.reshape(-1).index_select(0, index.reshape(-1)).view(images.shape)
 
 
-def to_bytes(images: torch.Tensor) -> torch.Tensor:
+def to_bytes(images: Tensor) -> Tensor:
     """Return float32 images in [0, 1] as uint8, rounded as Albumentations' ``from_float`` does."""
     return (images * 255).round().clamp(0, 255).to(torch.uint8)
 
 
-def via_bytes(images: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+def via_bytes(images: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
     """Return ``change(images)``, through uint8 if they are float32, as Albumentations does."""
     if images.dtype == torch.uint8:
         return change(images)
@@ -50,7 +57,7 @@ def _ramp(count: int) -> np.ndarray:
     return np.repeat(np.arange(256, dtype=np.uint8).reshape(16, 16, 1), count, 2)
 
 
-def ramp_table(transform: Any, params: Mapping[str, Any], count: int) -> np.ndarray:
+def ramp_table(transform: Transform, params: Params, count: int) -> np.ndarray:
     """Return what Albumentations itself makes of every uint8 value: uint8 ``[256, count]``."""
     # A copy: some transforms write to what they are given.
     ramp = _ramp(count).copy()
@@ -66,7 +73,7 @@ def _row(value: Any, count: int) -> np.ndarray | None:
     return np.broadcast_to(values, (count,)).copy()
 
 
-def _pointwise(transform: Any, params: Mapping[str, Any], count: int) -> dict[str, Any] | None:
+def _pointwise(transform: Transform, params: Params, count: int) -> Drawn | None:
     """Return params that act on each value alone, or None."""
     name = type(transform).__name__
     if name == "Posterize" and np.size(params["num_bits"]) not in (1, count):
@@ -80,7 +87,7 @@ def _pointwise(transform: Any, params: Mapping[str, Any], count: int) -> dict[st
 
 
 def _float_form(
-    transform: Any, params: Mapping[str, Any], count: int
+    transform: Transform, params: Params, count: int
 ) -> tuple[str, dict[str, np.ndarray]] | None:
     """Return which formula stands for the transform on float32, and its numbers."""
     name = type(transform).__name__
@@ -108,7 +115,7 @@ def _float_form(
 
 
 def encode_value(
-    transform: Any, params: Mapping[str, Any], shape: Shape, dtype: np.dtype[Any]
+    transform: Transform, params: Params, shape: Shape, dtype: DType
 ) -> Encoded | None:
     """Return the table, or the numbers of the formula, of one operation on one sample."""
     count, name = channels(shape), type(transform).__name__
@@ -124,9 +131,7 @@ def encode_value(
     return Encoded((("form", form[0]),), form[1])
 
 
-def change_value(
-    images: torch.Tensor, static: Mapping[str, Any], arrays: Mapping[str, torch.Tensor]
-) -> torch.Tensor:
+def change_value(images: Tensor, static: Static, arrays: Arrays) -> Tensor:
     """Carry out what `encode_value` encoded."""
     form = static["form"]
     if form == "table":
@@ -143,7 +148,7 @@ def change_value(
 
 
 OPS = tuple(
-    DeviceOp(name=name, encode=encode_value, image=change_value, fused=instructions.table)
+    DeviceOp(name, encode_value, change_value, fused=instructions.table)
     for name in (
         "InvertImg",
         "PlanckianJitter",

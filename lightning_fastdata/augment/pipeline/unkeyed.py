@@ -16,11 +16,10 @@ from collections.abc import Iterator
 from types import FunctionType, ModuleType
 from typing import Any, Final, NamedTuple
 
-from lightning_fastdata.attributes import held
 from lightning_fastdata.augment.pipeline.tree import list_nodes
 from lightning_fastdata.errors import FastDataWarning
-from lightning_fastdata.randomness.code_parts import is_users
-from lightning_fastdata.randomness.seeds import find_composes, loaded_classes
+from lightning_fastdata.randomness.search import find_composes, is_users, loaded_classes
+from lightning_fastdata.tree import held
 
 _DRAWS_NOTHING: Final = frozenset(
     {

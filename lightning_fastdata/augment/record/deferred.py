@@ -10,13 +10,13 @@ computes it on the spot, by Albumentations, so that the result is the one withou
 
 from __future__ import annotations
 
-import functools
 import weakref
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from lightning_fastdata.augment.record.tail import OUT_OF_PLACE, Noted, TailStep, note
+from lightning_fastdata.augment.record.tail import OUT_OF_PLACE, Form, Function, TailStep, note
 from lightning_fastdata.torch_internals import (
     make_wrapper_tensor,
     throw_on_pointer,
@@ -24,9 +24,10 @@ from lightning_fastdata.torch_internals import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    import numpy as np
 
     from lightning_fastdata.augment.ops.operation import Track
+    from lightning_fastdata.types import Batch
 
 _TELLS_FORM: Final = frozenset(
     {
@@ -51,74 +52,8 @@ _CHANGES_NOTHING: Final = frozenset({torch.Tensor.cpu, torch.Tensor.detach})
 """What gives back a dense tensor on the CPU without gradients as it is."""
 
 
-class Waiting:
-    """One image or mask of a sample, with what is still to be done to it.
-
-    Args:
-        track: The operations.
-        compute: Carries them out with Albumentations and returns the tensor.
-        pixels: The array ``[H, W]`` or ``[H, W, C]`` that they start from.
-        pipeline: The classes of the transforms of the pipeline, in order.
-    """
-
-    __slots__ = ("_compute", "_derived", "_value", "pipeline", "pixels", "track", "use")
-
-    def __init__(
-        self,
-        track: Track,
-        compute: Callable[[], torch.Tensor],
-        pixels: Any,
-        pipeline: tuple[type, ...] = (),
-    ) -> None:
-        self.track = track
-        self.pixels = pixels
-        self.pipeline = pipeline
-        self.use: Callable[..., Any] | None = None
-        """The function of torch that needed the values first; None: none did."""
-        self._compute = compute
-        self._derived: list[weakref.ref[Derived]] = []
-        self._value: torch.Tensor | None = None
-
-    @property
-    def is_computed(self) -> bool:
-        """Whether somebody has needed the values."""
-        return self._value is not None
-
-    def value(self) -> torch.Tensor:
-        """Return the tensor; the same one each time, since it may have been written to.
-
-        All that was made of it so far is computed, too, before anybody can write to it.
-        """
-        if self._value is None:
-            self._value = self._compute()
-            for one in [reference() for reference in self._derived]:
-                if one is not None:
-                    one.value()
-            self._derived.clear()
-        return self._value
-
-    def leads_to(self, derived: Derived) -> None:
-        """Note what is made of it, as long as it is needed."""
-        self._derived.append(weakref.ref(derived))
-
-    def joins(self, other: Waiting) -> bool:
-        """Return whether one program can carry out what waits for both.
-
-        Their operations are put in order by their numbers in the pipeline.
-        """
-        return (
-            self.pipeline == other.pipeline
-            and self.pixels.shape == other.pixels.shape
-            and self.pixels.dtype == other.pixels.dtype
-        )
-
-
 class Derived:
-    """A tensor that is made of others, when it is needed.
-
-    Args:
-        make: Makes it, of the values of the others, and writes to none of them.
-    """
+    """A tensor that is made of others when it is needed; ``make`` writes to none of them."""
 
     __slots__ = ("__weakref__", "_make", "_value")
 
@@ -126,13 +61,58 @@ class Derived:
         self._make = make
         self._value: torch.Tensor | None = None
 
+    @property
+    def is_computed(self) -> bool:
+        """Whether the values were needed."""
+        return self._value is not None
+
     def value(self) -> torch.Tensor:
-        """Return the tensor; the same one each time."""
+        """Return the tensor; the same one each time, since it may have been written to."""
         if self._value is None:
             made = self._make()
             # What it is made of may have asked for it meanwhile.
             self._value = made if self._value is None else self._value
         return self._value
+
+
+class Waiting(Derived):
+    """One image or mask of a sample, with what is still to be done to it.
+
+    Args:
+        track: The operations.
+        compute: Does them with Albumentations and returns the tensor.
+        pixels: The array ``[H, W]`` or ``[H, W, C]`` that they start from.
+        pipeline: The classes of the transforms of the pipeline, in order.
+    """
+
+    __slots__ = ("derived", "pipeline", "pixels", "track", "use")
+
+    def __init__(
+        self,
+        track: Track,
+        compute: Callable[[], torch.Tensor],
+        pixels: np.ndarray,
+        pipeline: tuple[type, ...] = (),
+    ) -> None:
+        super().__init__(compute)
+        self.track = track
+        self.pixels = pixels
+        self.pipeline = pipeline
+        self.use: Function | None = None
+        """The function of torch that needed the values first; None: none did."""
+        self.derived: list[weakref.ref[Derived]] = []
+        """What is made of it, as long as that is needed."""
+
+    def value(self) -> torch.Tensor:
+        """Return the tensor; all that was made of it is computed before it can be written to."""
+        if self._value is not None:
+            return self._value
+        value = super().value()
+        for one in [reference() for reference in self.derived]:
+            if one is not None:
+                one.value()
+        self.derived.clear()
+        return value
 
 
 class DeferredTensor(torch.Tensor):
@@ -147,7 +127,7 @@ class DeferredTensor(torch.Tensor):
     """Lengths of the dimensions that stacking has put in front; ``()``: a single tensor."""
     tail: tuple[TailStep, ...]
     """What is done to each part behind its pipeline."""
-    source: Waiting | Derived
+    source: Derived
     """Computes it on the spot."""
     shares: bool
     """Others may see what is written to it."""
@@ -155,7 +135,7 @@ class DeferredTensor(torch.Tensor):
     @classmethod
     def of(
         cls,
-        form: torch.Tensor,
+        form: torch.Tensor | Form,
         waiting: tuple[Waiting, ...],
         stacked: tuple[int, ...] = (),
         *,
@@ -163,19 +143,9 @@ class DeferredTensor(torch.Tensor):
         source: Derived | None = None,
         shares: bool = True,
     ) -> DeferredTensor:
-        """Return a deferred tensor.
-
-        Args:
-            form: A tensor of one part's shape and dtype.
-            waiting: The parts.
-            stacked: Lengths of the dimensions in front of ``form``'s.
-            tail: What is done to each part behind its pipeline.
-            source: Computes it on the spot; None: it is the single part.
-            shares: Others may see what is written to it.
-        """
-        shape = (*stacked, *form.shape)
+        """Return a deferred tensor of parts of this form; without a source, of a single part."""
         deferred: DeferredTensor = make_wrapper_tensor(
-            cls, shape, dtype=form.dtype, device=torch.device("cpu")
+            cls, (*stacked, *form.shape), dtype=form.dtype, device=torch.device("cpu")
         )
         throw_on_pointer(deferred)
         deferred.waiting = waiting
@@ -185,8 +155,15 @@ class DeferredTensor(torch.Tensor):
         deferred.shares = shares
         if source is not None:
             for one in waiting:
-                one.leads_to(source)
+                one.derived.append(weakref.ref(source))
         return deferred
+
+    @property
+    def form(self) -> Form:
+        """What is known of each part."""
+        with without_torch_function():
+            leading = len(self.stacked)
+            return Form(tuple(self.shape[leading:]), self.dtype, leading)
 
     @property
     def is_computed(self) -> bool:
@@ -200,11 +177,11 @@ class DeferredTensor(torch.Tensor):
     @classmethod
     def __torch_function__(
         cls,
-        func: Callable[..., Any],
+        func: Function,
         types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+        args: tuple[Batch, ...] = (),
+        kwargs: Mapping[str, Batch] | None = None,
+    ) -> Batch:
         """Answer without values where that is possible, else compute them first."""
         kwargs = kwargs or {}
         if func in _TELLS_FORM:
@@ -212,86 +189,70 @@ class DeferredTensor(torch.Tensor):
                 return func(*args, **kwargs)
         if func in _CHANGES_NOTHING and len(args) == 1 and not kwargs:
             return args[0]
+        answer = None
         if func is torch.stack:
-            joined = _stacked(*args, **kwargs)
-            if joined is not None:
-                return joined
-        elif args and isinstance(args[0], DeferredTensor):
-            changed = _changed(args[0], func, args[1:], kwargs)
-            if changed is not None:
-                return changed
-        return func(*_computed(args, func), **_computed(dict(kwargs), func))
+            answer = _stacked(*args, **kwargs)
+        elif args and isinstance(args[0], DeferredTensor) and not args[0].is_computed:
+            answer = _changed(args[0], func, args[1:], kwargs)
+        return _on_values(func, args, kwargs) if answer is None else answer
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls,
-        func: Callable[..., Any],
+        func: Function,
         types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+        args: tuple[Batch, ...] = (),
+        kwargs: Mapping[str, Batch] | None = None,
+    ) -> Batch:
         """Compute the values for what asks torch's dispatcher alone, as ``torch.tensor`` does."""
-        return func(*_computed(args, func), **_computed(dict(kwargs or {}), func))
+        return _on_values(func, args, kwargs or {})
 
 
 def _stacked(
-    tensors: Any, dim: int = 0, out: torch.Tensor | None = None, **_: Any
+    tensors: Sequence[torch.Tensor], dim: int = 0, out: torch.Tensor | None = None, **_: object
 ) -> DeferredTensor | None:
     """Return deferred tensors stacked, still deferred; None if they cannot be."""
-    if dim != 0 or out is not None or not tensors:
+    if dim != 0 or out is not None:
         return None
-    first = tensors[0]
-    for tensor in tensors:
-        if not isinstance(tensor, DeferredTensor) or tensor.is_computed:
-            return None
-        if tensor.shape != first.shape or tensor.dtype != first.dtype or tensor.tail != first.tail:
-            return None
-        if not all(one.joins(first.waiting[0]) for one in tensor.waiting):
-            return None
-    tail = first.tail
-    # What was turned would lie in memory as it is written.
-    tail += (
-        (TailStep("contiguous", first.dtype),) if any(one.kind == "permute" for one in tail) else ()
-    )
-    waiting = tuple(one for tensor in tensors for one in tensor.waiting)
-    source = Derived(functools.partial(_stack_values, [tensor.source for tensor in tensors]))
-    stacked = (len(tensors), *first.stacked)
-    form = _form(_sample_shape(first), first.dtype)
-    return DeferredTensor.of(form, waiting, stacked, tail=tail, source=source, shares=False)
-
-
-def _stack_values(sources: Sequence[Waiting | Derived]) -> torch.Tensor:
-    return torch.stack([source.value() for source in sources])
-
-
-def _sample_shape(tensor: DeferredTensor) -> tuple[int, ...]:
-    with without_torch_function():
-        return tuple(tensor.shape[len(tensor.stacked) :])
-
-
-def _form(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
+    parts = [one for one in tensors if isinstance(one, DeferredTensor) and not one.is_computed]
+    if not parts or len(parts) != len(tensors):
+        return None
+    form, tail, stacked = parts[0].form, parts[0].tail, parts[0].stacked
+    waiting = tuple(one for part in parts for one in part.waiting)
+    if any((part.form, part.tail, part.stacked) != (form, tail, stacked) for part in parts):
+        return None
+    # One program computes them: it orders operations by their numbers in the pipeline.
+    if len({(one.pipeline, one.pixels.shape, one.pixels.dtype) for one in waiting}) > 1:
+        return None
+    if any(step.kind == "permute" for step in tail):
+        # What was turned would lie in memory as it is written.
+        tail += (TailStep("contiguous", form.dtype),)
+    sources = [part.source for part in parts]
+    source = Derived(lambda: torch.stack([one.value() for one in sources]))
+    shape = (len(parts), *stacked)
+    return DeferredTensor.of(form, waiting, shape, tail=tail, source=source, shares=False)
 
 
 def _changed(
-    tensor: DeferredTensor, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    tensor: DeferredTensor, func: Function, args: Sequence[Batch], kwargs: Mapping[str, Batch]
 ) -> DeferredTensor | None:
     """Return what a function makes of a deferred tensor, still deferred; None if it cannot be."""
-    if tensor.is_computed:
+    noted = note(func, args, kwargs, tensor.form)
+    if noted is None or (noted.in_place and tensor.shares):
         return None
-    noted = note(
-        func,
-        args,
-        kwargs,
-        shape=_sample_shape(tensor),
-        dtype=tensor.dtype,
-        leading=len(tensor.stacked),
+    if noted.step is None:
+        return tensor
+    # Numbers beside it may be written to later.
+    kept = [one.clone() if isinstance(one, torch.Tensor) else one for one in args]
+    function, source = OUT_OF_PLACE.get(func, func), tensor.source
+    made = DeferredTensor.of(
+        Form(noted.shape, noted.step.dtype),
+        tensor.waiting,
+        tensor.stacked,
+        tail=(*tensor.tail, noted.step),
+        source=Derived(lambda: function(source.value(), *kept, **kwargs)),
+        shares=noted.shares,
     )
-    if noted is None or noted.step is None:
-        return None if noted is None else tensor
-    if noted.in_place and tensor.shares:
-        return None
-    made = _followed(tensor, noted, func, args, kwargs)
     if not noted.in_place:
         tensor.shares |= noted.shares
         return made
@@ -299,29 +260,11 @@ def _changed(
     return tensor
 
 
-def _followed(
-    tensor: DeferredTensor,
-    noted: Noted,
-    func: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-) -> DeferredTensor:
-    assert noted.step is not None
-    # Numbers beside it may be written to later.
-    kept = [one.clone() if isinstance(one, torch.Tensor) else one for one in args]
-    function = OUT_OF_PLACE.get(func, func)
-    source = tensor.source
-    return DeferredTensor.of(
-        _form(noted.shape, noted.step.dtype),
-        tensor.waiting,
-        tensor.stacked,
-        tail=(*tensor.tail, noted.step),
-        source=Derived(lambda: function(source.value(), *kept, **kwargs)),
-        shares=noted.shares,
-    )
+def _on_values(func: Function, args: tuple[Batch, ...], kwargs: Mapping[str, Batch]) -> Batch:
+    return func(*_computed(args, func), **_computed(dict(kwargs), func))
 
 
-def _computed(value: Any, use: Callable[..., Any]) -> Any:
+def _computed(value: Batch, use: Function) -> Batch:
     if isinstance(value, DeferredTensor):
         for waiting in value.waiting:
             waiting.use = waiting.use or use
@@ -333,6 +276,10 @@ def _computed(value: Any, use: Callable[..., Any]) -> Any:
     return value
 
 
-def stack_deferred(tensors: Sequence[torch.Tensor], *, collate_fn_map: Any = None) -> torch.Tensor:  # noqa: ARG001
+def stack_deferred(
+    tensors: Sequence[torch.Tensor],
+    *,
+    collate_fn_map: Mapping[Any, Function] | None = None,  # noqa: ARG001
+) -> torch.Tensor:
     """Stack the tensors of a batch, for torch's table of collate functions."""
     return torch.stack(list(tensors))

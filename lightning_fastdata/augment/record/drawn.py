@@ -1,4 +1,4 @@
-"""Draws that are made without a batch at hand, and carried out on any tensors of their form."""
+"""Draws that are made without a batch at hand, for any tensors of their form."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from lightning_fastdata.augment.collated_batches import refuse_pixels
 from lightning_fastdata.augment.pipeline.fields import describe, numpy_dtype
 from lightning_fastdata.augment.pipeline.values import Values
-from lightning_fastdata.augment.record.tape import phantom
+from lightning_fastdata.augment.record.tape import Recorder, phantom
 from lightning_fastdata.augment.record.targets import (
     channels_as_given,
     channels_behind,
@@ -26,9 +26,10 @@ from lightning_fastdata.randomness.seeds import reseed
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from albumentations import BaseCompose
+
     from lightning_fastdata.augment.ops.operation import DeviceOp, Tape
-    from lightning_fastdata.augment.record.tape import Recorder
-    from lightning_fastdata.types import SampleKey
+    from lightning_fastdata.types import Batch, SampleKey
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +59,7 @@ class ImageForm:
 
 
 class ExplicitDraws(Draws):
-    """What a pipeline drew for images of one form that nobody has shown to it; picklable."""
+    """What a pipeline drew for images of one form that it has not seen; picklable."""
 
     __slots__ = ("form", "targets")
 
@@ -72,22 +73,14 @@ class ExplicitDraws(Draws):
         """Boxes, keypoints and labels of each sample as the pipeline returns them; None if none
         were given."""
 
-    def pin_memory(self, device: str | None = None) -> ExplicitDraws:
-        """Return the same draws in page-locked memory."""
-        return ExplicitDraws(super().pin_memory(device), self.form, self.targets)
-
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> ExplicitDraws:
-        """Return the same draws on a device; one copy."""
-        return ExplicitDraws(super().to(device, non_blocking), self.form, self.targets)
-
     def describe(self, sample: int, target: str = "image") -> list[tuple[str, dict[str, Any]]]:
-        """Return the operations that one sample drew, in the order in which they are carried out.
+        """Return the operations that one sample drew, in their order.
 
         It reads what is sent to the device, and waits for the device if the draws are there.
 
         Args:
             sample: number of the sample, from 0.
-            target: the image or mask that they are carried out on.
+            target: the image or mask that they are for.
 
         Returns:
             Class names, and settings and numbers by name: of some operations what was drawn, of
@@ -105,8 +98,7 @@ class ExplicitDraws(Draws):
         described = []
         for step in self.programs[target].steps:
             for part in step.parts:
-                every = list(range(self.samples))
-                rows = every if part.rows is None else part.rows.view(blob).tolist()
+                rows = range(self.samples) if part.rows is None else part.rows.view(blob).tolist()
                 if sample in rows:
                     place = rows.index(sample)
                     arrays = {name: slot.view(blob)[place] for name, slot in part.arrays.items()}
@@ -121,24 +113,18 @@ def draw_samples(
     form: ImageForm,
     samples: int,
     key: SampleKey,
-    targets: Sequence[Mapping[str, Any]] | None = None,
+    targets: Sequence[Mapping[str, Batch]] | None = None,
 ) -> ExplicitDraws:
     """Return what a pipeline draws for images and masks of which only the form is known.
 
-    Args:
-        recorder: of the pipeline, for images of this size.
-        ops: device forms by name.
-        form: what the images will be.
-        samples: how many; sample ``i`` draws with ``key.index + i``.
-        key: key of the first sample.
-        targets: boxes, keypoints and labels of each sample, as the pipeline takes them.
+    Sample ``i`` draws with ``key.index + i``; ``targets`` are the boxes, keypoints and labels of
+    each sample, as the pipeline takes them.
 
     Raises:
         BatchError: ``targets`` are not of so many samples, or not what the pipeline needs.
         TransformError: what was drawn needs the pixels.
     """
-    needed = _needed_targets(recorder.compose)
-    _check_targets(targets, needed, samples)
+    _check_targets(targets, recorder.compose, samples)
     roles = target_roles(recorder.compose)
     shown = {
         name: phantom((*form.size, form.channels), form.values.dtype)
@@ -147,7 +133,7 @@ def draw_samples(
         for name, role in roles.items()
     }
     tapes: list[Tape] = []
-    returned: list[dict[str, Any]] = []
+    returned: list[dict[str, Batch]] = []
     for row in range(samples):
         reseed((recorder.compose,), key._replace(index=key.index + row))
         sources = dict.fromkeys(roles, functools.partial(_refuse, recorder, row))
@@ -163,16 +149,12 @@ def carry_out(
     tensors: Mapping[str, torch.Tensor],
     draws: ExplicitDraws,
     ops: Mapping[str, DeviceOp],
-    compose: Any,
+    compose: BaseCompose,
 ) -> dict[str, torch.Tensor]:
-    """Return images and masks, by the pipeline's names for them, with the draws carried out.
+    """Return images and masks, by the pipeline's names for them, after what was drawn.
 
-    Args:
-        tensors: images ``[n, H, W, C]`` or ``[n, C, H, W]`` (``[n, H, W]`` of one channel), masks
-            ``[n, H, W]``, ``[n, H, W, C]`` or ``[n, C, H, W]``, all on one device.
-        draws: the draws; they follow the tensors to their device.
-        ops: device forms by name.
-        compose: the pipeline that drew.
+    Images are ``[n, H, W, C]`` or ``[n, C, H, W]`` (``[n, H, W]`` of one channel), masks
+    ``[n, H, W]``, ``[n, H, W, C]`` or ``[n, C, H, W]``, all on one device; the draws follow them.
 
     Raises:
         BatchError: a tensor is of another form than was drawn for.
@@ -183,10 +165,11 @@ def carry_out(
     behind, turned = channels_behind(tensors, draws.form.size)
     device = next(iter(tensors.values())).device
     local = draws if draws.blob.device == device else draws.to(device, non_blocking=True)
-    results = {}
-    images_are_chw = any(step.name == "ToTensorV2" for step in draws.programs["image"].steps)
-    for name, tensor in behind.items():
-        results[name] = replay_image(local.programs[name], local.blob, tensor, ops)
+    results = {
+        name: replay_image(local.programs[name], local.blob, tensor, ops)
+        for name, tensor in behind.items()
+    }
+    images_are_chw = draws.programs["image"].makes_tensor
     return channels_as_given(results, turned, compose, images_are_chw=images_are_chw)
 
 
@@ -194,19 +177,16 @@ def _refuse(recorder: Recorder, row: int) -> NoReturn:
     raise refuse_pixels(recorder.reading, row)
 
 
-def _needed_targets(compose: Any) -> tuple[str, ...]:
-    return tuple(
-        name
-        for processor in compose.processors.values()
-        for name in (processor.default_data_name, *(processor.params.label_fields or ()))
-    )
-
-
 def _check_targets(
-    targets: Sequence[Mapping[str, Any]] | None, needed: Sequence[str], samples: int
+    targets: Sequence[Mapping[str, Batch]] | None, compose: BaseCompose, samples: int
 ) -> None:
     if samples < 1:
         raise OptionsError(f"n is {samples}; draw for at least 1 sample.")
+    needed = [
+        name
+        for processor in compose.processors.values()
+        for name in (processor.default_data_name, *(processor.params.label_fields or ()))
+    ]
     if targets is None and not needed:
         return
     example = ", ".join(f"{name!r}: ..." for name in needed)
@@ -224,17 +204,16 @@ def _check_targets(
             )
 
 
-def _check_tensor(name: str, tensor: Any, draws: ExplicitDraws, *, is_image: bool) -> None:
-    form, ok = draws.form, isinstance(tensor, torch.Tensor) and tensor.ndim in {3, 4}
-    if ok:
-        shape, height_width = tuple(tensor.shape[1:]), form.size
-        layouts = {(*height_width, form.channels), (form.channels, *height_width)}
+def _check_tensor(name: str, tensor: object, draws: ExplicitDraws, *, is_image: bool) -> None:
+    form, ok = draws.form, False
+    if isinstance(tensor, torch.Tensor) and tensor.ndim in {3, 4} and len(tensor) == draws.samples:
+        shape, size = tuple(tensor.shape[1:]), form.size
         if is_image:
-            flat = form.channels == 1 and shape == height_width
+            layouts = {(*size, form.channels), (form.channels, *size)}
+            flat = form.channels == 1 and shape == size
             ok = (flat or shape in layouts) and tensor.dtype == form.dtype
         else:
-            ok = height_width in {shape[:2], shape[-2:]}
-        ok = ok and len(tensor) == draws.samples
+            ok = size in {shape[:2], shape[-2:]}
     if not ok:
         what = f"{form.dtype} with {form.channels} channels" if is_image else "any dtype"
         raise BatchError(

@@ -3,8 +3,8 @@
 The pipeline runs as always; only where a transform would touch the pixels of an image or mask, the
 operation and its drawn parameters are noted, and a *phantom* (an empty array of the right shape and
 dtype) goes on in its place. Probabilities, choices, boxes, keypoints, labels and filters are
-therefore Albumentations' own. An operation that needs real pixels gets them: the notes so far are
-carried out first, by Albumentations, for that sample only.
+therefore Albumentations' own. An operation that needs real pixels gets them: Albumentations runs
+what was noted so far, for that sample only.
 
 What is asked of Albumentations beyond its documentation:
 
@@ -24,8 +24,8 @@ from __future__ import annotations
 
 import copy
 import functools
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -41,92 +41,29 @@ from lightning_fastdata.augment.ops.operation import (
 )
 from lightning_fastdata.augment.pipeline.plan import Plan, device_form
 from lightning_fastdata.augment.pipeline.tree import is_albumentations, keeps_params, list_leaves
-from lightning_fastdata.augment.pipeline.values import (
-    Values,
-    in_unit_range,
-    takes_any_range,
-    takes_dtype,
-    unit_after,
-)
-from lightning_fastdata.augment.record.targets import target_roles
+from lightning_fastdata.augment.pipeline.values import takes_any_range, takes_dtype
+from lightning_fastdata.augment.record.targets import Pending, Target, contiguous, target_roles
 from lightning_fastdata.augment.replay.torch import replay_one
 from lightning_fastdata.errors import TransformError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from albumentations import BaseCompose, BasicTransform
 
     from lightning_fastdata.augment.ops.operation import Shape
+    from lightning_fastdata.types import Batch
+
+    _Dtype: TypeAlias = np.dtype[Any]
+
+_Values: TypeAlias = "dict[str, Batch]"
+"""Parameters or data of a transform, by name."""
 
 
-@dataclass(slots=True)
-class Pending:
-    """An operation that was noted, and how Albumentations would carry it out."""
-
-    op: TapeOp
-    apply: Callable[..., Any]
-    params: Mapping[str, Any]
-    bars_pixels: bool
-    """Whether it changes the form of the image, so that no later operation may have its pixels."""
-
-
-class Target:
-    """An image or mask on its way: real pixels, and what is still to be done to them."""
-
-    __slots__ = ("_unit", "pending", "real", "shown")
-
-    def __init__(self, real: Any, shown: Any) -> None:
-        self.real = real
-        self.shown = shown
-        self.pending: list[Pending] = []
-        self._unit: bool | None = None
-
-    def in_unit_range(self) -> bool:
-        """Return whether the values here are integers, or sure to lie in [0, 1].
-
-        Pixels that have to be fetched first are: somebody has looked, as that takes long.
-        """
-        if self._unit is None:
-            self._unit = callable(self.real) or in_unit_range(self.real)
-        return self._unit
-
-    def note(self, pending: Pending, transform: Any, dtype: np.dtype[Any]) -> None:
-        """Note an operation, which makes values of a dtype."""
-        self.pending.append(pending)
-        if dtype.kind == "f":
-            before = Values(self.shown.dtype, True)
-            if self.shown.dtype != dtype or not unit_after(transform, before, dtype):
-                self._unit = unit_after(transform, before._replace(unit=False), dtype)
-
-    def flush(self) -> Any:
-        """Return the pixels after what was noted, which Albumentations carries out now."""
-        if self.pending or callable(self.real):
-            self._unit = None
-        if callable(self.real):
-            self.real = self.real()
-        for pending in self.pending:
-            self.real = contiguous(pending.apply(contiguous(self.real), **pending.params))
-        self.pending.clear()
-        return self.real
-
-
-def contiguous(value: Any) -> Any:
-    """Return an array that lies in memory as NumPy's do; anything else as it is."""
-    return np.ascontiguousarray(value) if isinstance(value, np.ndarray) else value
-
-
-def function_by_key(transform: Any) -> Mapping[str, Callable[..., Any]]:
-    """Return what a transform calls with the value of each key of a sample that it knows."""
-    return transform._key2func  # type: ignore[no-any-return]
-
-
-@dataclass(frozen=True, slots=True)
-class _Hooked:
+class _Hooked(NamedTuple):
     """A transform whose operations are noted, and what is known of it before any sample."""
 
     leaf: int
-    """Its number in its pipeline."""
-    transform: Any
-    original: Callable[..., Any]
+    transform: BasicTransform
+    original: Callable[..., _Values]
     """Its own ``apply_with_params``."""
     op: DeviceOp
     targets: tuple[tuple[str, bool], ...]
@@ -138,17 +75,10 @@ class _Hooked:
 
 
 class Recorder:
-    """One pipeline, copied and prepared to be recorded. Not for two threads at once.
-
-    Args:
-        compose: the pipeline.
-        plan: where each of its operations runs.
-        ops: device forms by class name.
-        copied: prepare a copy, so that the pipeline itself stays as it is.
-    """
+    """One pipeline, prepared to be recorded: a copy, or itself. Not for two threads at once."""
 
     def __init__(
-        self, compose: Any, plan: Plan, ops: Mapping[str, DeviceOp], *, copied: bool = True
+        self, compose: BaseCompose, plan: Plan, ops: Mapping[str, DeviceOp], *, copied: bool = True
     ) -> None:
         self.compose = copy.deepcopy(compose) if copied else compose
         self._plan = plan
@@ -156,7 +86,8 @@ class Recorder:
         # A mask takes the parameters of the image beside it.
         self._images_first = sorted(self._roles, key=lambda key: self._roles[key] != "image")
         self._targets: dict[str, Target] = {}
-        self._small: dict[int, dict[str, Any]] = {}
+        self._small: dict[int, _Values] = {}
+        """What device forms drew for the transforms whose own sampler ran, too."""
         self._keeps_params = keeps_params(compose)
         self.reading = ""
         """Class name of the transform that asked for real pixels last."""
@@ -165,23 +96,17 @@ class Recorder:
                 self._hook(index, leaf.transform, ops)
 
     def __call__(
-        self, data: Mapping[str, Any], sources: Mapping[str, Callable[[], Any]] | None = None
-    ) -> tuple[dict[str, Any], Tape]:
+        self, data: Mapping[str, Batch], sources: Mapping[str, Callable[[], Batch]] | None = None
+    ) -> tuple[_Values, Tape]:
         """Run the pipeline once and return what it returns, and what is still to be done.
 
-        Args:
-            data: the arguments of the pipeline.
-            sources: for images and masks whose entry in ``data`` only has the right shape and
-                dtype, the function that fetches the pixels. It is called at most once, and only
-                when an operation needs them.
-
-        Returns:
-            The pipeline's result, in which images and masks are as the real operations left them
-            (the source function itself where nothing needed the pixels), and the tape.
+        Images and masks of the result are as the real operations left them. Of those that have an
+        entry in ``sources``, ``data`` has only shape and dtype: the source fetches the pixels, at
+        most once, when an operation needs them, and is the result itself where none does.
         """
         self._targets = {key: Target(source, data[key]) for key, source in (sources or {}).items()}
         self._small = {}
-        result = self.compose(**data)
+        result: _Values = self.compose(**data)
         tape = {}
         for key, role in self._roles.items():
             target = self._targets.get(key)
@@ -193,74 +118,87 @@ class Recorder:
         self._targets = {}
         return result, tape
 
-    def _hook(self, index: int, transform: Any, ops: Mapping[str, DeviceOp]) -> None:
-        # Instance attributes shadow the methods: the classes of Albumentations stay as they are.
+    def _hook(self, index: int, transform: BasicTransform, ops: Mapping[str, DeviceOp]) -> None:
         original = transform.apply_with_params
         op = None if self._plan.placements[index].where == "worker" else device_form(transform, ops)
-        if op is None:
-            transform.apply_with_params = functools.partial(self._run, original)
-        else:
+        run = functools.partial(self._run, transform, original)
+        if op is not None:
             keys = [key for key in self._images_first if key in function_by_key(transform)]
             targets = tuple((key, self._roles[key] == "image") for key in keys)
-            conditional = self._plan.conditional[index]
-            hooked = _Hooked(
-                index, transform, original, op, targets, conditional, takes_any_range(op)
-            )
-            transform.apply_with_params = functools.partial(self._record, hooked)
-        if self._plan.sees_pixels[index] and not is_albumentations(transform):
-            transform.update_transform_params = functools.partial(
-                self._draw_on_pixels, transform.update_transform_params
-            )
+            conditional, any_range = self._plan.conditional[index], takes_any_range(op)
+            hooked = _Hooked(index, transform, original, op, targets, conditional, any_range)
+            run = functools.partial(self._record, hooked)
+        self._replace(transform, "apply_with_params", run)
         if self._plan.sees_pixels[index]:
-            transform.get_params_dependent_on_data = functools.partial(
-                self._draw_on_pixels, transform.get_params_dependent_on_data
-            )
+            own = () if is_albumentations(transform) else ("update_transform_params",)
+            for name in (*own, "get_params_dependent_on_data"):
+                drawn_by = getattr(transform, name)
+                draw = functools.partial(self._draw_on_pixels, transform, drawn_by)
+                self._replace(transform, name, draw)
         elif op is not None and op.draw is not None:
-            transform.get_params_dependent_on_data = functools.partial(
-                self._draw_small, transform.get_params_dependent_on_data, transform, index, op
-            )
+            sampler = transform.get_params_dependent_on_data
+            draw = functools.partial(self._draw_small, sampler, transform, index, op)
+            self._replace(transform, "get_params_dependent_on_data", draw)
 
-    def _target(self, key: str, value: Any) -> Target:
+    def _replace(self, owner: object, name: str, hook: Callable[..., object]) -> None:
+        """Have a hook called in place of a method: an instance attribute shadows the class's."""
+        setattr(owner, name, hook)
+
+    def _target(self, key: str, value: Batch) -> Target:
         target = self._targets.get(key)
         if target is None or target.shown is not value:
             value = contiguous(value)
             target = self._targets[key] = Target(value, value)
         return target
 
-    def _is_pixels(self, key: str, value: Any) -> bool:
+    def _is_pixels(self, key: str, value: object) -> bool:
         return key in self._roles and value is not None
 
-    def _real(self, data: Mapping[str, Any], reader: Callable[..., Any]) -> dict[str, Any]:
-        self.reading = type(getattr(reader, "__self__", reader)).__name__
+    def _real(self, data: Mapping[str, Batch], reader: BasicTransform) -> _Values:
+        self.reading = type(reader).__name__
         return {
             key: self._target(key, value).flush() if self._is_pixels(key, value) else value
             for key, value in data.items()
         }
 
-    def _draw_on_pixels(self, original: Callable[..., Any], params: Any, data: Any) -> Any:
+    def _draw_on_pixels(
+        self,
+        transform: BasicTransform,
+        original: Callable[..., _Values],
+        params: _Values,
+        data: _Values,
+    ) -> _Values:
         # `data` itself keeps the phantoms: the call that follows recognises its targets by them.
-        return original(params=params, data=self._real(data, original))
+        return original(params=params, data=self._real(data, transform))
 
     def _draw_small(
         self,
-        original: Callable[..., Any],
-        transform: Any,
+        original: Callable[..., _Values],
+        transform: BasicTransform,
         index: int,
         op: DeviceOp,
-        params: dict[str, Any],
-        data: dict[str, Any],
-    ) -> Any:
+        params: _Values,
+        data: _Values,
+    ) -> _Values:
         # What is computed here (boxes, lists of masks) or returned needs the whole field.
         given = {key for key in function_by_key(transform) if data.get(key) is not None}
         deferred = {"image", *(key for key, role in self._roles.items() if role == "mask")}
         whole = not {"image"} <= given <= deferred or self._keeps_params
-        if whole or not _one_size([data[key] for key in given]):
+        # Images and masks are of one size, unless a pipeline skips that check.
+        if whole or len({np.shape(data[key])[:2] for key in given}) > 1:
             self._small[index] = peek_params(op, transform, params, data)
             return original(params=params, data=data)
         return draw_params(op, transform, original, params, data, whole=False)
 
-    def _run(self, original: Callable[..., Any], params: dict[str, Any], /, **data: Any) -> Any:
-        result = original(params, **self._real(data, original))
+    def _run(
+        self,
+        transform: BasicTransform,
+        original: Callable[..., _Values],
+        params: _Values,
+        /,
+        **data: Batch,
+    ) -> _Values:
+        result = original(params, **self._real(data, transform))
         for key, before in data.items():
             if self._is_pixels(key, before) and key in result:
                 value = contiguous(result[key])
@@ -268,14 +206,14 @@ class Recorder:
                 self._targets[key] = Target(value, value)
         return result
 
-    def _record(self, hooked: _Hooked, params: dict[str, Any], /, **data: Any) -> Any:
+    def _record(self, hooked: _Hooked, params: _Values, /, **data: Batch) -> _Values:
         leaf, op = hooked.leaf, hooked.op
         # Apart from the parameters, which a pipeline may return.
         drawn = params | self._small.pop(leaf) if leaf in self._small else params
         noted = self._encode(hooked, drawn, data)
         if noted is None:
             self._refuse_late_pixels(op.name, data)
-            return self._run(hooked.original, params, **data)
+            return self._run(hooked.transform, hooked.original, params, **data)
         if len(noted) < len(data):
             others = {key: value for key, value in data.items() if key not in self._roles}
             data |= hooked.original(params, **others) if others else {}
@@ -293,16 +231,16 @@ class Recorder:
             if op.name == "ToTensorV2":
                 target.shown = _phantom_tensor(shape, dtype)
             elif changes:
-                target.shown = _phantom(shape, dtype)
+                target.shown = phantom(shape, dtype)
             data[key] = target.shown
         return data
 
     def _encode(
-        self, hooked: _Hooked, params: Mapping[str, Any], data: Mapping[str, Any]
-    ) -> list[tuple[str, Encoded, Shape, np.dtype[Any]]] | None:
+        self, hooked: _Hooked, params: _Values, data: _Values
+    ) -> list[tuple[str, Encoded, Shape, _Dtype]] | None:
         """Return what to note for each image and mask, or None if this draw needs real pixels."""
         transform, op = hooked.transform, hooked.op
-        noted: list[tuple[str, Encoded, Shape, np.dtype[Any]]] = []
+        noted: list[tuple[str, Encoded, Shape, _Dtype]] = []
         size = None
         for key, is_image in hooked.targets:
             value = data.get(key)
@@ -329,47 +267,40 @@ class Recorder:
             elif op.mask is not None:
                 if not noted:
                     return None
-                encoded = noted[0][1]
-                noted.append((key, encoded, _mask_shape(op, transform, params, shape), dtype))
+                turned = op.name != "ToTensorV2" or (transform.transpose_mask and len(shape) == 3)
+                new_shape = op.out_shape(transform, params, shape) if turned else shape
+                noted.append((key, noted[0][1], new_shape, dtype))
         return noted
 
-    def _refuse_late_pixels(self, name: str, data: Mapping[str, Any]) -> None:
+    def _refuse_late_pixels(self, name: str, data: _Values) -> None:
         for key, value in data.items():
-            if self._is_pixels(key, value):
-                for pending in self._target(key, value).pending:
-                    if pending.bars_pixels:
-                        raise TransformError(
-                            f"{name} drew parameters without a form for the device after "
-                            f"{pending.op.name} had changed the shape or dtype of the images. "
-                            f"Put {name} before {pending.op.name} in the pipeline, or use "
-                            "on_device=False (augment='cpu')."
-                        )
+            if not self._is_pixels(key, value):
+                continue
+            for pending in self._target(key, value).pending:
+                if pending.bars_pixels:
+                    raise TransformError(
+                        f"{name} drew parameters without a form for the device after "
+                        f"{pending.op.name} had changed the shape or dtype of the images. "
+                        f"Put {name} before {pending.op.name} in the pipeline, or use "
+                        "on_device=False (augment='cpu')."
+                    )
 
 
-def _one_size(values: list[Any]) -> bool:
-    """Whether images and masks are of one size, as they are unless a pipeline skips that check."""
-    return len(values) < 2 or len({np.shape(value)[:2] for value in values}) == 1
-
-
-@functools.lru_cache(maxsize=64)
-def _phantom(shape: Shape, dtype: np.dtype[Any]) -> np.ndarray:
-    # Zeroed pages that nobody writes to cost no memory. A zero-stride array would not do:
-    # Albumentations copies whatever is not contiguous. Read-only, so that a mistake is an error.
-    phantom = np.zeros(shape, dtype)
-    phantom.flags.writeable = False
-    return phantom
+def function_by_key(transform: BasicTransform) -> Mapping[str, Callable[..., Batch]]:
+    """Return what a transform calls with the value of each key of a sample that it knows."""
+    return transform._key2func  # type: ignore[no-any-return]
 
 
 @functools.lru_cache(maxsize=64)
-def _phantom_tensor(shape: Shape, dtype: np.dtype[Any]) -> torch.Tensor:
-    return torch.empty(shape, dtype=torch.from_numpy(np.empty(0, dtype)).dtype, device="meta")
-
-
-def _mask_shape(op: DeviceOp, transform: Any, params: Mapping[str, Any], shape: Shape) -> Shape:
-    turned = op.name != "ToTensorV2" or (transform.transpose_mask and len(shape) == 3)
-    return op.out_shape(transform, params, shape) if turned else shape
-
-
-def phantom(shape: Shape, dtype: np.dtype[Any]) -> np.ndarray:
+def phantom(shape: Shape, dtype: _Dtype) -> np.ndarray:
     """Return a read-only array of this shape and dtype whose pixels mean nothing."""
-    return _phantom(tuple(shape), np.dtype(dtype))
+    # Zeroed pages that are never written to cost no memory. A zero-stride array would not do:
+    # Albumentations copies whatever is not contiguous. Read-only, so that a mistake is an error.
+    array = np.zeros(shape, dtype)
+    array.flags.writeable = False
+    return array
+
+
+@functools.lru_cache(maxsize=64)
+def _phantom_tensor(shape: Shape, dtype: _Dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.from_numpy(np.empty(0, dtype)).dtype, device="meta")

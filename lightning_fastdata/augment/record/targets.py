@@ -1,10 +1,12 @@
-"""Images and masks: their names in a pipeline, their places in a batch, and how they lie."""
+"""Images and masks: on their way through a pipeline, their names there, their places in a batch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
 import torch
 
 from lightning_fastdata.augment.ops.output import OutputForm, convert_output
@@ -18,51 +20,127 @@ from lightning_fastdata.augment.pipeline.fields import (
     numpy_dtype,
     put_fields,
 )
-from lightning_fastdata.augment.pipeline.tree import list_leaves, list_nodes
+from lightning_fastdata.augment.pipeline.tree import is_container, list_leaves, list_nodes
+from lightning_fastdata.augment.pipeline.values import Values, in_unit_range, unit_after
 from lightning_fastdata.errors import BatchError
 
 if TYPE_CHECKING:
-    from lightning_fastdata.augment.ops.operation import Role
+    from albumentations import BaseCompose, BasicTransform
+
+    from lightning_fastdata.augment.ops.operation import Role, TapeOp
     from lightning_fastdata.types import Batch
+
+
+@dataclass(slots=True)
+class Pending:
+    """An operation that was noted, and how Albumentations would run it."""
+
+    op: TapeOp
+    apply: Callable[..., Batch]
+    params: Mapping[str, Batch]
+    bars_pixels: bool
+    """Whether it changes the form of the image, so that no later operation may have its pixels."""
+
+
+@dataclass(slots=True, eq=False)
+class Target:
+    """An image or mask on its way through a pipeline."""
+
+    real: Batch
+    """Its pixels, or what fetches them."""
+    shown: Batch
+    """What the pipeline handles in its place."""
+    pending: list[Pending] = field(default_factory=list)
+    _unit: bool | None = None
+
+    def in_unit_range(self) -> bool:
+        """Return whether the values here are integers, or sure to lie in [0, 1].
+
+        Pixels that have to be fetched first were looked at before, as that takes long.
+        """
+        if self._unit is None:
+            self._unit = callable(self.real) or in_unit_range(self.real)
+        return self._unit
+
+    def note(self, pending: Pending, transform: BasicTransform, dtype: np.dtype[Any]) -> None:
+        """Note an operation, which makes values of a dtype."""
+        self.pending.append(pending)
+        if dtype.kind == "f":
+            before = Values(self.shown.dtype, True)
+            if self.shown.dtype != dtype or not unit_after(transform, before, dtype):
+                self._unit = unit_after(transform, before._replace(unit=False), dtype)
+
+    def flush(self) -> Batch:
+        """Return the pixels after what was noted, which Albumentations does now."""
+        if self.pending or callable(self.real):
+            self._unit = None
+        if callable(self.real):
+            self.real = self.real()
+        for pending in self.pending:
+            self.real = contiguous(pending.apply(contiguous(self.real), **pending.params))
+        self.pending.clear()
+        return self.real
+
+
+def contiguous(value: Batch) -> Batch:
+    """Return an array that lies in memory as NumPy's do; anything else as it is."""
+    return np.ascontiguousarray(value) if isinstance(value, np.ndarray) else value
 
 
 _ROLES: Final[tuple[Role, ...]] = ("image", "mask")
 
 
-def target_roles(compose: Any) -> dict[str, Role]:
+def target_roles(compose: BaseCompose) -> dict[str, Role]:
     """Return the names that a pipeline takes images and masks under, with what each one is."""
     roles: dict[str, Role] = {role: role for role in _ROLES}
-    # A pipeline within a pipeline may have targets that only its own transforms know.
-    for node in list_nodes(compose):
-        for name, kind in getattr(node, "additional_targets", {}).items():
-            if kind in _ROLES:
-                roles[name] = kind
-    return roles
+    return roles | {name: kind for name, kind in _added(compose).items() if kind in _ROLES}
 
 
-def argument_names(compose: Any) -> frozenset[str]:
+def argument_names(compose: BaseCompose) -> frozenset[str]:
     """Return the names of everything that a pipeline takes from a sample beside its image.
 
-    Boxes and keypoints only where it was told their format; without that they mean nothing to it.
+    Boxes and keypoints only where it knows their format; without that they mean nothing to it.
     """
-    names = {"masks", *getattr(compose, "available_keys", ())}
-    kinds = {name: name for name in names}
-    for node in list_nodes(compose):
-        kinds |= getattr(node, "additional_targets", {})
-    told = getattr(compose, "processors", kinds)
+    kinds = {name: name for name in ("masks", *compose.available_keys)} | _added(compose)
+    known = compose.processors if is_container(compose) else kinds
     return frozenset(
-        name for name, kind in kinds.items() if kind not in {"bboxes", "keypoints"} or kind in told
+        name for name, kind in kinds.items() if kind not in {"bboxes", "keypoints"} or kind in known
     )
 
 
-def places_of(batch: Batch, fields: Fields, compose: Any) -> dict[str, Location]:
+def _added(compose: BaseCompose) -> dict[str, Role]:
+    """Return the ``additional_targets`` of a pipeline and of the pipelines within it."""
+    added: dict[str, Role] = {}
+    for node in filter(is_container, list_nodes(compose)):
+        added |= node.additional_targets
+    return added
+
+
+def convert_images(
+    batch: Batch, fields: Fields, roles: Mapping[str, Role], form: OutputForm
+) -> Batch:
+    """Return a collated batch with its uint8 or float32 images in their output form.
+
+    ``fields`` says where its image is; other images are keys of a dict, the names in ``roles``.
+    """
+    if not form.converts:
+        return batch
+    places: list[Location] = [find_fields(batch, fields, batched=True).image]
+    if isinstance(batch, Mapping):
+        named = (name for name, role in roles.items() if role == "image" and name != "image")
+        places += [name for name in named if isinstance(batch.get(name), torch.Tensor)]
+    converted = {place: convert_output(get_field(batch, place), form) for place in places}
+    return put_fields(batch, converted)
+
+
+def places_of(batch: Batch, fields: Fields, compose: BaseCompose) -> dict[str, Location]:
     """Return where the images and masks of a batch are, by the pipeline's names for them."""
     found = find_fields(batch, fields, batched=True)
     places: dict[str, Location] = {"image": found.image}
     if found.mask is not None:
         places["mask"] = found.mask
     if isinstance(batch, Mapping):
-        names = [name for name in target_roles(compose) if name not in {"image", "mask"}]
+        names = target_roles(compose).keys() - {"image", "mask"}
         places |= {name: name for name in names if isinstance(batch.get(name), torch.Tensor)}
     return places
 
@@ -70,11 +148,9 @@ def places_of(batch: Batch, fields: Fields, compose: Any) -> dict[str, Location]
 def channels_behind(
     tensors: Mapping[str, torch.Tensor], size: tuple[int, int]
 ) -> tuple[dict[str, torch.Tensor], frozenset[str]]:
-    """Return images and masks ``[n, H, W, ...]``, and the names of those that were turned.
+    """Return images and masks as ``[n, H, W, ...]``, and the names of those that were turned.
 
-    Args:
-        tensors: ``[n, H, W]``, ``[n, H, W, C]`` or ``[n, C, H, W]`` by name.
-        size: ``H, W``.
+    They are ``[n, H, W]``, ``[n, H, W, C]`` or ``[n, C, H, W]``, of ``size`` ``H, W``.
     """
     turned = frozenset(
         name
@@ -93,7 +169,7 @@ def channels_behind(
 def channels_as_given(
     results: Mapping[str, torch.Tensor],
     turned: frozenset[str],
-    compose: Any,
+    compose: BaseCompose,
     *,
     images_are_chw: bool,
 ) -> dict[str, torch.Tensor]:
@@ -119,36 +195,10 @@ def channels_as_given(
     }
 
 
-def convert_images(
-    batch: Batch, fields: Fields, roles: Mapping[str, Role], form: OutputForm
-) -> Batch:
-    """Return a batch with its images in their output form.
-
-    Args:
-        batch: a collated batch, whose images are uint8 or float32.
-        fields: where its image is.
-        roles: names of a pipeline for what it takes; other images are keys of a dict.
-        form: what to convert to.
-    """
-    if not form.converts:
-        return batch
-    places: list[Location] = [find_fields(batch, fields, batched=True).image]
-    if isinstance(batch, Mapping):
-        named = (name for name, role in roles.items() if role == "image" and name != "image")
-        places += [name for name in named if isinstance(batch.get(name), torch.Tensor)]
-    converted = {place: convert_output(get_field(batch, place), form) for place in places}
-    return put_fields(batch, converted)
-
-
-def check_images(image: Any, *, values: bool) -> None:
-    """Raise BatchError if a field is no batch of images, or of floats outside of [0, 1].
-
-    Args:
-        image: the field.
-        values: look at the values, too.
-    """
-    ok = isinstance(image, torch.Tensor) and image.ndim in {3, 4} and len(image) > 0
-    if not ok or not has_numpy_dtype(image):
+def check_images(image: object, *, values: bool) -> None:
+    """Raise BatchError for no batch of images, or, with ``values``, floats outside of [0, 1]."""
+    ok = has_numpy_dtype(image) and isinstance(image, torch.Tensor) and image.ndim in {3, 4}
+    if not ok or not isinstance(image, torch.Tensor) or len(image) == 0:
         raise BatchError(
             f"The image field is {describe(image)}. Expected a tensor [n, C, H, W], [n, H, W, C] "
             "or [n, H, W] of at least one sample, uint8 or float32 in [0, 1], or of another dtype "

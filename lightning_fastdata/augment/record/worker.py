@@ -1,22 +1,29 @@
-"""The part of an Albumentations pipeline that runs on each sample in the side process."""
+"""The part of an Albumentations pipeline that runs on each sample in the side process.
+
+What makes all images one size runs there too, since images of a dataset may differ in size. If they
+do not, a resized crop can be deferred to the device like any other operation; that is worth it
+while the images are not much larger than what the crop leaves of them. Sizes are known from a few
+samples only, so nothing may depend on them: an image that has another size after all is cropped in
+the worker by Albumentations, and lies in a corner of an image of the usual size, with a note that
+the device is to cut out that corner. A batch stays one tensor.
+"""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 
-from lightning_fastdata.augment.ops.operation import Tape, TapeOp
+from lightning_fastdata.augment.ops.operation import DeviceOp, Tape, TapeOp, Track
 from lightning_fastdata.augment.ops.output import OutputForm
 from lightning_fastdata.augment.pipeline.fields import (
     Fields,
-    Found,
     Location,
     find_fields,
     get_field,
@@ -26,7 +33,7 @@ from lightning_fastdata.augment.pipeline.fields import (
     put_fields,
     to_hwc,
 )
-from lightning_fastdata.augment.pipeline.plan import OF_BYTES, analyse, device_form
+from lightning_fastdata.augment.pipeline.plan import OF_BYTES, Plan, analyse, device_form
 from lightning_fastdata.augment.pipeline.tree import (
     CHANGES_SIZE,
     Size,
@@ -34,26 +41,27 @@ from lightning_fastdata.augment.pipeline.tree import (
     list_leaves,
     size_after,
 )
-from lightning_fastdata.augment.pipeline.values import changes_form, values_of
+from lightning_fastdata.augment.pipeline.values import States, Values, changes_form, values_of
 from lightning_fastdata.augment.record.tape import Recorder
 from lightning_fastdata.augment.record.targets import argument_names, convert_images, target_roles
 from lightning_fastdata.augment.replay.program import Draws, compile_tapes
 from lightning_fastdata.randomness.seeds import reseeder
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from albumentations import BaseCompose
 
-    from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded, Track
-    from lightning_fastdata.augment.pipeline.plan import Plan
-    from lightning_fastdata.augment.pipeline.tree import Leaf
-    from lightning_fastdata.augment.pipeline.values import States, Values
     from lightning_fastdata.types import Batch, SampleKey
+
+_Seed: TypeAlias = "Callable[[SampleKey], None]"
 
 _RESAMPLES: Final = frozenset({"RandomResizedCrop", "RandomSizedCrop", "Resize"})
 """What costs the worker something. To cut out a window costs it less than a larger batch."""
 MOST_BYTES_PER_BYTE: Final = 1.5
 """An image that crosses to the device is at most so many times what the crop leaves of it: more
 would cost the bus and the memory more than the worker gains."""
+_VOLUMES: Final = frozenset({"images", "volume", "volumes", "mask3d", "masks3d"})
+_SEVERAL: Final = _VOLUMES | {"masks"}
+_MASKS: Final = frozenset({"masks", "mask3d", "masks3d"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,27 +76,24 @@ class CropOnDevice:
     """Cuts the upper left corner, as large as the crop leaves an image, out of an image of
     ``size``: a copy, to the bit."""
 
-    def fit(self, result: Mapping[str, Any], tape: Tape) -> tuple[dict[str, Any], Tape]:
+    def fit(self, result: Mapping[str, Batch], tape: Tape) -> tuple[dict[str, Batch], Tape]:
         """Return a sample and its tape so that its images and masks have the usual size.
 
-        Args:
-            result: What the pipeline returned; images and masks are arrays of the usual size, or,
-                if the crop ran in the worker, of the size that it makes.
-            tape: What is still to be done to them.
+        The arrays of ``result`` are of that size, or, if the crop ran in the worker, of the size
+        that it makes.
         """
         fitted, notes = dict(result), dict(tape)
         for name, track in tape.items():
             cropped = result[name]
             if cropped.shape[:2] != self.size:
-                whole = np.zeros((*self.size, *cropped.shape[2:]), cropped.dtype)
-                whole[: cropped.shape[0], : cropped.shape[1]] = cropped
-                fitted[name] = whole
+                fitted[name] = np.zeros((*self.size, *cropped.shape[2:]), cropped.dtype)
+                fitted[name][: cropped.shape[0], : cropped.shape[1]] = cropped
                 notes[name] = track._replace(ops=(self.corner, *track.ops), size=self.size)
         return fitted, notes
 
 
 def crop_on_device(
-    compose: Any,
+    compose: BaseCompose,
     ops: Mapping[str, DeviceOp],
     size: tuple[int, int],
     *,
@@ -97,28 +102,26 @@ def crop_on_device(
     channels: int | None = 3,
     values: Collection[States] = OF_BYTES,
 ) -> CropOnDevice | None:
-    """Return how to leave the crop to the device, or None if it has to stay, or had better.
+    """Return how to defer the crop to the device, or None if it has to stay, or had better.
 
-    Args:
-        compose: an ``A.Compose``.
-        ops: device forms by class name.
-        size: ``(height, width)`` that images are believed to have.
-        refusal: a reason to run everything in the worker.
-        same_pixels: as :func:`~lightning_fastdata.augment.pipeline.plan.analyse` takes it.
-        channels: the same.
-        values: the same.
+    ``size`` is the ``(height, width)`` that images are believed to have; the other options are
+    those of :func:`~lightning_fastdata.augment.pipeline.plan.analyse`.
     """
-    leaf = follow_sizes(compose, Size()).boundary
-    leaves = list_leaves(compose)
+    leaf, leaves = follow_sizes(compose, Size()).boundary, list_leaves(compose)
     if leaf < 0 or type(leaves[leaf].transform).__name__ not in _RESAMPLES:
         return None
     transform = leaves[leaf].transform
     op = device_form(transform, ops)
     made = size_after(transform, Size(size, size)).exact
-    if op is None or made is None or not _is_worth_it(size, made):
+    if op is None or made is None or made[0] > size[0] or made[1] > size[1]:
         return None
-    corner = _corner(op, transform, size, made)
-    if corner is None or _corner(op, transform, size, size) is None:
+    if size[0] * size[1] > MOST_BYTES_PER_BYTE * made[0] * made[1]:
+        return None
+    corner, whole = (
+        op.encode(transform, {"crop_coords": (0, 0, width, height)}, (*size, 3), np.dtype(np.uint8))
+        for height, width in (made, size)
+    )
+    if corner is None or whole is None:
         return None  # Its interpolation has no device form, or none that makes images smaller.
     plan = analyse(
         compose,
@@ -130,10 +133,10 @@ def crop_on_device(
         values=values,
         crop=leaf,
     )
-    kept = {one.exact for one in follow_sizes(compose, Size(size, size)).before[: leaf + 1]} == {
-        size
-    }
-    if plan.placements[leaf].where != "device" or not kept or _changes_numbers(leaves[:leaf]):
+    sizes = {one.exact for one in follow_sizes(compose, Size(size, size)).before[: leaf + 1]}
+    before = {type(one.transform).__name__ for one in leaves[:leaf] if changes_form(one.transform)}
+    # Samples that come cropped could not be in a batch with others of other channels or dtypes.
+    if plan.placements[leaf].where != "device" or sizes != {size} or before - CHANGES_SIZE:
         return None
     have, makes = (f"{height} x {width}" for height, width in (size, made))
     why = f"on the batch: images have {have} pixels already, and it makes {makes} of them"
@@ -141,33 +144,6 @@ def crop_on_device(
     placements[leaf] = dataclasses.replace(placements[leaf], why=why)
     plan = dataclasses.replace(plan, placements=tuple(placements), crop=leaf)
     return CropOnDevice(plan=plan, size=size, corner=TapeOp(leaf, op.name, corner))
-
-
-def _changes_numbers(before: Sequence[Leaf]) -> bool:
-    """Return whether images, when they are cropped, may have other channels or another dtype.
-
-    Samples that come cropped have them already, and would not go into a batch with the others.
-    """
-    names = {type(one.transform).__name__ for one in before if changes_form(one.transform)}
-    return bool(names - CHANGES_SIZE)
-
-
-def _is_worth_it(size: tuple[int, int], made: tuple[int, int]) -> bool:
-    inside = made[0] <= size[0] and made[1] <= size[1]
-    return inside and size[0] * size[1] <= MOST_BYTES_PER_BYTE * made[0] * made[1]
-
-
-def _corner(
-    op: DeviceOp, transform: Any, size: tuple[int, int], part: tuple[int, int]
-) -> Encoded | None:
-    """Return what cuts the upper left ``part`` out of images of ``size``, or None."""
-    params = {"crop_coords": (0, 0, part[1], part[0])}
-    return op.encode(transform, params, (*size, 3), np.dtype(np.uint8))
-
-
-_VOLUMES: Final = frozenset({"images", "volume", "volumes", "mask3d", "masks3d"})
-_SEVERAL: Final = _VOLUMES | {"masks"}
-_MASKS: Final = frozenset({"masks", "mask3d", "masks3d"})
 
 
 class SampleForm(NamedTuple):
@@ -190,7 +166,7 @@ class ComposeWorker:
 
     def __init__(
         self,
-        compose: Any,
+        compose: BaseCompose,
         fields: Fields,
         plan: Plan | None,
         ops: Mapping[str, DeviceOp] | None = None,
@@ -212,13 +188,13 @@ class ComposeWorker:
         self._taken = argument_names(compose)
         self._local = threading.local()
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {name: value for name, value in vars(self).items() if name != "_local"}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         vars(self).update(state, _local=threading.local())
 
-    def __call__(self, sample: Any, key: SampleKey) -> tuple[Any, Tape | None]:
+    def __call__(self, sample: Batch, key: SampleKey) -> tuple[Batch, Tape | None]:
         """Return the sample as the worker leaves it, and what the device has still to do to it.
 
         The tape is None when everything was done here. Images and masks of the sample are tensors
@@ -227,16 +203,16 @@ class ComposeWorker:
         Raises:
             BatchError: the sample has no image.
         """
-        found = find_fields(sample, self._fields, batched=False)
-        data, places = self._arguments(sample, found)
-        if self._plan is None:
-            compose, seed = self._own("whole", self._copied)
-            seed(key)
-            result, tape = compose(**data), None
+        data, places = self._arguments(sample)
+        plan = self._plan
+        if plan is not None and self._crop is not None and self._size(data) == self._crop.size:
+            plan = self._crop.plan
+        run, seed = self._own(plan)
+        seed(key)
+        if plan is None:
+            result, tape = run(**data), None
         else:
-            recorder, seed = self._recorder(self._plan, data)
-            seed(key)
-            result, tape = recorder(data)
+            result, tape = run(data)
             if self._crop is not None:
                 result, tape = self._crop.fit(result, tape)
             for target in self._roles:
@@ -250,10 +226,9 @@ class ComposeWorker:
         added = result.keys() - data.keys() if isinstance(sample, Mapping) else ()
         return put_fields(given, {name: result[name] for name in added}) if added else given, tape
 
-    def form_of(self, sample: Any) -> SampleForm:
+    def form_of(self, sample: Batch) -> SampleForm:
         """Return what the images and masks of a sample look like."""
-        found = find_fields(sample, self._fields, batched=False)
-        data = self._arguments(sample, found)[0]
+        data, _ = self._arguments(sample)
         shape = data["image"].shape
         images = [name for name, role in self._roles.items() if role == "image"]
         values = {name: values_of(data[name]) for name in images if data.get(name) is not None}
@@ -263,45 +238,37 @@ class ComposeWorker:
         self, tapes: Sequence[Tape | None], beside: Mapping[str, np.ndarray] | None = None
     ) -> Draws:
         """Return the tapes of a batch, packed in the order of its samples, and what goes beside."""
-        known: list[Tape] = [tape if tape is not None else {} for tape in tapes]
-        return compile_tapes(known, device_ops(self._ops, self._registered), beside)
+        return compile_tapes([tape or {} for tape in tapes], self._device_ops, beside)
 
-    def finish(self, batch: Batch, drawn: Sequence[Any]) -> Batch:  # noqa: ARG002
+    def finish(self, batch: Batch, drawn: Sequence[object]) -> Batch:  # noqa: ARG002
         """Return the batch, on whose samples the pipeline has run, in its output form."""
         return convert_images(batch, self._fields, self._roles, self._form)
 
-    def _own(self, name: str, make: Callable[..., Any], *arguments: Any) -> Any:
-        own = vars(self._local)
-        if name not in own:
-            own[name] = make(*arguments)
-        return own[name]
+    @property
+    def _device_ops(self) -> Mapping[str, DeviceOp]:
+        return device_ops(self._ops, self._registered)
 
-    def _copied(self) -> tuple[Any, Callable[[SampleKey], None]]:
-        compose = copy.deepcopy(self._compose)
-        return compose, reseeder(compose)
+    def _own(self, plan: Plan | None) -> tuple[Callable[..., Batch], _Seed]:
+        """Return this thread's pipeline, or its recorder by a plan, and what seeds it."""
+        own: dict[int, tuple[Callable[..., Batch], _Seed]]
+        own = vars(self._local).setdefault("by_plan", {})
+        if id(plan) not in own:
+            if plan is None:
+                compose = run = copy.deepcopy(self._compose)
+            else:
+                run = Recorder(self._compose, plan, self._device_ops)
+                compose = run.compose
+            own[id(plan)] = run, reseeder(compose)
+        return own[id(plan)]
 
-    def _recorder(
-        self, plan: Plan, data: Mapping[str, Any]
-    ) -> tuple[Recorder, Callable[[SampleKey], None]]:
-        name = "any size"
-        if self._crop is not None and self._size(data) == self._crop.size:
-            name, plan = "one size", self._crop.plan
-        own: tuple[Recorder, Callable[[SampleKey], None]] = self._own(
-            name, self._new_recorder, plan
-        )
-        return own
-
-    def _new_recorder(self, plan: Plan) -> tuple[Recorder, Callable[[SampleKey], None]]:
-        recorder = Recorder(self._compose, plan, device_ops(self._ops, self._registered))
-        return recorder, reseeder(recorder.compose)
-
-    def _size(self, data: Mapping[str, Any]) -> tuple[int, int] | None:
+    def _size(self, data: Mapping[str, Batch]) -> tuple[int, int] | None:
         pixels = [data[name] for name in self._roles if data.get(name) is not None]
         sizes = {value.shape[:2] for value in pixels}
         return sizes.pop() if len(sizes) == 1 else None
 
-    def _arguments(self, sample: Any, found: Found) -> tuple[dict[str, Any], dict[str, Location]]:
+    def _arguments(self, sample: Batch) -> tuple[dict[str, Batch], dict[str, Location]]:
         """Return the arguments of the pipeline, and where each of them sits in the sample."""
+        found = find_fields(sample, self._fields, batched=False)
         places: dict[str, Location] = {"image": found.image}
         if found.mask is not None:
             places["mask"] = found.mask
@@ -321,12 +288,7 @@ class ComposeWorker:
 def device_ops(
     ops: Mapping[str, DeviceOp] | None = None, registered: Mapping[str, DeviceOp] | None = None
 ) -> Mapping[str, DeviceOp]:
-    """Return the device forms of a pipeline's transforms by name.
-
-    Args:
-        ops: those of Albumentations' transforms; None: all there are.
-        registered: those of other classes.
-    """
+    """Return device forms by name: of Albumentations' transforms (None: all), and of others."""
     if ops is None:
         # Looked up where it is used: all of them need not travel with a pickled transform.
         from lightning_fastdata.augment.ops import DEVICE_OPS
@@ -335,16 +297,15 @@ def device_ops(
     return {**ops, **registered} if registered else ops
 
 
-def _fits(name: str, value: Any) -> bool:
+def _fits(name: str, value: object) -> bool:
     # Samples may use the names of volumes for something else: a loudness, file names.
     if value is None or name not in _VOLUMES:
         return value is not None
-    listed = isinstance(value, list | tuple) and len(value) > 0
-    values = value if listed else [value]
+    values = value if isinstance(value, list | tuple) and value else [value]
     return all(isinstance(one, np.ndarray | torch.Tensor) or is_pil(one) for one in values)
 
 
-def _as_arrays(value: Any, *, image: bool) -> Any:
+def _as_arrays(value: Batch, *, image: bool) -> Batch:
     """Return images, masks or a volume as Albumentations wants them."""
     if isinstance(value, list | tuple):
         return [to_hwc(one)[0] if image else mask_to_numpy(one) for one in value]
@@ -353,7 +314,7 @@ def _as_arrays(value: Any, *, image: bool) -> Any:
     return np.stack([to_hwc(one)[0] for one in value]) if image else value.detach().cpu().numpy()
 
 
-def _own_if_gray(value: Any) -> np.ndarray:
+def _own_if_gray(value: Batch) -> np.ndarray:
     """Return an image; of one channel a copy, as Albumentations writes to one that it equalizes.
 
     The dataset may hand out the same array in each epoch.
@@ -366,8 +327,7 @@ def _own_if_gray(value: Any) -> np.ndarray:
 def _with_channel(pixels: np.ndarray, given: np.ndarray, left: Track | None) -> np.ndarray:
     """Return an image ``[H, W, 1]`` as such, if an operation made ``[H, W]`` of it.
 
-    OpenCV's inpainting does, in the samples that drew it. It is one again behind ``ToTensorV2``, so
-    that a batch is possible.
+    OpenCV's inpainting does, in some samples; behind ``ToTensorV2`` a batch needs the channel.
     """
     lost = left is not None and left.role == "image" and pixels.ndim == 2 < given.ndim
     ends = lost and left is not None and any(op.name == "ToTensorV2" for op in left.ops)

@@ -71,10 +71,10 @@ _MIRRORS: Final = {
     (True, 3): 1,
     (True, 1): 2,
     (False, 2): 3,
-    (True, 0): _TRANSPOSED,
-    (False, 3): _TRANSPOSED + 1,
-    (False, 1): _TRANSPOSED + 2,
-    (True, 2): _TRANSPOSED + 3,
+    (True, 0): 4,
+    (False, 3): 5,
+    (False, 1): 6,
+    (True, 2): 7,
 }
 """The symmetries of a square, named by a transposition and the quarter turns after it."""
 _NEAREST: Final = 0
@@ -140,10 +140,17 @@ def gray(encoded: Encoded, offsets: Mapping[str, int]) -> list[Instruction] | No
 
 def holes(encoded: Encoded, offsets: Mapping[str, int]) -> list[Instruction] | None:
     """Return the instruction of rectangles of a constant, or None."""
-    if "fill" not in encoded.arrays:
-        return None
-    holes, fill = encoded.arrays["holes"], encoded.arrays["fill"]
-    return [(HOLES, offsets["holes"], len(holes), offsets["fill"], len(fill))]
+    return _holes(encoded, offsets, "fill") if "fill" in encoded.arrays else None
+
+
+def mask_holes(encoded: Encoded, offsets: Mapping[str, int]) -> list[Instruction]:
+    """Return the instruction of rectangles of a constant in a mask, if they are painted there."""
+    return _holes(encoded, offsets, "fill_mask") if "fill_mask" in encoded.arrays else []
+
+
+def _holes(encoded: Encoded, offsets: Mapping[str, int], fill: str) -> list[Instruction]:
+    counts = len(encoded.arrays["holes"]), len(encoded.arrays[fill])
+    return [(HOLES, offsets["holes"], counts[0], offsets[fill], counts[1])]
 
 
 def shuffle(encoded: Encoded, offsets: Mapping[str, int]) -> list[Instruction] | None:
@@ -162,14 +169,27 @@ def drop(encoded: Encoded, offsets: Mapping[str, int]) -> list[Instruction] | No
 
 def warp(encoded: Encoded, offsets: Mapping[str, int]) -> list[Instruction] | None:
     """Return the reading of an affine or projective warp, or None."""
-    static = dict(encoded.static)
-    # The kernel reads between the pixels as OpenCV 5 does: without a grid of positions.
-    known = static["interpolation"] in {_NEAREST, _LINEAR} and not static["cells"]
-    if len(encoded.arrays["fill"]) != CHANNELS or not known:
+    interpolation = dict(encoded.static)["interpolation"]
+    if len(encoded.arrays["fill"]) != CHANNELS or interpolation not in {_NEAREST, _LINEAR}:
         return None
-    how = static["border"] + _PROJECTIVE * static["projective"]
-    how += _WARPED_NEAREST * (static["interpolation"] == _NEAREST)
-    return [(WARP, offsets["inverse"], how, offsets["fill"])]
+    return _warp(encoded, offsets, "fill", nearest=interpolation == _NEAREST)
+
+
+def warp_mask(encoded: Encoded, offsets: Mapping[str, int]) -> list[Instruction] | None:
+    """Return the reading of a mask through a warp at the nearest pixels, or None."""
+    if dict(encoded.static)["mask_interpolation"] != _NEAREST:
+        return None
+    return _warp(encoded, offsets, "fill_mask", nearest=True)
+
+
+def _warp(
+    encoded: Encoded, offsets: Mapping[str, int], fill: str, *, nearest: bool
+) -> list[Instruction] | None:
+    static = dict(encoded.static)
+    if static["cells"]:
+        return None  # the kernel reads between the pixels as OpenCV 5 does: without a grid
+    how = static["border"] + _WARPED_NEAREST * nearest + _PROJECTIVE * static["projective"]
+    return [(WARP, offsets["inverse"], how, offsets[fill])]
 
 
 def correlation(encoded: Encoded, offsets: Mapping[str, int]) -> list[Instruction] | None:
@@ -205,23 +225,6 @@ def _margin(kernel: np.ndarray, axis: int) -> int:
 def nothing(encoded: Encoded, offsets: Mapping[str, int]) -> list[Instruction]:
     """Return no instructions: the operation leaves a mask as it is."""
     return []
-
-
-def warp_mask(encoded: Encoded, offsets: Mapping[str, int]) -> list[Instruction] | None:
-    """Return the reading of a mask through a warp at the nearest pixels, or None."""
-    static = dict(encoded.static)
-    if static["mask_interpolation"] != _NEAREST or static["cells"]:
-        return None
-    how = static["border"] + _WARPED_NEAREST + _PROJECTIVE * static["projective"]
-    return [(WARP, offsets["inverse"], how, offsets["fill_mask"])]
-
-
-def mask_holes(encoded: Encoded, offsets: Mapping[str, int]) -> list[Instruction]:
-    """Return the instruction of rectangles of a constant in a mask, if they are painted there."""
-    if "fill_mask" not in encoded.arrays:
-        return []
-    holes, fill = encoded.arrays["holes"], encoded.arrays["fill_mask"]
-    return [(HOLES, offsets["holes"], len(holes), offsets["fill_mask"], len(fill))]
 
 
 def mask_to_tensor(encoded: Encoded, offsets: Mapping[str, int]) -> list[Instruction] | None:

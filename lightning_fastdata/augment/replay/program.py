@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import numpy as np
 import torch
 
 from lightning_fastdata.augment.replay.instructions import fused_form
-from lightning_fastdata.augment.replay.runs import ArrayAt, FusedRun, ScheduledStep, fuse
+from lightning_fastdata.augment.replay.runs import ArrayAt, FusedRun, ScheduledStep, StepGroup, fuse
 from lightning_fastdata.errors import BatchError
 
 if TYPE_CHECKING:
@@ -41,26 +42,26 @@ class StepPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramStep:
-    """One operation of the pipeline on all samples that take it now."""
+    """One operation of the pipeline on all samples that take it now; none is in two parts."""
 
-    leaf: int
-    """Number of the transform in its pipeline."""
     name: str
     """Class name of the transform."""
     parts: tuple[StepPart, ...]
-    """No sample is in two parts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """Everything that is still to be done to one image or mask field of a batch."""
+    """Everything that is still to be done to one image or mask field of a batch, in order."""
 
     role: Role
-    """Whether the field is an image or a mask."""
     steps: tuple[ProgramStep, ...]
-    """In order."""
     runs: tuple[FusedRun, ...] = ()
-    """Steps that one kernel can carry out together, in order."""
+    """Steps that one kernel can carry out together."""
+
+    @property
+    def makes_tensor(self) -> bool:
+        """Whether images end up ``[n, C, H, W]``."""
+        return any(step.name == "ToTensorV2" for step in self.steps)
 
 
 class Draws:
@@ -84,29 +85,28 @@ class Draws:
         self.beside = beside or {}
         """Where in the blob other arrays lie, by name: what was drawn for the batch as a whole."""
 
-    def pin_memory(self, device: str | None = None) -> Draws:  # noqa: ARG002 - torch's signature
+    def pin_memory(self, device: str | None = None) -> Self:  # noqa: ARG002 - torch's signature
         """Return the same draws in page-locked memory."""
-        return Draws(self.samples, self.programs, self.blob.pin_memory(), self.beside)
+        return self._with(self.blob.pin_memory())
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the tensors that are moved."""
         return [self.blob]
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> Draws:
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
         """Return the same draws on a device; one copy."""
-        return Draws(
-            self.samples, self.programs, _moved(self.blob, device, non_blocking), self.beside
-        )
+        kind, blob = torch.device(device).type, self.blob
+        if non_blocking and kind == "cuda" and blob.is_cpu and not blob.is_pinned():
+            # Out of ordinary memory the host would wait for what the device has still to do. torch
+            # uses this memory again only when the copy is done.
+            blob = blob.pin_memory()
+        # What comes back is read at once.
+        return self._with(blob.to(device, non_blocking=non_blocking and kind != "cpu"))
 
-
-def _moved(blob: torch.Tensor, device: torch.device | str, non_blocking: bool) -> torch.Tensor:
-    kind = torch.device(device).type
-    if non_blocking and kind == "cuda" and blob.is_cpu and not blob.is_pinned():
-        # Out of ordinary memory the host would wait for what the device has still to do. torch uses
-        # this memory again only when the copy is done.
-        blob = blob.pin_memory()
-    # What comes back is read at once.
-    return blob.to(device, non_blocking=non_blocking and kind != "cpu")
+    def _with(self, blob: torch.Tensor) -> Self:
+        moved = copy.copy(self)
+        moved.blob = blob
+        return moved
 
 
 class Packer:
@@ -115,15 +115,14 @@ class Packer:
     def __init__(self) -> None:
         self._chunks: list[np.ndarray] = []
         self._size = 0
-        self._known: dict[tuple[object, ...], Mapping[str, ArrayAt]] = {}
+        self._known: dict[tuple[int, ...], Mapping[str, ArrayAt]] = {}
 
     def add(self, array: np.ndarray) -> ArrayAt:
         """Pack an array, and return where it lies."""
         array = np.ascontiguousarray(array)
         slot = ArrayAt(self._size, torch.from_numpy(array[:0]).dtype, array.shape)
         padding = -array.nbytes % _ALIGN
-        self._chunks.append(array.reshape(-1).view(np.uint8))
-        self._chunks.append(np.zeros(padding, np.uint8))
+        self._chunks += [array.reshape(-1).view(np.uint8), np.zeros(padding, np.uint8)]
         self._size += array.nbytes + padding
         return slot
 
@@ -150,16 +149,11 @@ def compile_tapes(
     ops: Mapping[str, DeviceOp] | None = None,
     beside: Mapping[str, np.ndarray] | None = None,
 ) -> Draws:
-    """Order and pack the tapes of a batch, and the arrays ``beside`` them.
+    """Order and pack the tapes of a batch, and the arrays ``beside`` them, by name.
 
-    The sample order is the order of the batch. Each sample keeps its own order of operations; a
-    step takes the operation that is written first among those that come next, with all samples
-    whose turn it is.
-
-    Args:
-        tapes: Of each sample.
-        ops: Device forms by name, which know what can be fused; None: nothing is.
-        beside: Arrays by name that travel with the tapes, for what comes after them.
+    Each sample keeps its own order of operations; a step takes the operation that is written first
+    among those that come next, with all samples whose turn it is. ``ops`` know what can be fused;
+    without them nothing is.
 
     Raises:
         BatchError: images come from the workers with several dtypes.
@@ -167,11 +161,12 @@ def compile_tapes(
     packer = Packer()
     programs = {}
     for key in dict.fromkeys(name for tape in tapes for name in tape):
-        role = next(tape[key].role for tape in tapes if key in tape)
+        tracks = [tape[key] for tape in tapes if key in tape]
+        role = tracks[0].role
         if role == "image":
-            _check_dtypes(key, [tape[key] for tape in tapes if key in tape])
-        tracks = [tape[key].ops if key in tape else () for tape in tapes]
-        steps, known = _schedule(tracks, packer, ops or {}, role)
+            _check_dtypes(key, tracks)
+        notes = [tape[key].ops if key in tape else () for tape in tapes]
+        steps, known = _schedule(notes, packer, ops or {}, role)
         runs = fuse(known, len(tapes), packer.add, role)
         programs[key] = Program(role=role, steps=steps, runs=runs)
     slots = {name: packer.add(array) for name, array in (beside or {}).items()}
@@ -197,31 +192,22 @@ def _schedule(
     steps, known = [], []
     while waiting:
         leaf, name = min((left[-1].leaf, left[-1].name) for left in waiting.values())
-        groups: dict[object, tuple[list[int], list[Encoded]]] = {}
+        alike: dict[object, tuple[list[int], list[Encoded]]] = {}
         for row, left in waiting.items():
             op = left[-1]
             if op.leaf == leaf and op.name == name:
-                rows, encoded = groups.setdefault(_form(op.encoded), ([], []))
+                rows, encoded = alike.setdefault(_form(op.encoded), ([], []))
                 rows.append(row)
                 encoded.append(left.pop().encoded)
         waiting = {row: left for row, left in waiting.items() if left}
-        parts = tuple(
-            StepPart(
-                rows=None if len(rows) == len(tracks) else packer.add(np.array(rows, np.int64)),
-                static=encoded[0].static,
-                arrays=packer.stack(encoded),
-            )
-            for rows, encoded in groups.values()
-        )
-        steps.append(ProgramStep(leaf=leaf, name=name, parts=parts))
-        known.append(
-            ScheduledStep(
-                fused=fused_form(ops[name], role) if name in ops else None,
-                rows=tuple(tuple(rows) for rows, _ in groups.values()),
-                encoded=tuple(tuple(encoded) for _, encoded in groups.values()),
-                arrays=tuple(part.arrays for part in parts),
-            )
-        )
+        parts, groups = [], []
+        for rows, encoded in alike.values():
+            at = None if len(rows) == len(tracks) else packer.add(np.array(rows, np.int64))
+            arrays = packer.stack(encoded)
+            parts.append(StepPart(rows=at, static=encoded[0].static, arrays=arrays))
+            groups.append(StepGroup(rows, encoded, arrays))
+        steps.append(ProgramStep(name=name, parts=tuple(parts)))
+        known.append(ScheduledStep(fused_form(ops[name], role) if name in ops else None, groups))
     return tuple(steps), known
 
 
@@ -235,10 +221,8 @@ def _form(encoded: Encoded) -> object:
 def launches(program: Program) -> int:
     """Return how many times a batch is handed to the device, if kernels carry out the runs.
 
-    A run counts its kernels. A step that no run takes counts one for each of its parts, which are
-    samples with the same settings; torch launches several kernels for each of them. Images of
-    another form than uint8 RGB take no runs, nor do masks that are not integers, see
-    :func:`~.replay_triton.takes`.
+    A run counts its kernels; a step that no run takes counts one for each of its parts, for which
+    torch launches several. Images other than uint8 RGB and masks of floats take no runs.
     """
     fused = {number for run in program.runs for number in range(run.first, run.last + 1)}
     rest = (len(step.parts) for number, step in enumerate(program.steps) if number not in fused)

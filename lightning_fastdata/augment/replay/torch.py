@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import cache, partial
+from contextlib import nullcontext
+from functools import cache
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import numpy as np
@@ -25,17 +26,14 @@ if TYPE_CHECKING:
     from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded, Run
     from lightning_fastdata.augment.ops.output import OutputForm
     from lightning_fastdata.augment.replay.program import Draws, Program, ProgramStep
+    from lightning_fastdata.augment.replay.runs import FusedRun
     from lightning_fastdata.types import Batch
 
 _WITHOUT_FLOAT64: Final = frozenset({"mps"})
 """Devices on which positions cannot be computed as exactly as OpenCV does: for these the CPU
 computes."""
 
-_SIGNED: Final = {
-    torch.uint16: torch.int16,
-    torch.uint32: torch.int32,
-    torch.uint64: torch.int64,
-}
+_SIGNED: Final = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 _BY_WAY_OF: Final = {
     torch.uint16: torch.float32,
     torch.uint32: torch.int64,
@@ -62,71 +60,52 @@ def replay(
         blob: the arrays of the program, on the device of ``batch``.
         batch: images ``[n, H, W, C]`` or masks ``[n, H, W]`` / ``[n, H, W, C]``; never written to.
         ops: device forms by name.
-        kernels: carry out fused runs by one kernel each, where they know the form of the batch;
-            None: on CUDA. On the CPU they need Triton's interpreter (``TRITON_INTERPRET=1`` before
-            Triton is imported).
-        out_dtype: dtype of the result, ``.to(out_dtype)``; None: what the last step makes.
-        channels_last: lay a result of four dimensions out as ``torch.channels_last``. The kernel
-            of a run that is the last writes this form itself.
+        kernels: one kernel for each fused run that knows the form of the batch; None: on CUDA. On
+            the CPU they need Triton's interpreter (``TRITON_INTERPRET=1`` before its import).
+        out_dtype: dtype of the result; None: what the last step makes.
+        channels_last: lay a result of four dimensions out as ``torch.channels_last``.
 
     Raises:
         TransformError: a step would give some samples another shape or dtype than the others.
     """
-    carry_out = partial(
-        _carry_out, program, ops, kernels=kernels, out_dtype=out_dtype, channels_last=channels_last
-    )
-    kind = batch.device.type
+    device, kind = batch.device, batch.device.type
     if kind in _WITHOUT_FLOAT64:
-        return carry_out(blob.cpu(), batch.cpu()).to(batch.device)
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-        # Matrix products of half precision would be other pixels.
-        with torch.autocast(kind, enabled=False):
-            return carry_out(blob, batch)
-    return carry_out(blob, batch)
+        blob, batch = blob.cpu(), batch.cpu()
+    # Matrix products of half precision would be other pixels.
+    half = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    with torch.autocast(kind, enabled=False) if half else nullcontext():
+        fused = has_kernels(batch.device) if kernels is None else kernels
+        runs = {run.first: run for run in program.runs} if fused else {}
+        result = _run_all(program, runs, blob, batch, ops, out_dtype, channels_last)
+        result = result if out_dtype is None else result.to(out_dtype)
+        if channels_last and result.ndim == 4:
+            result = result.contiguous(memory_format=torch.channels_last)
+        return result.to(device)
 
 
-def _carry_out(
+def _run_all(
     program: Program,
-    ops: Mapping[str, DeviceOp],
+    runs: Mapping[int, FusedRun],
     blob: torch.Tensor,
     batch: torch.Tensor,
-    *,
-    kernels: bool | None,
+    ops: Mapping[str, DeviceOp],
     out_dtype: torch.dtype | None,
     channels_last: bool,
 ) -> torch.Tensor:
-    given = batch.dtype
-    kind = _computed_as(given, batch.device)
-    current, owned = batch.to(kind), kind != given
-    kernels = has_kernels(batch.device) if kernels is None else kernels
-    runs = {run.first: run for run in program.runs} if kernels else {}
-    number = 0
+    given, kind = batch.dtype, _computed_as(batch.dtype, batch.device)
+    current, owned, number = batch.to(kind), kind != given, 0
     while number < len(program.steps):
         run = runs.get(number)
-        if run is not None and run.idle:
+        if run is not None and (run.idle or takes(run, current)):
             number = run.last + 1
+            if not run.idle:
+                form = (out_dtype, channels_last) if number == len(program.steps) else (None, False)
+                current, owned = run_fused(run, blob, current, *form), True
             continue
-        if run is not None and takes(run, current):
-            ends = run.last + 1 == len(program.steps)
-            current = run_fused(
-                run,
-                blob,
-                current,
-                out_dtype=out_dtype if ends else None,
-                channels_last=ends and channels_last,
-            )
-            owned = True
-            number = run.last + 1
-            continue
-        step = program.steps[number]
-        current, owned = _run_step(step, program, blob, current, ops, owned=owned)
+        current, owned = _run_step(program.steps[number], program, blob, current, ops, owned=owned)
         current = current if kind == given else _within(current, given)
         number += 1
-    current = current if kind == given else current.to(given)
-    current = current if out_dtype is None else current.to(out_dtype)
-    if channels_last and current.ndim == 4:
-        current = current.contiguous(memory_format=torch.channels_last)
-    return current
+    return current if kind == given else current.to(given)
 
 
 def replay_batch(
@@ -136,14 +115,10 @@ def replay_batch(
     ops: Mapping[str, DeviceOp],
     form: OutputForm | None = None,
 ) -> Batch:
-    """Return a batch as the workers left it with the programs of its images and masks carried out.
+    """Return a batch as the workers left it after the programs of its images and masks.
 
-    Args:
-        batch: its images are ``[n, H, W, C]`` or ``[n, H, W]``.
-        draws: what was drawn for it, on its device.
-        fields: where its image and mask are.
-        ops: device forms by name.
-        form: of the images that come out; None: as the pipeline makes them.
+    Its images are ``[n, H, W, C]`` or ``[n, H, W]`` and come out in ``form``; ``draws`` are on its
+    device.
 
     Raises:
         BatchError: a field is missing, or has another number of samples than was drawn.
@@ -186,8 +161,7 @@ def replay_image(
         out_dtype=None if form is None else form.dtype,
         channels_last=form is not None and form.channels_last,
     )
-    tensor_form = any(step.name == "ToTensorV2" for step in program.steps)
-    drop = add_channel and not tensor_form and value.shape[-1] == 1
+    drop = add_channel and not program.makes_tensor and value.shape[-1] == 1
     return value.squeeze(-1) if drop else value
 
 
@@ -249,7 +223,8 @@ def _run_step(
         arrays = {name: slot.view(blob) for name, slot in part.arrays.items()}
         if part.rows is None:
             out = run(current, dict(part.static), arrays)
-            return out, owned or not _same_memory(out, current)
+            storages = {one.untyped_storage().data_ptr() for one in (out, current)}
+            return out, owned or len(storages) == 2
         rows = part.rows.view(blob)
         results.append((rows, run(current.index_select(0, rows), dict(part.static), arrays)))
     forms = {(out.shape[1:], out.dtype) for _, out in results}
@@ -277,7 +252,3 @@ def put_rows(batch: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> t
     signed = _SIGNED.get(batch.dtype, batch.dtype)
     batch.view(signed).index_copy_(0, rows, values.view(signed))
     return batch
-
-
-def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()

@@ -8,31 +8,34 @@ image of a few pixels.
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 
-from lightning_fastdata.augment.pipeline.plan import device_form
+from lightning_fastdata.augment.pipeline.plan import Plan, device_form
 from lightning_fastdata.augment.pipeline.tree import Size, follow_sizes, list_leaves
 from lightning_fastdata.augment.replay import instructions
 from lightning_fastdata.augment.replay.instructions import fused_form
 from lightning_fastdata.augment.replay.program import Packer
-from lightning_fastdata.augment.replay.runs import FusedRun, Geometry
-from lightning_fastdata.augment.replay.triton import Launch, is_movable, prepare, run_fused
-from lightning_fastdata.tree import replace_leaves
+from lightning_fastdata.augment.replay.runs import Ending, FusedRun, Geometry, Reading
+from lightning_fastdata.augment.replay.triton import INTEGERS, Launch, prepare, run_fused
+from lightning_fastdata.tree import leaves
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping
+    from albumentations import BaseCompose
 
-    from lightning_fastdata.augment.ops.operation import DeviceOp, Role
-    from lightning_fastdata.augment.pipeline.plan import Plan
+    from lightning_fastdata.augment.ops.operation import DeviceOp, Fused, Role
+    from lightning_fastdata.types import Batch
 
-_REPLICATE: Final = 1
+_Forms: TypeAlias = "list[Fused | None]"
+"""What the operations that may run on the device are within runs, in order."""
+
 _ALIGNED, _ODD = (4, 4), (5, 5)
 """Heights and widths: kernels are compiled for counts of pixels that are multiples of 16, and for
 others."""
-_READS: Final[Mapping[Any, Geometry]] = {
+_READS: Final[Mapping[Fused, Geometry]] = {
     "resize": "resize",
     "window": "window",
     instructions.warp: "warp",
@@ -40,7 +43,8 @@ _READS: Final[Mapping[Any, Geometry]] = {
     instructions.correlation: "filter",
     instructions.median: "filter",
 }
-_ENDS: Final = {"normalize": "normalized", "to float": "divided"}
+_CASTS: Final = frozenset({"normalize", "to float"})
+_BY_NAME: Final = {str(dtype).removeprefix("torch."): dtype for dtype in INTEGERS}
 
 
 class Variant(NamedTuple):
@@ -59,143 +63,102 @@ class Variant(NamedTuple):
 
     def launch(self, device: torch.device) -> None:
         """Have its kernels launched, and compiled if they are not."""
-        run_fused(
-            self.run,
-            self.blob.to(device),
-            self.batch.to(device),
-            out_dtype=self.out_dtype,
-            channels_last=self.channels_last,
-        )
+        run, blob, batch, *form = self
+        run_fused(run, blob.to(device), batch.to(device), *form)  # type: ignore[arg-type]
 
 
 def variants(
-    compose: Any,
+    compose: BaseCompose,
     plan: Plan,
     ops: Mapping[str, DeviceOp],
     *,
-    size: tuple[int, int] | None = None,
     masks: Collection[torch.dtype] = (),
     out_dtype: torch.dtype | None = None,
     channels_last: bool = False,
 ) -> tuple[Variant, ...]:
     """Return runs that need all kernels which batches of a pipeline may need; some may need none.
 
-    Args:
-        compose: The pipeline.
-        plan: Where its operations run.
-        ops: Device forms by name.
-        size: Height and width of the images before it, if they are known to have one.
-        masks: Dtypes of the masks that it is given.
-        out_dtype: Floating dtype of the images, as :func:`~.replay_triton.run_fused` takes it.
-        channels_last: As that takes it.
+    ``masks`` are the dtypes of the masks that it is given; ``out_dtype`` and ``channels_last`` as
+    :func:`~lightning_fastdata.augment.replay.triton.run_fused` takes them, for images.
     """
-    before = follow_sizes(compose, Size(size, size)).before
+    before = follow_sizes(compose, Size()).before
     known = before[-1].exact if before else None
     shape = _ALIGNED if known is None or known[0] * known[1] % 16 == 0 else _ODD
+    roles: list[tuple[Role, torch.dtype]] = [("image", torch.uint8)]
+    roles += [("mask", dtype) for dtype in masks]
     made = []
-    for role, dtype in (("image", torch.uint8), *(("mask", one) for one in masks)):
-        forms = _forms(compose, plan, ops, "image" if role == "image" else "mask")
-        for ends, planes, contrasts, geometry, across in _runs(forms):
-            last = planes or ends != "bytes" or not ({*_ENDS, "channels first"} & {*forms})
+    for role, dtype in roles:
+        forms = _forms(compose, plan, ops, role)
+        geometries: dict[Geometry, None] = {"none": None}
+        geometries |= {_READS[one]: None for one in forms if one and one in _READS}
+        changes_form = not _CASTS.isdisjoint(forms) or "channels first" in forms
+        batch = torch.zeros((1, *shape, 3) if role == "image" else (1, *shape), dtype=dtype)
+        for geometry, (cast, planes) in itertools.product(geometries, _endings(forms)):
+            last = planes or cast is not None or not changes_form
             out = out_dtype if last and role == "image" else None
-            run, blob = _run(role, geometry, ends, planes, contrasts, across, shape)
-            batch = torch.zeros((1, *shape, 3) if role == "image" else (1, *shape), dtype=dtype)
+            run, blob = _run(role, forms, geometry, cast, shape, planes=planes)
             made.append(Variant(run, blob, batch, out, last and channels_last))
     return tuple(made)
 
 
-def mask_dtypes(sample: Any) -> tuple[torch.dtype, ...]:
-    """Return the dtypes that masks of a sample may have: those of its integers ``[H, W]``.
-
-    Args:
-        sample: Dicts, lists, tuples and dataclasses of arrays and tensors; anything else has none.
-    """
-    found: list[torch.dtype] = []
-
-    def look(_: Any, leaf: Any) -> Any:
-        if isinstance(leaf, np.ndarray) and leaf.ndim == 2 and leaf.dtype.kind in "iu":
-            found.append(torch.from_numpy(np.empty(0, leaf.dtype)).dtype)
-        elif isinstance(leaf, torch.Tensor) and leaf.ndim == 2 and is_movable(leaf[None]):
-            found.append(leaf.dtype)
-        return leaf
-
-    replace_leaves(sample, look)
-    return tuple(dict.fromkeys(one for one in found if is_movable(torch.zeros(1, 1, 1, dtype=one))))
+def mask_dtypes(sample: Batch) -> tuple[torch.dtype, ...]:
+    """Return the dtypes that masks of a sample may have: those of its integers ``[H, W]``."""
+    arrays = [leaf for leaf in leaves(sample) if isinstance(leaf, np.ndarray | torch.Tensor)]
+    names = [str(one.dtype).removeprefix("torch.") for one in arrays if one.ndim == 2]
+    return tuple(dict.fromkeys(_BY_NAME[name] for name in names if name in _BY_NAME))
 
 
-def warm_up(found: Collection[Variant], device: torch.device) -> None:
-    """Have kernels compiled for a device, each of them once."""
-    for one in found:
-        one.launch(device)
-
-
-def _forms(compose: Any, plan: Plan, ops: Mapping[str, DeviceOp], role: Role) -> list[Any]:
-    """Return what the operations that may run on the device are within runs, in order."""
+def _forms(compose: BaseCompose, plan: Plan, ops: Mapping[str, DeviceOp], role: Role) -> _Forms:
     pairs = zip(list_leaves(compose), plan.placements, strict=True)
     found = [device_form(leaf.transform, ops) for leaf, place in pairs if place.where != "worker"]
     return [fused_form(op, role) for op in found if op is not None]
 
 
-def _runs(forms: list[Any]) -> Iterator[tuple[str, bool, bool, Geometry, bool]]:
-    """Yield how runs may write and read: ends, planes, contrasts, geometry, across."""
+def _endings(forms: _Forms) -> list[tuple[Fused | None, bool]]:
+    """Return how runs may end: the cast, if any, and whether channels come first."""
     if not forms:
-        return
-    geometries: list[Geometry] = list(
-        dict.fromkeys(["none", *(_READS[one] for one in forms if one in _READS)])
-    )
-    contrasts = instructions.jitter in forms
-    across = instructions.correlation in forms
-    cast = next((place for place, one in enumerate(forms) if one in _ENDS), None)
-    behind = forms[cast + 1 :] if cast is not None else forms
-    ends = "bytes" if cast is None else _ENDS[forms[cast]]
-    writes = {(ends, "channels first" in behind)}
-    if cast is not None and any(
-        one not in (instructions.holes, "channels first") for one in behind
-    ):
-        writes |= {(ends, False)}
+        return []
+    at = next((place for place, one in enumerate(forms) if one in _CASTS), None)
+    cast = None if at is None else forms[at]
+    inner, behind = (forms, forms) if at is None else (forms[:at], forms[at + 1 :])
+    endings = {(cast, "channels first" in behind)}
+    if cast is not None and not {instructions.holes, "channels first"}.issuperset(behind):
+        endings.add((cast, False))
     # A run ends before a step that no run takes, before a second reading, and a second contrast.
-    inner = forms[:cast] if cast is not None else forms
     if any(one is None or one in _READS or one is instructions.jitter for one in inner):
-        writes |= {("bytes", False)}
-    for (end, planes), geometry in itertools.product(sorted(writes), geometries):
-        yield end, planes, contrasts, geometry, across and geometry == "filter"
+        endings.add((None, False))
+    return sorted(endings, key=str)
 
 
 def _run(
-    role: str,
+    role: Role,
+    forms: _Forms,
     geometry: Geometry,
-    ends: str,
-    planes: bool,
-    contrasts: bool,
-    across: bool,
+    cast: Fused | None,
     shape: tuple[int, int],
+    *,
+    planes: bool,
 ) -> tuple[FusedRun, torch.Tensor]:
-    packer = Packer()
+    packer, image = Packer(), role == "image"
     code = packer.add(np.zeros((1, 1, instructions.WIDTH), np.int32))
-    where = None
-    if geometry == "window":
-        where = packer.add(np.zeros((1, 2), np.int32))
-    elif geometry == "resize":
-        where = packer.add(np.array([[0, 0, *reversed(shape)]], np.int32))
+    where = {"window": [[0, 0]], "resize": [[0, 0, *reversed(shape)]]}.get(geometry)
+    across = image and geometry == "filter" and instructions.correlation in forms
     ones = packer.add(np.ones((1, 3), np.float32))
     run = FusedRun(
         first=0,
         last=0,
         code=code,
-        idle=False,
-        role="image" if role == "image" else "mask",
-        contrasts=contrasts and role == "image",
-        geometry=geometry,
-        size=shape,
-        where=where,
-        border=_REPLICATE,
-        fill=None,
-        both_axes=packer.add(np.zeros(1, np.int32)) if across and role == "image" else None,
-        keeps_size=False,
-        square=False,
-        normalize=(ones, ones) if ends == "normalized" else None,
-        limit=ones if ends == "divided" else None,
-        channels_first=planes,
+        role=role,
+        reading=Reading(
+            geometry, shape, None if where is None else packer.add(np.array(where, np.int32))
+        ),
+        ending=Ending(
+            normalize=(ones, ones) if cast == "normalize" else None,
+            limit=ones if cast == "to float" else None,
+            channels_first=planes,
+        ),
+        contrasts=image and instructions.jitter in forms,
+        both_axes=packer.add(np.zeros(1, np.int32)) if across else None,
     )
     packer.add(np.zeros(16, np.float64))  # where instructions that say nothing may look
     return run, packer.blob()

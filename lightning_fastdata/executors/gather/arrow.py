@@ -26,7 +26,7 @@ class UnsuitedError(Exception):
     """The dataset has columns of something else than equally many numbers."""
 
 
-def is_hugging_face(dataset: Any) -> bool:
+def is_hugging_face(dataset: object) -> bool:
     """Return whether this is a ``datasets.Dataset`` and no subclass, without importing it."""
     library = sys.modules.get("datasets")
     return library is not None and type(dataset) is getattr(library, "Dataset", None)
@@ -104,7 +104,7 @@ def _as_array(column: Any) -> NDArray[Any]:
     return array
 
 
-def _batch_type(array: NDArray[Any], value: Any) -> torch.dtype:
+def _batch_type(array: NDArray[Any], value: object) -> torch.dtype:
     try:
         batch = default_collate([value])
     except (TypeError, ValueError) as error:

@@ -143,7 +143,7 @@ class TokenWindows(Dataset[torch.Tensor]):
         return out
 
 
-def _check_column(what: str, column: Any) -> None:
+def _check_column(what: str, column: object) -> None:
     if not isinstance(column, torch.Tensor | np.ndarray):
         raise DatasetError(
             f"{what} is of type {type(column).__name__}; give a tensor or an array, for example "

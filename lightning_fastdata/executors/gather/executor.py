@@ -24,9 +24,10 @@ from lightning_fastdata.stamps.batch_stamps import BatchStamps, TaskStamps
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from lightning_fastdata.batches.page_lock import PageLocks
+    from lightning_fastdata.batches.streams import PageLocks
     from lightning_fastdata.executors.fetch import FetchPlan
     from lightning_fastdata.executors.gather.rows import Rows
+    from lightning_fastdata.types import Batch
 
 _ALIGNMENT_BYTES: Final = 64
 _SMALL_BYTES: Final = 16 * 1024
@@ -133,7 +134,7 @@ class GatherJob:
 class _Odd:
     """A batch that the dataset itself has to make, or to refuse."""
 
-    indices: Any
+    indices: object
     """As the sampler gave them."""
 
 
@@ -190,7 +191,7 @@ class GatherExecutor:
     def __iter__(self) -> GatherExecutor:
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self) -> Batch:
         if self._records is None:
             return self._next()
         requested_ns = time.monotonic_ns()
@@ -204,7 +205,7 @@ class GatherExecutor:
         self._records.append(BatchStamps.of_caller(self._count, requested_ns, rows, first=first))
         return batch
 
-    def _next(self) -> Any:
+    def _next(self) -> Batch:
         if not self._ready:
             self._look_ahead()
             if not self._jobs:
@@ -303,7 +304,7 @@ def _end_threads(tasks: queue.SimpleQueue[GatherJob | None]) -> None:
     tasks.put(None)
 
 
-def _as_array(indices: Any) -> NDArray[np.int64] | None:
+def _as_array(indices: object) -> NDArray[np.int64] | None:
     """Return the indices of a batch as an array, or None if they are none or not whole numbers."""
     try:
         index = np.asarray(indices)

@@ -12,11 +12,15 @@ import torch
 from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset, default_collate
 
 from lightning_fastdata.batches.keyed import fetches_in_batches
+from lightning_fastdata.batches.layout import same_bytes
 from lightning_fastdata.executors.gather.arrow import UnsuitedError, arrays_of, is_hugging_face
 from lightning_fastdata.executors.gather.columns import ColumnDataset, TokenWindows
+from lightning_fastdata.tree import leaves, replace_leaves
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+    from lightning_fastdata.types import Batch
 
 _SAME_WIDTH = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
 
@@ -115,12 +119,12 @@ class Rows:
 
     columns: tuple[Column, ...]
     """The leaves of a sample."""
-    form: Any
+    form: object
     """A batch with numbers of columns in the places of tensors."""
     length: int
     """Samples."""
 
-    def batch(self, tensors: list[torch.Tensor]) -> Any:
+    def batch(self, tensors: list[torch.Tensor]) -> Batch:
         """Return a batch of the tensors of its columns, in the form of the default collation."""
         return _filled(self.form, tensors)
 
@@ -150,7 +154,7 @@ def rows_of(dataset: Any, *, tried: bool = True) -> Rows | None:
     return rows
 
 
-def gatherable(dataset: Any) -> bool:
+def gatherable(dataset: object) -> bool:
     """Return whether batches of the dataset can be gathered; see :func:`rows_of`."""
     return rows_of(dataset) is not None
 
@@ -214,7 +218,7 @@ def _form_of_subset(dataset: Any, columns: list[Column]) -> Any:
         raise NotRowsError
     start = len(columns)
     columns.extend(column.selected(within) for column in inner)
-    return _shifted(form, start)
+    return replace_leaves(form, lambda _, number: start + number, depth=-1)
 
 
 def _form_of_joined(dataset: Any, columns: list[Column]) -> Any:
@@ -232,7 +236,7 @@ def _form_of_joined(dataset: Any, columns: list[Column]) -> Any:
         raise NotRowsError
     start = len(columns)
     columns.extend(JoinedColumn(parts) for parts in zip(*joined, strict=True))
-    return _shifted(forms[0], start)
+    return replace_leaves(forms[0], lambda _, number: start + number, depth=-1)
 
 
 def in_bounds(index: NDArray[np.int64], length: int) -> NDArray[np.int64] | None:
@@ -290,13 +294,7 @@ def _array_column(array: Any) -> Column:
     return Column(np.asarray(array), dtype, stored)
 
 
-def _shifted(form: Any, by: int) -> Any:
-    if isinstance(form, dict):
-        return {name: _shifted(part, by) for name, part in form.items()}
-    return [_shifted(part, by) for part in form] if isinstance(form, list) else form + by
-
-
-def _filled(form: Any, tensors: list[torch.Tensor]) -> Any:
+def _filled(form: Any, tensors: list[torch.Tensor]) -> Batch:
     if isinstance(form, dict):
         return {name: _filled(part, tensors) for name, part in form.items()}
     return [_filled(part, tensors) for part in form] if isinstance(form, list) else tensors[form]
@@ -322,22 +320,6 @@ def _as_collated(rows: Rows, dataset: Any, *, batched: bool) -> bool:
             theirs = default_collate(samples)
     except Exception:  # the true collation is to raise it, on the true batch
         return False
-    return _same(rows.batch(tensors), theirs)
-
-
-def _same(ours: Any, theirs: Any) -> bool:
-    if type(ours) is not type(theirs):
-        return False
-    if isinstance(ours, dict):
-        return list(ours) == list(theirs) and all(_same(ours[k], theirs[k]) for k in ours)
-    if isinstance(ours, list):
-        return len(ours) == len(theirs) and all(map(_same, ours, theirs))
-    if ours.dtype != theirs.dtype or ours.shape != theirs.shape or not theirs.is_contiguous():
-        return False
-    # NaN equals NaN here, as the bytes are what matters.
-    return bool(_bytes(ours) == _bytes(theirs))
-
-
-def _bytes(tensor: torch.Tensor) -> bytes:
-    flat = tensor.reshape(-1)
-    return b"" if not flat.numel() else flat.view(torch.uint8).numpy().tobytes()
+    # Rows are delivered as they lie in memory, one after the other.
+    dense = all(tensor.is_contiguous() for tensor in leaves(theirs) if torch.is_tensor(tensor))
+    return dense and same_bytes(rows.batch(tensors), theirs)

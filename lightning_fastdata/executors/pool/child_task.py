@@ -17,8 +17,8 @@ from lightning_fastdata.batches.layout import MisfitError, SampleLayout, layout_
 from lightning_fastdata.batches.packed import pack, write_leaves
 from lightning_fastdata.batches.slots import create_shared_memory, map_shared_memory
 from lightning_fastdata.executors.fetch import write_image_of
+from lightning_fastdata.executors.inline import END_OF_STREAM, fetcher_of
 from lightning_fastdata.executors.pool import protocol
-from lightning_fastdata.executors.stream_fetch import END_OF_STREAM, fetcher_of
 from lightning_fastdata.stamps.batch_stamps import TaskWatch
 from lightning_fastdata.stamps.lines import LineWatch
 from lightning_fastdata.stamps.operations import OperationWatch

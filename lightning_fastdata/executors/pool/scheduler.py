@@ -31,7 +31,7 @@ from lightning_fastdata.stamps.batch_stamps import WaitWatch
 
 if TYPE_CHECKING:
     from lightning_fastdata.batches.layout import SampleLayout
-    from lightning_fastdata.batches.page_lock import PageLocks
+    from lightning_fastdata.batches.streams import PageLocks
     from lightning_fastdata.executors.fetch import FetchPlan
     from lightning_fastdata.executors.pool.process import ChildProcess
     from lightning_fastdata.order.epoch_order import EpochOrder

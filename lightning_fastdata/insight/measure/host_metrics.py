@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Final
 
 from lightning_fastdata.host.usage import (
@@ -20,28 +20,20 @@ if TYPE_CHECKING:
 
 
 def host_scalars(before: HostUsage, after: HostUsage) -> dict[str, float]:
-    """Return what the host and its workers did in between, as ``metric_names.MACHINE`` has it.
-
-    Args:
-        before: A reading.
-        after: A later one.
-
-    Returns:
-        Name -> value; what the host does not report has no key.
-    """
-    scalars = {"data_workers/active": float(after.workers)}
-    pressures = (
-        ("cpu", before.cpu_pressure_us, after.cpu_pressure_us),
-        ("io", before.io_pressure_us, after.io_pressure_us),
-    )
-    for name, begin_us, end_us in pressures:
-        percent = _pressure_percent(begin_us, end_us, after.at_s - before.at_s)
-        if percent is not None:
-            scalars[f"data_host/{name}_pressure_percent"] = percent
-    throttled = throttled_share(before, after)
-    if throttled is not None:
-        scalars["data_host/cpu_throttled_percent"] = 100 * throttled
+    """Return what the host and its workers did between two readings, where reported."""
     seconds = after.at_s - before.at_s
+    throttled, shm = throttled_share(before, after), after.shm_used_share
+    found = {
+        "data_workers/active": float(after.workers),
+        "data_host/cpu_pressure_percent": _pressure_percent(
+            before.cpu_pressure_us, after.cpu_pressure_us, seconds
+        ),
+        "data_host/io_pressure_percent": _pressure_percent(
+            before.io_pressure_us, after.io_pressure_us, seconds
+        ),
+        "data_host/cpu_throttled_percent": None if throttled is None else 100 * throttled,
+        "data_host/shm_used_percent": None if shm is None else 100 * shm,
+    }
     if after.read and seconds > 0:
         asked = stored = 0
         for process, counts in after.read.items():
@@ -50,23 +42,13 @@ def host_scalars(before: HostUsage, after: HostUsage) -> dict[str, float]:
             asked += counts.asked_bytes - (0 if old is None else old.asked_bytes)
             stored += counts.storage_bytes - (0 if old is None else old.storage_bytes)
         # A process number may have gone to another process, which has read less.
-        scalars["data_host/read_mb_per_s"] = max(0, asked) / seconds / 1e6
-        scalars["data_host/storage_read_mb_per_s"] = max(0, stored) / seconds / 1e6
-    if after.shm_used_share is not None:
-        scalars["data_host/shm_used_percent"] = 100 * after.shm_used_share
-    return scalars
+        found["data_host/read_mb_per_s"] = max(0, asked) / seconds / 1e6
+        found["data_host/storage_read_mb_per_s"] = max(0, stored) / seconds / 1e6
+    return _known(found)
 
 
 def device_scalars(before: DeviceUsage | None, after: DeviceUsage | None) -> dict[str, float]:
-    """Return how the device's memory was used, as ``metric_names.MACHINE`` has it.
-
-    Args:
-        before: The reading at the begin of the training.
-        after: A later one.
-
-    Returns:
-        Name -> value; empty for devices that report nothing.
-    """
+    """Return how the device's memory was used since a first reading; empty: not reported."""
     if before is None or after is None:
         return {}
     return {
@@ -82,37 +64,26 @@ def host_evidence(
     device_begin: DeviceUsage | None = None,
     device_end: DeviceUsage | None = None,
 ) -> dict[str, float]:
-    """Return the fields of ``Evidence`` that the machine reports.
-
-    Args:
-        begin: The reading at the begin of the training.
-        end: The newest reading.
-        device_begin: The same of the device.
-        device_end: The same of the device.
-
-    Returns:
-        ``throttled_share``, ``throttled_cpus``, ``pressure_percent``, ``other_cpus``,
-        ``machine_cpus``, ``workers_queued_share``, ``alloc_retries`` and ``device_headroom_share``.
-    """
+    """Return the fields of ``Evidence`` that the machine reports between two readings."""
+    seconds = end.at_s - begin.at_s
     found: dict[str, float | None] = {
         "throttled_share": throttled_share(begin, end),
-        "throttled_cpus": _throttled_cpus(begin, end),
-        "pressure_percent": _pressure_percent(
-            begin.cpu_pressure_us, end.cpu_pressure_us, end.at_s - begin.at_s
-        ),
+        "pressure_percent": _pressure_percent(begin.cpu_pressure_us, end.cpu_pressure_us, seconds),
     }
-    if begin.cpu is not None and end.cpu is not None and end.at_s > begin.at_s:
+    if begin.throttling is not None and end.throttling is not None and seconds > 0:
+        held_us = max(0, end.throttling.throttled_us - begin.throttling.throttled_us)
+        found["throttled_cpus"] = held_us / seconds / 1e6
+    if begin.cpu is not None and end.cpu is not None and seconds > 0:
         others_s = (end.cpu.all_s - begin.cpu.all_s) - (end.cpu.own_s - begin.cpu.own_s)
-        found["other_cpus"] = max(0.0, others_s) / (end.at_s - begin.at_s)
+        found["other_cpus"] = max(0.0, others_s) / seconds
         found["machine_cpus"] = end.cpu.cpus
-    if end.queued_ns is not None and end.workers and end.at_s > begin.at_s:
+    if end.queued_ns is not None and end.workers and seconds > 0:
         # Of workers that are alive at the end; those that began in between lived less long.
-        lived_s = end.workers * (end.at_s - begin.at_s)
-        found["workers_queued_share"] = min(1.0, end.queued_ns / 1e9 / lived_s)
+        found["workers_queued_share"] = min(1.0, end.queued_ns / 1e9 / (end.workers * seconds))
     if device_begin is not None and device_end is not None:
         found["alloc_retries"] = device_end.alloc_retries - device_begin.alloc_retries
         found["device_headroom_share"] = device_end.never_used_bytes / device_end.total_bytes
-    return {name: value for name, value in found.items() if value is not None}
+    return _known(found)
 
 
 def throttled_share(before: HostUsage, after: HostUsage) -> float | None:
@@ -124,17 +95,14 @@ def throttled_share(before: HostUsage, after: HostUsage) -> float | None:
     return min(1.0, max(0, held) / periods) if periods > 0 else None
 
 
-def _throttled_cpus(before: HostUsage, after: HostUsage) -> float | None:
-    seconds = after.at_s - before.at_s
-    if before.throttling is None or after.throttling is None or seconds <= 0:
-        return None
-    return max(0, after.throttling.throttled_us - before.throttling.throttled_us) / seconds / 1e6
-
-
 def _pressure_percent(begin_us: int | None, end_us: int | None, seconds: float) -> float | None:
     if begin_us is None or end_us is None or seconds <= 0:
         return None
     return min(100.0, max(0, end_us - begin_us) / seconds / 1e4)
+
+
+def _known(found: Mapping[str, float | None]) -> dict[str, float]:
+    return {name: value for name, value in found.items() if value is not None}
 
 
 _REST: Final = 1000
@@ -142,14 +110,7 @@ _REST: Final = 1000
 
 
 class HostMeter:
-    """The machine's side of one training, from its construction on.
-
-    Args:
-        device: What computes.
-        busy_share: Return the part of the time in which the workers had a task, 0 to 1, or None.
-        clock_s: Monotonic time in seconds.
-        workers: Return the process numbers of the workers.
-    """
+    """The machine's side of one training, from its construction on."""
 
     def __init__(
         self,
@@ -168,13 +129,7 @@ class HostMeter:
         self._due_s = self._memory_due_s = clock_s()
 
     def metrics(self, *, memory: bool = True) -> dict[str, float]:
-        """Return the scalars since the last call that returned some; empty if that is too recent.
-
-        What is expensive to read is read more rarely still.
-
-        Args:
-            memory: Add up the memory of this process and its workers, too.
-        """
+        """Return the scalars since the last call that returned some; empty if it is too early."""
         began_s = self._clock_s()
         if began_s < self._due_s:
             return {}
@@ -191,15 +146,11 @@ class HostMeter:
             together = read_memory_together(self._workers())
             if together is not None:
                 scalars["data_host/pss_mib"] = together / 2**20
-            spent_s = self._clock_s() - ended_s
-            self._memory_due_s = ended_s + _REST * spent_s
+            self._memory_due_s = ended_s + _REST * (self._clock_s() - ended_s)
         return scalars
 
     def evidence(self) -> dict[str, float]:
-        """Return the fields of ``Evidence`` that the machine tells, of the whole training so far.
-
-        Of the newest reading, if there was one since the begin; otherwise a reading is made.
-        """
+        """Return the fields of ``Evidence`` that the machine reports of the training so far."""
         if self._newest is self._began:
             self._read()
         return host_evidence(self._began, self._newest, self._device_began, self._device_newest)

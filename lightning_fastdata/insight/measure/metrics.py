@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +12,6 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.insight.model.finding import duration_text
 
 if TYPE_CHECKING:
@@ -22,7 +20,8 @@ if TYPE_CHECKING:
     from lightning_fastdata.insight.waits.causes import WaitCauses
     from lightning_fastdata.insight.waits.several_loaders import LoaderWait
 
-Columns: TypeAlias = Mapping[str, npt.NDArray[np.float64]]
+Values: TypeAlias = npt.NDArray[np.float64]
+Columns: TypeAlias = Mapping[str, Values]
 """Field name of `StepTiming` -> one float64 per step, oldest first; NaN = not measured."""
 
 
@@ -40,10 +39,7 @@ class Cold(IntEnum):
 
 
 class StepTiming(NamedTuple):
-    """What one step cost. None = not measured, never 0.
-
-    A tuple and not a frozen dataclass, because one is made in every step, at a quarter of the cost.
-    """
+    """What one step cost; None: not measured. A tuple is made in a quarter of the time."""
 
     step: int
     """Number of the step in its stage, counted from 0 over all epochs."""
@@ -52,7 +48,7 @@ class StepTiming(NamedTuple):
     cold: int
     """One of `Cold`: 0 for a warm step."""
     wait_ms: float | None = None
-    """Host time spent asking for the batch. Part of it may be hidden behind a busy device."""
+    """Host time spent asking for the batch, some of it maybe while the device is busy."""
     stall_ms: float | None = None
     """Time the device stood idle because of data; equals ``wait_ms`` where the host is the device.
     This, not ``wait_ms``, is what faster data would save."""
@@ -90,6 +86,20 @@ class PhaseSummary:
     share: float
     """Part of the total step time, 0 to 1. The shares of stall, transfer, augment and compute add
     up to 1; ``wait`` may exceed the stall, and ``gap`` lies outside the step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Headroom:
+    """A step that waits for no data."""
+
+    step_ms: float
+    """The step with its transfer and augmentation, but without the stall."""
+    samples_per_s: float
+    """At that pace."""
+    basis: Literal["modelled", "measured"]
+    """``"modelled"``: the measured step with the stall taken away, which holds if nothing else
+    changes. ``"measured"``: the compute was measured once more, with batches that were there
+    already and no others being loaded, so that what loading takes from computing is gone, too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -159,47 +169,18 @@ class StageSummary:
 
 
 class StepHistory:
-    """Totals over all steps and the single values of the newest, in memory that never grows.
-
-    Args:
-        window: how many of the newest steps keep their single values.
-
-    Raises:
-        OptionsError: if ``window`` is not positive.
-
-    Attributes:
-        steps: all steps so far.
-        samples: samples in all steps so far.
-        cold_steps: steps so far that were the first of an epoch.
-        resumed_steps: steps so far that were the first after a validation within an epoch.
-    """
-
-    __slots__ = (
-        "_count",
-        "_max",
-        "_measured_samples",
-        "_rows",
-        "_sum",
-        "cold_steps",
-        "resumed_steps",
-        "samples",
-        "steps",
-    )
+    """Totals over all steps, and single values of the newest, in memory that never grows."""
 
     def __init__(self, window: int = 1024) -> None:
-        if window < 1:
-            raise OptionsError(f"The window must keep at least 1 step, but is {window}.")
         self._rows: deque[StepTiming] = deque(maxlen=window)
         # Plain lists: a step has few numbers, and numpy's price is one per call.
         # One entry for each member of Cold.
+        self._steps = [0 for _ in Cold]
         self._sum = [[0.0] * len(TIMED) for _ in Cold]
         self._count = [[0] * len(TIMED) for _ in Cold]
         self._max = [[-np.inf] * len(TIMED) for _ in Cold]
         self._measured_samples = [0 for _ in Cold]
-        self.steps = 0
-        self.samples = 0
-        self.cold_steps = 0
-        self.resumed_steps = 0
+        self.steps = self.samples = 0
 
     def append(self, timing: StepTiming) -> None:
         """Count one step; the oldest leaves the window when it is full."""
@@ -213,68 +194,53 @@ class StepHistory:
                 largest[i] = max(largest[i], value)
         if timing.step_ms is not None:
             self._measured_samples[kind] += timing.samples
+        self._steps[kind] += 1
         self.steps += 1
         self.samples += timing.samples
-        self.cold_steps += kind == Cold.EPOCH
-        self.resumed_steps += kind == Cold.RESUMED
 
     def newest(self, steps: int | None = None) -> Columns:
-        """Return copies of the newest steps, oldest first.
-
-        Args:
-            steps: how many; None or more than there are means all in the window.
-        """
+        """Return copies of the newest steps, oldest first; None: of all in the window."""
         have = len(self._rows)
         take = have if steps is None else max(0, min(steps, have))
-        newest = list(islice(self._rows, have - take, None))
-        # None becomes NaN.
-        rows = np.array(newest, dtype=np.float64).reshape(take, len(_COLUMNS))
-        return {name: rows[:, i].copy() for i, name in enumerate(_COLUMNS)}
+        return columns_of(list(islice(self._rows, have - take, None)))
 
     def summarize(
         self, stage: str, *, duration_s: float, device: str = "cpu", dropped_steps: int = 0
     ) -> StageSummary:
-        """Return where all steps so far went.
-
-        Warm steps only, unless there are none.
-
-        Args:
-            stage: name of the stage.
-            duration_s: wall time of the stage.
-            device: type of the device that computed.
-            dropped_steps: steps without device figures.
-        """
+        """Return where all steps so far went: the warm ones, unless there are none."""
         kind = next((kind for kind in Cold if any(self._count[kind])), Cold.NO)
         columns = warm_steps(self.newest())
         totals, counts = self._sum[kind], self._count[kind]
         step_total, measured = totals[_STEP_MS], self._measured_samples[kind]
-        phases: dict[str, PhaseSummary | None] = {}
-        for i, name in enumerate(TIMED):
-            phases[name.removesuffix("_ms")] = _phase(
+        phases = {
+            name.removesuffix("_ms"): _phase(
                 columns[name], totals[i], counts[i], self._max[kind][i], step_total
             )
-        free_total = step_total - totals[TIMED.index("stall_ms")]
-        step, stall = phases["step"], phases["stall"]
-        free_rate = None if stall is None else _per_second(measured, free_total)
+            for i, name in enumerate(TIMED)
+        }
+        step, stall, headroom = phases["step"], phases["stall"], None
+        free_rate = None
+        if stall is not None:
+            free_rate = _per_second(measured, step_total - totals[TIMED.index("stall_ms")])
+            if step is not None and free_rate is not None:
+                free_ms = step.mean_ms - stall.mean_ms
+                headroom = Headroom(step_ms=free_ms, samples_per_s=free_rate, basis="modelled")
+        first_waits = self._count[Cold.EPOCH][0]
         return StageSummary(
             stage=stage,
             device=device,
             steps=self.steps,
             samples=self.samples,
             duration_s=duration_s,
-            cold_steps=self.cold_steps,
-            resumed_steps=self.resumed_steps,
-            cold_wait_ms=self._sum[1][0] / self._count[1][0] if self._count[1][0] else None,
+            cold_steps=self._steps[Cold.EPOCH],
+            resumed_steps=self._steps[Cold.RESUMED],
+            cold_wait_ms=self._sum[Cold.EPOCH][0] / first_waits if first_waits else None,
             samples_per_s=_per_second(measured, step_total),
             samples_per_s_if_data_were_free=free_rate,
             dropped_steps=dropped_steps,
             causes=None,
             updates=None,
-            headroom=modelled_headroom(
-                None if step is None else step.mean_ms,
-                None if stall is None else stall.mean_ms,
-                free_rate,
-            ),
+            headroom=headroom,
             loaders=(),
             **phases,
         )
@@ -282,22 +248,17 @@ class StepHistory:
 
 def columns_of(steps: Sequence[StepTiming]) -> Columns:
     """Return the columns of single timings, in their order."""
-    return {
-        name: np.array([_or_nan(getattr(step, name)) for step in steps], dtype=np.float64)
-        for name in _COLUMNS
-    }
+    # None becomes NaN.
+    rows = np.array(steps, dtype=np.float64).reshape(len(steps), len(_COLUMNS))
+    return {name: rows[:, i].copy() for i, name in enumerate(_COLUMNS)}
 
 
-def _or_nan(value: float | None) -> float:
-    return np.nan if value is None else value
-
-
-def measured(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+def measured(values: Values) -> Values:
     """Return the values that were measured."""
     return values[~np.isnan(values)]
 
 
-def p50_and_p95(values: npt.NDArray[np.float64]) -> tuple[float, float]:
+def p50_and_p95(values: Values) -> tuple[float, float]:
     """Return what ``np.percentile`` would, at a tenth of its price for so few values."""
     ordered = np.sort(values).tolist()
     last = len(ordered) - 1
@@ -321,13 +282,12 @@ def _per_second(samples: int, total_ms: float) -> float | None:
 
 
 def _phase(
-    newest: npt.NDArray[np.float64], total: float, count: int, largest: float, step_total: float
+    newest: Values, total: float, count: int, largest: float, step_total: float
 ) -> PhaseSummary | None:
-    values = measured(newest)
     if not count:
         return None
-    if not values.size:
-        # Measured once, but not in the window: the mean is all that is known.
+    values = measured(newest)
+    if not values.size:  # measured once, but not in the window: the mean is all that is known
         values = np.array([total / count])
     p50, p95 = p50_and_p95(values)
     return PhaseSummary(
@@ -337,50 +297,3 @@ def _phase(
         max_ms=largest,
         share=float(total / step_total) if step_total > 0 else 0.0,
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Headroom:
-    """A step that waits for no data."""
-
-    step_ms: float
-    """The step with its transfer and augmentation, but without the stall."""
-    samples_per_s: float
-    """At that pace."""
-    basis: Literal["modelled", "measured"]
-    """``"modelled"``: the measured step with the stall taken away, which holds if nothing else
-    changes. ``"measured"``: the compute was measured once more, with batches that were there
-    already and no others being loaded, so that what loading takes from computing is gone, too."""
-
-
-def modelled_headroom(
-    step_ms: float | None, stall_ms: float | None, samples_per_s: float | None
-) -> Headroom | None:
-    """Return the step with the stall taken away; None if either was not measured.
-
-    Args:
-        step_ms: The mean warm step.
-        stall_ms: The mean stall of these steps.
-        samples_per_s: Without the stall.
-    """
-    if samples_per_s is None or step_ms is None or stall_ms is None:
-        return None
-    return Headroom(step_ms=step_ms - stall_ms, samples_per_s=samples_per_s, basis="modelled")
-
-
-def measured_headroom(
-    rounds_ms: Sequence[float], *, steps: int, samples: int, other_ms: float
-) -> Headroom | None:
-    """Return what replayed steps show; None if they took no time.
-
-    Args:
-        rounds_ms: How long each round of the same steps took; the median counts.
-        steps: Steps in a round.
-        samples: Samples in a round.
-        other_ms: Transfer and augmentation of a step, which a replay has none of.
-    """
-    step_ms = statistics.median(rounds_ms) / steps + other_ms
-    if step_ms <= 0:
-        return None
-    rate = samples / steps * 1e3 / step_ms
-    return Headroom(step_ms=step_ms, samples_per_s=rate, basis="measured")

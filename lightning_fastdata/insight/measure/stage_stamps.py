@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import weakref
 from bisect import bisect_right
@@ -11,21 +12,16 @@ from typing import TYPE_CHECKING, Any, Final
 
 from torch.utils.data import ConcatDataset, IterableDataset, Subset
 
-from lightning_fastdata.attributes import held
 from lightning_fastdata.executors.fetch import decodes_in_place
 from lightning_fastdata.insight.model.setups import busy_share
-from lightning_fastdata.insight.waits.several_loaders import (
-    LoaderTotals,
-    LoaderWait,
-    OneOfSeveral,
-    step_waits_ms,
-)
+from lightning_fastdata.insight.waits.several_loaders import LoaderTotals, LoaderWait, OneOfSeveral
 from lightning_fastdata.loading.loader import FastDataLoader
+from lightning_fastdata.tree import held
 
 if TYPE_CHECKING:
     from lightning_fastdata.insight.waits.causes import WaitCauses
     from lightning_fastdata.insight.waits.several_loaders import LoaderKey
-    from lightning_fastdata.stamps.batch_stamps import BatchStamps, ReadRates
+    from lightning_fastdata.stamps.batch_stamps import BatchStamps
 
 _MOST_UNCUT: Final = 256
 """Waits are cut when a result is asked for, at the latest when there are so many."""
@@ -61,16 +57,12 @@ class _Watched:
 class StageStamps:
     """The stamps of one stage's loaders, and what the waits for their batches were made of.
 
-    Where several loaders are known by their keys, each is reported by itself, and :meth:`summary`,
-    :meth:`slowest_loader` and what is derived from it are about the one that is waited for most.
+    Where several loaders are known by their keys, each is reported by itself, and what is asked of
+    "the" loader is about the one that is waited for most.
 
     Args:
         prefix: Of the names for loggers: ``data`` for training, ``data_val`` for validation.
         lendable: Let a later one take over a loader, and take over those of earlier ones that do.
-
-    Attributes:
-        step_wait_ms: What a step waits for all loaders, the mean over the steps that are not first
-            in an epoch, as the loop measured it; None: not known.
     """
 
     def __init__(self, prefix: str, *, lendable: bool = False) -> None:
@@ -79,7 +71,7 @@ class StageStamps:
         self._lendable = lendable
         self._sources: dict[LoaderKey | None, LoaderTotals] = {}
         self._watched: list[_Watched] = []
-        self._loaders = 0
+        self._numbers = itertools.count()
         self._keys: dict[LoaderKey, str] = {}
         """Of several loaders, in their order: why one is not watched; empty: it is."""
         self._unwatched: dict[str, None] = {}
@@ -89,13 +81,10 @@ class StageStamps:
         self._steps = self._window_steps = 0
         """Steps that were not the first of an epoch: all, and since the last metrics."""
 
-    def watch(self, loaders: Iterable[Any], keys: Sequence[LoaderKey] = ()) -> None:
+    def watch(self, loaders: Iterable[object], keys: Sequence[LoaderKey] = ()) -> None:
         """Have each FastDataLoader among some loaders record its stamps, if no other code does.
 
-        Args:
-            loaders: Of the stage.
-            keys: Their keys where they are several that are read in the same steps or in turn;
-                none: they are reported together.
+        Several that are read in the same steps or in turn have keys; else they count as one.
         """
         loaders = list(loaders)
         key_of = {id(loader): key for loader, key in zip(loaders, keys, strict=False)}
@@ -111,31 +100,28 @@ class StageStamps:
             if key is not None:
                 self._keys[key] = why
 
-    def _begin_watching(self, loader: Any, key: LoaderKey | None) -> str:
+    def _begin_watching(self, loader: object, key: LoaderKey | None) -> str:
         """Have a loader record its stamps, or return why it does not."""
         if not isinstance(loader, FastDataLoader):
             return f"a {type(loader).__name__} takes no stamps, as FastDataLoader does"
         mine = self._lendable and isinstance(loader.records, StampQueue)
         if loader.records is not None and not mine:
-            return "somebody else takes the stamps of its loader"
-        loader.record_stamps(self._watched_of(loader, key).records)
+            return "other code takes the stamps of its loader"
+        watched = next((each for each in self._watched if each.loader() is loader), None)
+        if watched is None:  # else it was taken over in between
+            watched = _Watched(next(self._numbers), loader, key, lendable=self._lendable)
+            self._watched.append(watched)
+        loader.record_stamps(watched.records)
         return ""
 
-    def _recognized(self, loader: Any) -> bool:
+    def _recognized(self, loader: object) -> bool:
         """Note a loader that records for us: maybe one that Lightning made from one of ours."""
-        for watched in self._watched:
-            if getattr(loader, "records", None) is watched.records:
-                watched.loader = weakref.ref(loader)
-                return True
+        if isinstance(loader, FastDataLoader):
+            for watched in self._watched:
+                if loader.records is watched.records:
+                    watched.loader = weakref.ref(loader)
+                    return True
         return False
-
-    def _watched_of(self, loader: FastDataLoader, key: LoaderKey | None) -> _Watched:
-        for watched in self._watched:
-            if watched.loader() is loader:  # it was taken over in between
-                return watched
-        self._watched.append(_Watched(self._loaders, loader, key, lendable=self._lendable))
-        self._loaders += 1
-        return self._watched[-1]
 
     def restart(self) -> None:
         """Forget what was recorded so far."""
@@ -176,62 +162,70 @@ class StageStamps:
                 return
 
     def metrics(self) -> dict[str, float]:
-        """Return the mean parts of the waits since the last call, by their names for loggers.
-
-        Of a batch; of a step where several loaders are known by their keys.
-        """
+        """Return the mean parts of the waits since the last call, a batch or a step with keys."""
         self.cut()
         steps, self._window_steps = self._window_steps, 0
         found: dict[str, float] = {}
         for source in self._sources.values():
             batches, source.window_batches = source.window_batches, 0
             per_step = 1.0 if source.key is None else batches / max(1, steps)
-            for name, ms in source.totals.window().items():
+            for name, ms in source.window().items():
                 found[name] = found.get(name, 0.0) + ms * per_step
         return found
 
     def summary(self) -> WaitCauses | None:
         """Return why batches were late, or None without stamps."""
-        source = self._slowest_source()
-        return None if source is None else source.totals.summary(self._path_of)
+        source = self.slowest()
+        return None if source is None else source.summary(self._path_of)
 
     def loader_waits(self) -> tuple[LoaderWait, ...]:
         """Return what each of several loaders costs, in their order; empty where there is one."""
         self.cut()
         waits = self._waits_ms()
-        found = []
-        for key in self._keys:
-            source = self._sources.get(key)
-            found.append(
-                LoaderWait(
-                    name=key.name,
-                    label=key.label,
-                    wait_ms=waits[key],
-                    batches=None if source is None else source.batches,
-                    causes=None if source is None else source.totals.summary(self._path_of),
-                )
+        return tuple(
+            LoaderWait(
+                name=key.name,
+                label=key.label,
+                wait_ms=waits[key],
+                batches=None if source is None else source.batches,
+                causes=None if source is None else source.summary(self._path_of),
             )
-        return tuple(found)
-
-    def _waits_ms(self) -> dict[LoaderKey, float | None]:
-        return step_waits_ms(
-            self._keys, self._sources, steps=self._steps, step_wait_ms=self.step_wait_ms
+            for key in self._keys
+            for source in (self._sources.get(key),)
         )
 
-    def _slowest_source(self) -> LoaderTotals | None:
+    def _waits_ms(self) -> dict[LoaderKey, float | None]:
+        """Return what a step waits for each of several loaders; None: not known."""
+        found: dict[LoaderKey, float | None] = dict.fromkeys(self._keys)
+        if not self._steps:
+            return found
+        mine = {key: self._sources[key] for key in found if key in self._sources}
+        stamped = {key: each.waited_ms(self._steps) for key, each in mine.items()}
+        silent = [key for key in found if key not in mine]
+        found |= stamped
+        if self.step_wait_ms is None:
+            return found
+        # No stamp shows what it takes to end a pass over a loader and to begin the next one.
+        left_ms = max(0.0, self.step_wait_ms - sum(stamped.values()))
+        begins = sum(each.begins for each in mine.values())
+        if len(silent) == 1:
+            found[silent[0]] = left_ms
+        elif begins and not silent:
+            found |= {key: stamped[key] + left_ms * o.begins / begins for key, o in mine.items()}
+        return found
+
+    def slowest(self) -> LoaderTotals | None:
+        """Return what is known of the loader that was waited for most; None without stamps."""
         self.cut()
         waits = self._waits_ms()
-        keyed = [each for each in self._sources.values() if each.key is not None]
+        keyed = {key: each for key, each in self._sources.items() if key is not None}
         if not keyed:
             return self._sources.get(None)
-        return max(keyed, key=lambda each: (waits.get(each.key) or 0.0) if each.key else 0.0)
+        return keyed[max(keyed, key=lambda key: waits.get(key) or 0.0)]
 
     def slowest_loader(self) -> tuple[FastDataLoader | None, list[BatchStamps]]:
-        """Return the loader that was waited for most of late, and its newest stamps.
-
-        The loader is None if it is gone, and there are no stamps if none were taken.
-        """
-        source = self._slowest_source()
+        """Return the loader that was waited for most (None: gone), and its newest stamps."""
+        source = self.slowest()
         return (None, []) if source is None else self._newest_of(source.key)
 
     def _newest_of(self, key: LoaderKey | None) -> tuple[FastDataLoader | None, list[BatchStamps]]:
@@ -239,19 +233,14 @@ class StageStamps:
         slowest = max(mine, key=lambda each: each.waited_ns, default=None)
         return (None, []) if slowest is None else (slowest.loader(), list(slowest.newest))
 
-    def read_rates(self) -> ReadRates | None:
-        """Return what half of that loader's workers and all of them read; None if not tried."""
-        source = self._slowest_source()
-        return None if source is None else source.rates
-
     def one_of(self) -> OneOfSeveral | None:
         """Return which of several loaders is waited for most; None where there is one."""
-        source = self._slowest_source()
+        source = self.slowest()
         if source is None or source.key is None or not self._steps:
             return None
         waits = self._waits_ms()
         mine_ms, all_ms = waits[source.key] or 0.0, sum(each or 0.0 for each in waits.values())
-        within_ms = source.within_pass_ms(self._steps)
+        within_ms = source.waited_ms(self._steps, within_passes=True)
         return OneOfSeveral(
             label=source.key.label,
             wait_ms=mine_ms,
@@ -261,11 +250,8 @@ class StageStamps:
         )
 
     def other_loaders(self) -> list[tuple[LoaderKey, FastDataLoader, list[BatchStamps]]]:
-        """Return the loaders beside that one that nearly every step takes a batch of.
-
-        With the newest stamps of each.
-        """
-        slowest, found = self._slowest_source(), []
+        """Return the other loaders of which nearly every step takes a batch, and their stamps."""
+        slowest, found = self.slowest(), []
         for source in self._sources.values():
             loader, stamps = self._newest_of(source.key)
             paces = source.batches >= _EACH_STEP * self._steps
@@ -279,7 +265,7 @@ class StageStamps:
         Empty where it reads no stream, has one worker at most, or delivers batches out of order:
         then workers make as much as they are fast.
         """
-        source, (loader, _) = self._slowest_source(), self.slowest_loader()
+        source, (loader, _) = self.slowest(), self.slowest_loader()
         if source is None or loader is None or loader.num_workers < 2 or not loader.in_order:
             return ()
         if not isinstance(loader.dataset, IterableDataset):
@@ -287,10 +273,7 @@ class StageStamps:
         return tuple(source.made[number] for number in range(loader.num_workers))
 
     def busy_share(self) -> float | None:
-        """Return the part of the time in which that loader's workers had a task; None if unknown.
-
-        Over its newest batches, 0 to 1, the mean over workers.
-        """
+        """Return the part of the time, 0 to 1, in which that loader's workers had a task lately."""
         loader, stamps = self.slowest_loader()
         return None if loader is None else busy_share(stamps, loader.num_workers)
 
@@ -299,11 +282,10 @@ class StageStamps:
         self.cut()
         if self._stamped:
             return None
-        executors = {
-            f"executor {loader.executor!r} takes no stamps": None
-            for watched in self._watched
-            if (loader := watched.loader()) is not None
-        }
+        loaders = [each.loader() for each in self._watched]
+        executors = dict.fromkeys(
+            f"executor {each.executor!r} takes no stamps" for each in loaders if each is not None
+        )
         return ", ".join(self._unwatched or executors) or "no stamps were taken"
 
     def missing_loaders(self) -> dict[str, str]:
@@ -322,22 +304,13 @@ class StageStamps:
                 source.add(batch, watched.number, opening=self._opening)
                 watched.newest.append(batch)
 
-    def _path_of(self, number: int, index: Any) -> str | None:
-        for watched in self._watched:
-            loader = watched.loader()
-            if watched.number == number and loader is not None:
-                return sample_path(loader.dataset, index)
-        return None
+    def _path_of(self, number: int, index: object) -> str | None:
+        owner = next((each.loader() for each in self._watched if each.number == number), None)
+        return None if owner is None else sample_path(owner.dataset, index)
 
 
 def sample_path(dataset: Any, index: Any) -> str | None:
-    """Return the file of a sample of an image folder, torchvision's or ours.
-
-    Subsets and concatenations of such folders are looked through.
-
-    None if the dataset holds no list ``samples`` that begins with paths. Bytes that are no text are
-    surrogates in it, as the ``os`` module has them.
-    """
+    """Return the file of a sample of an image folder, also within subsets, if it is known."""
     try:
         while isinstance(dataset, Subset | ConcatDataset):
             if isinstance(dataset, Subset):

@@ -13,50 +13,24 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, cast
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, Protocol, TypeAlias, cast
 
-from lightning_fastdata.errors import OptionsError
+import torch
+
 from lightning_fastdata.insight.measure.metrics import Cold, StepHistory, StepTiming
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-class DeviceClock(Protocol):
-    """What the timeline needs from a clock. One clock serves one timeline."""
-
-    def mark(self) -> int | None:
-        """Return a new mark at this point of the stream; None if no room is left for one."""
-
-    def ready(self, mark: int) -> bool:
-        """Return whether the device has passed the mark. Never blocks."""
-
-    def elapsed_ms(self, begin: int, end: int) -> float:
-        """Return the milliseconds between two marks that are ready."""
-
-    def forget_before(self, mark: int) -> None:
-        """Give back all marks older than this one."""
-
-    def forget_from(self, mark: int) -> None:
-        """Give back this mark and all newer ones."""
-
-
 class HostClock:
-    """The host's own clock: exact, always ready, nothing to give back.
+    """The host's own clock in nanoseconds: exact, always ready, nothing to give back."""
 
-    Args:
-        clock_ns: monotonic time in nanoseconds.
-    """
-
-    __slots__ = ("_clock_ns",)
+    __slots__ = ("mark",)
 
     def __init__(self, clock_ns: Callable[[], int] = time.perf_counter_ns) -> None:
-        self._clock_ns = clock_ns
-
-    def mark(self) -> int:
-        """Return the time now, in nanoseconds."""
-        return self._clock_ns()
+        self.mark = clock_ns
 
     def ready(self, mark: int) -> bool:  # noqa: ARG002
         """Return True: the host has passed every mark it made."""
@@ -69,15 +43,14 @@ class HostClock:
     def forget_before(self, mark: int) -> None:
         """Do nothing: a time holds no resource."""
 
-    def forget_from(self, mark: int) -> None:
-        """Do nothing: a time holds no resource."""
+    forget_from = forget_before
 
 
 class TimingEvent(Protocol):
-    """The three calls of ``torch.cuda.Event(enable_timing=True)`` that are used."""
+    """The calls of ``torch.cuda.Event(enable_timing=True)`` that are used."""
 
-    def record(self) -> object:
-        """Ask the device to stamp this point of the current stream."""
+    def record(self, stream: torch.cuda.Stream | None = None) -> object:
+        """Ask the device to stamp this point of a stream; None: of the current one."""
 
     def query(self) -> bool:
         """Return whether the stamp has arrived."""
@@ -88,45 +61,39 @@ class TimingEvent(Protocol):
 
 def cuda_event() -> TimingEvent:
     """Return a new CUDA event that can be timed."""
-    import torch
-
     return cast("TimingEvent", torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
 
 
 class CudaClock:
-    """A ring of events on the current CUDA stream.
+    """A ring of events on the current stream of a device, by default of the current device.
 
     Events are created once and recorded again and again. A mark is given out only while its event
-    is not needed for an older mark; otherwise `mark` returns None and the caller goes without.
-
-    Args:
-        capacity: number of events in the ring, at least 16. A step uses up to seven, so the default
-            lets the host run about 140 steps ahead of the device.
-        new_event: makes one event.
-
-    Raises:
-        OptionsError: if ``capacity`` is below 16.
+    is not needed for an older mark; otherwise `mark` returns None and the caller goes without. A
+    step uses up to seven, so that the host may run about 140 steps ahead of the device.
     """
 
-    __slots__ = ("_events", "_newest", "_oldest")
+    __slots__ = ("_device", "_events", "_newest", "_oldest")
 
     def __init__(
-        self, capacity: int = 1024, new_event: Callable[[], TimingEvent] = cuda_event
+        self,
+        capacity: int = 1024,
+        new_event: Callable[[], TimingEvent] = cuda_event,
+        device: torch.device | None = None,
     ) -> None:
-        if capacity < 16:
-            raise OptionsError(
-                f"CudaClock needs room for two steps, but capacity is {capacity}; give 16 or more."
-            )
         self._events = tuple(new_event() for _ in range(capacity))
-        self._oldest = 0
-        self._newest = 0
+        self._device = device
+        self._oldest = self._newest = 0
 
     def mark(self) -> int | None:
-        """Record the next free event on the current stream; None if the ring is full."""
+        """Record the next free event; None if the ring is full."""
         ticket = self._newest
         if ticket - self._oldest >= len(self._events):
             return None
-        self._events[ticket % len(self._events)].record()
+        event = self._event(ticket)
+        if self._device is None:
+            event.record()
+        else:
+            event.record(torch.cuda.current_stream(self._device))
         self._newest = ticket + 1
         return ticket
 
@@ -150,7 +117,10 @@ class CudaClock:
         return self._events[mark % len(self._events)]
 
 
-_POLL_AT = 16
+DeviceClock: TypeAlias = HostClock | CudaClock
+"""One clock serves one timeline."""
+
+_POLL_AT: Final = 16
 """Ended steps to collect before they are recorded. In one go they cost a third of what each costs
 in the middle of a training step, where nothing of this is in the processor's caches."""
 
@@ -174,9 +144,9 @@ class _Phase:
 class _Step:
     """One step between its first mark and the moment the device has passed its last one."""
 
-    stall: _Phase
-    transfer: _Phase
-    augment: _Phase
+    stall: _Phase = field(default_factory=_Phase)
+    transfer: _Phase = field(default_factory=_Phase)
+    augment: _Phase = field(default_factory=_Phase)
     wait_began: int | None = None
     """Host mark of the wait that is under way."""
     wait_ms: float | None = None
@@ -189,52 +159,30 @@ class _Step:
     work_ended: int | None = None
     """Mark of the end of the step, where it came before the end was counted."""
     lost: bool = False
-    """True once the device clock had no room: no device figure of this step can be trusted."""
+    """Whether the device clock had no room: no device figure of this step can be trusted."""
     touched: bool = False
-    """True once any mark was made."""
-    # Filled at the end of the step.
+    """Whether any mark was made."""
     index: int = 0
-    samples: int = 0
     cold: Cold = Cold.NO
+    # Filled at the end of the step.
+    samples: int = 0
     ended: int = 0
     previous_end: int | None = None
-
-
-def _new_step() -> _Step:
-    return _Step(stall=_Phase(), transfer=_Phase(), augment=_Phase())
 
 
 class StepTimeline:
     """Receives the marks of one stage's steps and keeps what they cost.
 
-    It knows no training loop: the caller marks, in the order of one step. Waits may come several
-    times before one `compute_ended` (loaders of unknown length fetch ahead; several loaders) and
-    then add up. An ``..._ended`` without its ``..._began`` is ignored; a second ``..._began``
-    replaces the first. A step is recorded when the device has passed its last mark, in order, with
-    no synchronisation, so the newest steps of a GPU are a little late in `history`.
+    The caller marks in the order of one step. Waits may come several times before one
+    `compute_ended` (loaders of unknown length fetch ahead; several loaders) and then add up. An
+    ``..._ended`` without its ``..._began`` is ignored; a second ``..._began`` replaces the first. A
+    step is recorded when the device has passed its last mark, in order, with no synchronisation.
 
     Args:
-        host: the clock for waits.
-        device: the clock for everything that the device does; None when the host is the device,
-            and then ``stall_ms`` is exactly ``wait_ms``.
-        window: how many of the newest steps keep their single values.
-
-    Attributes:
-        dropped_steps: steps without device figures because the device clock was full.
+        host: The clock for waits.
+        device: The clock for all that the device does; None: the host is the device.
+        window: How many of the newest steps keep their single values.
     """
-
-    __slots__ = (
-        "_cold",
-        "_device",
-        "_history",
-        "_host",
-        "_index",
-        "_pending",
-        "_previous_end",
-        "_same",
-        "_step",
-        "dropped_steps",
-    )
 
     def __init__(
         self,
@@ -246,11 +194,9 @@ class StepTimeline:
         self._host = HostClock() if host is None else host
         self._device: DeviceClock = self._host if device is None else device
         self._same = self._device is self._host
-        self._step = _new_step()
+        self._step = _Step(cold=Cold.EPOCH)
         self._pending: deque[_Step] = deque()
         self._previous_end: int | None = None
-        self._index = 0
-        self._cold = Cold.EPOCH
         self.dropped_steps = 0
         self._history = StepHistory(window)
 
@@ -260,18 +206,13 @@ class StepTimeline:
         self.poll()
         return self._history
 
-    @property
-    def pending_steps(self) -> int:
-        """Ended steps that are not in the history yet."""
-        return len(self._pending)
-
     def epoch_began(self) -> None:
         """The next step to end is the first of an epoch; the first step of all is one anyway."""
-        self._cold = Cold.EPOCH
+        self._step.cold = Cold.EPOCH
 
     def resumed(self) -> None:
         """The next step to end comes after a pause within its epoch."""
-        self._cold = self._cold or Cold.RESUMED
+        self._step.cold = self._step.cold or Cold.RESUMED
 
     def wait_began(self) -> None:
         """The host asks for a batch."""
@@ -325,23 +266,16 @@ class StepTimeline:
         self._step.work_ended = self._mark()
 
     def compute_ended(self, samples: int) -> None:
-        """The step is over; it ended at the last `work_ended`, or else now.
-
-        Args:
-            samples: number of samples in its batch.
-        """
+        """The step with so many samples is over; it ended at the last `work_ended`, or else now."""
         step = self._step
         end = self._mark() if step.work_ended is None else step.work_ended
-        step.index, step.samples, step.cold = self._index, samples, self._cold
-        step.previous_end = self._previous_end
-        self._index += 1
-        self._cold = Cold.NO
-        self._step = _new_step()
+        step.samples, step.previous_end = samples, self._previous_end
+        self._step = _Step(index=step.index + 1)
         if end is None or step.lost:
             self._give_back(step)
             self._previous_end = None
             self.dropped_steps += 1
-            self._history.append(self._without_device(step))
+            self._history.append(self._timing(step))
         else:
             step.ended = self._previous_end = end
             self._pending.append(step)
@@ -356,18 +290,15 @@ class StepTimeline:
         self._give_back(step)
         # What lay between is not a gap: part of it was a step.
         self._previous_end = None
-        self._step = _new_step()
+        self._step = _Step(index=step.index, cold=step.cold)
 
-    def poll(self) -> int:
-        """Record the steps that the device has passed since; return how many. Never blocks."""
-        recorded = 0
+    def poll(self) -> None:
+        """Record the steps that the device has passed since. Never blocks."""
         while self._pending and self._device.ready(self._pending[0].ended):
             step = self._pending.popleft()
             self._history.append(self._timing(step))
             # The last mark stays: the gap to the next step begins there.
             self._device.forget_before(step.ended)
-            recorded += 1
-        return recorded
 
     def _mark(self, host_mark: int | None = None) -> int | None:
         step = self._step
@@ -394,6 +325,9 @@ class StepTimeline:
 
     def _timing(self, step: _Step) -> StepTiming:
         clock = self._device
+        known = step.index, step.samples, step.cold, step.wait_ms
+        if step.lost:
+            return StepTiming(*known)
         stall_ms = step.wait_ms if self._same else step.stall.elapsed_ms(clock)
         transfer_ms = step.transfer.elapsed_ms(clock)
         augment_ms = step.augment.elapsed_ms(clock)
@@ -405,21 +339,4 @@ class StepTimeline:
             gap_ms = clock.elapsed_ms(step.previous_end, step.stall.pairs[0][0])
             if step.before_work is not None:
                 gap_ms += clock.elapsed_ms(*step.before_work)
-        return StepTiming(
-            step=step.index,
-            wait_ms=step.wait_ms,
-            stall_ms=stall_ms,
-            transfer_ms=transfer_ms,
-            augment_ms=augment_ms,
-            compute_ms=compute_ms,
-            gap_ms=gap_ms,
-            step_ms=step_ms,
-            samples=step.samples,
-            cold=step.cold,
-        )
-
-    @staticmethod
-    def _without_device(step: _Step) -> StepTiming:
-        return StepTiming(
-            step=step.index, wait_ms=step.wait_ms, samples=step.samples, cold=step.cold
-        )
+        return StepTiming(*known, stall_ms, transfer_ms, augment_ms, compute_ms, gap_ms, step_ms)

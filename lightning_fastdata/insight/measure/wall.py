@@ -97,9 +97,6 @@ class WallClock:
 
     Blocks lie within each other; the innermost counts. Where no block is under way, the state of
     the run counts, which :meth:`turn_to` changes at any time.
-
-    Args:
-        clock_s: Seconds that pass.
     """
 
     __slots__ = ("_began_s", "_blocks", "_clock_s", "_now", "_since_s", "_spent_s", "_state")
@@ -141,12 +138,7 @@ class WallClock:
         self._spent_s[Activity("setup")] = self._since_s - self._began_s
 
     def read(self, *, steps: int = 0, samples: int = 0) -> WallTime:
-        """Return what was counted until now.
-
-        Args:
-            steps: Training steps in this time.
-            samples: Samples in these steps.
-        """
+        """Return what was counted until now, in which there were so many training steps."""
         self._change(self._now)
         parts: dict[str, float] = dict.fromkeys(PART_NAMES, 0.0)
         for activity, seconds in self._spent_s.items():
@@ -167,12 +159,7 @@ class WallClock:
 
 
 def wall_text(wall: WallTime, stage: str = "train") -> str:
-    """Return the parts in one line, e.g. ``of 72.9 s: training steps 0.7 (wait 0.1, ...), ...``.
-
-    Args:
-        wall: Where the time went.
-        stage: What the steps are for.
-    """
+    """Return the parts in one line: ``of 72.9 s: training steps 0.7 (wait 0.1, ...), ...``."""
     what = STAGE_WORDS.get(stage, stage)
     steps = {part: wall.parts_s[part] for part in STEP_PARTS if part in wall.parts_s}
     shown = {part: seconds for part, seconds in steps.items() if seconds >= _SHOWN_S}

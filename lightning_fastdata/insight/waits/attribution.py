@@ -8,10 +8,10 @@ holds the interpreter that the hand-over needs. The parts of a wait add up to th
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Final
+from dataclasses import asdict, astuple, dataclass, fields
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from lightning_fastdata.stamps.batch_stamps import BatchStamps, TaskStamps
@@ -23,12 +23,11 @@ _KEPT_TASKS: Final = 64
 _TYPICAL_WEIGHT: Final = 0.05
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class WaitParts:
-    """Where the time of one or more waits went. The sum of all parts is the time waited.
+    """Where the time of one or more waits went; ``PART_WORDS`` says what each part is.
 
-    ``PART_WORDS`` says what each part is. Of ``read_ms`` it is not known which of the three parts
-    before it.
+    Of ``read_ms`` it is not known which of the three parts before it.
     """
 
     read_cpu_ms: float = 0.0
@@ -47,19 +46,14 @@ class WaitParts:
     @property
     def total_ms(self) -> float:
         """The time waited."""
-        return float(sum(getattr(self, part.name) for part in fields(self)))
-
-    def __add__(self, other: WaitParts) -> WaitParts:
-        return WaitParts(
-            **{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
-        )
+        return float(sum(astuple(self)))
 
     def shares(self) -> dict[str, float]:
         """Return each part as a share of the total, 0 to 1; nothing if there was no wait."""
         total = self.total_ms
         if total <= 0:
             return {}
-        return {f.name.removesuffix("_ms"): getattr(self, f.name) / total for f in fields(self)}
+        return {name.removesuffix("_ms"): ms / total for name, ms in asdict(self).items()}
 
 
 PART_WORDS: Final[Mapping[str, str]] = {
@@ -77,17 +71,17 @@ PART_WORDS: Final[Mapping[str, str]] = {
     "idle_ms": "nothing was being done for the batch: workers started, or had nothing to do",
 }
 
-_PARTS: Final = fields(WaitParts)
+PARTS: Final = tuple(part.name for part in fields(WaitParts))
 _CPU, _RUNQUEUE, _BLOCKED, _READ, _SLOW, _COLLATE, _PIN = range(7)
-_SAMPLER, _UNPACK, _QUEUED, _HANDOVER, _IDLE = range(7, len(_PARTS))
+_SAMPLER, _UNPACK, _QUEUED, _HANDOVER, _IDLE = range(7, len(PARTS))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlowSample:
     """A sample that held up its batch."""
 
-    index: Any
-    """Its index in the dataset."""
+    index: int | str | None
+    """Its index in the dataset, as JSON can hold it."""
     ms: float
     """How long it took."""
     typical_ms: float
@@ -96,23 +90,13 @@ class SlowSample:
     """Its file; None where it is not known."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wait:
-    """One wait, cut."""
-
-    parts: WaitParts
-    """Where it went."""
-    overtaken: bool
-    """Later batches were complete before this one was asked for: it was held up on its own."""
-    slow_sample: SlowSample | None
-    """The sample that held it up, if one did."""
-
-
 class WaitCutter:
     """Cuts the waits of one loader, in the order of its batches."""
 
     def __init__(self) -> None:
-        self._threads: dict[tuple[int, int], deque[TaskStamps]] = {}
+        self._threads: defaultdict[tuple[int, int], deque[TaskStamps]] = defaultdict(
+            lambda: deque(maxlen=_KEPT_TASKS)
+        )
         self._typical_ns: float | None = None
 
     @property
@@ -123,11 +107,7 @@ class WaitCutter:
     def note(self, batch: BatchStamps) -> None:
         """Keep the tasks of a batch that was delivered, some of which others may wait for."""
         for task in batch.tasks:
-            thread = task.process, task.thread
-            kept = self._threads.get(thread)
-            if kept is None:
-                kept = self._threads[thread] = deque(maxlen=_KEPT_TASKS)
-            kept.append(task)
+            self._threads[task.process, task.thread].append(task)
 
     def complete(self, batch: BatchStamps) -> bool:
         """Return whether it is known what the thread that ended a batch did until it was taken."""
@@ -136,31 +116,12 @@ class WaitCutter:
         last = max(batch.tasks, key=_end_of)
         return self._threads[last.process, last.thread][-1] is not last
 
-    def cut(self, batch: BatchStamps) -> Wait:
-        """Note a batch and return where the wait for it went, by what is known then."""
-        self.note(batch)
-        typical_ms = self.typical_sample_ms or 0.0
-        ns, slowest = self.cut_ns(batch)
-        slow = None
-        if slowest is not None:
-            slow = SlowSample(
-                index=slowest.slowest_index,
-                ms=slowest.slowest_ns / _NS_PER_MS,
-                typical_ms=typical_ms,
-            )
-        parts = WaitParts(
-            **{part.name: value / _NS_PER_MS for part, value in zip(_PARTS, ns, strict=True)}
-        )
-        return Wait(parts=parts, overtaken=batch.ready_ahead > 0, slow_sample=slow)
+    def cut(self, batch: BatchStamps) -> tuple[list[float], TaskStamps | None]:
+        """Return where the wait for a noted batch went, by what is known now.
 
-    def cut_ns(self, batch: BatchStamps) -> tuple[list[float], TaskStamps | None]:
-        """Return where the wait for a noted batch went, at a third of the price of :meth:`cut`.
-
-        Returns:
-            The parts in nanoseconds, in the order of the fields of :class:`WaitParts`, and the task
-            of the slow sample that held up the batch, if one did.
+        In nanoseconds, in the order of ``PARTS``, and the task of a slow sample that held it up.
         """
-        ns = [0.0] * len(_PARTS)
+        ns = [0.0] * len(PARTS)
         start, end = batch.requested_ns, batch.delivered_ns
         tasks = batch.tasks
         if not tasks:
@@ -172,7 +133,11 @@ class WaitCutter:
             pin_began_ns, pin_ended_ns = batch.pinned_ns
             ns[_PIN] = max(0, min(pin_ended_ns, end) - max(pin_began_ns, made))
         idle, handover = made - start, end - made - ns[_PIN]
-        handover -= self._own_work(batch, made, handover, ns)
+        # What the training process did by itself after the batch was made.
+        sampled = min(handover, _overlap_ns(batch.own.sampled_ns, made, end))
+        unpacked = min(handover - sampled, _overlap_ns(batch.own.unpacked_ns, made, end))
+        handover -= sampled + unpacked
+        ns[_SAMPLER], ns[_UNPACK] = sampled, unpacked
         worst: TaskStamps | None = None
         for task in reversed(self._threads[last.process, last.thread]):
             overlap = min(task.ended_ns, made) - max(task.began_ns, start)
@@ -198,22 +163,14 @@ class WaitCutter:
         self._learn(tasks)
         return ns, worst if ns[_SLOW] else None
 
-    def _own_work(
-        self, batch: BatchStamps, made_ns: float, most_ns: float, ns: list[float]
-    ) -> float:
-        """Add what the training process did by itself after a batch was made; return how long."""
-        end = batch.delivered_ns
-        own = batch.own
-        sampled = min(most_ns, _overlap_ns(own.sampled_ns, made_ns, end))
-        unpacked = min(most_ns - sampled, _overlap_ns(own.unpacked_ns, made_ns, end))
-        ns[_SAMPLER] += sampled
-        ns[_UNPACK] += unpacked
-        return sampled + unpacked
-
     def _work(self, task: TaskStamps, overlap_ns: float, ns: list[float]) -> None:
         """Add the time of a task that overlaps a wait to the parts it belongs to."""
         length = max(1, task.ended_ns - task.began_ns)
-        excess = self._excess_ns(task)
+        # While other threads had the CPUs, no sample was slow: any of them would have been.
+        typical, slowest = self._typical_ns, task.slowest_ns - (task.runqueue_ns or 0)
+        excess = 0.0
+        if typical is not None and slowest >= _SLOW_FACTOR * typical:
+            excess = slowest - typical
         slow = min(overlap_ns, excess)
         rest = overlap_ns - slow
         usual = max(1.0, length - excess)
@@ -234,14 +191,6 @@ class WaitCutter:
         ns[_SLOW] += slow
         ns[_COLLATE] += collate
         ns[_HANDOVER] += rest - read - collate
-
-    def _excess_ns(self, task: TaskStamps) -> float:
-        typical = self._typical_ns
-        # While other threads had the CPUs, no sample was slow: any of them would have been.
-        slowest_ns = task.slowest_ns - (task.runqueue_ns or 0)
-        if typical is None or slowest_ns < _SLOW_FACTOR * typical:
-            return 0.0
-        return slowest_ns - typical
 
     def _learn(self, tasks: Iterable[TaskStamps]) -> None:
         """Move the estimate towards the tasks' samples, each without its slowest one."""

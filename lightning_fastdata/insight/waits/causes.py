@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import add
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final, SupportsInt
 
 from lightning_fastdata.errors import printable
 from lightning_fastdata.insight.waits.attribution import (
     PART_WORDS,
+    PARTS,
     SlowSample,
     WaitCutter,
     WaitParts,
@@ -21,10 +22,9 @@ from lightning_fastdata.insight.waits.lines import LineShare, LineTotals, line_t
 from lightning_fastdata.stamps.batch_stamps import BUCKETS, bounds_ns
 
 if TYPE_CHECKING:
-    from lightning_fastdata.stamps.batch_stamps import BatchStamps
+    from lightning_fastdata.stamps.batch_stamps import BatchStamps, TaskStamps
 
 _NS_PER_MS: Final = 1e6
-_PARTS: Final = tuple(part.name for part in fields(WaitParts))
 _BY_KIND: Final = ("read_cpu_ms", "read_runqueue_ms", "read_blocked_ms")
 _OPTIONAL: Final = ("read_ms", "pin_ms", "sampler_ms", "unpack_ms", "queued_ms")
 _SLOWEST: Final = 5
@@ -93,31 +93,21 @@ class _Total:
     __slots__ = ("batches", "ns", "overtaken")
 
     def __init__(self) -> None:
-        self.batches = 0
-        self.overtaken = 0
-        self.ns = [0.0] * len(_PARTS)
+        self.batches = self.overtaken = 0
+        self.ns = [0.0] * len(PARTS)
 
-    def add(self, ns: list[float], overtaken: bool) -> None:
-        self.batches += 1
+    def add(self, ns: list[float], overtaken: int, batches: int = 1) -> None:
+        self.batches += batches
         self.overtaken += overtaken
         self.ns = [*map(add, self.ns, ns)]
 
-    def merge(self, other: _Total) -> None:
-        self.batches += other.batches
-        self.overtaken += other.overtaken
-        self.ns = [*map(add, self.ns, other.ns)]
-
     def means(self) -> dict[str, float]:
         unit = self.batches * _NS_PER_MS
-        return {name: value / unit for name, value in zip(_PARTS, self.ns, strict=True)}
+        return {name: value / unit for name, value in zip(PARTS, self.ns, strict=True)}
 
 
 class CauseTotals:
-    """Adds up the waits of one stage, whose batches may come from several loaders.
-
-    Args:
-        prefix: Of the names for loggers: ``data`` for training, ``data_val`` for validation.
-    """
+    """Adds up the waits of one stage, whose batches may come from several loaders."""
 
     def __init__(self, prefix: str = "data") -> None:
         self._prefix = prefix
@@ -125,19 +115,14 @@ class CauseTotals:
         self._held: dict[int, deque[BatchStamps]] = {}
         # Of warm batches: since the last window was taken, and before.
         self._window, self._before, self._cold = _Total(), _Total(), _Total()
-        self._slow: dict[tuple[int, Any], SlowSample] = {}
+        self._slow: dict[tuple[int, object], SlowSample] = {}
         self._operations: dict[str, tuple[int, int]] = {}
         self._timed_ns = 0
         self._lines = LineTotals()
         self._times = [0] * BUCKETS
 
     def add(self, batch: BatchStamps, loader: int = 0) -> None:
-        """Cut the wait for a batch and add it; to be called in the order of a loader's batches.
-
-        Args:
-            batch: Its stamps.
-            loader: Which loader it came from.
-        """
+        """Cut the wait for a batch and add it; to be called in the order of a loader's batches."""
         cutter = self._cutters.get(loader)
         if cutter is None:
             if not batch.tasks:
@@ -158,70 +143,66 @@ class CauseTotals:
     def _cut(self, batch: BatchStamps, loader: int) -> None:
         cutter = self._cutters[loader]
         typical_ms = cutter.typical_sample_ms or 0.0
-        ns, slowest = cutter.cut_ns(batch)
-        overtaken = batch.ready_ahead > 0
-        (self._cold if batch.first else self._window).add(ns, overtaken)
+        ns, slowest = cutter.cut(batch)
+        (self._cold if batch.first else self._window).add(ns, batch.ready_ahead > 0)
         if slowest is not None:
-            self._note_slow(loader, slowest.slowest_index, slowest.slowest_ns, typical_ms)
+            self._note_slow(loader, slowest, typical_ms)
         for task in batch.tasks:
             for bucket in task.sample_times or ():
                 self._times[bucket] += 1
             if task.operations is not None:
                 self._timed_ns += task.read_ns
                 for name, calls, total_ns in task.operations:
-                    before = self._operations.get(name, (0, 0))
-                    self._operations[name] = before[0] + calls, before[1] + total_ns
+                    calls_before, ns_before = self._operations.get(name, (0, 0))
+                    self._operations[name] = calls_before + calls, ns_before + total_ns
             if task.lines is not None:
                 self._lines.add(task.lines)
 
-    def _note_slow(self, loader: int, index: Any, slowest_ns: int, typical_ms: float) -> None:
-        sample = SlowSample(index=_plain(index), ms=slowest_ns / _NS_PER_MS, typical_ms=typical_ms)
+    def _note_slow(self, loader: int, task: TaskStamps, typical_ms: float) -> None:
+        ms = task.slowest_ns / _NS_PER_MS
+        sample = SlowSample(index=_plain(task.slowest_index), ms=ms, typical_ms=typical_ms)
         key = loader, sample.index
         known = self._slow.get(key)
         if known is None or known.ms < sample.ms:
             self._slow[key] = sample
         if len(self._slow) > _KEPT_SLOW:
-            worst = sorted(self._slow.items(), key=lambda item: -item[1].ms)
-            self._slow = dict(worst[: _KEPT_SLOW // 2])
+            self._slow = dict(self._slowest(_KEPT_SLOW // 2))
+
+    def _slowest(self, most: int) -> list[tuple[tuple[int, object], SlowSample]]:
+        return sorted(self._slow.items(), key=lambda item: -item[1].ms)[:most]
 
     def window(self) -> dict[str, float]:
-        """Return the mean parts of the waits since the last call, by their names for loggers.
-
-        Returns:
-            ``{prefix}_wait/read_cpu_ms`` and so on, one for each part of :class:`WaitParts` that
-            was measured; they add up to the loader's mean wait. First batches of epochs are left
-            out.
-        """
+        """Return the mean parts of the waits since the last call, by their names for loggers."""
         self._cut_held()
         window, self._window = self._window, _Total()
-        self._before.merge(window)
+        self._before.add(window.ns, window.overtaken, window.batches)
         if not window.batches:
             return {}
-        return {f"{self._prefix}_wait/{k}": v for k, v in _measured(window.means()).items()}
+        # Without what was not measured: how reading went, or that it went, or any pinning.
+        means = window.means()
+        unknown = means["read_ms"] > 0 and not any(means[name] for name in _BY_KIND)
+        optional = (*_OPTIONAL, *_BY_KIND) if unknown else _OPTIONAL
+        return {f"{self._prefix}_wait/{k}": v for k, v in means.items() if v or k not in optional}
 
     def summary(
-        self, path_of: Callable[[int, Any], str | None] = lambda _loader, _index: None
+        self, path_of: Callable[[int, object], str | None] = lambda _loader, _index: None
     ) -> WaitCauses | None:
-        """Return why batches were late, or None if there are no stamps.
-
-        Args:
-            path_of: Returns the file of a loader's sample, by its index, if that is known.
-        """
+        """Return why batches were late, or None; ``path_of`` knows files of a loader's samples."""
         self._cut_held()
         warm = _Total()
         for each in (self._before, self._window):
-            warm.merge(each)
+            warm.add(each.ns, each.overtaken, each.batches)
         total = warm if warm.batches else self._cold
         if not total.batches:
             return None
-        slow = sorted(self._slow.items(), key=lambda item: -item[1].ms)[:_SLOWEST]
         return WaitCauses(
             batches=total.batches,
             wait=WaitParts(**total.means()),
             first_wait=WaitParts(**self._cold.means()) if self._cold.batches else None,
             overtaken_share=total.overtaken / total.batches,
             slow_samples=tuple(
-                replace(sample, path=path_of(loader, sample.index)) for (loader, _), sample in slow
+                replace(sample, path=path_of(loader, sample.index))
+                for (loader, _), sample in self._slowest(_SLOWEST)
             ),
             operations=self._shares(),
             sample_times=sample_times(self._times),
@@ -229,6 +210,7 @@ class CauseTotals:
         )
 
     def _shares(self) -> tuple[OperationShare, ...]:
+        longest = sorted(self._operations.items(), key=lambda item: -item[1][1])
         return tuple(
             OperationShare(
                 name=name,
@@ -236,53 +218,42 @@ class CauseTotals:
                 mean_ms=total_ns / calls / _NS_PER_MS,
                 share=min(1.0, total_ns / max(1, self._timed_ns)),
             )
-            for name, (calls, total_ns) in sorted(
-                self._operations.items(), key=lambda item: -item[1][1]
-            )
+            for name, (calls, total_ns) in longest
         )
 
 
 def sample_times(counts: Sequence[int]) -> SampleTimes | None:
-    """Return the percentiles of times by their counts on the scale of ``bucket_of``; None if empty.
-
-    A percentile is the middle of the step of the scale in which it lies.
-    """
+    """Return the percentiles of times, counted by ``bucket_of``, to the middle of a bucket."""
     samples = sum(counts)
     if not samples:
         return None
-
     reached = list(accumulate(counts))
 
     def percentile(percent: int) -> float:
         bucket = bisect_left(reached, samples * percent / 100)
         return sum(bounds_ns(bucket)) / 2 / _NS_PER_MS
 
+    histogram = tuple(
+        (bounds_ns(bucket)[1] / _NS_PER_MS, count) for bucket, count in enumerate(counts) if count
+    )
     return SampleTimes(
         samples=samples,
         p50_ms=percentile(50),
         p95_ms=percentile(95),
         p99_ms=percentile(99),
-        histogram=tuple(
-            (bounds_ns(bucket)[1] / _NS_PER_MS, count)
-            for bucket, count in enumerate(counts)
-            if count
-        ),
+        histogram=histogram,
     )
 
 
 def cause_lines(causes: WaitCauses, *, brief: bool = False) -> list[str]:
-    """Return the causes in words: a line for each part of the wait above 5 %, largest first.
+    """Return the causes in words: parts of the wait above 5 %, largest first.
 
     Then the slowest samples, and the operations and lines of code above 5 % of the time to read a
-    sample.
-
-    Args:
-        causes: Why batches were late.
-        brief: Only the largest part, the slowest sample, the operations, and the first line.
+    sample. ``brief``: only the largest part, the slowest sample, the operations, the first line.
     """
     lines = []
     total_ms = causes.wait.total_ms
-    parts = {name: getattr(causes.wait, name) for name in _PARTS}
+    parts = {name: getattr(causes.wait, name) for name in PARTS}
     largest = sorted(parts.items(), key=lambda item: -item[1])[: 1 if brief else None]
     for name, ms in largest:
         if total_ms > 0 and ms / total_ms > WORTH_SAYING:
@@ -322,18 +293,11 @@ def operations_table(causes: WaitCauses) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _measured(means: Mapping[str, float]) -> dict[str, float]:
-    """Leave out what was not measured: how reading went, or that it went, or any pinning."""
-    unknown = means["read_ms"] > 0 and not any(means[name] for name in _BY_KIND)
-    optional = (*_OPTIONAL, *_BY_KIND) if unknown else _OPTIONAL
-    return {name: value for name, value in means.items() if value or name not in optional}
-
-
-def _plain(index: Any) -> Any:
+def _plain(index: object) -> int | str | None:
     """Return an index as JSON can hold it."""
     if isinstance(index, int | str) or index is None:
         return index
     try:
-        return int(index)
+        return int(index) if isinstance(index, SupportsInt) else repr(index)
     except Exception:  # whatever the user's own keys raise
         return repr(index)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from lightning_fastdata.errors import printable
@@ -27,8 +27,6 @@ _WAITS: Final = {
     "lock": "waiting for a lock",
     "sleep": "sleeping",
 }
-
-
 _LOCKS_OF_PROCESSES: Final = ("SemLock", "fcntl.flock", "fcntl.lockf", "filelock")
 """How calls are named that wait for what other processes hold."""
 
@@ -60,15 +58,13 @@ class LineShare:
         return self.blocked_share is not None and self.blocked_share > _MOST_OF_IT
 
 
+@dataclass(slots=True)
 class _Line:
-    __slots__ = ("blocked_ns", "calls", "total_ns", "unmeasured", "waits")
-
-    def __init__(self) -> None:
-        self.total_ns = 0
-        self.blocked_ns = 0
-        self.unmeasured = False
-        self.calls: Counter[str] = Counter()
-        self.waits: Counter[str] = Counter()
+    total_ns: int = 0
+    blocked_ns: int = 0
+    unmeasured: bool = False
+    calls: Counter[str] = field(default_factory=Counter)
+    waits: Counter[str] = field(default_factory=Counter)
 
 
 class LineTotals:
@@ -95,14 +91,15 @@ class LineTotals:
                 line.blocked_ns += each.blocked_ns
                 line.waits[each.waits_in] += each.blocked_ns
         if len(self._lines) > _KEPT_LINES:
-            longest = sorted(self._lines.items(), key=lambda item: -item[1].total_ns)
-            self._lines = dict(longest[: _KEPT_LINES // 2])
+            self._lines = dict(self._longest(_KEPT_LINES // 2))
+
+    def _longest(self, most: int) -> list[tuple[tuple[str, int, str], _Line]]:
+        return sorted(self._lines.items(), key=lambda item: -item[1].total_ns)[:most]
 
     def shares(self) -> tuple[LineShare, ...]:
         """Return the longest lines, longest first; none if too little was seen."""
         if self._total_ns < _FEWEST_NS:
             return ()
-        longest = sorted(self._lines.items(), key=lambda item: -item[1].total_ns)
         return tuple(
             LineShare(
                 file=file,
@@ -113,21 +110,19 @@ class LineTotals:
                 blocked_share=None if line.unmeasured else line.blocked_ns / max(1, line.total_ns),
                 waits_in=_most_of(line.waits, line.blocked_ns),
             )
-            for (file, number, function), line in longest[:_MOST_LINES]
+            for (file, number, function), line in self._longest(_MOST_LINES)
         )
 
 
 def _most_of(times_ns: Counter[str], total_ns: int) -> str:
     """Return the name that more than half of the time has; of calls, else the outer part of it."""
-    for name, ns in times_ns.most_common(1):
-        if ns > _MOST_OF_IT * total_ns:
-            return name
     outer: Counter[str] = Counter()
     for name, ns in times_ns.items():
         outer[name.partition(" > ")[0]] += ns
-    for name, ns in outer.most_common(1):
-        if ns > _MOST_OF_IT * total_ns:
-            return name
+    for counted in (times_ns, outer):
+        for name, ns in counted.most_common(1):
+            if ns > _MOST_OF_IT * total_ns:
+                return name
     return ""
 
 

@@ -6,9 +6,9 @@ The loaders are asked one after the other, so that a step waits for the sum of t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from lightning_fastdata.insight.waits.causes import CauseTotals
 
@@ -23,20 +23,18 @@ _NS_PER_MS: Final = 1e6
 class LoaderKey:
     """Where a loader stands in the list or dict that the user wrote."""
 
-    path: tuple[Any, ...]
+    path: tuple[Hashable, ...]
     """Keys and positions, the outermost first."""
 
     @property
     def name(self) -> str:
         """For lists, e.g. ``images``, ``1`` or ``pairs[0]``."""
-        first, *inner = self.path
-        return f"{first}{''.join(f'[{key!r}]' for key in inner)}"
+        return f"{self.path[0]}{''.join(f'[{key!r}]' for key in self.path[1:])}"
 
     @property
     def label(self) -> str:
         """For sentences, e.g. ``loader 'images'``, ``loader 1`` or ``loader 'pairs'[0]``."""
-        first, *inner = self.path
-        return f"loader {first!r}{''.join(f'[{key!r}]' for key in inner)}"
+        return f"loader {self.path[0]!r}{''.join(f'[{key!r}]' for key in self.path[1:])}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,9 +46,8 @@ class LoaderWait:
     label: str
     """The same for sentences, e.g. ``loader 'images'``."""
     wait_ms: float | None
-    """Wait for it, the mean over the steps that are not first in an epoch; the waits of all loaders
-    add up to that of the step. None: not known, which is so where several loaders take no
-    stamps."""
+    """Wait for it, the mean over the steps that are not first in an epoch; those of all loaders add
+    up to that of the step. None: not known, as where several loaders take no stamps."""
     batches: int | None
     """Its batches in these steps; None where it takes no stamps."""
     causes: WaitCauses | None
@@ -75,28 +72,18 @@ class OneOfSeveral:
     """The other loaders, and the ms a step takes at least because of them."""
 
     def changed_step_ms(self, step_ms: float, ratio: float) -> float:
-        """Return a step of which the time between this loader's batches has changed.
-
-        Args:
-            step_ms: Before.
-            ratio: Of the time between two of its batches, after to before.
-        """
+        """Return a step if the time between two batches of this loader changes by a ratio."""
         # Steps that take no batch of it are as long as the others without the wait for it.
         rest_ms = max(0.0, step_ms - self.wait_ms) * min(1.0, self.batches_per_step)
         return max(0.0, step_ms - min(step_ms, rest_ms + self.wait_ms) * (1 - ratio))
 
 
-class LoaderTotals:
-    """What the batches of one loader cost, whichever object delivers them in each epoch.
-
-    Args:
-        key: Of several loaders, which one it is; None: there is one.
-        prefix: Of the names for loggers.
-    """
+class LoaderTotals(CauseTotals):
+    """What the batches of a loader cost, whichever object delivers them in each epoch."""
 
     def __init__(self, key: LoaderKey | None, prefix: str) -> None:
+        super().__init__(prefix)
         self.key = key
-        self.totals = CauseTotals(prefix)
         self.rates: ReadRates | None = None
         """What half of its workers and all of them read, if that was tried."""
         self.made: Counter[int] = Counter()
@@ -109,7 +96,7 @@ class LoaderTotals:
         self.window_batches = 0
         """Batches since the last metrics."""
 
-    def add(self, batch: BatchStamps, loader: int, *, opening: bool) -> None:
+    def add(self, batch: BatchStamps, loader: int = 0, *, opening: bool = False) -> None:
         """Count a batch of a loader, which may have come in the first step of an epoch."""
         for task in batch.tasks:
             self.made[task.process] += task.samples
@@ -125,49 +112,12 @@ class LoaderTotals:
         if self.key is not None:
             # Of several loaders, one may begin anew within an epoch, and its step is as the others.
             batch = batch._replace(first=opening)
-        self.totals.add(batch, loader)
+        super().add(batch, loader)
 
-    def waited_ms(self, steps: int) -> float:
-        """Return the wait for its batches, the mean over so many steps."""
-        return self.waited_ns / steps / _NS_PER_MS
-
-    def within_pass_ms(self, steps: int) -> float:
-        """Return the same without the first batches of passes over it."""
-        return (self.waited_ns - self.begins_ns) / steps / _NS_PER_MS
-
-
-def step_waits_ms(
-    keys: Iterable[LoaderKey],
-    totals: Mapping[LoaderKey | None, LoaderTotals],
-    *,
-    steps: int,
-    step_wait_ms: float | None,
-) -> dict[LoaderKey, float | None]:
-    """Return what a step waits for each of several loaders, in ms; None: not known.
-
-    Args:
-        keys: Of all loaders.
-        totals: Of those that take stamps.
-        steps: Over which the mean is taken.
-        step_wait_ms: What a step waits for all of them, as the loop measured it; None: not known.
-    """
-    found: dict[LoaderKey, float | None] = dict.fromkeys(keys)
-    if not steps:
-        return found
-    mine = {key: totals[key] for key in found if key in totals}
-    stamped = {key: each.waited_ms(steps) for key, each in mine.items()}
-    silent = [key for key in found if key not in mine]
-    found |= stamped
-    if step_wait_ms is None:
-        return found
-    # No stamp shows what it takes to end a pass over a loader and to begin the next one.
-    left_ms = max(0.0, step_wait_ms - sum(stamped.values()))
-    begins = sum(each.begins for each in mine.values())
-    if len(silent) == 1:
-        found[silent[0]] = left_ms
-    elif begins and not silent:
-        found |= {key: stamped[key] + left_ms * each.begins / begins for key, each in mine.items()}
-    return found
+    def waited_ms(self, steps: int, *, within_passes: bool = False) -> float:
+        """Return the mean wait over so many steps, maybe without first batches of passes."""
+        waited_ns = self.waited_ns - (self.begins_ns if within_passes else 0)
+        return waited_ns / steps / _NS_PER_MS
 
 
 def costliest(loaders: Iterable[LoaderWait]) -> LoaderWait | None:

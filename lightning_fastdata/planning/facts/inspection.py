@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import multiprocessing
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -23,8 +22,9 @@ from lightning_fastdata.order.epoch_order import dataset_length
 from lightning_fastdata.planning.facts.pipeline_trial import Trial, try_recording
 from lightning_fastdata.planning.facts.probe import further_samples, measure_samples, probe_indices
 from lightning_fastdata.planning.facts.probe_process import Failure, Findings, Tell, try_apart
-from lightning_fastdata.randomness.global_generators import DrawWatch, kept_random_state
+from lightning_fastdata.randomness.generators import DrawWatch, kept_random_state
 from lightning_fastdata.torch_internals import set_worker_info
+from lightning_fastdata.tree import held
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
@@ -32,77 +32,57 @@ if TYPE_CHECKING:
     from lightning_fastdata.planning.facts.probe import SampleCost
     from lightning_fastdata.planning.loader_plan import LoaderSpec
 
-_HANDLE_ERRORS: Final = (errno.EBADF, errno.EINVAL, errno.ESPIPE, errno.EPIPE)
-"""What a system says of an open file that is not what the program thinks it is."""
-_KEYS: Final = 64
-"""Of a sampler of the user's, to read samples by."""
-_READ_ONLY: Final = 3
-"""Masks the access mode in the flags of an open file; 0 is reading alone."""
+# What a system says of an open file that is not what the program thinks it is.
+_HANDLE_ERRORS: Final = (None, errno.EBADF, errno.EINVAL, errno.ESPIPE, errno.EPIPE)
+_KEYS: Final = 64  # of a sampler of the user's, to read samples by
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Questions:
     """What is to be found out; each costs the reading of a few samples."""
 
-    sample: bool = False
-    """Sample 0, to be checked."""
-    collated: bool = False
-    """Whether torch can collate that sample."""
-    further: int = 0
-    """So many samples from all over the dataset."""
+    sample: bool = False  # sample 0, to be checked
+    collated: bool = False  # whether torch can collate that sample
+    further: int = 0  # so many samples from all over the dataset
     trial: tuple[int, Callable[[list[Any]], Any] | None] | None = None
-    """Whether the dataset's own pipelines can be left to a device: the seed of their draws, and the
-    user's collate function or None."""
-    cost: bool = False
-    """What the executor is chosen by: what a sample costs, and whether reading one draws."""
+    """Whether a device can run the dataset's own pipelines: the seed of their draws, and the user's
+    collate function or None."""
+    cost: bool = False  # what a sample costs, and whether reading one draws
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DatasetFacts:
     """What was found out; None or empty where it was not asked for or could not be had."""
 
-    sampled: bool = False
-    """Whether there is a sample."""
-    sample: Any = None
-    """The first one."""
-    uncollatable: str | None = None
-    """What in the sample torch cannot collate, and what to do; None: nothing."""
-    further: tuple[Any, ...] = ()
-    """Samples from all over the dataset."""
+    sampled: bool = False  # there is a sample
+    sample: object = None  # the first one
+    uncollatable: str | None = None  # what in the sample torch cannot collate, and what to do
+    further: tuple[object, ...] = ()  # samples from all over the dataset
     trial: Trial | None = None
     """Of the dataset's own pipelines, without its places; None: it has none."""
-    trial_failed: str | None = None
-    """Why there is no trial; None: there is one, or none was asked for."""
+    trial_failed: str | None = None  # why there is no trial that was asked for
     rows: bool = False
     """Batches are rows of columns of numbers, collated by default, without a transform. Then no
     sample is measured."""
-    split: bool = False
-    """The samples of one batch may be given to several workers."""
-    cost: SampleCost | None = None
-    """Of reading a sample."""
-    draws: bool = False
-    """Reading a sample drew from the generators of random, numpy or torch."""
-    start_method: str | None = None
-    """How workers have to be started, where the usual way was seen to fail; None: as usual."""
+    split: bool = False  # the samples of one batch may be given to several workers
+    cost: SampleCost | None = None  # of reading a sample
+    draws: bool = False  # reading a sample drew from the generators of random, numpy or torch
+    start_method: str | None = None  # of workers, where the usual way was seen to fail
     shared_file: str | None = None
     """A file that the training process has opened and the dataset reads by its position, which
     forked workers would share; None: there is none."""
-    warnings: tuple[str, ...] = ()
-    """What the user should know, each a sentence or more."""
+    warnings: tuple[str, ...] = ()  # what the user should know, each a sentence or more
 
 
 def inspect_dataset(spec: LoaderSpec, questions: Questions) -> DatasetFacts:
     """Find out what is asked about a dataset, in a process that is started as its workers will be.
 
-    Datasets of rows (see :func:`~lightning_fastdata.executors.gather.rows.rows_of`), which hold no
-    code of the user and nothing that is opened, are read here. A stream is not read, nor is
-    anything with ``probe=False``. Where the training process will read the dataset itself, what
-    another process makes of open files and clients means nothing.
-
-    Args:
-        spec: The loader. Where the start method is left open it is Python's default, or
-            ``"forkserver"`` where a forked process cannot read the dataset.
-        questions: What to find out.
+    Where the start method is left open it is Python's default, or ``"forkserver"`` where a forked
+    process cannot read the dataset. Datasets of rows (see
+    :func:`~lightning_fastdata.executors.gather.rows.rows_of`), which hold no code of the user and
+    nothing that is opened, are read here. A stream is not read, nor is anything with
+    ``probe=False``. Where the training process will read the dataset itself, what another process
+    makes of open files and clients means nothing.
 
     Raises:
         DatasetError: Sample 0 was asked for and reading it raised.
@@ -121,7 +101,7 @@ def inspect_dataset(spec: LoaderSpec, questions: Questions) -> DatasetFacts:
     if not reads:
         return facts_of(Findings())
     if rows:
-        values: dict[str, Any] = {}
+        values: dict[str, object] = {}
         questions = replace(questions, cost=questions.cost and not gathered)
         as_it_is = replace(spec, worker_init_fn=None, sampler=None, batch_sampler=None)
         with kept_random_state():
@@ -129,23 +109,28 @@ def inspect_dataset(spec: LoaderSpec, questions: Questions) -> DatasetFacts:
         return facts_of(Findings(values=values))
     work = partial(try_apart, _answer, spec, questions)
     findings = work(start_method=method)
-    facts = facts_of(findings)
-    failure = findings.failure
+    facts, failure = facts_of(findings), findings.failure
     if spec.reads_here and (failure is None or _suspects_fork(failure)):
         return replace(facts, shared_file=None)
     if failure is None and facts.shared_file is None:
         return facts
-    if asked_method is None and method == "fork" and _suspects_fork(failure) and _can_respawn():
+    forked = asked_method is None and method == "fork"
+    if forked and (failure is None or _suspects_fork(failure)) and _can_respawn():
         again = work(start_method="forkserver")
         if again.failure is None:
-            what = _what_forking_did(facts, failure)
-            facts = facts_of(again)
-            return replace(facts, start_method="forkserver", warnings=(_forkserver(what),))
+            warning = _forkserver_message(facts, failure)
+            return replace(facts_of(again), start_method="forkserver", warnings=(warning,))
     if failure is None:
         return facts
     if failure.error is not None and questions.sample:
         raise _unreadable(spec, findings.values.get("key", 0), failure)
-    return replace(facts, warnings=(*facts.warnings, _decided_without(failure)))
+    decided_without = (
+        f"a process that tried the dataset {failure.what}, so settings are chosen without having "
+        "measured it. If the training hangs or fails at its first batch, look for what the "
+        f"dataset opens or starts in __init__, and open it on first use in __getitem__."
+        f"{_with_stack(failure)}"
+    )
+    return replace(facts, warnings=(*facts.warnings, decided_without))
 
 
 def refuse_empty(dataset: Dataset[Any], name: str) -> None:
@@ -160,13 +145,14 @@ def refuse_empty(dataset: Dataset[Any], name: str) -> None:
 def _answer(spec: LoaderSpec, questions: Questions, tell: Tell) -> None:
     """Read what the questions need; runs where nothing else uses the dataset or its sampler."""
     before = _open_files()
-    dataset: Any = spec.dataset
+    dataset = spec.dataset
     if spec.worker_init_fn is not None:
         set_worker_info(number=0, workers=1, seed=0, dataset=dataset)
         spec.worker_init_fn(0)
     if spec.has_order:
-        orders = {"sampler": spec.sampler, "batch_sampler": spec.batch_sampler}
-        keys = probe_indices(dataset, _KEYS, **orders, peek=True)
+        keys = probe_indices(
+            dataset, _KEYS, sampler=spec.sampler, batch_sampler=spec.batch_sampler, peek=True
+        )
         if not keys:
             return
         tell("key", keys[0])
@@ -194,16 +180,16 @@ def _answer(spec: LoaderSpec, questions: Questions, tell: Tell) -> None:
 def _facts(
     spec: LoaderSpec, questions: Questions, gathered: bool, findings: Findings
 ) -> DatasetFacts:
-    values = findings.values
+    values, failure, failed = findings.values, findings.failure, None
     cost, draws = values.get("cost", (None, False))
-    splits = spec.default_collation and not spec.transformed
-    failed, failure = None, findings.failure
     if spec.is_stream:
         failed = "it is a stream, of which no sample can be tried without losing it"
     elif questions.trial is not None and "trial" not in values:
         # Where there was no process, or its outcome could not be pickled, there is none to name.
-        tried = "it was tried in a side process, which {}"
-        failed = "it was not tried" if failure is None else tried.format(failure.what)
+        failed = "it was not tried"
+        if failure is not None:
+            failed = f"it was tried in a side process, which {failure.what}"
+    splits = questions.cost and spec.default_collation and not spec.transformed
     return DatasetFacts(
         sampled="sample" in values,
         sample=values.get("sample"),
@@ -212,53 +198,43 @@ def _facts(
         trial=values.get("trial"),
         trial_failed=failed,
         rows=gathered,
-        split=questions.cost and splits and not fetches_in_batches(spec.dataset),
+        split=splits and not fetches_in_batches(spec.dataset),
         cost=cost,
         draws=draws,
         shared_file=next(iter(values.get("moved", ())), None),
     )
 
 
-def _open_files() -> dict[str, tuple[str, int]]:
+def _open_files() -> dict[int, tuple[str, int]]:
     """Return name and position of the regular files that are open for reading, by descriptor."""
-    files = {}
-    for entry in _listed(Path("/proc/self/fd")):
-        try:
-            target = str(entry.readlink())
-            words = (Path("/proc/self/fdinfo") / entry.name).read_text().split()
-        except OSError:  # closed meanwhile
-            continue
-        about = dict(zip(words[::2], words[1::2], strict=False))
-        read_only = int(about.get("flags:", "1"), 8) & _READ_ONLY == os.O_RDONLY
-        if read_only and int(entry.name) > 2 and Path(target).is_file():
-            files[entry.name] = target, int(about.get("pos:", "0"))
-    return files
+    if sys.platform != "linux":  # no other system tells positions
+        return {}
+    import psutil
 
-
-def _listed(folder: Path) -> list[Path]:
     try:
-        return list(folder.iterdir())
-    except OSError:  # not Linux
-        return []
+        files = psutil.Process().open_files()
+    except (psutil.Error, OSError):  # this process may not read /proc
+        return {}
+    return {file.fd: (file.path, file.position) for file in files if file.mode == "r"}
 
 
-def _moved(before: dict[str, tuple[str, int]]) -> list[str]:
+def _moved(before: dict[int, tuple[str, int]]) -> list[str]:
     """Return the files whose position has moved since, of those that were open before."""
     now = _open_files()
     return [
         name
         for number, (name, position) in before.items()
-        if number in now and now[number][0] == name and now[number][1] != position
+        if number > 2 and now.get(number, ("", 0))[0] == name and now[number][1] != position
     ]
 
 
-def _suspects_fork(failure: Failure | None) -> bool:
-    """Whether a process of another kind may do better; None: it read files that it shares."""
-    if failure is None or failure.kind in ("stuck", "died"):
+def _suspects_fork(failure: Failure) -> bool:
+    """Whether a process of another kind may do better."""
+    if failure.kind in ("stuck", "died"):
         return True
     error = failure.error
     if isinstance(error, OSError) and type(error).__module__ == "builtins":
-        return error.errno is None or error.errno in _HANDLE_ERRORS
+        return error.errno in _HANDLE_ERRORS
     # A mistake of the dataset raises an ordinary error; what a library says of a fork is its own.
     return isinstance(error, RuntimeError) or type(error).__module__ != "builtins"
 
@@ -267,23 +243,20 @@ def _can_respawn() -> bool:
     """Return whether another process may import the program's script once more."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return False
-    script = getattr(sys.modules.get("__main__"), "__file__", None)
+    script = held(sys.modules.get("__main__"), "__file__")
     try:
         return script is None or "__main__" in Path(script).read_text(errors="replace")
     except OSError:
         return False
 
 
-def _what_forking_did(facts: DatasetFacts, failure: Failure | None) -> str:
-    if failure is None:
-        return (
-            f"reads {facts.shared_file} by a position that it shares with the training process, "
-            "which opened the file"
-        )
-    return failure.what + _with_stack(failure)
-
-
-def _forkserver(what: str) -> str:
+def _forkserver_message(facts: DatasetFacts, failure: Failure | None) -> str:
+    what = (
+        f"reads {facts.shared_file} by a position that it shares with the training process, "
+        "which opened the file"
+        if failure is None
+        else failure.what + _with_stack(failure)
+    )
     return (
         "workers are started by forkserver instead of fork: the dataset is read well by a process "
         f"that was started so, whereas a forked one {what}. Something that the training process "
@@ -293,40 +266,27 @@ def _forkserver(what: str) -> str:
     )
 
 
-def _decided_without(failure: Failure) -> str:
-    return (
-        f"a process that tried the dataset {failure.what}, so settings are chosen without having "
-        "measured it. If the training hangs or fails at its first batch, look for what the "
-        "dataset opens or starts in __init__, and open it on first use in __getitem__."
-        f"{_with_stack(failure)}"
-    )
-
-
 def _with_stack(failure: Failure) -> str:
     return f". What it was doing:\n{failure.stack}" if failure.stack else ""
 
 
-def _unreadable(spec: LoaderSpec, key: Any, failure: Failure) -> DatasetError:
-    keys = ""
+def _unreadable(spec: LoaderSpec, key: object, failure: Failure) -> DatasetError:
+    keys = inherited = ""
     if isinstance(failure.error, KeyError | TypeError) and not spec.has_order:
         keys = (
             " If its keys are others than the numbers from 0, build the loader with "
             "make_loader(dataset, sampler=...), whose sampler gives them."
         )
+    if _suspects_fork(failure):
+        inherited = (
+            " It was read in a side process, as workers read it. If the dataset works in the "
+            "training process alone, it holds something there that other processes cannot use: "
+            "open that on first use in __getitem__, or set num_workers=0."
+        )
     error = DatasetError(
         f"Reading sample {key!r} of {spec.name} ({type(spec.dataset).__name__}) {failure.what}. "
         "The training would have failed at its first batch; the cause is in the traceback above."
-        f"{keys}{_inherited(failure)}"
+        f"{keys}{inherited}"
     )
     error.__cause__ = failure.error
     return error
-
-
-def _inherited(failure: Failure) -> str:
-    if not _suspects_fork(failure):
-        return ""
-    return (
-        " It was read in a side process, as workers read it. If the dataset works in the training "
-        "process alone, it holds something there that other processes cannot use: open that on "
-        "first use in __getitem__, or set num_workers=0."
-    )

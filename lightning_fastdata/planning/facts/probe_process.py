@@ -21,6 +21,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 
@@ -28,29 +29,29 @@ import torch
 
 from lightning_fastdata.host.system_calls import die_with
 
-Tell: TypeAlias = Callable[[str, Any], None]
+Tell: TypeAlias = Callable[[str, object], None]
 """Sends a finding to the training process: its name, and a value that can be pickled."""
 FailureKind: TypeAlias = Literal["raised", "stuck", "late", "died", "not started"]
 
 _DEADLINE_S: Final = 30.0
-_START_S: Final = 60.0
-"""A spawned process imports torch and unpickles the dataset, of which the size is not known."""
+_START_S: Final = 60.0  # a spawned process imports torch and unpickles a dataset of unknown size
 _STUCK_S: Final = 3.0
 _LOOK_S: Final = 0.25
 _STACK_S: Final = 1.0
 _STACK_BYTES: Final = 2**15
-_BUSY: Final = 0.02
-"""CPU seconds a second, below which a process is not at work."""
+_CAN_ASK_FOR_STACKS: Final = sys.platform != "win32"  # which has no faulthandler.register()
+_BUSY: Final = 0.02  # CPU seconds a second, below which a process is not at work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """Why a trial came to no end."""
+    """Why a trial came to no end.
+
+    The work raised an error, all its threads waited for locks ("stuck"), it took longer than the
+    deadline ("late"), a signal or an exit ended it ("died"), or the process could not be started.
+    """
 
     kind: FailureKind
-    """``"raised"``: the work raised an error. ``"stuck"``: all its threads waited for locks.
-    ``"late"``: it took longer than the deadline. ``"died"``: a signal or an exit ended it.
-    ``"not started"``: the process could not be started."""
     what: str
     """What happened, as the end of a sentence that begins with the process."""
     error: Exception | None = None
@@ -63,33 +64,26 @@ class Failure:
 class Findings:
     """What came of a trial."""
 
-    values: dict[str, Any] = field(default_factory=dict)
-    """The findings that were sent, by name."""
-    failure: Failure | None = None
-    """Why it did not end; None: it did."""
+    values: dict[str, Any] = field(default_factory=dict)  # what was sent, by name
+    failure: Failure | None = None  # why it did not end; None: it did
 
 
 def try_apart(
     work: Callable[..., None],
-    *arguments: Any,
+    *arguments: object,
     start_method: str,
     deadline_s: float = _DEADLINE_S,
 ) -> Findings:
     """Run some work in a process of its own, and return what it sends.
 
-    The process is ended when the work has ended, or at the deadline.
-
-    Args:
-        work: Called with ``arguments`` and what sends a finding (:data:`Tell`).
-        arguments: For the work; to be pickled unless processes are forked.
-        start_method: ``"fork"``, ``"spawn"`` or ``"forkserver"``.
-        deadline_s: Seconds from the start of the work.
+    The work is called with ``arguments``, to be pickled unless processes are forked, and what sends
+    a finding (:data:`Tell`). The process is ended when the work has ended, or at the deadline.
     """
-    context: Any = multiprocessing.get_context(start_method)
+    context = multiprocessing.get_context(start_method)
     ours, theirs = context.Pipe(duplex=False)
     stacks, stack_end = context.Pipe(duplex=False)
     parent = os.getpid() if start_method == "fork" else 0
-    process = context.Process(
+    process = context.Process(  # type: ignore[attr-defined]  # a context has it
         target=_main,
         args=(theirs, stack_end, parent, work, arguments),
         daemon=True,
@@ -103,23 +97,28 @@ def try_apart(
             return Findings(failure=Failure(kind="not started", what=what))
         theirs.close()
         stack_end.close()
+        values: dict[str, object] = {}
         try:
-            return _listen(process, ours, stacks, deadline_s)
+            return Findings(
+                values=values, failure=_listen(process, ours, stacks, deadline_s, values)
+            )
         finally:
             process.kill()
             process.join()
             process.close()
 
 
-def _listen(process: Any, ours: Connection, stacks: Connection, deadline_s: float) -> Findings:
-    values: dict[str, Any] = {}
-    idle = _IdleWatch(process.pid)
+def _listen(
+    process: BaseProcess,
+    ours: Connection,
+    stacks: Connection,
+    deadline_s: float,
+    values: dict[str, object],
+) -> Failure | None:
+    """Receive findings into ``values`` until the work ends; return why it did not."""
+    pid = process.pid or 0
+    idle, begun = _IdleWatch(pid), False
     until = time.monotonic() + _START_S
-    begun = False
-
-    def failed(kind: FailureKind, what: str, stack: str = "") -> Findings:
-        return Findings(values=values, failure=Failure(kind=kind, what=what, stack=stack))
-
     while True:
         ready = multiprocessing.connection.wait([ours, process.sentinel], _LOOK_S)
         if ours in ready:
@@ -136,24 +135,22 @@ def _listen(process: Any, ours: Connection, stacks: Connection, deadline_s: floa
                     values[name] = payload
                 elif kind == "raised":
                     error = _as_error(name, *payload)
-                    what = f"raised {name}: {error}"
-                    return Findings(
-                        values=values, failure=Failure(kind="raised", what=what, error=error)
-                    )
+                    return Failure(kind="raised", what=f"raised {name}: {error}", error=error)
                 else:
-                    return Findings(values=values)
+                    return None
                 continue
         if process.sentinel in ready:
             process.join()
-            return failed("died", _death(process.exitcode))
+            code = process.exitcode or 0
+            died = f"was ended by {signal.Signals(-code).name}" if code < 0 else ""
+            return Failure(kind="died", what=died or f"left with exit code {code}")
         if begun and idle.stuck():
-            stack = _stack(process.pid, stacks)
-            return failed("stuck", f"waited for locks for {_STUCK_S:g} s", stack)
+            what = f"waited for locks for {_STUCK_S:g} s"
+            return Failure(kind="stuck", what=what, stack=_stack(pid, stacks))
         if time.monotonic() > until:
-            stack = _stack(process.pid, stacks) if begun else ""
-            within = f"{deadline_s if begun else _START_S:g} s"
-            what = f"took more than {within}" if begun else f"did not start within {within}"
-            return failed("late", what, stack)
+            slow, never = f"took more than {deadline_s:g} s", f"did not start within {_START_S:g} s"
+            stack = _stack(pid, stacks) if begun else ""
+            return Failure(kind="late", what=slow if begun else never, stack=stack)
 
 
 def _main(
@@ -161,18 +158,18 @@ def _main(
     stacks: Connection,
     parent: int,
     work: Callable[..., None],
-    arguments: tuple[Any, ...],
+    arguments: tuple[object, ...],
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with(parent)
-    if hasattr(faulthandler, "register"):
+    if _CAN_ASK_FOR_STACKS:
         faulthandler.register(signal.SIGUSR1, file=stacks.fileno(), all_threads=True, chain=False)
     torch.set_num_threads(1)
     cv2 = sys.modules.get("cv2")
     if cv2 is not None:
         cv2.setNumThreads(0)
 
-    def tell(name: str, value: Any) -> None:
+    def tell(name: str, value: object) -> None:
         # What cannot be pickled cannot be had, and is decided without.
         with contextlib.suppress(Exception):
             end.send_bytes(pickle.dumps(("found", name, value), pickle.HIGHEST_PROTOCOL))
@@ -181,11 +178,9 @@ def _main(
     try:
         work(*arguments, tell)
     except BaseException as error:  # sys.exit(), too, is the fault of a sample
-        text = "".join(traceback.format_exception(error))
-        try:
+        text, pickled = "".join(traceback.format_exception(error)), b""
+        with contextlib.suppress(Exception):
             pickled = pickle.dumps(error)
-        except Exception:
-            pickled = b""
         end.send(("raised", type(error).__name__, (pickled, str(error), text)))
     else:
         end.send(("ended", "", None))
@@ -196,7 +191,7 @@ def _main(
 
 
 def _as_error(kind: str, pickled: bytes, message: str, text: str) -> Exception:
-    sent: Any = None
+    sent: object = None
     with contextlib.suppress(Exception):
         sent = pickle.loads(pickled)
     error = sent if isinstance(sent, Exception) else RuntimeError(f"{kind}: {message}")
@@ -204,17 +199,10 @@ def _as_error(kind: str, pickled: bytes, message: str, text: str) -> Exception:
     return error
 
 
-def _death(code: int | None) -> str:
-    if code is not None and code < 0:
-        return f"was ended by {signal.Signals(-code).name}"
-    return f"left with exit code {code}"
-
-
 def _stack(pid: int, stacks: Connection) -> str:
-    if not hasattr(faulthandler, "register"):
-        return ""
     with contextlib.suppress(OSError):
-        os.kill(pid, signal.SIGUSR1)
+        if _CAN_ASK_FOR_STACKS:
+            os.kill(pid, signal.SIGUSR1)
         if stacks.poll(_STACK_S):
             time.sleep(0.05)  # it is written line by line
             return os.read(stacks.fileno(), _STACK_BYTES).decode(errors="replace")

@@ -18,12 +18,13 @@ if TYPE_CHECKING:
     from lightning_fastdata.types import Stage
 
 C = TypeVar("C", bound=type)
-_TAKEN_OVER: Final = ("batch_size", "drop_last", "seed")
-"""Arguments that are looked up when a loader is made; what others say has gone into objects."""
 LOADER_ARGUMENTS: Final = ("num_workers", "pin_memory", "persistent_workers", "prefetch_factor")
 """Arguments of torch's DataLoader that are options of the same name."""
-_SECONDS: Final = {"timeout": "timeout_s", "stall_timeout": "stall_timeout_s"}
-"""Arguments that are options of another name."""
+OPTION_OF: Final = {"timeout": "timeout_s", "stall_timeout": "stall_timeout_s"}
+"""Arguments of a loader that are options of another name."""
+# Looked up when a loader is made; what other arguments say has gone into objects by then.
+_TAKEN_OVER: Final = ("batch_size", "drop_last", "seed")
+_OPTIONS: Final = frozenset(field.name for field in fields(LoaderOptions))
 
 
 def check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
@@ -37,16 +38,12 @@ def check_batches(collate_fn: object, *, drop_last: object, image: object, mask:
     check_callable("collate_fn", collate_fn, "the samples of a batch and returns the batch")
     check("drop_last", drop_last, isinstance(drop_last, bool), "True and False")
     for name, field in (("image", image), ("mask", mask)):
-        fine = field is None or isinstance(field, str | int)
+        fine = isinstance(field, str | int | None)
         check(name, field, fine, "None, a key of the samples and a position in them")
 
 
 def checked_batch_size(batch_size: object) -> int:
-    """Return the batch size.
-
-    Raises:
-        OptionsError: It is not a whole number of at least 1.
-    """
+    """Return the batch size; raises OptionsError unless it is a whole number of at least 1."""
     if batch_size is None:
         raise OptionsError(
             "batch_size=None has to be a whole number of at least 1, as a data module makes "
@@ -58,6 +55,41 @@ def checked_batch_size(batch_size: object) -> int:
     return batch_size
 
 
+def checked_shuffle(shuffle: object) -> bool | Mapping[str, bool] | None:
+    """Return whether to shuffle: training, or the stages of a dict; None: training is shuffled.
+
+    Raises:
+        OptionsError: It is something else, or names a stage that does not exist.
+    """
+    if isinstance(shuffle, Mapping):
+        _check_stages("shuffle", shuffle)
+    values = shuffle.values() if isinstance(shuffle, Mapping) else (shuffle,)
+    if not all(isinstance(value, bool | None) for value in values):
+        raise OptionsError(
+            f"shuffle={shuffle!r} has to be True or False, for training, or a dict of them by "
+            f"stage ({', '.join(STAGES)})."
+        )
+    return shuffle  # type: ignore[return-value]  # each value was looked at
+
+
+def shuffles(shuffle: bool | Mapping[str, bool] | None, stage: Stage) -> bool | None:
+    """Return whether a stage is to be shuffled; None: the user did not say."""
+    if isinstance(shuffle, Mapping):
+        return shuffle.get(stage)
+    return shuffle if stage == "train" else None
+
+
+def _check_stages(name: str, by_stage: Mapping[str, object]) -> None:
+    for stage in by_stage:
+        if stage not in STAGES:
+            raise OptionsError(
+                f"{name} has the key {stage!r}, which is no stage. Stages are {', '.join(STAGES)}."
+            )
+
+
+# -- arguments that a subclass keeps to itself -----------------------------------------------------
+
+
 def remembers_given(cls: C) -> C:
     """Have the objects of a class remember which arguments their constructor was given.
 
@@ -67,20 +99,24 @@ def remembers_given(cls: C) -> C:
     parameters = inspect.signature(construct)
 
     @functools.wraps(construct)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+    def __init__(self: object, *args: object, **kwargs: object) -> None:  # noqa: N807
         before = {name: vars(self)[name] for name in _TAKEN_OVER if name in vars(self)}
         construct(self, *args, **kwargs)
         given = parameters.bind(self, *args, **kwargs).arguments
         vars(self).update({name: before[name] for name in before if name not in given})
-        self._not_given = {
+        vars(self)["_not_given"] = {
             name: parameter.default
             for name, parameter in parameters.parameters.items()
             if name not in {"self", *given, *before}
         }
 
-    __init__.remembers = True  # type: ignore[attr-defined]
+    vars(__init__)["remembers"] = True
     cls.__init__ = __init__  # type: ignore[misc]
     return cls
+
+
+def _not_given(module: object) -> dict[str, object]:
+    return vars(module).get("_not_given") or {}
 
 
 def take_over_hyperparameters(module: Any) -> None:
@@ -90,15 +126,14 @@ def take_over_hyperparameters(module: Any) -> None:
     ``save_hyperparameters()``. Its batch size, seed and drop_last are used; for other arguments of
     :class:`FastDataModule` that have come no further there is a warning.
     """
-    saved, defaults = module.hparams_initial, vars(module).get("_not_given") or {}
+    saved, defaults = module.hparams_initial, _not_given(module)
     lost = []
     for name in [name for name in defaults if name in saved]:
-        default = defaults.pop(name)
+        default, value = defaults.pop(name), saved[name]
         now = getattr(module, name, default)
-        if saved[name] == default or now not in (default, LoaderOptions()):
+        if value == default or now not in (default, LoaderOptions()):
             continue  # as it is here, or set by the subclass
         if name in _TAKEN_OVER:
-            value = saved[name]
             setattr(module, name, checked_batch_size(value) if name == "batch_size" else value)
         else:
             lost.append(name)
@@ -109,52 +144,46 @@ def take_over_hyperparameters(module: Any) -> None:
 def warn_of_lost_batch_size(module: DataModule, overrides: Collection[str]) -> None:
     """Warn of a subclass that takes ``batch_size`` and keeps it to itself.
 
-    Args:
-        module: The data module, whose hyperparameters were taken over.
-        overrides: Names of what is set for the one loader that is being made.
+    Its hyperparameters were taken over; ``overrides`` are set for the one loader that is made.
     """
-    defaults, construct = vars(module).get("_not_given") or {}, type(module).__init__
-    if "batch_size" in overrides or hasattr(construct, "remembers"):
+    construct = type(module).__init__
+    if "batch_size" in overrides or "remembers" in vars(construct):
         return
     taken = "batch_size" in inspect.signature(construct).parameters
-    if taken and module.batch_size == defaults.pop("batch_size", None):
+    if taken and module.batch_size == _not_given(module).pop("batch_size", None):
         _warn_of_lost(module, ["batch_size"])
 
 
 def _warn_of_lost(module: object, names: Sequence[str]) -> None:
-    named = ", ".join(f"{name}={name}" for name in names)
+    passed = ", ".join(f"{name}={name}" for name in names)
     warnings.warn(
         f"{type(module).__name__} takes {' and '.join(names)} and does not pass it on, so that the "
-        f"default of FastDataModule is used. Call super().__init__({named}).",
+        f"default of FastDataModule is used. Call super().__init__({passed}).",
         FastDataWarning,
         stacklevel=3,
     )
 
 
+# -- options ---------------------------------------------------------------------------------------
+
+
 def joined_options(
     options: LoaderOptions | Mapping[str, LoaderOptions] | None, given: Mapping[str, Any]
 ) -> LoaderOptions | dict[Stage, LoaderOptions]:
-    """Return the options of a data module, for all stages or for each.
-
-    Args:
-        options: As the user gave them.
-        given: Arguments of :data:`LOADER_ARGUMENTS`; None and ``"auto"``: not given.
+    """Return the options of a data module, for all stages or for each, with the arguments given.
 
     Raises:
         OptionsError: They are no options, name a stage that does not exist, or contradict an
             argument.
     """
-    names = {field.name for field in fields(LoaderOptions)}
-    if isinstance(options, Mapping) and not names & set(options):
-        check_stages("options", options)
-        return {stage: joined(options.get(stage), given, f"options[{stage!r}]") for stage in STAGES}
-    return joined(options, given, "options")
+    if isinstance(options, Mapping) and not _OPTIONS & set(options):
+        _check_stages("options", options)
+        return {s: _joined(options.get(s), given, f"options[{s!r}]") for s in STAGES}
+    return _joined(options, given, "options")
 
 
-def joined(options: object, given: Mapping[str, Any], name: str = "options") -> LoaderOptions:
-    """Return one stage's options with the arguments in their place; see `joined_options`."""
-    if options is None:
-        options = LoaderOptions()
+def _joined(options: object, given: Mapping[str, Any], name: str) -> LoaderOptions:
+    options = LoaderOptions() if options is None else options
     if not isinstance(options, LoaderOptions):
         raise OptionsError(
             f"{name}={options!r} is a {type(options).__name__}; pass LoaderOptions(...), or a dict "
@@ -171,67 +200,25 @@ def joined(options: object, given: Mapping[str, Any], name: str = "options") -> 
     return replace(options, **asked)
 
 
-def options_of(options: LoaderOptions | Mapping[Any, LoaderOptions], stage: Stage) -> LoaderOptions:
+def options_of(module: DataModule, stage: Stage) -> LoaderOptions:
     """Return the options of one stage; those of a stage that is missing are the defaults."""
-    if isinstance(options, LoaderOptions):
-        return options
-    return options.get(stage, LoaderOptions())
+    options = module.options
+    return options if isinstance(options, LoaderOptions) else options.get(stage, LoaderOptions())
 
 
 def options_from(
     options: LoaderOptions, overrides: Mapping[str, Any]
 ) -> tuple[LoaderOptions, dict[str, Any]]:
-    """Return the options with the arguments of a loader that are options, and those that are not.
+    """Return a stage's options, in which a loader's arguments win, and arguments that are none.
 
     So a plan knows of them. ``multiprocessing_context`` may also be a context, which is none.
-
-    Args:
-        options: Of the loader's stage; an argument wins.
-        overrides: Arguments of :class:`FastDataLoader`; None for an option leaves it as it is.
     """
-    names = {field.name for field in fields(LoaderOptions)} | set(_SECONDS)
     asked, others = {}, {}
     for name, value in overrides.items():
-        option = name in names and not (name == "multiprocessing_context" and _is_context(value))
-        if not option:
+        option = OPTION_OF.get(name, name)
+        context = option == "multiprocessing_context" and not isinstance(value, str | None)
+        if option not in _OPTIONS or context:
             others[name] = value
         elif value is not None:
-            asked[_SECONDS.get(name, name)] = value
+            asked[option] = value
     return replace(options, **asked), others
-
-
-def _is_context(value: object) -> bool:
-    return value is not None and not isinstance(value, str)
-
-
-def checked_shuffle(shuffle: object) -> bool | Mapping[str, bool] | None:
-    """Return whether to shuffle: training, or the stages of a dict; None: training is shuffled.
-
-    Raises:
-        OptionsError: It is something else, or names a stage that does not exist.
-    """
-    if isinstance(shuffle, Mapping):
-        check_stages("shuffle", shuffle)
-    values = shuffle.values() if isinstance(shuffle, Mapping) else (shuffle,)
-    if not all(value is None or isinstance(value, bool) for value in values):
-        raise OptionsError(
-            f"shuffle={shuffle!r} has to be True or False, for training, or a dict of them by "
-            f"stage ({', '.join(STAGES)})."
-        )
-    return shuffle  # type: ignore[return-value]  # each value was looked at
-
-
-def shuffles(shuffle: bool | Mapping[str, bool] | None, stage: Stage) -> bool | None:
-    """Return whether a stage is to be shuffled; None: the user did not say."""
-    if isinstance(shuffle, Mapping):
-        return shuffle.get(stage)
-    return shuffle if stage == "train" else None
-
-
-def check_stages(name: str, by_stage: Mapping[str, Any]) -> None:
-    """Raise OptionsError if a key is no stage."""
-    for stage in by_stage:
-        if stage not in STAGES:
-            raise OptionsError(
-                f"{name} has the key {stage!r}, which is no stage. Stages are {', '.join(STAGES)}."
-            )

@@ -37,7 +37,7 @@ from lightning_fastdata.plugin.placing.stage_transforms import StageTransforms
 from lightning_fastdata.plugin.placing.transfer import Prefetching, PrefetchName, TransferHooks
 from lightning_fastdata.plugin.placing.trial import AugmentOn, Placing
 from lightning_fastdata.plugin.seams.hooks import HOOKS, choose_own_hooks
-from lightning_fastdata.types import Stage
+from lightning_fastdata.types import STAGES, Stage
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -45,8 +45,7 @@ if TYPE_CHECKING:
 
     from lightning_fastdata.types import Batch
 
-_OF_THE_CLASS: Any = object()
-"""Stands for an argument that was not given, whose default is that of the constructor."""
+_OF_THE_CLASS: Any = object()  # an argument that was not given: the constructor's default holds
 
 
 @refuses_unknown_names
@@ -135,8 +134,8 @@ class DataModuleHooks(TransferHooks, NeedsConstruction):
         self.seed = None if seed is None else checked_seed(seed)
         self._transforms = StageTransforms(augment, image=image, mask=mask)
         self._prefetching = Prefetching(prefetch)
-        pipelines = Pipelines(self._transforms, augment_on)
-        self._loaders = ModuleLoaders(self._transforms, pipelines, self._prefetching)
+        self._pipelines = Pipelines(self._transforms, augment_on)
+        self._loaders = ModuleLoaders(self._transforms, self._pipelines, self._prefetching)
         self.notes: list[str] = []
 
     _guard_callback: type | None = None
@@ -144,11 +143,11 @@ class DataModuleHooks(TransferHooks, NeedsConstruction):
     @property
     def placing(self) -> Placing:
         """Where the pixels of pipelines are computed, and why."""
-        return self._loaders.pipelines.placing
+        return self._pipelines.placing
 
     @placing.setter
     def placing(self, placing: Placing) -> None:
-        self._loaders.pipelines.placing = placing
+        self._pipelines.placing = placing
 
     @property
     def augment_on(self) -> AugmentOn:
@@ -177,8 +176,6 @@ class DataModuleHooks(TransferHooks, NeedsConstruction):
         # A subclass's own hook may leave out super(), and then Lightning's warning is right.
         choose_own_hooks(self, trainer, set(HOOKS) - self.written_hooks())
 
-    # -- what a subclass writes ------------------------------------------------------------------
-
     def train_dataset(self) -> Any:
         """Return the dataset to train on."""
         return None
@@ -198,10 +195,10 @@ class DataModuleHooks(TransferHooks, NeedsConstruction):
     @classmethod
     def from_datasets(  # type: ignore[no-untyped-def]
         cls,
-        train_dataset: Any = None,
-        val_dataset: Any = None,
-        test_dataset: Any = None,
-        predict_dataset: Any = None,
+        train_dataset: object = None,
+        val_dataset: object = None,
+        test_dataset: object = None,
+        predict_dataset: object = None,
         batch_size: int = _OF_THE_CLASS,
         num_workers: int | Auto | None = None,
         **arguments: Any,
@@ -226,10 +223,10 @@ class DataModuleHooks(TransferHooks, NeedsConstruction):
     @classmethod
     def from_loaders(  # type: ignore[no-untyped-def]
         cls,
-        train: Any = None,
-        val: Any = None,
-        test: Any = None,
-        predict: Any = None,
+        train: object = None,
+        val: object = None,
+        test: object = None,
+        predict: object = None,
         *,
         keep_workers: bool = False,
         **arguments: Any,
@@ -258,10 +255,12 @@ class DataModuleHooks(TransferHooks, NeedsConstruction):
         Raises:
             OptionsError: Something is no DataLoader, or one that makes its batches in its own way.
         """
-        loaders: dict[Stage, Any] = {"train": train, "val": val, "test": test, "predict": predict}
+        loaders = dict(zip(STAGES, (train, val, test, predict), strict=True))
         return of_loaders(cls, loaders, arguments, keep_workers=keep_workers)
 
-    def register_transform(self, transform: Any, *, stage: Stage = "train") -> Callable[[], None]:
+    def register_transform(
+        self, transform: object, *, stage: Stage = "train"
+    ) -> Callable[[], None]:
         """Add a transform that runs on every batch of a stage, on the device.
 
         Transforms run in the order of their registration. An Albumentations pipeline starts in the
@@ -279,8 +278,6 @@ class DataModuleHooks(TransferHooks, NeedsConstruction):
                 would be a second Albumentations pipeline or one that comes too late.
         """
         return self._transforms.register(transform, stage)
-
-    # -- loaders -----------------------------------------------------------------------------------
 
     def train_dataloader(self) -> Any:
         """Return the loader of ``train_dataset()``; Lightning calls it."""
@@ -337,11 +334,11 @@ class DataModuleHooks(TransferHooks, NeedsConstruction):
 
     def augments_on_device(self, stage: Stage) -> bool:
         """Return whether :meth:`on_after_batch_transfer` transforms the batches of a stage."""
-        return self._loaders.pipelines.run_on_device(stage, self._trainer)
+        return self._pipelines.run_on_device(stage, self._trainer)
 
     def augmentation_settled(self, stage: Stage) -> bool:
         """Return whether it was found out in this run where pixels of a stage are best computed."""
-        return self._loaders.pipelines.settled(stage)
+        return self._pipelines.settled(stage)
 
     def repeats_of(self, stage: Stage) -> int:
         """Return how often each sample is in a batch that the steps of a stage get."""

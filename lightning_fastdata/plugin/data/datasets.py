@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar, runtime_checkable
 
 from torch.utils.data import (
     DataLoader,
@@ -24,6 +24,7 @@ from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.planning.options import LoaderOptions
 from lightning_fastdata.plugin.data.arguments import (
     LOADER_ARGUMENTS,
+    OPTION_OF,
     checked_batch_size,
     checked_shuffle,
     joined_options,
@@ -33,65 +34,72 @@ from lightning_fastdata.torch_internals import MAKES_BATCHES
 from lightning_fastdata.types import STAGES
 
 if TYPE_CHECKING:
+    from lightning_fastdata.plugin.contracts import DataModule
     from lightning_fastdata.types import Stage
 
-DATASET_METHOD = {stage: f"{stage}_dataset" for stage in STAGES}
+M = TypeVar("M", bound="DataModule")
+DATASET_METHOD: Final = {stage: f"{stage}_dataset" for stage in STAGES}
 """What a subclass writes for each stage."""
 _LOOKED_AT: Final = 64
 _WORKERS: Final = ("num_workers", "prefetch_factor", "persistent_workers")
+_ABOUT_LOADERS: Final = ("batch_size", "shuffle", "options", *LOADER_ARGUMENTS)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class GivenLoader:
-    """What a DataLoader says of its batches."""
-
-    dataset: Any
-    """What it reads."""
-    arguments: Mapping[str, Any]
-    """Of ``make_loader``, except for the batch size."""
-    batch_size: int | None
-    """Samples in a batch; None where that is the batch sampler's, or samples come as they are."""
-    base: int | None = None
-    """The data module's ``batch_size`` for which this one holds."""
-
-    def rows(self, batch_size: int) -> int | None:
-        """Return the samples in a batch when the data module has another ``batch_size``."""
-        if self.batch_size is None or self.base is None:
-            return self.batch_size
-        return max(1, round(self.batch_size * batch_size / self.base))
-
-    def arguments_for(self, batch_size: int) -> dict[str, Any]:
-        """Return the arguments of ``make_loader``; see :meth:`rows`."""
-        if "batch_sampler" in self.arguments:
-            return dict(self.arguments)
-        return {**self.arguments, "batch_size": self.rows(batch_size)}
+# -- what a dataset method returns -----------------------------------------------------------------
 
 
-def taken_apart(
-    item: Any, batch_size: int, options: LoaderOptions | None = None
-) -> tuple[Any, dict[str, Any]]:
-    """Return the dataset of an item that a dataset method returned, and what else is known of it.
+def named(datasets: object, name: str) -> list[tuple[str, Any]]:
+    """Return each dataset with the name that messages call it by.
 
-    Args:
-        item: A dataset, or a :class:`GivenLoader`.
-        batch_size: Of the data module.
-        options: Of the stage. What the user set there wins over the loader.
+    Raises:
+        DatasetError: These are the splits of a Hugging Face dataset, for all stages.
     """
-    if not isinstance(item, GivenLoader):
-        return item, {}
-    known = item.arguments_for(batch_size)
-    if options is not None:
-        default = LoaderOptions()
-        chosen = {
-            f.name for f in fields(options) if getattr(options, f.name) != getattr(default, f.name)
-        }
-        known = {n: v for n, v in known.items() if {"timeout": "timeout_s"}.get(n, n) not in chosen}
-    return item.dataset, known
+    if is_missing(datasets):
+        return []
+    kind = type(datasets).__name__
+    if isinstance(datasets, Mapping) and kind.endswith("DatasetDict"):
+        raise DatasetError(
+            f"{name} is the {kind} of all splits ({', '.join(datasets)}). "
+            f"Return one of them: [{next(iter(datasets))!r}]."
+        )
+    if isinstance(datasets, Mapping):
+        return [(f"{name}[{key!r}]", dataset) for key, dataset in datasets.items()]
+    if isinstance(datasets, list | tuple) and _is_several(datasets):
+        return [(f"{name}[{i}]", dataset) for i, dataset in enumerate(datasets)]
+    return [(name, datasets)]
 
 
-def refuse_loaders(datasets: Any, name: str, stage: Stage) -> None:
+def in_form_of(datasets: object, values: Sequence[Any]) -> Any:
+    """Return one value for each dataset, in the order of :func:`named`, as the datasets came.
+
+    They are one dataset, or several by name or position; not none at all.
+    """
+    if isinstance(datasets, Mapping):
+        return dict(zip(datasets, values, strict=True))
+    return list(values) if _is_several(datasets) else values[0]
+
+
+def is_missing(datasets: object) -> bool:
+    """Whether there is no dataset at all."""
+    return datasets is None or (isinstance(datasets, list | tuple | dict) and len(datasets) == 0)
+
+
+@runtime_checkable
+class _FetchesBatches(Protocol):  # which datasets of Hugging Face have in common with torch's
+    def __getitems__(self, indices: list[int], /) -> object: ...
+
+
+def _is_several(datasets: object) -> bool:
+    """Whether these are datasets rather than one dataset that happens to be a sequence."""
+    if isinstance(datasets, Dataset) or not isinstance(datasets, list | tuple):
+        return False
+    # One is enough: what else is among them is refused by its position.
+    return any(isinstance(each, Dataset | GivenLoader | _FetchesBatches) for each in datasets)
+
+
+def refuse_loaders(datasets: object, name: str, stage: Stage) -> None:
     """Raise DatasetError if what a dataset method returned is a DataLoader, or holds one."""
-    items = [datasets]
+    items: Sequence[object] = [datasets]
     if isinstance(datasets, Mapping | list | tuple):
         several = datasets.values() if isinstance(datasets, Mapping) else datasets
         items = list(islice(several, _LOOKED_AT))
@@ -104,40 +112,83 @@ def refuse_loaders(datasets: Any, name: str, stage: Stage) -> None:
         )
 
 
-def given_loaders(
+class Constant:
+    """A dataset method that returns a given dataset; unlike a lambda, it can be pickled.
+
+    ``combine`` makes one loader of those of the datasets; None: Lightning does.
+    """
+
+    def __init__(self, dataset: object, combine: Callable[[Any], Any] | None = None) -> None:
+        self.dataset = dataset
+        self.combine = combine
+
+    def __call__(self) -> object:
+        """Return the dataset."""
+        return self.dataset
+
+
+# -- loaders that a user has -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GivenLoader:
+    """What a DataLoader says of its batches."""
+
+    dataset: Dataset[Any]
+    arguments: Mapping[str, object]
+    """Of ``make_loader``, except for the batch size."""
+    batch_size: int | None
+    """Samples in a batch; None where that is the batch sampler's, or samples come as they are."""
+    base: int | None = None
+    """The data module's ``batch_size`` for which this one holds; with another it is scaled."""
+
+
+def taken_apart(
+    item: Any, batch_size: int, options: LoaderOptions | None = None
+) -> tuple[Any, dict[str, Any]]:
+    """Return the dataset of an item that a dataset method returned, and arguments of its loader.
+
+    What the user set in the options of the stage wins over a :class:`GivenLoader`.
+    """
+    if not isinstance(item, GivenLoader):
+        return item, {}
+    known = dict(item.arguments)
+    if "batch_sampler" not in known:
+        rows = item.batch_size
+        if rows is not None and item.base is not None:
+            rows = max(1, round(rows * batch_size / item.base))
+        known["batch_size"] = rows
+    if options is not None:
+        default = LoaderOptions()
+        names = [field.name for field in fields(options)]
+        chosen = {n for n in names if getattr(options, n) != getattr(default, n)}
+        known = {n: v for n, v in known.items() if OPTION_OF.get(n, n) not in chosen}
+    return item.dataset, known
+
+
+def _given_loaders(
     loaders: Any, name: str, *, keep_workers: bool
 ) -> tuple[Any, Callable[[Any], Any] | None]:
-    """Take loaders apart.
+    """Take a DataLoader, a list or dict of them, or Lightning's CombinedLoader of these apart.
 
-    Args:
-        loaders: A DataLoader, a list or dict of them, or Lightning's CombinedLoader of these.
-        name: How messages call them.
-        keep_workers: Keep their workers and pinning, instead of choosing them.
-
-    Returns:
-        A :class:`GivenLoader` for each, in the same form, and what combines the loaders made of
-        them; None: Lightning does.
-
-    Raises:
-        OptionsError: One of them cannot be taken apart.
+    Returns a :class:`GivenLoader` for each, in the same form, and what combines the loaders made of
+    them; None: Lightning does.
     """
-    combine = None
-    mode = combined_mode(loaders)
+    combine, mode = None, combined_mode(loaders)
     if mode is not None:
-        kind: Any = type(loaders)
+        kind: Callable[..., Any] = type(loaders)
         combine = partial(kind, mode=mode)
         loaders = loaders.iterables
-    given: Any
     if isinstance(loaders, Mapping):
         given = {key: _given(loaders[key], f"{name}[{key!r}]", keep_workers) for key in loaders}
-    elif isinstance(loaders, list | tuple):
-        given = [_given(one, f"{name}[{at}]", keep_workers) for at, one in enumerate(loaders)]
-    else:
-        given = _given(loaders, name, keep_workers)
-    return given, combine
+        return given, combine
+    if isinstance(loaders, list | tuple):
+        several = [_given(one, f"{name}[{at}]", keep_workers) for at, one in enumerate(loaders)]
+        return several, combine
+    return _given(loaders, name, keep_workers), combine
 
 
-def _given(loader: Any, name: str, keep_workers: bool) -> GivenLoader:
+def _given(loader: object, name: str, keep_workers: bool) -> GivenLoader:
     kind = type(loader).__name__
     if not isinstance(loader, DataLoader):
         raise OptionsError(
@@ -145,9 +196,8 @@ def _given(loader: Any, name: str, keep_workers: bool) -> GivenLoader:
             "of them. Give datasets to from_datasets(). A loader of another kind stays as it is if "
             "a subclass returns it from train_dataloader(), val_dataloader(), ..."
         )
-    ours = isinstance(loader, FastDataLoader)
     own = [n for n in MAKES_BATCHES if getattr(type(loader), n) is not getattr(DataLoader, n)]
-    if own and not ours:
+    if own and not isinstance(loader, FastDataLoader):
         raise OptionsError(
             f"{name} is a {kind}, which makes its batches in its own way ({own[0]}). Give its "
             "dataset to from_datasets(), or have a subclass return it from train_dataloader(), "
@@ -159,8 +209,8 @@ def _given(loader: Any, name: str, keep_workers: bool) -> GivenLoader:
             "the data module as augment=, and use make_loader(..., device_resident=True)."
         )
     arguments = _order(loader) | _workers(loader, keep_workers)
-    collated = default_collate if _makes_batches(loader) else default_convert
-    if loader.collate_fn is not collated:
+    batches = loader.batch_size is not None or loader.batch_sampler is not None
+    if loader.collate_fn is not (default_collate if batches else default_convert):
         arguments["collate_fn"] = loader.collate_fn
     if loader.worker_init_fn is not None:
         arguments["worker_init_fn"] = loader.worker_init_fn
@@ -175,24 +225,19 @@ def _given(loader: Any, name: str, keep_workers: bool) -> GivenLoader:
     return GivenLoader(loader.dataset, arguments, loader.batch_size)
 
 
-def _makes_batches(loader: DataLoader[Any]) -> bool:
-    return loader.batch_size is not None or loader.batch_sampler is not None
-
-
-def _order(loader: DataLoader[Any]) -> dict[str, Any]:
+def _order(loader: DataLoader[Any]) -> dict[str, object]:
     """Return which samples come in which order; a plain shuffle is that of the data module."""
     if isinstance(loader.dataset, IterableDataset):
         return {}
     if loader.batch_size is None and loader.batch_sampler is not None:
         return {"batch_sampler": loader.batch_sampler}
-    sampler: Any = loader.sampler
-    data: Any = loader.dataset
-    if getattr(sampler, "data_source", None) is not data:
-        return {"sampler": sampler}
-    if type(sampler) is SequentialSampler:
+    sampler: object = loader.sampler
+    data: object = loader.dataset
+    if type(sampler) is SequentialSampler and sampler.data_source is data:
         return {"shuffle": False}
     if (
         type(sampler) is RandomSampler
+        and sampler.data_source is data
         and sampler.generator is None
         and not sampler.replacement
         and sampler.num_samples == len(sampler.data_source)
@@ -201,8 +246,8 @@ def _order(loader: DataLoader[Any]) -> dict[str, Any]:
     return {"sampler": sampler}
 
 
-def _workers(loader: DataLoader[Any], keep: bool) -> dict[str, Any]:
-    taken: dict[str, Any] = {}
+def _workers(loader: DataLoader[Any], keep: bool) -> dict[str, object]:
+    taken: dict[str, object] = {}
     if loader.multiprocessing_context is not None:
         taken["multiprocessing_context"] = loader.multiprocessing_context.get_start_method()
     if loader.timeout:
@@ -218,80 +263,15 @@ def _workers(loader: DataLoader[Any], keep: bool) -> dict[str, Any]:
     return taken
 
 
-def named(datasets: Any, name: str) -> list[tuple[str, Any]]:
-    """Return each dataset with the name that messages call it by.
-
-    Raises:
-        DatasetError: These are the splits of a Hugging Face dataset, for all stages.
-    """
-    if is_missing(datasets):
-        return []
-    if isinstance(datasets, Mapping) and type(datasets).__name__.endswith("DatasetDict"):
-        raise DatasetError(
-            f"{name} is the {type(datasets).__name__} of all splits ({', '.join(datasets)}). "
-            f"Return one of them: [{next(iter(datasets))!r}]."
-        )
-    if isinstance(datasets, Mapping):
-        return [(f"{name}[{key!r}]", dataset) for key, dataset in datasets.items()]
-    if is_several(datasets):
-        return [(f"{name}[{i}]", dataset) for i, dataset in enumerate(datasets)]
-    return [(name, datasets)]
+# -- data modules of what exists already -----------------------------------------------------------
 
 
-def in_form_of(datasets: Any, values: Sequence[Any]) -> Any:
-    """Return one value for each dataset in the form in which the datasets came.
+def of_datasets(
+    cls: Callable[..., M], datasets: Sequence[object], arguments: Mapping[str, Any]
+) -> M:
+    """Return a data module whose dataset methods return these datasets, one or None for each stage.
 
-    Args:
-        datasets: One dataset, or several by name or position; not none at all.
-        values: As many values, in the order of :func:`named`.
-    """
-    if isinstance(datasets, Mapping):
-        return dict(zip(datasets, values, strict=True))
-    return list(values) if is_several(datasets) else values[0]
-
-
-def is_several(datasets: Any) -> bool:
-    """Whether these are datasets rather than one dataset that happens to be a sequence."""
-    if isinstance(datasets, Dataset) or not isinstance(datasets, list | tuple):
-        return False
-    # One is enough: what else is among them is refused by its position.
-    return any(_is_dataset(each) for each in datasets)
-
-
-def _is_dataset(value: Any) -> bool:
-    """Whether a value is surely a dataset; those of Hugging Face know torch's protocol alone."""
-    return isinstance(value, Dataset | GivenLoader) or hasattr(type(value), "__getitems__")
-
-
-def is_missing(datasets: Any) -> bool:
-    """Whether there is no dataset at all."""
-    return datasets is None or (isinstance(datasets, list | tuple | dict) and len(datasets) == 0)
-
-
-class Constant:
-    """A dataset method that returns a given dataset; unlike a lambda, it can be pickled."""
-
-    def __init__(self, dataset: Any, combine: Callable[[Any], Any] | None = None) -> None:
-        self.dataset = dataset
-        self.combine = combine
-        """Makes one loader of those of the datasets; None: Lightning does."""
-
-    def __call__(self) -> Any:
-        """Return the dataset."""
-        return self.dataset
-
-
-_ABOUT_LOADERS: Final = ("batch_size", "shuffle", "options", *LOADER_ARGUMENTS)
-_OF_THE_LOADERS: Final = ("batch_size", "shuffle")
-
-
-def of_datasets(cls: Any, datasets: Sequence[Any], arguments: Mapping[str, Any]) -> Any:
-    """Return a data module whose dataset methods return these datasets.
-
-    Args:
-        cls: Its class.
-        datasets: One for each stage; None: the stage has none.
-        arguments: Of the constructor; None for a loader's own argument: not given.
+    Arguments of the constructor that are None and a loader's own count as not given.
     """
     module = _made(cls, arguments)
     for stage, dataset in zip(STAGES, datasets, strict=True):
@@ -301,28 +281,26 @@ def of_datasets(cls: Any, datasets: Sequence[Any], arguments: Mapping[str, Any])
 
 
 def of_loaders(
-    cls: Any, loaders: Mapping[Stage, Any], arguments: Mapping[str, Any], *, keep_workers: bool
-) -> Any:
-    """Return a data module that makes the batches of these loaders.
-
-    Args:
-        cls: Its class.
-        loaders: By stage, in any form; None: the stage has none.
-        arguments: Of the constructor.
-        keep_workers: See `given_loaders`.
+    cls: Callable[..., M],
+    loaders: Mapping[Stage, object],
+    arguments: Mapping[str, Any],
+    *,
+    keep_workers: bool,
+) -> M:
+    """Return a data module that makes the batches of loaders, which are given by stage in any form.
 
     Raises:
         OptionsError: An argument is one that the loaders decide, or one of them cannot be taken
             apart.
     """
-    for name in _OF_THE_LOADERS:
+    for name in ("batch_size", "shuffle"):
         if name in arguments:
             raise OptionsError(
                 f"from_loaders() takes {name} from the loaders. Leave out {name}="
                 f"{arguments[name]!r}, or use from_datasets()."
             )
     given = {
-        stage: given_loaders(own, stage, keep_workers=keep_workers)
+        stage: _given_loaders(own, stage, keep_workers=keep_workers)
         for stage, own in loaders.items()
         if own is not None
     }
@@ -335,13 +313,13 @@ def of_loaders(
     return module
 
 
-def _made(cls: Any, arguments: Mapping[str, Any]) -> Any:
+def _made(cls: Callable[..., M], arguments: Mapping[str, Any]) -> M:
     """Return a data module, also of a class that does not take all arguments about loaders.
 
     What its constructor leaves out is set afterwards.
     """
     given = {n: v for n, v in arguments.items() if v is not None or n not in _ABOUT_LOADERS}
-    parameters = inspect.signature(cls.__init__).parameters
+    parameters = inspect.signature(cls).parameters
     open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     later = set() if open_ended else set(_ABOUT_LOADERS) - set(parameters)
     module = cls(**{n: v for n, v in given.items() if n not in later})
@@ -350,7 +328,6 @@ def _made(cls: Any, arguments: Mapping[str, Any]) -> Any:
         module.batch_size = checked_batch_size(rest["batch_size"])
     if "shuffle" in rest:
         module.shuffle = checked_shuffle(rest["shuffle"])
-    module.options = joined_options(
-        rest.get("options", module.options), {n: rest.get(n) for n in LOADER_ARGUMENTS}
-    )
+    loader_arguments = {name: rest.get(name) for name in LOADER_ARGUMENTS}
+    module.options = joined_options(rest.get("options", module.options), loader_arguments)
     return module

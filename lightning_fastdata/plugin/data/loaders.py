@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 from torch.utils.data import Dataset, IterableDataset, SequentialSampler
 
 from lightning_fastdata.errors import DatasetError, OptionsError
 from lightning_fastdata.loading.loader import FastDataLoader
-from lightning_fastdata.order.epoch_order import (
-    EvaluationBatchSampler,
-    ShuffleSampler,
-    dataset_length,
-)
+from lightning_fastdata.order.epoch_order import dataset_length
+from lightning_fastdata.order.samplers import EvaluationBatchSampler, ShuffleSampler
 from lightning_fastdata.plugin.seams.internals import spreads_samples
 from lightning_fastdata.plugin.seams.loaders import average_exactly, silence_padding_warning
 from lightning_fastdata.plugin.seams.trainer import running_stage
@@ -25,22 +22,71 @@ if TYPE_CHECKING:
     from lightning_fastdata.planning.loader_plan import LoaderPlan
     from lightning_fastdata.types import Stage
 
+_NEEDS_WORKERS: Final = ("prefetch_factor", "persistent_workers", "multiprocessing_context")
+_REPLACED_BY_BATCH_SAMPLER: Final = ("batch_size", "sampler", "drop_last")
+_ORDERS: Final = ("shuffle", "sampler", "batch_sampler")
 
-def sharing_ranks(trainer: Trainer | None) -> int:
-    """Return the processes among which Lightning spreads the samples of a loader, 1 without any."""
-    return 1 if trainer is None or not spreads_samples(trainer) else int(trainer.world_size)
+
+def build_loader(
+    dataset: Dataset[Any],
+    *,
+    stage: Stage,
+    plan: LoaderPlan,
+    settings: Mapping[str, Any],
+    overrides: Mapping[str, Any],
+    shuffle: bool | None = None,
+    trainer: Trainer | None = None,
+) -> FastDataLoader:
+    """Return the loader; a sharing strategy that was planned is set for the whole process.
+
+    Of its arguments the planned ones win over ``settings``, and ``overrides`` over all; what they
+    exclude is left out. Training is shuffled by the seed in ``settings``, unless ``shuffle`` says
+    otherwise. With several ranks, evaluation is put into batches that can be shared among them,
+    unless an override says which samples come in which order.
+    """
+    if plan.sharing_strategy is not None:
+        torch.multiprocessing.set_sharing_strategy(plan.sharing_strategy)  # type: ignore[no-untyped-call]
+    arguments = {**settings, **plan.dataloader_kwargs(), "worker_nice": plan.worker_nice}
+    arguments |= {"executor": plan.executor, "page_lock": plan.page_lock}
+    if plan.stall_timeout_s is not None:
+        arguments["stall_timeout"] = plan.stall_timeout_s
+    overrides = dict(overrides)
+    if not any(overrides.get(name) is not None for name in ("sampler", "batch_sampler")):
+        shuffle = overrides.pop("shuffle", shuffle)
+    sized = cast("Any", dataset)
+    stream = isinstance(dataset, IterableDataset)
+    if stream and shuffle:
+        raise OptionsError(
+            f"shuffle=True, but {type(dataset).__name__} is a stream, which has no index to "
+            "shuffle. Shuffle in the stream, and leave out shuffle."
+        )
+    if not stream and (stage == "train" if shuffle is None else shuffle):
+        arguments["sampler"] = ShuffleSampler(sized, settings["seed"])
+    arguments |= _without(overrides, () if plan.num_workers else _NEEDS_WORKERS)
+    ordered = any(arguments.get(name) is not None for name in _ORDERS)
+    spread = trainer is not None and trainer.world_size > 1 and spreads_samples(trainer)
+    batches = not stream and arguments["batch_size"] is not None
+    evaluates = spread and stage != "train" and batches and not ordered
+    if evaluates and dataset_length(dataset) is not None:
+        order = SequentialSampler(sized)
+        sampler = EvaluationBatchSampler(order, arguments["batch_size"], arguments["drop_last"])
+        arguments = {**_without(arguments, _REPLACED_BY_BATCH_SAMPLER), "batch_sampler": sampler}
+    elif "batch_sampler" in overrides:
+        replaced = [name for name in _REPLACED_BY_BATCH_SAMPLER if name not in overrides]
+        arguments = _without(arguments, replaced)
+    return FastDataLoader(dataset, **arguments)
+
+
+def _without(arguments: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    return {name: value for name, value in arguments.items() if name not in names}
 
 
 def settle_sharing(
     loader: FastDataLoader, name: str, stage: Stage, trainer: Trainer | None
 ) -> None:
-    """Make sure that what the ranks share can be, and is averaged as on one device.
+    """Make sure that what the ranks share in evaluation can be, and is averaged as on one device.
 
-    Args:
-        loader: For evaluation; one that Lightning shares in its own way is left alone.
-        name: How messages call its dataset.
-        stage: The stage it is for.
-        trainer: The trainer it is for, or None.
+    A loader that Lightning shares in its own way is left alone.
 
     Raises:
         DatasetError: There is less to predict than there are ranks, whereupon Lightning ends those
@@ -60,73 +106,3 @@ def settle_sharing(
             f"{name} returned {length} samples to predict on {replicas} devices, and each needs "
             "one. Predict on fewer devices."
         )
-
-
-_NEEDS_WORKERS = ("prefetch_factor", "persistent_workers", "multiprocessing_context")
-_REPLACED_BY_BATCH_SAMPLER = ("batch_size", "sampler", "drop_last")
-_ORDERS = ("shuffle", "sampler", "batch_sampler")
-
-
-def build_loader(
-    dataset: Dataset[Any],
-    *,
-    stage: Stage,
-    plan: LoaderPlan,
-    settings: Mapping[str, Any],
-    overrides: Mapping[str, Any],
-    shuffle: bool | None = None,
-    ranks: int = 1,
-) -> FastDataLoader:
-    """Return the loader; a sharing strategy that was planned is set for the whole process.
-
-    Args:
-        dataset: The dataset to load.
-        stage: Training is shuffled unless something else is asked for.
-        plan: The settings that were chosen for this machine.
-        settings: Further arguments of :class:`FastDataLoader`.
-        overrides: Arguments that win over all others; what they exclude is left out.
-        shuffle: Whether to shuffle, by the seed in ``settings``; None: as suits the stage.
-        ranks: Training processes. With more than one, evaluation is put into batches that can be
-            shared among them, unless an override says which samples come in which order.
-    """
-    if plan.sharing_strategy is not None:
-        torch.multiprocessing.set_sharing_strategy(plan.sharing_strategy)  # type: ignore[no-untyped-call]
-    arguments = {**settings, **plan.dataloader_kwargs(), "worker_nice": plan.worker_nice}
-    arguments |= {"executor": plan.executor, "page_lock": plan.page_lock}
-    if plan.stall_timeout_s is not None:
-        arguments["stall_timeout"] = plan.stall_timeout_s
-    overrides = dict(overrides)
-    if not any(overrides.get(name) is not None for name in ("sampler", "batch_sampler")):
-        shuffle = overrides.pop("shuffle", shuffle)
-    stream = isinstance(dataset, IterableDataset)
-    if stream and shuffle:
-        raise OptionsError(
-            f"shuffle=True, but {type(dataset).__name__} is a stream, which has no index to "
-            "shuffle. Shuffle in the stream, and leave out shuffle."
-        )
-    if not stream and (stage == "train" if shuffle is None else shuffle):
-        arguments["sampler"] = ShuffleSampler(cast("Any", dataset), settings["seed"])
-    if plan.num_workers == 0:
-        overrides = _without(overrides, _NEEDS_WORKERS)
-    arguments = {**arguments, **overrides}
-    if ranks > 1 and stage != "train" and _can_be_shared(dataset, arguments):
-        arguments["batch_sampler"] = EvaluationBatchSampler(
-            SequentialSampler(cast("Any", dataset)), arguments["batch_size"], arguments["drop_last"]
-        )
-        arguments = _without(arguments, _REPLACED_BY_BATCH_SAMPLER)
-    elif "batch_sampler" in overrides:
-        replaced = [name for name in _REPLACED_BY_BATCH_SAMPLER if name not in overrides]
-        arguments = _without(arguments, replaced)
-    return FastDataLoader(dataset, **arguments)
-
-
-def _can_be_shared(dataset: Dataset[Any], arguments: Mapping[str, Any]) -> bool:
-    if isinstance(dataset, IterableDataset) or dataset_length(dataset) is None:
-        return False
-    return arguments["batch_size"] is not None and not any(
-        arguments.get(name) is not None for name in _ORDERS
-    )
-
-
-def _without(arguments: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    return {name: value for name, value in arguments.items() if name not in names}

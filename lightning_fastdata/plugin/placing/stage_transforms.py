@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightning_fastdata.augment import (
     DatasetDraws,
@@ -15,7 +15,6 @@ from lightning_fastdata.augment import (
 )
 from lightning_fastdata.batches.staged import StagedBatch
 from lightning_fastdata.errors import TransformError
-from lightning_fastdata.planning.facts.pipeline_trial import rests_on
 from lightning_fastdata.plugin.contracts import ImageForm
 from lightning_fastdata.plugin.loggers.pictures import image_form
 from lightning_fastdata.types import STAGES, Stage
@@ -23,46 +22,23 @@ from lightning_fastdata.types import STAGES, Stage
 if TYPE_CHECKING:
     import torch
     from lightning.pytorch import Trainer
-    from torch.utils.data import Dataset
 
     from lightning_fastdata.augment import Place, StageTransform
     from lightning_fastdata.planning.facts.pipeline_trial import Trial
+    from lightning_fastdata.planning.loader_plan import LoaderSpec
     from lightning_fastdata.types import Batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePlan:
-    """A loader that is to be made for a stage, as far as its pipelines rest on it."""
+    """A loader that is to be made for a stage, and what its pipelines rest on besides."""
 
-    dataset: Dataset[Any]
-    """What it reads."""
-    stage: Stage
-    """What it is for."""
-    name: str
-    """How the user knows its dataset."""
-    seed: int
-    """Of the draws."""
-    collate_fn: Callable[[list[Any]], Any] | None
-    """The user's; None: the default collation."""
-    composes: tuple[Any, ...]
-    """The pipelines that the dataset calls itself."""
-    batch_size: int = 1
-    """Samples in a batch of this rank; 1 where single samples come."""
+    spec: LoaderSpec
+    seed: int  # of the draws
     against: str | None = None
     """Why the dataset's own pipeline may leave nothing to the device; None: it may."""
     trainer: Trainer | None = None
-    """Who runs the stage; None: nobody yet, and everything is left to the workers."""
-
-    @property
-    def rests_on(self) -> tuple[Any, ...]:
-        """What a trial of the dataset rests on."""
-        return rests_on(
-            self.dataset,
-            self.composes,
-            seed=self.seed,
-            collate_fn=self.collate_fn,
-            against=self.against,
-        )
+    """Who runs the stage; None: not known yet, and everything is deferred to the workers."""
 
 
 class DatasetPipeline(NamedTuple):
@@ -71,7 +47,7 @@ class DatasetPipeline(NamedTuple):
     transform: StageTransform | None
     """The data module's, which starts in the workers, as it suits the dataset."""
     own: Trial | None
-    """A trial of those that the dataset calls itself, if they leave something over."""
+    """A trial of those that the dataset calls itself, if they defer something to the device."""
 
     def loader_settings(
         self, *, on_device: bool, switch: PlaceSwitch | None = None
@@ -90,22 +66,22 @@ class DatasetPipeline(NamedTuple):
 class StageTransforms:
     """What was registered for each stage; an Albumentations pipeline is always the first.
 
-    Args:
-        augment: A transform for training, or a dict with stages as keys, or None.
-        image: Where the image is in a sample; see :func:`as_batch_transform`.
-        mask: Where the mask is.
+    ``augment`` is a transform for training, or a dict with stages as keys, or None.
 
     Raises:
         TransformError: As :meth:`register`.
     """
 
-    def __init__(self, augment: Any, *, image: str | int | None, mask: str | int | None) -> None:
+    def __init__(self, augment: object, *, image: str | int | None, mask: str | int | None) -> None:
         self._image, self._mask = image, mask
         self._of: dict[Stage, list[StageTransform]] = {stage: [] for stage in STAGES}
         self._explained: dict[Stage, tuple[StageTransform, StageTransform]] = {}
         """Of each stage, what was registered, and what it was last made to suit a dataset."""
-        for stage, transform in _by_stage(augment).items():
-            self.register(transform, stage)
+        by_stage: Mapping[Any, object]
+        by_stage = augment if isinstance(augment, Mapping) else {"train": augment}
+        for stage, transform in by_stage.items():
+            if transform is not None:
+                self.register(transform, stage)
 
     def __getitem__(self, stage: Stage) -> list[StageTransform]:
         """Return the transforms of a stage in their order."""
@@ -116,12 +92,10 @@ class StageTransforms:
         registered = self._of[stage]
         return registered[0] if registered and registered[0].starts_in_worker else None
 
-    def worker_part_for(self, stage: Stage, samples: Iterable[Any]) -> StageTransform | None:
+    def worker_part_for(self, stage: Stage, samples: Iterable[object]) -> StageTransform | None:
         """Return what starts in the workers, as it suits a dataset; it is explained so from now on.
 
-        Args:
-            stage: The stage.
-            samples: Of the dataset, read as far as is needed; none: as it suits any.
+        ``samples`` are of the dataset, read as far as is needed; none: as it suits any.
         """
         part = self.worker_part(stage)
         if part is None or not isinstance(part, SuitsSamples):
@@ -131,12 +105,7 @@ class StageTransforms:
         return suited
 
     def run_on_device(self, stage: Stage, *, pipeline: bool) -> bool:
-        """Return whether anything of a stage runs on the device.
-
-        Args:
-            stage: The stage.
-            pipeline: Whether an Albumentations pipeline would run there.
-        """
+        """Return whether anything of a stage runs on the device; ``pipeline``: Albumentations'."""
         return any(pipeline or not made.starts_in_worker for made in self._of[stage])
 
     def repeats(self, stage: Stage) -> int:
@@ -147,7 +116,7 @@ class StageTransforms:
         """Return what is known of the images of a stage behind its transforms."""
         return image_form(self._of[stage], self._image)
 
-    def register(self, transform: Any, stage: Stage) -> Callable[[], None]:
+    def register(self, transform: object, stage: Stage) -> Callable[[], None]:
         """Add a transform to a stage, and return what removes it again.
 
         Raises:
@@ -178,34 +147,23 @@ class StageTransforms:
     def explain(self, where: Callable[[Stage], tuple[Place, str]]) -> list[str]:
         """Return, for each transform, where each of its operations runs and why.
 
-        Args:
-            where: Returns for a stage where the pixels of its pipeline are computed, and why.
+        ``where`` returns for a stage where the pixels of its pipeline are computed, and why.
         """
-        return [
-            f"augment, {stage}\n{_explain(self._as_used(stage, made), *where(stage))}"
-            for stage, registered in self._of.items()
-            for made in registered
-        ]
-
-    def _as_used(self, stage: Stage, registered: StageTransform) -> StageTransform:
-        known, used = self._explained.get(stage, (None, registered))
-        return used if known is registered else registered
-
-
-def _explain(transform: StageTransform, place: Place, why: str) -> str:
-    if not transform.starts_in_worker:
-        return transform.explain()
-    if place == "workers":
-        return f"all of it in the workers, by Albumentations itself: {why}"
-    return f"on the device: {why}\n{transform.explain()}"
+        parts = []
+        for stage, registered in self._of.items():
+            place, why = where(stage)
+            for made in registered:
+                known, used = self._explained.get(stage, (None, made))
+                text = (used if known is made else made).explain()
+                if made.starts_in_worker and place == "workers":
+                    text = f"all of it in the workers, by Albumentations itself: {why}"
+                elif made.starts_in_worker:
+                    text = f"on the device: {why}\n{text}"
+                parts.append(f"augment, {stage}\n{text}")
+        return parts
 
 
-def _by_stage(augment: Any) -> dict[Stage, Any]:
-    if augment is None:
-        return {}
-    if isinstance(augment, Mapping):
-        return {cast("Stage", stage): t for stage, t in augment.items() if t is not None}
-    return {"train": augment}
+# -- batches that wait for their transform, alone or combined from several loaders -----------------
 
 
 def inside(batch: Batch, function: Callable[[Batch], Batch]) -> Batch:
@@ -214,20 +172,18 @@ def inside(batch: Batch, function: Callable[[Batch], Batch]) -> Batch:
         return batch.with_batch(function(batch.batch))
     if not _is_combined(batch):
         return function(batch)
-    plain = function(_each(batch, _unstaged))
+    plain = function(_each(batch, lambda b: b.batch if isinstance(b, StagedBatch) else b))
     if type(batch) is dict:
         return {key: _restaged(batch[key], value) for key, value in plain.items()}
     return type(batch)(map(_restaged, batch, plain))
 
 
-def transfer(batch: Batch, move: Callable[[Batch], Batch], device: torch.device) -> Batch:
-    """Move a batch, and what was drawn for its transform, to the device.
+def _restaged(staged: Batch, value: Batch) -> Batch:
+    return staged.with_batch(value) if isinstance(staged, StagedBatch) else value
 
-    Args:
-        batch: A batch, or several combined.
-        move: Moves a batch as the user knows it.
-        device: Where the draws go.
-    """
+
+def transfer(batch: Batch, move: Callable[[Batch], Batch], device: torch.device) -> Batch:
+    """Move a batch as the user knows it, and what was drawn for its transform, to the device."""
     if isinstance(batch, StagedBatch):
         if batch.crossing is not None:
             return batch.crossing.land()
@@ -259,30 +215,16 @@ def carry_out_draws(batch: Batch, transforms: StageTransforms) -> Batch:
 
 
 def finish(batch: Batch, transforms: StageTransforms) -> tuple[Batch, bool]:
-    """Run what the batch waits for, and return it plain, with whether anything ran.
-
-    Args:
-        batch: A batch on the device; combined loaders give a dict, list or tuple of them.
-        transforms: The transforms of each stage; a batch knows its own stage.
-    """
+    """Run what a batch on the device waits for; return it plain, with whether anything ran."""
     if _is_combined(batch):
         return _each(batch, lambda part: finish(part, transforms)[0]), True
     if not isinstance(batch, StagedBatch):
         return batch, False
-    drawn = carry_out_draws(batch, transforms)
-    plain = drawn.batch
+    plain = carry_out_draws(batch, transforms).batch
     for transform in transforms[batch.stage]:
         if not transform.starts_in_worker:  # else it ran there, and in carry_out_draws
             plain = transform.apply(plain, None)
     return plain, True
-
-
-def _unstaged(value: Batch) -> Batch:
-    return value.batch if isinstance(value, StagedBatch) else value
-
-
-def _restaged(staged: Batch, value: Batch) -> Batch:
-    return staged.with_batch(value) if isinstance(staged, StagedBatch) else value
 
 
 def _is_combined(batch: Batch) -> bool:

@@ -6,10 +6,9 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
-from lightning_fastdata.batches.moving import move
-from lightning_fastdata.batches.staged import StagedBatch
+from lightning_fastdata.batches.staged import StagedBatch, move
 from lightning_fastdata.batches.streams import DeviceStreams, device_streams
 from lightning_fastdata.device.lookahead import Crossing, OneAhead, SideLane
 from lightning_fastdata.errors import FastDataWarning
@@ -30,15 +29,16 @@ if TYPE_CHECKING:
 PrefetchName: TypeAlias = Literal["auto", "off", "stream", "lookahead"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class PrefetchChoice:
-    """How batches are moved."""
+    """How batches are moved.
+
+    ``"off"``: on the stream of the computing. ``"stream"``: on one beside it, when it is the
+    batch's turn. ``"lookahead"``: there, one batch ahead.
+    """
 
     how: Literal["off", "stream", "lookahead"]
-    """``"off"``: on the stream of the computing. ``"stream"``: on one beside it, when it is the
-    batch's turn. ``"lookahead"``: there, one batch ahead."""
     why: str
-    """The reason."""
     refused: bool = False
     """Whether the user asked for something else."""
 
@@ -64,33 +64,29 @@ def choose_prefetch(
         hooks_of_module: Those that the LightningModule has.
     """
     if asked == "off":
-        return PrefetchChoice(how="off", why="not asked for")
+        return PrefetchChoice("off", "not asked for")
     if not has_streams:
-        why = "only CUDA devices copy beside their computing"
-        return PrefetchChoice(how="off", why=why)
+        return PrefetchChoice("off", "only CUDA devices copy beside their computing")
     if "transfer_batch_to_device" in hooks_of_module:
         why = "the LightningModule moves batches itself, in transfer_batch_to_device"
-        return PrefetchChoice(how="off", why=why, refused=asked != "auto")
-    waits = ranks > 1 or precision.startswith("16-mixed")
-    how: Literal["stream", "lookahead"] = "lookahead" if waits else "stream"
-    why = "the host runs ahead of the device"
-    if waits:
+        return PrefetchChoice("off", why, refused=asked != "auto")
+    if asked != "auto":
+        choice = PrefetchChoice(asked, "set by you")
+    elif ranks > 1 or precision.startswith("16-mixed"):
         reason = f"{ranks} ranks" if ranks > 1 else precision
         why = f"the host waits for the device in each step ({reason})"
-    if asked != "auto":
-        how, why = asked, "set by you"
+        choice = PrefetchChoice("lookahead", why)
+    else:
+        choice = PrefetchChoice("stream", "the host runs ahead of the device")
     early = (hooks | hooks_of_module) - {"on_after_batch_transfer"}
-    if how == "lookahead" and early:
+    if choice.how == "lookahead" and early:
         why = f"{', '.join(sorted(early))} of yours runs in the batch's own step, not one ahead"
-        return PrefetchChoice(how="stream", why=why, refused=asked != "auto")
-    return PrefetchChoice(how=how, why=why)
+        return PrefetchChoice("stream", why, refused=asked != "auto")
+    return choice
 
 
 class Prefetching:
-    """Moves the batches of one data module.
-
-    Args:
-        asked: What the user set.
+    """Moves the batches of one data module, as the user asked.
 
     Raises:
         OptionsError: There is no such way to prefetch.
@@ -99,10 +95,10 @@ class Prefetching:
     def __init__(self, asked: PrefetchName) -> None:
         check_choice("prefetch", asked, get_args(PrefetchName))
         self.asked: PrefetchName = asked
-        self.choice = PrefetchChoice(how="off", why="decided when the training starts")
+        self.choice = PrefetchChoice("off", "decided when the training starts")
         self._lanes: dict[torch.device, SideLane | None] = {}
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         # Streams belong to one process.
         return {**vars(self), "_lanes": {}}
 
@@ -151,9 +147,9 @@ class Prefetching:
         """Return what sends the batches of a loader one ahead; None if they are not."""
         if trainer is None or self.choice.how != "lookahead":
             return None
-        return partial(self.one_ahead, trainer, stage, transforms)
+        return partial(self._one_ahead, trainer, stage, transforms)
 
-    def one_ahead(
+    def _one_ahead(
         self, trainer: Trainer, stage: Stage, transforms: StageTransforms, batches: Iterator[Batch]
     ) -> Iterator[Batch]:
         """Return the batches of an epoch as :class:`StagedBatch` that cross to the device."""
@@ -187,15 +183,13 @@ class _Converted:
 
     def land(self) -> Batch:
         batch = self._crossing.land()
-        if isinstance(batch, StagedBatch):
-            return batch
-        return self._precision.convert_input(batch)
+        return batch if isinstance(batch, StagedBatch) else self._precision.convert_input(batch)
 
 
 class TransferHooks:
     """Before, during and after the transfer of a batch; each calls the LightningModule's hook."""
 
-    _trainer: Any
+    _trainer: Trainer | None
     _transforms: StageTransforms
     _prefetching: Prefetching
     placing: Placing
@@ -221,7 +215,7 @@ class TransferHooks:
         hook = self._hook_of_module("on_after_batch_transfer")
         if hook is not None:
             batch = hook(batch, dataloader_idx)
-        if transformed:
+        if transformed and self._trainer is not None:
             # Lightning converts to the precision's dtype before the transfer; uint8 images became
             # floating point only now.
             batch = self._trainer.precision_plugin.convert_input(batch)

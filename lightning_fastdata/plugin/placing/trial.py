@@ -2,7 +2,7 @@
 
 ``augment_on="auto"`` decides for each stage when its loader is made. For training it decides again
 at the border of each epoch, from the steps that were measured. The border is where a loader asks
-for the number of its epoch. Nobody has begun a sample of that epoch, unless the loader's workers
+for the number of its epoch. No sample of that epoch has begun by then, unless the loader's workers
 stay and fetch the first batches of an epoch while the one before ends: with those a change takes
 effect one epoch later.
 """
@@ -19,7 +19,7 @@ from lightning_fastdata.augment import Place, PlaceSwitch
 from lightning_fastdata.batches.staged import StagedBatch
 from lightning_fastdata.executors.kinds import KINDS
 from lightning_fastdata.host.cpu import read_cpu_limit
-from lightning_fastdata.plugin.placing.costs import PlaceTask, ReadingProcesses, read_place_costs
+from lightning_fastdata.plugin.placing.costs import PlaceTask, read_place_costs
 from lightning_fastdata.plugin.placing.decision import (
     MOST_CHANGES,
     PlaceChoice,
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
     from lightning_fastdata.loading.loader import FastDataLoader
+    from lightning_fastdata.planning.loader_plan import LoaderPlan
     from lightning_fastdata.plugin.placing.stage_transforms import (
         DatasetPipeline,
         StagePlan,
@@ -60,33 +61,22 @@ class _Held:
 
     costs: PlaceCosts
     choice: PlaceChoice
-    place: Place
-    """Of the epochs that are to come."""
-    name: str
-    """Of the loader that was measured."""
-    switch: PlaceSwitch | None = None
-    """Of its newest loader, if that can be changed."""
-    watch: StepWatch | None = None
-    """Of its steps, while a change is possible."""
-    watched: Place | None = None
-    """Where the pixels of the watched steps are."""
-    seen: dict[Place, StepSeen] = field(default_factory=dict)
-    """The newest measured steps by place."""
+    place: Place  # of the epochs that are to come
+    name: str  # of the loader that was measured
+    switch: PlaceSwitch | None = None  # of its newest loader, if that can be changed
+    watch: StepWatch | None = None  # of its steps, while a change is possible
+    watched: Place | None = None  # where the pixels of the watched steps are
+    seen: dict[Place, StepSeen] = field(default_factory=dict)  # the newest steps by place
     changes: int = 0
-    delay_epochs: int = 0
-    """From the border at which a change is decided to the epoch that it begins with."""
-    others: set[str] = field(default_factory=set)
-    """Other loaders of the stage."""
+    delay_epochs: int = 0  # from the border where a change is decided to its first epoch
+    others: set[str] = field(default_factory=set)  # other loaders of the stage
 
 
 class Placing:
-    """Decides where pixels are computed, for one data module.
+    """Decides where pixels are computed, for one data module, as the user ``asked``.
 
-    Args:
-        asked: What the user set.
-        accelerator: Returns the device type of a trainer.
-        costs: Measures what a pipeline costs; see :func:`read_place_costs`.
-        watch: Makes what measures the steps on a device.
+    ``accelerator`` returns the device type of a trainer, ``costs`` measures what a pipeline costs,
+    ``watch`` makes what measures the steps on a device.
     """
 
     def __init__(
@@ -123,9 +113,9 @@ class Placing:
         """Return whether the device may have to finish batches of a stage."""
         if trainer is None or self.asked == "cpu":
             return False
-        held = self._held.get(stage)
         if self.asked == "gpu":
             return True
+        held = self._held.get(stage)
         if held is None:
             return self._accelerator(trainer) != "cpu"
         return held.place == "device" or held.switch is not None
@@ -137,69 +127,60 @@ class Placing:
         transforms: StageTransforms,
         *,
         settings: Mapping[str, Any],
-        workers: int,
-        processes: ReadingProcesses,
+        plan: LoaderPlan,
     ) -> dict[str, Any]:
         """Decide for a loader that is to be made, and return what it takes for it.
 
-        Args:
-            of: The loader.
-            found: The pipeline that runs on its dataset.
-            transforms: Of all stages.
-            settings: Its other settings; of these ``epoch`` and ``ahead`` are replaced.
-            workers: Its side processes.
-            processes: How samples may be read before it is opened.
+        Of its other ``settings``, ``epoch`` and ``ahead`` are replaced.
         """
-        stage, trainer = of.stage, of.trainer
+        stage, trainer = of.spec.stage, of.trainer
         starts = found.transform is not None or found.own is not None
         if not starts or trainer is None or self.asked != "auto":
             on_device = starts and self.may_use_device(stage, trainer)
-            if on_device:
-                self._say_once(stage, trainer)
+            if on_device and trainer is not None and self._accelerator(trainer) == "cpu":
+                if not self._said:
+                    _LOG.info('augment_on="gpu", %s: %s.', stage, _ON_CPU)
+                self._said = True
             made = found.loader_settings(on_device=on_device)
         else:
-            task = PlaceTask(
-                dataset=of.dataset,
-                transform=found.transform,
-                own=found.own,
-                stage=stage,
-                device=trainer.strategy.root_device,
-                batch_size=of.batch_size,
-                workers=workers,
-                processes=processes,
-                cpus=read_cpu_limit(local_ranks=trainer.num_devices).usable_cpus,
-                collate_fn=of.collate_fn,
-                seed=of.seed,
-            )
-            made = self._auto(task, found, settings, of.name, trainer)
+            made = self._measured_settings(of, found, trainer, settings, plan)
         # Without a trainer there is no hook to finish the batches, so they come finished.
         later = made["recording"] is not None
         later |= transforms.run_on_device(stage, pipeline=self.may_use_device(stage, trainer))
         return {**made, "staged": stage if trainer is not None and later else None}
 
-    def _auto(
+    def _measured_settings(
         self,
-        task: PlaceTask,
+        of: StagePlan,
         found: DatasetPipeline,
-        settings: Mapping[str, Any],
-        name: str,
         trainer: Trainer,
+        settings: Mapping[str, Any],
+        plan: LoaderPlan,
     ) -> dict[str, Any]:
-        held = self._decide(task, name, trainer)
+        stage, device = of.spec.stage, trainer.strategy.root_device
+        task = PlaceTask(
+            of=of,
+            found=found,
+            device=device,
+            workers=plan.num_workers,
+            cpus=read_cpu_limit(local_ranks=trainer.num_devices).usable_cpus,
+            start_method=plan.multiprocessing_context,
+        )
+        held = self._decide(task, of.spec.name, trainer)
         weighed = held.costs.sample is not None and held.costs.device_ms is not None
-        if task.stage != "train" or not weighed:
+        if stage != "train" or not weighed:
             return found.loader_settings(on_device=held.place == "device")
         if held.watch is None:
-            held.watch = self._new_watch(task.device)
+            held.watch = self._new_watch(device)
         held.switch = PlaceSwitch(held.place)
         return {
             **found.loader_settings(on_device=True, switch=held.switch),
-            "epoch": partial(self._border, task.stage, settings["epoch"], trainer),
+            "epoch": partial(self._border, stage, settings["epoch"], trainer),
             "ahead": partial(_watched, held.watch, settings["ahead"]),
         }
 
     def _decide(self, task: PlaceTask, name: str, trainer: Trainer) -> _Held:
-        stage = task.stage
+        stage = task.of.spec.stage
         held = self._held.get(stage)
         resized = held is not None and held.costs.batch_size != task.batch_size
         if held is None or (resized and not held.changes):
@@ -224,7 +205,7 @@ class Placing:
         held = self._held.get("train")
         watch = None if held is None else held.watch
         ours = isinstance(batch, StagedBatch) and batch.stage == "train"
-        if watch is None or not (ours and batch.draws is not None and watch.watching):
+        if watch is None or not (ours and batch.draws is not None and watch.left > 0):
             return finish(batch, transforms)
         # Other transforms of the stage run on the device wherever the pipeline's pixels are.
         watch.timeline.augment_began()
@@ -233,14 +214,12 @@ class Placing:
         return finish(batch, transforms)
 
     def where(self, stage: Stage, trainer: Trainer | None) -> tuple[Place, str]:
-        """Return where the pixels of a stage are computed, and why, as far as it is known."""
+        """Return where the pixels of a stage are, or will be, computed, and why."""
         if self.asked == "cpu":
             return "workers", 'augment_on="cpu"'
         if self.asked == "gpu":
-            why = 'augment_on="gpu"'
-            if trainer is None:
-                return "device", why
-            return "device", f"{why}; {_ON_CPU}" if self._accelerator(trainer) == "cpu" else why
+            on_cpu = trainer is not None and self._accelerator(trainer) == "cpu"
+            return "device", 'augment_on="gpu"' + (f"; {_ON_CPU}" if on_cpu else "")
         held = self._held.get(stage)
         if held is not None:
             since = ""
@@ -289,13 +268,6 @@ class Placing:
         rank = f"rank {trainer.global_rank}, " if trainer.world_size > 1 else ""
         where = "on the device" if choice.place == "device" else "all in the workers"
         _LOG.info('augment_on="auto", %s%s: %s%s: %s.', rank, stage, where, since, choice.reason)
-
-    def _say_once(self, stage: Stage, trainer: Trainer | None) -> None:
-        if self.asked != "gpu" or trainer is None or self._said:
-            return
-        if self._accelerator(trainer) == "cpu":
-            self._said = True
-            _LOG.info('augment_on="gpu", %s: %s.', stage, _ON_CPU)
 
 
 def _watched(watch: StepWatch, ahead: Ahead | None, batches: Iterator[Batch]) -> Iterator[Batch]:

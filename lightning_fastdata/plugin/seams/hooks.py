@@ -6,13 +6,13 @@ from collections.abc import Callable, Collection
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, Final
 
-from lightning_fastdata.attributes import held
-from lightning_fastdata.batches.moving import batch_samples
+from lightning_fastdata.batches.staged import batch_samples
 from lightning_fastdata.plugin.seams.internals import (
     attributes_of,
     hook_selector,
     replace_for_one_run,
 )
+from lightning_fastdata.tree import held
 from lightning_fastdata.types import SampleKey
 
 if TYPE_CHECKING:

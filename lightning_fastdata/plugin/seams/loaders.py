@@ -11,11 +11,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_fastdata.insight.waits.several_loaders import LoaderKey
-from lightning_fastdata.order.epoch_order import (
-    EvaluationBatchSampler,
-    can_share_evenly,
-    dataset_length,
-)
+from lightning_fastdata.order.epoch_order import can_share_evenly, dataset_length
+from lightning_fastdata.order.samplers import EvaluationBatchSampler
 from lightning_fastdata.plugin.seams.internals import (
     data_connector,
     data_source,

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 
-from lightning_fastdata.attributes import held
 from lightning_fastdata.errors import TransformError
 from lightning_fastdata.plugin.contracts import DataModule
 from lightning_fastdata.plugin.seams.hooks import PACKAGES, overridden_hook
@@ -19,6 +18,7 @@ from lightning_fastdata.plugin.seams.internals import (
     batches_that_stepped,
     began_from_file,
 )
+from lightning_fastdata.tree import held
 from lightning_fastdata.types import STAGES, Stage
 
 if TYPE_CHECKING:

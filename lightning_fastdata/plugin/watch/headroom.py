@@ -5,23 +5,24 @@ from __future__ import annotations
 import copy
 import inspect
 import random
+import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import torch
 
-from lightning_fastdata.batches.moving import batch_samples
-from lightning_fastdata.insight.measure.metrics import measured_headroom
+from lightning_fastdata.batches.staged import batch_samples
+from lightning_fastdata.insight.measure.metrics import Headroom
 from lightning_fastdata.plugin.seams.internals import is_compiled
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
-    from lightning_fastdata.insight.measure.metrics import Headroom, StageSummary
+    from lightning_fastdata.insight.measure.metrics import StageSummary
     from lightning_fastdata.types import Batch
 
 _KEPT: Final = 4
@@ -34,14 +35,9 @@ _LEAST_S: Final = 1.0
 
 
 class ReplayedSteps:
-    """Keeps the first batches of a training and replays them when it has ended.
+    """Keeps the first batches of a training and replays them when it has ended."""
 
-    Args:
-        clock_s: Monotonic time in seconds.
-    """
-
-    def __init__(self, clock_s: Callable[[], float] = time.perf_counter) -> None:
-        self._clock_s = clock_s
+    def __init__(self) -> None:
         self._batches: list[Batch] = []
         self._rounds_ms: list[float] = []
         self._samples = self._steps = 0
@@ -55,9 +51,8 @@ class ReplayedSteps:
     def run(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Replay the training step, backward and the optimizer's step, and forget the batches.
 
-        They run on copies of the module and its optimizers, without a trainer: nothing is logged,
-        no hook of a callback or a scheduler is called, and all weights, buffers, gradients and
-        random generators are as they were.
+        They run on copies of the module and its optimizers, without a trainer: no logger, callback
+        or scheduler is called, and weights, buffers, gradients and random generators stay.
         """
         batches, self._batches = self._batches, []
         self._failed = _obstacle(trainer, pl_module)
@@ -81,10 +76,13 @@ class ReplayedSteps:
         """Return what was measured, for the summary of the training; None if nothing was."""
         if not self._rounds_ms:
             return None
+        # A replay neither transfers nor augments.
         other_ms = sum(each.mean_ms for each in (stage.transfer, stage.augment) if each is not None)
-        return measured_headroom(
-            self._rounds_ms, steps=self._steps, samples=self._samples, other_ms=other_ms
-        )
+        step_ms = statistics.median(self._rounds_ms) / self._steps + other_ms
+        if step_ms <= 0:
+            return None
+        rate = self._samples / self._steps * 1e3 / step_ms
+        return Headroom(step_ms=step_ms, samples_per_s=rate, basis="measured")
 
     def notes(self) -> tuple[str, ...]:
         """Return why nothing could be measured, if that is so."""
@@ -96,16 +94,16 @@ class ReplayedSteps:
         rounds_ms: list[float] = []
         first_s = 0.0
         for number in range(_MOST_ROUNDS + 1):
-            began_s = self._clock_s()
+            began_s = time.perf_counter()
             for index, batch in enumerate(batches):
                 step(batch, index)
             if device.type == "cuda":
-                torch.cuda.synchronize(device)  # the training is over: nobody is held up
-            ended_s = self._clock_s()
+                torch.cuda.synchronize(device)  # the training is over: this holds up no step
+            ended_s = time.perf_counter()
             if number == 0:
                 first_s = ended_s  # compiles, and fills the caches
-                continue
-            rounds_ms.append((ended_s - began_s) * 1e3)
+            else:
+                rounds_ms.append((ended_s - began_s) * 1e3)
             if number >= _ROUNDS and ended_s - first_s > _LEAST_S:
                 break
         return rounds_ms
@@ -121,9 +119,7 @@ class _Step:
         self._takes_index = len(parameters) > 1
         self._every = trainer.accumulate_grad_batches
         self._clip = trainer.gradient_clip_val
-        self._context: Callable[[], AbstractContextManager[Any]] = getattr(
-            trainer.precision_plugin, "train_step_context", nullcontext
-        )
+        self._context = trainer.precision_plugin.train_step_context
         self._done = 0
 
     def __call__(self, batch: Batch, index: int) -> None:

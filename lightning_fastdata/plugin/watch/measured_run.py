@@ -7,9 +7,9 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
+from typing import TYPE_CHECKING, Final, Literal, Protocol
 
-from lightning_fastdata.augment import leaves_to_device
+from lightning_fastdata.augment import SwitchedTransform, leaves_to_device
 from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.host.machine import describe_machine, read_versions
 from lightning_fastdata.insight.model.evidence import Evidence, LoaderFacts, read_loader
@@ -18,6 +18,7 @@ from lightning_fastdata.insight.report.run_report import RunReport
 from lightning_fastdata.insight.verdicts.catalogue import judge
 from lightning_fastdata.insight.waits.ranks import rank_evidence
 from lightning_fastdata.insight.waits.several_loaders import costliest
+from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.plugin.loggers import boards
 from lightning_fastdata.plugin.loggers.boards import chosen, custom_scalar_layout
 from lightning_fastdata.plugin.loggers.report_files import ReportFiles
@@ -34,12 +35,11 @@ if TYPE_CHECKING:
     from lightning_fastdata.insight.measure.metrics import StageSummary
     from lightning_fastdata.insight.measure.wall import WallTime
     from lightning_fastdata.insight.verdicts.catalogue import Verdict
-    from lightning_fastdata.insight.waits.several_loaders import LoaderWait
+    from lightning_fastdata.insight.waits.ranks import RankRecords
     from lightning_fastdata.plugin.loggers.boards import Scalars
     from lightning_fastdata.plugin.loggers.pictures import BatchPictures
     from lightning_fastdata.plugin.loggers.report_files import Misfortunes
     from lightning_fastdata.plugin.watch.headroom import ReplayedSteps
-    from lightning_fastdata.plugin.watch.ranks import RankRecords
     from lightning_fastdata.plugin.watch.recording import Recording
 
 _MOST_OF_RUN: Final = 0.01
@@ -47,16 +47,7 @@ _MOST_OF_RUN: Final = 0.01
 
 
 class RunJudge:
-    """Judges the training of one trainer, as it goes on and when it has ended.
-
-    Args:
-        trainer: The trainer.
-        recording: What was measured of it.
-        clock: Seconds that pass.
-
-    Attributes:
-        ranks: What the ranks have told; None with one rank.
-    """
+    """Judges the training of one trainer, as it goes on and when it has ended."""
 
     def __init__(
         self, trainer: Trainer, recording: Recording, clock: Callable[[], float] = time.monotonic
@@ -74,25 +65,18 @@ class RunJudge:
         lasted_s = self._clock() - self._began_s
         return self._spent_s + self._dearest_s <= _MOST_OF_RUN * lasted_s or not self._spent_s
 
-    def verdict(self, train: StageSummary, evidence: Evidence) -> Verdict:
-        """Return what limits the training, of which this is known."""
-        return judge(train, self.facts(train), evidence)
-
     def facts(self, main: StageSummary | None = None) -> LoaderFacts:
-        """Return what the trainer's loader says about itself.
-
-        Args:
-            main: Where the steps went: of several loaders, the costliest one is meant. None: the
-                first one is.
-        """
+        """Return what the loader says about itself: the costliest one, else the first."""
         stage = self._recording.main.stage
         label, loader = _costliest_loader(self._recording.loaders(), main)
-        transform = getattr(loader, "transform", None)
+        transform = recording = switch = None
+        if isinstance(loader, FastDataLoader):
+            transform, recording = loader.transform, loader.recording
+            # Of a pipeline that the dataset calls itself, or else of one of the data module.
+            switch = None if recording is None else recording.switch
+            if switch is None and isinstance(transform, SwitchedTransform):
+                switch = transform.switch
         augment_on: Literal["cpu", "device"] | None = None
-        recording = getattr(loader, "recording", None)
-        switch = getattr(recording, "switch", None)
-        # Of a pipeline that the dataset calls itself, or else of one of the data module.
-        switch = getattr(transform, "switch", None) if switch is None else switch
         place = "device" if switch is None else switch.newest
         if self._recording.augments(stage) and place == "device":
             augment_on = "device"
@@ -100,33 +84,35 @@ class RunJudge:
             augment_on = "cpu"
         ours = own_datamodule(self._trainer)
         settled = ours is not None and ours.augmentation_settled(stage)
-        settled |= transform is not None and not leaves_to_device(transform)
         return replace(
             read_loader(loader),
             usable_cpus=self._usable_cpus,
             augment_on=augment_on,
-            augment_settled=settled,
+            augment_settled=settled or (transform is not None and not leaves_to_device(transform)),
             loader=label,
         )
 
-    def evidence(
-        self, train: StageSummary, val: StageSummary | None = None, wall: WallTime | None = None
-    ) -> Evidence:
-        """Return everything that is known of the training."""
-        host = self._recording.host
-        return self._recording.main.evidence(
+    def judged(
+        self, train: StageSummary, val: StageSummary | None, wall: WallTime
+    ) -> tuple[Verdict, Evidence]:
+        """Return what limits the training, and everything that is known of it."""
+        host, ranks = self._recording.host, self.ranks
+        slowest = None if val is None else costliest(val.loaders)
+        ours, facts = own_datamodule(self._trainer), self.facts(train)
+        evidence = self._recording.main.evidence(
             train,
-            self.facts(train),
+            facts,
             cpus=float(self._usable_cpus),
             val_stall_share=None if val is None else val.stall_share,
-            val_loader=None if val is None else _label(costliest(val.loaders)),
+            val_loader=None if slowest is None else slowest.label,
             wall=wall,
             transfer_hook=written_hook(self._trainer, "transfer_batch_to_device"),
             augment_hook=written_hook(self._trainer, "on_after_batch_transfer"),
-            settings_in=self._settings_in,
+            settings_in="FastDataLoader" if ours is None else "LoaderOptions",
             **({} if host is None else host.evidence()),
-            **({} if self.ranks is None else rank_evidence(self.ranks.so_far)),
+            **({} if ranks is None else rank_evidence(ranks.so_far)),
         )
+        return judge(train, facts, evidence), evidence
 
     @contextmanager
     def spending(self) -> Iterator[None]:
@@ -138,10 +124,6 @@ class RunJudge:
             took_s = self._clock() - began_s
             self._spent_s += took_s
             self._dearest_s = max(self._dearest_s, took_s)
-
-    @property
-    def _settings_in(self) -> str:
-        return "FastDataLoader" if own_datamodule(self._trainer) is None else "LoaderOptions"
 
     @cached_property
     def _usable_cpus(self) -> int:
@@ -155,7 +137,7 @@ def predicted_step_ms(evidence: Evidence) -> float | None:
     return simulate(evidence.costs, evidence.setup).step_ms
 
 
-def _costliest_loader(loaders: Any, summary: StageSummary | None) -> tuple[str | None, Any]:
+def _costliest_loader(loaders: object, summary: StageSummary | None) -> tuple[str | None, object]:
     """Return the label of the loader that is waited for most, and it; no label where one is all.
 
     If it is not known which of several that is, the label names them all, and the first is meant.
@@ -169,10 +151,6 @@ def _costliest_loader(loaders: Any, summary: StageSummary | None) -> tuple[str |
     return labels or None, next(flattened(loaders), None)
 
 
-def _label(loader: LoaderWait | None) -> str | None:
-    return None if loader is None else loader.label
-
-
 FIRST_WORD_STEPS: Final = 50
 """After so many steps something is said for the first time."""
 _JUDGED_EVERY_S = 120.0
@@ -183,7 +161,7 @@ _LOG_REST: Final = 100
 
 
 class Asked(Protocol):
-    """What the callback was told to do, and where it notes its errors."""
+    """What the callback was asked to do, and where it notes its errors."""
 
     every_n_steps: int | None
     scalars: Scalars
@@ -195,37 +173,24 @@ class Asked(Protocol):
 class MeasuredRun:
     """What one run of a trainer needs and nothing outlives.
 
-    Args:
-        trainer: Whose run.
-        recording: What is measured of it.
-        undo: What takes away again what was put into the trainer.
-        ours: The callback that measures, for what it was told to do.
-        clock_s: Monotonic time in seconds.
+    ``undo`` takes away again what was put into the trainer; ``ours`` is the callback that measures.
     """
 
     def __init__(
-        self,
-        trainer: Trainer,
-        recording: Recording,
-        undo: list[Callable[[], None]],
-        ours: Asked,
-        clock_s: Callable[[], float] = time.monotonic,
+        self, trainer: Trainer, recording: Recording, undo: list[Callable[[], None]], ours: Asked
     ) -> None:
         self.trainer = trainer
         self.recording = recording
         self.undo = undo
         self.log_dir: str = trainer.default_root_dir
-        self.every_n_steps = 0
-        self.figures = 0
-        self.step = self.batches = 0
+        self.every_n_steps = self.figures = self.step = self.batches = 0
         self.judge = RunJudge(trainer, recording)
         self.replay: ReplayedSteps | None = None
         self.pictures: BatchPictures | None = None
         self._ours = ours
-        self._clock_s = clock_s
-        self._told: str | None = None
-        self._told_at_s = 0.0
-        self._judged_s = clock_s()
+        self._shown: str | None = None
+        self._shown_at_s = 0.0
+        self._judged_s = time.monotonic()
         self._logged = False
         self._log_due_s = 0.0
 
@@ -240,12 +205,12 @@ class MeasuredRun:
         usual = attributes_of(self.trainer).log_every_n_steps
         self.every_n_steps = self._ours.every_n_steps or usual or 0
         self.log_dir = self.trainer.log_dir or self.trainer.default_root_dir
-        self._judged_s = self._clock_s()
+        self._judged_s = time.monotonic()
         if self.logs and self.recording.fits:
             boards.log_layout(self.trainer.loggers, custom_scalar_layout(self._ours.scalars))
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Give scalars to the loggers, as far as they were asked for."""
+        """Give those scalars to the loggers that were asked for."""
         self.step = step
         if self.logs:
             boards.log_to(self.trainer.loggers, chosen(metrics, self._ours.scalars), step)
@@ -260,22 +225,14 @@ class MeasuredRun:
         self.step = step
         if not self.every_n_steps or (step + 1) % self.every_n_steps or not self.logs:
             return
-        began_s = self._clock_s()
+        began_s = time.monotonic()
         if self._ours.every_n_steps is None and began_s < self._log_due_s:
             return
         self.log(self.recording.metrics(memory=self._ours.scalars == "all"), step)
-        ended_s = self._clock_s()
+        ended_s = time.monotonic()
         if self._logged:
             self._log_due_s = ended_s + _LOG_REST * (ended_s - began_s)
         self._logged = True
-
-    def is_news(self, code: str) -> bool:
-        """Return whether a verdict is to be shown: another one, or figures five minutes newer."""
-        now_s = self._clock_s()
-        if code == self._told and now_s - self._told_at_s < _TEXT_STAYS_S:
-            return False
-        self._told, self._told_at_s = code, now_s
-        return True
 
     def wall(self) -> WallTime:
         """Return where the wall time of this run went so far."""
@@ -283,15 +240,11 @@ class MeasuredRun:
         return self.recording.wall.clock.read(steps=history.steps, samples=history.samples)
 
     def verdict_is_due(self, batches: int) -> bool:
-        """Return whether to judge the run within an epoch.
-
-        Args:
-            batches: Steps so far.
-        """
+        """Return whether to judge the run within an epoch, after so many steps."""
         heard = self.logs or self._ours.report_path is not False
         if batches == FIRST_WORD_STEPS:
             return self.trainer.is_global_zero and (heard or self._ours.summary)
-        if self._clock_s() - self._judged_s < _JUDGED_EVERY_S:
+        if time.monotonic() - self._judged_s < _JUDGED_EVERY_S:
             return False
         return self.trainer.is_global_zero and heard and self.judge.affordable
 
@@ -305,23 +258,27 @@ class MeasuredRun:
             return None
         with self.judge.spending():
             wall = self.wall()
-            val = self.recording.evaluated.summary() if self.recording.fits else None
-            evidence = self.judge.evidence(summary, val, wall)
-            verdict = self.judge.verdict(summary, evidence)
+            verdict, evidence = self.judge.judged(summary, self._validation(), wall)
             with self._ours.misfortunes.survived("The report was not written"):
                 report = self.report(ended=False, verdict=verdict)
                 if report is not None and self.files is not None:
                     self.files.write(report)
-        self._judged_s = self._clock_s()
+        self._judged_s = time.monotonic()
         self.show(verdict, summary, wall)
         return verdict, evidence
 
     def show(self, verdict: Verdict, summary: StageSummary, wall: WallTime | None) -> None:
-        """Show a verdict to the loggers that show texts, if it is news."""
-        if self.logs and self.is_news(verdict.code):
+        """Show a verdict to the loggers of texts: another one, or figures five minutes newer."""
+        now_s = time.monotonic()
+        aged = now_s - self._shown_at_s >= _TEXT_STAYS_S
+        if self.logs and (aged or verdict.code != self._shown):
+            self._shown, self._shown_at_s = verdict.code, now_s
             name = f"{self.recording.main.stamps.prefix}/verdict"
-            told = boards.verdict_markdown(verdict, summary, wall)
-            boards.log_text(self.trainer.loggers, name, told, self.step)
+            text = boards.verdict_markdown(verdict, summary, wall)
+            boards.log_text(self.trainer.loggers, name, text, self.step)
+
+    def _validation(self) -> StageSummary | None:
+        return self.recording.evaluated.summary() if self.recording.fits else None
 
     @property
     def files(self) -> ReportFiles | None:
@@ -331,14 +288,12 @@ class MeasuredRun:
     def report(self, *, ended: bool = True, verdict: Verdict | None = None) -> RunReport | None:
         """Return the report of this run, or None if no step ended.
 
-        Args:
-            ended: No more steps come, so that what other ranks have not told yet is waited for.
-            verdict: What limits the run, if that was judged just now.
+        ``verdict``: What limits the run, if that was judged just now.
         """
         main = self.recording.main.summary()
         if main is None:
             return None
-        val = self.recording.evaluated.summary() if self.recording.fits else None
+        val = self._validation()
         replayed: tuple[str, ...] = ()
         if self.replay is not None:
             headroom = self.replay.headroom(main) or main.headroom
@@ -347,7 +302,7 @@ class MeasuredRun:
         if ranks is not None and ended:
             ranks.read()
         if verdict is None:
-            verdict = self.judge.verdict(main, self.judge.evidence(main, val, self.wall()))
+            verdict, _ = self.judge.judged(main, val, self.wall())
         return RunReport(
             ended=ended,
             wall=self.wall(),  # judging took its time, too

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from lightning_fastdata.insight.measure.host_metrics import HostMeter
 from lightning_fastdata.insight.measure.stage import StageMeter
 from lightning_fastdata.insight.measure.stage_stamps import StageStamps
-from lightning_fastdata.insight.measure.timeline import CudaClock
 from lightning_fastdata.insight.measure.wall import Activity, WallClock
 from lightning_fastdata.plugin.seams.hooks import overridden_hook
 from lightning_fastdata.plugin.seams.internals import attributes_of
@@ -17,7 +16,6 @@ from lightning_fastdata.plugin.seams.loaders import flattened, keyed
 from lightning_fastdata.plugin.seams.profiler_tee import Listener
 
 if TYPE_CHECKING:
-    import torch
     from lightning.pytorch import Trainer
 
     from lightning_fastdata.types import Stage
@@ -30,12 +28,18 @@ _WAIT_OF_VALIDATION: Final = Activity("validation", "waiting for batches")
 _FIRST_EPOCH: Final = Activity("epoch_starts", "first epoch")
 _LATER_EPOCHS: Final = Activity("epoch_starts", "later epochs")
 _OF_STEPS: Final = {
-    "run_training_batch": Activity("compute"),
     "batch_to_device": Activity("transfer"),
     "on_after_batch_transfer": Activity("augment"),
 }
-HOOKS_OF: Final = {"fit": "train", "validate": "validation", "test": "test", "predict": "predict"}
+_HOOKS_OF: Final = {"fit": "train", "validate": "validation", "test": "test", "predict": "predict"}
 """A trainer's method -> what the names of its hooks and steps have in them."""
+_STAGES_OF: Final[Mapping[str, tuple[Stage, ...]]] = {
+    "fit": ("train", "val"),
+    "validate": ("val",),
+    "test": ("test",),
+    "predict": ("predict",),
+}
+"""A trainer's method -> its stages, the one that it is for first."""
 _NEXT_TO_NOTHING: Final = ("on_train_batch_start", "on_before_optimizer_step")
 """Hooks of ours that cost less in each step than it costs to time them."""
 _HOOKS: Final = ("batch_start", "batch_end", "epoch_start", "epoch_end", "start", "end")
@@ -43,25 +47,18 @@ _HOOKS: Final = ("batch_start", "batch_end", "epoch_start", "epoch_end", "start"
 
 
 class WallWatch:
-    """Counts the time of a run.
-
-    Args:
-        trainer: Whose run.
-        ours: The callback whose own time is told apart.
-        method: Of the trainer: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
-    """
+    """Counts the time of a trainer's run by what it announces; that of ``ours`` is apart."""
 
     def __init__(self, trainer: Trainer, ours: object, method: str = "fit") -> None:
         self.clock = WallClock()
         self._fits = method == "fit"
-        kind = HOOKS_OF[method]
+        kind = _HOOKS_OF[method]
         self._hooks = frozenset(f"on_{kind}_{when}" for when in _HOOKS)
         self._batch_ends = f"on_{kind}_batch_end"
-        fetches = "train_dataloader" if self._fits else "val" if kind == "validation" else kind
+        fetches = "train_dataloader" if self._fits else _STAGES_OF[method][0]
         self._fetches = f"{fetches}_next"
-        self._of_steps = dict(_OF_STEPS)
-        if not self._fits:
-            self._of_steps[f"{kind}_step"] = _OF_STEPS["run_training_batch"]
+        step = "run_training_batch" if self._fits else f"{kind}_step"
+        self._of_steps = {**_OF_STEPS, step: Activity("compute")}
         self._trainer = trainer
         self._ours = ours
         self._epoch_start = _FIRST_EPOCH
@@ -71,8 +68,11 @@ class WallWatch:
     def restart(self) -> None:
         """Begin anew where the training begins, after what tuners ran before it."""
         self.clock.forget()
-        self._epoch_start, self._starting = _FIRST_EPOCH, True
-        self.clock.turn_to(_FIRST_EPOCH)
+        self._next_epoch(_FIRST_EPOCH)
+
+    def _next_epoch(self, start: Activity) -> None:
+        self._epoch_start, self._starting = start, True
+        self.clock.turn_to(start)
 
     def loaders_came(self) -> None:
         """The training's loaders are there: what follows starts their workers."""
@@ -99,11 +99,11 @@ class WallWatch:
         clock = self.clock
         owner, _, last = action.rpartition(".")
         if action == "run_training_epoch":
-            return _nothing, self._epoch_ended
+            return _nothing, partial(self._next_epoch, _LATER_EPOCHS)
         if last == self._fetches:
             return self._wait_began, self._wait_ended
         if last == "val_next":
-            return partial(clock.enter, _WAIT_OF_VALIDATION), clock.leave
+            return self._entering(_WAIT_OF_VALIDATION)
         if last in self._of_steps:
             return partial(self._step_part, self._of_steps[last]), clock.leave
         if action == "save_checkpoint":
@@ -111,9 +111,7 @@ class WallWatch:
         if owner.startswith("[Callback]"):
             activity = self._of_callback(owner.removeprefix("[Callback]"), last)
             return None if activity is None else self._entering(activity)
-        if owner.startswith("[LightningModule]"):
-            return self._of_module(last)
-        return None
+        return self._of_module(last) if owner.startswith("[LightningModule]") else None
 
     def _entering(self, activity: Activity) -> Listener:
         return partial(self.clock.enter, activity), self.clock.leave
@@ -140,35 +138,20 @@ class WallWatch:
         if hook != self._batch_ends:
             return (enter, leave) if written else None
         # What follows it reduces and logs the metrics of the step.
-        if not written:
-            return _nothing, self._step_ended
-
-        def ended() -> None:
-            leave()
-            self._step_ended()
-
-        return enter, ended
+        return (enter, _both(leave, self._step_ended)) if written else (_nothing, self._step_ended)
 
     def _step_ended(self) -> None:
-        if self.clock.state is _OTHER and self._logs():
-            self.clock.turn_to(_LOGGING)
-
-    def _logs(self) -> bool:
-        """Return whether metrics go to a logger at the end of this step.
-
-        In others Lightning lets go of the batch, which takes long for large ones.
-        """
+        if self.clock.state is not _OTHER:
+            return
+        # In other steps Lightning lets go of the batch, which takes long for large ones.
         trainer = self._trainer
         every = attributes_of(trainer).log_every_n_steps
-        return bool(trainer.loggers and every and trainer.global_step % every == 0)
+        if trainer.loggers and every and trainer.global_step % every == 0:
+            self.clock.turn_to(_LOGGING)
 
     def _wait_began(self) -> None:
-        if self._starting:
-            self.clock.turn_to(self._epoch_start)
-            self.clock.enter(self._epoch_start)
-        else:
-            self.clock.turn_to(_OTHER)
-            self.clock.enter(_WAIT)
+        self.clock.turn_to(self._epoch_start if self._starting else _OTHER)
+        self.clock.enter(self._epoch_start if self._starting else _WAIT)
 
     def _wait_ended(self) -> None:
         self.clock.leave()
@@ -180,36 +163,17 @@ class WallWatch:
         # The batches of a validation pass the same hooks.
         self.clock.enter(_VALIDATION if self.clock.state is _VALIDATION else activity)
 
-    def _epoch_ended(self) -> None:
-        self._epoch_start, self._starting = _LATER_EPOCHS, True
-        self.clock.turn_to(_LATER_EPOCHS)
-
 
 def _nothing() -> None:
     pass
 
 
-_STAGES_OF: Final[Mapping[str, tuple[Stage, ...]]] = {
-    "fit": ("train", "val"),
-    "validate": ("val",),
-    "test": ("test",),
-    "predict": ("predict",),
-}
-"""What a trainer's method does -> the stages of it, the one that it is for first."""
-_PREFIXES: Final[Mapping[Stage, str]] = {
-    "train": "data",
-    "val": "data_val",
-    "test": "data_test",
-    "predict": "data_predict",
-}
-"""Stage -> how the names of its scalars begin."""
-_LOADERS: Final[Mapping[Stage, str]] = {
-    "train": "train_dataloader",
-    "val": "val_dataloaders",
-    "test": "test_dataloaders",
-    "predict": "predict_dataloaders",
-}
-"""Stage -> the trainer's attribute with its loaders."""
+def _both(first: Callable[[], None], second: Callable[[], None]) -> Callable[[], None]:
+    def call() -> None:
+        first()
+        second()
+
+    return call
 
 
 class Recording:
@@ -217,57 +181,41 @@ class Recording:
 
     Args:
         trainer: The trainer that is measured.
-        ours: The callback that measures it, whose own time is told apart.
+        ours: The callback that measures it, whose own time is counted apart.
         method: Of the trainer: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
 
     Attributes:
-        method: As given.
         main: Measures what the method is for: the training of a fit, else the only stage.
         evaluated: Measures what is evaluated: the validation of a fit, else the only stage.
         augments: Whether something runs in ``on_after_batch_transfer`` in a stage; if not, no
             augmentation is measured, so that none is reported as 0.
         in_transfer: Whether the trainer is moving a batch of one of its loaders.
         optimizer_stepped: Whether the open batch has ended in an optimizer step.
-        batches_stepped: Batches that ended in one; with manual optimization, all batches.
-        host: What the run takes of its machine; None before it begins.
-        wall: Where the wall time of the run goes.
+        batches_stepped: Batches that did; with manual optimization, all batches.
     """
 
     def __init__(self, trainer: Trainer, ours: object = None, method: str = "fit") -> None:
         self._trainer = trainer
-        self.method = method
+        self.method, self.stages, self.fits = method, _STAGES_OF[method], method == "fit"
         self.wall = WallWatch(trainer, ours, method)
         self.augments: Callable[[Stage], bool] = lambda _stage: False
-        self.in_transfer = False
+        self.in_transfer = self.optimizer_stepped = False
         self._fetching: StageMeter | None = None
         self._moving: StageMeter | None = None
-        self.optimizer_stepped = False
         self.batches_stepped = 0
-        device = trainer.strategy.root_device
-        meters = [
-            _stage_meter(stage, device, StageStamps(_PREFIXES[stage]))
-            for stage in _STAGES_OF[method]
-        ]
-        self.main, self.evaluated = meters[0], meters[-1]
-        self._shown: Any = None
+        self._measure({stage: StageStamps(_prefix(stage)) for stage in self.stages})
+        self._shown: object = None
         self.host: HostMeter | None = None
 
-    @property
-    def meters(self) -> tuple[StageMeter, ...]:
-        """Those of all stages of the method, the one that it is for first."""
-        return (self.main, self.evaluated) if self.fits else (self.main,)
+    def _measure(self, stamps: Mapping[Stage, StageStamps]) -> None:
+        device = self._trainer.strategy.root_device
+        self.meters = tuple(
+            StageMeter(stage, device, stamps[stage], updates=0 if stage == "train" else None)
+            for stage in self.stages
+        )
+        self.main, self.evaluated = self.meters[0], self.meters[-1]
 
-    @property
-    def stages(self) -> tuple[Stage, ...]:
-        """What the trainer's method does, what it is for first."""
-        return _STAGES_OF[self.method]
-
-    @property
-    def fits(self) -> bool:
-        """Whether this is a fit, so that validation is not what the run is for."""
-        return self.method == "fit"
-
-    def loaders(self) -> Any:
+    def loaders(self) -> object:
         """Return the loaders of the main stage, in whatever form they come; None: there are none.
 
         A trainer that has been fitted calls the validation loaders of the fit its own also in
@@ -275,9 +223,11 @@ class Recording:
         """
         if self._shown is not None and not self.fits:
             return self._shown
-        return getattr(self._trainer, _LOADERS[self.main.stage])
+        name = "train_dataloader" if self.fits else f"{self.main.stage}_dataloaders"
+        found: object = getattr(self._trainer, name)
+        return found
 
-    def watch(self, stage: Stage, loaders: Any) -> None:
+    def watch(self, stage: Stage, loaders: object) -> None:
         """Take stamps of what the trainer's loaders of a stage deliver."""
         stamps = (self.main if stage == self.main.stage else self.evaluated).stamps
         several = keyed(loaders)
@@ -291,17 +241,16 @@ class Recording:
 
     def restart(self) -> None:
         """Forget everything measured so far: what tuners ran before the training began."""
-        device = self._trainer.strategy.root_device
         for meter in self.meters:
             meter.stamps.restart()
-        meters = [_stage_meter(meter.stage, device, meter.stamps) for meter in self.meters]
-        self.main, self.evaluated = meters[0], meters[-1]
+        self._measure({meter.stage: meter.stamps for meter in self.meters})
         # Loaders that were made anew behind our back, and those that no source could be asked for.
         self.watch(self.main.stage, self.loaders())
         if self.fits:
             self.wall.restart()
             self.watch("val", self._trainer.val_dataloaders)
         self.batches_stepped = 0
+        device = self._trainer.strategy.root_device
         self.host = HostMeter(device, busy_share=self.main.stamps.busy_share)
 
     def stop(self) -> None:
@@ -310,11 +259,7 @@ class Recording:
             meter.stamps.stop()
 
     def metrics(self, *, memory: bool = True) -> dict[str, float]:
-        """Return what is to be logged of the main stage since the last call.
-
-        Args:
-            memory: Add up the memory of this process and its workers, now and then.
-        """
+        """Return what is to be logged of the main stage since the last call, maybe with memory."""
         host = {} if self.host is None else self.host.metrics(memory=memory)
         return {**self.main.metrics(), **host}
 
@@ -343,39 +288,35 @@ class Recording:
 
     @cached_property
     def _of_steps(self) -> Mapping[str, Listener]:
-        step = "run_training_batch" if self.fits else f"{HOOKS_OF[self.method]}_step"
+        step = "run_training_batch" if self.fits else f"{_HOOKS_OF[self.method]}_step"
         return {
-            "train_dataloader_next": (self._train_wait_began, self._train_wait_ended),
+            "train_dataloader_next": (self._fetch_began, self._fetch_ended),
             step: (self._work_began, self._work_ended),
-            f"{self.evaluated.stage}_next": (self._next_began, self._next_ended),
+            f"{self.evaluated.stage}_next": (self._evaluation_fetch_began, self._fetch_ended),
             "batch_to_device": (self._transfer_began, self._transfer_ended),
             "on_after_batch_transfer": (self._augment_began, self._augment_ended),
         }
 
-    def _train_wait_began(self) -> None:
+    def _fetch_began(self) -> None:
         self._fetching = self.main
         self.main.began()
         self.main.timeline.wait_began()
 
-    def _train_wait_ended(self) -> None:
-        self.main.timeline.wait_ended()
-
+    # Callbacks at the begin and end of a batch are no part of the step.
     def _work_began(self) -> None:
-        # Callbacks that are called at the start of a batch are no part of the step either.
         self.main.timeline.work_began()
 
     def _work_ended(self) -> None:
-        # Callbacks that are called before ours at the end of a batch are no part of the step.
         self.main.timeline.work_ended()
 
-    def _next_began(self) -> None:
+    def _evaluation_fetch_began(self) -> None:
         # The sanity check fetches under the same name; it is not measured.
         self._fetching = None if self._trainer.sanity_checking else self.evaluated
         if self._fetching is not None:
             self._fetching.began()
             self._fetching.timeline.wait_began()
 
-    def _next_ended(self) -> None:
+    def _fetch_ended(self) -> None:
         if self._fetching is not None:
             self._fetching.timeline.wait_ended()
 
@@ -401,15 +342,5 @@ class Recording:
             self._moving.timeline.augment_ended()
 
 
-def _both(first: Callable[[], None], second: Callable[[], None]) -> Callable[[], None]:
-    def call() -> None:
-        first()
-        second()
-
-    return call
-
-
-def _stage_meter(stage: Stage, device: torch.device, stamps: StageStamps) -> StageMeter:
-    clock = CudaClock() if device.type == "cuda" else None
-    updates = 0 if stage == "train" else None
-    return StageMeter(stage, device.type, stamps, device=clock, updates=updates)
+def _prefix(stage: Stage) -> str:
+    return "data" if stage == "train" else f"data_{stage}"

@@ -1,18 +1,20 @@
 """What DataThroughputCallback does, for either of Lightning's two package names."""
+# ruff: noqa: ARG002  # hooks are called with all that Lightning has
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_fastdata.augment import as_batch_transform
-from lightning_fastdata.batches.moving import batch_samples
+from lightning_fastdata.batches.staged import batch_samples
 from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.insight.report.run_report import RunReport
 from lightning_fastdata.insight.report.summary_text import first_word
-from lightning_fastdata.insight.waits.ranks import rank_metrics
+from lightning_fastdata.insight.waits.ranks import RankRecords, rank_metrics, shared_store
 from lightning_fastdata.planning.options import (
     NeedsConstruction,
     check,
@@ -34,102 +36,19 @@ from lightning_fastdata.plugin.seams.trainer import (
     print_line,
     steps_logged_by,
 )
+from lightning_fastdata.plugin.watch.evaluation_hooks import NOT_MEASURED, EvaluationHooks
 from lightning_fastdata.plugin.watch.headroom import ReplayedSteps
 from lightning_fastdata.plugin.watch.measured_run import (
     FIRST_WORD_STEPS,
     MeasuredRun,
     predicted_step_ms,
 )
-from lightning_fastdata.plugin.watch.ranks import meet
 from lightning_fastdata.plugin.watch.recording import Recording
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
-NOT_MEASURED: Final = "A step was not measured"
-_NOT_LOGGED: Final = "An evaluation was not logged"
-
-
-class EvaluationHooks:
-    """The hooks of a callback around the steps of ``validate``, ``test`` and ``predict``."""
-
-    _run: MeasuredRun | None
-    misfortunes: Misfortunes
-
-    @harmless(NOT_MEASURED)
-    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
-        """Count the sanity check as validation."""
-        if self._run is not None:
-            self._run.recording.wall.validation_began()
-
-    @harmless(NOT_MEASURED)
-    def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
-        """Go back to the setup."""
-        if self._run is not None:
-            self._run.recording.wall.validation_ended()
-
-    @harmless(NOT_MEASURED)
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
-        """Count what follows as validation, or begin to measure where nothing else is measured."""
-        run = self._run
-        if run is None:
-            return
-        if run.recording.fits:
-            run.recording.wall.validation_began()
-        else:
-            run.began()
-
-    on_test_start = on_predict_start = on_validation_start
-
-    @harmless(NOT_MEASURED)
-    def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
-        """The first step of each validation is counted apart."""
-        run = self._run
-        if run is None or trainer.sanity_checking:
-            return
-        if run.recording.fits:
-            run.recording.main.paused()
-            run.recording.main.timeline.resumed()
-        run.recording.evaluated.epoch_opens()
-
-    @harmless(NOT_MEASURED)
-    def on_validation_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,  # noqa: ARG002
-        outputs: Any,  # noqa: ARG002
-        batch: Any,
-        batch_idx: int,  # noqa: ARG002
-        dataloader_idx: int = 0,  # noqa: ARG002
-    ) -> None:
-        """Close a step."""
-        run = self._run
-        if run is None or trainer.sanity_checking:
-            return
-        run.recording.evaluated.step_ended(batch_samples(batch))
-        if not run.recording.fits:
-            run.batches += 1
-            if run.verdict_is_due(run.batches):
-                run.judged()
-
-    on_test_batch_end = on_predict_batch_end = on_validation_batch_end
-
-    @harmless(_NOT_LOGGED)
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
-        """Log the means of this validation, test or prediction."""
-        run = self._run
-        if run is None or trainer.sanity_checking:
-            return
-        recording = run.recording
-        if recording.fits:
-            recording.wall.validation_ended()
-        else:
-            recording.wall.ended()
-        recording.evaluated.timeline.drop_open_step()
-        recording.evaluated.paused()
-        run.log(recording.evaluated.metrics(), steps_logged_by(trainer, recording.batches_stepped))
-
-    on_test_end = on_predict_end = on_validation_end
+    from lightning_fastdata.types import Batch
 
 
 _MOST_FIGURES = 20
@@ -223,7 +142,7 @@ class ThroughputHooks(EvaluationHooks, NeedsConstruction):
         self.misfortunes = Misfortunes()
         self._run: MeasuredRun | None = None
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         # A run belongs to one trainer; a copy of the callback (and of the trainer) starts afresh.
         return {**self.__dict__, "_run": None}
 
@@ -232,7 +151,7 @@ class ThroughputHooks(EvaluationHooks, NeedsConstruction):
         self._end_run()
         self.misfortunes = Misfortunes()
         # An enum of Lightning's that is equal to its word, but is printed otherwise.
-        recording = Recording(trainer, self, str(getattr(stage, "value", stage)))
+        recording = Recording(trainer, self, str(stage.value if isinstance(stage, Enum) else stage))
         if stage == "fit" and self.augment is not None:
             check_hooks_run(pl_module)
         undo: list[Callable[[], None]] = []
@@ -268,29 +187,28 @@ class ThroughputHooks(EvaluationHooks, NeedsConstruction):
         )
 
     @harmless("The training is not measured")
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
-        """Forget what tuners and finders ran before, and tell TensorBoard how to lay out charts."""
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Forget what tuners and finders ran before, and lay out TensorBoard's charts."""
         run = self._run
         if run is None:
             return
-        run.judge.ranks = meet(trainer)
+        if trainer.world_size > 1:
+            run.judge.ranks = RankRecords(
+                shared_store(), rank=trainer.global_rank, world_size=trainer.world_size
+            )
         run.replay = ReplayedSteps() if self.headroom == "measured" else None
         run.pictures = pictures_of(trainer, self.picture_settings, self.augment, self.image)
         run.began()
 
     @harmless(NOT_MEASURED)
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The first step of an epoch is counted apart."""
         if self._run is not None:
             self._run.recording.main.epoch_opens()
 
     @harmless("The batch was not shown")
     def on_train_batch_start(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,  # noqa: ARG002
-        batch: Any,
-        batch_idx: int,  # noqa: ARG002
+        self, trainer: Trainer, pl_module: LightningModule, batch: Batch, batch_idx: int
     ) -> None:
         """Show the batch, if that was asked for."""
         run = self._run
@@ -299,10 +217,7 @@ class ThroughputHooks(EvaluationHooks, NeedsConstruction):
             run.pictures.batch_began(trainer.loggers, batch, epoch=trainer.current_epoch, step=step)
 
     def on_before_optimizer_step(
-        self,
-        trainer: Trainer,  # noqa: ARG002
-        pl_module: LightningModule,  # noqa: ARG002
-        optimizer: Any,  # noqa: ARG002
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: object
     ) -> None:
         """Note that this batch ends in an optimizer step."""
         if self._run is not None:
@@ -313,9 +228,9 @@ class ThroughputHooks(EvaluationHooks, NeedsConstruction):
         self,
         trainer: Trainer,
         pl_module: LightningModule,
-        outputs: Any,  # noqa: ARG002
-        batch: Any,
-        batch_idx: int,  # noqa: ARG002
+        outputs: object,
+        batch: Batch,
+        batch_idx: int,
     ) -> None:
         """Close the step and, every so often, log the means since the last time."""
         run = self._run
@@ -326,7 +241,7 @@ class ThroughputHooks(EvaluationHooks, NeedsConstruction):
         if run.replay is not None:
             run.replay.keep(batch)
         if recording.optimizer_stepped:
-            recording.main.updated()
+            recording.main.updates = (recording.main.updates or 0) + 1
         if not (recording.optimizer_stepped or not pl_module.automatic_optimization):
             return
         recording.optimizer_stepped = False
@@ -339,7 +254,7 @@ class ThroughputHooks(EvaluationHooks, NeedsConstruction):
                 print_line(trainer, first_word(judged[0], recording.batches_stepped))
 
     @harmless("An epoch was not logged")
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Draw the epoch's phases and say what they mean, where that has changed."""
         run = self._run
         if run is None:
@@ -378,15 +293,12 @@ class ThroughputHooks(EvaluationHooks, NeedsConstruction):
             run.replay.run(trainer, pl_module)
 
     def on_exception(
-        self,
-        trainer: Trainer,  # noqa: ARG002
-        pl_module: LightningModule,  # noqa: ARG002
-        exception: BaseException,  # noqa: ARG002
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
         """Flush what was measured; after an exception Lightning calls no teardown."""
         self._end_run()
 
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:  # noqa: ARG002
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Write the report and print the summary, after the progress bar is closed."""
         self._end_run()
 

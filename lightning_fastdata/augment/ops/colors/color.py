@@ -6,28 +6,33 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Final
+from typing import Final
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from lightning_fastdata.augment.ops.colors.hsv import (
+from lightning_fastdata.augment.ops.colors.spaces import (
     gray,
     hsv_bytes,
+    lab_bytes,
     opencv_lanes,
     rgb_bytes,
     shift_hue_floats,
 )
-from lightning_fastdata.augment.ops.colors.lab import lab_bytes
-from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded
-from lightning_fastdata.augment.ops.positions.border import channels
+from lightning_fastdata.augment.ops.operation import (
+    Arrays,
+    DeviceOp,
+    DType,
+    Encoded,
+    Params,
+    Shape,
+    Static,
+    Transform,
+    channels,
+)
 from lightning_fastdata.augment.ops.table import look_up, ramp_table, to_bytes, via_bytes
 from lightning_fastdata.augment.replay import instructions
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from lightning_fastdata.augment.ops.operation import Shape
 
 _OF_RGB = ("weighted_average", "from_lab")
 _GRAY_METHODS = (*_OF_RGB, "desaturation", "average", "max")
@@ -55,9 +60,7 @@ def _shift_table(levels: int) -> np.ndarray:
     return table
 
 
-def _encode_hsv(
-    transform: Any, params: Mapping[str, Any], shape: Shape, dtype: np.dtype[Any]
-) -> Encoded | None:
+def _encode_hsv(transform: Transform, params: Params, shape: Shape, dtype: DType) -> Encoded | None:
     if channels(shape) == 1:
         table = ramp_table(transform, params, 1)
         return Encoded((("form", "gray"),), {"table": table})
@@ -75,9 +78,7 @@ def _encode_hsv(
     return Encoded((("form", "hsv"), ("lanes", opencv_lanes())), {"table": table})
 
 
-def _run_hsv(
-    images: torch.Tensor, static: Mapping[str, Any], arrays: Mapping[str, torch.Tensor]
-) -> torch.Tensor:
+def _run_hsv(images: Tensor, static: Static, arrays: Arrays) -> Tensor:
     as_bytes = images if images.dtype == torch.uint8 else to_bytes(images)
     if static["form"] == "hsv":
         planes = torch.stack(hsv_bytes(as_bytes), -1).to(torch.uint8)
@@ -89,7 +90,7 @@ def _run_hsv(
 
 
 def _encode_jitter(
-    transform: Any, params: Mapping[str, Any], shape: Shape, dtype: np.dtype[Any]
+    transform: Transform, params: Params, shape: Shape, dtype: DType
 ) -> Encoded | None:
     if channels(shape) != 3 or dtype not in (np.uint8, np.float32):
         return None
@@ -103,14 +104,14 @@ def _encode_jitter(
     return Encoded((("shifts_hue", bool(hue != 0)), ("lanes", opencv_lanes())), arrays)
 
 
-def _scaled(images: torch.Tensor, gain: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
+def _scaled(images: Tensor, gain: Tensor, offset: Tensor) -> Tensor:
     """Return ``images * gain + offset`` as Albumentations' tables do: float32, cut to the range."""
     line = images.float() * gain + offset
     limit = 255 if images.dtype == torch.uint8 else 1
     return line.clamp(0, limit).to(images.dtype)
 
 
-def _contrast(images: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+def _contrast(images: Tensor, factor: Tensor) -> Tensor:
     luminance = gray(images)
     whole = luminance.dtype == torch.int32
     total = luminance.sum((1, 2), dtype=torch.int64 if whole else torch.float64)
@@ -123,7 +124,7 @@ def _contrast(images: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     return torch.where((factor == 1)[:, None, None, None], images, out)
 
 
-def _saturation(images: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+def _saturation(images: Tensor, factor: Tensor) -> Tensor:
     factor = factor.float()[:, None, None, None]
     mixed = images.float() * factor + gray(images).float().unsqueeze(-1) * (1 - factor)
     whole = images.dtype == torch.uint8
@@ -131,7 +132,7 @@ def _saturation(images: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     return torch.where(factor == 1, images, mixed.to(images.dtype))
 
 
-def _hue(images: torch.Tensor, arrays: Mapping[str, torch.Tensor], lanes: int) -> torch.Tensor:
+def _hue(images: Tensor, arrays: Arrays, lanes: int) -> Tensor:
     if images.dtype != torch.uint8:
         return shift_hue_floats(images, arrays["factors"][:, 3].float()[:, None, None])
     hue, saturation, value = hsv_bytes(images)
@@ -139,9 +140,7 @@ def _hue(images: torch.Tensor, arrays: Mapping[str, torch.Tensor], lanes: int) -
     return rgb_bytes(moved, saturation, value, lanes)
 
 
-def _run_jitter(
-    images: torch.Tensor, static: Mapping[str, Any], arrays: Mapping[str, torch.Tensor]
-) -> torch.Tensor:
+def _run_jitter(images: Tensor, static: Static, arrays: Arrays) -> Tensor:
     # Each sample has its own order. A sample whose turn it is not has factor 1, which changes
     # nothing, so nothing here depends on values that only the device knows.
     for turn in arrays["order"].unbind(1):
@@ -157,7 +156,7 @@ def _run_jitter(
 
 
 def _encode_gray(
-    transform: Any, params: Mapping[str, Any], shape: Shape, dtype: np.dtype[Any]
+    transform: Transform, params: Params, shape: Shape, dtype: DType
 ) -> Encoded | None:
     count, out = channels(shape), transform.num_output_channels
     if count == 1:
@@ -169,9 +168,7 @@ def _encode_gray(
     return Encoded((("method", transform.method), ("channels", out)), {})
 
 
-def _run_gray(
-    images: torch.Tensor, static: Mapping[str, Any], arrays: Mapping[str, torch.Tensor]
-) -> torch.Tensor:
+def _run_gray(images: Tensor, static: Static, arrays: Arrays) -> Tensor:
     method = static["method"]
     if method == "same":
         return images
@@ -191,32 +188,28 @@ def _run_gray(
     return out.to(images.dtype).unsqueeze(-1).repeat(1, 1, 1, static["channels"])
 
 
-def _gray_shape(transform: Any, params: Mapping[str, Any], shape: Shape) -> Shape:
+def _gray_shape(transform: Transform, params: Params, shape: Shape) -> Shape:
     return shape if channels(shape) == 1 else (*shape[:2], transform.num_output_channels)
 
 
-def _encode_rgb(
-    transform: Any, params: Mapping[str, Any], shape: Shape, dtype: np.dtype[Any]
-) -> Encoded | None:
+def _encode_rgb(transform: Transform, params: Params, shape: Shape, dtype: DType) -> Encoded | None:
     # Albumentations refuses other images, and squeezes those of a single row or column.
     if channels(shape) != 1 or 1 in shape[:2]:
         return None
     return Encoded((("channels", transform.num_output_channels),), {})
 
 
-def _run_rgb(
-    images: torch.Tensor, static: Mapping[str, Any], arrays: Mapping[str, torch.Tensor]
-) -> torch.Tensor:
+def _run_rgb(images: Tensor, static: Static, arrays: Arrays) -> Tensor:
     return images.repeat(1, 1, 1, static["channels"])
 
 
-def _rgb_shape(transform: Any, params: Mapping[str, Any], shape: Shape) -> Shape:
+def _rgb_shape(transform: Transform, params: Params, shape: Shape) -> Shape:
     count = transform.num_output_channels
     return shape if count == 1 else (*shape[:2], count)
 
 
 def _encode_sepia(
-    transform: Any, params: Mapping[str, Any], shape: Shape, dtype: np.dtype[Any]
+    transform: Transform, params: Params, shape: Shape, dtype: DType
 ) -> Encoded | None:
     if channels(shape) == 1:
         return Encoded((("matrix", None),), {})
@@ -226,9 +219,7 @@ def _encode_sepia(
     return Encoded((("matrix", matrix),), {})
 
 
-def _run_sepia(
-    images: torch.Tensor, static: Mapping[str, Any], arrays: Mapping[str, torch.Tensor]
-) -> torch.Tensor:
+def _run_sepia(images: Tensor, static: Static, arrays: Arrays) -> Tensor:
     if static["matrix"] is None:
         return images
     rows = static["matrix"]
@@ -243,57 +234,49 @@ def _run_sepia(
     return torch.stack(mixed, -1).clamp(0, 255).to(torch.uint8)
 
 
-def _encode_shuffle(
-    transform: Any, params: Mapping[str, Any], shape: Shape, dtype: np.dtype[Any]
-) -> Encoded:
+def _encode_shuffle(transform: Transform, params: Params, shape: Shape, dtype: DType) -> Encoded:
     order = params["channels_shuffled"]
     return Encoded((), {"order": np.array([0] if order is None else order, np.int64)})
 
 
-def _run_shuffle(
-    images: torch.Tensor, static: Mapping[str, Any], arrays: Mapping[str, torch.Tensor]
-) -> torch.Tensor:
+def _run_shuffle(images: Tensor, static: Static, arrays: Arrays) -> Tensor:
     return images.gather(-1, arrays["order"][:, None, None, :].expand(images.shape))
 
 
 def _encode_channel_dropout(
-    transform: Any, params: Mapping[str, Any], shape: Shape, dtype: np.dtype[Any]
+    transform: Transform, params: Params, shape: Shape, dtype: DType
 ) -> Encoded:
     dropped = np.zeros(channels(shape), np.bool_)
     dropped[list(params["channels_to_drop"])] = True
     return Encoded((("fill", np.array(transform.fill).astype(dtype).item()),), {"dropped": dropped})
 
 
-def _run_channel_dropout(
-    images: torch.Tensor, static: Mapping[str, Any], arrays: Mapping[str, torch.Tensor]
-) -> torch.Tensor:
+def _run_channel_dropout(images: Tensor, static: Static, arrays: Arrays) -> Tensor:
     return images.masked_fill(arrays["dropped"][:, None, None, :], static["fill"])
 
 
 OPS = (
-    DeviceOp(name="HueSaturationValue", encode=_encode_hsv, image=_run_hsv, fused=instructions.hsv),
+    DeviceOp("HueSaturationValue", _encode_hsv, _run_hsv, fused=instructions.hsv),
+    DeviceOp("ColorJitter", _encode_jitter, _run_jitter, fused=instructions.jitter),
     DeviceOp(
-        name="ColorJitter", encode=_encode_jitter, image=_run_jitter, fused=instructions.jitter
-    ),
-    DeviceOp(
-        name="ToGray",
-        encode=_encode_gray,
-        image=_run_gray,
+        "ToGray",
+        _encode_gray,
+        _run_gray,
         out_shape=_gray_shape,
         fused=instructions.gray,
     ),
-    DeviceOp(name="ToRGB", encode=_encode_rgb, image=_run_rgb, out_shape=_rgb_shape),
-    DeviceOp(name="ToSepia", encode=_encode_sepia, image=_run_sepia),
+    DeviceOp("ToRGB", _encode_rgb, _run_rgb, out_shape=_rgb_shape),
+    DeviceOp("ToSepia", _encode_sepia, _run_sepia),
     DeviceOp(
-        name="ChannelShuffle",
-        encode=_encode_shuffle,
-        image=_run_shuffle,
+        "ChannelShuffle",
+        _encode_shuffle,
+        _run_shuffle,
         fused=instructions.shuffle,
     ),
     DeviceOp(
-        name="ChannelDropout",
-        encode=_encode_channel_dropout,
-        image=_run_channel_dropout,
+        "ChannelDropout",
+        _encode_channel_dropout,
+        _run_channel_dropout,
         fused=instructions.drop,
     ),
 )

@@ -4,26 +4,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded
-from lightning_fastdata.augment.ops.positions.border import (
-    REPLICATE,
+from lightning_fastdata.augment.ops.operation import (
+    Arrays,
+    DeviceOp,
+    DType,
+    Encoded,
+    Params,
+    Shape,
+    Static,
+    Transform,
     as_channels_last,
     channels,
-    fold,
 )
+from lightning_fastdata.augment.ops.positions.index import REPLICATE, fold
 from lightning_fastdata.augment.ops.table import via_bytes
 from lightning_fastdata.augment.replay import instructions
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from lightning_fastdata.augment.ops.operation import Shape
 
 _LARGEST_MEDIAN: Final = 7
 """A median of 7x7 takes 400 comparisons of whole images, one of 9x9 twice as many."""
@@ -99,7 +102,7 @@ def _program(network: _Network, results: Sequence[int]) -> _Program:
     return _Program(tuple(reversed(steps)), tuple(results))
 
 
-def _run(program: _Program, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _run(program: _Program, inputs: Sequence[Tensor]) -> list[Tensor]:
     values = dict(enumerate(inputs))
     for at, step, last in program.steps:
         choose = torch.maximum if step.larger else torch.minimum
@@ -141,7 +144,7 @@ def _median_of_columns(size: int) -> _Program:
     return _program(network, [runs[0][middle - too_small]])
 
 
-def _median(images: torch.Tensor, size: int) -> torch.Tensor:
+def _median(images: Tensor, size: int) -> Tensor:
     _, height, width, _ = images.shape
     radius = size // 2
     for axis, length in ((1, height), (2, width)):
@@ -155,7 +158,7 @@ def _median(images: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def _encode_median(
-    transform: Any, params: Mapping[str, Any], shape: Shape, dtype: np.dtype[Any]
+    transform: Transform, params: Params, shape: Shape, dtype: DType
 ) -> Encoded | None:
     size = int(params["kernel"])
     # OpenCV refuses more than 5x5 of two channels.
@@ -165,10 +168,8 @@ def _encode_median(
     return Encoded((("size", size),), {})
 
 
-def _median_blur(
-    images: torch.Tensor, static: Mapping[str, Any], arrays: Mapping[str, torch.Tensor]
-) -> torch.Tensor:
-    def change(as_bytes: torch.Tensor) -> torch.Tensor:
+def _median_blur(images: Tensor, static: Static, arrays: Arrays) -> Tensor:
+    def change(as_bytes: Tensor) -> Tensor:
         some = max(1, _VALUES_AT_ONCE // max(1, as_bytes[0].numel()))
         return torch.cat([_median(part, static["size"]) for part in torch.split(as_bytes, some)])
 
@@ -176,7 +177,7 @@ def _median_blur(
 
 
 def _encode_morphology(
-    transform: Any, params: Mapping[str, Any], shape: Shape, dtype: np.dtype[Any]
+    transform: Transform, params: Params, shape: Shape, dtype: DType
 ) -> Encoded | None:
     kernel = np.asarray(params["kernel"])
     rows, columns = np.nonzero(kernel)
@@ -198,9 +199,7 @@ def _never_chosen(dtype: torch.dtype, *, grows: bool) -> float:
     return info.min if grows else info.max
 
 
-def _morphology(
-    batch: torch.Tensor, static: Mapping[str, Any], arrays: Mapping[str, torch.Tensor]
-) -> torch.Tensor:
+def _morphology(batch: Tensor, static: Static, arrays: Arrays) -> Tensor:
     images = as_channels_last(batch)
     n, height, width, count = images.shape
     tall, wide = static["size"]
@@ -220,9 +219,7 @@ def _morphology(
 
 
 OPS = (
-    DeviceOp(
-        name="MedianBlur", encode=_encode_median, image=_median_blur, fused=instructions.median
-    ),
-    DeviceOp(name="Morphological", encode=_encode_morphology, image=_morphology, mask=_morphology),
+    DeviceOp("MedianBlur", _encode_median, _median_blur, fused=instructions.median),
+    DeviceOp("Morphological", _encode_morphology, _morphology, mask=_morphology),
 )
 """Exact. MedianBlur on float32 goes through uint8, as in Albumentations."""

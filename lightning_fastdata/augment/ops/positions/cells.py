@@ -7,9 +7,10 @@ from typing import Final, TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from lightning_fastdata.augment.ops.positions.border import read
-from lightning_fastdata.augment.ops.positions.resample import CUBIC, NEAREST
+from lightning_fastdata.augment.ops.positions.index import read
+from lightning_fastdata.augment.ops.positions.resize import CUBIC, NEAREST
 
 _BITS: Final = 5
 CELLS: Final = 1 << _BITS
@@ -19,7 +20,7 @@ _AFFINE: Final = 1024
 _FAR: Final = 1 << 15
 """Positions are limited to this many pixels: OpenCV keeps them in 16 bits."""
 _WEIGHT_BITS: Final = 15
-_Numbers = TypeVar("_Numbers", torch.Tensor, np.ndarray)
+_Numbers = TypeVar("_Numbers", Tensor, np.ndarray)
 
 
 @cache
@@ -56,8 +57,8 @@ def invert(matrix: np.ndarray, *, projective: bool) -> np.ndarray:
 
 
 def cells_of_matrix(
-    inverse: torch.Tensor, size: tuple[int, int], *, projective: bool, nearest: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+    inverse: Tensor, size: tuple[int, int], *, projective: bool, nearest: bool
+) -> tuple[Tensor, Tensor]:
     """Return where each output pixel comes from: rows and columns, int64 ``[n, height, width]``.
 
     Args:
@@ -80,7 +81,7 @@ def cells_of_matrix(
     half = _AFFINE // 2 if nearest else _AFFINE // CELLS // 2
     shift = 10 if nearest else 10 - _BITS
 
-    def line(row: int) -> torch.Tensor:
+    def line(row: int) -> Tensor:
         start = ((m[:, row, 1] * y + m[:, row, 2]) * _AFFINE).round()
         found = start + half + (m[:, row, 0] * x * _AFFINE).round()
         return found.clamp(-_FAR * _AFFINE, _FAR * _AFFINE).long() >> shift
@@ -88,24 +89,24 @@ def cells_of_matrix(
     return line(1), line(0)
 
 
-def cells_of_field(where: torch.Tensor, *, nearest: bool) -> torch.Tensor:
+def cells_of_field(where: Tensor, *, nearest: bool) -> Tensor:
     """Return float32 positions in pixels as whole pixels, or as numbers of 1/32 pixels: int64."""
     return _whole(where if nearest else where * CELLS, nearest)
 
 
-def _whole(where: torch.Tensor, nearest: bool) -> torch.Tensor:
+def _whole(where: Tensor, nearest: bool) -> Tensor:
     limit = _FAR * (1 if nearest else CELLS)
     return torch.nan_to_num(where, nan=0.0).round().clamp(-limit, limit).long()
 
 
 def sample_cells(
-    images: torch.Tensor,
-    rows: torch.Tensor,
-    columns: torch.Tensor,
+    images: Tensor,
+    rows: Tensor,
+    columns: Tensor,
     interpolation: int,
     mode: int,
-    fill: torch.Tensor,
-) -> torch.Tensor:
+    fill: Tensor,
+) -> Tensor:
     """Return the values at positions in 1/32 pixels; with NEAREST in whole pixels.
 
     Args:
@@ -153,7 +154,7 @@ def cubic_weights(part: _Numbers) -> list[_Numbers]:
 
 
 @cache
-def _weights(cubic: bool, whole: bool, device: torch.device) -> torch.Tensor:
+def _weights(cubic: bool, whole: bool, device: torch.device) -> Tensor:
     """Return the weight of each tap for each part of a pixel, ``[taps, 1024]``; made once."""
     part = np.arange(CELLS, dtype=np.float32) / np.float32(CELLS)
     line = np.stack(cubic_weights(part) if cubic else [1 - part, part], -1)

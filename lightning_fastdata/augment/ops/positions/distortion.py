@@ -8,38 +8,44 @@ The worker sends the few numbers that determine the field; it is computed on the
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, Mapping
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded
-from lightning_fastdata.augment.ops.positions.border import (
-    MODES,
+from lightning_fastdata.augment.ops.operation import (
+    Arrays,
+    DeviceOp,
+    Draw,
+    Drawn,
+    DType,
+    Encode,
+    Encoded,
+    Params,
+    Shape,
+    Static,
+    Transform,
+    always,
     as_channels_last,
-    encode_fills,
-    fill_like,
+    channels,
 )
 from lightning_fastdata.augment.ops.positions.cells import on_cells
-from lightning_fastdata.augment.ops.positions.resample import CUBIC
+from lightning_fastdata.augment.ops.positions.index import MODES, REPLICATE, encode_fills, fill_like
+from lightning_fastdata.augment.ops.positions.resize import CUBIC
 from lightning_fastdata.augment.ops.positions.warp import FAR, WARPED, sample, still_on_cells
+from lightning_fastdata.augment.ops.splitmix import normal, take_seed, uniform
+from lightning_fastdata.augment.ops.table import via_bytes
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from typing import TypeAlias
-
-    from lightning_fastdata.augment.ops.operation import Draw, Encode, Shape
-
-    Size: TypeAlias = tuple[int, int]
-    Field: TypeAlias = Callable[
-        [Mapping[str, Any], Mapping[str, torch.Tensor], Size], tuple[torch.Tensor, torch.Tensor]
-    ]
+Size: TypeAlias = tuple[int, int]
+Field: TypeAlias = Callable[[Static, Arrays, Size], tuple[Tensor, Tensor]]
 
 _NOWHERE: Final = 1e15
 """Control points that fill up an array are so far away that they have no weight."""
 
 
-def settings(transform: Any, shape: Shape) -> tuple[tuple[str, Any], ...] | None:
+def settings(transform: Transform, shape: Shape) -> tuple[tuple[str, Any], ...] | None:
     """Return the settings of a distortion that a launch shares, or None: no device form."""
     kinds = {transform.interpolation, transform.mask_interpolation}
     fills = encode_fills(transform, shape, extends=False)
@@ -54,7 +60,7 @@ def settings(transform: Any, shape: Shape) -> tuple[tuple[str, Any], ...] | None
 
 
 def encoded(
-    transform: Any, shape: Shape, arrays: Mapping[str, np.ndarray], *own: tuple[str, Any]
+    transform: Transform, shape: Shape, arrays: Mapping[str, np.ndarray], *own: tuple[str, Any]
 ) -> Encoded | None:
     """Return a distortion with its own settings and arrays, or None: no device form."""
     shared = settings(transform, shape)
@@ -67,9 +73,7 @@ def encoded(
 def _drawn(make: Callable[[Any, Size], dict[str, Any]]) -> Draw:
     """Return a ``draw`` that draws nothing for images without a device form."""
 
-    def draw(
-        transform: Any, params: Mapping[str, Any], data: Mapping[str, Any]
-    ) -> dict[str, Any] | None:
+    def draw(transform: Transform, params: Params, data: Params) -> Drawn | None:
         if settings(transform, data["image"].shape) is None:
             return None
         height, width = params["shape"][:2]
@@ -79,7 +83,7 @@ def _drawn(make: Callable[[Any, Size], dict[str, Any]]) -> Draw:
 
 
 def _encode_grid(
-    transform: Any, params: Mapping[str, Any], shape: Shape, dtype: np.dtype[Any]
+    transform: Transform, params: Params, shape: Shape, dtype: DType
 ) -> Encoded | None:
     # The field is a meshgrid: one column for each x, one row for each y.
     rows, columns = params["map_y"][:, 0], params["map_x"][0]
@@ -87,20 +91,18 @@ def _encode_grid(
     return encoded(transform, shape, arrays)
 
 
-def _grid_field(
-    static: Mapping[str, Any], arrays: Mapping[str, torch.Tensor], size: Size
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _grid_field(static: Static, arrays: Arrays, size: Size) -> tuple[Tensor, Tensor]:
     n = len(arrays["rows"])
     rows, columns = arrays["rows"][:, :, None], arrays["columns"][:, None, :]
     return rows.expand(n, *size), columns.expand(n, *size)
 
 
-def _draw_lens(transform: Any, size: Size) -> dict[str, Any]:
+def _draw_lens(transform: Transform, size: Size) -> dict[str, Any]:
     return {"lens": transform.py_random.uniform(*transform.distort_limit)}
 
 
 def _encode_lens(
-    transform: Any, params: Mapping[str, Any], shape: Shape, dtype: np.dtype[Any]
+    transform: Transform, params: Params, shape: Shape, dtype: DType
 ) -> Encoded | None:
     if "lens" not in params:
         return None
@@ -108,9 +110,7 @@ def _encode_lens(
     return encoded(transform, shape, {"lens": lens}, ("mode", transform.mode))
 
 
-def _lens_field(
-    static: Mapping[str, Any], arrays: Mapping[str, torch.Tensor], size: Size
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _lens_field(static: Static, arrays: Arrays, size: Size) -> tuple[Tensor, Tensor]:
     height, width = size
     strength = arrays["lens"][:, :, None]
     y = torch.arange(height, device=strength.device)[:, None]
@@ -131,7 +131,7 @@ def _lens_field(
     return y * factor + height / 2, x * factor + width / 2
 
 
-def _draw_piecewise(transform: Any, size: Size) -> dict[str, Any]:
+def _draw_piecewise(transform: Transform, size: Size) -> dict[str, Any]:
     rows = max(2, transform.py_random.randint(*transform.nb_rows))
     columns = max(2, transform.py_random.randint(*transform.nb_cols))
     scale = transform.py_random.uniform(*transform.scale)
@@ -150,22 +150,18 @@ def _draw_piecewise(transform: Any, size: Size) -> dict[str, Any]:
     return {"points": padded}
 
 
-def _draw_piecewise_if_moved(
-    transform: Any, params: Mapping[str, Any], data: Mapping[str, Any]
-) -> dict[str, Any] | None:
+def _draw_piecewise_if_moved(transform: Transform, params: Params, data: Params) -> Drawn | None:
     # Without a scale Albumentations itself has no field.
     return None if min(transform.scale) <= 0 else _drawn(_draw_piecewise)(transform, params, data)
 
 
 def _encode_points(
-    transform: Any, params: Mapping[str, Any], shape: Shape, dtype: np.dtype[Any]
+    transform: Transform, params: Params, shape: Shape, dtype: DType
 ) -> Encoded | None:
     return encoded(transform, shape, {"points": params["points"]}) if "points" in params else None
 
 
-def _piecewise_field(
-    static: Mapping[str, Any], arrays: Mapping[str, torch.Tensor], size: Size
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _piecewise_field(static: Static, arrays: Arrays, size: Size) -> tuple[Tensor, Tensor]:
     """Return the mean of the moved nodes, weighted by the inverse square distance to the nodes."""
     points = arrays["points"]
     y = torch.arange(size[0], device=points.device, dtype=torch.float32)
@@ -182,7 +178,7 @@ def _piecewise_field(
     return (rows / total).clamp(0, size[0] - 1), (columns / total).clamp(0, size[1] - 1)
 
 
-def _draw_spline(transform: Any, size: Size) -> dict[str, Any]:
+def _draw_spline(transform: Transform, size: Size) -> dict[str, Any]:
     from albumentations.augmentations.geometric import functional
 
     nodes = functional.generate_control_points(transform.num_control_points)
@@ -196,14 +192,12 @@ def _draw_spline(transform: Any, size: Size) -> dict[str, Any]:
 
 
 def _encode_spline(
-    transform: Any, params: Mapping[str, Any], shape: Shape, dtype: np.dtype[Any]
+    transform: Transform, params: Params, shape: Shape, dtype: DType
 ) -> Encoded | None:
     return encoded(transform, shape, {"spline": params["spline"]}) if "spline" in params else None
 
 
-def _spline_field(
-    static: Mapping[str, Any], arrays: Mapping[str, torch.Tensor], size: Size
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _spline_field(static: Static, arrays: Arrays, size: Size) -> tuple[Tensor, Tensor]:
     """Return the thin plate spline in the image scaled to the unit square."""
     spline = arrays["spline"][:, :, :, None, None]
     device = spline.device
@@ -222,7 +216,7 @@ def _spline_field(
     return rows * size[0], columns * size[1]
 
 
-def _of(length: int, device: torch.device) -> torch.Tensor:
+def _of(length: int, device: torch.device) -> Tensor:
     # A tensor, since CUDA would multiply by the reciprocal of a number.
     return torch.full((), length, device=device, dtype=torch.float64)
 
@@ -236,9 +230,7 @@ def remap(field: Field, setting: str, fill_name: str) -> Any:
         fill_name: which fill.
     """
 
-    def run(
-        batch: torch.Tensor, static: Mapping[str, Any], arrays: Mapping[str, torch.Tensor]
-    ) -> torch.Tensor:
+    def run(batch: Tensor, static: Static, arrays: Arrays) -> Tensor:
         images = as_channels_last(batch)
         where = field(static, arrays, (images.shape[1], images.shape[2]))
         rows, columns = (torch.nan_to_num(at, nan=0.0).clamp(-FAR, FAR) for at in where)
@@ -253,12 +245,141 @@ def remap(field: Field, setting: str, fill_name: str) -> Any:
 
 def _op(name: str, field: Field, encode: Encode, draw: Draw | None = None) -> DeviceOp:
     return DeviceOp(
-        name=name,
-        encode=encode,
-        image=remap(field, "interpolation", "fill"),
+        name,
+        encode,
+        remap(field, "interpolation", "fill"),
         mask=remap(field, "mask_interpolation", "fill_mask"),
         draw=draw,
     )
+
+
+def _draw_elastic(transform: Transform, params: Params, data: Params) -> Drawn | None:
+    if settings(transform, data["image"].shape) is None:
+        return None
+    return {"elastic_seed": take_seed(transform.random_generator)}
+
+
+def _encode_elastic(
+    transform: Transform, params: Params, shape: Shape, dtype: DType
+) -> Encoded | None:
+    if "map_x" in params:
+        # Boxes or keypoints are moved by this very field.
+        return encoded(transform, shape, {"rows": params["map_y"], "columns": params["map_x"]})
+    radius = 8 if transform.approximate else round(transform.sigma * 8 + 1) // 2
+    own = (
+        ("noise", transform.noise_distribution),
+        ("same", bool(transform.same_dxdy)),
+        ("radius", radius),
+        ("sigma", float(transform.sigma)),
+        ("alpha", float(transform.alpha)),
+    )
+    return encoded(transform, shape, {"seed": params["elastic_seed"]}, *own)
+
+
+def smoothing(length: int, sigma: float, radius: int, device: torch.device) -> Tensor:
+    """Return the matrix that smooths ``length`` values with a Gaussian; the edge values go on.
+
+    Args:
+        length: values along the axis.
+        sigma: standard deviation of the Gaussian, in pixels.
+        radius: pixels after which it is cut, on either side.
+        device: where the matrix is made.
+
+    Returns:
+        float64 ``[length, length]``: a matrix product of float32 may be one of TF32, if the user
+        allows that.
+    """
+    offset = torch.arange(-radius, radius + 1, device=device, dtype=torch.float64)
+    weights = (offset * offset * (-0.5 / sigma**2)).exp()
+    # No cumsum: of floats torch refuses it on CUDA where algorithms have to be deterministic.
+    ends = torch.arange(2 * radius + 2, device=device)[:, None]
+    below = weights.where(ends > ends[:-1, 0], 0).sum(1) / weights.sum()
+    at = torch.arange(length, device=device)
+    # An edge pixel has its own weight, and the weights of everything beyond it.
+    first = torch.where(at == 0, -radius - length, at) - at[:, None]
+    behind = torch.where(at == length - 1, radius + length, at) - at[:, None] + 1
+    share = below[(behind + radius).clamp(0, 2 * radius + 1)]
+    return share - below[(first + radius).clamp(0, 2 * radius + 1)]
+
+
+def displacements(static: Static, seed: Tensor, size: tuple[int, int]) -> Tensor:
+    """Return the displacements along x and y: ``[n, 2, H, W]``, or ``[n, 1, H, W]`` for both."""
+    height, width = size
+    fields = 1 if static["same"] else 2
+    count = fields * height * width
+    if static["noise"] == "gaussian":
+        noise = normal(seed, count)
+        largest = noise.abs().amax(1, keepdim=True)
+        noise = noise / torch.where(largest > 1e-6, largest, 1.0)
+    else:
+        noise = uniform(seed, count) * 2 - 1
+    # Albumentations smooths both fields in one image, one below the other.
+    rows = smoothing(fields * height, static["sigma"], static["radius"], seed.device)
+    columns = smoothing(width, static["sigma"], static["radius"], seed.device)
+    smooth: Tensor = rows @ noise.double().view(-1, fields * height, width) @ columns.mT
+    return smooth.float().mul(float(static["alpha"])).view(-1, fields, height, width)
+
+
+def _elastic_field(static: Static, arrays: Arrays, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    if "rows" in arrays:
+        return arrays["rows"], arrays["columns"]
+    moves = displacements(static, arrays["seed"], size)
+    y = torch.arange(size[0], device=moves.device, dtype=torch.float32)[:, None]
+    x = torch.arange(size[1], device=moves.device, dtype=torch.float32)
+    return y + moves[:, -1], x + moves[:, 0]
+
+
+def _encode_aberration(
+    transform: Transform, params: Params, shape: Shape, dtype: DType
+) -> Encoded | None:
+    if channels(shape) != 3 or transform.interpolation not in WARPED:
+        return None
+    lens = [
+        [params[f"{order}_distortion_{color}"] for order in ("primary", "secondary")]
+        for color in ("red", "blue")
+    ]
+    # Albumentations hands them to OpenCV as float32, which computes in float64.
+    rounded = np.array(lens, np.float32).astype(np.float64)
+    static = (("interpolation", int(transform.interpolation)), ("cells", on_cells()))
+    return Encoded(static, {"lens": rounded})
+
+
+def _bent(lens: Tensor, height: int, width: int) -> tuple[Tensor, Tensor]:
+    """Return the rows and columns that a lens ``[n, 2]`` moves pixels to, float32 ``[n, H, W]``.
+
+    A point at distance r from the middle, as a part of the size of the image, moves to
+    ``r (1 + k1 r^2 + k2 r^4)``: OpenCV's ``initUndistortRectifyMap``.
+    """
+    first, second = lens[:, 0, None, None], lens[:, 1, None, None]
+    y = torch.arange(height, device=lens.device, dtype=lens.dtype)[:, None] - height / 2
+    x = torch.arange(width, device=lens.device, dtype=lens.dtype)[None, :] - width / 2
+    # By tensors: CUDA would multiply by the reciprocal of a number.
+    y, x = y / torch.full_like(y, height), x / torch.full_like(x, width)
+    square = x * x + y * y
+    bend = 1 + (second * square + first) * square
+    rows, columns = y * bend * height + height / 2, x * bend * width + width / 2
+    return rows.float().clamp(-FAR, FAR), columns.float().clamp(-FAR, FAR)
+
+
+def _aberration(images: Tensor, static: Static, arrays: Arrays) -> Tensor:
+    def change(as_bytes: Tensor) -> Tensor:
+        n, height, width, _ = as_bytes.shape
+        planes = list(torch.split(as_bytes, 1, -1))
+        nothing = as_bytes.new_zeros(n, 1)
+        for lens, plane in ((0, 0), (1, 2)):
+            rows, columns = _bent(arrays["lens"][:, lens], height, width)
+            planes[plane] = sample(
+                planes[plane],
+                rows,
+                columns,
+                static["interpolation"],
+                REPLICATE,
+                nothing,
+                cells=static["cells"],
+            )
+        return torch.cat(planes, -1)
+
+    return via_bytes(images, change)
 
 
 OPS = (
@@ -266,7 +387,18 @@ OPS = (
     _op("OpticalDistortion", _lens_field, _encode_lens, _drawn(_draw_lens)),
     _op("PiecewiseAffine", _piecewise_field, _encode_points, _draw_piecewise_if_moved),
     _op("ThinPlateSpline", _spline_field, _encode_spline, _drawn(_draw_spline)),
+    DeviceOp(
+        "ElasticTransform",
+        _encode_elastic,
+        remap(_elastic_field, "interpolation", "fill"),
+        mask=remap(_elastic_field, "mask_interpolation", "fill_mask"),
+        draw=_draw_elastic,
+        draws_pixels=always,
+    ),
+    DeviceOp("ChromaticAberration", _encode_aberration, _aberration),
 )
 """With OpenCV 5, at most one level off on uint8: the field is Albumentations' own but for the
 rounding of its float32 operations, and exactly its own for GridDistortion. Where such a difference
-meets an edge at half a pixel, nearest reads the neighbour."""
+meets an edge at half a pixel, nearest reads the neighbour. ElasticTransform has the distribution of
+Albumentations' fields, and its own field where there are boxes or keypoints. ChromaticAberration
+takes a float32 image through uint8, as Albumentations does."""

@@ -1,30 +1,166 @@
-"""Operations that move pixels without changing them: flips, quarter turns, crops, padding."""
+"""Whole pixels: reading them inside and outside an image, and operations that move them."""
 
 # ruff: noqa: ARG001 - all operations share one signature
 
 from __future__ import annotations
 
-from functools import cache
-from typing import TYPE_CHECKING, Any
+from functools import cache, lru_cache
+from typing import Any, Final
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded
-from lightning_fastdata.augment.ops.positions.border import (
-    MODES,
-    REPLICATE,
+from lightning_fastdata.augment.ops.operation import (
+    Arrays,
+    DeviceOp,
+    Drawn,
+    DType,
+    Encoded,
+    Params,
+    Shape,
+    Static,
+    Transform,
     as_channels_last,
-    encode_fills,
-    fill_like,
-    read,
+    channels,
 )
 from lightning_fastdata.augment.replay import instructions
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+CONSTANT: Final = 0
+REPLICATE: Final = 1
+REFLECT: Final = 2
+WRAP: Final = 3
+REFLECT_101: Final = 4
+MODES: Final = frozenset({CONSTANT, REPLICATE, REFLECT, WRAP, REFLECT_101})
+"""OpenCV's ``BORDER_*`` numbers that have a device form."""
 
-    from lightning_fastdata.augment.ops.operation import Shape
+_OPENCV_CHANNELS: Final = 4
+
+
+def fold(index: Tensor, length: int, mode: int) -> Tensor:
+    """Map positions outside ``0 .. length - 1`` to inside, by OpenCV's ``borderInterpolate``.
+
+    Args:
+        index: positions along one axis, any integer dtype and shape.
+        length: pixels along that axis.
+        mode: ``BORDER_*``; for CONSTANT the nearest pixel is returned, for the caller to overwrite.
+    """
+    if mode == WRAP:
+        return index.remainder(length)
+    if mode == REFLECT:
+        around = index.remainder(2 * length)
+        return torch.minimum(around, 2 * length - 1 - around)
+    if mode == REFLECT_101 and length > 1:
+        around = index.remainder(2 * length - 2)
+        return torch.minimum(around, 2 * length - 2 - around)
+    return index.clamp(0, length - 1)
+
+
+def gather(batch: Tensor, y: Tensor, x: Tensor) -> Tensor:
+    """Return the pixels ``batch[i, y[i], x[i]]``.
+
+    Args:
+        batch: ``[n, H, W, C]``.
+        y: rows inside the image, ``[n, ...]``, integer.
+        x: columns inside the image; broadcasts with ``y``.
+
+    Returns:
+        ``[n, ..., C]``.
+    """
+    n, height, width, count = batch.shape
+    first = torch.arange(n, device=batch.device).view(n, *[1] * (y.ndim - 1)) * (height * width)
+    flat = first + y * width + x
+    return batch.reshape(-1, count).index_select(0, flat.reshape(-1)).view(*flat.shape, count)
+
+
+def read(batch: Tensor, y: Tensor, x: Tensor, mode: int, fill: Tensor) -> Tensor:
+    """Return the pixels at any integer positions.
+
+    Args:
+        batch: ``[n, H, W, C]``.
+        y: rows ``[n, a, b]``, also outside the image; integer.
+        x: columns; broadcasts with ``y``.
+        mode: ``BORDER_*``.
+        fill: value outside the image for CONSTANT, ``[n, C]``, in the dtype of ``batch``.
+    """
+    _, height, width, _ = batch.shape
+    pixels = gather(batch, fold(y, height, mode), fold(x, width, mode))
+    if mode != CONSTANT:
+        return pixels
+    inside = (y >= 0) & (y < height) & (x >= 0) & (x < width)
+    return torch.where(inside.unsqueeze(-1), pixels, fill[:, None, None, :])
+
+
+def encode_fill(fill: Any, count: int, *, extends: bool = True) -> np.ndarray | None:
+    """Return OpenCV's border value for each channel, or None if it has no device form.
+
+    A plain number is a value for every channel if Albumentations extends it before it calls
+    OpenCV. If not, OpenCV reads it as a value for the first channel, and 0 for the others.
+
+    Args:
+        fill: ``fill`` or ``fill_mask`` of a transform.
+        count: channels of the image.
+        extends: whether Albumentations extends a float over the channels.
+
+    Returns:
+        float32 ``[count]``.
+    """
+    if fill is not None and not isinstance(fill, int | float):
+        fill = tuple(np.ravel(fill).tolist())
+    return _border_value(fill, count, extends)
+
+
+# The same for each sample. A number may be a float or not.
+@lru_cache(maxsize=64, typed=True)
+def _border_value(fill: Any, count: int, extends: bool) -> np.ndarray | None:
+    if fill is None or (extends and isinstance(fill, float)):
+        return np.full(count, fill or 0.0, np.float32)
+    given = np.atleast_1d(np.asarray(fill, np.float32))
+    if given.size > _OPENCV_CHANNELS:
+        return None  # OpenCV refuses it.
+    four = np.zeros(_OPENCV_CHANNELS, np.float32)
+    four[: given.size] = given
+    return four[_places(count)]
+
+
+def _places(count: int) -> list[int]:
+    """Return which number of a border value each of so many channels has.
+
+    Albumentations calls OpenCV for four channels at a time, and for each of the last two.
+    """
+    if count <= _OPENCV_CHANNELS:
+        return list(range(count))
+    places = [channel % _OPENCV_CHANNELS for channel in range(count)]
+    if count % _OPENCV_CHANNELS == 2:
+        places[-1] = 0
+    return places
+
+
+def encode_fills(transform: Transform, shape: Shape, *, extends: bool = True) -> Drawn | None:
+    """Return the fill of images and of masks, one number per channel, or None.
+
+    Masks may have other channels than the image beside them, so theirs covers at least four.
+    """
+    image = encode_fill(transform.fill, channels(shape), extends=extends)
+    mask = encode_fill(transform.fill_mask, _OPENCV_CHANNELS, extends=extends)
+    if image is None or mask is None:
+        return None
+    return {"fill": image, "fill_mask": mask}
+
+
+def fill_like(batch: Tensor, arrays: Arrays, name: str) -> Tensor:
+    """Return the fill ``[n, C]`` in the dtype of ``batch`` ``[n, H, W, C]``, rounded if needed."""
+    fill = arrays[name]
+    count = batch.shape[-1]
+    if count > fill.shape[-1]:
+        fill = torch.stack([fill[:, place % fill.shape[-1]] for place in _places(count)], 1)
+    fill = fill[:, :count]
+    if batch.dtype == torch.uint8:
+        fill = fill.round().clamp(0, 255)
+    elif not batch.is_floating_point():
+        fill = fill.round()
+    return fill.to(batch.dtype)
+
 
 _SYMMETRIES = {
     "e": (False, 0),
@@ -49,7 +185,7 @@ _ELEMENTS = {
 """The symmetries that transforms are called by."""
 
 
-def _moves(transform: Any, params: Mapping[str, Any]) -> tuple[bool, int]:
+def _moves(transform: Transform, params: Params) -> tuple[bool, int]:
     """Return whether an image is transposed, and by how many quarter turns it is turned then."""
     name = type(transform).__name__
     if name == "RandomRotate90":
@@ -58,29 +194,25 @@ def _moves(transform: Any, params: Mapping[str, Any]) -> tuple[bool, int]:
 
 
 @cache
-def _encoded(transposed: bool, turns: int) -> Encoded:
+def _encoded_symmetry(transposed: bool, turns: int) -> Encoded:
     return Encoded((("transposed", transposed), ("turns", turns)), {})
 
 
-def _encode_symmetry(
-    transform: Any, params: Mapping[str, Any], shape: Shape, dtype: np.dtype[Any]
-) -> Encoded:
-    return _encoded(*_moves(transform, params))
+def _encode_symmetry(transform: Transform, params: Params, shape: Shape, dtype: DType) -> Encoded:
+    return _encoded_symmetry(*_moves(transform, params))
 
 
-def _symmetry(
-    batch: torch.Tensor, static: Mapping[str, Any], arrays: Mapping[str, torch.Tensor]
-) -> torch.Tensor:
+def _symmetry(batch: Tensor, static: Static, arrays: Arrays) -> Tensor:
     moved = batch.transpose(1, 2) if static["transposed"] else batch
     return torch.rot90(moved, static["turns"], (1, 2)) if static["turns"] else moved
 
 
-def _symmetry_shape(transform: Any, params: Mapping[str, Any], shape: Shape) -> Shape:
+def _symmetry_shape(transform: Transform, params: Params, shape: Shape) -> Shape:
     transposed, turns = _moves(transform, params)
     return (shape[1], shape[0], *shape[2:]) if transposed != (turns % 2 == 1) else shape
 
 
-def _window(transform: Any, params: Mapping[str, Any], shape: Shape) -> tuple[int, int, int, int]:
+def _window(transform: Transform, params: Params, shape: Shape) -> tuple[int, int, int, int]:
     """Return ``top, left, height, width`` of the output in the input; it may reach outside."""
     if "crop_coords" not in params:
         height = shape[0] + int(params["pad_top"]) + int(params["pad_bottom"])
@@ -93,7 +225,7 @@ def _window(transform: Any, params: Mapping[str, Any], shape: Shape) -> tuple[in
 
 
 def _encode_window(
-    transform: Any, params: Mapping[str, Any], shape: Shape, dtype: np.dtype[Any]
+    transform: Transform, params: Params, shape: Shape, dtype: DType
 ) -> Encoded | None:
     top, left, height, width = _window(transform, params, shape)
     corner = np.array([top, left], np.int32)
@@ -112,9 +244,7 @@ def _encode_window(
 
 
 def _cut(fill_name: str) -> Any:
-    def run(
-        batch: torch.Tensor, static: Mapping[str, Any], arrays: Mapping[str, torch.Tensor]
-    ) -> torch.Tensor:
+    def run(batch: Tensor, static: Static, arrays: Arrays) -> Tensor:
         images = as_channels_last(batch)
         height, width = static["size"]
         top, left = arrays["corner"].long().unbind(1)
@@ -130,16 +260,46 @@ def _cut(fill_name: str) -> Any:
     return run
 
 
-def _window_shape(transform: Any, params: Mapping[str, Any], shape: Shape) -> Shape:
+def _window_shape(transform: Transform, params: Params, shape: Shape) -> Shape:
     return (*_window(transform, params, shape)[2:], *shape[2:])
+
+
+def _encode_tiles(
+    transform: Transform, params: Params, shape: Shape, dtype: DType
+) -> Encoded | None:
+    rows, columns = transform.grid
+    tiles = np.asarray(params["tiles"], np.int32)
+    mapping = np.asarray(params["mapping"], np.int64)
+    if max(shape[:2]) > np.iinfo(np.int16).max or len(tiles) != len(mapping):
+        return None  # the tiles of Albumentations are int16
+    # Tile `k` goes to where tile `mapping[k]` is; a pixel there is read from this far away.
+    away = np.empty((len(tiles), 2), np.int32)
+    away[mapping] = tiles[:, :2] - tiles[mapping, :2]
+    arrays = {
+        "row_starts": tiles[::columns, 0].copy(),
+        "column_starts": tiles[:columns, 1].copy(),
+        "away": away.reshape(rows, columns, 2),
+    }
+    return Encoded((), arrays)
+
+
+def _shuffle_tiles(batch: Tensor, static: Static, arrays: Arrays) -> Tensor:
+    images = as_channels_last(batch)
+    y = torch.arange(images.shape[1], device=images.device)
+    x = torch.arange(images.shape[2], device=images.device)
+    row = (y >= arrays["row_starts"][:, 1:, None]).sum(1)
+    column = (x >= arrays["column_starts"][:, 1:, None]).sum(1)
+    away = gather(arrays["away"], row[:, :, None], column[:, None, :])
+    out = gather(images, y[:, None] + away[..., 0], x + away[..., 1])
+    return out.reshape(batch.shape)
 
 
 OPS = (
     *(
         DeviceOp(
-            name=name,
-            encode=_encode_symmetry,
-            image=_symmetry,
+            name,
+            _encode_symmetry,
+            _symmetry,
             mask=_symmetry,
             out_shape=_symmetry_shape,
             fused=instructions.mirror,
@@ -157,14 +317,15 @@ OPS = (
     ),
     *(
         DeviceOp(
-            name=name,
-            encode=_encode_window,
-            image=_cut("fill"),
+            name,
+            _encode_window,
+            _cut("fill"),
             mask=_cut("fill_mask"),
             out_shape=_window_shape,
             fused="window",
         )
         for name in ("RandomCrop", "CenterCrop", "Crop", "Pad", "PadIfNeeded")
     ),
+    DeviceOp("RandomGridShuffle", _encode_tiles, _shuffle_tiles, mask=_shuffle_tiles),
 )
 """Exact for every dtype."""

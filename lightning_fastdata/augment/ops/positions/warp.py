@@ -4,19 +4,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded
-from lightning_fastdata.augment.ops.positions.border import (
-    MODES,
+from lightning_fastdata.augment.ops.operation import (
+    Arrays,
+    DeviceOp,
+    DType,
+    Encoded,
+    Params,
+    Shape,
+    Static,
+    Transform,
     as_channels_last,
-    encode_fills,
-    fill_like,
-    read,
 )
 from lightning_fastdata.augment.ops.positions.cells import (
     cells_of_field,
@@ -27,13 +32,9 @@ from lightning_fastdata.augment.ops.positions.cells import (
     on_cells,
     sample_cells,
 )
-from lightning_fastdata.augment.ops.positions.resample import CUBIC, LINEAR, NEAREST
+from lightning_fastdata.augment.ops.positions.index import MODES, encode_fills, fill_like, read
+from lightning_fastdata.augment.ops.positions.resize import CUBIC, LINEAR, NEAREST
 from lightning_fastdata.augment.replay import instructions
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from lightning_fastdata.augment.ops.operation import Shape
 
 WARPED: Final = frozenset({NEAREST, LINEAR, CUBIC})
 """Interpolations that warps and distortions have a device form for."""
@@ -46,7 +47,7 @@ the last of them is repeated."""
 _IDENTITY: Final = np.eye(3)
 
 
-def still_on_cells(batch: torch.Tensor) -> bool:
+def still_on_cells(batch: Tensor) -> bool:
     """Return whether OpenCV 5 warps images or masks as OpenCV 4 does: these dtypes, two channels.
 
     That is so where it reads linearly or at the nearest pixel, not where it reads cubically.
@@ -54,7 +55,7 @@ def still_on_cells(batch: torch.Tensor) -> bool:
     return batch.dtype in _STILL_ON_CELLS or (batch.ndim == 4 and batch.shape[-1] == 2)
 
 
-def _out_size(transform: Any, params: Mapping[str, Any], shape: Shape) -> tuple[int, int]:
+def _out_size(transform: Transform, params: Params, shape: Shape) -> tuple[int, int]:
     if type(transform).__name__ == "Perspective":
         if transform.keep_size:
             return shape[0], shape[1]
@@ -63,7 +64,7 @@ def _out_size(transform: Any, params: Mapping[str, Any], shape: Shape) -> tuple[
     return round(float(height)), round(float(width))
 
 
-def _forward(transform: Any, params: Mapping[str, Any], shape: Shape) -> np.ndarray:
+def _forward(transform: Transform, params: Params, shape: Shape) -> np.ndarray:
     matrix = np.asarray(params["matrix"], np.float64)
     if type(transform).__name__ != "Perspective":
         # Albumentations returns the image itself if the matrix is close to the identity.
@@ -88,9 +89,7 @@ def _static(**settings: Any) -> tuple[tuple[str, Any], ...]:
     return tuple(settings.items())
 
 
-def _encode(
-    transform: Any, params: Mapping[str, Any], shape: Shape, dtype: np.dtype[Any]
-) -> Encoded | None:
+def _encode(transform: Transform, params: Params, shape: Shape, dtype: DType) -> Encoded | None:
     projective = type(transform).__name__ == "Perspective"
     fills = encode_fills(transform, shape, extends=not projective)
     kinds = transform.interpolation, transform.mask_interpolation
@@ -115,8 +114,8 @@ def _encode(
 
 
 def _positions(
-    inverse: torch.Tensor, size: tuple[int, int], *, projective: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+    inverse: Tensor, size: tuple[int, int], *, projective: bool
+) -> tuple[Tensor, Tensor]:
     """Return where each output pixel comes from: rows and columns, float32 ``[n, height, width]``.
 
     The columns are ``m00 x + (m01 y + m02)`` in float32, the first product and sum rounded once,
@@ -126,7 +125,7 @@ def _positions(
     x = torch.arange(size[1], device=inverse.device, dtype=torch.float64)[None, :]
     m = inverse[:, :, :, None, None]
 
-    def line(row: int) -> torch.Tensor:
+    def line(row: int) -> Tensor:
         start = m[:, row, 1] * y + m[:, row, 2]
         # The product of two float32 numbers is exact in float64.
         return (m[:, row, 0].double() * x + start.double()).float()
@@ -141,15 +140,15 @@ def _positions(
 
 
 def sample(
-    images: torch.Tensor,
-    rows: torch.Tensor,
-    columns: torch.Tensor,
+    images: Tensor,
+    rows: Tensor,
+    columns: Tensor,
     interpolation: int,
     mode: int,
-    fill: torch.Tensor,
+    fill: Tensor,
     *,
     cells: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     """Return the values between the pixels, as OpenCV 5 does: in float32, without a grid.
 
     Args:
@@ -178,7 +177,7 @@ def sample(
     down, across = (rows - y).unsqueeze(-1), (columns - x).unsqueeze(-1)
     y, x = y.long(), x.long()
 
-    def tap(dy: int, dx: int) -> torch.Tensor:
+    def tap(dy: int, dx: int) -> Tensor:
         return read(images, y + dy, x + dx, mode, fill).float()
 
     if interpolation == CUBIC:
@@ -193,9 +192,7 @@ def sample(
     return (out if images.is_floating_point() else out.round()).to(images.dtype)
 
 
-def _cubic(
-    tap: Callable[[int, int], torch.Tensor], down: torch.Tensor, across: torch.Tensor
-) -> torch.Tensor:
+def _cubic(tap: Callable[[int, int], Tensor], down: Tensor, across: Tensor) -> Tensor:
     """Return the mean of sixteen neighbours with OpenCV's weights, line by line."""
     beside, along = cubic_weights(across), cubic_weights(down)
     out = torch.zeros((), device=down.device)
@@ -208,9 +205,7 @@ def _cubic(
 
 
 def _warp(setting: str, fill_name: str) -> Any:
-    def run(
-        batch: torch.Tensor, static: Mapping[str, Any], arrays: Mapping[str, torch.Tensor]
-    ) -> torch.Tensor:
+    def run(batch: Tensor, static: Static, arrays: Arrays) -> Tensor:
         images = as_channels_last(batch)
         fill = fill_like(images, arrays, fill_name)
         size, projective, kind = static["size"], static["projective"], static[setting]
@@ -229,9 +224,9 @@ def _warp(setting: str, fill_name: str) -> Any:
 
 OPS = tuple(
     DeviceOp(
-        name=name,
-        encode=_encode,
-        image=_warp("interpolation", "fill"),
+        name,
+        _encode,
+        _warp("interpolation", "fill"),
         mask=_warp("mask_interpolation", "fill_mask"),
         out_shape=lambda transform, params, shape: (
             *_out_size(transform, params, shape),

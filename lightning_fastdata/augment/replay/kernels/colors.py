@@ -40,6 +40,13 @@ def _byte(x, truncated):
 
 
 @triton.jit
+def _by_sector(sector, high, falling, rising, low):
+    """Return red by the sixth of the colour circle; green and blue are two and four sixths on."""
+    edge = tl.where(sector == 1, falling, tl.where(sector == 4, rising, low))
+    return tl.where((sector == 0) | (sector == 5), high, edge)
+
+
+@triton.jit
 def to_rgb(hue, saturation, value, x, width, lanes):
     """Return red, green and blue: ``rgb_bytes`` of ``ops/colors/hsv.py``."""
     sixths = hue.to(tl.float32) * 0.03333333507180214  # 6 / 180 in float32
@@ -51,21 +58,9 @@ def to_rgb(hue, saturation, value, x, width, lanes):
     low = v * (1.0 - s)
     falling = v * (1.0 - s * part)
     rising = v * (1.0 - s * (1.0 - part))
-    red = tl.where(
-        (sector == 0) | (sector == 5),
-        v,
-        tl.where(sector == 1, falling, tl.where(sector == 4, rising, low)),
-    )
-    green = tl.where(
-        (sector == 1) | (sector == 2),
-        v,
-        tl.where(sector == 3, falling, tl.where(sector == 0, rising, low)),
-    )
-    blue = tl.where(
-        (sector == 3) | (sector == 4),
-        v,
-        tl.where(sector == 5, falling, tl.where(sector == 2, rising, low)),
-    )
+    red = _by_sector(sector, v, falling, rising, low)
+    green = _by_sector((sector + 4) % 6, v, falling, rising, low)
+    blue = _by_sector((sector + 2) % 6, v, falling, rising, low)
     # Whole groups of OpenCV's lanes are truncated, the rest of a row is rounded.
     rest = tl.where(lanes > 0, width % tl.maximum(lanes, 1), width)
     truncated = (x < width - rest) | (lanes == 1)

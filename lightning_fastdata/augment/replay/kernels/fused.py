@@ -121,6 +121,14 @@ def _filtered(image, code, floats, middle, y, x, height, width, mask, BLOCK: tl.
     return red, green, blue
 
 
+@triton.jit
+def _fills(fill, count):
+    """Return three values of a fill; the only one stands for all three."""
+    many = count > 1
+    second = tl.load(fill + tl.where(many, 1, 0))
+    return tl.load(fill), second, tl.load(fill + tl.where(many, 2, 0))
+
+
 @triton.jit(do_not_specialize=_VARYING)
 def fused_kernel(
     source, target, bytes_, ints, floats, doubles, sums, middle,
@@ -208,13 +216,10 @@ def fused_kernel(
                 blue = red
             elif kind == 9:
                 hidden = covered(ints + one // 4, two, y, x, mask)
-                fill = floats + three // 4
-                many = tl.load(step + 4) > 1
-                red = tl.where(hidden, tl.load(fill).to(tl.uint8).to(tl.int32), red)
-                second = tl.load(fill + tl.where(many, 1, 0)).to(tl.uint8).to(tl.int32)
-                third = tl.load(fill + tl.where(many, 2, 0)).to(tl.uint8).to(tl.int32)
-                green = tl.where(hidden, second, green)
-                blue = tl.where(hidden, third, blue)
+                in_red, in_green, in_blue = _fills(floats + three // 4, tl.load(step + 4))
+                red = tl.where(hidden, in_red.to(tl.uint8).to(tl.int32), red)
+                green = tl.where(hidden, in_green.to(tl.uint8).to(tl.int32), green)
+                blue = tl.where(hidden, in_blue.to(tl.uint8).to(tl.int32), blue)
             elif kind == 10:
                 red, green, blue = (
                     chosen(red, green, blue, one),
@@ -250,10 +255,10 @@ def fused_kernel(
                 if tl.load(step) == 16:
                     hidden = covered(ints + tl.load(step + 1) // 4, tl.load(step + 2), y, x, mask)
                     fill = floats + tl.load(step + 3) // 4
-                    many = tl.load(step + 4) > 1
-                    red = tl.where(hidden, tl.load(fill), red)
-                    green = tl.where(hidden, tl.load(fill + tl.where(many, 1, 0)), green)
-                    blue = tl.where(hidden, tl.load(fill + tl.where(many, 2, 0)), blue)
+                    late_red, late_green, late_blue = _fills(fill, tl.load(step + 4))
+                    red = tl.where(hidden, late_red, red)
+                    green = tl.where(hidden, late_green, green)
+                    blue = tl.where(hidden, late_blue, blue)
         kind_out = target.dtype.element_ty
         tl.store(first, as_kind(red, kind_out), mask)
         tl.store(first + between, as_kind(green, kind_out), mask)

@@ -38,18 +38,7 @@ def _blend_bytes(c00, c01, c10, c11, left, right, above, below):
 
 @triton.jit
 def read_resized(image, box, y, x, width, out_height, out_width, mask):
-    """Return red, green and blue of a box of an image, resized.
-
-    Args:
-        image: uint8 ``[rows, width, 3]``.
-        box: int32, left, top, right and bottom.
-        y: rows of the result.
-        x: columns of the result.
-        width: columns of the image.
-        out_height: rows of the result.
-        out_width: columns of the result.
-        mask: which positions count.
-    """
+    """Return red, green and blue at ``y, x`` of a box (left, top, right, bottom), resized."""
     left = tl.load(box)
     top = tl.load(box + 1)
     columns = tl.load(box + 2) - left
@@ -146,18 +135,10 @@ def _lerp_pixels(c00, c01, c10, c11, across, down):
 
 @triton.jit
 def read_warped(image, inverse, how, fill, y, x, height, width, mask):
-    """Return red, green and blue where a warp reads them.
+    """Return red, green and blue where a warp reads them for ``y, x``.
 
-    Args:
-        image: uint8 ``[height, width, 3]``.
-        inverse: float32 ``[3, 3]``, from the result to the image.
-        how: the border mode, plus 8 for the nearest pixel, plus 16 for a projective warp.
-        fill: float32 ``[3]``.
-        y: rows of the result.
-        x: columns of the result.
-        height: rows of the image.
-        width: columns of the image.
-        mask: which positions count.
+    ``how``: the border mode, plus 8 for the nearest pixel, plus 16 for a projective warp.
+    ``inverse``: float32 ``[3, 3]``, from the result to the image; ``fill``: float32 ``[3]``.
     """
     mode = how & 7
     columns, rows = _back(inverse, x, y, how)
@@ -206,20 +187,9 @@ def read_down(middle, taps, size, y, x, height, width, mask, BLOCK: tl.constexpr
 def read_plane(
     image, taps, tall, wide, stride, y, x, height, width, mask, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Return red, green and blue, correlated with a kernel ``[tall, wide]``.
+    """Return red, green and blue, correlated with a kernel ``[tall, wide]`` of odd sides.
 
-    Args:
-        image: uint8 ``[height, width, 3]``.
-        taps: float32, the first number of the kernel.
-        tall: rows of the kernel, odd.
-        wide: columns of the kernel, odd.
-        stride: numbers from one row of the kernel to the next.
-        y: rows.
-        x: columns.
-        height: rows of the image.
-        width: columns of the image.
-        mask: which positions count.
-        BLOCK: how many positions there are.
+    ``stride``: numbers from one row of the kernel, at ``taps``, to the next.
     """
     red = tl.zeros([BLOCK], tl.float32)
     green = tl.zeros([BLOCK], tl.float32)

@@ -1,34 +1,42 @@
-"""Tables made on the device from the histogram of each image, or of each tile of it."""
+"""Operations that follow from the colours of each image: its histograms, its principal axes."""
 
 # ruff: noqa: ARG001 - all operations share one signature
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from itertools import combinations
+from typing import Final
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from lightning_fastdata.augment.ops.colors.lab import (
+from lightning_fastdata.augment.ops.colors.spaces import (
     lab_bytes,
     rgb_from_lab,
     rgb_from_ycrcb,
     ycrcb_bytes,
 )
-from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded
-from lightning_fastdata.augment.ops.positions.border import REFLECT_101, channels, fold
+from lightning_fastdata.augment.ops.operation import (
+    Arrays,
+    DeviceOp,
+    DType,
+    Encoded,
+    Params,
+    Shape,
+    Static,
+    Transform,
+    always,
+    channels,
+)
+from lightning_fastdata.augment.ops.positions.index import REFLECT_101, fold
 from lightning_fastdata.augment.ops.table import look_up, via_bytes
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from lightning_fastdata.augment.ops.operation import Shape
 
 _COUNTS_IN_FLOAT32: Final = 1 << 24
 """Albumentations counts pixels in float32: from this number on it miscounts."""
 
 
-def _histograms(values: torch.Tensor) -> torch.Tensor:
+def _histograms(values: Tensor) -> Tensor:
     """Return how often each value is in each row of ``[n, pixels]`` uint8: int32 ``[n, 256]``."""
     n = values.shape[0]
     first = torch.arange(n, device=values.device, dtype=torch.int32)[:, None] * 256
@@ -39,18 +47,18 @@ def _histograms(values: torch.Tensor) -> torch.Tensor:
     return counts.index_add_(0, bins, ones).view(n, 256)
 
 
-def channel_histograms(images: torch.Tensor) -> torch.Tensor:
+def channel_histograms(images: Tensor) -> Tensor:
     """Return the histograms of uint8 ``[n, H, W, C]``: int32 ``[n, C, 256]``."""
     n, _, _, count = images.shape
     planes = images.permute(0, 3, 1, 2).reshape(n * count, -1)
     return _histograms(planes).view(n, count, 256)
 
 
-def _identity(counts: torch.Tensor) -> torch.Tensor:
+def _identity(counts: Tensor) -> Tensor:
     return torch.arange(256, device=counts.device, dtype=torch.float32)
 
 
-def _equalizing(counts: torch.Tensor, mode: str) -> torch.Tensor:
+def _equalizing(counts: Tensor, mode: str) -> Tensor:
     """Return the tables that spread histograms: uint8, ``[..., 256]`` like ``counts``."""
     below = counts.cumsum(-1)
     total = below[..., -1:]
@@ -69,12 +77,12 @@ def _equalizing(counts: torch.Tensor, mode: str) -> torch.Tensor:
     return table.clamp(0, 255).to(torch.uint8)
 
 
-def _per_channel(images: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
+def _per_channel(images: Tensor, tables: Tensor) -> Tensor:
     return look_up(images, tables.mT)
 
 
 def _encode_equalize(
-    transform: Any, params: Mapping[str, Any], shape: Shape, dtype: np.dtype[Any]
+    transform: Transform, params: Params, shape: Shape, dtype: DType
 ) -> Encoded | None:
     count = channels(shape)
     if params["mask"] is not None or count not in (1, 3):
@@ -85,10 +93,8 @@ def _encode_equalize(
     return Encoded((("mode", transform.mode), ("luma", luma)), {})
 
 
-def _equalize(
-    images: torch.Tensor, static: Mapping[str, Any], arrays: Mapping[str, torch.Tensor]
-) -> torch.Tensor:
-    def change(as_bytes: torch.Tensor) -> torch.Tensor:
+def _equalize(images: Tensor, static: Static, arrays: Arrays) -> Tensor:
+    def change(as_bytes: Tensor) -> Tensor:
         if not static["luma"]:
             tables = _equalizing(channel_histograms(as_bytes), static["mode"])
             return _per_channel(as_bytes, tables)
@@ -101,7 +107,7 @@ def _equalize(
 
 
 def _encode_contrast(
-    transform: Any, params: Mapping[str, Any], shape: Shape, dtype: np.dtype[Any]
+    transform: Transform, params: Params, shape: Shape, dtype: DType
 ) -> Encoded | None:
     ignore = transform.ignore
     if shape[0] * shape[1] >= _COUNTS_IN_FLOAT32 or not (ignore is None or 0 <= ignore <= 255):
@@ -116,7 +122,7 @@ def _encode_contrast(
     return Encoded(static, {})
 
 
-def _bounds(counts: torch.Tensor, cutoff: float) -> tuple[torch.Tensor, torch.Tensor]:
+def _bounds(counts: Tensor, cutoff: float) -> tuple[Tensor, Tensor]:
     """Return the darkest and the brightest value that count, ``[..., 1]``."""
     below = counts.cumsum(-1)
     total = below[..., -1:]
@@ -132,7 +138,7 @@ def _bounds(counts: torch.Tensor, cutoff: float) -> tuple[torch.Tensor, torch.Te
     return torch.where(total == 0, 0, low), torch.where(total == 0, 0, high)
 
 
-def _stretching(counts: torch.Tensor, cutoff: float, method: str) -> torch.Tensor:
+def _stretching(counts: Tensor, cutoff: float, method: str) -> Tensor:
     """Return the tables that stretch histograms to 0..255: uint8, like ``counts``."""
     low, high = _bounds(counts, cutoff)
     value = torch.arange(256, device=counts.device)
@@ -152,10 +158,8 @@ def _stretching(counts: torch.Tensor, cutoff: float, method: str) -> torch.Tenso
     return torch.where(high <= low, _identity(counts), table).clamp(0, 255).to(torch.uint8)
 
 
-def _contrast(
-    images: torch.Tensor, static: Mapping[str, Any], arrays: Mapping[str, torch.Tensor]
-) -> torch.Tensor:
-    def change(as_bytes: torch.Tensor) -> torch.Tensor:
+def _contrast(images: Tensor, static: Static, arrays: Arrays) -> Tensor:
+    def change(as_bytes: Tensor) -> Tensor:
         counts = channel_histograms(as_bytes)
         # Albumentations counts from 0 to 255 without 255.
         counts[..., 255] = 0
@@ -179,7 +183,7 @@ def _tile(length: int, tiles: int, *, extends: bool) -> int:
 
 
 def _encode_clahe(
-    transform: Any, params: Mapping[str, Any], shape: Shape, dtype: np.dtype[Any]
+    transform: Transform, params: Params, shape: Shape, dtype: DType
 ) -> Encoded | None:
     if channels(shape) not in (1, 3):
         return None
@@ -192,7 +196,7 @@ def _encode_clahe(
     return Encoded(static, {"limit": np.array([limit], np.int32)})
 
 
-def _clipped(counts: torch.Tensor, limit: torch.Tensor) -> torch.Tensor:
+def _clipped(counts: Tensor, limit: Tensor) -> Tensor:
     """Return histograms ``[n, tiles, 256]`` cut at the limit, and the rest spread evenly."""
     limit = limit[:, :, None]
     surplus = (counts - limit).clamp(min=0).sum(-1, keepdim=True, dtype=torch.int32)
@@ -207,7 +211,7 @@ def _clipped(counts: torch.Tensor, limit: torch.Tensor) -> torch.Tensor:
 
 def _between(
     length: int, tile: int, tiles: int, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the two tiles that each position lies between, and the weight of the second."""
     reciprocal = float(np.float32(1) / np.float32(tile))
     where = torch.arange(length, device=device, dtype=torch.float32) * reciprocal - 0.5
@@ -216,9 +220,7 @@ def _between(
     return first.clamp(min=0), (first + 1).clamp(max=tiles - 1), where - low
 
 
-def _equalized_tiles(
-    plane: torch.Tensor, static: Mapping[str, Any], limit: torch.Tensor
-) -> torch.Tensor:
+def _equalized_tiles(plane: Tensor, static: Static, limit: Tensor) -> Tensor:
     """Equalize uint8 ``[n, H, W]`` by tiles, blending the tables of the four nearest ones."""
     n, height, width = plane.shape
     (down, across), (tall, wide) = static["tiles"], static["tile"]
@@ -236,7 +238,7 @@ def _equalized_tiles(
     x1, x2, beside = _between(width, wide, across, device)
     image = torch.arange(n, device=device, dtype=torch.int32)[:, None, None] * (down * across)
 
-    def table_of(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def table_of(y: Tensor, x: Tensor) -> Tensor:
         index = (image + y[:, None] * across + x) * 256 + plane
         return tables.index_select(0, index.reshape(-1)).view(n, height, width)
 
@@ -247,10 +249,8 @@ def _equalized_tiles(
     return blended.round().clamp(0, 255).to(torch.uint8)
 
 
-def _clahe(
-    images: torch.Tensor, static: Mapping[str, Any], arrays: Mapping[str, torch.Tensor]
-) -> torch.Tensor:
-    def change(as_bytes: torch.Tensor) -> torch.Tensor:
+def _clahe(images: Tensor, static: Static, arrays: Arrays) -> Tensor:
+    def change(as_bytes: Tensor) -> Tensor:
         if as_bytes.shape[-1] == 1:
             return _equalized_tiles(as_bytes.squeeze(-1), static, arrays["limit"]).unsqueeze(-1)
         lightness, a, b = lab_bytes(as_bytes)
@@ -260,10 +260,133 @@ def _clahe(
     return via_bytes(images, change)
 
 
+_MOST_CHANNELS: Final = 5
+_SWEEPS: Final = 8
+"""Jacobi's method converges quadratically: a 5 x 5 matrix is diagonal to 1e-16 after 6 or 7."""
+
+
+def principal_axes(matrices: Tensor) -> tuple[Tensor, Tensor]:
+    """Return eigenvalues in descending order, and eigenvectors, of small symmetric matrices.
+
+    By Jacobi's rotations (Golub and Van Loan, "Matrix computations", 8.5.2), a fixed number of
+    them: no step depends on a value, so nothing waits for the device. An eigenvector's sign is a
+    choice, and LAPACKs choose differently; here its largest component is positive.
+
+    Args:
+        matrices: ``[n, c, c]``, float64.
+
+    Returns:
+        ``[n, c]``, and ``[n, c, c]`` with one eigenvector per column.
+    """
+    count = matrices.shape[-1]
+    whole = torch.eye(count, dtype=matrices.dtype, device=matrices.device)
+    vectors = whole.expand_as(matrices)
+    for _ in range(_SWEEPS):
+        for p, q in combinations(range(count), 2):
+            off = matrices[:, p, q]
+            ratio = (matrices[:, q, q] - matrices[:, p, p]) / (2 * off)
+            side = torch.where(ratio < 0, -1.0, 1.0).to(ratio.dtype)
+            tangent = side / (ratio.abs() + (ratio * ratio + 1).sqrt())
+            tangent = torch.where(off == 0, 0.0, tangent)
+            cosine = 1 / (tangent * tangent + 1).sqrt()
+            sine = tangent * cosine
+            left = cosine[:, None] * whole[p] - sine[:, None] * whole[q]
+            right = sine[:, None] * whole[p] + cosine[:, None] * whole[q]
+            columns = [whole[k].expand_as(left) for k in range(count)]
+            columns[p], columns[q] = left, right
+            turn = torch.stack(columns, -1)
+            matrices = turn.mT @ matrices @ turn
+            vectors = vectors @ turn
+    values, order = matrices.diagonal(dim1=1, dim2=2).sort(-1, descending=True)
+    vectors = vectors.gather(2, order[:, None, :].expand_as(vectors))
+    largest = vectors.gather(1, vectors.abs().argmax(1, keepdim=True))
+    return values, vectors * torch.where(largest < 0, -1.0, 1.0).to(vectors.dtype)
+
+
+def mixed_channels(images: Tensor, mixing: Tensor) -> Tensor:
+    """Return images of which each channel is a sum of all channels.
+
+    One product after the other: a matrix product may be one of TF32, if the user allows that.
+
+    Args:
+        images: float32 ``[n, H, W, c]``.
+        mixing: float32 ``[n, c, c]``: row ``i`` has the shares of channel ``i``.
+    """
+    columns = mixing[:, None, None].unbind(-1)
+    out = images[..., :1] * columns[0]
+    for channel, column in enumerate(columns[1:], 1):
+        out = out + images[..., channel : channel + 1] * column
+    return out
+
+
+def _moments(images: Tensor) -> tuple[Tensor, Tensor]:
+    """Return mean ``[n, c]`` and covariance ``[n, c, c]`` of colours in [0, 1], float64.
+
+    Sums of bytes are whole numbers, the same in any order and on any device.
+    """
+    n, height, width, count = images.shape
+    pixels = images.reshape(n, height * width, count)
+    whole = images.dtype == torch.uint8
+    values = pixels.int() if whole else pixels.double()
+    kind = torch.int64 if whole else torch.float64
+    many = height * width
+    total = values.sum(1, dtype=kind).double()
+    mean = total / many
+    if not whole:
+        values = values - mean[:, None]
+        total = torch.zeros_like(mean)
+    products = [
+        (values[..., p] * values[..., q]).sum(1, dtype=kind).double()
+        for p in range(count)
+        for q in range(count)
+    ]
+    scatter = torch.stack(products, -1).view(n, count, count)
+    scatter = scatter - total[:, :, None] * total[:, None, :] / many
+    unit = 255.0 if whole else 1.0
+    return mean / unit, scatter / (max(many - 1, 1) * unit**2)
+
+
+def _encode_pca(transform: Transform, params: Params, shape: Shape, dtype: DType) -> Encoded | None:
+    fits = channels(shape) <= _MOST_CHANNELS and shape[0] * shape[1] > 1
+    if not fits or dtype not in (np.uint8, np.float32):
+        return None
+    return Encoded((), {"strength": np.asarray(params["alpha_vector"], np.float64)})
+
+
+def _run_pca(images: Tensor, static: Static, arrays: Arrays) -> Tensor:
+    whole = images.dtype == torch.uint8
+    mean, covariance = _moments(images)
+    count = images.shape[-1]
+    if count == 1:
+        many = images.shape[1] * images.shape[2]
+        spread = (covariance[:, 0] * ((many - 1) / many)).clamp(min=0).sqrt()
+        mixing = (arrays["strength"] * spread)[:, :, None]
+    else:
+        values, vectors = principal_axes(covariance)
+        mixing = vectors * (arrays["strength"] * values)[:, None, :]
+    colours = (
+        images.float() / torch.full_like(mean, 255).float()[:, None, None] if whole else images
+    )
+    centred = colours - mean.float()[:, None, None]
+    moved = mixed_channels(centred, mixing.float())
+    out = (colours + moved).clamp(0, 1)
+    return (out * 255).round().to(torch.uint8) if whole else out
+
+
 OPS = (
-    DeviceOp(name="Equalize", encode=_encode_equalize, image=_equalize),
-    DeviceOp(name="AutoContrast", encode=_encode_contrast, image=_contrast),
-    DeviceOp(name="CLAHE", encode=_encode_clahe, image=_clahe),
+    DeviceOp("Equalize", _encode_equalize, _equalize),
+    DeviceOp("AutoContrast", _encode_contrast, _contrast),
+    DeviceOp("CLAHE", _encode_clahe, _clahe),
+    DeviceOp(
+        "FancyPCA",
+        _encode_pca,
+        _run_pca,
+        # With one channel there is no axis to choose a sign for, but images come later.
+        draws_pixels=always,
+        freedom="chooses the signs of the principal axes there",
+    ),
 )
-"""Exact; CLAHE may be one level off where a blend of tables lies between two levels. A float32
-image goes through uint8, as in Albumentations."""
+"""Equalize and AutoContrast are exact; CLAHE may be one level off where a blend of tables lies
+between two levels. These take a float32 image through uint8, as Albumentations does. FancyPCA is at
+most one level off Albumentations with the same signs of the axes; the signs of the drawn strengths
+are as often plus as minus, so the distribution is Albumentations'."""

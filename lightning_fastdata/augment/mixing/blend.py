@@ -1,14 +1,15 @@
-"""MixUp and CutMix: two samples in one, and their labels in the same shares."""
+"""MixUp, CutMix and RandomErasing: steps that leave the pixels of an image where they are."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Final, Literal
 
 import torch
+from torch import Tensor
 
-from lightning_fastdata.augment.mixing.parts import (
-    MixStep,
+from lightning_fastdata.augment.mixing.step import (
     Parts,
     check_positive,
     check_share,
@@ -18,11 +19,10 @@ from lightning_fastdata.augment.mixing.parts import (
     per_sample,
     with_pixels,
 )
+from lightning_fastdata.augment.ops.splitmix import normal, uniform
 from lightning_fastdata.errors import BatchError, OptionsError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import numpy as np
 
 
@@ -66,7 +66,7 @@ class MixUp:
         """Return whether (a uniform number) and the share."""
         return [generator.random(), generator.beta(self.alpha, self.alpha)]
 
-    def mix(self, parts: Parts, numbers: torch.Tensor, order: torch.Tensor) -> Parts:
+    def mix(self, parts: Parts, numbers: Tensor, order: Tensor) -> Parts:
         """Return the blended batch; see :class:`MixStep`.
 
         Raises:
@@ -92,14 +92,14 @@ class MixUp:
         return mixed if parts.boxes is None else _with_boxes_of_both(mixed, blends, other)
 
 
-def _with_boxes_of_both(parts: Parts, blends: torch.Tensor, other: torch.Tensor) -> Parts:
+def _with_boxes_of_both(parts: Parts, blends: Tensor, other: Tensor) -> Parts:
     """Return a batch in which blended samples have the boxes of their partners, too."""
     # One look at the device for all: it decides how many boxes there are. Who is alone in its
     # batch is its own partner, and has its boxes already.
     pairs = enumerate(zip(blends.tolist(), other.tolist(), strict=True))
     sources = [(row, met) if blended and met != row else (row,) for row, (blended, met) in pairs]
 
-    def of_both(field: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    def of_both(field: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return tuple(joined([field[source] for source in own]) for own in sources)
 
     classes = None if parts.classes is None else of_both(parts.classes)
@@ -140,7 +140,7 @@ class CutMix:
         share = generator.beta(self.alpha, self.alpha)
         return [generator.random(), share, *generator.random(2)]
 
-    def mix(self, parts: Parts, numbers: torch.Tensor, order: torch.Tensor) -> Parts:
+    def mix(self, parts: Parts, numbers: Tensor, order: Tensor) -> Parts:
         """Return the batch with rectangles; see :class:`MixStep`.
 
         Raises:
@@ -162,8 +162,8 @@ class CutMix:
 
 
 def cut_boxes(
-    numbers: torch.Tensor, height: int, width: int, *, p: float = 1.0
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    numbers: Tensor, height: int, width: int, *, p: float = 1.0
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return left, top, right and bottom of the rectangles that CutMix cuts, int64 ``[n]`` each.
 
     Args:
@@ -181,86 +181,109 @@ def cut_boxes(
     return left, top, right, bottom
 
 
-class OneOfMixes:
-    """Use one of several ways for each sample, chosen by chance.
+_ATTEMPTS: Final = 10
+
+
+@dataclass(frozen=True)
+class RandomErasing:
+    """Paint over a rectangle of each image; labels, masks and boxes stay.
+
+    After Zhong et al., "Random erasing data augmentation" (AAAI 2020), with torchvision's rule:
+    area and shape are drawn up to ten times until the rectangle fits, and if none does, nothing is
+    painted over.
 
     Args:
-        steps: ways to mix, such as ``MixUp(0.8), CutMix()``.
-        weights: how often each is chosen, in any unit; equally often by default.
-        p: probability that a sample is mixed at all.
+        p: probability that an image loses a rectangle.
+        scale: its part of the area, drawn uniformly between these.
+        ratio: its height over its width, drawn uniformly in the logarithm between these.
+        value: what is painted: a number, one number per channel, or ``"random"``: for float images
+            a normal number for each value, for uint8 a uniform one.
 
     Raises:
-        OptionsError: there are not as many weights as ways, or they are not positive.
+        OptionsError: a value is out of its range.
     """
 
-    def __init__(
-        self, *steps: MixStep, weights: Sequence[float] | None = None, p: float = 1.0
-    ) -> None:
-        given = [1.0] * len(steps) if weights is None else [float(weight) for weight in weights]
-        if not steps or len(given) != len(steps):
-            raise OptionsError(
-                f"OneOfMixes got {len(steps)} ways to mix and {len(given)} weights; give one or "
-                "more ways, and a weight for each."
-            )
-        for weight in given:
-            check_positive("a weight", weight)
-        check_share("p", p)
-        self.steps, self.p = steps, p
-        self._bounds = [p * sum(given[: end + 1]) / sum(given) for end in range(len(given))]
+    p: float = 0.5
+    scale: tuple[float, float] = (0.02, 0.33)
+    ratio: tuple[float, float] = (0.3, 3.3)
+    value: float | tuple[float, ...] | Literal["random"] = 0.0
 
-    sees_others: ClassVar[bool] = True
-    """Samples see each other."""
+    sees_others: ClassVar[bool] = False
+    """Every image is changed by itself."""
 
-    def __repr__(self) -> str:
-        return f"OneOfMixes({', '.join(map(repr, self.steps))}, p={self.p})"
+    def __post_init__(self) -> None:
+        check_share("p", self.p)
+        if not 0 <= self.scale[0] <= self.scale[1] <= 1:
+            raise OptionsError(f"scale is {self.scale}; give two parts, 0 <= low <= high <= 1.")
+        if not 0 < self.ratio[0] <= self.ratio[1]:
+            raise OptionsError(f"ratio is {self.ratio}; give two numbers, 0 < low <= high.")
+        if isinstance(self.value, str) and self.value != "random":
+            raise OptionsError(f'value is {self.value!r}; give numbers, or "random".')
 
     def count(self) -> int:
-        """Return the numbers of all ways, and one to choose between them."""
-        return 1 + sum(step.count() for step in self.steps)
+        """Return whether, area and ratio of each attempt, the corner, and a seed of two words."""
+        return 1 + 2 * _ATTEMPTS + 2 + 2
 
     def draw(self, generator: np.random.Generator) -> list[float]:
-        """Return the number that chooses, and those of all ways."""
-        numbers = [generator.random()]
-        for step in self.steps:
-            numbers += step.draw(generator)
-        return numbers
+        """Return the numbers in that order; areas and ratios are the final ones."""
+        low, high = (math.log(bound) for bound in self.ratio)
+        return [
+            generator.random(),
+            *generator.uniform(*self.scale, _ATTEMPTS),
+            *(math.exp(value) for value in generator.uniform(low, high, _ATTEMPTS)),
+            *generator.random(2),
+            # Whole numbers that float64 holds exactly.
+            *(float(word) for word in generator.integers(0, 2**53, 2)),
+        ]
 
-    def mix(self, parts: Parts, numbers: torch.Tensor, order: torch.Tensor) -> Parts:
-        """Return the batch with each sample mixed in its way; see :class:`MixStep`.
+    def mix(self, parts: Parts, numbers: Tensor, order: Tensor) -> Parts:  # noqa: ARG002
+        """Return the batch with rectangles painted over; see :class:`MixStep`.
 
         Raises:
-            BatchError: the batch has boxes or masks, and a way does not take them.
+            BatchError: there are not as many values as channels.
         """
-        out, start, low = parts, 1, 0.0
-        for step, high in zip(self.steps, self._bounds, strict=True):
-            own = numbers[:, start : start + step.count()]
-            chosen = (numbers[:, 0] >= low) & (numbers[:, 0] < high)
-            # Every way starts from the batch as it came, so partners are whole.
-            out = _where(chosen, step.mix(parts, own, order), out)
-            start, low = start + step.count(), high
-        return out
+        height, width = parts.size
+        top, left, tall, wide = erased_boxes(numbers, height, width, p=self.p)
+        y = torch.arange(height, device=numbers.device) - top[:, None]
+        x = torch.arange(width, device=numbers.device) - left[:, None]
+        rows, columns = (y >= 0) & (y < tall[:, None]), (x >= 0) & (x < wide[:, None])
+        inside = (rows[:, :, None] & columns[:, None, :])[:, None]
+        paint = self._paint(parts.image, numbers[:, -2:].long())
+        return replace(parts, image=torch.where(inside, paint, parts.image))
+
+    def _paint(self, image: Tensor, seed: Tensor) -> Tensor:
+        if self.value == "random":
+            count = image[0].numel()
+            if image.is_floating_point():
+                return normal(seed, count).view(image.shape).to(image.dtype)
+            return (uniform(seed, count) * 256).view(image.shape).to(image.dtype)
+        values = self.value if isinstance(self.value, tuple) else (self.value,)
+        if len(values) not in (1, image.shape[1]):
+            raise BatchError(
+                f"RandomErasing(value={self.value}) has {len(values)} values, but the images have "
+                f"{image.shape[1]} channels."
+            )
+        # Filled there: a copy from here would wait for the device.
+        return torch.stack([image.new_full((1, 1), value) for value in values])[None]
 
 
-def _where(chosen: torch.Tensor, new: Parts, old: Parts) -> Parts:
-    def pick(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
-        if one is None or other is None:
-            return None
-        return torch.where(per_sample(chosen, one), one, other)
+def erased_boxes(
+    numbers: Tensor, height: int, width: int, *, p: float = 1.0
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return top, left, height and width of what is painted over, int64 ``[n]`` each.
 
-    def pick_each(
-        one: tuple[torch.Tensor, ...] | None, other: tuple[torch.Tensor, ...] | None
-    ) -> tuple[torch.Tensor, ...] | None:
-        if one is None or other is None:
-            return None
-        return tuple(a if yes else b for yes, a, b in zip(rows, one, other, strict=True))
-
-    # Boxes differ in number, so the host has to know whose they are.
-    rows = [] if old.boxes is None else chosen.tolist()
-    return replace(
-        old,
-        image=torch.where(per_sample(chosen, new.image), new.image, old.image),
-        labels=pick(new.labels, old.labels),
-        mask=pick(new.mask, old.mask),
-        boxes=pick_each(new.boxes, old.boxes),
-        classes=pick_each(new.classes, old.classes),
-    )
+    Args:
+        numbers: what :class:`RandomErasing` drew, float64 ``[n, 25]``.
+        height: of the images in pixels.
+        width: of the images in pixels.
+        p: probability of a rectangle; without one its height and width are 0.
+    """
+    area = numbers[:, 1 : 1 + _ATTEMPTS] * (height * width)
+    ratio = numbers[:, 1 + _ATTEMPTS : 1 + 2 * _ATTEMPTS]
+    tall, wide = (area * ratio).sqrt().round().long(), (area / ratio).sqrt().round().long()
+    fits = (tall < height) & (wide < width)
+    first = fits.long().argmax(1, keepdim=True)
+    happens = (numbers[:, 0] < p) & fits.any(1)
+    tall, wide = (torch.where(happens, one.gather(1, first)[:, 0], 0) for one in (tall, wide))
+    down, across = numbers[:, 1 + 2 * _ATTEMPTS], numbers[:, 2 + 2 * _ATTEMPTS]
+    return (down * (height - tall + 1)).long(), (across * (width - wide + 1)).long(), tall, wide

@@ -1,34 +1,106 @@
-"""Filters that sharpen, emboss and defocus: a kernel per sample, the border reflected."""
+"""Blurs and what sharpens: a kernel per sample, the border reflected without the edge pixel."""
 
 # ruff: noqa: ARG001 - all operations share one signature
 
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from lightning_fastdata.augment.ops.filters.blur import (
-    correlate,
-    correlate_along,
-    padded_kernel,
-    reflected,
-    run_kernel,
+from lightning_fastdata.augment.ops.operation import (
+    Arrays,
+    DeviceOp,
+    DType,
+    Encoded,
+    Params,
+    Shape,
+    Static,
+    Transform,
 )
-from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded
+from lightning_fastdata.augment.ops.positions.index import REFLECT_101, fold
 from lightning_fastdata.augment.ops.table import to_bytes
 from lightning_fastdata.augment.replay import instructions
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+_GRAIN = 4
+"""Kernel radii are rounded up to a multiple of this, with zeros, so that samples share launches."""
 
-    from lightning_fastdata.augment.ops.operation import Shape
+
+def padded_kernel(kernel: np.ndarray) -> np.ndarray | None:
+    """Return a kernel of odd size, float32, with zeros up to a size that many share."""
+    if any(size % 2 == 0 for size in kernel.shape):
+        return None
+    margins = [-(size // 2) % _GRAIN for size in kernel.shape]
+    sizes = [size + 2 * margin for size, margin in zip(kernel.shape, margins, strict=True)]
+    padded = np.zeros(sizes, np.float32)
+    padded[tuple(slice(m, m + size) for m, size in zip(margins, kernel.shape, strict=True))] = (
+        kernel
+    )
+    return padded
+
+
+def _encode_blur(
+    transform: Transform, params: Params, shape: Shape, dtype: DType
+) -> Encoded | None:
+    kernel = params["kernel"]
+    if isinstance(kernel, (int, np.integer)):
+        kernel = np.full(int(kernel), 1.0 / int(kernel))
+    padded = padded_kernel(np.asarray(kernel))
+    if padded is None or dtype not in (np.uint8, np.float32):
+        return None
+    # A box blur keeps the range by itself; the others are cut to it, even after Normalize.
+    clips = type(transform).__name__ != "Blur"
+    return Encoded((("clips", clips),), {"kernel": padded})
+
+
+def reflected(values: Tensor, axis: int, margin: int) -> Tensor:
+    """Return ``[n, H, W, C]`` with a margin on both sides of one axis, reflected as OpenCV does."""
+    length = values.shape[axis]
+    at = torch.arange(-margin, length + margin, device=values.device)
+    return values.index_select(axis, fold(at, length, REFLECT_101))
+
+
+def correlate_along(values: Tensor, kernel: Tensor, axis: int) -> Tensor:
+    """Correlate float32 ``[n, H, W, C]`` along one axis with a kernel per sample, ``[n, k]``."""
+    length, size = values.shape[axis], kernel.shape[1]
+    framed = reflected(values, axis, size // 2)
+    total = torch.zeros_like(values)
+    for tap in range(size):
+        total.addcmul_(framed.narrow(axis, tap, length), kernel[:, tap, None, None, None])
+    return total
+
+
+def correlate(values: Tensor, kernel: Tensor) -> Tensor:
+    """Correlate float32 ``[n, H, W, C]`` with a kernel per sample.
+
+    Args:
+        values: images.
+        kernel: ``[n, k]`` for both axes, one after the other, or ``[n, k, k]``; ``k`` is odd.
+    """
+    if kernel.ndim == 2:
+        return correlate_along(correlate_along(values, kernel, 2), kernel, 1)
+    _, height, width, _ = values.shape
+    framed = reflected(reflected(values, 1, kernel.shape[1] // 2), 2, kernel.shape[2] // 2)
+    total = torch.zeros_like(values)
+    for row in range(kernel.shape[1]):
+        for column in range(kernel.shape[2]):
+            shifted = framed[:, row : row + height, column : column + width]
+            total.addcmul_(shifted, kernel[:, row, column, None, None, None])
+    return total
+
+
+def run_kernel(images: Tensor, static: Static, arrays: Arrays) -> Tensor:
+    """Correlate uint8 or float32 images with ``arrays["kernel"]`` and round as OpenCV does."""
+    out = correlate(images.float(), arrays["kernel"])
+    if images.dtype == torch.uint8:
+        return out.round().clamp(0, 255).to(torch.uint8)
+    return out.clamp(0, 1) if static["clips"] else out
 
 
 def _encode_convolution(
-    transform: Any, params: Mapping[str, Any], shape: Shape, dtype: np.dtype[Any]
+    transform: Transform, params: Params, shape: Shape, dtype: DType
 ) -> Encoded | None:
     name = type(transform).__name__
     if dtype not in (np.uint8, np.float32):
@@ -83,7 +155,7 @@ def _gaussian(size: int, sigma: float) -> np.ndarray:
 
 
 def _encode_sharpen(
-    transform: Any, params: Mapping[str, Any], shape: Shape, dtype: np.dtype[Any]
+    transform: Transform, params: Params, shape: Shape, dtype: DType
 ) -> Encoded | None:
     if transform.method == "kernel":
         encoded = _encode_convolution(transform, params, shape, dtype)
@@ -100,9 +172,7 @@ def _encode_sharpen(
     return Encoded(static, {"kernel": kernel, "alpha": np.array([params["alpha"]], np.float64)})
 
 
-def _sharpen(
-    images: torch.Tensor, static: Mapping[str, Any], arrays: Mapping[str, torch.Tensor]
-) -> torch.Tensor:
+def _sharpen(images: Tensor, static: Static, arrays: Arrays) -> Tensor:
     if static["method"] == "kernel":
         return run_kernel(images, static, arrays)
     blurred = correlate(images.float(), arrays["kernel"])
@@ -116,7 +186,7 @@ def _sharpen(
 
 
 def _encode_unsharp(
-    transform: Any, params: Mapping[str, Any], shape: Shape, dtype: np.dtype[Any]
+    transform: Transform, params: Params, shape: Shape, dtype: DType
 ) -> Encoded | None:
     kernel = padded_kernel(_gaussian(params["ksize"], params["sigma"]))
     if kernel is None or dtype not in (np.uint8, np.float32):
@@ -126,7 +196,7 @@ def _encode_unsharp(
     return Encoded(static, arrays)
 
 
-def _pairs(values: torch.Tensor, kernel: torch.Tensor, axis: int) -> torch.Tensor:
+def _pairs(values: Tensor, kernel: Tensor, axis: int) -> Tensor:
     """Correlate along one axis with symmetric kernels: the middle first, then pairs outwards."""
     length, radius = values.shape[axis], kernel.shape[1] // 2
     framed = reflected(values, axis, radius)
@@ -137,16 +207,14 @@ def _pairs(values: torch.Tensor, kernel: torch.Tensor, axis: int) -> torch.Tenso
     return total
 
 
-def _blurred(values: torch.Tensor, static: Mapping[str, Any], kernel: torch.Tensor) -> torch.Tensor:
+def _blurred(values: Tensor, static: Static, kernel: Tensor) -> Tensor:
     # OpenCV's order of additions. The last bit decides where a difference meets the threshold,
     # which is often on uint8 and with the kernels of 1/4 and 1/2.
     along = _pairs if static["small"] else correlate_along
     return _pairs(along(values, kernel, 2), kernel, 1)
 
 
-def _unsharp(
-    images: torch.Tensor, static: Mapping[str, Any], arrays: Mapping[str, torch.Tensor]
-) -> torch.Tensor:
+def _unsharp(images: Tensor, static: Static, arrays: Arrays) -> Tensor:
     values = images
     if images.dtype == torch.uint8:
         values = images.float()
@@ -160,17 +228,15 @@ def _unsharp(
 
 
 OPS = (
-    DeviceOp(
-        name="Sharpen", encode=_encode_sharpen, image=_sharpen, fused=instructions.correlation
+    *tuple(
+        DeviceOp(name, _encode_blur, run_kernel, fused=instructions.correlation)
+        for name in ("AdvancedBlur", "Blur", "GaussianBlur", "MotionBlur", "RingingOvershoot")
     ),
-    DeviceOp(name="UnsharpMask", encode=_encode_unsharp, image=_unsharp),
-    DeviceOp(
-        name="Emboss", encode=_encode_convolution, image=run_kernel, fused=instructions.correlation
-    ),
-    DeviceOp(
-        name="Defocus", encode=_encode_convolution, image=run_kernel, fused=instructions.correlation
-    ),
+    DeviceOp("Sharpen", _encode_sharpen, _sharpen, fused=instructions.correlation),
+    DeviceOp("UnsharpMask", _encode_unsharp, _unsharp),
+    DeviceOp("Emboss", _encode_convolution, run_kernel, fused=instructions.correlation),
+    DeviceOp("Defocus", _encode_convolution, run_kernel, fused=instructions.correlation),
 )
-"""On uint8, Sharpen by a Gaussian is exact, and the convolutions are at most one level off. In
-UnsharpMask, rounding can decide whether a difference is above the threshold: a few pixels are off
-by a few levels then. 1e-5 on float32, but for these."""
+"""On uint8, Sharpen by a Gaussian is exact, and the others are at most one level off, mostly where
+the sum lies between two levels. In UnsharpMask, rounding can decide whether a difference is above
+the threshold: a few pixels are off by a few levels then. 1e-5 on float32, but for these."""

@@ -1,17 +1,17 @@
-"""What a batch is made of for those that mix its samples, and how samples find each other."""
+"""A step of mixing: what it takes and returns, who meets whom, and a choice of steps."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
+from torch import Tensor
 
 from lightning_fastdata.errors import OptionsError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import numpy as np
 
 
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 class Parts:
     """The fields of a batch of ``n`` samples that mixing changes."""
 
-    image: torch.Tensor
+    image: Tensor
     """Images ``[n, C, H, W]``, uint8 or floating point."""
-    labels: torch.Tensor | None = None
+    labels: Tensor | None = None
     """Shares of the classes ``[n, classes]``, float32; None if there are no labels."""
-    mask: torch.Tensor | None = None
+    mask: Tensor | None = None
     """Classes of pixels ``[n, H, W]`` of any integer dtype, or ``[n, C, H, W]``; or None."""
-    boxes: tuple[torch.Tensor, ...] | None = None
+    boxes: tuple[Tensor, ...] | None = None
     """Per sample ``[k, 4]`` of left, top, right, bottom in pixels; or None."""
-    classes: tuple[torch.Tensor, ...] | None = None
+    classes: tuple[Tensor, ...] | None = None
     """Per sample one entry ``[k, ...]`` for each box; or None."""
 
     @property
@@ -49,7 +49,7 @@ class MixStep(Protocol):
     def draw(self, generator: np.random.Generator) -> list[float]:
         """Return the numbers of one sample, always as many and in the same order."""
 
-    def mix(self, parts: Parts, numbers: torch.Tensor, order: torch.Tensor) -> Parts:
+    def mix(self, parts: Parts, numbers: Tensor, order: Tensor) -> Parts:
         """Return the batch after it.
 
         Args:
@@ -71,7 +71,7 @@ def check_positive(name: str, value: float) -> None:
         raise OptionsError(f"{name} is {value}; give a positive number.")
 
 
-def partners(order: torch.Tensor, distance: int = 1) -> torch.Tensor:
+def partners(order: Tensor, distance: int = 1) -> Tensor:
     """Return for each sample the position of the sample it is mixed with.
 
     The samples stand in a ring, sorted by their random numbers; everybody's partner is the one
@@ -90,12 +90,12 @@ def partners(order: torch.Tensor, distance: int = 1) -> torch.Tensor:
     return torch.empty_like(ring).scatter_(0, ring, ring.roll(distance))
 
 
-def per_sample(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def per_sample(values: Tensor, like: Tensor) -> Tensor:
     """Return values ``[n]`` in a shape that broadcasts with ``like`` ``[n, ...]``."""
     return values.view(-1, *[1] * (like.ndim - 1))
 
 
-def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+def joined(tensors: Sequence[Tensor]) -> Tensor:
     """Return entries ``[k, ...]`` of several samples in one tensor.
 
     A sample without boxes may have a tensor of another dtype, as ``torch.tensor([])`` has, which
@@ -105,9 +105,7 @@ def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat(filled or list(tensors[:1]))
 
 
-def mixed_labels(
-    parts: Parts, shares: torch.Tensor, others: tuple[torch.Tensor, ...]
-) -> torch.Tensor | None:
+def mixed_labels(parts: Parts, shares: Tensor, others: tuple[Tensor, ...]) -> Tensor | None:
     """Return the shares of the classes, or None if there are no labels.
 
     Args:
@@ -125,7 +123,7 @@ def mixed_labels(
     return out
 
 
-def with_pixels(parts: Parts, choose: torch.Tensor, other: torch.Tensor) -> Parts:
+def with_pixels(parts: Parts, choose: Tensor, other: Tensor) -> Parts:
     """Return the batch with the pixels of a partner where ``choose`` says so.
 
     Args:
@@ -139,3 +137,88 @@ def with_pixels(parts: Parts, choose: torch.Tensor, other: torch.Tensor) -> Part
         wide = choose if mask.ndim == 3 else choose[:, None]
         mask = torch.where(wide, mask[other], mask)
     return replace(parts, image=image, mask=mask)
+
+
+class OneOfMixes:
+    """Use one of several ways for each sample, chosen by chance.
+
+    Args:
+        steps: ways to mix, such as ``MixUp(0.8), CutMix()``.
+        weights: how often each is chosen, in any unit; equally often by default.
+        p: probability that a sample is mixed at all.
+
+    Raises:
+        OptionsError: there are not as many weights as ways, or they are not positive.
+    """
+
+    def __init__(
+        self, *steps: MixStep, weights: Sequence[float] | None = None, p: float = 1.0
+    ) -> None:
+        given = [1.0] * len(steps) if weights is None else [float(weight) for weight in weights]
+        if not steps or len(given) != len(steps):
+            raise OptionsError(
+                f"OneOfMixes got {len(steps)} ways to mix and {len(given)} weights; give one or "
+                "more ways, and a weight for each."
+            )
+        for weight in given:
+            check_positive("a weight", weight)
+        check_share("p", p)
+        self.steps, self.p = steps, p
+        self._bounds = [p * sum(given[: end + 1]) / sum(given) for end in range(len(given))]
+
+    sees_others: ClassVar[bool] = True
+    """Samples see each other."""
+
+    def __repr__(self) -> str:
+        return f"OneOfMixes({', '.join(map(repr, self.steps))}, p={self.p})"
+
+    def count(self) -> int:
+        """Return the numbers of all ways, and one to choose between them."""
+        return 1 + sum(step.count() for step in self.steps)
+
+    def draw(self, generator: np.random.Generator) -> list[float]:
+        """Return the number that chooses, and those of all ways."""
+        numbers = [generator.random()]
+        for step in self.steps:
+            numbers += step.draw(generator)
+        return numbers
+
+    def mix(self, parts: Parts, numbers: Tensor, order: Tensor) -> Parts:
+        """Return the batch with each sample mixed in its way; see :class:`MixStep`.
+
+        Raises:
+            BatchError: the batch has boxes or masks, and a way does not take them.
+        """
+        out, start, low = parts, 1, 0.0
+        for step, high in zip(self.steps, self._bounds, strict=True):
+            own = numbers[:, start : start + step.count()]
+            chosen = (numbers[:, 0] >= low) & (numbers[:, 0] < high)
+            # Every way starts from the batch as it came, so partners are whole.
+            out = _where(chosen, step.mix(parts, own, order), out)
+            start, low = start + step.count(), high
+        return out
+
+
+def _where(chosen: Tensor, new: Parts, old: Parts) -> Parts:
+    def pick(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+        if one is None or other is None:
+            return None
+        return torch.where(per_sample(chosen, one), one, other)
+
+    def pick_each(
+        one: tuple[Tensor, ...] | None, other: tuple[Tensor, ...] | None
+    ) -> tuple[Tensor, ...] | None:
+        if one is None or other is None:
+            return None
+        return tuple(a if yes else b for yes, a, b in zip(rows, one, other, strict=True))
+
+    # Boxes differ in number, so the host has to know whose they are.
+    rows = [] if old.boxes is None else chosen.tolist()
+    return replace(
+        old,
+        image=torch.where(per_sample(chosen, new.image), new.image, old.image),
+        labels=pick(new.labels, old.labels),
+        mask=pick(new.mask, old.mask),
+        boxes=pick_each(new.boxes, old.boxes),
+        classes=pick_each(new.classes, old.classes),
+    )

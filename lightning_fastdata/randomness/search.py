@@ -1,21 +1,91 @@
-"""What the code of a dataset refers to: globals, defaults, closures and attributes of classes.
-
-A pipeline need not be an attribute of the dataset that calls it. It may be a global of its module,
-stand in a class (``class CFG: augment = A.Compose(...)``) or in a default argument. Only the user's
-own code is looked through, not that of installed packages.
-"""
+"""What a dataset holds: generators and pipelines, found without running its code."""
 
 from __future__ import annotations
 
 import sys
+from collections import UserDict
 from collections.abc import Iterator
 from functools import cached_property, lru_cache, partial
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import (
+    BuiltinMethodType,
+    CodeType,
+    FunctionType,
+    MappingProxyType,
+    MethodType,
+    ModuleType,
+)
 from typing import Any, Final
 
+import numpy as np
+
+_MAX_DEPTH: Final = 8
+_MAX_ITEMS: Final = 256
+_LEAF_TYPES: Final = (str, bytes, bytearray, int, float, complex, type(None), np.ndarray)
 _INSTALLED: Final = ("site-packages", "dist-packages")
 _WRAPPED: Final = ("__func__", "fget", "func")
 """Where static and class methods, properties and cached properties keep their function."""
+
+
+def find_composes(obj: object) -> tuple[Any, ...]:
+    """Return the top-level Albumentations pipelines that a dataset holds, in a fixed order.
+
+    Never imports Albumentations: where nobody has, there is no pipeline to find.
+    """
+    return find_instances(obj, loaded_classes("albumentations", "BaseCompose", "BasicTransform"))
+
+
+def loaded_classes(module: str, *names: str) -> tuple[type, ...]:
+    """Return the classes of these names that a module has, if somebody has imported it."""
+    owner = sys.modules.get(module)
+    return tuple(kind for name in names if isinstance(kind := getattr(owner, name, None), type))
+
+
+def find_instances(obj: object, kinds: tuple[type, ...]) -> tuple[Any, ...]:
+    """Return what a dataset holds of some classes, in a fixed order, without what that holds.
+
+    Looks through attributes, lists, tuples, dicts (first 256 items, 8 levels deep), wrapped
+    datasets (``Subset``, ``ConcatDataset``), bound methods, ``functools.partial``, the closures
+    and defaults of functions, and what the user's own code of these refers to: globals of its
+    modules and attributes of its classes.
+    """
+    if not kinds:
+        return ()
+    found: list[Any] = []
+    seen: set[int] = set()
+    waiting: list[tuple[object, int]] = [(obj, 0)]
+    while waiting:
+        item, depth = waiting.pop(0)
+        if isinstance(item, _LEAF_TYPES) or id(item) in seen:
+            continue
+        seen.add(id(item))
+        if isinstance(item, kinds):
+            found.append(item)
+        elif depth < _MAX_DEPTH:
+            waiting.extend((part, depth + 1) for part in _parts(item, kinds))
+    return tuple(found)
+
+
+def _parts(item: object, kinds: tuple[type, ...]) -> Iterator[object]:
+    if isinstance(item, dict | UserDict | MappingProxyType):
+        # Not any mapping: reading the values of one that stands for a file would open it.
+        yield from list(item.values())[:_MAX_ITEMS]
+    elif isinstance(item, list | tuple):
+        yield from item[:_MAX_ITEMS]
+    elif isinstance(item, partial):
+        yield item.func
+        yield from item.args
+        yield from item.keywords.values()
+    elif isinstance(item, MethodType | BuiltinMethodType):
+        yield item.__self__
+    elif not _is_module_or_tensor(item):
+        if hasattr(item, "__dict__") and not isinstance(item, type):
+            yield from list(vars(item).values())[:_MAX_ITEMS]
+        yield from code_parts(item, kinds)
+
+
+def _is_module_or_tensor(item: object) -> bool:
+    torch = sys.modules.get("torch")
+    return isinstance(item, type(sys)) or (torch is not None and isinstance(item, torch.Tensor))
 
 
 def code_parts(item: object, kinds: tuple[type, ...]) -> Iterator[object]:
@@ -84,7 +154,7 @@ def _names(code: CodeType) -> Iterator[str]:
             yield from _names(constant)
 
 
-def _may_lead_on(value: Any) -> bool:
+def _may_lead_on(value: object) -> bool:
     if isinstance(value, dict | list | tuple | partial | MethodType):
         return True
     owner = value if isinstance(value, FunctionType | type) else type(value)

@@ -1,15 +1,108 @@
-"""RGB to L*a*b* and to YCrCb and back, uint8, with OpenCV's own integer formulas."""
+"""RGB to gray, HSV, L*a*b* and YCrCb and back, with OpenCV's own formulas."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+
+def gray(images: Tensor) -> Tensor:
+    """Return the luminance ``[n, H, W]`` of RGB images ``[n, H, W, 3]``: int32 or float32."""
+    if images.dtype == torch.uint8:
+        red, green, blue = images.int().unbind(-1)
+        return (red * 9798 + green * 19235 + blue * 3735 + (1 << 14)) >> 15
+    red, green, blue = images.unbind(-1)
+    return red * 0.299 + green * 0.587 + blue * 0.114
+
+
+def _sector_colours(hue: Tensor, s: Tensor, v: Tensor) -> Tensor:
+    """Return RGB from a hue in sixths of the circle, saturation and value in [0, 1]."""
+    sector = hue.floor()
+    part = hue - sector
+    sector = sector.int().remainder(6)
+    low, falling, rising = v * (1 - s), v * (1 - s * part), v * (1 - s * (1 - part))
+    choices = torch.stack([v, low, falling, rising], -1)
+    order = torch.arange(6, device=v.device)
+    # Per sector: which of (v, low, falling, rising) is red; green and blue follow by a third.
+    red = (order == 1) * 2 + ((order == 2) | (order == 3)) * 1 + (order == 4) * 3
+    which = torch.stack([red, red.roll(2), red.roll(4)], -1)[sector.long()]
+    return choices.gather(-1, which)
+
+
+def hsv_bytes(images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return hue in 0..179, saturation and value in 0..255 of uint8 RGB images, as int32."""
+    red, green, blue = images.int().unbind(-1)
+    value = torch.maximum(torch.maximum(red, green), blue)
+    spread = value - torch.minimum(torch.minimum(red, green), blue)
+    by_value = (1044480.0 / value.clamp(min=1) + 0.5).int()  # 255 << 12
+    by_spread = (122880.0 / spread.clamp(min=1) + 0.5).int()  # (180 << 12) / 6
+    saturation = (spread * by_value + 2048) >> 12
+    hue = torch.where(
+        value == red,
+        green - blue,
+        torch.where(value == green, blue - red + 2 * spread, red - green + 4 * spread),
+    )
+    hue = (hue * by_spread + 2048) >> 12
+    return torch.where(hue < 0, hue + 180, hue), saturation, value
+
+
+def rgb_bytes(hue: Tensor, saturation: Tensor, value: Tensor, lanes: int) -> Tensor:
+    """Return uint8 RGB images from what `hsv_bytes` returns, with OpenCV's rounding.
+
+    Args:
+        hue: ``[n, H, W]``, 0 to 179.
+        saturation: ``[n, H, W]``, 0 to 255.
+        value: ``[n, H, W]``, 0 to 255.
+        lanes: See :func:`opencv_lanes`.
+    """
+    sixths = hue.float() * (6.0 / 180)
+    rgb = _sector_colours(sixths, saturation.float() * (1.0 / 255), value.float() * (1.0 / 255))
+    rgb = rgb * 255
+    width = hue.shape[-1]
+    if lanes == 1:
+        return rgb.to(torch.uint8)
+    tail = width % lanes if lanes else width
+    rgb[..., width - tail :, :].round_()
+    return rgb.to(torch.uint8)
+
+
+@cache
+def opencv_lanes() -> int:
+    """Return how many pixels OpenCV on this CPU converts from HSV at a time.
+
+    Whole groups of that many pixels of a row are truncated to bytes, what is left of the row is
+    rounded. The number depends on the CPU and on OpenCV's build, so it is found out by converting
+    a row of a color whose green is 173.67. 0 means that every pixel is rounded.
+    """
+    import cv2
+
+    row = np.full((1, 255, 3), (10, 122, 255), np.uint8)
+    truncated = int((cv2.cvtColor(row, cv2.COLOR_HSV2RGB)[0, :, 1] == 173).sum())
+    return 256 - truncated if truncated else 0
+
+
+def shift_hue_floats(images: Tensor, turn: Tensor) -> Tensor:
+    """Return float32 RGB images with the hue moved by ``turn`` (1 is the whole circle)."""
+    red, green, blue = images.unbind(-1)
+    value = torch.maximum(torch.maximum(red, green), blue)
+    spread = value - torch.minimum(torch.minimum(red, green), blue)
+    tiny = torch.finfo(torch.float32).eps
+    by_spread = 60.0 / (spread + tiny)
+    hue = torch.where(
+        value == red,
+        (green - blue) * by_spread,
+        torch.where(
+            value == green, (blue - red) * by_spread + 120, (red - green) * by_spread + 240
+        ),
+    )
+    hue = (torch.where(hue < 0, hue + 360, hue) + turn * 360).remainder(360)
+    return _sector_colours(hue / 60, spread / (value.abs() + tiny), value)
+
 
 _TO_XYZ: Final = np.array(
     [
@@ -38,17 +131,17 @@ _DARK: Final = 216 / 24389
 class LabTables(NamedTuple):
     """Tables of OpenCV's conversions, int32, ready to be used on a device."""
 
-    linear: torch.Tensor
+    linear: Tensor
     """256 entries: a channel without its gamma, times 2040."""
-    root: torch.Tensor
+    root: Tensor
     """3072 entries: cube root of a part of white, times ``2 ** 15``; by the part times 2040."""
-    light: torch.Tensor
+    light: Tensor
     """256 entries: Y of a lightness, times ``2 ** 14``."""
-    light_root: torch.Tensor
+    light_root: Tensor
     """256 entries: its cube root, times ``2 ** 14``."""
-    cube: torch.Tensor
+    cube: Tensor
     """36864 entries: cube of a number times ``2 ** 14``, from -8145 on."""
-    gamma: torch.Tensor
+    gamma: Tensor
     """4096 entries: a channel with its gamma."""
 
 
@@ -105,11 +198,11 @@ def lab_tables(device: torch.device) -> LabTables:
     )
 
 
-def _look(table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+def _look(table: Tensor, index: Tensor) -> Tensor:
     return table.index_select(0, index.reshape(-1)).view(index.shape)
 
 
-def _mixed(weights: np.ndarray, values: Sequence[torch.Tensor], shift: int) -> list[torch.Tensor]:
+def _mixed(weights: np.ndarray, values: Sequence[Tensor], shift: int) -> list[Tensor]:
     """Return weighted sums of three values, one per row of weights, over ``2 ** shift``."""
     first, second, third = values
     rows = np.rint(weights).astype(int).tolist()
@@ -117,7 +210,7 @@ def _mixed(weights: np.ndarray, values: Sequence[torch.Tensor], shift: int) -> l
     return [(first * a + second * b + third * c + half) >> shift for a, b, c in rows]
 
 
-def lab_bytes(images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def lab_bytes(images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return L, a and b in 0..255 of uint8 RGB images ``[n, H, W, 3]``, int32 ``[n, H, W]``."""
     tables = lab_tables(images.device)
     channels = _look(tables.linear, images.int()).unbind(-1)
@@ -132,7 +225,7 @@ def lab_bytes(images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.T
     )
 
 
-def rgb_from_lab(lightness: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def rgb_from_lab(lightness: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """Return uint8 RGB images ``[n, H, W, 3]`` from what `lab_bytes` returns."""
     tables = lab_tables(lightness.device)
     y, root = _look(tables.light, lightness), _look(tables.light_root, lightness)
@@ -147,7 +240,7 @@ def rgb_from_lab(lightness: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> t
     )
 
 
-def ycrcb_bytes(images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def ycrcb_bytes(images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return Y, Cr and Cb in 0..255 of uint8 RGB images ``[n, H, W, 3]``, int32 ``[n, H, W]``."""
     red, green, blue = images.int().unbind(-1)
     half, middle = 1 << 13, 128 << 14
@@ -159,7 +252,7 @@ def ycrcb_bytes(images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch
     )
 
 
-def rgb_from_ycrcb(y: torch.Tensor, cr: torch.Tensor, cb: torch.Tensor) -> torch.Tensor:
+def rgb_from_ycrcb(y: Tensor, cr: Tensor, cb: Tensor) -> Tensor:
     """Return uint8 RGB images ``[n, H, W, 3]`` from what `ycrcb_bytes` returns."""
     cr, cb, half = cr - 128, cb - 128, 1 << 13
     red = y + ((cr * 22987 + half) >> 14)

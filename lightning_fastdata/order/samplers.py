@@ -1,0 +1,230 @@
+"""Samplers of our own, and the indices of any sampler as arrays where that is possible."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator, Sized
+from typing import TYPE_CHECKING, Any, Final, cast
+
+import numpy as np
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from lightning_fastdata.errors import FastDataWarning
+from lightning_fastdata.order.epoch_order import EpochOrder, can_share_evenly
+from lightning_fastdata.order.permutation import (
+    Order,
+    cut,
+    drawn_permutation,
+    epoch_permutation,
+    parts_of,
+)
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+_TO_INTEGERS: Final = 2**14
+
+
+class ShuffleSampler(RandomSampler):
+    """A permutation of the dataset that depends on the seed and the epoch alone.
+
+    torch's own ``RandomSampler`` draws from the global generator, so what a user's model drew
+    before the epoch decides the order. It is a ``RandomSampler`` to everyone who asks. The order of
+    very large sets is computed on the way and takes no memory.
+
+    Args:
+        data_source: The dataset; only its length is used.
+        seed: Seed of the run.
+    """
+
+    def __init__(self, data_source: Sized, seed: int = 0) -> None:
+        super().__init__(data_source)
+        self.seed = seed
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the permutation of ``epoch``, counted from 0; Lightning calls it every epoch."""
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        order = epoch_permutation(len(self.data_source), self.seed, self.epoch)
+        # As integers of Python a permutation takes five times its memory.
+        for part in parts_of(order, cut(len(order), _TO_INTEGERS)):
+            yield from part.tolist()
+
+
+class EvaluationBatchSampler(BatchSampler):
+    """Batches of a dataset in its own order, of which each rank gets its share exactly once.
+
+    Given a ``DistributedSampler``, whose ``rank``, ``num_replicas`` and length it takes, it makes
+    the batches of :class:`EpochOrder` with ``equal_counts``: each sample once over all ranks, and
+    as many batches on each rank, so that steps in which the ranks wait for each other go on. Where
+    that is impossible (fewer samples than ranks, or batches of one that do not come out even) it
+    warns and does as ``BatchSampler`` does. Given any other sampler it is a ``BatchSampler``.
+
+    Lightning puts its ``DistributedSampler`` in place of a sequential one, and with
+    ``use_distributed_sampler=False`` leaves it alone; both need no more than this class.
+
+    Args:
+        sampler: Yields indices. Of a ``DistributedSampler`` only who shares is read, not the order.
+        batch_size: Samples of one rank's batch at most.
+        drop_last: Leave out what does not fill a batch on every rank.
+
+    Example:
+        >>> share = DistributedSampler(range(5), num_replicas=2, rank=0, shuffle=False)
+        >>> list(EvaluationBatchSampler(share, batch_size=2))
+        [[0, 1], [3]]
+    """
+
+    def __init__(
+        self, sampler: Sampler[int] | Iterable[int], batch_size: int, drop_last: bool = False
+    ) -> None:
+        super().__init__(sampler, batch_size, drop_last)
+        self.order: EpochOrder | None = None
+        """The plan of this rank; None where the sampler decides."""
+        if not isinstance(sampler, DistributedSampler):
+            return
+        length, ranks = len(cast("Sized", sampler.dataset)), sampler.num_replicas
+        if drop_last or can_share_evenly(length, batch_size, ranks):
+            self.order = EpochOrder(
+                length=length,
+                batch_size=batch_size,
+                shuffle=False,
+                drop_last=drop_last,
+                rank=sampler.rank,
+                world_size=ranks,
+                equal_counts=True,
+            )
+        elif sampler.rank == 0:
+            _warn_of_uneven_share(sampler, length, batch_size)
+
+    def __len__(self) -> int:
+        return super().__len__() if self.order is None else len(self.order)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        if self.order is None:
+            yield from super().__iter__()
+        else:
+            for batch in self.order.batches():
+                yield batch.tolist()
+
+
+def epoch_order(batch_sampler: Any, epoch: int) -> EpochOrder | None:
+    """Return the plan that a batch sampler will follow in an epoch, if that is sure beforehand.
+
+    It is for ``BatchSampler`` over ``ShuffleSampler`` or ``SequentialSampler``.
+    """
+    if type(batch_sampler) is not BatchSampler:
+        return None
+    sampler: Any = batch_sampler.sampler
+    shuffled = type(sampler) is ShuffleSampler
+    if not shuffled and type(sampler) is not SequentialSampler:
+        return None
+    if shuffled and sampler.epoch != epoch:
+        return None
+    return EpochOrder(
+        length=len(sampler.data_source),
+        batch_size=batch_sampler.batch_size,
+        seed=sampler.seed if shuffled else 0,
+        epoch=epoch,
+        shuffle=shuffled,
+        drop_last=batch_sampler.drop_last,
+    )
+
+
+def _warn_of_uneven_share(sampler: DistributedSampler[Any], length: int, batch_size: int) -> None:
+    twice = sampler.total_size - length
+    warnings.warn(
+        f"{length} samples in batches of at most {batch_size} cannot make equally many batches on "
+        f"{sampler.num_replicas} ranks. "
+        + (
+            f"{twice} are therefore evaluated more than once, which biases the metrics. "
+            if twice > 0
+            else "Some ranks therefore have a batch less than others, and a step in which ranks "
+            "wait for each other will hang. "
+        )
+        + "Use a batch_size of 2 or more"
+        + (" and fewer devices." if length < sampler.num_replicas else ", or other devices."),
+        FastDataWarning,
+        stacklevel=3,
+    )
+
+
+def index_batches(batch_sampler: Iterable[Any]) -> Iterator[Any]:
+    """Yield the batches of a batch sampler; as int64 arrays where that gives the same indices.
+
+    Python integers cost more than the gather of a row does. For torch's own samplers and for those
+    of this module the same indices are had as one array; every other sampler is asked as usual.
+    """
+    sampler = getattr(batch_sampler, "sampler", None)
+    if type(batch_sampler) is EvaluationBatchSampler and batch_sampler.order is not None:
+        yield from batch_sampler.order.batches()
+        return
+    order = _sampled_order(sampler) if type(batch_sampler) is BatchSampler else None
+    if order is None:
+        yield from batch_sampler
+        return
+    size: int = batch_sampler.batch_size  # type: ignore[attr-defined]
+    drop_last: bool = batch_sampler.drop_last  # type: ignore[attr-defined]
+    stop = len(order) - len(order) % size if drop_last else len(order)
+    yield from parts_of(order, cut(stop, size))
+    if type(sampler) is RandomSampler and sampler.generator is not None:
+        # torch draws a second permutation for the remainder, of which it then takes nothing.
+        drawn_permutation(len(order), sampler.generator)
+
+
+def _sampled_order(sampler: Any) -> Order | None:
+    kind = type(sampler)
+    if kind is SequentialSampler:
+        return range(len(sampler.data_source))
+    if kind is ShuffleSampler:
+        return epoch_permutation(len(sampler.data_source), sampler.seed, sampler.epoch)
+    if kind is RandomSampler and not sampler.replacement:
+        return _random_order(sampler)
+    if kind is SubsetRandomSampler:
+        indices = np.asarray(sampler.indices)
+        if indices.ndim != 1 or indices.dtype.kind != "i":
+            return None
+        order = drawn_permutation(len(indices), sampler.generator)
+        return indices.astype(np.int64, copy=False)[order]
+    if kind is WeightedRandomSampler:
+        drawn = torch.multinomial(
+            sampler.weights, sampler.num_samples, sampler.replacement, generator=sampler.generator
+        )
+        return drawn.numpy()
+    return _rank_order(sampler) if kind is DistributedSampler else None
+
+
+def _random_order(sampler: RandomSampler) -> NDArray[np.int64] | None:
+    length = len(sampler.data_source)
+    if sampler.num_samples != length:
+        return None
+    generator = sampler.generator
+    if generator is None:
+        generator = torch.Generator()
+        generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
+    return drawn_permutation(length, generator)
+
+
+def _rank_order(sampler: DistributedSampler[Any]) -> NDArray[np.int64] | None:
+    length = len(cast("Sized", sampler.dataset))
+    if (sampler.total_size > length) if sampler.drop_last else (sampler.total_size < length):
+        return None  # the dataset has changed, which the sampler itself is to say
+    order = np.arange(length)
+    if sampler.shuffle:
+        generator = torch.Generator()
+        generator.manual_seed(sampler.seed + sampler.epoch)
+        order = drawn_permutation(length, generator)
+    # Short of samples it begins again with the first ones, as resize does.
+    everyone = np.resize(order, sampler.total_size)
+    return everyone[sampler.rank : sampler.total_size : sampler.num_replicas]
