@@ -20,8 +20,9 @@ import numpy as np
 import torch
 
 from lightning_fastdata.augment.ops import DEVICE_OPS
+from lightning_fastdata.augment.pipeline.bounds import SAME, levels_per_unit
 from lightning_fastdata.augment.pipeline.plan import analyse
-from lightning_fastdata.augment.pipeline.trial import SAME, levels_per_unit, refusal
+from lightning_fastdata.augment.pipeline.trial import refusal
 from lightning_fastdata.augment.pipeline.values import values_of
 from lightning_fastdata.augment.record.tape import Recorder
 from lightning_fastdata.augment.replay.program import compile_tapes

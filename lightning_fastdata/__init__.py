@@ -9,8 +9,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lightning_fastdata.augment.transform import BatchTransform as BatchTransform
-    from lightning_fastdata.augment.transform import as_batch_transform as as_batch_transform
+    from lightning_fastdata.augment import BatchTransform as BatchTransform
+    from lightning_fastdata.augment import as_batch_transform as as_batch_transform
     from lightning_fastdata.device.prefetch import prefetch as prefetch
     from lightning_fastdata.errors import FastDataError as FastDataError
     from lightning_fastdata.errors import FastDataWarning as FastDataWarning

@@ -52,26 +52,19 @@ def show_augment(
         seed: Of the draws.
         draws: Rows of the picture, one draw each.
     """
-    from lightning_fastdata.augment.show import pictures
-    from lightning_fastdata.augment.transform import as_batch_transform
+    from lightning_fastdata.augment import show_pipeline
     from lightning_fastdata.demo.photos import photograph_path
 
-    pipeline = pictures.load_pipeline(compose)
-    original = pictures.read_picture(photograph_path("cat") if image is None else image)
-    drawn_on = None if mask is None else pictures.read_mask(mask, original.shape[:2])
-    shown = pictures.show_draws(pipeline, original, mask=drawn_on, seed=seed, draws=draws)
-    explained = as_batch_transform(pipeline).explain()
-    own = ", ".join(pictures.own_ways(pipeline))
-    note = f"The same distribution, not the same pixels: {own}." if own else ""
+    shown = show_pipeline(
+        compose, photograph_path("cat") if image is None else image, mask, seed=seed, draws=draws
+    )
     try:
-        pictures.draw_grid(original, shown, mask=drawn_on, note=note).save(out, "PNG")
+        shown.page.save(out, "PNG")
     except OSError as error:
         raise OptionsError(f"The picture cannot be written to {out}: {error}.") from error
-    rows = [(f"draw {number}: {one.caption()}", "") for number, one in enumerate(shown)]
-    rows += [(note, "")] if note else []
-    head, *places = explained.splitlines()
-    rows += [(f"{out} written.", "dim")]
-    _print_lines([(head, "bold"), *((place, "") for place in places), ("", ""), *rows])
+    head, *places = shown.explained.splitlines()
+    _print_lines([(head, "bold"), *((line, "") for line in [*places, "", *shown.captions])])
+    _print_lines([(f"{out} written.", "dim")])
 
 
 def doctor() -> None:

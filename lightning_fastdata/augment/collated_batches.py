@@ -36,6 +36,7 @@ from lightning_fastdata.randomness.seeds import reseed
 if TYPE_CHECKING:
     from lightning_fastdata.augment.ops.operation import DeviceOp, Tape
     from lightning_fastdata.augment.pipeline.plan import Plan
+    from lightning_fastdata.augment.pipeline.tree import Node
     from lightning_fastdata.augment.pipeline.values import States
     from lightning_fastdata.types import Batch, SampleKey
 
@@ -51,18 +52,13 @@ _ANY_SIZE: Final = (1024, 1024)
 class ForeignBatches:
     """Runs one pipeline on batches that another loader has collated.
 
-    Args:
-        compose: the pipeline.
-        ops: device forms by name.
-        refusal: why nothing may run on a device, or None.
-        same_pixels: leave to the CPU what draws numbers for every pixel.
-        strict: refuse what would need the CPU for a batch on a device.
-        on_cpu: what makes the pixels of a batch that lies on the CPU.
+    Nothing runs on a device where there is a ``refusal``. ``strict`` refuses what would need the
+    CPU for a batch on a device; ``same_pixels`` leaves to the CPU what draws numbers for pixels.
     """
 
     def __init__(
         self,
-        compose: Any,
+        compose: Node,
         ops: Mapping[str, DeviceOp],
         refusal: str | None,
         *,
@@ -81,19 +77,16 @@ class ForeignBatches:
         self._looked = False
 
     def run(self, batch: Batch, fields: Fields, key: SampleKey) -> Batch:
-        """Return the batch with the pipeline carried out on its images and masks.
+        """Return a batch, on any device, with its images and masks transformed.
 
-        Args:
-            batch: a collated batch, on any device.
-            fields: where its image ``[n, C, H, W]`` or ``[n, H, W, C]`` and its mask are.
-            key: key of the first sample; sample ``i`` draws with ``key.index + i``.
+        Images are ``[n, C, H, W]`` or ``[n, H, W, C]``; sample ``i`` draws with ``key.index + i``.
 
         Raises:
             BatchError: the image is no batch, or one of floats outside of [0, 1].
             TransformError: the pipeline needs boxes or keypoints; or some of it needs the CPU, and
                 that is not wanted.
         """
-        if getattr(self._compose, "processors", None):
+        if self._compose.processors:
             names = " and ".join(sorted(self._compose.processors))
             raise TransformError(
                 f"The pipeline transforms {names} too, and those cannot be told apart in a batch "
@@ -125,13 +118,7 @@ class ForeignBatches:
         if recorder is None:
             results, is_chw = run_each(tensors, key, self._compose)
         else:
-            results, is_chw = replay_all(
-                tensors,
-                key,
-                recorder,
-                self._ops,
-                strict=self._strict,
-            )
+            results, is_chw = replay_all(tensors, key, recorder, self._ops, strict=self._strict)
         results = channels_as_given(results, turned, self._compose, images_are_chw=is_chw)
         return put_fields(batch, {places[name]: results[name] for name in places})
 
@@ -141,7 +128,7 @@ class ForeignBatches:
         channels: int | None = 3,
         values: tuple[States, ...] = OF_BYTES,
     ) -> Recorder:
-        """Return the recorder for images of one shape that nobody has at hand.
+        """Return the recorder for images of one shape that are not at hand.
 
         Raises:
             TransformError: an operation needs the pixels.
@@ -218,7 +205,7 @@ def refuse_pixels(reader: str, sample: int) -> TransformError:
 
 
 def run_each(
-    tensors: Mapping[str, torch.Tensor], key: SampleKey, compose: Any
+    tensors: Mapping[str, torch.Tensor], key: SampleKey, compose: Node
 ) -> tuple[dict[str, torch.Tensor], bool]:
     """Run a pipeline on every sample on the CPU; also say whether images came out as CHW."""
     device = tensors["image"].device
@@ -249,10 +236,10 @@ def replay_all(
     *,
     strict: bool = False,
 ) -> tuple[dict[str, torch.Tensor], bool]:
-    """Draw every sample here and carry the draws out where the batch lies.
+    """Draw every sample here, and compute the draws where the batch lies.
 
-    Samples in which an operation needs real pixels are fetched, one by one, and put back, or are
-    an error if it is ``strict``.
+    Samples in which an operation needs real pixels are fetched one by one and put back, or are an
+    error if it is ``strict``.
     """
     samples = len(tensors["image"])
     shown = {
@@ -275,16 +262,12 @@ def replay_all(
             if not callable(result[name]):
                 ran[name][row] = _as_tensor(result[name], tensor)
     draws = compile_tapes(tapes, ops).to(tensors["image"].device, non_blocking=True)
-    results = {}
-    for name, tensor in tensors.items():
-        current = _with_rows(tensor, ran[name])
-        program = draws.programs.get(name)
-        results[name] = current
-        if program is not None:
-            results[name] = replay_image(program, draws.blob, current, ops)
-        if name == "image" and program is not None:
-            is_chw = is_chw or any(step.name == "ToTensorV2" for step in program.steps)
-    return results, is_chw
+    results = {name: _with_rows(tensor, ran[name]) for name, tensor in tensors.items()}
+    for name, program in draws.programs.items():
+        results[name] = replay_image(program, draws.blob, results[name], ops)
+    image = draws.programs.get("image")
+    turned = image is not None and any(step.name == "ToTensorV2" for step in image.steps)
+    return results, is_chw or turned
 
 
 def _fetch(tensor: torch.Tensor, row: int, refuser: Recorder | None) -> np.ndarray:

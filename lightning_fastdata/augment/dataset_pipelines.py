@@ -1,9 +1,9 @@
-"""The pipelines that a dataset calls itself, with their pixels left to the device.
+"""The pipelines that a dataset calls itself, with their pixels deferred to the device.
 
 The dataset stays as it is. While it reads a sample, its pipelines are hooked into: they draw, do
-what cannot be left to the device, and return a :class:`DeferredTensor` where their ``ToTensorV2``
-would return a tensor. Pipelines that end otherwise return NumPy arrays, which nobody can hand out
-without values; they run as always.
+what cannot be deferred, and return a :class:`DeferredTensor` where ``ToTensorV2`` would return
+a tensor. Pipelines that end otherwise return NumPy arrays, which need their values; they run as
+always.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from lightning_fastdata.tree import Path, replace_leaves, spelled
 
 if TYPE_CHECKING:
     from lightning_fastdata.augment.ops.operation import DeviceOp
+    from lightning_fastdata.augment.pipeline.tree import Node
     from lightning_fastdata.augment.stage_transform import PlaceSwitch
     from lightning_fastdata.types import Batch
 
@@ -40,7 +41,7 @@ _PIXELS = "pixels"
 class PipelinePlace(NamedTuple):
     """One pipeline of a dataset, and where it runs."""
 
-    compose: Any
+    compose: Node
     """The pipeline."""
     plan: Plan
     """Where its operations run."""
@@ -49,13 +50,11 @@ class PipelinePlace(NamedTuple):
 
 
 def place_pipelines(
-    composes: Iterable[Any], registered: Mapping[str, DeviceOp] | None = None
+    composes: Iterable[Node], registered: Mapping[str, DeviceOp] | None = None
 ) -> tuple[PipelinePlace, ...]:
-    """Return which of the pipelines that a dataset holds can be left to the device.
+    """Return which pipelines of a dataset can be deferred to the device.
 
-    Args:
-        composes: The pipelines.
-        registered: Device forms of classes that are not Albumentations' own.
+    ``registered`` are device forms of classes that are not Albumentations' own.
     """
     places = []
     for compose in composes:
@@ -64,7 +63,7 @@ def place_pipelines(
     return tuple(places)
 
 
-def _why_not(compose: Any, plan: Plan) -> str | None:
+def _why_not(compose: Node, plan: Plan) -> str | None:
     if not is_container(compose):
         return "a single transform, not a Compose"
     if refusal() is not None:
@@ -152,8 +151,7 @@ class DatasetDraws:
                 if part.stacked:
                     (path,) = part.paths
                     value = part.finish(found[path], ops)
-                    several = len(part.stacked) > 1
-                    done[path] = value.view(*part.stacked, *value.shape[1:]) if several else value
+                    done[path] = value.view(*part.stacked, *value.shape[1:])
                 else:
                     pixels = torch.stack([found[path] for path in part.paths])
                     images = part.finish(pixels, ops).unbind()
@@ -184,10 +182,7 @@ class DatasetDraws:
 class DatasetRecording:
     """What surrounds the reading of a dataset in the process that reads it; picklable.
 
-    Args:
-        switch: Says for each epoch whether anything is left to the device. None: always.
-        registered: Device forms of classes that are not Albumentations' own.
-        watch: Sees the calls of the pipelines.
+    The switch says for each epoch whether anything is deferred to the device; None: always.
     """
 
     def __init__(
@@ -233,10 +228,6 @@ class DatasetRecording:
         self, batch: Batch, collate: Callable[[list[Any]], Any]
     ) -> tuple[Batch, DatasetDraws | None]:
         """Take what waits out of a collated batch.
-
-        Args:
-            batch: The batch.
-            collate: Makes one tensor of the arrays of a field.
 
         Returns:
             The batch with the pixels that its fields start from, uint8 ``[n, H, W, C]`` mostly,

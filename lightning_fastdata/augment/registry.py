@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     import torch
 
     from lightning_fastdata.augment.ops.operation import Encode, Run, Shape
+    from lightning_fastdata.augment.pipeline.tree import Node
 
 _REGISTERED: Final[dict[type, DeviceOp]] = {}
 _SHAPE: Final = (24, 40, 3)
@@ -81,7 +82,9 @@ def register(
             f"{kind.__name__} needs either table=True, or both encode= and image= (and mask=, if "
             "it moves masks)."
         )
-    if _moves_masks(kind) and mask is None:
+    import albumentations
+
+    if not issubclass(kind, albumentations.ImageOnlyTransform) and mask is None:
         raise TransformError(
             f"{kind.__name__} is a DualTransform, which changes masks too: register it with "
             "encode=, image= and mask=."
@@ -104,7 +107,7 @@ def register(
     return unregister
 
 
-def registered_forms(*composes: Any) -> dict[str, DeviceOp]:
+def registered_forms(*composes: Node) -> dict[str, DeviceOp]:
     """Return the registered forms of the transforms of pipelines, each under a name of its own.
 
     Raises:
@@ -128,7 +131,7 @@ def registered_forms(*composes: Any) -> dict[str, DeviceOp]:
 
 
 def encode_table(
-    transform: Any, params: Mapping[str, Any], shape: Shape, dtype: np.dtype[Any]
+    transform: Node, params: Mapping[str, Any], shape: Shape, dtype: np.dtype[Any]
 ) -> Encoded | None:
     """Return what the transform makes of every uint8 value; None for other images."""
     if dtype != np.uint8:
@@ -144,7 +147,7 @@ def run_table(
     return look_up(images, arrays["table"])
 
 
-def check_pointwise(transform: Any) -> None:
+def check_pointwise(transform: Node) -> None:
     """Try out whether a transform makes each value of an image from itself and its channel alone.
 
     Raises:
@@ -180,7 +183,7 @@ def _transform_class(name_or_class: str | type) -> type:
     os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
     import albumentations
 
-    kind: Any = name_or_class
+    kind: object = name_or_class
     if isinstance(kind, str):
         try:
             kind = pkgutil.resolve_name(kind)
@@ -195,12 +198,6 @@ def _transform_class(name_or_class: str | type) -> type:
             "albumentations.ImageOnlyTransform or DualTransform, the class itself."
         )
     return kind
-
-
-def _moves_masks(kind: type) -> bool:
-    import albumentations
-
-    return not issubclass(kind, albumentations.ImageOnlyTransform)
 
 
 def _has_sampler(kind: type) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 import torch
 
@@ -16,16 +16,19 @@ from lightning_fastdata.augment.pipeline.fields import (
     get_field,
     put_fields,
 )
-from lightning_fastdata.augment.pipeline.plan import redrawn
+from lightning_fastdata.augment.pipeline.plan import Plan, redrawn
 from lightning_fastdata.augment.record.worker import device_ops
 from lightning_fastdata.errors import BatchError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
-    from lightning_fastdata.augment.placement import Place
+    from lightning_fastdata.augment.pipeline.tree import Node
     from lightning_fastdata.augment.replay.program import Draws
     from lightning_fastdata.types import Batch, SampleKey
+
+Place: TypeAlias = Literal["device", "workers"]
+"""``"workers"``: all of it, by Albumentations; ``"device"``: there what has a device form."""
 
 
 class WorkerTransform(Protocol):
@@ -34,17 +37,17 @@ class WorkerTransform(Protocol):
     needs_batches: bool
     """Whether something is left to do once samples are collated, even with nothing on a device."""
 
-    def __call__(self, sample: Any, key: SampleKey) -> tuple[Any, Any]:
+    def __call__(self, sample: Batch, key: SampleKey) -> tuple[Any, Any]:
         """Return the sample as the worker leaves it, and what it drew for the device."""
 
     def collate(self, drawn: Sequence[Any], /) -> Draws | None:
         """Return what was drawn for the samples of a batch, in their order.
 
-        None: nothing is left to the device, and :meth:`finish` makes the batch complete.
+        None: nothing is deferred to the device, and :meth:`finish` makes the batch complete.
         """
 
     def finish(self, batch: Batch, drawn: Sequence[Any], /) -> Batch:
-        """Return a collated batch after what was left to do, where no device takes part."""
+        """Return a collated batch, complete, where no device takes part."""
 
 
 @runtime_checkable
@@ -56,20 +59,17 @@ class StageTransform(Protocol):
     starts_in_worker: bool
     """Whether it has a part that runs on each sample in the side process."""
 
-    def check_sample(self, sample: Any) -> None:
+    def check_sample(self, sample: Batch) -> None:
         """Raise BatchError if a sample of the dataset has not what the transform needs."""
 
     def in_worker(self, *, on_device: bool) -> WorkerTransform | None:
         """Return the part that runs on each sample in the side process, or None."""
 
     def apply(self, batch: Batch, draws: Draws | None) -> Batch:
-        """Return the batch, which is already on the device, with the transform carried out."""
+        """Return the batch, which is already on the device, transformed as was drawn."""
 
     def apply_unprepared(self, batch: Batch, key: SampleKey) -> Batch:
-        """Return a batch of a loader that is not ours with the transform carried out.
-
-        Sample ``i`` draws with ``key.index + i``.
-        """
+        """Return a batch of another loader, transformed; sample ``i`` has ``key.index + i``."""
 
     def explain(self) -> str:
         """Return where each operation runs and why, as text."""
@@ -79,11 +79,27 @@ class StageTransform(Protocol):
 class SuitsSamples(Protocol):
     """A stage transform that may do less in the workers where it knows what samples look like."""
 
-    def for_samples(self, samples: Iterable[Any]) -> StageTransform:
+    def for_samples(self, samples: Iterable[Batch]) -> StageTransform:
         """Return the transform for a dataset, of which these are samples from all over it.
 
         It has to be right for any other sample, too.
         """
+
+
+@runtime_checkable
+class _Planned(Protocol):
+    compose: Node
+    plan: Plan
+
+
+@runtime_checkable
+class _WithPipeline(Protocol):
+    pipeline: object
+
+
+@runtime_checkable
+class _Repeating(Protocol):
+    repeats: int
 
 
 class CallableTransform:
@@ -92,13 +108,14 @@ class CallableTransform:
     A module whose parameters or buffers are elsewhere is moved to the batch's device, once.
     """
 
+    starts_in_worker = False
+
     def __init__(self, function: Callable[[Any], Any], fields: Fields) -> None:
         self.name = getattr(function, "__name__", type(function).__name__)
-        self.starts_in_worker = False
         self._function = function
         self._fields = fields
 
-    def check_sample(self, sample: Any) -> None:
+    def check_sample(self, sample: Batch) -> None:
         """Accept every sample: only the callable knows what it needs."""
 
     def in_worker(self, *, on_device: bool) -> None:  # noqa: ARG002 - the contract's signature
@@ -110,22 +127,22 @@ class CallableTransform:
         with plain_tensors():
             self._follow(batch)
             if self._fields.image is None:
-                return self._checked(batch, self._function(batch))
+                return self._called(batch)
             location = find_fields(batch, self._fields, batched=True).image
-            image = get_field(batch, location)
-            return put_fields(batch, {location: self._checked(image, self._function(image))})
+            return put_fields(batch, {location: self._called(get_field(batch, location))})
 
     def _follow(self, batch: Batch) -> None:
         module = self._function
         if not isinstance(module, torch.nn.Module):
             return
-        # Looked up each time, as somebody else may move the module; it ends at the first tensor.
+        # Looked up each time, as others may move the module; it ends at the first tensor.
         own = next(itertools.chain(module.parameters(), module.buffers()), None)
         device = None if own is None else first_device(batch)
         if own is not None and device is not None and own.device != device:
             module.to(device)
 
-    def _checked(self, given: Any, result: Any) -> Any:
+    def _called(self, given: Batch) -> Batch:
+        result = self._function(given)
         if result is None and given is not None:
             raise BatchError(
                 f"The transform {self.name} returned None. It has to return what it was given, "
@@ -167,8 +184,8 @@ def table(rows: list[tuple[str, str, str]]) -> str:
 class PlaceSwitch:
     """Where the pixels of an epoch are computed, which worker processes read from shared memory.
 
-    Args:
-        place: Where, until it is changed.
+    The epoch in the key of a sample decides, never the time: the samples of a batch belong to one
+    epoch, so that all of it is done in one place. The draws are the same in both places.
     """
 
     def __init__(self, place: Place) -> None:
@@ -176,15 +193,13 @@ class PlaceSwitch:
         # newest place holds, and 1 if that is the device.
         word = torch.zeros(1, dtype=torch.int64)
         self._word: torch.Tensor = word.share_memory_()  # type: ignore[no-untyped-call]
-        self._word[0] = int(place == "device")
+        self.change(place, from_epoch=0)
 
     def change(self, place: Place, *, from_epoch: int) -> None:
-        """Have another place from an epoch on, of which nobody has begun a sample.
+        """Take the other place from an epoch on of which no sample has begun.
 
-        Args:
-            place: The place that is not the newest one.
-            from_epoch: An epoch at which the newest place holds. Until then that goes on to hold;
-                before it had come to hold, it is forgotten what did.
+        The newest place has to hold at that epoch. Until then it goes on to hold; what held before
+        it is forgotten.
         """
         self._word[0] = 2 * from_epoch + int(place == "device")
 
@@ -207,15 +222,16 @@ class PlaceSwitch:
 class SwitchedTransform:
     """A stage transform that starts in the workers, and in some epochs ends there."""
 
+    starts_in_worker = True
+
     def __init__(self, inner: StageTransform, switch: PlaceSwitch) -> None:
         self.name = inner.name
-        self.starts_in_worker = True
         self.inner = inner
         self.switch = switch
-
-    def check_sample(self, sample: Any) -> None:
-        """Raise BatchError if a sample of the dataset has not what the transform needs."""
-        self.inner.check_sample(sample)
+        self.check_sample = inner.check_sample
+        self.apply = inner.apply
+        self.apply_unprepared = inner.apply_unprepared
+        self.explain = inner.explain
 
     def in_worker(self, *, on_device: bool) -> WorkerTransform | None:
         """Return the part that runs on each sample; without a device, the whole of it."""
@@ -224,18 +240,6 @@ class SwitchedTransform:
         if not on_device or whole is None or deferred is None:
             return whole
         return SwitchedWorker(whole, deferred, self.switch)
-
-    def apply(self, batch: Batch, draws: Draws | None) -> Batch:
-        """Return the batch with what was left to the device carried out."""
-        return self.inner.apply(batch, draws)
-
-    def apply_unprepared(self, batch: Batch, key: SampleKey) -> Batch:
-        """Return a batch of a loader that is not ours with the transform carried out."""
-        return self.inner.apply_unprepared(batch, key)
-
-    def explain(self) -> str:
-        """Return where each operation runs if the device does what it can."""
-        return self.inner.explain()
 
 
 class SwitchedWorker:
@@ -246,25 +250,25 @@ class SwitchedWorker:
     def __init__(
         self, whole: WorkerTransform, deferred: WorkerTransform, switch: PlaceSwitch
     ) -> None:
-        self.repeats: int = getattr(deferred, "repeats", 1)
+        self.repeats = deferred.repeats if isinstance(deferred, _Repeating) else 1
         self._whole = whole
         self._deferred = deferred
         self._switch = switch
 
-    def __call__(self, sample: Any, key: SampleKey) -> tuple[Any, Any]:
+    def __call__(self, sample: Batch, key: SampleKey) -> tuple[Any, Any]:
         """Return the sample as the worker leaves it; whether that is all, and what was drawn."""
         whole = self._switch.place(key.epoch) == "workers"
         sample, drawn = (self._whole if whole else self._deferred)(sample, key)
         return sample, (whole, drawn)
 
     def collate(self, drawn: Sequence[Any]) -> Draws | None:
-        """Return what was drawn for a batch; None if nothing is left to the device."""
+        """Return what was drawn for a batch; None if nothing is deferred to the device."""
         if drawn and drawn[0][0]:
             return None
         return self._deferred.collate([own for _, own in drawn])
 
     def finish(self, batch: Batch, drawn: Sequence[Any]) -> Batch:
-        """Return a batch of which nothing is left to the device after what was left to do."""
+        """Return a batch of which the workers do everything, complete."""
         if not self._whole.needs_batches:
             return batch
         return self._whole.finish(batch, [own for _, own in drawn])
@@ -272,12 +276,12 @@ class SwitchedWorker:
 
 def leaves_to_device(transform: StageTransform) -> bool:
     """Return whether a device can do any part of a transform that starts in the workers."""
-    plan = getattr(transform, "plan", None)
-    return True if plan is None else bool(plan.defers)
+    return transform.plan.defers if isinstance(transform, _Planned) else True
 
 
 def redrawn_on_device(transform: StageTransform) -> tuple[str, ...]:
     """Return the operations of which a device makes other pixels of the same distribution."""
-    pipeline = getattr(transform, "pipeline", transform)
-    plan, compose = getattr(pipeline, "plan", None), getattr(pipeline, "compose", None)
-    return () if plan is None or compose is None else redrawn(compose, plan, device_ops())
+    pipeline = transform.pipeline if isinstance(transform, _WithPipeline) else transform
+    if not isinstance(pipeline, _Planned):
+        return ()
+    return redrawn(pipeline.compose, pipeline.plan, device_ops())

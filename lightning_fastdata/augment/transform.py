@@ -2,52 +2,48 @@
 
 from __future__ import annotations
 
-import copy
-import warnings
-from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from lightning_fastdata.augment.collated_batches import ForeignBatches, OnCpu, checked_on_cpu
-from lightning_fastdata.augment.ops.output import OutputForm, check_form, output_form
+import torch
+
+from lightning_fastdata.augment.ops.output import convert_output, output_form
 from lightning_fastdata.augment.pipeline.fields import (
     Fields,
     describe,
     find_fields,
     get_field,
-    to_hwc,
+    put_fields,
 )
-from lightning_fastdata.augment.pipeline.plan import OF_BYTES, analyse
 from lightning_fastdata.augment.pipeline.tree import is_albumentations_pipeline
-from lightning_fastdata.augment.pipeline.trial import refusal, what_it_means
-from lightning_fastdata.augment.record.targets import convert_images, target_roles
-from lightning_fastdata.augment.record.worker import (
-    ComposeWorker,
-    CropOnDevice,
-    SampleForm,
-    crop_on_device,
-    device_ops,
+from lightning_fastdata.augment.pipeline_transform import PipelineTransform
+from lightning_fastdata.augment.record.drawn import (
+    ExplicitDraws,
+    ImageForm,
+    carry_out,
+    draw_samples,
 )
-from lightning_fastdata.augment.registry import registered_forms
-from lightning_fastdata.augment.replay.torch import replay_batch
+from lightning_fastdata.augment.record.targets import convert_images, places_of
 from lightning_fastdata.augment.stage_transform import (
     CallableTransform,
     StageTransform,
     plain_tensors,
     table,
 )
-from lightning_fastdata.errors import BatchError, FastDataWarning, TransformError
+from lightning_fastdata.errors import BatchError, TransformError
+from lightning_fastdata.types import SampleKey
 
 if TYPE_CHECKING:
-    from lightning_fastdata.augment.callable_transform import ExplicitTransform
-    from lightning_fastdata.augment.ops.operation import DeviceOp
-    from lightning_fastdata.augment.pipeline.plan import Plan
-    from lightning_fastdata.augment.pipeline.values import States
+    from collections.abc import Mapping, Sequence
+    from typing import Self
+
+    from lightning_fastdata.augment.collated_batches import OnCpu
+    from lightning_fastdata.augment.pipeline.tree import Node
     from lightning_fastdata.augment.replay.program import Draws
-    from lightning_fastdata.types import Batch, SampleKey
+    from lightning_fastdata.types import Batch
 
 
 def as_batch_transform(
-    transform: Any,
+    transform: object,
     *,
     image: int | str | None = None,
     mask: int | str | None = None,
@@ -97,46 +93,19 @@ def as_batch_transform(
     )
 
 
-class BatchTransform:
-    """An Albumentations pipeline: drawn per sample in the worker, carried out on the batch.
+class BatchTransform(PipelineTransform):
+    """An Albumentations pipeline for batches, for ``FastDataModule(augment=...)`` or to be called.
 
-    Without our loaders, :meth:`from_albumentations` makes one to call.
+    :meth:`from_albumentations` makes one to call. Not for several threads at once.
     """
 
-    def __init__(
-        self,
-        compose: Any,
-        fields: Fields,
-        ops: Mapping[str, DeviceOp] | None = None,
-        *,
-        same_pixels: bool = False,
-        form: OutputForm | None = None,
-        strict: bool = False,
-        on_cpu: OnCpu = "albumentations",
-    ) -> None:
-        import albumentations
+    _drawn = 0
+    """Samples that calls without a key have drawn for."""
 
-        self.name = type(compose).__name__
-        self.starts_in_worker = True
-        if not isinstance(compose, albumentations.Compose):
-            compose = albumentations.Compose([compose])
-        self.compose = compose
-        self.form = form or OutputForm()
-        check_form(self.form, compose)
-        self._ops = ops
-        self._registered = registered_forms(compose)
-        self._same_pixels = same_pixels
-        self._strict = strict
-        self._on_cpu = checked_on_cpu(on_cpu)
-        self.plan = self._any_size = self._analyse(channels=3)
-        self._crop: CropOnDevice | None = None
-        self._fields = fields
-        self._roles = target_roles(compose)
-        self._foreign: ForeignBatches | None = None
-
-    @staticmethod
+    @classmethod
     def from_albumentations(
-        compose: Any,
+        cls,
+        compose: Node,
         *,
         image: int | str | None = None,
         mask: int | str | None = None,
@@ -145,7 +114,7 @@ class BatchTransform:
         channels_last: bool = False,
         strict: bool = False,
         on_cpu: OnCpu = "albumentations",
-    ) -> ExplicitTransform:
+    ) -> Self:
         """Return a transform of batches to call yourself.
 
         Args:
@@ -169,9 +138,7 @@ class BatchTransform:
             raise TransformError(
                 f"{compose!r} is no albumentations pipeline. Pass a Compose, an instance of it."
             )
-        from lightning_fastdata.augment.callable_transform import ExplicitTransform
-
-        return ExplicitTransform(
+        made = cls(
             compose,
             Fields(image=image, mask=mask),
             same_pixels=same_pixels,
@@ -179,145 +146,155 @@ class BatchTransform:
             strict=strict,
             on_cpu=on_cpu,
         )
+        if strict:
+            made._on_batches().recorder_without_pixels()
+        return made
 
-    @property
-    def ops(self) -> Mapping[str, DeviceOp]:
-        """Device forms by name, with those that were registered for the pipeline's own classes."""
-        return device_ops(self._ops, self._registered)
+    def __call__(
+        self, images: Any, masks: torch.Tensor | None = None, *, key: SampleKey | None = None
+    ) -> Any:
+        """Return a batch transformed by the pipeline, where it lies.
 
-    def check_sample(self, sample: Any) -> None:
-        """Raise BatchError if a sample of the dataset holds no image that can be read."""
-        found = find_fields(sample, self._fields, batched=False)
-        to_hwc(get_field(sample, found.image))
-        for kind, processor in getattr(self.compose, "processors", {}).items():
-            names = processor.data_fields
-            if not isinstance(sample, Mapping) or not any(name in sample for name in names):
-                warnings.warn(
-                    f"The pipeline transforms {kind}, and the first sample has none: it is "
-                    f"{describe(sample)}. Images would move without their {kind}. Let the dataset "
-                    f"return a dict with {' or '.join(map(repr, names))}, or leave the "
-                    f"{kind} out of the Compose.",
-                    FastDataWarning,
-                    stacklevel=2,
-                )
-
-    def _analyse(self, *, channels: int | None, values: Collection[States] = OF_BYTES) -> Plan:
-        return analyse(
-            self.compose,
-            self.ops,
-            refusal=refusal(),
-            same_pixels=self._same_pixels,
-            channels=channels,
-            values=values,
-        )
-
-    def in_worker(self, *, on_device: bool) -> ComposeWorker:
-        """Return the part that runs on each sample in the side process.
+        On the CPU Albumentations itself runs on each sample, unless ``on_cpu`` says otherwise; so
+        it does, on a device, on samples for which an operation without a device form was drawn,
+        and where there is no form for images of their dtype.
 
         Args:
-            on_device: leave to the device what can run there; else all of it runs in the worker.
+            images: uint8, float32 in [0, 1], or what else Albumentations takes of NumPy's dtypes,
+                ``[n, H, W, C]``, ``[n, C, H, W]`` or ``[n, H, W]``, on any device; or a dict or
+                tuple that holds them.
+            masks: ``[n, H, W]``, ``[n, H, W, C]`` or ``[n, C, H, W]``, if ``images`` is a tensor.
+            key: sample ``i`` draws with ``key.index + i``. None: with the seed of torch
+                (``torch.initial_seed()``), epoch 0 and a number that counts all samples this object
+                has drawn for, from 0. Ranks of one seed then draw alike: give each its own key.
+
+        Returns:
+            The images, or images and masks, or a batch like the one that was given. Images come
+            out as ``[n, C, H, W]`` behind ``ToTensorV2``, else in the layout that they had.
+
+        Raises:
+            BatchError: there are no such images.
+            TransformError: the pipeline transforms boxes or keypoints (see :meth:`draw`), or
+                needs the CPU while ``strict``.
         """
-        defers = on_device and self.plan.defers
-        return ComposeWorker(
-            self.compose,
-            self._fields,
-            self._any_size if defers else None,
-            self._ops,
-            self._crop if defers else None,
-            registered=self._registered,
-            form=None if on_device else self.form,  # On a device it is converted there.
-        )
-
-    def for_samples(self, samples: Iterable[Any]) -> BatchTransform:
-        """Return the transform for a dataset, of which these are samples from all over it.
-
-        What the device can do depends on the channels of the images, some operations being there
-        for three alone, and on their dtypes and ranges. If all images have one size that is not
-        much larger than what the pipeline makes of it, the device crops, too. Samples of another
-        size are still right, but cost more than without.
-
-        Args:
-            samples: All of them are looked at.
-        """
-        worker = ComposeWorker(self.compose, self._fields, None, self._ops)
-        forms: list[SampleForm] = []
-        for sample in samples:
-            try:
-                forms.append(worker.form_of(sample))
-            except BatchError:
-                if not forms:
-                    raise
-                break  # It is told when training reads it, if it does.
-        if not forms:
-            return self
-        (size, channels, first), crop = forms[0], None
-        values = [frozenset(form.values.get(name, first[name]) for form in forms) for name in first]
-        if size is not None and all(form.size == size for form in forms):
-            crop = crop_on_device(
-                self.compose,
-                self.ops,
-                size,
-                refusal=refusal(),
-                same_pixels=self._same_pixels,
-                channels=channels,
-                values=values,
+        bare = isinstance(images, torch.Tensor)
+        if masks is not None and not bare:
+            raise BatchError(
+                f"masks= goes with a tensor of images, not with {describe(images)}: put the masks "
+                "into that batch, and say where with mask=."
             )
-        fitted = copy.copy(self)
-        fitted._foreign = None
-        fitted._any_size = self._analyse(channels=channels, values=values)
-        fitted._crop = crop
-        fitted.plan = fitted._any_size if crop is None else crop.plan
-        return fitted
+        batch = {"image": images, "mask": masks} if bare else images
+        fields = Fields() if bare else self._fields
+        samples = len(get_field(batch, find_fields(batch, fields, batched=True).image))
+        done = self._run_unprepared(batch, self._next_key(samples, key), fields)
+        if not bare:
+            return done
+        return done["image"] if masks is None else (done["image"], done["mask"])
+
+    def draw(
+        self,
+        n: int,
+        *,
+        size: tuple[int, int],
+        key: SampleKey | None = None,
+        channels: int = 3,
+        dtype: torch.dtype = torch.uint8,
+        targets: Sequence[Mapping[str, Any]] | None = None,
+    ) -> ExplicitDraws:
+        """Return what Albumentations draws for images that are not at hand.
+
+        Args:
+            n: samples.
+            size: height and width of the images in pixels.
+            key: as in :meth:`__call__`.
+            channels: channels of the images.
+            dtype: ``torch.uint8`` or ``torch.float32``.
+            targets: for a pipeline with ``bbox_params`` or ``keypoint_params``, the boxes,
+                keypoints and label fields of each sample, e.g. ``{"bboxes": ..., "labels": ...}``.
+
+        Returns:
+            The draws, for :meth:`apply` and :meth:`replay`, on the CPU; their ``targets`` are
+            what the pipeline made of those given.
+
+        Raises:
+            TransformError: an operation needs the pixels to be drawn or to run; it is named.
+            BatchError: the targets are not what the pipeline needs.
+            OptionsError: there are no such images.
+        """
+        form = ImageForm(size=(int(size[0]), int(size[1])), channels=channels, dtype=dtype)
+        recorder = self._on_batches().recorder_without_pixels(
+            form.size, form.channels, (frozenset({form.values}),)
+        )
+        first = self._next_key(n, key)
+        return draw_samples(recorder, self.ops, form, n, first, targets)
+
+    def replay(
+        self,
+        draws: ExplicitDraws,
+        images: torch.Tensor | None = None,
+        masks: torch.Tensor | None = None,
+    ) -> Any:
+        """Return tensors transformed by the same draws, as often as you like.
+
+        Args:
+            draws: from :meth:`draw`.
+            images: of the form that was drawn for, ``[n, H, W, C]`` or ``[n, C, H, W]``.
+            masks: of that size and any dtype, e.g. depth; read at the nearest pixel.
+
+        Returns:
+            The images, or the masks, or both.
+
+        Raises:
+            BatchError: a tensor is of another form than was drawn for, or the draws are not from
+                :meth:`draw`.
+        """
+        if not isinstance(draws, ExplicitDraws):
+            raise BatchError(
+                f"replay() takes what draw() returned, not {type(draws).__name__}: what a loader "
+                "drew belongs to its batch, and goes to apply()."
+            )
+        given = {"image": images, "mask": masks}
+        tensors = {name: tensor for name, tensor in given.items() if tensor is not None}
+        if not tensors:
+            raise BatchError("There is nothing to replay on: give images, masks, or both.")
+        with plain_tensors():
+            done = carry_out(tensors, draws, self.ops, self.compose)
+            if images is not None:
+                done["image"] = convert_output(done["image"], self.form)
+        return tuple(done.values()) if len(done) == 2 else next(iter(done.values()))
 
     def apply(self, batch: Batch, draws: Draws | None) -> Batch:
-        """Carry out what was drawn.
+        """Compute on a batch what :meth:`draw` drew, or what our loader drew for its batch.
 
-        The image field is ``[n, H, W, C]`` or ``[n, H, W]`` as the worker left it; afterwards it
-        has the layout that the pipeline yields: ``[n, C, H, W]`` behind ``ToTensorV2``, else
-        ``[n, H, W, C]``.
+        Of what :meth:`draw` drew, the fields that the batch has are computed, in the layouts that
+        :meth:`replay` takes.
 
         Raises:
-            BatchError: the image field is missing, or has another number of samples than was drawn.
+            BatchError: a field is missing, or of another form than was drawn for.
         """
+        if not isinstance(draws, ExplicitDraws):
+            return super().apply(batch, draws)
         with plain_tensors():
-            if draws is not None:
-                batch = replay_batch(batch, draws, self._fields, self.ops, self.form)
+            places = places_of(batch, self._fields, self.compose)
+            tensors = {name: get_field(batch, place) for name, place in places.items()}
+            done = carry_out(tensors, draws, self.ops, self.compose)
+            batch = put_fields(batch, {places[name]: done[name] for name in places})
             return convert_images(batch, self._fields, self._roles, self.form)
 
-    def apply_unprepared(self, batch: Batch, key: SampleKey) -> Batch:
-        """Draw here and carry out, for a batch ``[n, C, H, W]`` or ``[n, H, W, C]``.
+    def explain(self, size: tuple[int, int] | None = None) -> str:
+        """Return a table: operation, where it runs, why.
 
-        On the CPU the pipeline itself runs on every sample, unless ``on_cpu`` says otherwise, and
-        on a device where it has no form for images of that dtype.
-
-        Raises:
-            BatchError: there is no image batch, or one of floats outside of [0, 1].
-            TransformError: the pipeline needs boxes or keypoints, which a collated batch has lost.
+        Args:
+            size: height and width of images that are collated already; None: images of a dataset,
+                which may differ in size until an operation makes them one size.
         """
-        return self._run_unprepared(batch, key, self._fields)
+        if size is None:
+            return super().explain()
+        places = self._on_batches().plan(size).placements
+        return table([(place.name, place.where, place.why) for place in places])
 
-    def _run_unprepared(self, batch: Batch, key: SampleKey, fields: Fields) -> Batch:
-        with plain_tensors():
-            batch = self._on_batches().run(batch, fields, key)
-            return convert_images(batch, fields, self._roles, self.form)
-
-    def _on_batches(self) -> ForeignBatches:
-        if self._foreign is None:
-            self._foreign = ForeignBatches(
-                self.compose,
-                self.ops,
-                refusal(),
-                same_pixels=self._same_pixels,
-                strict=self._strict,
-                on_cpu=self._on_cpu,
-            )
-        return self._foreign
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_foreign": None}
-
-    def explain(self) -> str:
-        """Return a table: operation, where it runs, why."""
-        told = table([(place.name, place.where, place.why) for place in self.plan.placements])
-        reason = refusal()
-        return told if reason is None else f"{told}\n{what_it_means(reason)}"
+    def _next_key(self, samples: int, key: SampleKey | None) -> SampleKey:
+        if key is not None:
+            return key
+        first, self._drawn = self._drawn, self._drawn + samples
+        return SampleKey(torch.initial_seed(), 0, first)

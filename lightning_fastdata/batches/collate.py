@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
-from lightning_fastdata.augment.record.deferred import DeferredTensor, stack_deferred
+from lightning_fastdata.augment import DeferredTensor, stack_deferred
 from lightning_fastdata.batches.packed import LateStack, is_plain
 from lightning_fastdata.batches.staged import StagedBatch
 from lightning_fastdata.batches.uncollatable import advice, is_note
@@ -22,8 +22,7 @@ from lightning_fastdata.torch_internals import collate, collate_tensor_fn, defau
 from lightning_fastdata.tree import is_named_tuple
 
 if TYPE_CHECKING:
-    from lightning_fastdata.augment.dataset_pipelines import DatasetDraws, DatasetRecording
-    from lightning_fastdata.augment.stage_transform import WorkerTransform
+    from lightning_fastdata.augment import DatasetDraws, DatasetRecording, WorkerTransform
     from lightning_fastdata.types import Batch, Stage
 
 _Collate: TypeAlias = "Callable[[Any], Batch]"

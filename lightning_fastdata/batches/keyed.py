@@ -21,8 +21,7 @@ from lightning_fastdata.tree import held, held_by
 from lightning_fastdata.types import SampleKey
 
 if TYPE_CHECKING:
-    from lightning_fastdata.augment.dataset_pipelines import DatasetRecording
-    from lightning_fastdata.augment.stage_transform import WorkerTransform
+    from lightning_fastdata.augment import DatasetRecording, WorkerTransform
 
 
 class _Keying:

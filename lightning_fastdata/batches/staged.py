@@ -13,8 +13,7 @@ from lightning_fastdata.torch_internals import pinned
 from lightning_fastdata.tree import replace_leaves
 
 if TYPE_CHECKING:
-    from lightning_fastdata.augment.dataset_pipelines import DatasetDraws
-    from lightning_fastdata.augment.replay.program import Draws
+    from lightning_fastdata.augment import DatasetDraws, Draws
     from lightning_fastdata.tree import Path
     from lightning_fastdata.types import Batch, Stage
 

@@ -9,7 +9,7 @@ from typing import Final, Protocol, runtime_checkable
 import numpy as np
 import torch
 
-from lightning_fastdata.augment.record.deferred import DeferredTensor
+from lightning_fastdata.augment import DeferredTensor
 from lightning_fastdata.batches.packed import LateStack
 from lightning_fastdata.torch_internals import default_collate_fn_map
 from lightning_fastdata.tree import children, leaves

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, TypeVar, runtim
 
 import torch
 
-from lightning_fastdata.augment.transform import as_batch_transform
+from lightning_fastdata.augment import as_batch_transform
 from lightning_fastdata.batches.staged import (
     StagedBatch,
     batch_samples,
@@ -26,7 +26,7 @@ from lightning_fastdata.torch_internals import next_has_arrived
 from lightning_fastdata.types import Batch, SampleKey, SetsEpoch
 
 if TYPE_CHECKING:
-    from lightning_fastdata.augment.stage_transform import StageTransform
+    from lightning_fastdata.augment import StageTransform
     from lightning_fastdata.batches.streams import DeviceStreams
 
 _STEPS_AHEAD: Final = 2

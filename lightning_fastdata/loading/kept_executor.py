@@ -14,8 +14,7 @@ from typing import Any, Final, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
-from lightning_fastdata.augment.dataset_pipelines import DatasetRecording
-from lightning_fastdata.augment.stage_transform import StageTransform
+from lightning_fastdata.augment import DatasetRecording, StageTransform
 from lightning_fastdata.batches.staged import StagedBatch
 from lightning_fastdata.batches.streams import PageLockName, cuda_page_locks
 from lightning_fastdata.errors import FastDataWarning, WorkerError

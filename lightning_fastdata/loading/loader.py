@@ -11,9 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from lightning_fastdata.augment.dataset_pipelines import DatasetRecording
-from lightning_fastdata.augment.pipeline.unkeyed import warn_of_unkeyed
-from lightning_fastdata.augment.stage_transform import StageTransform
+from lightning_fastdata.augment import DatasetRecording, StageTransform, warn_of_unkeyed
 from lightning_fastdata.batches.keyed import tell_epoch
 from lightning_fastdata.batches.streams import PageLockName
 from lightning_fastdata.errors import FastDataWarning

@@ -19,8 +19,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from lightning_fastdata.augment.dataset_pipelines import DatasetRecording
-from lightning_fastdata.augment.stage_transform import WorkerTransform
+from lightning_fastdata.augment import DatasetRecording, WorkerTransform
 from lightning_fastdata.batches.collate import (
     FirstOfPairs,
     RecordedCollate,

@@ -14,7 +14,7 @@ from typing import Any, Final, Literal, Protocol, TypeAlias, TypeVar, runtime_ch
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from lightning_fastdata.augment.stage_transform import StageTransform
+from lightning_fastdata.augment import StageTransform
 from lightning_fastdata.errors import DatasetError, OptionsError, TransformError
 from lightning_fastdata.executors.kinds import KINDS, ExecutorName
 from lightning_fastdata.randomness.search import find_composes

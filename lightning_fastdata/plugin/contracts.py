@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
     from torch.utils.data import Dataset
 
-    from lightning_fastdata.augment.show.grid import Normalized
+    from lightning_fastdata.augment import Normalized
     from lightning_fastdata.batches.streams import DeviceStreams
     from lightning_fastdata.loading.loader import FastDataLoader
     from lightning_fastdata.planning.options import LoaderOptions

@@ -19,7 +19,7 @@ from lightning_fastdata.augment.ops.positions.cells import (
 )
 from lightning_fastdata.augment.ops.positions.index import CONSTANT, REFLECT_101
 from lightning_fastdata.augment.ops.positions.resize import CUBIC, LINEAR, NEAREST
-from lightning_fastdata.augment.pipeline.trial import opencv_major
+from lightning_fastdata.augment.pipeline.bounds import opencv_major
 from lightning_fastdata.augment.replay.triton import takes
 from lightning_fastdata.augment.transform import as_batch_transform
 

@@ -8,7 +8,7 @@ import pytest
 from augment.parity import both, parity, photographs
 
 from lightning_fastdata.augment.ops import DEVICE_OPS
-from lightning_fastdata.augment.pipeline.trial import fields, opencv_major
+from lightning_fastdata.augment.pipeline.bounds import fields, opencv_major
 
 warnings.filterwarnings("ignore", message="This augmenter is very slow")
 

@@ -16,8 +16,8 @@ from augment.parity import both, parity, photographs
 
 from benchmarks.parity import pixel_parity
 from lightning_fastdata.augment.ops import DEVICE_OPS
+from lightning_fastdata.augment.pipeline.bounds import warps
 from lightning_fastdata.augment.pipeline.plan import analyse
-from lightning_fastdata.augment.pipeline.trial import warps
 from lightning_fastdata.augment.transform import BatchTransform, as_batch_transform
 from lightning_fastdata.errors import BatchError
 

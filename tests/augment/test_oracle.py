@@ -21,7 +21,7 @@ from augment.parity import draw_both, photographs
 from benchmarks.parity import levels_per_unit, make_example
 from lightning_fastdata.augment.ops import DEVICE_OPS
 from lightning_fastdata.augment.ops.positions.cells import on_cells
-from lightning_fastdata.augment.pipeline.trial import Bound, bound_of, opencv_major, warps
+from lightning_fastdata.augment.pipeline.bounds import Bound, bound_of, opencv_major, warps
 
 DRAWN_THERE = {
     *("AdditiveNoise", "ElasticTransform", "FancyPCA", "GaussNoise", "ISONoise", "PixelDropout"),

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from thoroughness import max_examples
 
-from lightning_fastdata.augment.placement import (
+from lightning_fastdata.plugin.placing.decision import (
     MOST_CHANGES,
     PlaceCosts,
     SampleCosts,

@@ -26,7 +26,6 @@ from torch.utils.data import IterableDataset
 
 from lightning_fastdata import DataThroughputCallback, FastDataModule, LoaderOptions
 from lightning_fastdata.augment.mixing import CutMix, mixed
-from lightning_fastdata.augment.placement import PlaceCosts, SampleCosts, StepSeen, choose_place
 from lightning_fastdata.augment.stage_transform import (
     PlaceSwitch,
     SwitchedTransform,
@@ -39,6 +38,12 @@ from lightning_fastdata.insight.measure.timeline import CudaClock, HostClock, St
 from lightning_fastdata.planning.facts.probe import Clocks
 from lightning_fastdata.planning.loader_plan import LoaderSpec
 from lightning_fastdata.plugin.placing.costs import PlaceTask, read_place_costs, time_on_device
+from lightning_fastdata.plugin.placing.decision import (
+    PlaceCosts,
+    SampleCosts,
+    StepSeen,
+    choose_place,
+)
 from lightning_fastdata.plugin.placing.stage_transforms import DatasetPipeline, StagePlan
 from lightning_fastdata.plugin.placing.step_watch import StepWatch
 from lightning_fastdata.plugin.placing.trial import Placing

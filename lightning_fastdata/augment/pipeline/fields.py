@@ -4,13 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Literal, NamedTuple, TypeAlias
+from typing import (
+    Any,
+    Final,
+    Literal,
+    NamedTuple,
+    Protocol,
+    TypeAlias,
+    TypeGuard,
+    runtime_checkable,
+)
 
 import numpy as np
 import torch
 
 from lightning_fastdata.errors import BatchError
 from lightning_fastdata.tree import leaves
+from lightning_fastdata.types import Batch
 
 Location: TypeAlias = int | str | None
 """Index or key of a field; None when the sample or batch is itself the image."""
@@ -33,31 +43,35 @@ _PIL_NUMBERS: Final = frozenset({"F", "I", "I;16", "I;16B", "I;16L", "I;16N"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fields:
-    """Which fields of a sample or batch hold the image and the mask."""
+    """Which fields of a sample or batch hold the image and the mask, by key or index."""
 
     image: int | str | None = None
-    """Key or index of the image; None finds it: the key ``"image"``, or the first element that
-    looks like an image."""
+    """None finds it: the key ``"image"``, or the first element that looks like an image."""
     mask: int | str | None = None
-    """Key or index of the mask; None takes the key ``"mask"`` where there is one."""
+    """None takes the key ``"mask"`` where there is one."""
 
 
 class Found(NamedTuple):
     """Where the fields of one sample or batch are."""
 
     image: Location
-    """Where the image is."""
     mask: Location
-    """Where the mask is; None when there is none."""
+    """None: there is none."""
 
 
-def find_fields(item: Any, fields: Fields, *, batched: bool) -> Found:
-    """Return where image and mask are.
+@runtime_checkable
+class _PilImage(Protocol):
+    """A PIL image, recognised without importing PIL."""
 
-    Args:
-        item: a sample or a batch.
-        fields: what is known of it.
-        batched: whether images have a leading batch dimension.
+    mode: str
+
+    def getbands(self) -> tuple[str, ...]: ...
+
+    def convert(self, mode: str) -> object: ...
+
+
+def find_fields(item: Batch, fields: Fields, *, batched: bool) -> Found:
+    """Return where image and mask are in a sample, or in a batch with a leading dimension.
 
     Raises:
         BatchError: there is no image, or the field that was named does not exist.
@@ -68,17 +82,20 @@ def find_fields(item: Any, fields: Fields, *, batched: bool) -> Found:
                 f"There is no field {location!r} (given as {name}=) in {describe(item)}. "
                 f"Name a key or an index that exists."
             )
+    mapping = isinstance(item, Mapping)
+    mask = fields.mask
+    if mask is None and mapping and item.get("mask") is not None:
+        mask = "mask"
     if fields.image is not None:
-        return Found(fields.image, _mask_location(item, fields))
-    if isinstance(item, Mapping):
-        if "image" in item:
-            return Found("image", _mask_location(item, fields))
-    elif isinstance(item, list | tuple):
+        return Found(fields.image, mask)
+    if mapping and "image" in item:
+        return Found("image", mask)
+    if isinstance(item, list | tuple):
         # Other dtypes last, and of these such with channels first: masks and tables have them, too.
-        for looks in (looks_like_image, _may_be_image_with_channels, may_be_image):
+        for looks in (looks_like_image, _has_channels, may_be_image):
             for index, value in enumerate(item):
                 if looks(value, batched=batched):
-                    return Found(index, _mask_location(item, fields))
+                    return Found(index, mask)
     elif may_be_image(item, batched=batched):
         return Found(None, None)
     raise BatchError(
@@ -88,13 +105,7 @@ def find_fields(item: Any, fields: Fields, *, batched: bool) -> Found:
     )
 
 
-def _mask_location(item: Any, fields: Fields) -> Location:
-    if fields.mask is not None:
-        return fields.mask
-    return "mask" if isinstance(item, Mapping) and item.get("mask") is not None else None
-
-
-def has_field(item: Any, location: int | str) -> bool:
+def has_field(item: Batch, location: int | str) -> bool:
     """Whether a sample or batch has a field at this key or index."""
     if isinstance(item, Mapping):
         return location in item
@@ -103,12 +114,12 @@ def has_field(item: Any, location: int | str) -> bool:
     return False
 
 
-def get_field(item: Any, location: Location) -> Any:
+def get_field(item: Batch, location: Location) -> Batch:
     """Return one field of a sample or batch."""
     return item if location is None else item[location]
 
 
-def put_fields(item: Any, values: Mapping[Location, Any]) -> Any:
+def put_fields(item: Batch, values: Mapping[Location, Batch]) -> Batch:
     """Return a sample or batch of the same type in which some fields are replaced."""
     if None in values:
         return values[None]
@@ -119,35 +130,38 @@ def put_fields(item: Any, values: Mapping[Location, Any]) -> Any:
     for location, value in values.items():
         if isinstance(location, int):
             elements[location] = value
-    if hasattr(item, "_fields"):
-        return type(item)(*elements)
-    return type(item)(elements)
+    return type(item)(*elements) if hasattr(item, "_fields") else type(item)(elements)
 
 
-def looks_like_image(value: Any, *, batched: bool = False) -> bool:
+def looks_like_image(value: object, *, batched: bool = False) -> bool:
     """Whether a value can be an image: PIL, or uint8 or float32 with 2 or 3 dimensions."""
-    if is_pil(value):
-        return not batched
     if not isinstance(value, np.ndarray | torch.Tensor):
-        return False
+        return not batched and isinstance(value, _PilImage)
     # Behind a pipeline, images may be in half precision.
-    if batched and isinstance(value, torch.Tensor) and value.dtype in _HALF_DTYPES:
+    if batched and value.dtype in _HALF_DTYPES:
         return value.ndim == 4
     return _dtype_name(value) in _USUAL and value.ndim - batched in {2, 3}
 
 
-def may_be_image(value: Any, *, batched: bool = False) -> bool:
+def may_be_image(value: object, *, batched: bool = False) -> bool:
     """Whether a value is PIL, or numbers of any dtype of NumPy with 2 or 3 dimensions."""
     if looks_like_image(value, batched=batched):
         return True
-    return has_numpy_dtype(value) and value.ndim - batched in {2, 3}
+    return _dimensions(value) - batched in {2, 3}
 
 
-def _may_be_image_with_channels(value: Any, *, batched: bool) -> bool:
-    return may_be_image(value, batched=batched) and value.ndim - batched == 3
+def _has_channels(value: object, *, batched: bool) -> bool:
+    return _dimensions(value) - batched == 3
 
 
-def has_numpy_dtype(value: Any) -> bool:
+def _dimensions(value: object) -> int:
+    """Return the number of dimensions of numbers; 0 for anything else."""
+    if isinstance(value, np.ndarray | torch.Tensor) and has_numpy_dtype(value):
+        return value.ndim
+    return 0
+
+
+def has_numpy_dtype(value: object) -> bool:
     """Whether a value is an array or a tensor of numbers that NumPy has, too."""
     if isinstance(value, np.ndarray):
         return value.dtype.kind in _NUMBERS
@@ -158,20 +172,16 @@ def has_numpy_dtype(value: Any) -> bool:
 
 
 def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
-    """Return NumPy's dtype for one of torch.
-
-    Raises:
-        TypeError: it has none, e.g. for bfloat16.
-    """
+    """Return NumPy's dtype for one of torch; TypeError if there is none, e.g. for bfloat16."""
     return np.dtype(str(dtype).removeprefix("torch."))
 
 
-def is_pil(value: Any) -> bool:
+def is_pil(value: object) -> TypeGuard[_PilImage]:
     """Whether a value is a PIL image, without importing PIL."""
-    return hasattr(value, "getbands") and hasattr(value, "convert")
+    return isinstance(value, _PilImage)
 
 
-def to_hwc(value: Any, *, name: str = "image") -> tuple[np.ndarray, Layout]:
+def to_hwc(value: object, *, name: str = "image") -> tuple[np.ndarray, Layout]:
     """Return the image of one sample as Albumentations wants it, and the form it had.
 
     Args:
@@ -186,10 +196,10 @@ def to_hwc(value: Any, *, name: str = "image") -> tuple[np.ndarray, Layout]:
     Raises:
         BatchError: it is no image, or has no numbers, or another number of dimensions.
     """
-    if is_pil(value):
-        mode = _PIL_MODES.get(value.mode, "RGB")
-        return np.asarray(value if value.mode in _PIL_NUMBERS else value.convert(mode)), "pil"
     if not isinstance(value, np.ndarray | torch.Tensor):
+        if isinstance(value, _PilImage):
+            mode = _PIL_MODES.get(value.mode, "RGB")
+            return np.asarray(value if value.mode in _PIL_NUMBERS else value.convert(mode)), "pil"
         raise BatchError(
             f"The {name} is {describe(value)}. Expected a PIL image, an array or a tensor."
         )
@@ -214,13 +224,11 @@ def to_hwc(value: Any, *, name: str = "image") -> tuple[np.ndarray, Layout]:
     return array, "hwc"
 
 
-def mask_to_numpy(value: Any) -> np.ndarray:
+def mask_to_numpy(value: object) -> np.ndarray:
     """Return the mask of one sample as an array ``[H, W]`` or ``[H, W, C]``."""
-    array = np.asarray(value) if is_pil(value) else None
     if isinstance(value, torch.Tensor):
-        array = value.detach().cpu().numpy()
-    elif isinstance(value, np.ndarray):
-        array = value
+        value = value.detach().cpu().numpy()
+    array = np.asarray(value) if isinstance(value, np.ndarray | _PilImage) else None
     if array is None or array.ndim not in {2, 3}:
         raise BatchError(
             f"The mask is {describe(value)}. Expected a PIL image, or an array or tensor with 2 or "
@@ -229,15 +237,10 @@ def mask_to_numpy(value: Any) -> np.ndarray:
     return array
 
 
-def mask_as_given(mask: Any, given: Any) -> Any:
+def mask_as_given(mask: Batch, given: Batch) -> Batch:
     """Return a mask, or a list of them, in its 64-bit integers again if OpenCV made int32 of them.
 
-    What moves pixels by OpenCV does that, and what does not leaves the dtype alone: samples of one
-    batch would differ by what they drew.
-
-    Args:
-        mask: as a pipeline returns it.
-        given: as it was given to the pipeline.
+    Only what moves pixels by OpenCV does that: samples of one batch would differ by what they drew.
     """
     if isinstance(mask, list | tuple):
         return type(mask)(mask_as_given(one, given) for one in mask)
@@ -249,13 +252,15 @@ def mask_as_given(mask: Any, given: Any) -> Any:
     return mask.to(getattr(torch, dtype)) if isinstance(mask, torch.Tensor) else mask.astype(dtype)
 
 
-def is_too_wide(value: Any) -> bool:
+def is_too_wide(value: object) -> bool:
     """Whether an array or tensor is of 64-bit integers, which OpenCV does not know."""
     return _dtype_name(value) in _TOO_WIDE
 
 
-def _dtype_name(value: Any) -> str:
-    return str(getattr(value, "dtype", "")).removeprefix("torch.")
+def _dtype_name(value: object) -> str:
+    if isinstance(value, np.ndarray | np.generic | torch.Tensor):
+        return str(value.dtype).removeprefix("torch.")
+    return ""
 
 
 def channels_first(shape: tuple[int, ...]) -> bool:
@@ -266,7 +271,7 @@ def channels_first(shape: tuple[int, ...]) -> bool:
     return shape[0] <= shape[2]
 
 
-def describe(item: Any, depth: int = 0) -> str:
+def describe(item: Batch, depth: int = 0) -> str:
     """Return the structure of a sample or batch in a few words, for messages."""
     if isinstance(item, np.ndarray | torch.Tensor):
         kind = "array" if isinstance(item, np.ndarray) else "tensor"
@@ -279,10 +284,10 @@ def describe(item: Any, depth: int = 0) -> str:
         parts = [describe(value, depth + 1) for value in item[:6]]
         inner = ", ".join(parts) + (", ..." if len(item) > 6 else "")
         return f"({inner})" if isinstance(item, tuple) else f"[{inner}]"
-    return f"PIL image ({item.mode})" if is_pil(item) else type(item).__name__
+    return f"PIL image ({item.mode})" if isinstance(item, _PilImage) else type(item).__name__
 
 
-def first_device(item: Any) -> torch.device | None:
+def first_device(item: Batch) -> torch.device | None:
     """Return the device of the first tensor in a sample or batch, or None if there is none."""
     tensors = (leaf for leaf in leaves(item) if isinstance(leaf, torch.Tensor))
     return next((tensor.device for tensor in tensors), None)

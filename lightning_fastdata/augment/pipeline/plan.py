@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 import numpy as np
 
@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
     from lightning_fastdata.augment.ops.operation import DeviceOp
+    from lightning_fastdata.augment.pipeline.tree import Node
 
 Where: TypeAlias = Literal["worker", "device", "either"]
 
@@ -106,7 +107,7 @@ class Plan:
 
 
 def analyse(
-    compose: Any,
+    compose: Node,
     ops: Mapping[str, DeviceOp],
     *,
     size: tuple[int, int] | None = None,
@@ -128,9 +129,6 @@ def analyse(
         values: of each image that a sample has: what values it may have.
         crop: number of the leaf that makes all images one size, if samples may come from the worker
             cropped or not; -1 for none.
-
-    Returns:
-        The plan; the same for every sample.
     """
     leaves = list_leaves(compose)
     refusal = refusal or _refusal(leaves)
@@ -191,7 +189,7 @@ def analyse(
     )
 
 
-def redrawn(compose: Any, plan: Plan, ops: Mapping[str, DeviceOp]) -> tuple[str, ...]:
+def redrawn(compose: Node, plan: Plan, ops: Mapping[str, DeviceOp]) -> tuple[str, ...]:
     """Return the operations of which a device makes other pixels of the same distribution."""
     names = []
     for leaf, placement in zip(list_leaves(compose), plan.placements, strict=True):
@@ -201,7 +199,7 @@ def redrawn(compose: Any, plan: Plan, ops: Mapping[str, DeviceOp]) -> tuple[str,
     return tuple(dict.fromkeys(names))
 
 
-def device_form(transform: Any, ops: Mapping[str, DeviceOp]) -> DeviceOp | None:
+def device_form(transform: Node, ops: Mapping[str, DeviceOp]) -> DeviceOp | None:
     """Return the device form of a transform; a user's subclass never inherits one."""
     kind = type(transform)
     own = next((op for op in ops.values() if op.owner is kind), None)
@@ -213,12 +211,8 @@ def _where(
 ) -> tuple[Where, str]:
     """Return where an operation runs, and why.
 
-    Args:
-        name: Of its class.
-        why_worker: Why it has to run in the worker, if it has to.
-        barrier_after: The next operation that may need real pixels.
-        turns: Whether it depends on the sample if it changes the shape of its image.
-        sees: Whether its sampler must be given the real image.
+    ``barrier_after`` is the next operation that may need real pixels. Whether it changes the shape
+    of its image may depend on the sample (``turns``); its sampler may need the image (``sees``).
     """
     if why_worker is not None:
         return "worker", why_worker
@@ -291,7 +285,7 @@ def _why_before(
     return f"samples may be {several} until {name} gives all of them one dtype"
 
 
-def _reads_pixels(transform: Any, op: DeviceOp | None) -> bool:
+def _reads_pixels(transform: Node, op: DeviceOp | None) -> bool:
     name = type(transform).__name__
     if op is not None and op.owner is not None:
         return op.reads_pixels
@@ -335,7 +329,7 @@ def _encodes_after(
         return True
 
 
-def _encodes(transform: Any, op: DeviceOp, image: np.ndarray, draws: int) -> bool:
+def _encodes(transform: Node, op: DeviceOp, image: np.ndarray, draws: int) -> bool:
     for _ in range(draws):
         data = {"image": image}
         params = transform.update_transform_params(transform.get_params(), data)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
+
+    from albumentations import BaseCompose, BasicTransform
+
+    Node: TypeAlias = BaseCompose | BasicTransform
+    """A container or a transform of a pipeline; a pipeline itself."""
 
 SEQUENCES: Final = frozenset({"Compose", "ReplayCompose", "Sequential"})
 """Containers that call all their children in the order written."""
@@ -16,39 +21,38 @@ GROUPS: Final = frozenset({"OneOf", "SomeOf", "RandomOrder", "OneOrOther"})
 class Leaf(NamedTuple):
     """A transform in the tree of a pipeline."""
 
-    transform: Any
-    """The Albumentations transform."""
+    transform: BasicTransform
     conditional: bool
     """Whether some samples skip it: ``p < 1``, or a choice above it."""
     last_in_group: int
     """Number of the last leaf of the outermost group whose order or choice is random."""
 
 
-def is_container(node: Any) -> bool:
+def is_container(node: object) -> bool:
     """Whether a node of the tree holds other transforms."""
-    # Not told by an attribute `transforms`: ColorJitter has one too, a list of functions.
+    # An attribute `transforms` does not say so: ColorJitter has one too, a list of functions.
     import albumentations
 
     return isinstance(node, albumentations.BaseCompose)
 
 
-def is_albumentations(node: Any) -> bool:
+def is_albumentations(node: Node) -> bool:
     """Whether the class of a node is Albumentations' own, not a subclass written by a user."""
     return type(node).__module__.split(".")[0] == "albumentations"
 
 
-def is_albumentations_pipeline(transform: Any) -> bool:
+def is_albumentations_pipeline(transform: object) -> bool:
     """Whether an object is a transform of Albumentations or derives from one; never imports it."""
     modules = {cls.__module__.split(".")[0] for cls in type(transform).__mro__}
     return "albumentations" in modules
 
 
-def list_leaves(compose: Any) -> list[Leaf]:
+def list_leaves(compose: Node) -> list[Leaf]:
     """Return the transforms of a pipeline in the order in which they are written."""
     return list(_leaves(compose, conditional=False, group_end=None, first=0))
 
 
-def _leaves(node: Any, *, conditional: bool, group_end: int | None, first: int) -> Iterator[Leaf]:
+def _leaves(node: Node, *, conditional: bool, group_end: int | None, first: int) -> Iterator[Leaf]:
     conditional = conditional or node.p < 1
     if not is_container(node):
         yield Leaf(node, conditional, first if group_end is None else group_end)
@@ -61,56 +65,47 @@ def _leaves(node: Any, *, conditional: bool, group_end: int | None, first: int) 
         first += count_leaves(child)
 
 
-def list_nodes(compose: Any) -> list[Any]:
+def list_nodes(compose: Node) -> list[Node]:
     """Return a pipeline, every container in it and every transform."""
     inner = compose.transforms if is_container(compose) else ()
     return [compose, *(found for node in inner for found in list_nodes(node))]
 
 
-def count_leaves(node: Any) -> int:
+def count_leaves(node: Node) -> int:
     """Return how many transforms a node holds."""
     return sum(map(count_leaves, node.transforms)) if is_container(node) else 1
 
 
-def keeps_params(compose: Any) -> bool:
+def keeps_params(compose: Node) -> bool:
     """Whether a pipeline returns the parameters that it drew: ``ReplayCompose`` and the like."""
-    return bool(getattr(compose, "save_applied_params", False)) or any(
-        getattr(leaf.transform, "deterministic", False) for leaf in list_leaves(compose)
-    )
+    own = vars(compose).get("save_applied_params", False)
+    return bool(own) or any(leaf.transform.deterministic for leaf in list_leaves(compose))
 
 
-def in_sequence(node: Any) -> bool:
+def in_sequence(node: Node) -> bool:
     """Whether a node calls all its children in the order written."""
     return is_albumentations(node) and type(node).__name__ in SEQUENCES
 
 
-def last_opaque(compose: Any) -> int:
+def last_opaque(compose: Node) -> int:
     """Return the last leaf that must run unobserved, or -1."""
-    last = -1
-    first = 0
-    for node, group_end, end in _nodes(compose, group_end=None, first=first):
-        name = type(node).__name__
-        known = is_albumentations(node) and (name in SEQUENCES or name in GROUPS)
-        plain = not is_container(node) and _plain_call(node)
-        if not (known or plain):
-            last = max(last, end if group_end is None else group_end)
+    return _last_opaque(compose, group_end=None, first=0)
+
+
+def _last_opaque(node: Node, *, group_end: int | None, first: int) -> int:
+    name, own, end = type(node).__name__, is_albumentations(node), first + count_leaves(node) - 1
+    known = own and (name in SEQUENCES or name in GROUPS)
+    observed = known or (not is_container(node) and _plain_call(node))
+    last = -1 if observed else end if group_end is None else group_end
+    if is_container(node):
+        group_end = end if group_end is None and not in_sequence(node) else group_end
+        for child in node.transforms:
+            last = max(last, _last_opaque(child, group_end=group_end, first=first))
+            first += count_leaves(child)
     return last
 
 
-def _nodes(
-    node: Any, *, group_end: int | None, first: int
-) -> Iterator[tuple[Any, int | None, int]]:
-    end = first + count_leaves(node) - 1
-    yield node, group_end, end
-    if is_container(node):
-        if not in_sequence(node) and group_end is None:
-            group_end = end
-        for child in node.transforms:
-            yield from _nodes(child, group_end=group_end, first=first)
-            first += count_leaves(child)
-
-
-def _plain_call(transform: Any) -> bool:
+def _plain_call(transform: BasicTransform) -> bool:
     """Whether calling a transform goes through Albumentations' own ``__call__``."""
     owner = next(cls for cls in type(transform).__mro__ if "__call__" in vars(cls))
     return owner.__module__.split(".")[0] == "albumentations"
@@ -118,12 +113,8 @@ def _plain_call(transform: Any) -> bool:
 
 _FIXED_BY_HEIGHT_WIDTH: Final = frozenset(
     {
-        "AtLeastOneBBoxRandomCrop",
-        "CenterCrop",
-        "CropNonEmptyMaskIfExists",
-        "RandomCrop",
-        "RandomSizedBBoxSafeCrop",
-        "Resize",
+        *("AtLeastOneBBoxRandomCrop", "CenterCrop", "CropNonEmptyMaskIfExists", "RandomCrop"),
+        *("RandomSizedBBoxSafeCrop", "Resize"),
     }
 )
 _FIXED_BY_SIZE: Final = frozenset({"RandomResizedCrop", "RandomSizedCrop"})
@@ -131,15 +122,8 @@ SWAPS_AXES: Final = frozenset({"D4", "RandomRotate90", "SquareSymmetry", "Transp
 """Transforms that turn some images on their side."""
 _SIZE_VARIES: Final = frozenset(
     {
-        "BBoxSafeRandomCrop",
-        "Crop",
-        "Lambda",
-        "Mosaic",
-        "Pad",
-        "RandomCropFromBorders",
-        "RandomCropNearBBox",
-        "RandomScale",
-        "SmallestMaxSize",
+        *("BBoxSafeRandomCrop", "Crop", "Lambda", "Mosaic", "Pad", "RandomCropFromBorders"),
+        *("RandomCropNearBBox", "RandomScale", "SmallestMaxSize"),
     }
 )
 CHANGES_SIZE: Final = (
@@ -169,18 +153,15 @@ class Sizes(NamedTuple):
     """Per leaf: what is known of its input."""
 
 
-def follow_sizes(compose: Any, size: Size, keeps: Collection[type] = ()) -> Sizes:
-    """Follow what is known of the image size through a pipeline that is given ``size``.
+def follow_sizes(compose: Node, size: Size, keeps: Collection[type] = ()) -> Sizes:
+    """Follow what is known of the image size through a pipeline.
 
-    Args:
-        compose: the pipeline.
-        size: what is known of its input.
-        keeps: classes that keep the size, whatever else would be thought of them.
+    Classes in ``keeps`` keep the size, whatever else would be thought of them.
     """
     boundary = -1
     sizes: list[Size] = []
 
-    def walk(node: Any, before: Size) -> Size:
+    def walk(node: Node, before: Size) -> Size:
         nonlocal boundary
         if is_container(node) and in_sequence(node) and node.p >= 1:
             for child in node.transforms:
@@ -196,7 +177,7 @@ def follow_sizes(compose: Any, size: Size, keeps: Collection[type] = ()) -> Size
     return Sizes(boundary, tuple(sizes))
 
 
-def _node_size(node: Any, before: Size, keeps: Collection[type]) -> Size:
+def _node_size(node: Node, before: Size, keeps: Collection[type]) -> Size:
     if not is_container(node):
         after = size_after(node, before, keeps)
     elif in_sequence(node):
@@ -223,13 +204,13 @@ def _node_size(node: Any, before: Size, keeps: Collection[type]) -> Size:
 def _join(sizes: list[Size]) -> Size:
     exact = sizes[0].exact if all(size.exact == sizes[0].exact for size in sizes) else None
     bounds = [size.at_most for size in sizes]
-    known = [bound for bound in bounds if bound is not None]
-    if len(known) < len(bounds):
+    if None in bounds:
         return Size(exact, None)
-    return Size(exact, (max(h for h, _ in known), max(w for _, w in known)))
+    heights, widths = zip(*filter(None, bounds), strict=True)
+    return Size(exact, (max(heights), max(widths)))
 
 
-def size_after(transform: Any, before: Size, keeps: Collection[type] = ()) -> Size:
+def size_after(transform: BasicTransform, before: Size, keeps: Collection[type] = ()) -> Size:
     """Return what is known of the image size after a transform was applied."""
     name = type(transform).__name__
     if type(transform) in keeps:
@@ -249,7 +230,8 @@ def size_after(transform: Any, before: Size, keeps: Collection[type] = ()) -> Si
         return _padded(transform, before)
     if name == "Crop" and before.exact is not None:
         inside = transform.y_max <= before.exact[0] and transform.x_max <= before.exact[1]
-        return _exactly(*_cut(transform)) if inside or transform.pad_if_needed else Size()
+        height, width = transform.y_max - transform.y_min, transform.x_max - transform.x_min
+        return _exactly(height, width) if inside or transform.pad_if_needed else Size()
     if name == "Pad" and before.exact is not None:
         down, across = _padding(transform.padding)
         return _exactly(before.exact[0] + down, before.exact[1] + across)
@@ -258,24 +240,17 @@ def size_after(transform: Any, before: Size, keeps: Collection[type] = ()) -> Si
         return before if square else Size()
     if name in _FITS_IN_ITS_INPUT:
         return before
-    varies = (
-        name in _SIZE_VARIES
-        or getattr(transform, "fit_output", False)
-        or getattr(transform, "crop_border", False)
-        or not getattr(transform, "keep_size", True)
-    )
-    return Size() if varies else before
+    settings = vars(transform)
+    varies = settings.get("fit_output") or settings.get("crop_border")
+    keeps_size = settings.get("keep_size", True) and name not in _SIZE_VARIES
+    return before if keeps_size and not varies else Size()
 
 
 def _exactly(height: int, width: int) -> Size:
     return Size((height, width), (height, width))
 
 
-def _cut(transform: Any) -> tuple[int, int]:
-    return transform.y_max - transform.y_min, transform.x_max - transform.x_min
-
-
-def _padding(padding: Any) -> tuple[int, int]:
+def _padding(padding: int | tuple[int, ...]) -> tuple[int, int]:
     """Return the rows and columns that ``A.Pad`` adds: per side, per axis, or per edge."""
     if isinstance(padding, int):
         return 2 * padding, 2 * padding
@@ -292,7 +267,7 @@ def _padded_length(length: int, least: int | None, divisor: int | None) -> int:
     return length + -length % divisor if divisor else length
 
 
-def _padded(transform: Any, before: Size) -> Size:
+def _padded(transform: BasicTransform, before: Size) -> Size:
     least = (transform.min_height, transform.min_width)
     divisors = (transform.pad_height_divisor, transform.pad_width_divisor)
     if before.exact is not None:

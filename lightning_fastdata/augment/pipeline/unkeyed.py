@@ -19,19 +19,12 @@ from typing import Any, Final, NamedTuple
 from lightning_fastdata.augment.pipeline.tree import list_nodes
 from lightning_fastdata.errors import FastDataWarning
 from lightning_fastdata.randomness.search import find_composes, is_users, loaded_classes
+from lightning_fastdata.tree import held
 
 _DRAWS_NOTHING: Final = frozenset(
     {
-        *(
-            "CenterCrop",
-            "Crop",
-            "LongestMaxSize",
-            "Pad",
-            "PadIfNeeded",
-            "Resize",
-            "SmallestMaxSize",
-        ),
-        *("FromFloat", "Normalize", "ToFloat", "ToTensor3D", "ToTensorV2"),
+        *("CenterCrop", "Crop", "LongestMaxSize", "Pad", "PadIfNeeded", "Resize"),
+        *("SmallestMaxSize", "FromFloat", "Normalize", "ToFloat", "ToTensor3D", "ToTensorV2"),
         *("HorizontalFlip", "InvertImg", "NoOp", "ToGray", "ToRGB", "ToSepia", "Transpose"),
         *("VerticalFlip", "Compose", "ReplayCompose", "Sequential"),
     }
@@ -43,11 +36,11 @@ _SAME_STREAMS: Final = (
     "Its draws do not belong to the sample: Albumentations 2.0.8 gives every worker the same "
     "random stream, so that workers repeat each other, and no seed of this package reaches it."
 )
-_told: set[tuple[str, str, int]] = set()
+_warned: set[tuple[str, str, int]] = set()
 
 
 class _Built(NamedTuple):
-    """A call of a class of Albumentations in somebody's code."""
+    """A call of a class of Albumentations in a user's code."""
 
     kind: type
     draws: bool
@@ -55,12 +48,7 @@ class _Built(NamedTuple):
 
 
 def warn_of_unkeyed(dataset: object, collate_fn: object) -> None:
-    """Warn of pipelines that draw, and whose draws are not keyed; once for each dataset class.
-
-    Args:
-        dataset: The dataset. Nothing of it is read.
-        collate_fn: The user's; None: the default collation.
-    """
+    """Warn of pipelines that draw, and whose draws are not keyed; once for each dataset class."""
     inside = [] if collate_fn is None else find_composes(collate_fn)
     known = {id(compose) for compose in find_composes(dataset)} if inside else set()
     if any(id(compose) not in known and may_draw(compose) for compose in inside):
@@ -84,20 +72,18 @@ def warn_of_unkeyed(dataset: object, collate_fn: object) -> None:
 
 def _warn(about: object, message: str) -> None:
     # By name: loaders are made again, and what they are made of may be copied.
-    code = getattr(about, "__code__", None)
-    line = getattr(code, "co_firstlineno", 0)
-    key = str(getattr(about, "__module__", "")), _name(about), line
-    if key not in _told:
-        _told.add(key)
+    line = about.__code__.co_firstlineno if isinstance(about, FunctionType) else 0
+    key = str(about.__module__), _name(about), line
+    if key not in _warned:
+        _warned.add(key)
         warnings.warn(message, FastDataWarning, stacklevel=4)
 
 
 def _name(value: object) -> str:
-    named = value if hasattr(value, "__qualname__") else type(value)
-    return str(getattr(named, "__qualname__", named))
+    return str(getattr(value, "__qualname__", type(value).__qualname__))
 
 
-def may_draw(compose: Any) -> bool:
+def may_draw(compose: object) -> bool:
     """Return whether a pipeline may make different things of one image."""
     return any(
         node.p < 1 or type(node).__name__ not in _DRAWS_NOTHING for node in list_nodes(compose)
@@ -123,10 +109,9 @@ def built_while_reading(dataset: object) -> tuple[str, ...]:
 def _wrapped(dataset: object, depth: int = 8) -> Iterator[object]:
     yield dataset
     # What it holds, and no property of it: that may open a file.
-    held = getattr(dataset, "__dict__", {})
-    several = held.get("datasets")
-    inner = list(several) if isinstance(several, list | tuple) else []
-    for one in (held.get("dataset"), *inner):
+    several = held(dataset, "datasets")
+    inner = several if isinstance(several, list | tuple) else ()
+    for one in (held(dataset, "dataset"), *inner):
         if one is not None and depth:
             yield from _wrapped(one, depth - 1)
 
@@ -161,7 +146,7 @@ def _source(function: FunctionType) -> ast.AST | None:
 
 
 def _names_of(function: FunctionType, tree: ast.AST, owner: object) -> dict[str, Any]:
-    """Return what names mean in a function, as far as it is known without running it."""
+    """Return what names mean in a function, where that is known without running it."""
     names = dict(function.__globals__)
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=False)
     for name, cell in cells:

@@ -27,6 +27,7 @@ from lightning_fastdata.augment.pipeline.tree import (
 
 if TYPE_CHECKING:
     from lightning_fastdata.augment.ops.operation import DeviceOp, Shape
+    from lightning_fastdata.augment.pipeline.tree import Node
 
 CASTS: Final = frozenset({"FromFloat", "Normalize", "ToFloat"})
 CHANGES_DTYPE_OR_LAYOUT: Final = CASTS | {"ToTensorV2"}
@@ -58,7 +59,6 @@ class Values(NamedTuple):
     """What is known of the values of an image."""
 
     dtype: np.dtype[Any]
-    """Their dtype."""
     unit: bool = True
     """Whether floats are sure to lie in [0, 1]; True for integers."""
 
@@ -127,19 +127,16 @@ def why_not(op: DeviceOp, states: Collection[Values]) -> str | None:
 
 
 def follow_values(
-    compose: Any, given: States, keeps: Collection[type] = (), shape: Shape = (64, 48, 3)
+    compose: Node, given: States, keeps: Collection[type] = (), shape: Shape = (64, 48, 3)
 ) -> Followed:
     """Follow what is known of the values of an image through a pipeline.
 
-    Args:
-        compose: the pipeline.
-        given: what is known of its input.
-        keeps: classes that keep the dtype, whatever else would be thought of them.
-        shape: of the images that unknown transforms are tried with.
+    Classes in ``keeps`` keep the dtype, whatever else would be thought of them; unknown transforms
+    are tried with images of ``shape``.
     """
     before: list[States] = []
 
-    def walk(node: Any, states: States, *, some: bool = False, chosen: bool = False) -> States:
+    def walk(node: Node, states: States, *, some: bool = False, chosen: bool = False) -> States:
         name, own = type(node).__name__, is_albumentations(node)
         applied = chosen or node.p >= 1 or name == "OneOrOther"
         some = some or chosen or not applied
@@ -159,7 +156,7 @@ def follow_values(
         never = node.p <= 0 and not applied
         return states if never or not count_leaves(node) else after if applied else after | states
 
-    def any_order(node: Any, states: States) -> States:
+    def any_order(node: Node, states: States) -> States:
         first = len(before)
         while True:
             reached = states | _joined(walk(child, states, some=True) for child in node.transforms)
@@ -177,7 +174,7 @@ def _joined(found: Iterator[States]) -> States:
 
 
 def values_after(
-    transform: Any,
+    transform: Node,
     values: Values,
     keeps: Collection[type] = (),
     shape: Shape = (64, 48, 3),
@@ -186,14 +183,8 @@ def values_after(
 ) -> States:
     """Return what is known of the values of an image after a transform was applied.
 
-    Args:
-        transform: the transform.
-        values: of the image before.
-        keeps: as :func:`follow_values` takes it.
-        shape: the same.
-        tried: try out transforms that people wrote themselves. They may do more than one can see,
-            so it is done only where some samples go without them: where all go through them, a
-            recorder sees in time what they make.
+    Transforms that users wrote are ``tried``, as they may do more than one can see, only where some
+    samples go without them: where all go through them, a recorder sees in time what they make.
     """
     name, dtype = type(transform).__name__, values.dtype
     own = is_albumentations(transform) and name != "Lambda"
@@ -206,14 +197,8 @@ def values_after(
     return frozenset(Values(one, unit_after(transform, values, one)) for one in made)
 
 
-def unit_after(transform: Any, values: Values, made: np.dtype[Any]) -> bool:
-    """Return whether values are sure to lie in [0, 1], or be integers, after a transform.
-
-    Args:
-        transform: the transform.
-        values: of the image before.
-        made: dtype of the image after.
-    """
+def unit_after(transform: Node, values: Values, made: np.dtype[Any]) -> bool:
+    """Return whether values ``made`` by a transform are sure to lie in [0, 1], or be integers."""
     if made.kind != "f":
         return True
     name = type(transform).__name__
@@ -229,14 +214,14 @@ def unit_after(transform: Any, values: Values, made: np.dtype[Any]) -> bool:
     return _reads_between(transform) and _fills_within(transform)
 
 
-def _reads_between(transform: Any) -> bool:
+def _reads_between(transform: Node) -> bool:
     used = {getattr(transform, "interpolation", 0)}
     pair = getattr(transform, "interpolation_pair", None)
     used |= {pair["downscale"], pair["upscale"]} if isinstance(pair, dict) else set()
     return used <= _BETWEEN_NEIGHBOURS
 
 
-def _fills_within(transform: Any) -> bool:
+def _fills_within(transform: Node) -> bool:
     for name in ("fill", "drop_value"):
         fill = getattr(transform, name, None)
         numbers = fill if isinstance(fill, list | tuple | np.ndarray) else [fill]
@@ -245,7 +230,7 @@ def _fills_within(transform: Any) -> bool:
     return True
 
 
-def _tried_dtypes(transform: Any, dtype: np.dtype[Any], shape: Shape) -> set[np.dtype[Any]]:
+def _tried_dtypes(transform: Node, dtype: np.dtype[Any], shape: Shape) -> set[np.dtype[Any]]:
     """Return the dtypes that a transform makes of images of one; that one, if it refuses them."""
     made: set[np.dtype[Any]] = set()
     rng = np.random.default_rng(0)
@@ -278,7 +263,7 @@ def _as_before() -> Iterator[None]:
         random.setstate(python_state)
 
 
-def changes_form(transform: Any) -> bool:
+def changes_form(transform: Node) -> bool:
     """Return whether a transform may change the shape or dtype of images."""
     name = type(transform).__name__
     if name in CHANGES_DTYPE_OR_LAYOUT or name in CHANGES_SIZE:

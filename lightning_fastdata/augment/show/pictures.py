@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import importlib.util
 import os
 import sys
-import textwrap
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 import torch
 
 from lightning_fastdata.augment.mixing.transform import MixedTransform
-from lightning_fastdata.augment.pipeline.plan import device_form
+from lightning_fastdata.augment.pipeline.bounds import levels_per_unit
+from lightning_fastdata.augment.pipeline.plan import redrawn
 from lightning_fastdata.augment.pipeline.tree import list_leaves
-from lightning_fastdata.augment.pipeline.trial import levels_per_unit
+from lightning_fastdata.augment.show.grid import draw_page, normalized_by, three_channels, to_levels
 from lightning_fastdata.augment.transform import BatchTransform, as_batch_transform
 from lightning_fastdata.errors import DatasetError, OptionsError, TransformError
 from lightning_fastdata.types import SampleKey
@@ -28,8 +29,22 @@ if TYPE_CHECKING:
 
     from PIL.Image import Image
 
+    from lightning_fastdata.augment.pipeline.tree import Node
+
 DIFFERENCE_GAIN: Final = 100
 """Brightness of one level in the picture of the differences."""
+_MASK_MODES: Final = frozenset({"L", "P", "I", "I;16"})
+_HEADS: Final = ("original", "Albumentations", "ours", f"difference, times {DIFFERENCE_GAIN}")
+
+
+class ShownPipeline(NamedTuple):
+    """Several draws of a pipeline, as a picture and in words."""
+
+    page: Image
+    captions: list[str]
+    """One for each draw, and a note on operations that draw numbers of their own."""
+    explained: str
+    """Where each operation runs, and why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,9 +52,7 @@ class ShownDraw:
     """One draw of a pipeline, both ways, as pictures: uint8 ``[H, W, 3]``."""
 
     theirs: np.ndarray
-    """Albumentations' own."""
     ours: np.ndarray
-    """By worker and device forms, with the same draws."""
     difference: np.ndarray
     """Absolute difference, times ``DIFFERENCE_GAIN``."""
     largest: float
@@ -47,16 +60,18 @@ class ShownDraw:
     equal: float
     """Share of equal values, 0..1."""
     on_device: tuple[str, ...]
-    """Operations that were left to the device, in order."""
+    """Operations that were deferred to the device, in order."""
     own_numbers: tuple[str, ...] = ()
     """Those of them that draw numbers of their own for every pixel there."""
     masks: tuple[np.ndarray, np.ndarray] | None = None
-    """The mask both ways, Albumentations' own first, ``[H, W]``; None: there is none."""
+    """Albumentations' mask and ours, ``[H, W]``; None: there is none."""
 
     def caption(self) -> str:
-        """Return what is to be said of it in one line."""
+        """Return the draw in one line."""
         device = ", ".join(self.on_device) or "nothing"
-        mask = "" if self.masks is None else f"; mask {_share_equal(*self.masks)}"
+        share = 1.0 if self.masks is None else float((self.masks[0] == self.masks[1]).mean())
+        equal = "equal" if share == 1 else f"{share:.4%} equal"
+        mask = "" if self.masks is None else f"; mask {equal}"
         return f"{self._compared()}{mask}; on device: {device}"
 
     def _compared(self) -> str:
@@ -68,12 +83,31 @@ class ShownDraw:
         return f"at most {levels} off, {self.equal:.4%} equal"
 
 
-def _share_equal(theirs: np.ndarray, ours: np.ndarray) -> str:
-    share = float((theirs == ours).mean())
-    return "equal" if share == 1 else f"{share:.4%} equal"
+def show_pipeline(
+    spec: str, image: str | Path, mask: str | Path | None = None, *, seed: int = 0, draws: int = 4
+) -> ShownPipeline:
+    """Return draws of a pipeline on an image file, as :func:`load_pipeline` finds it.
+
+    Raises:
+        DatasetError: a file is missing or no image, or the mask has another size than the image.
+        TransformError: there is no such pipeline, or it raised.
+        OptionsError: ``draws`` is below 1.
+    """
+    pipeline = load_pipeline(spec)
+    original = _read(image, "image", frozenset({"RGB"}), "RGB")
+    drawn_on = None if mask is None else read_mask(mask, original.shape[:2])
+    shown = show_draws(pipeline, original, mask=drawn_on, seed=seed, draws=draws)
+    own = ", ".join(own_ways(pipeline))
+    note = f"The same distribution, not the same pixels: {own}." if own else ""
+    captions = [f"draw {number}: {one.caption()}" for number, one in enumerate(shown)]
+    return ShownPipeline(
+        page=draw_grid(original, shown, mask=drawn_on, note=note),
+        captions=[*captions, note] if note else captions,
+        explained=as_batch_transform(pipeline).explain(),
+    )
 
 
-def load_pipeline(spec: str) -> Any:
+def load_pipeline(spec: str) -> Node:
     """Return the pipeline that ``package.module:name`` or ``file.py:name`` names.
 
     Of ``mixed(...)`` it is the pipeline before the mixing, which needs more than one image.
@@ -88,14 +122,15 @@ def load_pipeline(spec: str) -> Any:
             f"{spec!r} does not say where the pipeline is. Write MODULE:NAME, for example "
             "train:augment for `augment = A.Compose([...])` in train.py."
         )
-    found: Any = _import(module_name)
-    for part in name.split("."):
-        if not hasattr(found, part):
-            have = ", ".join(_pipelines_in(found)) or "no A.Compose"
-            raise TransformError(f"{module_name} has no {name!r}. It holds: {have}.")
-        found = getattr(found, part)
     import albumentations
 
+    found: object = _import(module_name)
+    for part in name.split("."):
+        if not hasattr(found, part):
+            have = [k for k, v in vars(found).items() if isinstance(v, albumentations.Compose)]
+            held = ", ".join(have) or "no A.Compose"
+            raise TransformError(f"{module_name} has no {name!r}. It holds: {held}.")
+        found = getattr(found, part)
     if isinstance(found, MixedTransform) and found.pipeline is not None:
         return found.pipeline
     known = albumentations.Compose | albumentations.BasicTransform | BatchTransform
@@ -108,18 +143,11 @@ def load_pipeline(spec: str) -> Any:
 
 
 def _import(name: str) -> ModuleType:
+    """Return a module by its name or the path of its file."""
     path = Path(name)
     try:
         if path.suffix == ".py":
-            if not path.is_file():
-                raise TransformError(f"There is no file {path}, which should hold the pipeline.")
-            spec = importlib.util.spec_from_file_location(path.stem, path)
-            if spec is None or spec.loader is None:
-                raise TransformError(f"{path} cannot be imported as a Python file.")
-            module = importlib.util.module_from_spec(spec)
-            sys.modules[spec.name] = module
-            spec.loader.exec_module(module)
-            return module
+            return _import_file(path)
         # As `python -m` does: a console script does not look in the folder it is called in.
         if "" not in sys.path:
             sys.path.insert(0, "")
@@ -138,49 +166,37 @@ def _import(name: str) -> ModuleType:
         ) from error
 
 
-def _pipelines_in(module: Any) -> list[str]:
-    import albumentations
+def _import_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise TransformError(f"There is no file {path}, which should hold the pipeline.")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise TransformError(f"{path} cannot be imported as a Python file.")
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
-    return [name for name, one in vars(module).items() if isinstance(one, albumentations.Compose)]
 
-
-def read_picture(path: str | Path) -> np.ndarray:
-    """Return an image file as uint8 ``[H, W, 3]``.
-
-    Raises:
-        DatasetError: there is no such file, or it is no image that Pillow reads.
-    """
+def _read(path: str | Path, what: str, modes: frozenset[str], other: str) -> np.ndarray:
+    """Return an image file in one of these modes of PIL, else converted to the other."""
     from PIL import Image, UnidentifiedImageError
 
     try:
         with Image.open(path) as image:
-            return np.array(image.convert("RGB"))
+            return np.array(image if image.mode in modes else image.convert(other))
     except UnidentifiedImageError as error:
         raise DatasetError(f"{path} is not an image that Pillow can read.") from error
     except OSError as error:
-        raise DatasetError(f"The image {path} cannot be read: {error}.") from error
+        raise DatasetError(f"The {what} {path} cannot be read: {error}.") from error
 
 
-def read_mask(path: str | Path, size: tuple[int, int]) -> np.ndarray:
+def read_mask(path: str | Path, size: tuple[int, ...]) -> np.ndarray:
     """Return an image file as a mask: its gray values or numbers of colours, ``[H, W]``.
-
-    Args:
-        path: the file.
-        size: height and width of the image that it belongs to.
 
     Raises:
         DatasetError: there is no such file, it is no image, or it has another size.
     """
-    from PIL import Image, UnidentifiedImageError
-
-    try:
-        with Image.open(path) as image:
-            kept = image if image.mode in {"L", "P", "I", "I;16"} else image.convert("L")
-            mask = np.array(kept)
-    except UnidentifiedImageError as error:
-        raise DatasetError(f"{path} is not an image that Pillow can read.") from error
-    except OSError as error:
-        raise DatasetError(f"The mask {path} cannot be read: {error}.") from error
+    mask = _read(path, "mask", _MASK_MODES, "L")
     if mask.shape != size:
         raise DatasetError(
             f"The mask {path} has {mask.shape[0]} x {mask.shape[1]} pixels, and the image "
@@ -190,7 +206,7 @@ def read_mask(path: str | Path, size: tuple[int, int]) -> np.ndarray:
 
 
 def show_draws(
-    compose: Any,
+    compose: Node,
     image: np.ndarray,
     *,
     mask: np.ndarray | None = None,
@@ -203,7 +219,7 @@ def show_draws(
         compose: an ``A.Compose``, or a single transform.
         image: uint8 or float32 ``[H, W, C]``.
         mask: its mask, ``[H, W]`` of any integer dtype; None: no mask.
-        seed: of all draws. Draw ``i`` is what a run of this seed makes of sample 0 in epoch ``i``.
+        seed: draw ``i`` is what a run of this seed makes of sample 0 in epoch ``i``.
         draws: how many.
 
     Raises:
@@ -212,9 +228,7 @@ def show_draws(
     """
     if draws < 1:
         raise OptionsError(f"draws is {draws}; ask for at least 1.")
-    transform = as_batch_transform(compose)
-    if not isinstance(transform, BatchTransform):
-        raise TransformError(f"{compose!r} is not an albumentations Compose.")
+    transform = _pipeline_transform(compose)
     unit = levels_per_unit(transform.compose, image.dtype)
     own = own_ways(compose)
     given = {"image": image} if mask is None else {"image": image, "mask": mask}
@@ -241,20 +255,17 @@ def show_draws(
     return tuple(shown)
 
 
-def own_ways(compose: Any) -> tuple[str, ...]:
-    """Return the operations whose pixels on the device have only the same distribution."""
+def _pipeline_transform(compose: Node) -> BatchTransform:
     transform = as_batch_transform(compose)
     if not isinstance(transform, BatchTransform):
-        return ()
-    leaves = list_leaves(transform.compose)
-    names = [
-        place.name
-        for place, leaf in zip(transform.plan.placements, leaves, strict=True)
-        if place.where != "worker"
-        and (op := device_form(leaf.transform, transform.ops)) is not None
-        and op.draws_pixels(leaf.transform)
-    ]
-    return tuple(dict.fromkeys(names))
+        raise TransformError(f"{compose!r} is not an albumentations Compose.")
+    return transform
+
+
+def own_ways(compose: Node) -> tuple[str, ...]:
+    """Return the operations whose pixels on the device have only the same distribution."""
+    transform = _pipeline_transform(compose)
+    return redrawn(transform.compose, transform.plan, transform.ops)
 
 
 def _both_ways(
@@ -262,13 +273,14 @@ def _both_ways(
 ) -> tuple[tuple[dict[str, np.ndarray], dict[str, np.ndarray]], tuple[str, ...]]:
     """Return what Albumentations makes of an image and its mask, what we do, and on the device."""
     whole, part = (transform.in_worker(on_device=on_device) for on_device in (False, True))
-    nothing: dict[str, Any] = {}
-    for processor in transform.compose.processors.values():
-        names = (processor.default_data_name, *(processor.params.label_fields or ()))
-        nothing.update({name: [] for name in names})
+    nothing: dict[str, list[object]] = {
+        name: []
+        for processor in transform.compose.processors.values()
+        for name in (processor.default_data_name, *(processor.params.label_fields or ()))
+    }
     try:
-        theirs, _ = whole({**_copied(given), **nothing}, key)
-        sample, tape = part({**_copied(given), **nothing}, key)
+        theirs, _ = whole(copy.deepcopy({**given, **nothing}), key)
+        sample, tape = part(copy.deepcopy({**given, **nothing}), key)
     except Exception as error:
         # Whatever a transform of the user's raises is about the image that it was shown.
         needs = "" if "mask" in given else " If it needs a mask, give one with --mask."
@@ -283,11 +295,7 @@ def _both_ways(
     return ({name: np.asarray(theirs[name]) for name in given}, ours), tuple(op.name for op in ops)
 
 
-def _copied(given: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    return {name: array.copy() for name, array in given.items()}
-
-
-def as_picture(values: np.ndarray, compose: Any) -> np.ndarray:
+def as_picture(values: np.ndarray, compose: Node) -> np.ndarray:
     """Return what a pipeline yields as a picture that people can look at: uint8 ``[H, W, 3]``.
 
     ``ToTensorV2`` and ``Normalize`` are undone. Of more than three channels the first are shown.
@@ -295,29 +303,11 @@ def as_picture(values: np.ndarray, compose: Any) -> np.ndarray:
     names = {type(leaf.transform).__name__: leaf.transform for leaf in list_leaves(compose)}
     picture = values.transpose(1, 2, 0) if "ToTensorV2" in names else values
     picture = picture[..., None] if picture.ndim == 2 else picture
-    if picture.dtype != np.uint8:
-        normalize = names.get("Normalize")
-        if normalize is None:
-            picture = picture * 255.0
-        elif normalize.normalization == "standard":
-            std, mean = (np.asarray(one, np.float64) for one in (normalize.std, normalize.mean))
-            picture = (picture * std + mean) * 255
-        else:
-            low, high = picture.min(), picture.max()
-            picture = (picture - low) * (255 / max(high - low, 1e-6))
-        picture = picture.round().clip(0, 255).astype(np.uint8)
-    count = picture.shape[2]
-    return picture[..., :3] if count >= 3 else np.repeat(picture[..., :1], 3, 2)
-
-
-_CELL_PX: Final = 240
-_GAP_PX: Final = 8
-_LINE_PX: Final = 18
-_FONT_PX: Final = 13
-_LETTER_PX: Final = 6.6
-_OUTLINE: Final = (255, 0, 255)
-_HEADS: Final = ("original", "Albumentations", "ours", f"difference, times {DIFFERENCE_GAIN}")
-_WIDTH_PX: Final = len(_HEADS) * (_CELL_PX + _GAP_PX) + _GAP_PX
+    if picture.dtype != np.uint8 and "Normalize" in names:
+        way = normalized_by(names["Normalize"])
+        low, high = picture.min(), picture.max()
+        picture = (picture - low) / max(high - low, 1e-6) if way is None else way.undone(picture)
+    return three_channels(picture if picture.dtype == np.uint8 else to_levels(picture))
 
 
 def draw_grid(
@@ -329,86 +319,15 @@ def draw_grid(
 ) -> Image:
     """Return a picture with one row per draw: original, Albumentations', ours, and difference.
 
-    Args:
-        original: uint8 or float32 in [0, 1] ``[H, W, C]``.
-        shown: the draws. Masks are drawn as outlines.
-        mask: of the original, ``[H, W]``; None: there is none.
-        note: text below all rows.
+    The original is uint8 or float32 in [0, 1] ``[H, W, C]``. Masks are drawn as outlines, and the
+    note below all rows.
     """
-    from PIL import Image, ImageDraw, ImageFont
-
-    if original.dtype != np.uint8:
-        original = (original * 255).round().clip(0, 255).astype(np.uint8)
-    original = original[..., :3] if original.shape[2] >= 3 else original[..., :1].repeat(3, 2)
-    rows = [_row(original, mask, one) for one in shown]
-    texts = [_wrapped(f"{number}: {one.caption()}") for number, one in enumerate(shown)]
-    cell_heights = [max(cell.height for cell in row) for row in rows]
-    below = _wrapped(note)
-    lines = 1 + sum(map(len, texts)) + len(below)
-    height = sum(cell_heights) + lines * _LINE_PX + (2 * len(rows) + 2) * _GAP_PX
-    page = Image.new("RGB", (_WIDTH_PX, height), "white")
-    pen, font = ImageDraw.Draw(page), ImageFont.load_default(_FONT_PX)
-
-    def write(lines: Sequence[str], top: int) -> int:
-        for line in lines:
-            pen.text((_GAP_PX, top), line, fill="black", font=font)
-            top += _LINE_PX
-        return top
-
-    for column, head in enumerate(_HEADS):
-        pen.text((_left(column), 4), head, fill="black", font=font)
-    top = _LINE_PX + _GAP_PX
-    for row, text, tall in zip(rows, texts, cell_heights, strict=True):
-        for column, cell in enumerate(row):
-            page.paste(cell, (_left(column), top))
-        top = write(text, top + tall + _GAP_PX // 2) + _GAP_PX
-    write(below, top)
-    return page
-
-
-def _row(original: np.ndarray, mask: np.ndarray | None, one: ShownDraw) -> list[Image]:
-    theirs, ours = one.masks or (None, None)
-    return [
-        _cell(original, mask),
-        _cell(one.theirs, theirs),
-        _cell(one.ours, ours),
-        _cell(one.difference, None),
-    ]
-
-
-def _cell(picture: np.ndarray, mask: np.ndarray | None) -> Image:
-    """Return a picture in the size of a cell, with the outlines of its mask."""
-    from PIL import Image
-
-    scale = _CELL_PX / max(picture.shape[:2])
-    wide, tall = (max(1, round(picture.shape[axis] * scale)) for axis in (1, 0))
-    cell = Image.fromarray(picture).resize((wide, tall))
-    if mask is None:
-        return cell
-    rows, columns = (
-        (np.arange(count) + 0.5) * given // count
-        for count, given in zip((tall, wide), mask.shape[:2], strict=True)
-    )
-    small = mask[rows.astype(np.int64)[:, None], columns.astype(np.int64)[None]]
-    pixels = np.array(cell)
-    pixels[_outline(small if small.ndim == 2 else small[..., 0])] = _OUTLINE
-    return Image.fromarray(pixels)
-
-
-def _outline(mask: np.ndarray) -> np.ndarray:
-    """Return where a pixel has another value than the one beside or below it."""
-    edge = np.zeros(mask.shape, bool)
-    beside, below = mask[:, 1:] != mask[:, :-1], mask[1:] != mask[:-1]
-    edge[:, 1:] |= beside
-    edge[:, :-1] |= beside
-    edge[1:] |= below
-    edge[:-1] |= below
-    return edge
-
-
-def _wrapped(text: str) -> list[str]:
-    return textwrap.wrap(text, int((_WIDTH_PX - 2 * _GAP_PX) / _LETTER_PX))
-
-
-def _left(column: int) -> int:
-    return _GAP_PX + column * (_CELL_PX + _GAP_PX)
+    original = three_channels(original if original.dtype == np.uint8 else to_levels(original))
+    rows = []
+    for one in shown:
+        theirs, ours = one.masks or (None, None)
+        rows.append(
+            [(original, mask), (one.theirs, theirs), (one.ours, ours), (one.difference, None)]
+        )
+    captions = [f"{number}: {one.caption()}" for number, one in enumerate(shown)]
+    return draw_page(_HEADS, rows, captions, note)

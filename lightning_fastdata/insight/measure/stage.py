@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from lightning_fastdata.augment.stage_transform import leaves_to_device
+from lightning_fastdata.augment import leaves_to_device
 from lightning_fastdata.device.prefetch import Prefetched
 from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.host.usage import SpentMeter

@@ -10,18 +10,20 @@ import torch
 import torch.overrides
 from torch.utils.data import Dataset, IterableDataset
 
-from lightning_fastdata.augment.dataset_pipelines import (
+from lightning_fastdata.augment import (
     DatasetRecording,
+    DeferredTensor,
     PipelinePlace,
+    Waiting,
+    Watch,
+    device_ops,
     explain_pipelines,
+    is_equal,
     place_pipelines,
     redrawn_of,
+    registered_forms,
+    try_operations,
 )
-from lightning_fastdata.augment.pipeline.trial import is_equal, try_operations
-from lightning_fastdata.augment.record.deferred import DeferredTensor, Waiting
-from lightning_fastdata.augment.record.pipeline_recorder import Watch
-from lightning_fastdata.augment.record.worker import device_ops
-from lightning_fastdata.augment.registry import registered_forms
 from lightning_fastdata.batches.collate import RecordedCollate, collate_samples
 from lightning_fastdata.batches.keyed import fetches_in_batches, keyed
 from lightning_fastdata.order.epoch_order import dataset_length
@@ -32,8 +34,7 @@ from lightning_fastdata.randomness.seeds import EpochCell
 from lightning_fastdata.tree import Path, replace_leaves, spelled
 
 if TYPE_CHECKING:
-    from lightning_fastdata.augment.ops.operation import DeviceOp
-    from lightning_fastdata.augment.stage_transform import PlaceSwitch
+    from lightning_fastdata.augment import DeviceOp, PlaceSwitch
     from lightning_fastdata.types import Batch
 
 IN_WORKERS: Final = "all of it in the workers, by Albumentations itself"

@@ -147,8 +147,7 @@ def _as_before(sizes: dict[str, int], trainer: Trainer, datamodule: DataModule) 
 def attach_guard(trainer: Trainer, guard: type[Callback]) -> None:
     """Add the guard to a trainer that runs on CUDA, unless it has one.
 
-    Lightning calls callbacks in order, so the guard comes first and decides before anything else
-    looks at the batch size.
+    It comes first, to decide before another callback looks at the batch size.
     """
     callbacks = attributes_of(trainer).callbacks
     if has_cuda(trainer) and not any(isinstance(own, guard) for own in callbacks):

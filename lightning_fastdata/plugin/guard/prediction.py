@@ -1,10 +1,7 @@
 """Whether a batch fits the GPU: measured at small sizes, predicted at the asked one.
 
-.. code-block:: text
-
-    next_probe_rows -> (somebody runs a training step) -> Probe -> decide -> GuardDecision
-
-Nothing here knows Lightning or runs a model. :mod:`~lightning_fastdata.plugin.guard.steps` does.
+``next_probe_rows`` -> a training step (:mod:`~lightning_fastdata.plugin.guard.steps`) -> ``Probe``
+-> ``decide`` -> ``GuardDecision``. Nothing here knows Lightning or runs a model.
 """
 
 from __future__ import annotations
@@ -47,17 +44,16 @@ class MemoryReader(Protocol):
         """Give cached memory back to the driver and start to measure a new peak."""
 
     def peak_bytes(self) -> int:
-        """Return the most this process held since the last reset, live tensors included."""
+        """Return the most that live tensors of this process took since the last reset."""
 
     def free_bytes(self) -> int:
-        """Return what this process could hold at most, comparable to ``peak_bytes``.
+        """Return what live tensors of this process could take at most.
 
-        The memory that the driver says is free (other processes are thereby counted), plus all
-        that our own allocator holds already: cached blocks and live tensors.
+        What the driver says is free, and what torch's allocator has reserved already.
         """
 
     def total_bytes(self) -> int:
-        """Return the memory of the whole device."""
+        """Return the memory of the device, or the part of it that this process may use."""
 
 
 class CudaMemoryReader:
@@ -71,27 +67,25 @@ class CudaMemoryReader:
     def __init__(self, device: torch.device | int | str = "cuda") -> None:
         named = torch.device(device)
         # Some of torch's memory functions take a device only with its index.
-        index: int | None = named.index
-        self._device = torch.device(
-            named.type, torch.cuda.current_device() if index is None else index
-        )
+        index = torch.cuda.current_device() if named.index is None else named.index
+        self._device = torch.device(named.type, index)
 
     def reset_peak(self) -> None:
-        """Give cached memory back to the driver and start to measure a new peak."""
+        """Give cached memory back, and start to measure a new peak."""
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def peak_bytes(self) -> int:
-        """Return the most that live tensors of this process took since the last reset."""
+        """Return the most that live tensors took since the last reset."""
         return torch.cuda.max_memory_allocated(self._device)
 
     def free_bytes(self) -> int:
-        """Return what the driver says is free plus what this process has reserved already."""
+        """Return the free memory, with what is reserved already."""
         free, _total = torch.cuda.mem_get_info(self._device)
         return min(free + torch.cuda.memory_reserved(self._device), self.total_bytes())
 
     def total_bytes(self) -> int:
-        """Return the memory of the device, or the part of it that this process may use."""
+        """Return the memory of the device, or the part that may be used."""
         # Absent before torch 2.7; without it a limit set by the user is not seen.
         read_fraction = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)
         total = torch.cuda.mem_get_info(self._device)[1]
@@ -178,15 +172,13 @@ def probe_sizes(asked: int, measure: Callable[[int], Probe]) -> tuple[Probe, ...
 
 
 def predict_peak_bytes(probes: Sequence[Probe], rows: int) -> int | None:
-    """Return the predicted peak in bytes of a training step on ``rows`` rows.
+    """Return the predicted peak in bytes of a training step on ``rows`` rows; None if none ran.
 
     It is the straight line through the two largest sizes that ran, never falling: parameters,
     gradients and optimizer state do not depend on the rows, activations are proportional to them.
-    Real curves are convex at small sizes (the peak moves from the optimizer step, which does not
-    depend on the rows, into the backward pass), so that the line is 2 to 3 % low at large sizes;
-    the reserve of 5 % covers it.
-    With one size that ran, all its memory is taken to grow with the rows: too much rather than too
-    little. Returns None if no size ran.
+    Real curves are convex at small sizes (the peak moves from the optimizer step into the backward
+    pass), so that the line is 2 to 3 % low at large sizes; the reserve of 5 % covers it. With one
+    size, all its memory is taken to grow with the rows: too much rather than too little.
     """
     ran = sorted((probe.rows, probe.peak_bytes) for probe in probes if probe.peak_bytes is not None)
     if not ran:
@@ -215,14 +207,9 @@ def decide(
     taken if they divide it evenly: then each optimizer step sees exactly as many rows as before.
     Otherwise the reason says by how many rows the optimizer step differs.
 
-    Args:
-        asked: Rows per batch that the user asked for, at least 1.
-        probes: Training steps measured at small sizes.
-        budget_bytes: What a training step may take, in bytes.
-        policy: What to do if the batch does not fit. If not even one row fits, ``accumulate`` and
-            ``reduce`` become ``raise``.
-        accumulate_now: Batches over which gradients are accumulated already. Default 1.
-        dataset_rows: Rows of the dataset, if known: no batch has more.
+    If not even one row fits, ``accumulate`` and ``reduce`` become ``raise``. ``accumulate_now`` is
+    how many batches gradients are accumulated over already; no batch has more rows than
+    ``dataset_rows``.
 
     Raises:
         OptionsError: The policy is unknown, or ``asked`` or ``accumulate_now`` is less than 1.
@@ -239,7 +226,6 @@ def decide(
         return skipped(asked, accumulate_now, "the guard is off")
     if not probes:
         return skipped(asked, accumulate_now, "no training step was measured")
-
     full = asked if dataset_rows is None else max(1, min(asked, dataset_rows))
 
     def too_large(rows: int) -> bool:

@@ -13,7 +13,7 @@ import logging
 import random
 import warnings
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -61,7 +61,7 @@ def snapshot(*roots: object) -> Undo:
     """
     undos: list[Undo] = []
     seen: dict[int, object] = {}  # keeps what it has seen alive, so that no id comes twice
-    waiting: list[Any] = [getattr(root, "__dict__", None) for root in roots]
+    waiting: list[object] = [vars(root) for root in roots if hasattr(root, "__dict__")]
     while waiting:
         value = waiting.pop()
         if id(value) in seen or not isinstance(value, (*_FOLLOWED, *_CONTAINERS)):
@@ -85,9 +85,7 @@ def snapshot(*roots: object) -> Undo:
 
 def _snapshot_tensor(tensor: torch.Tensor) -> Undo:
     strides = tensor.stride() if tensor.layout == torch.strided else ()
-    expanded = any(
-        step == 0 and size > 1 for step, size in zip(strides, tensor.shape, strict=False)
-    )
+    expanded = any(s == 0 and n > 1 for s, n in zip(strides, tensor.shape, strict=False))
     if tensor.is_meta or expanded:  # nothing can be written into them
         return lambda: None
     values, requires_grad = tensor.detach().to("cpu", copy=True), tensor.requires_grad
@@ -103,10 +101,10 @@ def _snapshot_tensor(tensor: torch.Tensor) -> Undo:
 
 
 def _refill(live: Any, saved: dict[Any, Any] | list[Any]) -> None:
-    def identities(value: Any) -> list[int]:
+    def identities(value: Collection[object]) -> list[int]:
         return [id(part) for part in (*value, *(value.values() if isinstance(value, dict) else ()))]
 
-    if identities(live) != identities(saved):  # else leave it alone, somebody may be reading it
+    if identities(live) != identities(saved):  # else leave it alone, as it may be being read
         live.clear()
         (live.update if isinstance(live, (dict, set)) else live.extend)(saved)
 
@@ -151,21 +149,18 @@ def run_guard(
     scaler, gradients (none), and the random states of Python, numpy and torch; the copies are kept
     in host memory. Not undone: what a step does to other objects, and to the world outside.
 
+    The decision is ``skipped``, with the reason, where steps cannot be tried or undone safely.
+    Nothing is applied yet, see :func:`apply_decision`. What a training step raises goes through,
+    out of memory excepted.
+
     Args:
-        trainer: A trainer that has set up its strategy for a fit.
+        trainer: It has set up its strategy for a fit.
         pl_module: The module it trains.
         batch_of: Gives a batch with that many rows, on the CPU, as the loader delivers it.
-        batch_size: Rows per batch that the user asked for; None if the loader does not batch.
-        policy: What to do if it does not fit.
-        reader: Reads the memory of the device that the module is on.
+        batch_size: Rows that the user asked for; None if the loader does not batch.
+        policy: What to do if they do not fit.
+        reader: Of the device that the module is on.
         dataset_rows: Rows of the training dataset, if known: no batch has more.
-
-    Returns:
-        The decision. It is ``skipped``, with the reason, where steps cannot be tried or undone
-        safely. Nothing is applied yet, see :func:`apply_decision`.
-
-    Raises:
-        Exception: Whatever a training step raises, out of memory excepted.
     """
     asked = batch_size or 0
     accumulate_now = trainer.accumulate_grad_batches
@@ -219,8 +214,7 @@ def apply_decision(
 ) -> str:
     """Set the batch size and the accumulation that were decided, and return the reason.
 
-    Sets ``datamodule.batch_size`` and ``trainer.accumulate_grad_batches``. A training loader that
-    the trainer has built already (``configure_optimizers`` asked for
+    A training loader that the trainer has built already (``configure_optimizers`` asked for
     ``trainer.estimated_stepping_batches``) is asked for again.
 
     Raises:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
 
 import numpy as np
 
-from lightning_fastdata.augment.show.grid import batch_grid, find_images, find_normalized
+from lightning_fastdata.augment import batch_grid, find_images, find_normalized
 from lightning_fastdata.errors import BatchError, FastDataWarning, OptionsError
 from lightning_fastdata.plugin.contracts import ImageForm
 from lightning_fastdata.plugin.loggers.boards import log_image

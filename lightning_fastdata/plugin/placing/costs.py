@@ -14,9 +14,12 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
-from lightning_fastdata.augment.dataset_pipelines import DatasetRecording, redrawn_of
-from lightning_fastdata.augment.placement import PlaceCosts, SampleCosts
-from lightning_fastdata.augment.stage_transform import leaves_to_device, redrawn_on_device
+from lightning_fastdata.augment import (
+    DatasetRecording,
+    leaves_to_device,
+    redrawn_of,
+    redrawn_on_device,
+)
 from lightning_fastdata.batches.collate import (
     FirstOfPairs,
     RecordedCollate,
@@ -30,6 +33,7 @@ from lightning_fastdata.insight.measure.timeline import CudaClock, HostClock
 from lightning_fastdata.order.epoch_order import dataset_length
 from lightning_fastdata.planning.facts.probe import Clocks, spread_indices
 from lightning_fastdata.planning.facts.probe_process import Tell, try_apart
+from lightning_fastdata.plugin.placing.decision import PlaceCosts, SampleCosts
 from lightning_fastdata.randomness.seeds import EpochCell
 from lightning_fastdata.types import SampleKey
 

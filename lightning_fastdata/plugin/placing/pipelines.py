@@ -9,14 +9,19 @@ from collections.abc import Iterator, Mapping
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Final
 
-from lightning_fastdata.augment.dataset_pipelines import explain_pipelines, place_pipelines
-from lightning_fastdata.augment.pipeline.tree import list_nodes
-from lightning_fastdata.augment.record.worker import device_ops
-from lightning_fastdata.augment.registry import registered_forms
-from lightning_fastdata.augment.replay.triton import has_kernels
-from lightning_fastdata.augment.replay.warm_up import Variant, mask_dtypes, variants
-from lightning_fastdata.augment.stage_transform import SuitsSamples
-from lightning_fastdata.augment.transform import BatchTransform
+from lightning_fastdata.augment import (
+    BatchTransform,
+    SuitsSamples,
+    Variant,
+    device_ops,
+    explain_pipelines,
+    has_kernels,
+    list_nodes,
+    mask_dtypes,
+    place_pipelines,
+    registered_forms,
+    variants,
+)
 from lightning_fastdata.planning.facts.inspection import DatasetFacts, Questions
 from lightning_fastdata.planning.facts.pipeline_trial import IN_WORKERS, Trial
 from lightning_fastdata.plugin.placing.stage_transforms import DatasetPipeline, StagePlan

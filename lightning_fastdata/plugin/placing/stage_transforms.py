@@ -6,9 +6,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lightning_fastdata.augment.dataset_pipelines import DatasetDraws
-from lightning_fastdata.augment.stage_transform import PlaceSwitch, SuitsSamples, SwitchedTransform
-from lightning_fastdata.augment.transform import as_batch_transform
+from lightning_fastdata.augment import (
+    DatasetDraws,
+    PlaceSwitch,
+    SuitsSamples,
+    SwitchedTransform,
+    as_batch_transform,
+)
 from lightning_fastdata.batches.staged import StagedBatch
 from lightning_fastdata.errors import TransformError
 from lightning_fastdata.plugin.contracts import ImageForm
@@ -19,8 +23,7 @@ if TYPE_CHECKING:
     import torch
     from lightning.pytorch import Trainer
 
-    from lightning_fastdata.augment.placement import Place
-    from lightning_fastdata.augment.stage_transform import StageTransform
+    from lightning_fastdata.augment import Place, StageTransform
     from lightning_fastdata.planning.facts.pipeline_trial import Trial
     from lightning_fastdata.planning.loader_plan import LoaderSpec
     from lightning_fastdata.types import Batch

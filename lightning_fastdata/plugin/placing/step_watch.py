@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from lightning_fastdata.augment.placement import StepSeen
 from lightning_fastdata.insight.measure.metrics import measured, warm_steps
 from lightning_fastdata.insight.measure.timeline import CudaClock, HostClock, StepTimeline
+from lightning_fastdata.plugin.placing.decision import StepSeen
 
 if TYPE_CHECKING:
     import torch
 
-    from lightning_fastdata.augment.placement import Place
+    from lightning_fastdata.augment import Place
     from lightning_fastdata.insight.measure.timeline import DeviceClock
     from lightning_fastdata.types import Batch
 

@@ -15,19 +15,18 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
-from lightning_fastdata.augment.placement import (
+from lightning_fastdata.augment import Place, PlaceSwitch
+from lightning_fastdata.batches.staged import StagedBatch
+from lightning_fastdata.executors.kinds import KINDS
+from lightning_fastdata.host.cpu import read_cpu_limit
+from lightning_fastdata.plugin.placing.costs import PlaceTask, read_place_costs
+from lightning_fastdata.plugin.placing.decision import (
     MOST_CHANGES,
-    Place,
     PlaceChoice,
     PlaceCosts,
     StepSeen,
     choose_place,
 )
-from lightning_fastdata.augment.stage_transform import PlaceSwitch
-from lightning_fastdata.batches.staged import StagedBatch
-from lightning_fastdata.executors.kinds import KINDS
-from lightning_fastdata.host.cpu import read_cpu_limit
-from lightning_fastdata.plugin.placing.costs import PlaceTask, read_place_costs
 from lightning_fastdata.plugin.placing.stage_transforms import carry_out_draws, finish
 from lightning_fastdata.plugin.placing.step_watch import StepWatch
 from lightning_fastdata.plugin.seams.trainer import device_type

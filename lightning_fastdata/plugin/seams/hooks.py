@@ -19,7 +19,7 @@ from lightning_fastdata.types import SampleKey
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
-    from lightning_fastdata.augment.stage_transform import StageTransform
+    from lightning_fastdata.augment import StageTransform
     from lightning_fastdata.plugin.contracts import DataModule
     from lightning_fastdata.types import Batch
 

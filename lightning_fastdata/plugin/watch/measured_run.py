@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Final, Literal, Protocol
 
-from lightning_fastdata.augment.stage_transform import SwitchedTransform, leaves_to_device
+from lightning_fastdata.augment import SwitchedTransform, leaves_to_device
 from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.host.machine import describe_machine, read_versions
 from lightning_fastdata.insight.model.evidence import Evidence, LoaderFacts, read_loader

@@ -5,7 +5,7 @@ The first rule that fits decides:
 ==  =====================================================================  ========================
  1  there is no accelerator                                                workers
  2  the pipeline leaves nothing to a device                                workers
- 3  the device could not carry it out when that was tried                  workers
+ 3  the device failed at its part when that was tried                      workers
  4  nothing could be measured beforehand                                   device
  5  no step is known: the workers save more time per batch than the        device
     device needs for it, or the device needs less than 2 % of what a
@@ -42,17 +42,16 @@ to steps that would not wait without it is taken away when it is 3 % of them.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Final
 
-Place: TypeAlias = Literal["device", "workers"]
-"""``"workers"``: all of it, by Albumentations; ``"device"``: there what has a device form."""
+if TYPE_CHECKING:
+    from lightning_fastdata.augment import Place
 
 KNOWN_STEPS: Final = 50
 """So many steps, or a whole epoch, say how long a step takes."""
 FEWEST_STEPS: Final = 4
 """An epoch with fewer measured steps says nothing."""
-MOST_CHANGES: Final = 2
-"""In one run."""
+MOST_CHANGES: Final = 2  # in one run
 _GAIN: Final = 0.03
 _UNSEEN: Final = 0.02
 _CHANCE: Final = 0.05
@@ -68,7 +67,7 @@ class SampleCosts:
     """Milliseconds if the device does what it can: reading, drawing, the pixels that stay, and its
     share of the collation."""
     read_ms: float | None
-    """Of both, the milliseconds of reading; None: not told apart."""
+    """Of both, the milliseconds of reading; None: not separated."""
     waits_ms: float = 0.0
     """Of those, the milliseconds without computing: for a disk or a network."""
     samples: int = 1
@@ -92,8 +91,7 @@ class PlaceCosts:
     sample: SampleCosts | None = None
     """None: no sample could be measured."""
     device_ms: float | None = None
-    """Milliseconds in which the device carries out what was left to it, for one batch; None: not
-    measured."""
+    """Milliseconds of the device for its part of one batch; None: not measured."""
     refusal: str | None = None
     """Why the device cannot do its part; None if it can."""
     redrawn: tuple[str, ...] = ()
@@ -116,7 +114,6 @@ class StepSeen:
     """Steps that were measured, all with the pixels in one place."""
 
     place: Place
-    """Where."""
     steps: int
     """How many; without the first ones of epochs."""
     epochs: int
@@ -126,8 +123,8 @@ class StepSeen:
     wait_ms: float
     """Milliseconds in which it waited for its batch, median."""
     augment_ms: float | None = None
-    """Milliseconds in which the device carried out what was left to it, median; None: not
-    measured, or nothing was left. With pixels on the device: it did so beside the steps."""
+    """Milliseconds of the device for its part, median; None: not measured, or it had none. With
+    pixels on the device: it did its part beside the steps."""
 
     @property
     def beside(self) -> bool:
@@ -145,12 +142,10 @@ class PlaceChoice:
     """Where the pixels are computed, and why."""
 
     place: Place
-    """Where."""
     reason: str
-    """The reason, with its numbers."""
+    """With its numbers."""
     saved_ms: float | None = None
-    """Milliseconds per batch by which the workers are faster if the device does its part; None:
-    not known."""
+    """Milliseconds per batch by which the device's part makes the workers faster; None: unknown."""
     device_ms: float | None = None
     """Milliseconds per batch that this part takes the device; None: not known."""
     workers_step_ms: float | None = None
@@ -170,13 +165,8 @@ def choose_place(
 ) -> PlaceChoice:
     """Decide where the pixels of a pipeline are computed; the rules are those of this module.
 
-    Args:
-        costs: What is known before the first step.
-        step: What steps were measured since; too few count as none.
-        elsewhere: What steps were measured in this run with the pixels in the other place; None:
-            there were none.
-        changes: How often this was changed in this run.
-        known_step_ms: Milliseconds of a step in an earlier run; None: not known.
+    Too few steps count as none. ``elsewhere`` are steps of this run with the pixels in the other
+    place, ``changes`` how often it changed, and ``known_step_ms`` is of an earlier run.
     """
     settled = _without_weighing(costs)
     if settled is not None:
@@ -207,20 +197,18 @@ def _before_any_step(costs: PlaceCosts, known_step_ms: float | None) -> PlaceCho
     whole_ms, deferred_ms = costs.loader_ms("workers"), costs.loader_ms("device")
     saved_ms, device_ms = whole_ms - deferred_ms, costs.device_ms or 0.0
     unseen = known_step_ms is not None and device_ms < _UNSEEN * known_step_ms
+    workers = f"{costs.workers} worker{'s' if costs.workers > 1 else ''}"
+    makers = workers if costs.workers else "the training process"
     place: Place = "device" if saved_ms > 0 and (device_ms < saved_ms or unseen) else "workers"
     why = (
-        f"a batch of {costs.batch_size} takes {_makers(costs)} {whole_ms:.4g} ms with the whole "
+        f"a batch of {costs.batch_size} takes {makers} {whole_ms:.4g} ms with the whole "
         f"pipeline and {deferred_ms:.4g} ms without what the device can do, for which that needs "
         f"{device_ms:.4g} ms{_each(costs.sample)}"
     )
     if unseen and place == "device":
         why += f"; a step took {known_step_ms:.4g} ms"
-    return PlaceChoice(
-        place=place,
-        reason=why + (_redrawn(costs) if place == "device" else ""),
-        saved_ms=saved_ms,
-        device_ms=device_ms,
-    )
+    why += _redrawn(costs) if place == "device" else ""
+    return PlaceChoice(place=place, reason=why, saved_ms=saved_ms, device_ms=device_ms)
 
 
 def _after_steps(
@@ -228,14 +216,14 @@ def _after_steps(
 ) -> PlaceChoice:
     now: Place = step.place
     other: Place = "workers" if now == "device" else "device"
-    other_ms, told = predicted_step_ms(costs, step, other), "are predicted to take"
+    other_ms, known = predicted_step_ms(costs, step, other), "are predicted to take"
     if elsewhere is not None and (elsewhere.beside or elsewhere.step_ms > other_ms):
-        other_ms, told = elsewhere.step_ms, "took"
+        other_ms, known = elsewhere.step_ms, "took"
     gain = (step.step_ms - other_ms) / step.step_ms if step.step_ms > 0 else 0.0
     moves = gain >= _GAIN and changes < MOST_CHANGES
     why = (
         f"{step.steps} steps took {step.step_ms:.4g} ms each {_WHERE[now]}, of which they waited "
-        f"{step.wait_ms:.4g} ms; {_WHERE[other]} they {told} {other_ms:.4g} ms"
+        f"{step.wait_ms:.4g} ms; {_WHERE[other]} they {known} {other_ms:.4g} ms"
     )
     if not moves and gain >= _GAIN:
         why += f", but this was changed {changes} times already"
@@ -261,10 +249,7 @@ def _after_steps(
 def predicted_step_ms(costs: PlaceCosts, step: StepSeen, place: Place) -> float:
     """Return the milliseconds of a step with the pixels in ``place``, after ``step`` was measured.
 
-    Args:
-        costs: With a measured sample and device.
-        step: Measured steps, with the pixels in either place.
-        place: Where they are to be.
+    The costs are those of a measured sample and device.
     """
     waits = not costs.workers or step.wait_ms >= _CHANCE * step.step_ms
     augment_ms = costs.device_ms or 0.0
@@ -272,9 +257,9 @@ def predicted_step_ms(costs: PlaceCosts, step: StepSeen, place: Place) -> float:
     if step.place == "device":
         augment_ms = augment_ms if step.augment_ms is None else step.augment_ms
         compute_ms = max(0.0, compute_ms - augment_ms)
-    told_ms = max(costs.loader_ms(step.place), 1e-6)
+    expected_ms = max(costs.loader_ms(step.place), 1e-6)
     took_ms = step.step_ms if costs.workers else step.wait_ms
-    factor = took_ms / told_ms
+    factor = took_ms / expected_ms
     if costs.workers and not waits:
         factor = min(1.0, factor)
     loader_ms = factor * costs.loader_ms(place)
@@ -283,12 +268,6 @@ def predicted_step_ms(costs: PlaceCosts, step: StepSeen, place: Place) -> float:
 
 
 _WHERE: Final = {"device": "with pixels on the device", "workers": "with all of it in the workers"}
-
-
-def _makers(costs: PlaceCosts) -> str:
-    if not costs.workers:
-        return "the training process"
-    return f"{costs.workers} worker{'s' if costs.workers > 1 else ''}"
 
 
 def _each(sample: SampleCosts | None) -> str:

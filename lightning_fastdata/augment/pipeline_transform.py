@@ -1,0 +1,207 @@
+"""An Albumentations pipeline in two halves: drawn in the worker, computed on the batch."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Collection, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from lightning_fastdata.augment.collated_batches import ForeignBatches, OnCpu, checked_on_cpu
+from lightning_fastdata.augment.ops.output import OutputForm, check_form
+from lightning_fastdata.augment.pipeline.fields import (
+    Fields,
+    describe,
+    find_fields,
+    get_field,
+    to_hwc,
+)
+from lightning_fastdata.augment.pipeline.plan import OF_BYTES, analyse
+from lightning_fastdata.augment.pipeline.trial import refusal, what_it_means
+from lightning_fastdata.augment.record.targets import convert_images, target_roles
+from lightning_fastdata.augment.record.worker import (
+    ComposeWorker,
+    CropOnDevice,
+    SampleForm,
+    crop_on_device,
+    device_ops,
+)
+from lightning_fastdata.augment.registry import registered_forms
+from lightning_fastdata.augment.replay.torch import replay_batch
+from lightning_fastdata.augment.stage_transform import plain_tensors, table
+from lightning_fastdata.errors import BatchError, FastDataWarning
+
+if TYPE_CHECKING:
+    from typing import Self
+
+    from lightning_fastdata.augment.ops.operation import DeviceOp
+    from lightning_fastdata.augment.pipeline.plan import Plan
+    from lightning_fastdata.augment.pipeline.tree import Node
+    from lightning_fastdata.augment.pipeline.values import States
+    from lightning_fastdata.augment.replay.program import Draws
+    from lightning_fastdata.types import Batch, SampleKey
+
+
+class PipelineTransform:
+    """A pipeline as a stage transform: what a loader and a trainer ask of it."""
+
+    starts_in_worker = True
+
+    def __init__(
+        self,
+        compose: Node,
+        fields: Fields,
+        ops: Mapping[str, DeviceOp] | None = None,
+        *,
+        same_pixels: bool = False,
+        form: OutputForm | None = None,
+        strict: bool = False,
+        on_cpu: OnCpu = "albumentations",
+    ) -> None:
+        import albumentations
+
+        self.name = type(compose).__name__
+        if not isinstance(compose, albumentations.Compose):
+            compose = albumentations.Compose([compose])
+        self.compose = compose
+        self.form = form or OutputForm()
+        check_form(self.form, compose)
+        self._ops = ops
+        self._registered = registered_forms(compose)
+        self._same_pixels = same_pixels
+        self._strict = strict
+        self._on_cpu = checked_on_cpu(on_cpu)
+        self.plan = self._any_size = self._analyse(channels=3)
+        self._crop: CropOnDevice | None = None
+        self._fields = fields
+        self._roles = target_roles(compose)
+        self._foreign: ForeignBatches | None = None
+
+    @property
+    def ops(self) -> Mapping[str, DeviceOp]:
+        """Device forms by name, with those that were registered for the pipeline's own classes."""
+        return device_ops(self._ops, self._registered)
+
+    def check_sample(self, sample: Batch) -> None:
+        """Raise BatchError if a sample of the dataset holds no image that can be read."""
+        found = find_fields(sample, self._fields, batched=False)
+        to_hwc(get_field(sample, found.image))
+        for kind, processor in self.compose.processors.items():
+            names = processor.data_fields
+            if not isinstance(sample, Mapping) or not any(name in sample for name in names):
+                warnings.warn(
+                    f"The pipeline transforms {kind}, and the first sample has none: it is "
+                    f"{describe(sample)}. Images would move without their {kind}. Let the dataset "
+                    f"return a dict with {' or '.join(map(repr, names))}, or leave the "
+                    f"{kind} out of the Compose.",
+                    FastDataWarning,
+                    stacklevel=2,
+                )
+
+    def _analyse(self, *, channels: int | None, values: Collection[States] = OF_BYTES) -> Plan:
+        return analyse(
+            self.compose,
+            self.ops,
+            refusal=refusal(),
+            same_pixels=self._same_pixels,
+            channels=channels,
+            values=values,
+        )
+
+    def in_worker(self, *, on_device: bool) -> ComposeWorker:
+        """Return the part for the side process: all of it, or what a device cannot do."""
+        defers = on_device and self.plan.defers
+        return ComposeWorker(
+            self.compose,
+            self._fields,
+            self._any_size if defers else None,
+            self._ops,
+            self._crop if defers else None,
+            registered=self._registered,
+            form=None if on_device else self.form,  # On a device it is converted there.
+        )
+
+    def for_samples(self, samples: Iterable[Batch]) -> Self:
+        """Return the transform for a dataset, of which these are samples from all over it.
+
+        What a device can do depends on channels, dtypes and ranges of the images. If all have one
+        size, not much larger than what the pipeline makes of it, the device crops, too. Samples of
+        another size are still right, but cost more than without.
+        """
+        worker = ComposeWorker(self.compose, self._fields, None, self._ops)
+        forms: list[SampleForm] = []
+        for sample in samples:
+            try:
+                forms.append(worker.form_of(sample))
+            except BatchError:
+                if not forms:
+                    raise
+                break  # Training reports it, if it reads that sample.
+        if not forms:
+            return self
+        (size, channels, first), crop = forms[0], None
+        values = [frozenset(form.values.get(name, first[name]) for form in forms) for name in first]
+        if size is not None and all(form.size == size for form in forms):
+            crop = crop_on_device(
+                self.compose,
+                self.ops,
+                size,
+                refusal=refusal(),
+                same_pixels=self._same_pixels,
+                channels=channels,
+                values=values,
+            )
+        fitted = copy.copy(self)
+        fitted._foreign = None
+        fitted._any_size = self._analyse(channels=channels, values=values)
+        fitted._crop = crop
+        fitted.plan = fitted._any_size if crop is None else crop.plan
+        return fitted
+
+    def apply(self, batch: Batch, draws: Draws | None) -> Batch:
+        """Compute what was drawn on images ``[n, H, W, C]`` or ``[n, H, W]`` of the workers.
+
+        They come out as ``[n, C, H, W]`` behind ``ToTensorV2``, else as ``[n, H, W, C]``.
+
+        Raises:
+            BatchError: the image field is missing, or has another number of samples than was drawn.
+        """
+        with plain_tensors():
+            if draws is not None:
+                batch = replay_batch(batch, draws, self._fields, self.ops, self.form)
+            return convert_images(batch, self._fields, self._roles, self.form)
+
+    def apply_unprepared(self, batch: Batch, key: SampleKey) -> Batch:
+        """Draw and compute here, for a batch ``[n, C, H, W]`` or ``[n, H, W, C]``.
+
+        Raises:
+            BatchError: there is no image batch, or one of floats outside of [0, 1].
+            TransformError: the pipeline needs boxes or keypoints, which a collated batch has lost.
+        """
+        return self._run_unprepared(batch, key, self._fields)
+
+    def _run_unprepared(self, batch: Batch, key: SampleKey, fields: Fields) -> Batch:
+        with plain_tensors():
+            batch = self._on_batches().run(batch, fields, key)
+            return convert_images(batch, fields, self._roles, self.form)
+
+    def _on_batches(self) -> ForeignBatches:
+        if self._foreign is None:
+            self._foreign = ForeignBatches(
+                self.compose,
+                self.ops,
+                refusal(),
+                same_pixels=self._same_pixels,
+                strict=self._strict,
+                on_cpu=self._on_cpu,
+            )
+        return self._foreign
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_foreign": None}
+
+    def explain(self) -> str:
+        """Return a table: operation, where it runs, why."""
+        rows = table([(place.name, place.where, place.why) for place in self.plan.placements])
+        reason = refusal()
+        return rows if reason is None else f"{rows}\n{what_it_means(reason)}"
