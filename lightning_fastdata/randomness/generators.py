@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import numpy.random  # forked processes find it loaded, which takes a tenth of a second
@@ -39,7 +39,7 @@ class DrawWatch:
     """
 
     def __init__(self, names: Collection[str] = GENERATORS) -> None:
-        self._watched: dict[str, _Watched] = {name: _watched(name) for name in names}
+        self._watched = {name: _WATCHED[name]() for name in names}
         self.begin()
 
     def begin(self) -> None:
@@ -66,28 +66,15 @@ class DrawWatch:
             del self._watched[name]
 
 
-class _Watched(Protocol):
-    """One generator, its state, and whether it has moved since that was remembered."""
-
-    def begin(self) -> None: ...
-    def moved(self) -> bool: ...
-    def restore(self) -> None: ...
-
-
-def _watched(name: str) -> _Watched:
-    if name == "random":
-        return PythonGenerator(_python_address())
-    return _NumpyGenerator() if name == "numpy" else _TorchGenerator()
-
-
 class PythonGenerator:
     """The state behind ``random``, read from memory: ``getstate`` and a comparison take 15 us.
 
-    Its position and words are at ``address``; 0: ``getstate`` is to be asked.
+    Its position and words are at ``address``; 0: ``getstate`` is to be asked. Default: where
+    CPython keeps them.
     """
 
-    def __init__(self, address: int) -> None:
-        self._address = address
+    def __init__(self, address: int | None = None) -> None:
+        self._address = _python_address() if address is None else address
         self._state: Any = None
 
     def begin(self) -> None:
@@ -179,6 +166,9 @@ class _TorchGenerator:
 
     def restore(self) -> None:
         torch.set_rng_state(self._state)
+
+
+_WATCHED: Final = {"random": PythonGenerator, "numpy": _NumpyGenerator, "torch": _TorchGenerator}
 
 
 def _equal(ours: object, theirs: object) -> bool:

@@ -17,7 +17,7 @@ from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.batches.slots import SlotPool
 from lightning_fastdata.batches.staged import move
 from lightning_fastdata.batches.streams import CudaLockDriver, DeviceStreams, PageLocks
-from lightning_fastdata.device.prefetch import SideLane
+from lightning_fastdata.device.lookahead import SideLane
 from lightning_fastdata.errors import OptionsError
 
 pytestmark = [*needs_cuda, pytest.mark.filterwarnings("ignore::UserWarning:lightning")]

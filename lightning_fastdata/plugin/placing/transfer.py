@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 from lightning_fastdata.batches.staged import StagedBatch, move
 from lightning_fastdata.batches.streams import DeviceStreams, device_streams
-from lightning_fastdata.device.prefetch import Crossing, OneAhead, SideLane
+from lightning_fastdata.device.lookahead import Crossing, OneAhead, SideLane
 from lightning_fastdata.errors import FastDataWarning
 from lightning_fastdata.plugin.data.arguments import check_choice
 from lightning_fastdata.plugin.placing.stage_transforms import carry_out_draws, inside, transfer
