@@ -138,7 +138,7 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         functions.get(chosen.command, compare)(**options)
     except FastDataError as error:
-        # The message says what to do; where in our code it was raised helps nobody.
+        # The message says what to do; our stack would not help.
         raise SystemExit(f"fastdata: {error}") from error
 
 

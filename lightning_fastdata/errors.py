@@ -65,7 +65,7 @@ class WorkerError(FastDataError, RuntimeError):
 
 
 class BatchSizeError(FastDataError):
-    """The batch does not fit the device, and the guard was told not to change it."""
+    """The batch does not fit the device, and the guard may not change it."""
 
 
 class VersionError(FastDataError, ImportError):

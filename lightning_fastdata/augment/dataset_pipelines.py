@@ -46,7 +46,7 @@ class PipelinePlace(NamedTuple):
     plan: Plan
     """Where its operations run."""
     why_not: str | None
-    """Why none of it is left to the device; None if some of it is."""
+    """Why none of it is deferred to the device; None if some of it is."""
 
 
 def place_pipelines(

@@ -82,7 +82,7 @@ _default: _Collate = default_collate
 def for_writing(collate_fn: _Collate) -> _Collate:
     """Return what collates likewise for :func:`~lightning_fastdata.batches.packed.pack` alone.
 
-    Where all of a collation is ours, so that nobody looks at the batch before it is packed, stacks
+    Where all of a collation is ours, so that no code reads the batch before it is packed, stacks
     are left for then (:class:`~lightning_fastdata.batches.packed.LateStack`).
     """
     if collate_fn is default_collate:
@@ -203,7 +203,7 @@ class StagingCollate(_HandsOn):
 
 
 class RecordedCollate(_HandsOn):
-    """Collates samples, and what their dataset's own pipelines have left to the device."""
+    """Collates samples, and what their dataset's own pipelines have deferred to the device."""
 
     def __init__(
         self,
@@ -222,7 +222,7 @@ class RecordedCollate(_HandsOn):
         return StagedBatch(batch, draws, self.stage)
 
     def collated(self, samples: list[Any]) -> Batch:
-        """Return the batch, in which what is left to the device still waits."""
+        """Return the batch, in which what is deferred to the device still waits."""
         # Also where the user's collation calls torch's: in each process that collates.
         default_collate_fn_map.setdefault(DeferredTensor, stack_deferred)
         return self._collate_handed_on(samples)
@@ -240,7 +240,7 @@ class RecordedCollate(_HandsOn):
 
 
 class FirstOfPairs(_HandsOn):
-    """Collates the samples of ``(sample, tape)`` pairs, where nothing is left to a device.
+    """Collates the samples of ``(sample, tape)`` pairs, where nothing is deferred to a device.
 
     Raises:
         OptionsError: The transform needs batches, and the loader makes none.

@@ -29,7 +29,7 @@ def uncollatable(sample: object) -> str | None:
 
 
 def advice(samples: Sequence[object]) -> str:
-    """Return what hinders the collation of samples, as far as it can be seen, and what to do."""
+    """Return what is seen to hinder the collation of samples, and what to do."""
     for number, sample in enumerate(samples):
         found = _stranger(sample, "")
         if found is not None:

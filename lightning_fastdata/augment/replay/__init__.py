@@ -1,1 +1,1 @@
-"""What was drawn for a batch, carried out on its device."""
+"""What was drawn for a batch, computed on its device."""
