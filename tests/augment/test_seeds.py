@@ -259,7 +259,7 @@ def test_only_top_level_pipelines_are_found_once_each_in_order() -> None:
 
 def test_looking_for_pipelines_never_imports_albumentations() -> None:
     code = (
-        "import sys; from lightning_fastdata.randomness.seeds import find_composes;"
+        "import sys; from lightning_fastdata.randomness.search import find_composes;"
         "assert find_composes([object()]) == (); assert 'albumentations' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import time
 
@@ -140,9 +141,9 @@ def test_the_report_the_page_and_the_summary_list_each_wait(tmp_path):
     assert [each["name"] for each in listed] == ["images", "text"]
     assert listed[0]["wait_ms"] == pytest.approx(waits["images"])
     assert listed[0]["causes"]["wait"]["read_blocked_ms"] > listed[0]["wait_ms"] / 2
-    page = (tmp_path / "report.html").read_text()
+    page = html.unescape((tmp_path / "report.html").read_text())
     assert "Waits for each loader" in page
-    assert "The wait for one batch of loader &#x27;images&#x27;" in page
+    assert "The wait for one batch of loader 'images'" in page
 
 
 def test_a_single_loader_is_told_without_a_name(tmp_path):
