@@ -118,13 +118,13 @@ class EpochIndices:
     def __iter__(self) -> Iterator[Any]:
         """Begin an epoch."""
         start = self.start
-        self._began = began = _Began(self.source)
-        known = epoch_order(self.source, began.epoch)
+        epoch = self.sampler.epoch if isinstance(self.sampler, HasEpoch) else 0
+        known = epoch_order(self.source, epoch)
         if known is not None:
             if not start.samples:
                 return self._plain(self.source)
             if start.digest is not None and start.samples <= _CHECKED:
-                _check(start, self.digest(began.epoch, start.samples, 0), self.sampler)
+                _check(start, self.digest(epoch, start.samples, 0), self.sampler)
             rest = replace(known, start=start.samples).batches()
             return rest if self.arrays else (batch.tolist() for batch in rest)
         self._ahead = _Digests(start)
@@ -171,6 +171,8 @@ class EpochIndices:
             source = _drawing_again(source, start.drawn)
         if not start.same_batches:
             source = _cut_anew(source, start.samples)
+        # Not before: torch draws a seed of its own between iter() and the first index.
+        self._began = _Began(self.source, start.drawn)
         batches = self._plain(source)
         skipped = start.batches if start.same_batches else 0
         with _as_before(start.drawn):
@@ -199,9 +201,9 @@ def _check(start: Start, found: int | None, sampler: object) -> None:
 class _Began:
     """What a sampler was about to draw an epoch from."""
 
-    def __init__(self, source: object) -> None:
+    def __init__(self, source: object, again: Drawn | None = None) -> None:
+        self._again = again
         sampler = source.sampler if isinstance(source, _HasSampler) else source
-        self.epoch = sampler.epoch if isinstance(sampler, HasEpoch) else 0
         self._sampler = sampler
         self._torch = torch.get_rng_state()
         generator = sampler.generator if isinstance(sampler, _HasGenerator) else None
@@ -209,6 +211,8 @@ class _Began:
         self._state = sampler.state_dict() if isinstance(sampler, Stateful) else None
 
     def drawn(self) -> Drawn:
+        if self._again:
+            return self._again
         if self._state is not None:
             return {"sampler": self._state}
         if self._generator is not None:
