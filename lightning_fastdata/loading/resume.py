@@ -19,7 +19,6 @@ from lightning_fastdata.order.indices import (
     Start,
     Stateful,
     fingerprint,
-    restore_sampler,
 )
 from lightning_fastdata.order.samplers import epoch_order
 from lightning_fastdata.types import SetsEpoch
@@ -95,10 +94,13 @@ def samples_before(indices: EpochIndices, now: LoaderState, epoch: int, batches:
     return order.samples_before(min(batches, len(order)))
 
 
-def with_indices(state: LoaderState, indices: EpochIndices) -> LoaderState:
-    """Return a state with what its sampler drew, and which samples were delivered."""
+def with_indices(state: LoaderState, indices: EpochIndices, *, drawn: bool) -> LoaderState:
+    """Return a state with what its sampler drew, and which samples were delivered.
+
+    ``drawn``: it has drawn the epoch already.
+    """
     if not state.batches:
-        return replace(state, drawn=indices.to_draw())
+        return replace(state, drawn=indices.drawn() if drawn else indices.to_draw())
     samples = samples_before(indices, state, state.epoch, state.batches)
     digest = indices.digest(state.epoch, samples, state.batches)
     return replace(state, samples=samples, digest=digest, drawn=indices.drawn())
@@ -110,8 +112,8 @@ def start_of(begun: Pass, now: LoaderState, indices: EpochIndices) -> Start:
     if state is None:
         return Start()
     if not state.batches:
-        restore_sampler(indices.sampler, state.drawn)
-        return Start()
+        indices.prepare(state.drawn)
+        return Start(drawn=state.drawn if "ahead" not in state.drawn else None)
     if state.samples < 0:  # a training that was saved without our state
         warnings.warn(
             f"The training took {state.batches} batches of epoch {state.epoch} before it was "
@@ -257,7 +259,8 @@ class Resumable:
         if isinstance(self._inner, _SeedsProcesses):
             state = replace(state, base_seed=self._inner.base_seed)
         if indices is not None:
-            state = with_indices(state, indices)
+            drawn = self._position.has_begun(epoch) and self._indices is not None
+            state = with_indices(state, indices, drawn=drawn)
         return replace(state, dataset_state=_dataset_state(self.dataset)).as_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -137,7 +137,12 @@ class EpochIndices:
     def to_draw(self) -> Drawn:
         """Return what the sampler is going to draw the next epoch from, where it holds that."""
         drawn = _Began(self.source).drawn()
-        return {name: drawn[name] for name in ("sampler", "generator") if name in drawn}
+        held = {name: drawn[name] for name in ("sampler", "generator") if name in drawn}
+        return {"ahead": held} if held else {}
+
+    def prepare(self, drawn: Drawn) -> None:
+        """Set the sampler to what :meth:`to_draw` returned."""
+        _restore(self.sampler, drawn.get("ahead", {}))
 
     def digest(self, epoch: int, samples: int, batches: int) -> int | None:
         """Return the CRC-32 of the indices of an epoch before a position; None: not known.
@@ -224,7 +229,7 @@ class _Began:
         return {"torch": _packed(self._torch)} if type(self._sampler) in _DRAW_FROM_TORCH else {}
 
 
-def restore_sampler(sampler: object, drawn: Drawn) -> None:
+def _restore(sampler: object, drawn: Drawn) -> None:
     """Set a sampler, or the generator that it holds, to what an epoch was, or will be, drawn from.
 
     Raises:
@@ -240,7 +245,7 @@ def restore_sampler(sampler: object, drawn: Drawn) -> None:
 def _drawing_again(source: Iterable[Any], drawn: Drawn) -> Iterable[Any]:
     """Return what yields the indices of a sampler that draws from what it drew from before."""
     sampler: Any = source.sampler if isinstance(source, _HasSampler) else source
-    restore_sampler(sampler, drawn)
+    _restore(sampler, drawn)
     if "draw" not in drawn or type(sampler) is not RandomSampler:
         return source
     generator = torch.Generator()

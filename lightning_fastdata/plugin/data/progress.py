@@ -9,7 +9,7 @@ from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.loading.position import VERSION, LoaderState, Place
 from lightning_fastdata.plugin.seams.loaders import with_paths
-from lightning_fastdata.plugin.seams.trainer import move_place, training_place
+from lightning_fastdata.plugin.seams.trainer import begin_anew, move_place, training_place
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -68,6 +68,8 @@ class TrainingProgress:
         if trainer is None or path is None or path not in self._saved:
             return None
         state = self._saved[path]
+        if not state.batches:
+            begin_anew(trainer, state.epoch)
         anew = loaders[path].cut_anew(state)
         if anew.batches != state.batches:
             self._saved[path] = anew

@@ -112,6 +112,19 @@ def move_place(trainer: Trainer, epoch: int, taken: int, counted: int) -> None:
     count_fetched(trainer, taken, counted)
 
 
+def begin_anew(trainer: Trainer, epoch: int) -> None:
+    """Have a training that was saved in ``on_train_epoch_start`` begin that epoch.
+
+    Lightning 2.6 saves the number of batches of the epoch before there, and goes on as if it were
+    that of the epoch that begins: it would leave the epoch out.
+    """
+    loop: Any = trainer.fit_loop
+    current, batches = loop.epoch_progress.current, loop.epoch_loop.batch_progress
+    if current.processed == epoch and current.ready == current.started + 1:
+        batches.current.reset()
+        batches.is_last_batch = False
+
+
 def first_epoch() -> int:
     """Return 0: evaluation draws the same each time, so that its metrics can be compared."""
     return 0
