@@ -1,0 +1,94 @@
+"""Stopped anywhere, in any way, a training goes on with what was left, byte for byte."""
+
+from __future__ import annotations
+
+import signal
+from functools import cache
+from pathlib import Path
+
+import pytest
+from resilience.cells import (
+    EPOCHS,
+    MOMENTS,
+    STEPS,
+    callbacks_of,
+    cells,
+    make_model,
+    make_module,
+    FEATURES,
+)
+from resilience.runs import Marks, Stop, first_difference, lines, lines_before, train
+from thoroughness import LONG
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
+CELLS = cells(400 if LONG else 40)
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    """The record of a run that nothing disturbs; one serves all cells of its kind."""
+
+    @cache
+    def record(feature, loader):
+        folder = tmp_path_factory.mktemp("straight")
+        fit(feature, loader, folder, callbacks=[Marks(), *callbacks_of(feature, "first")])
+        return lines(folder / "record")
+
+    return record
+
+
+def fit(feature, loader, folder, *, callbacks, resume=None, raising=None):
+    model = make_model(feature, folder / "record")
+    model.raising = raising
+    arguments = {"max_epochs": EPOCHS, "limit_val_batches": 1, "num_sanity_val_steps": 0}
+    arguments |= FEATURES[feature].get("trainer", {})
+    train(
+        model,
+        make_module(feature, loader),
+        folder,
+        resume=resume,
+        callbacks=callbacks,
+        **arguments,
+    )
+
+
+def stopped(cell, folder):
+    """Train until the cell's moment; return the newest checkpoint."""
+    moment = MOMENTS[cell.moment]
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    callbacks = [*moment.callbacks(folder), *callbacks_of(cell.feature, "first")]
+    raising = None if moment.raising is None else moment.raising()
+    try:
+        fit(cell.feature, cell.loader, folder, callbacks=callbacks, raising=raising)
+    except (Stop, SystemExit, BaseException) as error:
+        if not isinstance(error, Stop | SystemExit) and "SIGTERM" not in type(error).__name__:
+            raise
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    return max(folder.glob("*.ckpt"), key=lambda file: file.stat().st_mtime_ns)
+
+
+@pytest.mark.parametrize("cell", CELLS, ids="; ".join)
+def test_what_is_left_is_what_was_left(tmp_path, straight, cell):
+    before, after = tmp_path / "before", tmp_path / "after"
+    before.mkdir()
+    after.mkdir()
+    checkpoint = stopped(cell, before)
+    kept = lines_before(checkpoint)
+    whole = straight(cell.feature, "gather-1" if "gather" in cell.loader else "inline")
+    assert len(whole) >= EPOCHS * STEPS // 2
+    assert first_difference(lines(before / "record")[:kept], whole[:kept]) is None
+    fit(
+        cell.feature,
+        cell.then,
+        after,
+        resume=checkpoint,
+        callbacks=callbacks_of(cell.feature, "later"),
+    )
+    rest = lines(after / "record")
+    assert first_difference(rest, whole[kept:]) is None, f"after {kept} of {len(whole)} steps"
