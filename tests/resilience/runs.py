@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import random
 import warnings
 from pathlib import Path
 
@@ -136,6 +137,9 @@ class Marks(Callback):
 def train(model, data, folder, *, resume=None, callbacks=(), **arguments):
     """Fit on a CPU, quietly; ``data`` is a data module or a train loader."""
     own = {"max_epochs": 3, "limit_val_batches": 0, **arguments}
+    # Nothing that is kept of a run rests on the global generators.
+    for anew in (torch.seed, np.random.seed, random.seed):
+        anew()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=UserWarning, module="lightning")
         trainer = Trainer(

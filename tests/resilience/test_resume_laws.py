@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from functools import cache
 from pathlib import Path
 
 import pytest
+from conformance.forked_ranks import launched
 from resilience.cells import (
     EPOCHS,
+    FEATURES,
     MOMENTS,
     STEPS,
     callbacks_of,
     cells,
     make_model,
     make_module,
-    FEATURES,
 )
 from resilience.runs import Marks, Stop, first_difference, lines, lines_before, train
 from thoroughness import LONG
@@ -26,6 +28,11 @@ pytestmark = [
 ]
 
 CELLS = cells(400 if LONG else 40)
+KILLED = {
+    "within an epoch": ("plain", "workers-2", 3),
+    "at its last step": ("plain", "inline", STEPS),
+    "with a deferred pipeline": ("deferred augment", "workers-1", 2),
+}
 
 
 @pytest.fixture(scope="module")
@@ -92,3 +99,22 @@ def test_what_is_left_is_what_was_left(tmp_path, straight, cell):
     )
     rest = lines(after / "record")
     assert first_difference(rest, whole[kept:]) is None, f"after {kept} of {len(whole)} steps"
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("killed")
+    launched(Path(__file__).with_name("killed.py"), str(folder), json.dumps(KILLED))
+    return folder
+
+
+@pytest.mark.parametrize("case", KILLED)
+def test_a_training_that_was_killed_goes_on_from_its_last_checkpoint(
+    tmp_path, straight, killed, case
+):
+    feature, loader, at = KILLED[case]
+    whole = straight(feature, "inline")
+    # A step was taken after the checkpoint, which the resumed run takes again.
+    assert first_difference(lines(killed / case / "record"), whole[: at + 1]) is None
+    fit(feature, loader, tmp_path, resume=killed / case / f"step={at}.ckpt", callbacks=[])
+    assert first_difference(lines(tmp_path / "record"), whole[at:]) is None
