@@ -189,13 +189,17 @@ class _Work:
             return moved
         key = SampleKey(self._seed, self._epoch, self._samples)
         self._samples += batch_samples(moved)
-        with _drawn_under(self._seed, self._epoch, number, self._device):
+        with drawn_under(self._seed, self._epoch, number, self._device):
             return self._transform.apply_unprepared(moved, key)
 
 
 @contextmanager
-def _drawn_under(seed: int, epoch: int, number: int, device: torch.device) -> Iterator[None]:
-    """Seed the global generators for one batch, and put them back."""
+def drawn_under(seed: int, epoch: int, number: object, device: torch.device) -> Iterator[None]:
+    """Seed the global generators for one batch, and put them back.
+
+    ``random``, ``numpy.random``, and torch's of the CPU and of the device; ``number`` stands
+    for the batch in its epoch.
+    """
     with kept_random_state():
         seed_global_generators(seed, epoch, ("batch", number))
         if device.type != "cuda":

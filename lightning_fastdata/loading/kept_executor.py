@@ -7,9 +7,10 @@ import math
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import repeat
 from typing import Any, Final, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -27,7 +28,7 @@ from lightning_fastdata.executors.kinds import (
     open_executor,
 )
 from lightning_fastdata.executors.pool.crew_trial import CrewTrial
-from lightning_fastdata.order.epoch_order import EpochOrder
+from lightning_fastdata.order.indices import EpochIndices
 from lightning_fastdata.stamps.batch_stamps import BatchStamps
 from lightning_fastdata.torch_internals import pinned
 from lightning_fastdata.types import Batch, Stage
@@ -94,13 +95,12 @@ class KeptExecutor:
     """Not torch's own."""
     plan: FetchPlan
     settings: SourceSettings
-    batches: Callable[[], Iterable[object]]
-    """Returns the batches of indices of an epoch that begins."""
+    indices: EpochIndices | None
+    """Gives the batches of indices of each epoch, and the plan that they follow, if that is known;
+    the first batches of such an epoch are fetched while the one before it ends. None of a
+    stream."""
     epoch: Callable[[], int]
     """Returns the number of the epoch that begins."""
-    order: Callable[[int], EpochOrder | None]
-    """Returns the plan that the batches of an epoch follow, if that is known; the first batches of
-    such an epoch are fetched while the one before it ends."""
     staged: Stage | None
     """Deliver :class:`StagedBatch` of this stage, without draws."""
     reported_batches: Callable[[], int | None] | None
@@ -166,15 +166,19 @@ class KeptExecutor:
 
     def _start_epoch(self, executor: Executor) -> None:
         epoch = self.epoch()
-        order = self.order(epoch)
-        if order is None or not self.persistent or not isinstance(executor, ArmingExecutor):
-            executor.start_epoch(self.batches(), epoch)
+        indices = self.indices
+        if indices is None:
+            executor.start_epoch(repeat(self.settings.batch_size), epoch)
             return
-        executor.start_epoch(self.batches(), epoch, order)
+        order = indices.order(epoch)
+        if order is None or not self.persistent or not isinstance(executor, ArmingExecutor):
+            executor.start_epoch(iter(indices), epoch)
+            return
+        executor.start_epoch(iter(indices), epoch, order)
         # An epoch that is not shuffled is one of several passes over data, as a validation is, and
         # may be repeated or followed by none.
         if order.shuffle and self._arms:
-            executor.arm(replace(order, epoch=epoch + 1))
+            executor.arm(replace(order, epoch=epoch + 1, start=0))
 
     def record(self, records: deque[BatchStamps] | None) -> None:
         """Append the stamps of each batch from now on; None: no more."""

@@ -6,10 +6,11 @@ import contextlib
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from types import GenericAlias
 from typing import TYPE_CHECKING, Any, Literal
 
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from lightning_fastdata.augment import DatasetRecording, StageTransform, warn_of_unkeyed
 from lightning_fastdata.batches.keyed import tell_epoch
@@ -17,15 +18,31 @@ from lightning_fastdata.batches.streams import PageLockName
 from lightning_fastdata.errors import FastDataWarning
 from lightning_fastdata.executors.kinds import KINDS, ExecutorName
 from lightning_fastdata.loading.kept_executor import EpochIterator, KeptExecutor, SourceSettings
-from lightning_fastdata.loading.source import Source, open_source, reads_with_torch
+from lightning_fastdata.loading.position import CountedBatches, LoaderState, Pass, Position, Run
+from lightning_fastdata.loading.resume import (
+    as_it_is,
+    dataset_state,
+    restore_dataset,
+    sampler_epoch,
+    start_of,
+    with_indices,
+)
+from lightning_fastdata.loading.source import (
+    Source,
+    indices_of,
+    open_source,
+    reads_with_torch,
+)
+from lightning_fastdata.order.indices import EpochIndices
+from lightning_fastdata.order.samplers import RankSampler
 from lightning_fastdata.planning.loader_plan import LoaderPlan, LoaderSpec
 from lightning_fastdata.planning.options import LoaderOptions, check_loader, checked_seed
 from lightning_fastdata.planning.plan_for import plan_for
 from lightning_fastdata.randomness.search import find_composes
-from lightning_fastdata.randomness.seeds import EpochAskedTwice, EpochCell
+from lightning_fastdata.randomness.seeds import EpochCell
 from lightning_fastdata.stamps.batch_stamps import BatchStamps
 from lightning_fastdata.stamps.stamped import Ledger, OpenedEnvelopes, stampable
-from lightning_fastdata.types import Batch, Stage
+from lightning_fastdata.types import Batch, SetsEpoch, Stage
 
 if TYPE_CHECKING:
     import torch
@@ -61,7 +78,7 @@ class FastDataLoader(DataLoader[Any]):
         seed: Seed of the per-sample randomness.
         epoch: Asked for the epoch, counted from 0, at the start of each iteration and again at its
             first batch; an iteration that began as another epoch begins anew. Default: the number
-            of iterations begun so far.
+            of iterations that gave a batch so far.
         transform: A transform of this package, of which the part that belongs to the workers runs
             on each sample. With ``on_device`` that is what prepares its run on the device;
             otherwise it is the whole Albumentations pipeline.
@@ -90,6 +107,8 @@ class FastDataLoader(DataLoader[Any]):
             after which waiting is an error that shows what they do, and a warning after half of
             it; 0 waits for ever. "auto": 120, or 20 times the longest task so far if that is more.
             A ``timeout`` takes its place. Not of ``executor="torch"``.
+        run: Who takes the batches, where that is not a plain loop: asked which epoch it is in and
+            how many batches of it were taken, in place of ``epoch``.
 
     Raises:
         DatasetError: What was given is no dataset, or has neither length nor sampler.
@@ -135,6 +154,7 @@ class FastDataLoader(DataLoader[Any]):
         page_lock: PageLockName = "copy",
         device_resident: bool | str | torch.device = False,
         stall_timeout: float | Literal["auto"] = "auto",
+        run: Run | None = None,
     ) -> None:
         check_loader(
             dataset,
@@ -216,6 +236,10 @@ class FastDataLoader(DataLoader[Any]):
             pin_memory_device=pin_memory_device,
             in_order=in_order,
         )
+        inner_sampler = getattr(batch_sampler, "sampler", None)
+        if isinstance(inner_sampler, RankSampler):
+            # torch puts a sequential one there; Lightning shares that out among the ranks again.
+            vars(self)["sampler"] = inner_sampler
         warn_of_unkeyed(dataset, collate_fn)
         self.seed = checked_seed(seed)
         self.epoch = epoch
@@ -230,7 +254,9 @@ class FastDataLoader(DataLoader[Any]):
         self.stall_timeout = stall_timeout
         self._reported: dict[str, int] = {}
         self._epoch_cell = EpochCell()
-        self._iterations = 0
+        self.run = run
+        self._position = Position()
+        self._indices: EpochIndices | None = None
         self._records: deque[BatchStamps] | None = None
         self._ledger = Ledger()
 
@@ -247,40 +273,92 @@ class FastDataLoader(DataLoader[Any]):
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
         """Start an epoch; the order and the randomness are those of ``epoch()``."""
-        number, self._iterations = self._iterations, self._iterations + 1
-        batches: Iterator[Batch] = (
-            self._begin(number) if self.epoch is None else EpochAskedTwice(self._begin, self.epoch)
-        )
-        return batches if self.ahead is None else self.ahead(batches)
+        return CountedBatches(self._next_pass, self._begin, self._position.settle)
 
-    def _begin(self, epoch: int) -> Iterator[Batch]:
-        if self.epoch is not None:
+    def state_dict(self) -> dict[str, Any]:
+        """Return how far the training has come in the batches: plain data, below 2 kB.
+
+        It is what :meth:`load_state_dict` goes on from, in any process, with any executor and
+        number of workers. After the last batch of an epoch it is the start of the next one. A
+        dataset or a sampler that has a ``state_dict()`` of its own adds that.
+        """
+        epoch, batches, pending = self._position.now(self.run, self._length())
+        if pending is not None:
+            return pending.as_dict()
+        indices = self._indices or self._indices_now()
+        state = replace(as_it_is(self, indices), epoch=epoch, batches=batches)
+        return replace(
+            state if indices is None else with_indices(state, indices),
+            dataset_state=dataset_state(self.dataset),
+        ).as_dict()
+
+    def _length(self) -> int | None:
+        if isinstance(self.dataset, IterableDataset):
+            return None  # it may give more or less than it says
+        try:
+            return len(self)
+        except TypeError:
+            return None
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on, with the next iteration, behind the batch after which a state was saved.
+
+        Raises:
+            OptionsError: It is no state of a loader, or one of a later version.
+        """
+        self._position.load(LoaderState.from_dict(state))
+
+    def _next_pass(self, begun: Pass | None) -> Pass:
+        if self.run is not None:
+            return self._position.next_pass_of(self.run, self, self.epoch)
+        return self._position.next_pass(self.epoch, sampler_epoch(self), begun)
+
+    @property
+    def begun(self) -> bool:
+        """Whether a batch was asked for, since the last state was loaded if one was."""
+        return self._position.begun
+
+    def _begin(self, begun: Pass) -> Iterator[Batch]:
+        epoch = begun.epoch
+        if self.epoch is not None or self.run is not None:
             # Lightning sets the epoch only after it has made the iterator of a resumed run.
             for sampler in (self.sampler, getattr(self.batch_sampler, "sampler", None)):
-                set_epoch = getattr(sampler, "set_epoch", None)
-                if callable(set_epoch):
-                    set_epoch(epoch)
+                if isinstance(sampler, SetsEpoch):
+                    sampler.set_epoch(epoch)
+        if begun.state is not None:
+            restore_dataset(self.dataset, begun.state)
         self._epoch_cell.set(epoch)
         tell_epoch(self.dataset, epoch)
         try:
-            return self._batches()
+            batches = self._batches(begun)
         except Exception as error:
-            if self.epoch is None:
+            if self.epoch is None and self.run is None:
                 raise
             # Lightning hides what is raised before there is an iterator behind an error of its own.
             return EpochIterator(error=error)
+        return batches if self.ahead is None else self.ahead(batches)
 
-    def _batches(self) -> Iterator[Batch]:
+    def _indices_now(self) -> EpochIndices | None:
+        """Return what gives the indices of the epochs; None of a stream."""
+        settings = SourceSettings(*(getattr(self, name) for name in SourceSettings._fields))
+        return indices_of(settings)
+
+    def _batches(self, begun: Pass) -> Iterator[Batch]:
         """Begin the epoch, with the workers of the one before if they persist."""
         stamped = self._records is not None and reads_with_torch(self) and stampable(self.dataset)
         settings = SourceSettings(*(getattr(self, name) for name in SourceSettings._fields))
         inner = self._inner
         if inner is None or self._inner_settings != (settings, stamped):
             stamps = self._ledger.wait if stamped else None
-            inner = open_source(settings, self._epoch_cell, reported=self._reported, stamps=stamps)
+            vars(self)["_indices"] = indices = indices_of(settings)
+            inner = open_source(
+                settings, indices, self._epoch_cell, reported=self._reported, stamps=stamps
+            )
             if isinstance(inner, KeptExecutor):
                 inner.record(self._records)
             self._keep(inner, (settings, stamped))
+        if self._indices is not None:
+            self._indices.start = start_of(begun, as_it_is(self, self._indices), self._indices)
         if self._reported and isinstance(inner, DataLoader):
             with contextlib.suppress(TypeError):
                 len(inner)  # a stream that gives more than was reported is warned of

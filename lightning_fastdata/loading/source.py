@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
-from itertools import repeat
 from typing import Any, Final, Protocol, TypeAlias
 
 import torch
@@ -33,7 +32,7 @@ from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.kinds import KINDS, ExecutorName, executor_for
 from lightning_fastdata.host.memory import read_host_memory
 from lightning_fastdata.loading.kept_executor import KeptExecutor, SourceSettings
-from lightning_fastdata.order.samplers import epoch_order, index_batches
+from lightning_fastdata.order.indices import EpochIndices
 from lightning_fastdata.planning.worker_count import look_ahead_batches
 from lightning_fastdata.randomness.generators import own_generators
 from lightning_fastdata.randomness.seeds import EpochCell
@@ -77,8 +76,18 @@ def reads_with_torch(loader: _Loader) -> bool:
     return loader.device_resident is False and (KINDS[loader.executor].is_torch or pipe)
 
 
+def indices_of(settings: SourceSettings) -> EpochIndices | None:
+    """Return what gives the indices of a loader's epochs; None of a stream."""
+    if isinstance(settings.dataset, IterableDataset):
+        return None
+    source = settings.batch_sampler if makes_batches(settings) else settings.sampler
+    arrays = settings.device_resident is not False or KINDS[settings.executor].gathers
+    return EpochIndices(source, arrays=arrays)
+
+
 def open_source(
     settings: SourceSettings,
+    indices: EpochIndices | None,
     epochs: EpochCell,
     *,
     reported: dict[str, int],
@@ -90,13 +99,13 @@ def open_source(
 
     Args:
         settings: The loader, as it is set up now.
+        indices: Gives the indices of its epochs; None of a stream.
         epochs: Where it says which epoch it is in.
         reported: Holds under ``"batches"`` the length that a stream has reported.
         stamps: Where to note calls of the sampler of torch's own iterator; None: nowhere.
     """
     worker_part, recording = _parts_in_workers(settings)
     collate_fn = _collation(settings, worker_part, recording)
-    streamed = isinstance(settings.dataset, IterableDataset)
     dataset = keyed(
         settings.dataset,
         seed=settings.seed,
@@ -109,18 +118,17 @@ def open_source(
             dataset,
             device_of(settings.device_resident),
             default_collation=collate_fn is collate_samples and makes_batches(settings),
-            batches=partial(index_batches, settings.batch_sampler),
+            batches=partial(iter, indices or ()),
             staged=settings.staged,
             generator=settings.generator,
         )
     if not reads_with_torch(settings):
-        return _open_executor(settings, dataset, collate_fn, epochs, reported)
+        return _open_executor(settings, indices, dataset, collate_fn, epochs, reported)
     if stamps is not None:
         dataset, collate_fn = stamped(dataset, collate_fn)
     order: dict[str, Any] = {"batch_size": settings.batch_size, "drop_last": settings.drop_last}
-    if not streamed:
+    if indices is not None:
         name = "batch_sampler" if makes_batches(settings) else "sampler"
-        indices = getattr(settings, name)
         order = {"batch_size": 1 if makes_batches(settings) else None}
         order[name] = indices if stamps is None else WatchedSampler(indices, stamps)
     start = settings.worker_init_fn
@@ -166,6 +174,7 @@ def _collation(
 
 def _open_executor(
     settings: SourceSettings,
+    indices: EpochIndices | None,
     dataset: Dataset[Any],
     collate_fn: Callable[[Any], Batch],
     epochs: EpochCell,
@@ -207,21 +216,11 @@ def _open_executor(
         name=executor,
         plan=plan,
         settings=settings,
-        batches=_index_batches(settings),
+        indices=indices,
         epoch=epochs.get,
-        order=partial(epoch_order, settings.batch_sampler),
         staged=None if staged else settings.staged,
         reported_batches=partial(reported.get, "batches") if streamed else None,
     )
-
-
-def _index_batches(settings: SourceSettings) -> Callable[[], Iterable[Any]]:
-    if isinstance(settings.dataset, IterableDataset):
-        return partial(repeat, settings.batch_size)
-    source = settings.batch_sampler if makes_batches(settings) else settings.sampler
-    if KINDS[settings.executor].gathers:
-        return partial(index_batches, source)
-    return partial(iter, source)
 
 
 class WorkerStart:

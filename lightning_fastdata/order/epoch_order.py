@@ -204,11 +204,12 @@ class EpochOrder:
     """This process among ``world_size``."""
     world_size: int = 1
     """Processes that share the epoch."""
-    position: int = 0
-    """Batches of this epoch that were delivered before; they are skipped."""
+    start: int = 0
+    """Samples of this epoch, over all ranks, that were delivered before; they are skipped. With a
+    multiple of the global batch size the batches are those of the whole epoch from there on."""
 
     def __post_init__(self) -> None:
-        for name, lowest in (("length", 0), ("batch_size", 1), ("world_size", 1), ("position", 0)):
+        for name, lowest in (("length", 0), ("batch_size", 1), ("world_size", 1), ("start", 0)):
             if getattr(self, name) < lowest:
                 raise OptionsError(f"{name} is {getattr(self, name)!r}; it starts at {lowest}.")
         if not 0 <= self.rank < self.world_size:
@@ -217,27 +218,36 @@ class EpochOrder:
                 f"{self.world_size - 1}."
             )
         shares = self.equal_counts and not self.drop_last
-        if shares and not can_share_evenly(self.length, self.batch_size, self.world_size):
+        if shares and not can_share_evenly(self._left, self.batch_size, self.world_size):
             raise OptionsError(
-                f"equal_counts is True, but {self.length} samples in batches of at most "
+                f"equal_counts is True, but {self._left} samples in batches of at most "
                 f"{self.batch_size} cannot make equally many on {self.world_size} ranks. Use fewer "
                 "ranks, or a batch_size of 2 or more if there are as many samples as ranks."
             )
 
+    @property
+    def _left(self) -> int:
+        return max(0, self.length - self.start)
+
     def __len__(self) -> int:
         """Batches of this rank that are still to come."""
-        full, rest = divmod(self.length, self.batch_size * self.world_size)
+        full, rest = divmod(self._left, self.batch_size * self.world_size)
         # What does not divide evenly goes to the first ranks.
-        last = not self.drop_last and rest > (0 if self.equal_counts else self.rank)
-        return max(0, full + last - self.position)
+        return full + (not self.drop_last and rest > (0 if self.equal_counts else self.rank))
 
     def batches(self) -> Iterator[NDArray[np.int64]]:
-        """Yield the indices of each batch, int64, from ``position`` on."""
-        order: Order = range(self.length)
-        if self.shuffle:
-            order = epoch_permutation(self.length, self.seed, self.epoch)
-        numbers = range(self.position, self.position + len(self))
-        return parts_of(order, map(self._bounds, numbers))
+        """Yield the indices of each batch, int64, from ``start`` on."""
+        return parts_of(self.samples(), map(self._bounds, range(len(self))))
+
+    def samples(self) -> Order:
+        """Return the order of all samples of the epoch, over all ranks."""
+        if not self.shuffle:
+            return range(self.length)
+        return epoch_permutation(self.length, self.seed, self.epoch)
+
+    def samples_before(self, batches: int) -> int:
+        """Return how many samples of the epoch all ranks have had after so many batches of each."""
+        return self._cut(batches)
 
     def _bounds(self, number: int) -> tuple[int, int]:
         """Return where this rank's batch ``number`` begins and ends in the order of the epoch."""
@@ -249,8 +259,8 @@ class EpochOrder:
     def _cut(self, number: int) -> int:
         """Return where global batch ``number`` begins; after the last one, the end."""
         step = self.batch_size * self.world_size
-        full, rest = divmod(self.length, step)
+        full, rest = divmod(self._left, step)
         shift = self.equal_counts and not self.drop_last and 0 < rest < self.world_size
         if shift and number == full:
             return self.length - self.world_size  # one each for the last batch
-        return min(number * step, self.length)
+        return min(self.start + number * step, self.length)

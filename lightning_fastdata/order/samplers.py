@@ -120,11 +120,83 @@ class EvaluationBatchSampler(BatchSampler):
                 yield batch.tolist()
 
 
+class RankSampler(DistributedSampler[Any]):
+    """One rank's share of a shuffle by seed and epoch, each sample once over all ranks.
+
+    Lightning puts no sampler of its own in the place of a ``DistributedSampler``, and sets its
+    epoch. With the global batch size kept, any number of ranks gives the same global batches.
+
+    Args:
+        dataset: Only its length is used.
+        batch_size: Samples of one rank's batch at most.
+        num_replicas: Ranks.
+        rank: This one.
+        seed: Seed of the run.
+        drop_last: Leave out the last global batch if it is not full.
+    """
+
+    def __init__(
+        self,
+        dataset: Sized,
+        *,
+        batch_size: int,
+        num_replicas: int,
+        rank: int,
+        seed: int = 0,
+        drop_last: bool = False,
+    ) -> None:
+        super().__init__(
+            cast("Any", dataset), num_replicas, rank, shuffle=True, seed=seed, drop_last=drop_last
+        )
+        self.batch_size = batch_size
+
+    @property
+    def order(self) -> EpochOrder:
+        """The plan of this rank in the epoch that was set last."""
+        return EpochOrder(
+            length=len(cast("Sized", self.dataset)),
+            batch_size=self.batch_size,
+            seed=self.seed,
+            epoch=self.epoch,
+            drop_last=self.drop_last,
+            rank=self.rank,
+            world_size=self.num_replicas,
+            equal_counts=True,
+        )
+
+    def __iter__(self) -> Iterator[int]:
+        for batch in self.order.batches():
+            yield from batch.tolist()
+
+    def __len__(self) -> int:
+        return sum(map(len, self.order.batches()))
+
+
+class RankBatchSampler(BatchSampler):
+    """The batches of a :class:`RankSampler`; with any other sampler those of ``BatchSampler``."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        if not isinstance(self.sampler, RankSampler):
+            yield from super().__iter__()
+            return
+        for batch in self.sampler.order.batches():
+            yield batch.tolist()
+
+    def __len__(self) -> int:
+        if isinstance(self.sampler, RankSampler):
+            return len(self.sampler.order)
+        return super().__len__()
+
+
 def epoch_order(batch_sampler: object, epoch: int) -> EpochOrder | None:
     """Return the plan that a batch sampler will follow in an epoch, if that is sure beforehand.
 
-    It is for ``BatchSampler`` over ``ShuffleSampler`` or ``SequentialSampler``.
+    It is for ``BatchSampler`` over ``ShuffleSampler`` or ``SequentialSampler``, and for
+    :class:`RankBatchSampler`.
     """
+    if type(batch_sampler) is RankBatchSampler:
+        share = batch_sampler.sampler
+        return share.order if isinstance(share, RankSampler) and share.epoch == epoch else None
     if type(batch_sampler) is not BatchSampler:
         return None
     sampler = batch_sampler.sampler
@@ -170,6 +242,9 @@ def index_batches(batch_sampler: Iterable[Any]) -> Iterator[Any]:
     """
     if type(batch_sampler) is EvaluationBatchSampler and batch_sampler.order is not None:
         yield from batch_sampler.order.batches()
+        return
+    if type(batch_sampler) is RankBatchSampler and isinstance(batch_sampler.sampler, RankSampler):
+        yield from batch_sampler.sampler.order.batches()
         return
     plain = batch_sampler if type(batch_sampler) is BatchSampler else None
     order = None if plain is None else _sampled_order(plain.sampler)

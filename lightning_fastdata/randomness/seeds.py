@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import random
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -20,7 +20,7 @@ import torch
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from lightning_fastdata.types import Batch, SampleKey
+    from lightning_fastdata.types import SampleKey
 
 _NOTHING_DRAWN: Final = (0, 0, 0, 0)
 _epochs_are_own = False
@@ -110,41 +110,3 @@ def keep_own_epochs() -> None:
     """
     global _epochs_are_own  # noqa: PLW0603 - a fact of the whole process
     _epochs_are_own = True
-
-
-class EpochAskedTwice:
-    """The batches of an epoch whose number is asked for again when the first of them is.
-
-    Lightning makes an iterator before it has read from a checkpoint which epoch comes next, or
-    before it has counted the one that the checkpoint ends.
-
-    Args:
-        begin: Begins an epoch and returns its batches.
-        epoch: Returns the number of the epoch; asked now, and once more later.
-    """
-
-    def __init__(self, begin: Callable[[int], Iterator[Batch]], epoch: Callable[[], int]) -> None:
-        self._epoch = epoch()
-        self._batches = begin(self._epoch)
-        self._ask: tuple[Callable[[int], Iterator[Batch]], Callable[[], int]] | None = begin, epoch
-
-    def __iter__(self) -> EpochAskedTwice:
-        return self
-
-    def __next__(self) -> Batch:
-        if self._ask is not None:
-            (begin, epoch), self._ask = self._ask, None
-            number = epoch()
-            if number != self._epoch:
-                self._batches = iter(())  # its workers end before others begin
-                self._batches = begin(number)
-        return next(self._batches)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_batches":
-            raise AttributeError(name)
-        return getattr(self._batches, name)
-
-    def __reduce__(self) -> tuple[object, ...]:
-        # Lightning copies its trainer with the iterators in it; processes cannot be copied.
-        return iter, ((),)

@@ -90,7 +90,8 @@ def test_a_position_skips_so_many_batches(position, equal_counts, **how) -> None
     can = can_share_evenly(how["length"], how["batch_size"], how["world_size"])
     how["equal_counts"] = equal_counts and can
     whole = list(EpochOrder(**how).batches())
-    rest = list(EpochOrder(position=position, **how).batches())
+    start = EpochOrder(**how).samples_before(position)
+    rest = list(EpochOrder(start=start, **how).batches())
     assert [b.tolist() for b in rest] == [b.tolist() for b in whole[position:]]
 
 
@@ -118,7 +119,7 @@ def test_order_is_that_of_the_shuffle_sampler_and_changes_with_the_epoch() -> No
     assert list(sampler) != next(other.batches()).tolist()
 
 
-@pytest.mark.parametrize("bad", [{"batch_size": 0}, {"rank": 2}, {"position": -1}, {"length": -1}])
+@pytest.mark.parametrize("bad", [{"batch_size": 0}, {"rank": 2}, {"start": -1}, {"length": -1}])
 def test_impossible_plans_are_refused(bad) -> None:
     with pytest.raises(OptionsError, match=next(iter(bad))):
         EpochOrder(**{"length": 5, "batch_size": 2, "world_size": 2, **bad})

@@ -10,8 +10,13 @@ from torch.utils.data import Dataset, IterableDataset, SequentialSampler
 
 from lightning_fastdata.errors import DatasetError, OptionsError
 from lightning_fastdata.loading.loader import FastDataLoader
-from lightning_fastdata.order.epoch_order import dataset_length
-from lightning_fastdata.order.samplers import EvaluationBatchSampler, ShuffleSampler
+from lightning_fastdata.order.epoch_order import can_share_evenly, dataset_length
+from lightning_fastdata.order.samplers import (
+    EvaluationBatchSampler,
+    RankBatchSampler,
+    RankSampler,
+    ShuffleSampler,
+)
 from lightning_fastdata.plugin.seams.internals import spreads_samples
 from lightning_fastdata.plugin.seams.loaders import average_exactly, silence_padding_warning
 from lightning_fastdata.plugin.seams.trainer import running_stage
@@ -60,14 +65,20 @@ def build_loader(
             f"shuffle=True, but {type(dataset).__name__} is a stream, which has no index to "
             "shuffle. Shuffle in the stream, and leave out shuffle."
         )
-    if not stream and (stage == "train" if shuffle is None else shuffle):
-        arguments["sampler"] = ShuffleSampler(sized, settings["seed"])
+    shuffled = not stream and (stage == "train" if shuffle is None else shuffle)
     arguments |= _without(overrides, () if plan.num_workers else _NEEDS_WORKERS)
     ordered = any(arguments.get(name) is not None for name in _ORDERS)
     spread = trainer is not None and trainer.world_size > 1 and spreads_samples(trainer)
     batches = not stream and arguments["batch_size"] is not None
-    evaluates = spread and stage != "train" and batches and not ordered
-    if evaluates and dataset_length(dataset) is not None:
+    evaluates = spread and stage != "train" and batches and not (ordered or shuffled)
+    share = None
+    if stage == "train" and shuffled and spread and batches and not ordered:
+        share = _share_of_rank(sized, arguments, cast("Trainer", trainer))
+    if share is not None:
+        arguments = {**_without(arguments, _REPLACED_BY_BATCH_SAMPLER), "batch_sampler": share}
+    elif shuffled and not ordered:
+        arguments["sampler"] = ShuffleSampler(sized, settings["seed"])
+    elif evaluates and dataset_length(dataset) is not None:
         order = SequentialSampler(sized)
         sampler = EvaluationBatchSampler(order, arguments["batch_size"], arguments["drop_last"])
         arguments = {**_without(arguments, _REPLACED_BY_BATCH_SAMPLER), "batch_sampler": sampler}
@@ -75,6 +86,28 @@ def build_loader(
         replaced = [name for name in _REPLACED_BY_BATCH_SAMPLER if name not in overrides]
         arguments = _without(arguments, replaced)
     return FastDataLoader(dataset, **arguments)
+
+
+def _share_of_rank(
+    dataset: Any, arguments: Mapping[str, Any], trainer: Trainer
+) -> RankBatchSampler | None:
+    """Return this rank's share of a shuffled training; None where it cannot come out even."""
+    kwargs = trainer.distributed_sampler_kwargs
+    if kwargs is None:
+        return None
+    ranks, size = int(kwargs["num_replicas"]), arguments["batch_size"]
+    drop_last = arguments["drop_last"]
+    if not (drop_last or can_share_evenly(len(dataset), size, ranks)):
+        return None
+    sampler = RankSampler(
+        dataset,
+        batch_size=size,
+        num_replicas=ranks,
+        rank=int(kwargs["rank"]),
+        seed=arguments["seed"],
+        drop_last=drop_last,
+    )
+    return RankBatchSampler(sampler, size, drop_last)
 
 
 def _without(arguments: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:

@@ -36,6 +36,7 @@ from lightning_fastdata.plugin.data.datasets import (
     taken_apart,
 )
 from lightning_fastdata.plugin.data.loaders import build_loader, settle_sharing
+from lightning_fastdata.plugin.data.progress import TrainingProgress, TrainingRun
 from lightning_fastdata.plugin.placing.stage_transforms import StagePlan
 from lightning_fastdata.plugin.seams.hooks import hook_against_device
 from lightning_fastdata.plugin.seams.trainer import (
@@ -68,6 +69,8 @@ class ModuleLoaders:
         self._pipelines = pipelines
         self._transforms = transforms
         self._prefetching = prefetching
+        self.progress = TrainingProgress()
+        """Where the training was that goes on."""
         self._plans: dict[str, LoaderPlan] = {}
 
     def of_stage(self, module: DataModule, stage: Stage) -> Any:
@@ -106,9 +109,7 @@ class ModuleLoaders:
         take_over_hyperparameters(module)
         warn_of_lost_batch_size(module, overrides)
         trainer = module.trainer
-        seed = module.seed
-        if seed is None:
-            seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))
+        seed = self.seed(module)
         name = _name_of(module, stage) if name is None else name
         orders = (overrides.get("sampler"), overrides.get("batch_sampler"))
         check_dataset(dataset, name, ordered=any(order is not None for order in orders))
@@ -131,6 +132,7 @@ class ModuleLoaders:
             "drop_last": module.drop_last and stage == "train",
             "seed": seed,
             "epoch": partial(_training_epoch, module) if stage == "train" else first_epoch,
+            "run": TrainingRun(module, self.progress) if stage == "train" else None,
             "ahead": self._prefetching.look_ahead(trainer, stage, self._transforms),
         }
         settings |= self._pipelines.placing.settings(
@@ -150,6 +152,11 @@ class ModuleLoaders:
         self._pipelines.placing.opened(stage, loader)
         settle_sharing(loader, name, stage, trainer)
         return loader
+
+    def seed(self, module: DataModule) -> int:
+        """Return the seed of order and draws; a run that goes on keeps its own if none is set."""
+        seed = self.progress.seed if module.seed is None else module.seed
+        return int(os.environ.get("PL_GLOBAL_SEED", "0")) if seed is None else seed
 
     def _inspect(self, of: StagePlan) -> DatasetFacts:
         """Find out what a loader rests on, and check the first sample of its dataset."""

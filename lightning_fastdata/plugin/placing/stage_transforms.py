@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from lightning_fastdata.augment import (
     DatasetDraws,
@@ -214,16 +215,23 @@ def carry_out_draws(batch: Batch, transforms: StageTransforms) -> Batch:
     return batch
 
 
-def finish(batch: Batch, transforms: StageTransforms) -> tuple[Batch, bool]:
+Drawing: TypeAlias = Callable[[Stage], AbstractContextManager[None]]
+"""A block in which the callables of a stage draw."""
+
+
+def finish(batch: Batch, transforms: StageTransforms, drawing: Drawing) -> tuple[Batch, bool]:
     """Run what a batch on the device waits for; return it plain, with whether anything ran."""
     if _is_combined(batch):
-        return _each(batch, lambda part: finish(part, transforms)[0]), True
+        return _each(batch, lambda part: finish(part, transforms, drawing)[0]), True
     if not isinstance(batch, StagedBatch):
         return batch, False
     plain = carry_out_draws(batch, transforms).batch
-    for transform in transforms[batch.stage]:
-        if not transform.starts_in_worker:  # else it ran there, and in carry_out_draws
-            plain = transform.apply(plain, None)
+    # Else it ran in the workers, and in carry_out_draws.
+    callables = [each for each in transforms[batch.stage] if not each.starts_in_worker]
+    if callables:
+        with drawing(batch.stage):
+            for transform in callables:
+                plain = transform.apply(plain, None)
     return plain, True
 
 

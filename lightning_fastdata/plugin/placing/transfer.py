@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
@@ -11,10 +12,12 @@ from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 from lightning_fastdata.batches.staged import StagedBatch, move
 from lightning_fastdata.batches.streams import DeviceStreams, device_streams
 from lightning_fastdata.device.lookahead import Crossing, OneAhead, SideLane
+from lightning_fastdata.device.prefetch import drawn_under
 from lightning_fastdata.errors import FastDataWarning
 from lightning_fastdata.plugin.data.arguments import check_choice
 from lightning_fastdata.plugin.placing.stage_transforms import carry_out_draws, inside, transfer
 from lightning_fastdata.plugin.seams.hooks import HOOKS, overridden_hook
+from lightning_fastdata.plugin.seams.trainer import training_place
 
 if TYPE_CHECKING:
     import torch
@@ -211,7 +214,7 @@ class TransferHooks:
 
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         """Run the stage's transforms, then the LightningModule's hook of this name."""
-        batch, transformed = self.placing.finish(batch, self._transforms)
+        batch, transformed = self.placing.finish(batch, self._transforms, self._drawing)
         hook = self._hook_of_module("on_after_batch_transfer")
         if hook is not None:
             batch = hook(batch, dataloader_idx)
@@ -220,6 +223,20 @@ class TransferHooks:
             # floating point only now.
             batch = self._trainer.precision_plugin.convert_input(batch)
         return batch
+
+    def _drawing(self, stage: Stage) -> AbstractContextManager[None]:
+        """Return a block whose draws are keyed by the batch of the training, if it is one."""
+        trainer = self._trainer
+        if stage != "train" or trainer is None:
+            return nullcontext()
+        # What one batch draws rests on no other, so that a run may go on from any of them.
+        epoch, taken, _ = training_place(trainer)
+        device = trainer.strategy.root_device
+        return drawn_under(self.run_seed(), epoch, (trainer.global_rank, taken), device)
+
+    def run_seed(self) -> int:
+        """Return the seed of order and draws."""
+        raise NotImplementedError
 
     def device_streams(self, device: torch.device) -> DeviceStreams | None:
         """Return the streams of a device on which ``prefetch`` moves batches; None: it has none."""

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from lightning_fastdata.planning.loader_plan import LoaderPlan
     from lightning_fastdata.plugin.placing.stage_transforms import (
         DatasetPipeline,
+        Drawing,
         StagePlan,
         StageTransforms,
     )
@@ -200,18 +201,20 @@ class Placing:
             early = not KINDS[loader.executor].is_torch and loader.persistent_workers
             held.delay_epochs = int(early)
 
-    def finish(self, batch: Batch, transforms: StageTransforms) -> tuple[Batch, bool]:
+    def finish(
+        self, batch: Batch, transforms: StageTransforms, drawing: Drawing
+    ) -> tuple[Batch, bool]:
         """Run what a batch waits for, and return it plain, with whether anything ran."""
         held = self._held.get("train")
         watch = None if held is None else held.watch
         ours = isinstance(batch, StagedBatch) and batch.stage == "train"
         if watch is None or not (ours and batch.draws is not None and watch.left > 0):
-            return finish(batch, transforms)
+            return finish(batch, transforms, drawing)
         # Other transforms of the stage run on the device wherever the pipeline's pixels are.
         watch.timeline.augment_began()
         batch = carry_out_draws(batch, transforms)
         watch.timeline.augment_ended()
-        return finish(batch, transforms)
+        return finish(batch, transforms, drawing)
 
     def where(self, stage: Stage, trainer: Trainer | None) -> tuple[Place, str]:
         """Return where the pixels of a stage are, or will be, computed, and why."""

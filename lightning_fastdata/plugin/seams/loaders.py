@@ -90,18 +90,19 @@ class _ShownLoaders:
 
 def flattened(loaders: object) -> Iterator[Any]:
     """Return a trainer's loaders one by one, in whatever form they come."""
-    return (loader for _, loader in _with_paths(loaders, ()))
+    return (loader for _, loader in with_paths(loaders))
 
 
 def keyed(loaders: object) -> list[tuple[LoaderKey, Any]]:
     """Return several loaders with their keys as the user wrote them; empty if there is one."""
-    found = [(LoaderKey(path), loader) for path, loader in _with_paths(loaders, ())]
+    found = [(LoaderKey(path), loader) for path, loader in with_paths(loaders)]
     return found if len(found) > 1 else []
 
 
-def _with_paths(
-    loaders: object, path: tuple[object, ...]
+def with_paths(
+    loaders: object, path: tuple[object, ...] = ()
 ) -> Iterator[tuple[tuple[object, ...], Any]]:
+    """Yield a trainer's loaders with the keys and positions under which each is found."""
     if isinstance(loaders, _Combined):
         loaders = loaders.iterables
     inner: Iterable[tuple[object, object]]
@@ -114,7 +115,7 @@ def _with_paths(
             yield path, loaders
         return
     for key, loader in inner:
-        yield from _with_paths(loader, (*path, key))
+        yield from with_paths(loader, (*path, key))
 
 
 def average_exactly(trainer: Trainer) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import torch
 
 from lightning_fastdata.errors import TransformError
+from lightning_fastdata.loading.position import Place
 from lightning_fastdata.plugin.contracts import DataModule
 from lightning_fastdata.plugin.seams.hooks import PACKAGES, overridden_hook
 from lightning_fastdata.plugin.seams.internals import (
@@ -78,6 +79,21 @@ def training_epoch(trainer: Trainer | None) -> int:
         current: Any = trainer.fit_loop.epoch_progress.current
         return int(current.processed)
     return int(trainer.current_epoch)
+
+
+def training_place(trainer: Trainer | None) -> Place:
+    """Return how far a training has come.
+
+    A batch is taken when its training step has ended: if the step fails, or a checkpoint is written
+    before, the weights know nothing of it.
+    """
+    if trainer is None:
+        return Place(0, 0, last=False)
+    loop: Any = trainer.fit_loop
+    epochs, batches = loop.epoch_progress.current, loop.epoch_loop.batch_progress
+    taken = int(batches.current.processed)
+    last = bool(batches.is_last_batch) and taken == batches.current.ready
+    return Place(int(epochs.processed), taken, last=last)
 
 
 def first_epoch() -> int:

@@ -1,0 +1,309 @@
+"""How far the training has come in the batches of a loader: kept, saved, and gone on from.
+
+What counts is what the training took, not what was fetched or handed out ahead of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+
+from lightning_fastdata.errors import OptionsError
+from lightning_fastdata.order.indices import Drawn
+
+if TYPE_CHECKING:
+    from lightning_fastdata.types import Batch
+
+VERSION: Final = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoaderState:
+    """The position of a training in the batches of a loader, as plain data."""
+
+    epoch: int
+    """Counted from 0; the randomness of the batches is keyed by it."""
+    batches: int
+    """Batches of this pass over the data that the training took, of each rank."""
+    samples: int
+    """Samples of it that all ranks took."""
+    length: int | None = None
+    """Of the dataset; None: it has none."""
+    batch_size: int | None = None
+    """Of one rank."""
+    world_size: int = 1
+    seed: int = 0
+    order: str = ""
+    """Who decides the order: the class of the sampler."""
+    digest: int | None = None
+    """CRC-32 of the indices before the position; None: not known."""
+    dataset: str = ""
+    """The dataset's fingerprint."""
+    drawn: Drawn = field(default_factory=dict)
+    """What the sampler drew the epoch from, if its order is no function of (seed, epoch)."""
+    dataset_state: dict[str, Any] | None = None
+    """What the dataset's own ``state_dict()`` returned."""
+    stream: dict[str, Any] | None = None
+    """The position in a stream."""
+    base_seed: int | None = None
+    """What the side processes were seeded from."""
+    quarantine: list[int] = field(default_factory=list)
+    """Samples that are not read again, as they killed or hung who read them."""
+    package: str = ""
+    """Version that wrote it."""
+    version: int = VERSION
+    """Of this form."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain data that :meth:`from_dict` takes."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, state: object) -> LoaderState:
+        """Return the state that was saved as plain data.
+
+        Raises:
+            OptionsError: It is none, or of a later version.
+        """
+        if not isinstance(state, Mapping) or not {"epoch", "batches", "version"} <= state.keys():
+            raise OptionsError(
+                f"The state of a FastDataLoader was expected, with its epoch and batches, and this "
+                f"was given: {state!r:.200}. Give what FastDataLoader.state_dict() returned."
+            )
+        if state["version"] != VERSION:
+            raise OptionsError(
+                f"The state of a FastDataLoader is of version {state['version']!r}, written by "
+                f"lightning_fastdata {state.get('package')!r}; this one reads version {VERSION}. "
+                "Resume with the version that wrote it."
+            )
+        known = {each.name for each in fields(cls)}
+        given = cls(**{name: value for name, value in state.items() if name in known})
+        for name in ("epoch", "batches", "samples"):
+            value = getattr(given, name)
+            if type(value) is not int or value < 0:
+                raise OptionsError(
+                    f"The state of a FastDataLoader says {name}={value!r}, which is no number "
+                    "from 0 on. It was not written by FastDataLoader.state_dict()."
+                )
+        return given
+
+    def differences(self, now: LoaderState) -> Iterator[str]:
+        """Yield what of the loader is not as it was, the most important first."""
+        if self.length != now.length:
+            yield f"the dataset has {now.length} samples and had {self.length}"
+        elif self.dataset != now.dataset:
+            yield "the dataset is of another class, or lists other files"
+        if self.order != now.order:
+            yield f"the order is that of {now.order} and was that of {self.order}"
+        if self.seed != now.seed:
+            yield f"seed={now.seed} and was {self.seed}"
+        if self.package != now.package:
+            yield f"this is lightning_fastdata {now.package} and it was {self.package}"
+
+    def same_steps(self, now: LoaderState) -> bool:
+        """Return whether steps take as many samples over all ranks as they did."""
+        was = (self.batch_size or 1) * self.world_size
+        return was == (now.batch_size or 1) * now.world_size
+
+
+class Place(NamedTuple):
+    """Where a run is."""
+
+    epoch: int
+    """Counted from 0; as soon as one is over it is the next one."""
+    taken: int
+    """Batches of it that the training took; between two epochs still those of the one before."""
+    last: bool
+    """The batch that it took last was the last one of its epoch."""
+
+
+class Run(Protocol):
+    """The training that takes the batches of a loader."""
+
+    def place(self) -> Place:
+        """Return where the run is."""
+
+    def resumed(self, loader: object) -> LoaderState | None:
+        """Return where a loader was when the run was saved that goes on now; None: not known."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Pass:
+    """One pass over the data of a loader."""
+
+    epoch: int
+    state: LoaderState | None = None
+    """Where it began; None: at the start of the epoch."""
+    before: int = 0
+    """Batches of earlier passes in the same epoch, of a loader that is shorter than others."""
+    sampler_epoch: int | None = None
+    """The epoch that somebody else has set for the sampler."""
+    handed: int = 0
+    """Batches that were handed out, and those before the pass began."""
+    exhausted: bool = False
+    aside: bool = False
+    """It is not what the training takes."""
+    earlier: Pass | None = None
+    """The one before it in the same epoch."""
+
+    def same_place(self, other: Pass) -> bool:
+        """Return whether both begin at the same batch."""
+        places = [(p.epoch, p.state, p.before, p.sampler_epoch) for p in (self, other)]
+        return places[0] == places[1]
+
+
+class CountedBatches:
+    """The batches of a pass, counted as they are handed out.
+
+    Where it begins is asked for now, and again when the first batch is: Lightning makes an iterator
+    before it has read from a checkpoint which epoch comes next, or before it has counted the one
+    that the checkpoint ends.
+    """
+
+    def __init__(
+        self,
+        next_pass: Callable[[Pass | None], Pass],
+        begin: Callable[[Pass], Iterator[Batch]],
+        settle: Callable[[Pass], None],
+    ) -> None:
+        self._pass = next_pass(None)
+        self._batches = begin(self._pass)
+        self._ask: tuple[Any, ...] | None = next_pass, begin, settle
+
+    def __iter__(self) -> CountedBatches:
+        return self
+
+    def __next__(self) -> Batch:
+        if self._ask is not None:
+            (next_pass, begin, settle), self._ask = self._ask, None
+            wanted = next_pass(self._pass)
+            if not self._pass.same_place(wanted):
+                self._batches = iter(())  # its workers end before others begin
+                self._pass = wanted
+                self._batches = begin(wanted)
+            settle(self._pass)
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            self._pass.exhausted = True
+            raise
+        self._pass.handed += 1
+        return batch
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("_batches", "_pass"):
+            raise AttributeError(name)
+        return getattr(self._batches, name)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Lightning copies its trainer with the iterators in it; processes cannot be copied.
+        return iter, ((),)
+
+
+class Position:
+    """Where a loader's training is, and where its next pass begins."""
+
+    def __init__(self) -> None:
+        self._pending: LoaderState | None = None
+        """What was loaded and no batch has followed yet."""
+        self._pass: Pass | None = None
+        self._epochs = 0
+        """The epoch of the next pass where nobody else counts."""
+
+    def load(self, state: LoaderState) -> None:
+        """Go on from a state with the next pass."""
+        self._pending = state
+        self._pass = None
+
+    def next_pass(
+        self, epoch: Callable[[], int] | None, sampler_epoch: int | None, begun: Pass | None
+    ) -> Pass:
+        """Return where the pass of a loader in a plain loop begins.
+
+        Args:
+            epoch: Asked for the epoch; None: passes are counted from 0.
+            sampler_epoch: As the user has set it.
+            begun: What was returned when its iterator was made; None: it is made now.
+        """
+        pending = self._pending
+        if epoch is not None:
+            number = epoch()
+        elif pending is not None:
+            number = pending.epoch
+        else:
+            number = self._epochs if begun is None else begun.epoch
+        if begun is None:
+            self._epochs = number + 1
+        if pending is None or pending.epoch != number:
+            return Pass(epoch=number, sampler_epoch=sampler_epoch)
+        return Pass(
+            epoch=number, state=pending, handed=pending.batches, sampler_epoch=sampler_epoch
+        )
+
+    def next_pass_of(self, run: Run, loader: object, epoch: Callable[[], int] | None) -> Pass:
+        """Return where the pass begins whose batches a run is going to take.
+
+        ``epoch``, if given, is asked for the epoch in place of the run.
+        """
+        number, taken, last = run.place()
+        number = number if epoch is None else epoch()
+        now = self._pass
+        if now is not None and now.epoch == number and taken:
+            if now.exhausted:
+                return Pass(epoch=number, before=now.before + now.handed, earlier=now)
+            if now.handed:
+                return Pass(epoch=number, aside=True)
+        state = run.resumed(loader) or self._pending
+        if state is not None and not state.batches:
+            # The run may not have counted yet that its last batch ended an epoch.
+            over = taken and last and state.epoch == number + 1
+            if over or state.epoch == number:
+                return Pass(epoch=state.epoch, state=state)
+        if not taken:
+            return Pass(epoch=number)
+        if state is None or state.epoch != number:
+            state = LoaderState(epoch=number, batches=taken, samples=-1)
+        before = max(0, taken - state.batches)
+        return Pass(epoch=number, state=state, before=before, handed=state.batches)
+
+    def settle(self, begun: Pass) -> None:
+        """Note that the first batch of a pass is asked for."""
+        if not begun.aside:
+            self._pass, self._pending = begun, None
+
+    @property
+    def begun(self) -> bool:
+        """Whether a batch was asked for since the last state was loaded."""
+        return self._pass is not None
+
+    def now(self, run: Run | None, length: int | None) -> tuple[int, int, LoaderState | None]:
+        """Return the epoch and how many batches of the pass were taken.
+
+        Args:
+            run: Who takes the batches; None: a plain loop takes what is handed out.
+            length: Batches of a whole pass; None: not known.
+
+        Returns:
+            Epoch, batches, and the state that was loaded if no batch has followed yet.
+        """
+        begun = self._pass
+        if self._pending is not None:
+            return self._pending.epoch, self._pending.batches, self._pending
+        if run is None:
+            if begun is None:
+                return 0, 0, None
+            whole = begun.exhausted or begun.handed == length
+            return (begun.epoch + 1, 0, None) if whole else (begun.epoch, begun.handed, None)
+        epoch, taken, last = run.place()
+        if begun is None or begun.epoch != epoch:
+            return epoch, 0, None
+        handed = begun.before + begun.handed
+        if taken > handed and not begun.exhausted:
+            return epoch, 0, None  # the count is still that of the epoch before
+        if taken and last:
+            return epoch + 1, 0, None
+        taken = min(taken, handed)
+        while begun.earlier is not None and taken < begun.before:
+            begun = begun.earlier
+        return epoch, max(0, taken - begun.before), None

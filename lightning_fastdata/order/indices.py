@@ -1,0 +1,349 @@
+"""The batches of indices that a loader reads in an epoch, from any position on, and their digest.
+
+An order that is a function of (seed, epoch) goes on by arithmetic. Of any other sampler the first
+batches are drawn again and dropped, from the random state that it began the epoch with; whether
+they are those of before is seen by their digest.
+"""
+
+from __future__ import annotations
+
+import base64
+import warnings
+import zlib
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any, Final, Protocol, TypeAlias, runtime_checkable
+
+import numpy as np
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    RandomSampler,
+    Sampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from lightning_fastdata.errors import FastDataWarning, OptionsError
+from lightning_fastdata.order.epoch_order import EpochOrder, cut, parts_of
+from lightning_fastdata.order.samplers import epoch_order, index_batches
+from lightning_fastdata.randomness.generators import kept_random_state
+
+Drawn: TypeAlias = dict[str, Any]
+"""What a sampler drew an epoch from, as plain data; empty: nothing is known."""
+
+_HASHED_AT_ONCE: Final = 2**16
+_DIGESTS_KEPT: Final = 2**12
+"""Batches that are read ahead of the training at most."""
+_CHECKED: Final = 2**27
+"""Samples whose digest is checked: an order of (seed, epoch) takes up to 30 ns for each."""
+_DRAW_FROM_TORCH: Final = (SubsetRandomSampler, WeightedRandomSampler)
+"""Without a generator they draw from torch's own when their first index is asked for."""
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """An object that saves and restores its state, as torchdata's protocol has it."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state, as plain data."""
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
+        """Go on from a state."""
+
+
+@runtime_checkable
+class _HasSampler(Protocol):
+    sampler: Any
+
+
+@runtime_checkable
+class _HasGenerator(Protocol):
+    generator: object
+
+
+@runtime_checkable
+class HasEpoch(Protocol):
+    """A sampler with the number of its epoch."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """Where in an epoch to begin."""
+
+    batches: int = 0
+    """Batches of this rank that were delivered before."""
+    samples: int = 0
+    """Samples that all ranks were given before."""
+    same_batches: bool = True
+    """They were cut as they are now; False: only ``samples`` counts."""
+    drawn: Drawn | None = None
+    """What the sampler drew the epoch from."""
+    digest: int | None = None
+    """Of the indices before, as they were delivered; None: not known."""
+
+
+class EpochIndices:
+    """Iterable over epochs of the batches of indices, each from ``start`` on.
+
+    Args:
+        source: A batch sampler, or a sampler whose items are taken one by one.
+        arrays: Yield int64 arrays where that gives the same indices.
+    """
+
+    def __init__(self, source: Iterable[Any], *, arrays: bool = False) -> None:
+        self.source = source
+        self.arrays = arrays
+        self.start = Start()
+        """Of the epoch that begins next."""
+        self._ahead = _Digests(Start())
+        self._began = _Began(source)
+        self._hashed: tuple[EpochOrder, int, int] | None = None
+
+    @property
+    def sampler(self) -> object:
+        """What decides the order."""
+        return self.source.sampler if isinstance(self.source, _HasSampler) else self.source
+
+    def order(self, epoch: int) -> EpochOrder | None:
+        """Return the plan of an epoch that is not begun yet, if it is sure beforehand."""
+        order = epoch_order(self.source, epoch)
+        return None if order is None else replace(order, start=self.start.samples)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Begin an epoch."""
+        start = self.start
+        self._began = began = _Began(self.source)
+        known = epoch_order(self.source, began.epoch)
+        if known is not None:
+            if not start.samples:
+                return self._plain(self.source)
+            if start.digest is not None and start.samples <= _CHECKED:
+                _check(start, self.digest(began.epoch, start.samples, 0), self.sampler)
+            rest = replace(known, start=start.samples).batches()
+            return rest if self.arrays else (batch.tolist() for batch in rest)
+        self._ahead = _Digests(start)
+        return self._watched(start, self._ahead)
+
+    def drawn(self) -> Drawn:
+        """Return what the sampler drew the epoch from that began last."""
+        return self._began.drawn()
+
+    def to_draw(self) -> Drawn:
+        """Return what the sampler is going to draw the next epoch from, where it holds that."""
+        drawn = _Began(self.source).drawn()
+        return {name: drawn[name] for name in ("sampler", "generator") if name in drawn}
+
+    def digest(self, epoch: int, samples: int, batches: int) -> int | None:
+        """Return the CRC-32 of the indices of an epoch before a position; None: not known.
+
+        The position is given as samples of all ranks, and as batches of this one.
+
+        Of an order known by (seed, epoch) it is that of all ranks, of any other that of this rank,
+        and of the epoch that began last. Indices count as little-endian int64.
+        """
+        order = epoch_order(self.source, epoch)
+        if order is None:
+            return self._ahead.at(batches)
+        order = replace(order, rank=0, world_size=1, equal_counts=False)
+        done, crc = 0, 0
+        if self._hashed is not None and self._hashed[0] == order:
+            _, done, crc = self._hashed
+        if done > samples:
+            done, crc = 0, 0
+        bounds = ((done + a, done + b) for a, b in cut(samples - done, _HASHED_AT_ONCE))
+        for part in parts_of(order.samples(), bounds):
+            crc = zlib.crc32(part.astype("<i8", copy=False).tobytes(), crc)
+        self._hashed = order, samples, crc
+        return crc
+
+    def _plain(self, source: Iterable[Any]) -> Iterator[Any]:
+        return index_batches(source) if self.arrays else iter(source)
+
+    def _watched(self, start: Start, digests: _Digests) -> Iterator[Any]:
+        source = self.source
+        if start.drawn:
+            source = _drawing_again(source, start.drawn)
+        if not start.same_batches:
+            source = _cut_anew(source, start.samples)
+        batches = self._plain(source)
+        skipped = start.batches if start.same_batches else 0
+        with _as_before(start.drawn):
+            for batch in islice(batches, skipped):
+                digests.add(batch)
+        if skipped and start.digest is not None:
+            _check(start, digests.at(skipped), self.sampler)
+        for batch in batches:
+            digests.add(batch)
+            yield batch
+
+
+def _check(start: Start, found: int | None, sampler: object) -> None:
+    if found != start.digest:
+        warnings.warn(
+            f"The first {start.batches} batches of this epoch are not those that were delivered "
+            f"before the training was saved: {type(sampler).__name__} gives another order now. The "
+            f"epoch goes on with batch {start.batches} of the new order, so that samples may come "
+            "twice or not at all in it. Give the sampler a seed and set_epoch(), or state_dict() "
+            "and load_state_dict().",
+            FastDataWarning,
+            stacklevel=2,
+        )
+
+
+class _Began:
+    """What a sampler was about to draw an epoch from."""
+
+    def __init__(self, source: object) -> None:
+        sampler = source.sampler if isinstance(source, _HasSampler) else source
+        self.epoch = sampler.epoch if isinstance(sampler, HasEpoch) else 0
+        self._sampler = sampler
+        self._torch = torch.get_rng_state()
+        generator = sampler.generator if isinstance(sampler, _HasGenerator) else None
+        self._generator = generator.get_state() if isinstance(generator, torch.Generator) else None
+        self._state = sampler.state_dict() if isinstance(sampler, Stateful) else None
+
+    def drawn(self) -> Drawn:
+        if self._state is not None:
+            return {"sampler": self._state}
+        if self._generator is not None:
+            return {"generator": _packed(self._generator)}
+        if type(self._sampler) is RandomSampler:
+            generator = torch.Generator()
+            generator.set_state(self._torch)
+            return {"draw": int(torch.empty((), dtype=torch.int64).random_(generator=generator))}
+        return {"torch": _packed(self._torch)} if type(self._sampler) in _DRAW_FROM_TORCH else {}
+
+
+def restore_sampler(sampler: object, drawn: Drawn) -> None:
+    """Set a sampler, or the generator that it holds, to what an epoch was, or will be, drawn from.
+
+    Raises:
+        OptionsError: The state of a generator was expected, and something else was saved.
+    """
+    if "sampler" in drawn and isinstance(sampler, Stateful):
+        sampler.load_state_dict(drawn["sampler"])
+    generator = sampler.generator if isinstance(sampler, _HasGenerator) else None
+    if "generator" in drawn and isinstance(generator, torch.Generator):
+        generator.set_state(_unpacked(drawn["generator"]))
+
+
+def _drawing_again(source: Iterable[Any], drawn: Drawn) -> Iterable[Any]:
+    """Return what yields the indices of a sampler that draws from what it drew from before."""
+    sampler: Any = source.sampler if isinstance(source, _HasSampler) else source
+    restore_sampler(sampler, drawn)
+    if "draw" not in drawn or type(sampler) is not RandomSampler:
+        return source
+    generator = torch.Generator()
+    generator.manual_seed(int(drawn["draw"]))
+    again = RandomSampler(
+        sampler.data_source, sampler.replacement, sampler.num_samples, generator=generator
+    )
+    if type(source) is BatchSampler:
+        return BatchSampler(again, source.batch_size, source.drop_last)
+    return again if source is sampler else source
+
+
+@contextmanager
+def _as_before(drawn: Drawn | None) -> Iterator[None]:
+    """Have torch's generator in the block in the state that the epoch was drawn from."""
+    if not drawn or "torch" not in drawn:
+        yield
+        return
+    with kept_random_state(("torch",)):
+        torch.set_rng_state(_unpacked(drawn["torch"]))
+        yield
+
+
+def _cut_anew(source: Iterable[Any], samples: int) -> Iterable[Any]:
+    """Return batches of the present size of what comes behind some samples of a sampler."""
+    if type(source) is not BatchSampler:
+        return source
+    rest: Sampler[int] = _Rest(source.sampler, samples)  # type: ignore[assignment]
+    return BatchSampler(rest, source.batch_size, source.drop_last)
+
+
+class _Rest:
+    def __init__(self, sampler: Iterable[int], skipped: int) -> None:
+        self.sampler, self.skipped = sampler, skipped
+
+    def __iter__(self) -> Iterator[int]:
+        return islice(iter(self.sampler), self.skipped, None)
+
+
+class _Digests:
+    """The digest of the indices of an epoch before each of its last batches."""
+
+    def __init__(self, start: Start) -> None:
+        self._crc = 0
+        self._first = 0
+        self._last: deque[int] = deque((0,), _DIGESTS_KEPT)
+        self._exact = start.same_batches
+
+    def add(self, batch: object) -> None:
+        self._crc = zlib.crc32(_as_bytes(batch), self._crc)
+        self._first += len(self._last) == _DIGESTS_KEPT
+        self._last.append(self._crc)
+
+    def at(self, batches: int) -> int | None:
+        number = batches - self._first
+        return self._last[number] if self._exact and 0 <= number < len(self._last) else None
+
+
+def _as_bytes(batch: object) -> bytes:
+    if isinstance(batch, np.ndarray | list | tuple | int):
+        numbers = np.asarray(batch)
+        if numbers.dtype.kind in "iu":
+            return numbers.astype("<i8", copy=False).tobytes()
+    return repr(batch).encode()
+
+
+def _packed(state: torch.Tensor) -> str:
+    """Return the state of a generator as text; zlib, as half of a Mersenne Twister's is zeros."""
+    return base64.b64encode(zlib.compress(state.numpy().tobytes())).decode()
+
+
+def _unpacked(text: str) -> torch.Tensor:
+    try:
+        data = zlib.decompressobj().decompress(base64.b64decode(text, validate=True), 2**16)
+        state = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        torch.Generator().set_state(state)
+    except (ValueError, TypeError, RuntimeError, zlib.error) as error:
+        raise OptionsError(
+            "The state of a sampler's generator was expected in the state of a FastDataLoader, "
+            f"and {text!r:.60} is none ({error}). Give what FastDataLoader.state_dict() returned."
+        ) from error
+    return state
+
+
+def fingerprint(dataset: object) -> str:
+    """Return 16 hexadecimal digits that differ for datasets of another class, length or files.
+
+    No sample is read. Of a dataset that lists its files (``samples``, ``imgs``) 64 names count,
+    without their folders, as data may move to another machine.
+    """
+    text: list[str] = []
+    while dataset is not None and len(text) < 64:
+        text.append(f"{type(dataset).__module__}.{type(dataset).__qualname__}")
+        listed = next((v for n in ("samples", "imgs") if (v := _listed(dataset, n))), None)
+        if listed is not None:
+            text.append(str(len(listed)))
+            text.extend(_file_name(listed[i]) for i in range(0, len(listed), -(-len(listed) // 64)))
+        dataset = vars(dataset).get("dataset") if hasattr(dataset, "__dict__") else None
+    joined = "\n".join(text).encode()
+    return f"{zlib.crc32(joined):08x}{zlib.adler32(joined):08x}"
+
+
+def _listed(dataset: object, name: str) -> Sequence[object] | None:
+    found = vars(dataset).get(name) if hasattr(dataset, "__dict__") else None
+    return found if isinstance(found, list | tuple) and found else None
+
+
+def _file_name(entry: object) -> str:
+    path = entry[0] if isinstance(entry, tuple | list) and entry else entry
+    return path.replace("\\", "/").rpartition("/")[2] if isinstance(path, str) else ""

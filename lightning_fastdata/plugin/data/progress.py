@@ -1,0 +1,90 @@
+"""How far the training of a data module has come: saved in its checkpoints, and gone on from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+from lightning_fastdata.errors import OptionsError
+from lightning_fastdata.loading.loader import FastDataLoader
+from lightning_fastdata.loading.position import VERSION, LoaderState, Place
+from lightning_fastdata.plugin.seams.loaders import with_paths
+from lightning_fastdata.plugin.seams.trainer import training_place
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+    from lightning_fastdata.plugin.contracts import DataModule
+
+KEY: Final = "lightning_fastdata"
+"""Under which the state stands in that of the data module."""
+
+
+class TrainingProgress:
+    """Where the training loaders of a data module were when a run was saved that goes on now."""
+
+    def __init__(self) -> None:
+        self._saved: dict[str, LoaderState] = {}
+
+    @property
+    def seed(self) -> int | None:
+        """The seed of the run that goes on; None: none does, or it is not known."""
+        return next((state.seed for state in self._saved.values()), None)
+
+    def state_dict(self, trainer: Trainer | None) -> dict[str, Any]:
+        """Return the position in each training loader, as plain data.
+
+        Tuners save and restore a run around their trials: as long as no batch has followed what was
+        loaded, that is returned.
+        """
+        loaders = dict(_training_loaders(trainer))
+        if self._saved and not any(loader.begun for loader in loaders.values()):
+            states = {path: state.as_dict() for path, state in self._saved.items()}
+        else:
+            states = {path: loader.state_dict() for path, loader in loaders.items()}
+        return {"version": VERSION, "loaders": states}
+
+    def load_state_dict(self, state: object, trainer: Trainer | None) -> None:
+        """Go on from a state with the next iteration of each training loader.
+
+        Raises:
+            OptionsError: It is none, or of a later version.
+        """
+        loaders = state.get("loaders") if isinstance(state, Mapping) else None
+        if not isinstance(loaders, Mapping):
+            raise OptionsError(
+                f"The checkpoint holds {state!r:.200} for the data module, where the positions of "
+                "its training loaders were expected. It was not written by FastDataModule."
+            )
+        self._saved = {str(path): LoaderState.from_dict(one) for path, one in loaders.items()}
+        for path, loader in _training_loaders(trainer):
+            if path in self._saved:
+                loader.load_state_dict(self._saved[path].as_dict())
+
+    def of(self, loader: object, trainer: Trainer | None) -> LoaderState | None:
+        """Return where a loader was; None: not known."""
+        found = (path for path, one in _training_loaders(trainer) if one is loader)
+        return self._saved.get(next(found, "none"))
+
+
+class TrainingRun:
+    """The training that takes the batches of a data module's loaders."""
+
+    def __init__(self, module: DataModule, progress: TrainingProgress) -> None:
+        self._module = module
+        self._progress = progress
+
+    def place(self) -> Place:
+        """Return where the run is."""
+        return training_place(self._module.trainer)
+
+    def resumed(self, loader: object) -> LoaderState | None:
+        """Return where a loader was when the run was saved that goes on now; None: not known."""
+        return self._progress.of(loader, self._module.trainer)
+
+
+def _training_loaders(trainer: Trainer | None) -> Iterator[tuple[str, FastDataLoader]]:
+    loaders = None if trainer is None else trainer.train_dataloader
+    for path, loader in with_paths(loaders):
+        if isinstance(loader, FastDataLoader):
+            yield "/".join(map(str, path)), loader
