@@ -128,8 +128,15 @@ def weighted(length):
     return WeightedRandomSampler(weights, length, generator=generator)
 
 
+def finder():
+    """One that tries a single size and takes it."""
+    return BatchSizeFinder(init_val=2, max_trials=1)
+
+
+BEGINS_ANEW = ("lr finder after", "batch finder after")
+"""A tuner in a run that resumes sets Lightning's own counts back: the whole training follows."""
+
 FEATURES = {
-    # name: (arguments of Module, of the trainer, of Recorder, callbacks of a resumed run or of both)
     "plain": {},
     "number of steps asked": {"model": {"one_cycle": True}},
     "reload": {"trainer": {"reload_dataloaders_every_n_epochs": 1}},
@@ -143,7 +150,8 @@ FEATURES = {
     "max_size_cycle": {"module": {"mode": "max_size_cycle"}},
     "lr finder before": {"first": lambda: LearningRateFinder(num_training_steps=3)},
     "lr finder after": {"later": lambda: LearningRateFinder(num_training_steps=3)},
-    "batch finder both": {"both": lambda: BatchSizeFinder(init_val=2, max_trials=1)},
+    "batch finder before": {"module": {"batch_size": 2}, "first": finder},
+    "batch finder after": {"module": {"batch_size": 2}, "later": finder},
     "deferred augment": {"module": {"augment": pipeline, "augment_on": "gpu"}},
     "augment": {"module": {"augment": pipeline, "augment_on": "cpu"}},
     "own pipeline": {"module": {"dataset": Augmented, "augment_on": "gpu"}},
@@ -175,15 +183,15 @@ def make_model(feature, file):
 
 def callbacks_of(feature, when):
     """New callbacks of a run: ``"first"``, or ``"later"`` one that goes on."""
-    about = FEATURES[feature]
-    return [make() for key in (when, "both") if (make := about.get(key)) is not None]
+    make = FEATURES[feature].get(when)
+    return [] if make is None else [make()]
 
 
 # -- when it stops ---------------------------------------------------------------------------------
 
 
 class Ends(Marks):
-    """Ends the run at the first step that follows a checkpoint: what it does there, nobody keeps."""
+    """Ends the run before the first step that follows a checkpoint."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -255,7 +263,8 @@ MOMENTS = {
     **{f"batch end {n}": hook("on_train_batch_end", n) for n in (1, 3, STEPS, STEPS + 1)},
     "validation end": hook("on_validation_end", 1),
     "epoch end": hook("on_train_epoch_end", 1),
-    **{f"epoch start {n}": hook("on_train_epoch_start", n) for n in (0, 1)},
+    # In a later epoch Lightning keeps the counts of the one before, and skips the epoch.
+    "epoch start": hook("on_train_epoch_start", 0),
     "train start": hook("on_train_start", 0),
     "ctrl-c": raised(interrupt, 3),
     "sigterm": raised(terminate, 3),

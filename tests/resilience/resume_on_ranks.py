@@ -19,7 +19,7 @@ from resilience.runs import Recorder, train
 
 def run(folder, ranks, *, name, loader, batch_size, steps, resume=None, length, **about):
     """Train for so many steps in all; save at the last one, and record what each rank took."""
-    rank = int(os.environ.get("LOCAL_RANK", 0))
+    rank = int(os.environ.get("LOCAL_RANK", "0"))
     data = Module(LOADERS[loader], batch_size=batch_size, length=length, **about)
     save = ModelCheckpoint(folder, name, every_n_train_steps=steps, enable_version_counter=False)
     model = Recorder(folder / f"{name}-{rank}")

@@ -2,7 +2,7 @@
 
 A line of a record is ``epoch batch_idx digest indices``: the digest is of the bytes of every tensor
 of the batch, in their order, with shapes and types. How many lines there were when a checkpoint was
-written is kept in the checkpoint, so that the law of a resume is short: ``rest == straight[lines:]``.
+written is kept in it, so that the law of a resume is short: ``rest == straight[lines:]``.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def indices(batch):
     return []  # of a loader that has ended before the others
 
 
-class Stop(Exception):  # noqa: N818  (it is no error)
+class Stop(Exception):
     """Ends a run as whatever fails would."""
 
 

@@ -215,5 +215,3 @@ def test_each_rank_trains_on_all_data_behind_a_wrapped_loader(on_ranks):
 def test_ours_is_shared_among_the_ranks(on_ranks):
     zero, one = (rank["ours"] for rank in on_ranks)
     assert sorted(zero + one) == list(range(SAMPLES))
-
-
