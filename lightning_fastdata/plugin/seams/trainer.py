@@ -18,6 +18,7 @@ from lightning_fastdata.plugin.seams.internals import (
     attributes_of,
     batches_that_stepped,
     began_from_file,
+    count_fetched,
 )
 from lightning_fastdata.tree import held
 from lightning_fastdata.types import STAGES, Stage
@@ -94,6 +95,34 @@ def training_place(trainer: Trainer | None) -> Place:
     taken = int(batches.current.processed)
     last = bool(batches.is_last_batch) and taken == batches.current.ready
     return Place(int(epochs.processed), taken, last=last)
+
+
+def move_place(trainer: Trainer, epoch: int, taken: int, counted: int) -> None:
+    """Have a training that took so many batches of an epoch count them as another number.
+
+    Its loader gives what is left of the epoch in larger or smaller batches, and Lightning ends the
+    epoch by the number of batches.
+    """
+    if training_place(trainer)[:2] != (epoch, taken):
+        return
+    loop: Any = trainer.fit_loop
+    current = loop.epoch_loop.batch_progress.current
+    for name in ("ready", "started", "processed", "completed"):
+        setattr(current, name, getattr(current, name) + counted - taken)
+    count_fetched(trainer, taken, counted)
+
+
+def begin_anew(trainer: Trainer, epoch: int) -> None:
+    """Have a training that was saved in ``on_train_epoch_start`` begin that epoch.
+
+    Lightning 2.6 saves the number of batches of the epoch before there, and goes on as if it were
+    that of the epoch that begins: it would leave the epoch out.
+    """
+    loop: Any = trainer.fit_loop
+    current, batches = loop.epoch_progress.current, loop.epoch_loop.batch_progress
+    if current.processed == epoch and current.ready == current.started + 1:
+        batches.current.reset()
+        batches.is_last_batch = False
 
 
 def first_epoch() -> int:
