@@ -1,6 +1,7 @@
 """A program of several ranks that train, save and go on.
 
-Arguments: number of ranks, folder, and the runs as JSON: a list of settings for :func:`run`.
+Arguments: folder, and phases as JSON: numbers of ranks, each with a list of settings for
+:func:`run`.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -43,5 +45,5 @@ def main(ranks, folder, runs):
 
 
 if __name__ == "__main__":
-    ranks, folder, runs = int(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3])
-    on_ranks(ranks, lambda: main(ranks, folder, runs))
+    for ranks, runs in json.loads(sys.argv[2]):
+        on_ranks(ranks, partial(main, ranks, Path(sys.argv[1]), runs))

@@ -29,7 +29,7 @@ def folder(tmp_path_factory):
     """Records of straight runs, and of runs that went on with as many ranks or another number."""
     folder = tmp_path_factory.mktemp("ranks")
     stops = (3, STEPS)  # within an epoch, and at its last step
-    launch(folder, 1, [settings("one", 1, LAST), *(settings(f"one-{n}", 1, n) for n in stops)])
+    begin = [settings("one", 1, LAST), *(settings(f"one-{n}", 1, n) for n in stops)]
     two = [settings("two", 2, LAST)]
     for n in stops:
         two += [
@@ -39,15 +39,10 @@ def folder(tmp_path_factory):
         ]
     # One rank begins, two go on, and one ends it.
     two.append(settings("one-3-two-5", 2, 5, resume="one-3"))
-    launch(folder, 2, two)
     one = [settings(f"two-{n}-one", 1, LAST, resume=f"two-{n}") for n in stops]
     one.append(settings("one-3-two-5-one", 1, LAST, resume="one-3-two-5"))
-    launch(folder, 1, one)
+    launched(PROGRAM, str(folder), json.dumps([(1, begin), (2, two), (1, one)]))
     return folder
-
-
-def launch(folder, ranks, runs):
-    launched(PROGRAM, str(ranks), str(folder), json.dumps(runs))
 
 
 def samples(folder, name):

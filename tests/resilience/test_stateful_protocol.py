@@ -284,6 +284,19 @@ def test_a_sampler_of_ones_own_goes_on(sampler, loader, at):
     assert seen(again) == left[: len(left) - STEPS or STEPS]
 
 
+@pytest.mark.parametrize(("before", "after"), [("inline", "inline"), ("workers-2", "workers-2")])
+@pytest.mark.parametrize("at", [1, 4, STEPS])
+def test_a_generator_of_the_loader_goes_on(before, after, at):
+    def generator():
+        return {"sampler": None, "shuffle": True, "generator": torch.Generator().manual_seed(8)}
+
+    whole = epochs(3, before, **generator())
+    again = resumed(left_after(at, before, **generator()), after, **generator())
+    left = [batch for epoch in whole for batch in epoch][at:]
+    found = [*seen(again), *seen(again)]
+    assert found == left[: len(found)]
+
+
 class Counting(Images):
     """Has a state of its own, which its samples show."""
 
