@@ -270,8 +270,8 @@ def files_of(dataset: object, indices: Sequence[int]) -> tuple[str, ...] | None:
         return None
     found = [listed[index] for index in indices]
     paths = [one[0] if isinstance(one, tuple | list) and one else one for one in found]
-    known = all(isinstance(path, str | os.PathLike) for path in paths)
-    return tuple(os.fspath(path) for path in paths) if known else None
+    known = all(isinstance(path, str | bytes | os.PathLike) for path in paths)
+    return tuple(os.fsdecode(path) for path in paths) if known else None
 
 
 def _normalising_tables(
