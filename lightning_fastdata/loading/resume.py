@@ -75,14 +75,15 @@ def as_it_is(loader: _Loader, indices: EpochIndices | None) -> LoaderState:
         seed=loader.seed,
         order="a stream" if stream else type(sampler).__name__,
         dataset=fingerprint(loader.dataset),
-        package=_own_version(),
+        package=own_version(),
     )
 
 
-def _own_version() -> str:
+def own_version() -> str:
+    """Return the version of this package; "" where it is on the path without being installed."""
     try:
         return importlib.metadata.version("lightning-fastdata")
-    except importlib.metadata.PackageNotFoundError:  # it is on the path without being installed
+    except importlib.metadata.PackageNotFoundError:
         return ""
 
 

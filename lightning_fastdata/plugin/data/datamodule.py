@@ -51,7 +51,7 @@ _OF_THE_CLASS: Any = object()  # an argument that was not given: the constructor
 
 @refuses_unknown_names
 @remembers_given
-class DataModuleHooks(TransferHooks, SavesProgress, NeedsConstruction):
+class DataModuleHooks(SavesProgress, TransferHooks, NeedsConstruction):
     """Builds tuned loaders for every stage from the datasets that a subclass returns.
 
     A subclass writes ``train_dataset()``, ``val_dataset()`` and, if wanted, ``test_dataset()`` and
