@@ -7,15 +7,22 @@ again and drops the batches between that and the position.
 
 from __future__ import annotations
 
+import math
 import pickle
 import warnings
 from collections import deque
+from collections.abc import Sized
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from typing import Any, Final, NamedTuple
 
 from lightning_fastdata.errors import FastDataWarning, OptionsError
-from lightning_fastdata.executors.stream_state import counts_samples, own_stream, tells_state
+from lightning_fastdata.executors.stream_state import (
+    HasBatchSize,
+    counts_samples,
+    own_stream,
+    tells_state,
+)
 
 _KEPT: Final = 32
 """Batches that may be handed out, and not yet be taken by the training."""
@@ -173,7 +180,9 @@ class StreamHistory:
         self._begin = self._given = sum(lane.batches for lane in self._lanes)
         self._order: deque[int] = deque(maxlen=_KEPT)
         self._skipping = {number for number, start in enumerate(starts) if start.skip}
-        self._told_skipping = any(start.skip and start.state is None for start in starts)
+        self._told_skipping = not counts_samples(self._stream) and any(
+            start.skip and start.state is None for start in starts
+        )
         self._skipped = 0, 0.0
         self._refused = ""
 
@@ -236,12 +245,11 @@ class StreamHistory:
         kept = len(self._order) - back
         for lane in islice(self._order, kept, None):
             counts[lane] -= 1
-        turn = self._turn_before(kept)
-        lanes = (lane.position(count) for lane, count in zip(self._lanes, counts, strict=True))
+        lanes = [lane.position(count) for lane, count in zip(self._lanes, counts, strict=True)]
         return StreamPosition(
             workers=self.workers,
-            lanes=tuple(map(self._with_own_count, lanes)),
-            turn=turn,
+            lanes=tuple(map(self._with_own_count, range(len(lanes)), lanes)),
+            turn=self._turn_before(kept),
             batch_size=self._batch_size,
             base_seed=self._base_seed,
         )
@@ -254,26 +262,33 @@ class StreamHistory:
             return self.start_turn
         return self._order[0]  # the one before it is forgotten
 
-    def _with_own_count(self, lane: LanePosition) -> LanePosition:
+    def _with_own_count(self, number: int, lane: LanePosition) -> LanePosition:
         """Return the position of a lane, of a stream that makes its state from a count."""
         stream = self._stream
-        if lane.ended or not lane.batches or not counts_samples(stream):
+        if lane.ended or not counts_samples(stream):
             return lane
-        # It shares out what was read among the workers in whole rounds. So each lane gets a state
-        # of its own, as if all had come as far as this one.
+        # It gives what was read to the workers in turn, in batches of its own size. So each lane
+        # gets a state of its own, as if the turn had come to it just now.
         workers, size = max(1, self.workers), self._batch_size or 1
-        state = dict(stream.state_dict(lane.batches * size * workers, workers, size))
-        return replace(lane, state=state, skip=0)
+        own = stream.batch_size if isinstance(stream, HasBatchSize) else size
+        whole = math.lcm(own, size) // size
+        most = len(stream) if isinstance(stream, Sized) else math.inf
+        for batches in range(lane.batches - lane.batches % whole, 0, -whole):
+            rounds = batches * size // own
+            samples = ((rounds - 1) * workers + number + 1) * own
+            if samples <= most:
+                state = dict(stream.state_dict(samples, workers, own))
+                return replace(lane, state=state, skip=lane.batches - batches)
+        return lane
 
     def _tell_skipped(self, samples: int, seconds: float) -> None:
         name = type(self._stream).__name__
-        why = "has no state_dict() and load_state_dict()"
+        why = f"{name} has no state_dict() and load_state_dict(). With those it goes on at once."
         if tells_state(self._stream):
-            why = "had no state that could be saved"
+            why = f"no state of {name} could be saved."
         warnings.warn(
             f"To go on where the training was saved, {samples} samples of the stream that were "
-            f"delivered before were read again and dropped, in {seconds:.1f} s, as {name} {why}. "
-            "With those it goes on at once.",
+            f"delivered before were read again and dropped, in {seconds:.1f} s, as {why}",
             FastDataWarning,
             stacklevel=2,
         )
@@ -281,9 +296,9 @@ class StreamHistory:
     def _tell_refused(self) -> None:
         why, self._refused = self._refused, ""
         warnings.warn(
-            f"{type(self._stream).__name__}.state_dict() {why}, and a checkpoint takes numbers, "
-            "strings, lists, dicts and None only. So its state is not saved: a resumed training "
-            "reads again and drops the samples that were delivered before.",
+            f"{type(self._stream).__name__}.state_dict() {why}. So it is not saved, and a resumed "
+            "training reads again and drops the samples that were delivered before, which takes "
+            "as long as reading them took.",
             FastDataWarning,
             stacklevel=2,
         )

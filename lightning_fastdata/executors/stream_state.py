@@ -12,10 +12,12 @@ from typing import Any, Final, Protocol, TypeGuard, runtime_checkable
 
 import numpy as np
 import torch
+from torch.utils.data import IterableDataset
 
 from lightning_fastdata.batches.keyed import KeyedIterableDataset, tell_epoch
 from lightning_fastdata.order.indices import Stateful
 from lightning_fastdata.randomness.generators import DrawWatch
+from lightning_fastdata.tree import held_by
 
 _SHARE: Final = 0.01
 """Of the time that taking states may cost."""
@@ -23,6 +25,9 @@ _LARGE_BYTES: Final = 64 * 1024
 _LARGE_EACH_S: Final = 10.0
 """A larger state is taken once in so many seconds."""
 _SCALARS: Final = frozenset({int, float, str, bool, type(None)})
+_PLAIN: Final = "numbers, strings, lists, dicts and None"
+_SHUFFLE_BUFFER: Final = "BufferShuffledExamplesIterable"
+"""Of Hugging Face's ``datasets``."""
 _COUNTED: Final = ("num_samples_yielded", "num_workers", "batch_size")
 
 
@@ -39,6 +44,13 @@ class CountedState(Protocol):
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
         """Go on from a state."""
+
+
+@runtime_checkable
+class HasBatchSize(Protocol):
+    """A stream that reckons with batches of its own size, whatever those of the loader have."""
+
+    batch_size: int
 
 
 @runtime_checkable
@@ -75,6 +87,23 @@ def counts_samples(stream: object) -> TypeGuard[CountedState]:
         return tuple(inspect.signature(stream.state_dict).parameters) == _COUNTED
     except (TypeError, ValueError):
         return False
+
+
+def _has_shuffle_buffer(stream: object) -> bool:
+    """Return whether a stream is, or reads, one of Hugging Face's that shuffles in a buffer."""
+    waiting, seen = [stream], set[int]()
+    while waiting:
+        one = waiting.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if type(one).__name__ == _SHUFFLE_BUFFER:
+            return True
+        if isinstance(one, list | tuple):
+            waiting.extend(one)
+        elif isinstance(one, IterableDataset) or type(one).__module__.startswith("datasets."):
+            waiting.extend(held_by(one).values())
+    return False
 
 
 def not_plain(value: object, path: str = "state") -> str:
@@ -140,6 +169,8 @@ class StateTaker:
         self._loaded = False
         self.refused = ""
         """Why its state cannot be saved, to go on with after ``state_dict()``."""
+        if self._takes and _has_shuffle_buffer(self._stream):
+            self.refused = "leaves out the samples in its shuffle buffer, which would be lost"
 
     def begin(self, state: dict[str, Any] | None, samples: int, epoch: int) -> None:
         """Have the next pass over the stream go on from a state; None: from the beginning.
@@ -178,7 +209,9 @@ class StateTaker:
             state: object = self._stream.state_dict()
             wrong = not_plain(state)
             if wrong or not isinstance(state, dict):
-                self.refused = f"holds {wrong}" if wrong else f"returned {state!r:.40}, no dict"
+                self.refused = f"returned {state!r:.40}, which is no dict"
+                if wrong:
+                    self.refused = f"holds {wrong}, and a checkpoint takes {_PLAIN} only"
                 return None
             # States may be live objects, which go on changing.
             pickled = pickle.dumps((state, self.generators()), 5)

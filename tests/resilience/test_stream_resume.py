@@ -338,7 +338,7 @@ class Awkward(DrawingWithState):
         ({1, 2}, "holds a set at"),
         ({(1, 2): 3}, "holds a tuple as a key of"),
         (RuntimeError("not yet"), r"raised RuntimeError \(not yet\)"),
-        (None, "returned None, no dict"),
+        (None, "returned None, which is no dict"),
     ],
 )
 def test_a_state_that_no_checkpoint_takes_is_refused_once(held: Any, why: str) -> None:
@@ -493,14 +493,16 @@ def test_what_is_no_position_is_refused(broken: dict[str, Any]) -> None:
 
 @SILENT
 @pytest.mark.parametrize("workers", [0, 1, 2])
-@pytest.mark.parametrize("mapped", [False, True])
-def test_hugging_face_streams_go_on(workers: int, mapped: bool) -> None:
+@pytest.mark.parametrize("made", ["plain", "mapped", "filtered"])
+def test_hugging_face_streams_go_on(workers: int, made: str) -> None:
     datasets = pytest.importorskip("datasets")
 
     def plan() -> FetchPlan:
         rows = [{"x": number} for number in range(15)]
         stream = datasets.Dataset.from_list(rows).to_iterable_dataset(num_shards=3)
-        if mapped:
+        if made == "filtered":
+            stream = stream.filter(lambda row: row["x"] % 3)
+        if made == "mapped":
             stream = stream.map(lambda row: {"y": row["x"] + random.random() * bool(workers)})
         return plan_of(stream)
 
@@ -509,6 +511,23 @@ def test_hugging_face_streams_go_on(workers: int, mapped: bool) -> None:
     assert any(lane.state for lane in positions[3][0].lanes)
     for stop, found in positions.items():
         assert rest_after(found[0], plan(), workers, 2) == whole[stop:]
+
+
+@SILENT
+def test_a_shuffle_buffer_of_hugging_face_loses_nothing() -> None:
+    datasets = pytest.importorskip("datasets")
+
+    def plan() -> FetchPlan:
+        rows = [{"x": number} for number in range(30)]
+        stream = datasets.Dataset.from_list(rows).to_iterable_dataset(num_shards=3)
+        return plan_of(stream.shuffle(seed=1, buffer_size=5).filter(lambda row: row["x"] % 3))
+
+    executor = opened(plan(), 2)
+    with pytest.warns(FastDataWarning, match="leaves out the samples in its shuffle buffer"):
+        whole, positions = run_of(executor, 2)
+    executor.close()
+    for stop, found in positions.items():
+        assert rest_after(found[0], plan(), 2, 2) == whole[stop:]
 
 
 class Counted(Numbers):
@@ -566,10 +585,12 @@ def test_litdata_goes_on_behind_any_batch(tmp_path: Any) -> None:
     cache.done()
     cache.merge()
 
-    for workers in (0, 2):
+    for workers, own_size in ((0, 1), (2, 1), (2, 4)):
 
-        def plan() -> FetchPlan:
-            return plan_of(litdata.StreamingDataset(str(tmp_path), shuffle=True, seed=3))
+        def plan(own_size: int = own_size) -> FetchPlan:
+            stream = litdata.StreamingDataset(str(tmp_path), shuffle=True, seed=3)
+            stream.set_batch_size(own_size)
+            return plan_of(stream)
 
         whole, positions = run_of(executor := opened(plan(), workers), 2)
         executor.close()
