@@ -116,12 +116,23 @@ class SampleLayout:
         else:
             _write_many(self.root, samples, self.fields, writers, row)
 
-    def batch(self, owner: NDArray[np.uint8], samples: int, *, copy: bool = False) -> Batch:
-        """Return the batch: the structure of the default collation over the slot's memory."""
-        tensors = [
-            t.clone() if copy or t.nbytes <= _SMALL_BYTES else t
-            for t in self.tensors(owner, samples)
-        ]
+    def batch(
+        self,
+        owner: NDArray[np.uint8],
+        samples: int,
+        *,
+        copy: bool = False,
+        rows: list[int] | None = None,
+    ) -> Batch:
+        """Return the batch: the structure of the default collation over the slot's memory.
+
+        ``rows``: those of the samples that are in it, as a copy; None: all.
+        """
+        tensors = self.tensors(owner, samples)
+        if rows is not None:
+            tensors = [t[rows] for t in tensors]
+        else:
+            tensors = [t.clone() if copy or t.nbytes <= _SMALL_BYTES else t for t in tensors]
         return _collated(self.root, tensors)
 
 

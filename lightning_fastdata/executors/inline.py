@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from torch.utils.data import IterableDataset
 
+from lightning_fastdata.batches.bad_samples import NO_SAMPLES, Fault
 from lightning_fastdata.executors.fetch import Fetcher
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, TaskWatch, WaitWatch
 from lightning_fastdata.stamps.lines import LineWatch
@@ -44,6 +45,8 @@ class StreamFetcher:
         """0 while a sample is being read, -1 in the collation."""
         self.stamps: TaskWatch | None = None
         """Where the times of samples and collation are noted."""
+        self.faults: list[Fault] = []
+        """None, as an error ends a stream."""
         self._generation = -1
         self._samples: Iterator[Any] = iter(())
         self._ended = False
@@ -124,6 +127,7 @@ class InlineExecutor:
     def __init__(self, plan: FetchPlan) -> None:
         # The training's own draws must not depend on how its data is loaded.
         self._fetcher = fetcher_of(plan, guest=True)
+        self._plan = plan
         self._batches: Iterator[Any] = iter(())
         self._epoch = 0
         self._count = 0
@@ -140,8 +144,18 @@ class InlineExecutor:
         return self
 
     def __next__(self) -> Batch:
+        while (batch := self._next()) is NO_SAMPLES:
+            pass
+        return batch
+
+    def _next(self) -> Batch:
         self._wait.requested(recorded=self._records is not None)
         indices = self._wait.sampled(self._batches)
+        plan, left_out = self._plan, list[Fault]()
+        if plan.faults.quarantine:
+            indices, left_out = plan.faults.left_out(
+                plan.guard, indices, self._epoch, batched=plan.batched
+            )
         stamps = self._fetcher.stamps
         if stamps is not None:
             stamps.begin()
@@ -158,9 +172,13 @@ class InlineExecutor:
             raise
         finally:
             task = None if stamps is None else stamps.end()
+            if left_out or self._fetcher.faults:
+                plan.faults.take([*left_out, *self._fetcher.faults])
         if batch is END_OF_STREAM:
             self._batches = iter(())
             raise StopIteration
+        if batch is NO_SAMPLES:
+            return batch
         if task is not None and self._records is not None:
             self._count += 1
             self._records.append(

@@ -12,10 +12,13 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lightning_fastdata.augment import DatasetRecording, StageTransform, warn_of_unkeyed
+from lightning_fastdata.batches.bad_samples import BadSamplePolicy, BadSamples
 from lightning_fastdata.batches.keyed import tell_epoch
 from lightning_fastdata.batches.streams import PageLockName
 from lightning_fastdata.errors import FastDataWarning
+from lightning_fastdata.executors.fault_log import FaultLog, HasQuarantine
 from lightning_fastdata.executors.kinds import KINDS, ExecutorName
+from lightning_fastdata.executors.torch_guard import OpenedNotes
 from lightning_fastdata.loading.kept_executor import EpochIterator, KeptExecutor, SourceSettings
 from lightning_fastdata.loading.source import Source, open_source, reads_with_torch
 from lightning_fastdata.planning.loader_plan import LoaderPlan, LoaderSpec
@@ -32,7 +35,7 @@ if TYPE_CHECKING:
     from torch import Generator
 
 
-class FastDataLoader(DataLoader[Any]):
+class FastDataLoader(HasQuarantine, DataLoader[Any]):
     """A ``torch.utils.data.DataLoader`` with randomness keyed by sample and staged transforms.
 
     All of torch's arguments keep their meaning and are found under the same attributes, so that
@@ -90,6 +93,8 @@ class FastDataLoader(DataLoader[Any]):
             after which waiting is an error that shows what they do, and a warning after half of
             it; 0 waits for ever. "auto": 120, or 20 times the longest task so far if that is more.
             A ``timeout`` takes its place. Not of ``executor="torch"``.
+        on_bad_sample: What to do about a sample that cannot be read: ``"raise"``, ``"replace"`` it
+            by another one, or ``"skip"`` it; or a :class:`BadSamples`, with budget and file.
 
     Raises:
         DatasetError: What was given is no dataset, or has neither length nor sampler.
@@ -135,6 +140,7 @@ class FastDataLoader(DataLoader[Any]):
         page_lock: PageLockName = "copy",
         device_resident: bool | str | torch.device = False,
         stall_timeout: float | Literal["auto"] = "auto",
+        on_bad_sample: BadSamplePolicy | BadSamples = "raise",
     ) -> None:
         check_loader(
             dataset,
@@ -228,6 +234,8 @@ class FastDataLoader(DataLoader[Any]):
         self.page_lock = page_lock
         self.device_resident = device_resident
         self.stall_timeout = stall_timeout
+        self.faults = FaultLog.of(on_bad_sample, dataset)
+        self.on_bad_sample = self.faults.rule
         self._reported: dict[str, int] = {}
         self._epoch_cell = EpochCell()
         self._iterations = 0
@@ -288,6 +296,8 @@ class FastDataLoader(DataLoader[Any]):
         if stamped:
             self._ledger.records = self._records
             batches = OpenedEnvelopes(batches, self._ledger)
+        if self.faults.is_asked and reads_with_torch(self):
+            batches = OpenedNotes(batches, self.faults)
         return batches
 
     def _keep(

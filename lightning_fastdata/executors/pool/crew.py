@@ -308,6 +308,7 @@ class Crew:
                 self._send_all(protocol.AskTaken(self.respawned))
         yield from self._resolve(child)
         self.respawned += 1
+        self.plan.faults.deaths += 1
         self._spawn_missing()
         if not child.began:
             self._died_starting += 1

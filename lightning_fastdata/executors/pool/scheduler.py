@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any, Final
 
+from lightning_fastdata.batches.bad_samples import NO_SAMPLES, plain_index
 from lightning_fastdata.batches.layout import SampleLayout
 from lightning_fastdata.batches.slots import SlotPool
 from lightning_fastdata.batches.streams import PageLocks
@@ -120,8 +121,12 @@ class PoolExecutor:
             batch = self._first_ready()
             if batch is not None:
                 self._batches.remove(batch)
+                if batch.faults:
+                    batch.report(self.plan.faults)
                 deliver = partial(batch.data, self._slots, self._splitter.layout)
                 delivered = self._wait.unpacked(deliver)
+                if delivered is NO_SAMPLES:
+                    continue
                 if self._records is not None:
                     rates, self._rates = self._rates, None
                     stamps = batch.all_stamps(
@@ -197,9 +202,7 @@ class PoolExecutor:
                 break
             run, indices = found
             self._count += 1
-            if self.plan.batched and hasattr(indices, "tolist"):
-                indices = indices.tolist()
-            batch = PendingBatch(self._count, run.generation, run.number, indices)
+            batch = self._splitter.begin(self._count, run, indices)
             self._batches.append(batch)
             self._todo.extend(self._splitter.tasks(batch, self._batches, hands))
         limit = self._trial.limit
@@ -237,6 +240,7 @@ class PoolExecutor:
         child, task, ended = answer.child, answer.task, answer.ended
         batch, result = task.batch, ended.result
         batch.open_tasks -= 1
+        batch.note(ended.faults)
         self._stall.note_task(ended.spent_ns)
         if ended.stamps is not None and not isinstance(result, protocol.OldEpoch):
             batch.stamps.append(ended.stamps)
@@ -249,6 +253,8 @@ class PoolExecutor:
             case protocol.Collated(packed):
                 self._wait.unpacked(partial(batch.take_parts, packed, answer.files, self._slots))
                 self._splitter.whole_bytes = max(self._splitter.whole_bytes, packed.size_bytes)
+            case protocol.NothingLeft():
+                batch.is_empty = True
             case protocol.Misfit():
                 batch.misfit, self._splitter.in_place = True, False
             case protocol.TaskError(position, kind, text):
@@ -310,18 +316,26 @@ class PoolExecutor:
         self._deaths.update(loss.suspects)
         code = loss.child.process.exitcode
         limit = _KILLS if code == -signal.SIGKILL else _CRASHES
-        killers = [suspect for suspect in loss.suspects if self._deaths[suspect] >= limit]
         for task in reversed(loss.tasks):
-            batch = task.batch
-            read = range(task.start, task.start + len(task.indices) if self.plan.batched else 1)
-            killer = next(
-                (at for number, at in killers if number == batch.number and at in read), None
-            )
-            if killer is not None:
-                index = batch.indices[killer] if self.plan.batched else batch.indices
-                batch.error = killer, killer_sample(index, code, limit)
-            elif not self._is_old(batch):
-                self._todo.appendleft(task)
+            batch, went_on = task.batch, True
+            for number, at in loss.suspects:
+                if number == batch.number and task.reads(at):
+                    index, quarantine = batch.index_at(at), self.plan.faults.quarantine
+                    if plain_index(index) in quarantine or self._deaths[number, at] >= limit:
+                        went_on = self._give_up(batch, at, killer_sample(index, code, limit))
+                        del self._deaths[number, at]  # of one sample, and not of what replaces it
+                        break
+            if went_on and not self._is_old(batch):
+                self._todo.appendleft(task.renewed())
                 continue
             batch.open_tasks -= 1
             self._finish_if_ready(batch)
+
+    def _give_up(self, batch: PendingBatch, at: int, error: WorkerError) -> bool:
+        """Have the sample at a position, which no process can read, go the way of bad samples.
+
+        Returns:
+            Whether the batch goes on with another index in its place, which ``renewed()`` tasks
+            read; otherwise it raises the error, and the task is over.
+        """
+        return batch.give_up(at, self.plan, error)
