@@ -12,7 +12,13 @@ from typing import Any
 
 from torch.utils.data import Dataset, get_worker_info
 
-from lightning_fastdata.batches.bad_samples import SKIPPED, Fault, SampleGuard, described
+from lightning_fastdata.batches.bad_samples import (
+    SKIPPED,
+    Fault,
+    Gone,
+    SampleGuard,
+    described,
+)
 from lightning_fastdata.batches.keyed import KeyedDataset, keying_of
 from lightning_fastdata.executors.fault_log import FaultLog
 from lightning_fastdata.executors.pool.faults import as_error
@@ -91,37 +97,45 @@ class GuardedDataset(KeyedDataset):
     """A dataset for torch's own loader, whose bad samples go the way of all bad samples."""
 
     _guard: SampleGuard
+    _log: FaultLog
     _task: _Task
 
-    def __init__(self, dataset: Dataset[Any], guard: SampleGuard, epoch: EpochCell) -> None:
+    def __init__(
+        self, dataset: Dataset[Any], guard: SampleGuard, log: FaultLog, epoch: EpochCell
+    ) -> None:
         super().__init__(keying_of(dataset, guard.seed, epoch))
         object.__setattr__(self, "_guard", guard)
+        object.__setattr__(self, "_log", log)
         object.__setattr__(self, "_task", _Task())
 
     def __getitem__(self, index: Any) -> Any:
-        task = self._task
-        task.indices.append(index)
-        if task.failure is not None:
+        if self._task.failure is not None:
             return SKIPPED  # the batch is an error already
-        try:
-            return super().__getitem__(index)
-        except Exception as error:
-            failed = error
-        return self._rescued(failed, super().__getitem__, index)
+        return self._read(super().__getitem__, self._left_out([index])[0])
 
     def _fetch(self, indices: Sequence[int]) -> list[Any]:
+        kept = self._left_out(indices)
         try:
-            samples = super()._fetch(indices)
-        except Exception:
-            return [self._alone(index) for index in indices]
-        self._task.indices.extend(indices)
-        return samples
+            return super()._fetch([index for index in kept if type(index) is not Gone])
+        except Exception:  # which sample it was shows when each is read alone
 
-    def _alone(self, index: int) -> Any:
-        def read(asked: int) -> Any:
-            return super(GuardedDataset, self)._fetch([asked])[0]
+            def read(index: int) -> Any:
+                return super(GuardedDataset, self)._fetch([index])[0]
 
-        self._task.indices.append(index)
+            return [self._read(read, index) for index in kept]
+
+    def _left_out(self, indices: Sequence[Any]) -> Sequence[Any]:
+        """Return the indices without those in quarantine, and note both."""
+        task = self._task
+        epoch = self._keying.epoch.get()
+        kept, faults = self._log.left_out(self._guard, indices, epoch, batched=True)
+        task.indices.extend(kept)
+        task.faults.extend(faults)
+        return kept
+
+    def _read(self, read: Callable[[Any], Any], index: Any) -> Any:
+        if type(index) is Gone:
+            return SKIPPED
         try:
             return read(index)
         except Exception as error:
@@ -129,7 +143,7 @@ class GuardedDataset(KeyedDataset):
         return self._rescued(failed, read, index)
 
     def _rescued(self, error: Exception, read: Callable[[Any], Any], index: Any) -> Any:
-        task, position = self._task, len(self._task.indices) - 1
+        task, position = self._task, self._task.indices.index(index)
         how: dict[str, Any] = {"dataset": self, "position": position, "faults": task.faults}
         try:
             return self._guard.rescue(error, read, index, self._keying.epoch.get(), **how)

@@ -120,7 +120,7 @@ def open_source(
     if not reads_with_torch(settings):
         return _open_executor(settings, dataset, collate_fn, epochs, reported, guard)
     if settings.faults.is_asked and not streamed:
-        dataset = GuardedDataset(dataset, guard, epochs)
+        dataset = GuardedDataset(dataset, guard, settings.faults, epochs)
         collate_fn = GuardedCollate(collate_fn, dataset, batched=makes_batches(settings))
     if stamps is not None:
         dataset, collate_fn = stamped(dataset, collate_fn)

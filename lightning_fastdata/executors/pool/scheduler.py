@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable
 from functools import partial
 from typing import Any, Final
@@ -23,6 +23,7 @@ from lightning_fastdata.executors.pool import protocol
 from lightning_fastdata.executors.pool.crew import Answer, Crew, Loss
 from lightning_fastdata.executors.pool.crew_trial import CrewTrial
 from lightning_fastdata.executors.pool.faults import (
+    Blame,
     StallWatch,
     as_error,
     doing,
@@ -70,7 +71,7 @@ class PoolExecutor:
         self._todo: deque[Task] = deque()
         self._count = 0
         self._stall = StallWatch(plan.stall_timeout_s)
-        self._deaths: Counter[tuple[int, int]] = Counter()
+        self._blame = Blame()
 
     @property
     def respawned(self) -> int:
@@ -99,7 +100,7 @@ class PoolExecutor:
             self._batches.remove(batch)
             if batch.is_ready:
                 batch.release(self._slots)
-        self._deaths.clear()
+        self._blame.forget()
         if self._now is not armed:
             self._trial.given_up()
         self._fill()
@@ -205,7 +206,7 @@ class PoolExecutor:
             batch = self._splitter.begin(self._count, run, indices)
             self._batches.append(batch)
             self._todo.extend(self._splitter.tasks(batch, self._batches, hands))
-        limit = self._trial.limit
+        limit = 1 if self._blame.one_by_one(self._batches) else self._trial.limit
         while self._todo and (limit is None or self._crew.under_way < limit):
             if not self._crew.give(self._todo[0]):
                 break
@@ -313,18 +314,22 @@ class PoolExecutor:
 
     def _redo(self, loss: Loss) -> None:
         """Do again what a side process died with, but for a sample that kills all who read it."""
-        self._deaths.update(loss.suspects)
         code = loss.child.process.exitcode
-        limit = _KILLS if code == -signal.SIGKILL else _CRASHES
+        times = _KILLS if code == -signal.SIGKILL else _CRASHES
+        quarantine = self.plan.faults.quarantine
+        batches = {task.batch.number: task.batch for task in loss.tasks}
+        known = {
+            (number, at)
+            for number, at in loss.suspects
+            if number in batches and plain_index(batches[number].index_at(at)) in quarantine
+        }
+        killers = self._blame.killers(loss.suspects, known, times)
         for task in reversed(loss.tasks):
             batch, went_on = task.batch, True
-            for number, at in loss.suspects:
+            for number, at in killers:
                 if number == batch.number and task.reads(at):
-                    index, quarantine = batch.index_at(at), self.plan.faults.quarantine
-                    if plain_index(index) in quarantine or self._deaths[number, at] >= limit:
-                        went_on = self._give_up(batch, at, killer_sample(index, code, limit))
-                        del self._deaths[number, at]  # of one sample, and not of what replaces it
-                        break
+                    error = killer_sample(batch.index_at(at), code, times)
+                    went_on = self._give_up(batch, at, error)
             if went_on and not self._is_old(batch):
                 self._todo.appendleft(task.renewed())
                 continue
