@@ -128,6 +128,7 @@ class GuardedDataset(KeyedDataset):
         """Return the indices without those in quarantine, and note both."""
         task = self._task
         epoch = self._keying.epoch.get()
+        kept: Sequence[Any]
         kept, faults = self._log.left_out(self._guard, indices, epoch, batched=True)
         task.indices.extend(kept)
         task.faults.extend(faults)
@@ -151,6 +152,25 @@ class GuardedDataset(KeyedDataset):
             what = described(next(f for f in reversed(task.faults) if f.outcome == "raised"))
             task.failure = Failure(failed, f"while reading sample {index!r} of the dataset{what}")
             return SKIPPED
+
+
+class ReadingOn(Dataset[Any]):
+    """A dataset that is tried out: in the place of a bad sample another one is read."""
+
+    def __init__(self, dataset: Any, guard: SampleGuard) -> None:
+        self.dataset = dataset
+        self.guard = guard
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: Any) -> Any:
+        try:
+            return self.dataset[index]
+        except Exception as error:
+            failed = error
+        how: dict[str, Any] = {"dataset": self.dataset, "position": 0, "faults": []}
+        return self.guard.rescue(failed, self.dataset.__getitem__, index, 0, **how)
 
 
 class GuardedCollate:

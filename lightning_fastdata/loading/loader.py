@@ -175,6 +175,7 @@ class FastDataLoader(HasQuarantine, DataLoader[Any]):
                 "prefetch_factor": prefetch_factor,
                 "persistent_workers": persistent_workers,
                 "multiprocessing_context": method,
+                "on_bad_sample": BadSamples.of(on_bad_sample).policy,
             }
             self.plan = plan = plan_for(
                 LoaderSpec(

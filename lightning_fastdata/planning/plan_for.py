@@ -214,6 +214,9 @@ def plan_loader(options: LoaderOptions, situation: Situation) -> LoaderPlan:
         "worker_nice": (_POLITE, "the training process goes first where both want a CPU"),
         "executor": (chosen.executor, chosen.why),
         "page_lock": ("copy", "each batch is copied, where pin_memory asks for it"),
+        "on_bad_sample": ("raise", "an error names the sample, and the training ends"),
+        "bad_sample_budget": (0.001, "share of the samples, where they are replaced or skipped"),
+        "quarantine_file": (None, "in the trainer's log folder, where they are"),
         "probe": (True, "a few samples tell what suits them"),
     }
     limits += unsuited(options.executor, iterable=situation.iterable, workers=count)

@@ -489,13 +489,17 @@ class Deadly(Numbers):
         return super().__getitem__(index)
 
 
+def collate_whole(samples: list[Any]) -> Any:
+    return torch.utils.data.default_collate(samples)
+
+
 @pytest.mark.parametrize("how", ["exit", "SIGSEGV", *(["SIGABRT", "SIGKILL"] if LONG else [])])
 @pytest.mark.parametrize("setup", ["workers-1", "workers-2", "sidecar"])
 @pytest.mark.parametrize("collated", [True, False])
 def test_a_sample_that_kills_its_worker_is_replaced_and_not_read_again(
     how, setup, collated
 ) -> None:
-    collate = None if collated else lambda samples: torch.utils.data.default_collate(samples)
+    collate = None if collated else collate_whole
     data = loader(Deadly(how), setup, batch_size=8, collate_fn=collate, persistent_workers=True)
     guard = SampleGuard("replace", 0, range(60))
     for epoch in range(3):
@@ -511,7 +515,7 @@ def test_a_sample_that_kills_its_worker_is_replaced_and_not_read_again(
 @pytest.mark.parametrize("setup", ["workers-2", "sidecar"])
 @pytest.mark.parametrize("collated", [True, False])
 def test_a_sample_that_kills_its_worker_is_left_out(setup, collated) -> None:
-    collate = None if collated else lambda samples: torch.utils.data.default_collate(samples)
+    collate = None if collated else collate_whole
     data = loader(Deadly("exit"), setup, "skip", batch_size=8, collate_fn=collate)
     for _ in range(2):
         batches = list(data)

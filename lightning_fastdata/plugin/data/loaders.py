@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 from torch.utils.data import Dataset, IterableDataset, SequentialSampler
 
+from lightning_fastdata.batches.bad_samples import BadSamples
 from lightning_fastdata.errors import DatasetError, OptionsError
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.order.epoch_order import dataset_length
@@ -48,6 +50,7 @@ def build_loader(
         torch.multiprocessing.set_sharing_strategy(plan.sharing_strategy)  # type: ignore[no-untyped-call]
     arguments = {**settings, **plan.dataloader_kwargs(), "worker_nice": plan.worker_nice}
     arguments |= {"executor": plan.executor, "page_lock": plan.page_lock}
+    arguments["on_bad_sample"] = bad_samples_of(plan, trainer)
     if plan.stall_timeout_s is not None:
         arguments["stall_timeout"] = plan.stall_timeout_s
     overrides = dict(overrides)
@@ -75,6 +78,18 @@ def build_loader(
         replaced = [name for name in _REPLACED_BY_BATCH_SAMPLER if name not in overrides]
         arguments = _without(arguments, replaced)
     return FastDataLoader(dataset, **arguments)
+
+
+def bad_samples_of(plan: LoaderPlan, trainer: Trainer | None) -> BadSamples:
+    """Return what is done about bad samples; where they do not end the training it lists them."""
+    file = plan.quarantine_file
+    if file is None and plan.on_bad_sample != "raise" and trainer is not None:
+        # All ranks are asked for a trainer's log folder together, as they are in its methods.
+        runs = running_stage(trainer) is not None
+        folder = (trainer.log_dir if runs else None) or trainer.default_root_dir
+        rank = f"-rank{trainer.global_rank}" if trainer.world_size > 1 else ""
+        file = os.path.join(folder, f"bad_samples{rank}.jsonl")  # noqa: PTH118 - may be a URL
+    return BadSamples(plan.on_bad_sample, plan.bad_sample_budget, file)
 
 
 def _without(arguments: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
