@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import warnings
 from collections import Counter
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any, Final
 
 from torch.utils.data import IterableDataset, MapDataPipe
@@ -22,6 +20,7 @@ from lightning_fastdata.batches.bad_samples import (
     plain_index,
 )
 from lightning_fastdata.errors import DatasetError, FastDataWarning, OptionsError
+from lightning_fastdata.host.system_calls import append_privately
 from lightning_fastdata.order.epoch_order import dataset_length
 
 _ALWAYS_ALLOWED: Final = 10
@@ -152,14 +151,7 @@ class FaultLog:
             }
         )
         try:
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
-            # A link in its place may lead to another's file, and names of files are private.
-            how = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-            descriptor = os.open(path, how, 0o600)
-            try:
-                os.write(descriptor, f"{line}\n".encode())
-            finally:
-                os.close(descriptor)
+            append_privately(path, f"{line}\n")
         except OSError as error:
             self._unwritable = True
             warnings.warn(

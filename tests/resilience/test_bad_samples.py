@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from thoroughness import LONG
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset, SubsetRandomSampler, TensorDataset
 
 from lightning_fastdata import FastDataLoader, FastDataWarning, FastImageFolder
 from lightning_fastdata.augment import BatchTransform
@@ -210,6 +210,36 @@ def test_single_samples_are_replaced_and_skipped(setup) -> None:
     guard = SampleGuard("replace", 0, range(20))
     replaced = list(loader(Plain(20, (7,)), setup, batch_size=None))
     assert replaced == [*range(7), guard.stand_in(7, 0), *range(8, 20)]
+
+
+def test_rows_that_are_read_one_by_one_are_replaced_as_elsewhere() -> None:
+    rows = torch.arange(40)
+    order = [*range(10), 99, *range(10, 20)]  # there is no sample 99
+    found = []
+    for how in ({"executor": "gather"}, {"executor": "workers", "num_workers": 2}):
+        data = FastDataLoader(
+            TensorDataset(rows), batch_size=7, sampler=order, on_bad_sample="replace", **how
+        )
+        found.append(torch.cat([batch[0] for batch in data]).tolist())
+        assert data.faults.samples == 1
+    other = SampleGuard("replace", 0, range(40)).stand_in(99, 0)
+    assert found[0] == found[1] == [*range(10), other, *range(10, 20)]
+
+
+def test_a_subset_given_to_a_sampler_is_not_left() -> None:
+    part = list(range(0, 200, 2))
+    data = loader(Numbers(200, (8, 10)), "workers-2", sampler=SubsetRandomSampler(part))
+    assert all(index % 2 == 0 for _ in range(3) for index in taken(list(data)))
+
+
+@pytest.mark.parametrize("executor", ["workers", "torch"])
+@pytest.mark.skipif(not LONG, reason="starts processes that import everything anew")
+def test_spawned_processes_go_by_the_same_rule(executor) -> None:
+    data = FastDataLoader(
+        Numbers(), 32, num_workers=2, executor=executor, on_bad_sample="replace",
+        multiprocessing_context="spawn",
+    )  # fmt: skip
+    assert taken(list(data)) == expected()
 
 
 # -- errors ----------------------------------------------------------------------------------------

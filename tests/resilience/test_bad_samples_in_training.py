@@ -8,7 +8,9 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import albumentations
 import lightning
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
@@ -134,6 +136,61 @@ def test_a_training_goes_on_over_a_sample_that_kills_its_worker(tmp_path, capfd)
     assert read == sorted([*(set(range(64)) - {30}), *(set(range(64)) - {30}), *stand_ins])
     assert trainer.train_dataloader.quarantine == [30]
     assert "workers died and were replaced" in " ".join(capfd.readouterr().out.split())
+
+
+IMAGES = np.random.default_rng(0).integers(0, 256, (64, 24, 24, 3), np.uint8)
+
+
+class Pictures(Dataset):
+    """Runs its own pipeline; some samples fail before it, some behind it."""
+
+    def __init__(self, bad: tuple[int, ...]) -> None:
+        self.bad = bad
+        steps = [albumentations.HorizontalFlip(), albumentations.RandomBrightnessContrast(p=0.9)]
+        self.pipeline = albumentations.Compose([*steps, albumentations.ToTensorV2()])
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        if index in self.bad[::2]:
+            raise ValueError("before")
+        image = self.pipeline(image=IMAGES[index])["image"]
+        if index in self.bad[1::2]:
+            raise ValueError("behind")
+        return image, index
+
+
+class Shown(Seen):
+    def training_step(self, batch: Any) -> torch.Tensor:
+        images, indices = batch
+        self.trained.append([indices.clone(), images.float().clone()])
+        return self.layer(
+            images.float().mean((1, 2, 3), keepdim=True)[:, :, 0, 0].expand(-1, 4)
+        ).mean()
+
+
+def test_what_waits_for_the_device_is_replaced_with_the_same_pixels(tmp_path) -> None:
+    bad, seen = (3, 17, 50, 51), []
+    for place, options in (
+        ("cpu", {"executor": "inline"}),
+        ("gpu", {"executor": "inline"}),
+        ("gpu", {"executor": "workers", "num_workers": 2}),
+        ("gpu", {"executor": "torch", "num_workers": 2}),
+    ):
+        module = Shown()
+        given = LoaderOptions(on_bad_sample="replace", **options)
+        datamodule = FastDataModule.from_datasets(
+            Pictures(bad), batch_size=8, options=given, seed=5, augment_on=place
+        )
+        fit(module, datamodule, tmp_path, epochs=1)
+        seen.append([torch.cat(parts) for parts in zip(*module.trained, strict=True)])
+    guard = SampleGuard("replace", 5, range(64))
+    stand_ins = [guard.stand_in(index, 0) for index in bad]
+    assert sorted(seen[0][0].tolist()) == sorted([*(set(range(64)) - set(bad)), *stand_ins])
+    for indices, images in seen[1:]:
+        assert torch.equal(indices, seen[0][0])
+        assert (images - seen[0][1]).abs().max() <= 1  # a brightness may be rounded otherwise
 
 
 def test_a_training_names_what_it_cannot_read_by_default(tmp_path) -> None:
