@@ -188,14 +188,8 @@ class SampleGuard:
     ) -> Any:
         """Return a sample where reading one has failed, or :data:`SKIPPED`.
 
-        Args:
-            error: What was raised.
-            read: Reads a sample by its index, under its own key.
-            index: Of the sample that failed.
-            epoch: Part of the key of its randomness.
-            dataset: Tells its path.
-            position: Of the sample in its batch.
-            faults: Takes what happened.
+        ``read`` reads a sample by its index, under its own key; ``dataset`` tells its path, and
+        ``faults`` takes what happened.
 
         Raises:
             Exception: The error, if that is the policy, or those in its place fail, too.
@@ -228,6 +222,12 @@ class SampleGuard:
             f"sample {asked!r}, with {type(error).__name__}: {_line(error)}"
         )
         raise first
+
+    def all_read_alone(self, error: Exception, dataset: object, first: object, epoch: int) -> Fault:
+        """Return what happened where samples can be read alone, or raise why they all cannot."""
+        if self.policy == "raise" and not is_transient(error):
+            raise error
+        return fault_of(error, dataset, 0, first, epoch, "read", retries=1)
 
 
 def fault_of(

@@ -110,7 +110,8 @@ class FaultLog:
             number = plain_index(index)
             if number in self.quarantine:
                 kept[position] = guard.in_place_of(index, epoch, self.quarantine)
-                where = position, number, epoch, None
+                known = self._bad.get(number)
+                where = position, number, epoch, None if known is None else known.path
                 faults.append(Fault(*where, "read", "WorkerError", _KILLS, 0, guard.outcome))
         return kept if batched else kept[0], faults
 

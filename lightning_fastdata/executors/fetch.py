@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -20,24 +20,19 @@ from lightning_fastdata.batches.bad_samples import (
     Gone,
     SampleGuard,
     described,
-    is_transient,
 )
 from lightning_fastdata.batches.keyed import fetches_in_batches
 from lightning_fastdata.executors.fault_log import FaultLog
-from lightning_fastdata.images.folder import FastImageFolder
 from lightning_fastdata.randomness.generators import GENERATORS, DrawWatch, kept_random_state
-from lightning_fastdata.types import Batch, SampleKey
+from lightning_fastdata.types import Batch
 
 if TYPE_CHECKING:
-    from lightning_fastdata.batches.layout import SampleLayout
-    from lightning_fastdata.batches.packed import Memory
     from lightning_fastdata.randomness.generators import OwnGenerators
     from lightning_fastdata.stamps.batch_stamps import TaskWatch
 
 _Fetched = TypeVar("_Fetched")
 _OTHERS = 8
 """So many samples are tried to see what samples look like."""
-_SHOWN = 64
 _COLLATION = -1
 """Stands for the sample index in the randomness of a collate function."""
 
@@ -271,9 +266,10 @@ class Fetcher:
                 self.stamps.read(first, began_ns, len(asked))
             return samples
         samples = [self._alone(index, epoch) for self.position, index in enumerate(indices)]
-        if not self.faults and self.plan.guard.policy == "raise" and not is_transient(failed):
+        if not self.faults:
             self.position = 0
-            raise failed
+            found = self.plan.guard.all_read_alone(failed, self.dataset, first, epoch)
+            self.faults.append(found)
         return samples
 
     def _alone(self, index: Any, epoch: int) -> Any:
@@ -311,7 +307,7 @@ class Fetcher:
     def where(self, indices: Any) -> str:
         """Return what was being done, for the text of an error."""
         if self.position < 0:
-            return f"in collate_fn of samples {_shown(indices)}"
+            return f"in collate_fn of samples {indices!r:.400}"
         index = indices[self.position] if self.plan.batched else indices
         return f"while reading sample {index!r} of the dataset{self._known()}"
 
@@ -332,40 +328,6 @@ class Fetcher:
             return None
         where = self.where(indices)
         return f"{where[0].upper()}{where[1:]}."
-
-
-def _shown(indices: Any) -> str:
-    """Return the indices of a batch as text: all of a small one."""
-    shown = list(indices) if isinstance(indices, Sequence) else [indices]
-    more = f", and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
-    return f"[{', '.join(map(repr, shown[:_SHOWN]))}]{more}"
-
-
-def decodes_in_place(dataset: object) -> TypeGuard[FastImageFolder]:
-    """Return whether samples are those of :class:`FastImageFolder`, unchanged by a subclass."""
-    ours = FastImageFolder
-    return isinstance(dataset, ours) and type(dataset).__getitem__ is ours.__getitem__
-
-
-def write_image_of(
-    dataset: object, layout: SampleLayout, memory: Memory, rows: int, epoch: int
-) -> Callable[[Any, int], None] | None:
-    """Return what decodes sample ``index`` straight into a row of the batch, if that is possible.
-
-    ``memory`` is that of a batch of ``rows`` samples.
-    """
-    if not decodes_in_place(dataset):
-        return None
-    if [field.shape for field in layout.fields] != [dataset.sample_shape, ()]:
-        return None
-    images, targets = (tensor.numpy() for tensor in layout.tensors(memory, rows))
-    seed, length = dataset.seed, len(dataset)
-
-    def write(index: Any, row: int) -> None:
-        key = SampleKey(seed, epoch, int(index) % length)
-        targets[row] = dataset.write_into(index, images[row], key=key)
-
-    return write
 
 
 def seed_global_generators(

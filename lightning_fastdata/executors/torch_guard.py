@@ -20,8 +20,8 @@ from lightning_fastdata.batches.bad_samples import (
     described,
 )
 from lightning_fastdata.batches.keyed import KeyedDataset, keying_of
+from lightning_fastdata.errors import as_error
 from lightning_fastdata.executors.fault_log import FaultLog
-from lightning_fastdata.executors.pool.faults import as_error
 from lightning_fastdata.randomness.seeds import EpochCell
 from lightning_fastdata.torch_internals import pinned
 from lightning_fastdata.types import Batch
@@ -114,15 +114,21 @@ class GuardedDataset(KeyedDataset):
         return self._read(super().__getitem__, self._left_out([index])[0])
 
     def _fetch(self, indices: Sequence[int]) -> list[Any]:
-        kept = self._left_out(indices)
+        kept, faults = self._left_out(indices), self._task.faults
         try:
             return super()._fetch([index for index in kept if type(index) is not Gone])
-        except Exception:  # which sample it was shows when each is read alone
+        except Exception as error:
+            failed, begin = error, len(faults)
 
-            def read(index: int) -> Any:
-                return super(GuardedDataset, self)._fetch([index])[0]
+        def read(index: int) -> Any:
+            return super(GuardedDataset, self)._fetch([index])[0]
 
-            return [self._read(read, index) for index in kept]
+        # Which sample it was shows when each is read alone.
+        samples = [self._read(read, index) for index in kept]
+        if len(faults) == begin:
+            epoch = self._keying.epoch.get()
+            faults.append(self._guard.all_read_alone(failed, self, indices[0], epoch))
+        return samples
 
     def _left_out(self, indices: Sequence[Any]) -> Sequence[Any]:
         """Return the indices without those in quarantine, and note both."""

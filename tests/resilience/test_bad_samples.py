@@ -244,6 +244,24 @@ def test_spawned_processes_go_by_the_same_rule(executor) -> None:
     assert taken(list(data)) == expected()
 
 
+class OnlyAlone(Together):
+    """Its call for a batch always fails."""
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        if len(indices) > 1:
+            raise RuntimeError("not so many")
+        return super().__getitems__(indices)
+
+
+@pytest.mark.parametrize("setup", ["inline", "workers-2", "torch-0"])
+def test_a_call_for_a_batch_that_fails_alone_is_counted_or_an_error(setup) -> None:
+    data = loader(OnlyAlone(64, ()), setup)
+    assert taken(list(data)) == list(range(64))
+    assert (data.faults.samples, data.faults.retries) == (0, 2)
+    with pytest.raises(RuntimeError, match="not so many"):
+        list(loader(OnlyAlone(64, ()), setup, "raise"))
+
+
 # -- errors ----------------------------------------------------------------------------------------
 
 

@@ -16,10 +16,10 @@ from typing import Any, TypeAlias
 from lightning_fastdata.batches.bad_samples import NO_SAMPLES, SKIPPED
 from lightning_fastdata.batches.collate import collate_samples
 from lightning_fastdata.batches.keyed import tell_epoch
-from lightning_fastdata.batches.layout import MisfitError, SampleLayout, layout_of
+from lightning_fastdata.batches.layout import MisfitError, SampleLayout, layout_of, write_image_of
 from lightning_fastdata.batches.packed import pack, write_leaves
 from lightning_fastdata.batches.slots import create_shared_memory, map_shared_memory
-from lightning_fastdata.executors.fetch import FetchPlan, write_image_of
+from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.inline import END_OF_STREAM, fetcher_of
 from lightning_fastdata.executors.pool import protocol
 from lightning_fastdata.executors.pool.wire import Wire

@@ -17,7 +17,7 @@ from lightning_fastdata.batches.bad_samples import NO_SAMPLES, plain_index
 from lightning_fastdata.batches.layout import SampleLayout
 from lightning_fastdata.batches.slots import SlotPool
 from lightning_fastdata.batches.streams import PageLocks
-from lightning_fastdata.errors import OptionsError, WorkerError
+from lightning_fastdata.errors import OptionsError, WorkerError, as_error
 from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.pool import protocol
 from lightning_fastdata.executors.pool.crew import Answer, Crew, Loss
@@ -25,7 +25,6 @@ from lightning_fastdata.executors.pool.crew_trial import CrewTrial
 from lightning_fastdata.executors.pool.faults import (
     Blame,
     StallWatch,
-    as_error,
     doing,
     killer_sample,
     timed_out,

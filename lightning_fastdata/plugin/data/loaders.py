@@ -81,7 +81,17 @@ def build_loader(
 
 
 def bad_samples_of(plan: LoaderPlan, trainer: Trainer | None) -> BadSamples:
-    """Return what is done about bad samples; where they do not end the training it lists them."""
+    """Return what is done about bad samples; where they do not end the training it lists them.
+
+    Raises:
+        OptionsError: Several ranks are to skip samples.
+    """
+    if plan.on_bad_sample == "skip" and trainer is not None and trainer.world_size > 1:
+        raise OptionsError(
+            f"on_bad_sample='skip' with {trainer.world_size} ranks: one that leaves out a whole "
+            "batch comes to fewer of them, and the others would wait for it for ever. Use "
+            "'replace', or evaluate on one device."
+        )
     file = plan.quarantine_file
     if file is None and plan.on_bad_sample != "raise" and trainer is not None:
         # All ranks are asked for a trainer's log folder together, as they are in its methods.
