@@ -583,8 +583,9 @@ def test_a_sample_that_kills_its_worker_is_left_out(setup, collated) -> None:
     assert data.quarantine == [13]
 
 
-def test_a_sample_that_kills_its_worker_is_an_error_that_names_it() -> None:
-    data = loader(Deadly("exit"), "workers-2", "raise", batch_size=8)
+@pytest.mark.parametrize("setup", ["workers-2", "sidecar"])
+def test_a_sample_that_kills_its_worker_is_an_error_that_names_it(setup) -> None:
+    data = loader(Deadly("exit"), setup, "raise", batch_size=8)
     with pytest.raises(WorkerError, match="Sample 13 of the dataset"):
         list(data)
     assert data.quarantine == []

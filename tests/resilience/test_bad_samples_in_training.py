@@ -6,6 +6,7 @@ import json
 import os
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import albumentations
@@ -24,6 +25,7 @@ from lightning_fastdata import (
 )
 from lightning_fastdata.batches.bad_samples import SampleGuard
 from lightning_fastdata.errors import OptionsError
+from lightning_fastdata.plugin.data.loaders import bad_samples_of
 
 
 class Numbers(Dataset):
@@ -217,3 +219,20 @@ def test_a_loader_that_chooses_for_itself_reads_over_bad_samples() -> None:
     )
     with pytest.warns(FastDataWarning, match="is bad"):
         assert [len(batch) for batch in loader] == [8] * 8
+
+
+def test_ranks_list_bad_samples_apart_and_none_may_skip(tmp_path) -> None:
+    state = SimpleNamespace(fn=None)
+    trainer: Any = SimpleNamespace(
+        world_size=2, global_rank=1, default_root_dir=str(tmp_path), state=state
+    )
+    plan: Any = SimpleNamespace(
+        on_bad_sample="replace", bad_sample_budget=0.1, quarantine_file=None
+    )
+    rule = bad_samples_of(plan, trainer)
+    assert rule.quarantine_file == str(tmp_path / "bad_samples-rank1.jsonl")
+    plan.on_bad_sample = "skip"
+    with pytest.raises(OptionsError, match="wait for it for ever"):
+        bad_samples_of(plan, trainer)
+    trainer.world_size = 1
+    assert bad_samples_of(plan, trainer).quarantine_file == str(tmp_path / "bad_samples.jsonl")
