@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from torch.utils.data import IterableDataset
 
+from lightning_fastdata.batches.bad_samples import NO_SAMPLES, Fault
 from lightning_fastdata.errors import DatasetError
 from lightning_fastdata.executors.fetch import Fetcher
 from lightning_fastdata.executors.stream_position import (
@@ -55,6 +56,8 @@ class StreamFetcher:
         """0 while a sample is being read, -1 in the collation, -2 while a state is loaded."""
         self.stamps: TaskWatch | None = None
         """Where the times of samples and collation are noted."""
+        self.faults: list[Fault] = []
+        """None, as an error ends a stream."""
         self._generation = -1
         self._samples: Iterator[Any] = iter(())
         self._ended = False
@@ -206,6 +209,7 @@ class InlineExecutor:
     def __init__(self, plan: FetchPlan) -> None:
         # The training's own draws must not depend on how its data is loaded.
         self._fetcher = fetcher_of(plan, guest=True)
+        self._plan = plan
         self._batches: Iterator[Any] = iter(())
         self._epoch = 0
         self._count = 0
@@ -249,8 +253,18 @@ class InlineExecutor:
         return self
 
     def __next__(self) -> Batch:
+        while (batch := self._next()) is NO_SAMPLES:
+            pass
+        return batch
+
+    def _next(self) -> Batch:
         self._wait.requested(recorded=self._records is not None)
         indices = self._wait.sampled(self._batches)
+        plan, left_out = self._plan, list[Fault]()
+        if plan.faults.quarantine:
+            indices, left_out = plan.faults.left_out(
+                plan.guard, indices, self._epoch, batched=plan.batched
+            )
         stamps = self._fetcher.stamps
         if stamps is not None:
             stamps.begin()
@@ -267,15 +281,14 @@ class InlineExecutor:
             raise
         finally:
             task = None if stamps is None else stamps.end()
-        if self._history is not None and isinstance(self._fetcher, StreamFetcher):
-            if batch is END_OF_STREAM:
-                self._history.ended(0, self._fetcher.told())
-            else:
-                self._history.made(0, self._fetcher.told())
-                self._history.handed_over(0)
+            if left_out or self._fetcher.faults:
+                plan.faults.take([*left_out, *self._fetcher.faults])
+        self._note_stream(batch)
         if batch is END_OF_STREAM:
             self._batches = iter(())
             raise StopIteration
+        if batch is NO_SAMPLES:
+            return batch
         if task is not None and self._records is not None:
             self._count += 1
             self._records.append(
@@ -289,6 +302,15 @@ class InlineExecutor:
             )
         self._first = False
         return batch
+
+    def _note_stream(self, batch: Batch) -> None:
+        if self._history is None or not isinstance(self._fetcher, StreamFetcher):
+            return
+        if batch is END_OF_STREAM:
+            self._history.ended(0, self._fetcher.told())
+        else:
+            self._history.made(0, self._fetcher.told())
+            self._history.handed_over(0)
 
     def record(self, records: deque[BatchStamps] | None) -> None:
         """Append the stamps of each batch from now on; None: no more."""
