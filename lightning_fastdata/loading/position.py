@@ -277,10 +277,6 @@ class Position:
         """Whether a batch was asked for since the last state was loaded."""
         return self._pass is not None
 
-    def has_begun(self, epoch: int) -> bool:
-        """Return whether a batch of an epoch was asked for."""
-        return self._pass is not None and self._pass.epoch == epoch
-
     def now(
         self, run: Run | None, length: int | None, ahead: int = 0
     ) -> tuple[int, int, LoaderState | None]:

@@ -94,12 +94,10 @@ def samples_before(indices: EpochIndices, now: LoaderState, epoch: int, batches:
     return order.samples_before(min(batches, len(order)))
 
 
-def with_indices(state: LoaderState, indices: EpochIndices, *, drawn: bool) -> LoaderState:
-    """Return a state with what its sampler drew, and which samples were delivered.
-
-    ``drawn``: it has drawn the epoch already.
-    """
+def with_indices(state: LoaderState, indices: EpochIndices) -> LoaderState:
+    """Return a state with what its sampler drew, and which samples were delivered."""
     if not state.batches:
+        drawn = indices.drawn_epoch == state.epoch
         return replace(state, drawn=indices.drawn() if drawn else indices.to_draw())
     samples = samples_before(indices, state, state.epoch, state.batches)
     digest = indices.digest(state.epoch, samples, state.batches)
@@ -128,7 +126,7 @@ def start_of(begun: Pass, now: LoaderState, indices: EpochIndices) -> Start:
             batches=state.batches,
             samples=samples_before(indices, now, begun.epoch, state.batches),
         )
-    _tell(state, now, indices)
+    changed = _tell(state, now, indices)
     # The digest of a sampler's own order is that of one rank, and rank 0 saves.
     shared = now.world_size > 1 and epoch_order(indices.source, begun.epoch) is None
     return Start(
@@ -136,7 +134,7 @@ def start_of(begun: Pass, now: LoaderState, indices: EpochIndices) -> Start:
         samples=state.samples,
         same_batches=state.same_steps(now),
         drawn=state.drawn or None,
-        digest=None if shared else state.digest,
+        digest=None if shared or changed else state.digest,
     )
 
 
@@ -155,10 +153,12 @@ def _cut_anew(state: LoaderState, now: LoaderState, indices: EpochIndices) -> Lo
     return replace(state, batches=len(order) - left)
 
 
-def _tell(state: LoaderState, now: LoaderState, indices: EpochIndices) -> None:
+def _tell(state: LoaderState, now: LoaderState, indices: EpochIndices) -> bool:
+    """Tell what is not as it was, and return whether the order is another one."""
     texts = list(_told(state, now, indices))
     if texts:
         warnings.warn(" ".join(texts), FastDataWarning, stacklevel=2)
+    return next(state.differences(now), None) is not None
 
 
 def _told(state: LoaderState, now: LoaderState, indices: EpochIndices) -> Iterator[str]:
@@ -259,8 +259,7 @@ class Resumable:
         if isinstance(self._inner, _SeedsProcesses):
             state = replace(state, base_seed=self._inner.base_seed)
         if indices is not None:
-            drawn = self._position.has_begun(epoch) and self._indices is not None
-            state = with_indices(state, indices, drawn=drawn)
+            state = with_indices(state, indices)
         return replace(state, dataset_state=_dataset_state(self.dataset)).as_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -292,6 +291,7 @@ class Resumable:
         if state is not None:
             _restore_dataset(self.dataset, state)
         if indices is not None:
+            indices.epoch = begun.epoch
             indices.start = start_of(begun, as_it_is(self, indices), indices)
         if state is not None and isinstance(inner, _SeedsProcesses):
             inner.go_on_from(state.base_seed)

@@ -101,6 +101,10 @@ class EpochIndices:
         self.arrays = arrays
         self.start = Start()
         """Of the epoch that begins next."""
+        self.epoch = 0
+        """Its number."""
+        self.drawn_epoch: int | None = None
+        """The number of the epoch that the sampler drew last."""
         self._ahead = _Digests(Start())
         self._began = _Began(source)
         self._hashed: tuple[EpochOrder, int, int] | None = None
@@ -177,7 +181,7 @@ class EpochIndices:
         if not start.same_batches:
             source = _cut_anew(source, start.samples)
         # Not before: torch draws a seed of its own between iter() and the first index.
-        self._began = _Began(self.source, start.drawn)
+        self._began, self.drawn_epoch = _Began(self.source, start.drawn), self.epoch
         batches = self._plain(source)
         skipped = start.batches if start.same_batches else 0
         with _as_before(start.drawn):

@@ -31,6 +31,7 @@ from lightning_fastdata.plugin.data.arguments import (
 from lightning_fastdata.plugin.data.datasets import in_form_of, named, of_datasets, of_loaders
 from lightning_fastdata.plugin.data.module_loaders import ModuleLoaders
 from lightning_fastdata.plugin.data.progress import KEY
+from lightning_fastdata.plugin.data.time_travel import TimeTravel
 from lightning_fastdata.plugin.guard.callback import attach_guard, first_rows, guard_rows
 from lightning_fastdata.plugin.guard.prediction import GuardPolicy
 from lightning_fastdata.plugin.placing.pipelines import Pipelines
@@ -51,7 +52,7 @@ _OF_THE_CLASS: Any = object()  # an argument that was not given: the constructor
 
 @refuses_unknown_names
 @remembers_given
-class DataModuleHooks(TransferHooks, NeedsConstruction):
+class DataModuleHooks(TransferHooks, TimeTravel, NeedsConstruction):
     """Builds tuned loaders for every stage from the datasets that a subclass returns.
 
     A subclass writes ``train_dataset()``, ``val_dataset()`` and, if wanted, ``test_dataset()`` and
@@ -323,7 +324,7 @@ class DataModuleHooks(TransferHooks, NeedsConstruction):
 
     def state_dict(self) -> dict[str, Any]:
         """Return how far the training has come; Lightning puts it into its checkpoints."""
-        return {KEY: self._loaders.progress.state_dict(self._trainer)}
+        return {KEY: {**self._loaders.progress.state_dict(self._trainer), **self._run_state()}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on behind the batch after which a checkpoint was written; Lightning calls it.
@@ -333,6 +334,7 @@ class DataModuleHooks(TransferHooks, NeedsConstruction):
         """
         if KEY in state_dict:
             self._loaders.progress.load_state_dict(state_dict[KEY], self._trainer)
+            self._load_run(state_dict[KEY])
 
     def batch_for_guard(self, rows: int) -> Batch:
         """Return a training batch with that many rows, for the batch-size guard."""
