@@ -6,6 +6,7 @@ import importlib.metadata
 import warnings
 from collections.abc import Callable, Iterator, Sized
 from dataclasses import replace
+from functools import cache
 from typing import Any, Protocol, cast, runtime_checkable
 
 from torch.utils.data import DistributedSampler, IterableDataset
@@ -79,6 +80,7 @@ def as_it_is(loader: _Loader, indices: EpochIndices | None) -> LoaderState:
     )
 
 
+@cache
 def _own_version() -> str:
     try:
         return importlib.metadata.version("lightning-fastdata")
