@@ -41,6 +41,7 @@ class _Keying:
         self.epoch = epoch
         self.transform = transform
         self.recording = recording
+        self.first = 0
         self._composes: Sequence[Any] | None = None
         self._found_in_epoch = 0
 
@@ -133,13 +134,18 @@ class KeyedDataset(_Stand, Dataset[Any]):
 class KeyedIterableDataset(_Stand, IterableDataset[Any]):
     """An iterable dataset whose i-th sample in worker w has the key index ``i * workers + w``."""
 
+    def number_from(self, samples: int) -> None:
+        """Begin the next pass with the sample after so many, where the stream itself goes on."""
+        self._keying.first = samples
+
     def __iter__(self) -> Iterator[Any]:
         keying = self._keying
         info = get_worker_info()
         worker, workers = (info.id, info.num_workers) if info is not None else (0, 1)
-        keying.seed_for(keying.key(worker))
+        first, keying.first = keying.first, 0
+        keying.seed_for(keying.key(first * workers + worker))
         samples: Iterable[Any] = keying.dataset  # type: ignore[assignment]
-        for position, sample in enumerate(samples):
+        for position, sample in enumerate(samples, first):
             key = keying.key(position * workers + worker)
             yield keying.finish(sample, key)
             keying.seed_for(key._replace(index=key.index + workers))

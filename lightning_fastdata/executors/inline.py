@@ -5,11 +5,20 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from itertools import repeat
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from torch.utils.data import IterableDataset
 
+from lightning_fastdata.errors import DatasetError
 from lightning_fastdata.executors.fetch import Fetcher
+from lightning_fastdata.executors.stream_position import (
+    LanePosition,
+    StreamHistory,
+    StreamNote,
+    StreamPosition,
+)
+from lightning_fastdata.executors.stream_state import StateTaker, set_generator_states
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, TaskWatch, WaitWatch
 from lightning_fastdata.stamps.lines import LineWatch
 from lightning_fastdata.stamps.operations import OperationWatch
@@ -28,6 +37,8 @@ class StreamAsk(NamedTuple):
     """Number of the pass over the stream; a new one starts a new pass."""
     samples: int | None
     """Samples wanted for a batch; None: one sample, as it is."""
+    resume: LanePosition | None = None
+    """Where a pass that begins with this batch goes on; None: at the beginning."""
 
 
 END_OF_STREAM: Final = object()
@@ -37,53 +48,75 @@ END_OF_STREAM: Final = object()
 class StreamFetcher:
     """Reads batches of a stream, whose samples come one after the other."""
 
-    def __init__(self, plan: FetchPlan) -> None:
+    def __init__(self, plan: FetchPlan, *, guest: bool = False) -> None:
         self.plan = plan
         self.dataset = plan.dataset
         self.position = 0
-        """0 while a sample is being read, -1 in the collation."""
+        """0 while a sample is being read, -1 in the collation, -2 while a state is loaded."""
         self.stamps: TaskWatch | None = None
         """Where the times of samples and collation are noted."""
         self._generation = -1
         self._samples: Iterator[Any] = iter(())
         self._ended = False
         self._read = 0
+        self._skip = 0
+        self._states = StateTaker(plan.dataset, worker=not guest)
+        self._note = StreamNote()
 
     def attempt(self, fetch: Callable[[], _Fetched]) -> _Fetched:
         """Return what ``fetch`` does; a stream seeds itself, and is read once."""
         return fetch()
 
-    def asks(self, batches: Iterable[int | None]) -> Iterator[StreamAsk]:
+    def asks(
+        self, batches: Iterable[int | None], epoch: int = 0, resume: StreamPosition | None = None
+    ) -> Iterator[StreamAsk]:
         """Begin an epoch, and return what :meth:`batch` is to be called with."""
-        self.start(self._generation + 1)
-        return (StreamAsk(self._generation, samples) for samples in batches)
+        generation, lane = self._generation + 1, None
+        if resume is None:
+            self.start(generation, epoch)
+        else:
+            self.drop()
+            lane = resume.lanes[0]
+        return (StreamAsk(generation, samples, lane) for samples in batches)
 
-    def start(self, generation: int) -> None:
+    def start(
+        self,
+        generation: int,
+        epoch: int,
+        resume: LanePosition | None = None,
+        batch_size: int | None = None,
+    ) -> None:
         """Begin a pass over the stream; what is left of the one before is dropped."""
         self._generation = generation
         self._ended, self._read, self.position = False, 0, 0
         self._samples = iter(())  # a file or lock that the old pass holds is free for the new one
-        self._samples = iter(self.dataset)
+        self._skip, self._note = 0, StreamNote()
+        if resume is None:
+            self._states.begin(None, 0, epoch)
+            # Something where the worker has read an epoch before.
+            self._note = StreamNote(at_start=self._states.generators_alone())
+            self._samples = iter(self.dataset)
+            return
+        self._read = (resume.batches - resume.skip) * (batch_size or 1)
+        self.position = -2
+        self._states.begin(resume.state, self._read, epoch)
+        self.position, self._skip = 0, resume.skip
+        if not resume.ended and resume.state is not None:
+            self._samples = iter(self.dataset)  # what it draws before its first sample is over
+        if resume.generators is not None:
+            set_generator_states(resume.generators)
+        if not resume.ended and resume.state is None:
+            self._samples = iter(self.dataset)
 
-    def batch(self, ask: StreamAsk, epoch: int, mark: Callable[[int], None] | None = None) -> Batch:  # noqa: ARG002 - as of Fetcher
+    def batch(self, ask: StreamAsk, epoch: int, mark: Callable[[int], None] | None = None) -> Batch:
         """Return the next collated batch, or :data:`END_OF_STREAM`."""
         if ask.generation != self._generation:
-            self.start(ask.generation)
-        self.position = 0
-        samples: list[Any] = []
-        wanted = 1 if ask.samples is None else ask.samples
-        while len(samples) < wanted and not self._ended:
-            if mark is not None:
-                mark(len(samples))
-            began_ns = time.monotonic_ns()
-            sample = next(self._samples, END_OF_STREAM)
-            self._ended = sample is END_OF_STREAM
-            if not self._ended:
-                samples.append(sample)
-                if self.stamps is not None:
-                    self.stamps.read(self._read, began_ns)
-                self._read += 1
+            self.start(ask.generation, epoch, ask.resume, ask.samples)
+        if self._skip:
+            self._drop_delivered(ask, mark)
+        samples = self._next_samples(ask, mark)
         if not samples or (self._ended and self.plan.drop_last):
+            self._note = self._note._replace(after=self._states.generators_alone())
             return END_OF_STREAM
         self.position = -1
         if self.stamps is not None:
@@ -92,12 +125,61 @@ class StreamFetcher:
         batch = self.plan.collate_fn(samples[0] if ask.samples is None else samples)
         if self.stamps is not None:
             self.stamps.collated(began_ns)
+        if not self._ended:  # a stream that has ended may have begun anew in its state
+            after = self._states.take()
+            self._note = self._note._replace(after=after, refused=self._states.refused)
         return batch
+
+    def _next_samples(self, ask: StreamAsk, mark: Callable[[int], None] | None) -> list[Any]:
+        self.position = 0
+        samples: list[Any] = []
+        wanted = 1 if ask.samples is None else ask.samples
+        while len(samples) < wanted and not self._ended:
+            if mark is not None:
+                mark(self._read if self._skip else len(samples))
+            began_ns = time.monotonic_ns()
+            sample = next(self._samples, END_OF_STREAM)
+            self._ended = sample is END_OF_STREAM
+            if not self._ended:
+                samples.append(sample)
+                if self.stamps is not None and not self._skip:
+                    self.stamps.read(self._read, began_ns)
+                self._read += 1
+        return samples
+
+    def _drop_delivered(self, ask: StreamAsk, mark: Callable[[int], None] | None) -> None:
+        """Read and drop the batches that were delivered before the epoch was resumed.
+
+        They are collated where that may draw random numbers.
+        """
+        began_s, before = time.monotonic(), self._read
+        while self._skip:
+            samples = self._next_samples(ask, mark)
+            if not samples:
+                more, self._skip = self._skip, 0
+                raise DatasetError(
+                    f"{type(self.dataset).__name__} has ended after {self._read} samples in a "
+                    f"lane that had delivered {more} batches more when the training was "
+                    "saved. It is not the stream that it was: resume with the "
+                    "same data, or begin the epoch anew."
+                )
+            if not self.plan.default_collation:
+                self.position = -1
+                self.plan.collate_fn(samples[0] if ask.samples is None else samples)
+            self._skip -= 1
+        self._note = self._note._replace(
+            skipped=self._read - before, skipped_s=time.monotonic() - began_s
+        )
+
+    def told(self) -> StreamNote | None:
+        """Return what belongs to the batch that was fetched last, once; None: nothing."""
+        note, self._note = self._note, StreamNote()
+        return None if note == StreamNote() else note
 
     def where(self, ask: StreamAsk) -> str:  # noqa: ARG002 - as of Fetcher
         """Return what was being done, for the text of an error."""
         if self.position < 0:
-            return "in collate_fn"
+            return "in collate_fn" if self.position == -1 else "in load_state_dict"
         return f"while reading sample {self._read} of its stream, counted from 0"
 
     def drop(self) -> None:
@@ -114,7 +196,7 @@ def fetcher_of(
 ) -> Fetcher | StreamFetcher:
     """Return what reads the dataset of a plan in the calling thread; see :class:`Fetcher`."""
     if isinstance(plan.dataset, IterableDataset):
-        return StreamFetcher(plan)
+        return StreamFetcher(plan, guest=guest)
     return Fetcher(plan, keyed=keyed, guest=guest)
 
 
@@ -130,11 +212,38 @@ class InlineExecutor:
         self._first = True
         self._wait = WaitWatch()
         self._records: deque[BatchStamps] | None = None
+        self._history: StreamHistory | None = None
 
-    def start_epoch(self, batches: Iterable[Any], epoch: int) -> None:
-        """Begin an epoch; what is left of the one before is dropped."""
-        self._batches, self._epoch = self._fetcher.asks(batches), epoch
-        self._first = True
+    def start_epoch(
+        self, batches: Iterable[Any], epoch: int, *, resume: StreamPosition | None = None
+    ) -> None:
+        """Begin an epoch; what is left of the one before is dropped.
+
+        ``resume``: go on there in a stream. Indices are cut by who gives them.
+
+        Raises:
+            OptionsError: It is a position of several workers, or of other batches.
+        """
+        self._epoch, self._first = epoch, True
+        fetcher = self._fetcher
+        if not isinstance(fetcher, StreamFetcher):
+            self._batches = fetcher.asks(batches)
+            return
+        batches = iter(batches)
+        batch_size = next(batches)
+        if resume is not None:
+            resume.check(batch_size, workers=0)
+        dataset = fetcher.dataset
+        self._history = StreamHistory(dataset, workers=0, batch_size=batch_size, resume=resume)
+        self._batches = fetcher.asks(repeat(batch_size), epoch, resume)
+
+    def position(self, delivered: int) -> StreamPosition | None:
+        """Return where a stream is after so many batches of this epoch; None: it is no stream.
+
+        Raises:
+            OptionsError: So many were not handed out, or too long ago.
+        """
+        return None if self._history is None else self._history.position(delivered)
 
     def __iter__(self) -> InlineExecutor:
         return self
@@ -158,6 +267,12 @@ class InlineExecutor:
             raise
         finally:
             task = None if stamps is None else stamps.end()
+        if self._history is not None and isinstance(self._fetcher, StreamFetcher):
+            if batch is END_OF_STREAM:
+                self._history.ended(0, self._fetcher.told())
+            else:
+                self._history.made(0, self._fetcher.told())
+                self._history.handed_over(0)
         if batch is END_OF_STREAM:
             self._batches = iter(())
             raise StopIteration

@@ -8,13 +8,15 @@ stream ends the epoch with an error, after what it had finished was delivered.
 from __future__ import annotations
 
 import time
+import warnings
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lightning_fastdata.batches.slots import SlotPool
+from lightning_fastdata.errors import FastDataWarning
 from lightning_fastdata.executors.inline import StreamAsk
 from lightning_fastdata.executors.pool import protocol
 from lightning_fastdata.executors.pool.crew import Answer, Crew, Loss
@@ -26,6 +28,7 @@ from lightning_fastdata.executors.pool.faults import (
     stream_timed_out,
 )
 from lightning_fastdata.executors.pool.splitter import PendingBatch, Task
+from lightning_fastdata.executors.stream_position import StreamHistory, StreamPosition
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, WaitWatch
 
 if TYPE_CHECKING:
@@ -47,6 +50,11 @@ class _Lane:
     """Its stream has no more batches than those in ``batches``."""
     dead: bool = False
     """It died before the end of its stream."""
+
+    asked: bool = False
+    """For a batch of this epoch, so that it has heard where to begin."""
+    start_known: bool = True
+    """Its generators, at the beginning, are as they were when its process started, or are known."""
 
     @property
     def ready(self) -> bool:
@@ -103,6 +111,8 @@ class StreamExecutor:
         self._wait = WaitWatch()
         self._records: deque[BatchStamps] | None = None
         self._first = True
+        self._history: StreamHistory | None = None
+        self._resume: StreamPosition | None = None
         self._crew = Crew(plan, self._slots, processes=processes, streams=True)
 
     @property
@@ -110,8 +120,22 @@ class StreamExecutor:
         """The side processes by their numbers."""
         return self._crew.children
 
-    def start_epoch(self, batches: Iterable[Any], epoch: int) -> None:
-        """Begin an epoch; what is left of the one before is dropped."""
+    def start_epoch(
+        self, batches: Iterable[Any], epoch: int, *, resume: StreamPosition | None = None
+    ) -> None:
+        """Begin an epoch; what is left of the one before is dropped.
+
+        ``resume``: go on there, in new processes that begin as those of the position did, and in
+        so many of them.
+
+        Raises:
+            OptionsError: It is a position in other batches.
+        """
+        self._samples, workers = next(iter(batches)), self._wanted
+        if resume is not None:
+            resume.check(self._samples, workers)
+            workers = max(1, resume.workers)
+            self._tell_workers(workers, epoch)
         self._generation += 1
         self._epoch = epoch
         self._first = True
@@ -122,24 +146,64 @@ class StreamExecutor:
             lane.batches.clear()
         if self._lanes:
             self._handle(self._crew.wait(0.0))  # one that died after its last batch is found here
-        resized = len(self._lanes) != self._wanted  # the stream is shared out anew
+        # The stream is shared out anew, or read anew from its middle.
+        anew = len(self._lanes) != workers or resume is not None
         for lane in self._lanes:
             child = lane.child
             lives = self.children.get(child.number) is child
-            if lives and (resized or child.failure is not None):
+            if lives and (anew or child.failure is not None):
                 self._crew.discard(child)
                 lane.drop(child.tasks.values(), self._slots)
-        self._crew.wanted = self._wanted
+        self._resume, self._crew.wanted = resume, workers
+        if resume is not None:
+            seed = self.plan.base_seed if resume.base_seed is None else resume.base_seed
+            self._crew.plan = replace(self._crew.plan, base_seed=seed)
         self._crew.start_epoch(self._generation, epoch)
-        self._lanes = [_Lane(self.children[number]) for number in range(self._wanted)]
-        self._samples, self._turn = next(iter(batches)), 0
+        self._lanes = [_Lane(self.children[number]) for number in range(workers)]
+        for lane in self._lanes:
+            lane.start_known = resume is not None or not lane.child.answers
+        self._history = StreamHistory(
+            self.plan.dataset,
+            workers=workers,
+            batch_size=self._samples,
+            resume=resume,
+            base_seed=self._crew.plan.base_seed,
+        )
+        self._turn = self._history.start_turn
         self._fill()
+
+    def position(self, delivered: int) -> StreamPosition | None:
+        """Return where the stream is after so many batches of this epoch, from its beginning.
+
+        None before the first epoch. Of workers that have read an epoch before it waits until each
+        has told how it began this one.
+
+        Raises:
+            OptionsError: So many were not handed out, or too long ago.
+        """
+        if self._history is None:
+            return None
+        while any(not (lane.start_known or lane.closed) for lane in self._lanes):
+            self._receive(None)
+        return self._history.position(delivered)
+
+    def _tell_workers(self, workers: int, epoch: int) -> None:
+        if workers != self._wanted:
+            warnings.warn(
+                f"Epoch {epoch} of the stream goes on in {workers} workers, which had shared it "
+                f"out when it was saved; from the next epoch on there are {self._wanted}. "
+                f"Set num_workers={workers} to have as many in all.",
+                FastDataWarning,
+                stacklevel=2,
+            )
 
     def __iter__(self) -> StreamExecutor:
         return self
 
     def __next__(self) -> Batch:
         until = time.monotonic() + self.plan.timeout_s if self.plan.timeout_s else None
+        if self._history is not None and self._history.skipping:
+            until = None  # what is read again first takes as long as it takes
         self._wait.requested(recorded=self._records is not None)
         ahead = -1
         while True:
@@ -183,7 +247,11 @@ class StreamExecutor:
         for depth in range(each):
             for lane in self._lanes:
                 if len(lane.batches) == depth and not lane.closed:
-                    self._ask(lane, StreamAsk(self._generation, self._samples))
+                    start = None
+                    if self._resume is not None and not lane.asked:
+                        start = self._resume.lanes[lane.child.number]
+                    lane.asked = True
+                    self._ask(lane, StreamAsk(self._generation, self._samples, start))
 
     def _ask(self, lane: _Lane, ask: StreamAsk) -> None:
         self._count += 1
@@ -212,7 +280,10 @@ class StreamExecutor:
             batch.release(self._slots)
             raise batch.error[1]
         lane.delivered += 1
-        return batch.data(self._slots)
+        data = batch.data(self._slots)
+        if self._history is not None:
+            self._history.handed_over(lane.child.number)
+        return data
 
     # What comes back
 
@@ -237,18 +308,28 @@ class StreamExecutor:
     def _answer(self, lane: _Lane, answer: Answer) -> None:
         batch, ended = answer.task.batch, answer.ended
         batch.open_tasks = 0
-        self._stall.note_task(ended.spent_ns)
-        if ended.stamps is not None and not isinstance(ended.result, protocol.OldEpoch):
+        current, result, note = batch.generation == self._generation, ended.result, None
+        if isinstance(result, protocol.Collated | protocol.StreamEnd):
+            note = result.note
+        resumed = note is not None and note.skipped is not None
+        # What was read again is no measure of how long a batch takes.
+        self._stall.note_task(0 if resumed else ended.spent_ns)
+        if ended.stamps is not None and not isinstance(result, protocol.OldEpoch):
             batch.stamps.append(ended.stamps)
-        match ended.result:
+        lane.start_known |= current
+        match result:
             case protocol.Collated(packed):
                 self._wait.unpacked(partial(batch.take_parts, packed, answer.files, self._slots))
                 self._whole_bytes = max(self._whole_bytes, packed.size_bytes)
+                if current and self._history is not None:
+                    self._history.made(lane.child.number, note)
             case protocol.TaskError(position, kind, text):
                 batch.error = position, as_error(kind, lane.child.number, text)
-        if batch.generation != self._generation:
+            case protocol.StreamEnd() if current and self._history is not None:
+                self._history.ended(lane.child.number, note)
+        if not current:
             batch.release(self._slots)
-        elif isinstance(ended.result, protocol.StreamEnd):
+        elif isinstance(result, protocol.StreamEnd):
             lane.ended = True  # what it was asked for besides will be answered likewise
             lane.batches = deque(b for b in lane.batches if b.is_ready and b is not batch)
             batch.release(self._slots)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import importlib.metadata
 import warnings
-from collections.abc import Callable, Iterator, Sized
+import zlib
+from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import replace
-from functools import cache
 from typing import Any, Protocol, cast, runtime_checkable
 
 from torch.utils.data import DistributedSampler, IterableDataset
@@ -19,7 +19,6 @@ from lightning_fastdata.order.indices import (
     HasEpoch,
     Start,
     Stateful,
-    fingerprint,
 )
 from lightning_fastdata.order.samplers import epoch_order
 from lightning_fastdata.types import SetsEpoch
@@ -76,15 +75,15 @@ def as_it_is(loader: _Loader, indices: EpochIndices | None) -> LoaderState:
         seed=loader.seed,
         order="a stream" if stream else type(sampler).__name__,
         dataset=fingerprint(loader.dataset),
-        package=_own_version(),
+        package=own_version(),
     )
 
 
-@cache
-def _own_version() -> str:
+def own_version() -> str:
+    """Return the version of this package; "" where it is on the path without being installed."""
     try:
         return importlib.metadata.version("lightning-fastdata")
-    except importlib.metadata.PackageNotFoundError:  # it is on the path without being installed
+    except importlib.metadata.PackageNotFoundError:
         return ""
 
 
@@ -215,6 +214,34 @@ def _sampler_epoch(loader: Resumable) -> int | None:
         if isinstance(sampler, SetsEpoch) and isinstance(sampler, HasEpoch):
             return sampler.epoch
     return None
+
+
+def fingerprint(dataset: object) -> str:
+    """Return 16 hexadecimal digits that differ for datasets of another class, length or files.
+
+    No sample is read. Of a dataset that lists its files (``samples``, ``imgs``) 64 names count,
+    without their folders, as data may move to another machine.
+    """
+    text: list[str] = []
+    while dataset is not None and len(text) < 64:
+        text.append(f"{type(dataset).__module__}.{type(dataset).__qualname__}")
+        listed = next((v for n in ("samples", "imgs") if (v := _listed(dataset, n))), None)
+        if listed is not None:
+            text.append(str(len(listed)))
+            text.extend(_file_name(listed[i]) for i in range(0, len(listed), -(-len(listed) // 64)))
+        dataset = vars(dataset).get("dataset") if hasattr(dataset, "__dict__") else None
+    joined = "\n".join(text).encode(errors="surrogateescape")
+    return f"{zlib.crc32(joined):08x}{zlib.adler32(joined):08x}"
+
+
+def _listed(dataset: object, name: str) -> Sequence[object] | None:
+    found = vars(dataset).get(name) if hasattr(dataset, "__dict__") else None
+    return found if isinstance(found, list | tuple) and found else None
+
+
+def _file_name(entry: object) -> str:
+    path = entry[0] if isinstance(entry, tuple | list) and entry else entry
+    return path.replace("\\", "/").rpartition("/")[2] if isinstance(path, str) else ""
 
 
 class Resumable:

@@ -18,7 +18,7 @@ from lightning_fastdata.batches.layout import MisfitError, SampleLayout, layout_
 from lightning_fastdata.batches.packed import pack, write_leaves
 from lightning_fastdata.batches.slots import create_shared_memory, map_shared_memory
 from lightning_fastdata.executors.fetch import FetchPlan, write_image_of
-from lightning_fastdata.executors.inline import END_OF_STREAM, fetcher_of
+from lightning_fastdata.executors.inline import END_OF_STREAM, StreamFetcher, fetcher_of
 from lightning_fastdata.executors.pool import protocol
 from lightning_fastdata.executors.pool.wire import Wire
 from lightning_fastdata.stamps.batch_stamps import TaskWatch
@@ -188,14 +188,18 @@ class TaskThread:
         mark = partial(self.shared.progress.read, self.number, task.batch)
         result = self.fetcher.batch(task.indices, task.epoch, mark)
         if result is END_OF_STREAM:
-            return protocol.StreamEnd(), ()
+            return protocol.StreamEnd(self.fetcher.told()), ()
         began_ns = time.monotonic_ns()
-        outcome = self._packed(result, task.slot)
+        collated, files = self._packed(result, task.slot)
         if self.fetcher.stamps is not None:
             self.fetcher.stamps.collated(began_ns)
-        return outcome
+        if isinstance(self.fetcher, StreamFetcher):
+            collated = collated._replace(note=self.fetcher.told())
+        return collated, files
 
-    def _packed(self, result: object, slot: int | None) -> _Outcome:
+    def _packed(
+        self, result: object, slot: int | None
+    ) -> tuple[protocol.Collated, tuple[int, ...]]:
         packed, leaves = pack(result)
         mapping = None if slot is None else self.shared.maps.get(slot)
         descriptors: tuple[int, ...] = ()

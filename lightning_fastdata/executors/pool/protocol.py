@@ -53,7 +53,8 @@ is lost again and again with the same sample being read, that sample gets an err
 queue carry whole packets, so that nothing is left half written or locked.
 
 A process that reads a stream has no queue: it is sent its tasks, all of them *whole*, and what is
-lost with it stays lost, since a stream cannot be read again from its middle.
+lost with it stays lost, since a stream cannot be read again from its middle. The first task of an
+epoch says where it goes on, and answers bring states that it can go on from later.
 """
 
 from __future__ import annotations
@@ -66,6 +67,7 @@ import numpy as np
 from lightning_fastdata.batches.layout import SampleLayout
 from lightning_fastdata.batches.packed import Packed
 from lightning_fastdata.batches.slots import create_shared_memory, map_shared_memory
+from lightning_fastdata.executors.stream_position import StreamNote
 from lightning_fastdata.stamps.batch_stamps import TaskStamps
 
 MAX_THREADS: Final = 64
@@ -171,6 +173,8 @@ class Collated(NamedTuple):
     """The batch is in the slot, or in a file that comes with the message."""
 
     packed: Packed
+    note: StreamNote | None = None
+    """What a stream tells of its position."""
 
 
 class Misfit(NamedTuple):
@@ -191,6 +195,8 @@ class OldEpoch(NamedTuple):
 
 class StreamEnd(NamedTuple):
     """The stream of this process has no more batches in this epoch."""
+
+    note: StreamNote | None
 
 
 TaskResult: TypeAlias = (

@@ -16,6 +16,7 @@ from torch.utils.data import BatchSampler, IterableDataset
 from lightning_fastdata.augment import SwitchedTransform
 from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.loading.loader import FastDataLoader
+from lightning_fastdata.loading.resume import own_version
 from lightning_fastdata.order.epoch_order import dataset_length
 from lightning_fastdata.order.run_record import RunRecord, RunSpan
 from lightning_fastdata.plugin.data.progress import KEY
@@ -66,8 +67,6 @@ def record_of_loader(
 
     None: the batches cannot be found again.
     """
-    from lightning_fastdata import __version__
-
     sampler = cast("Any", loader.batch_sampler)
     length = dataset_length(loader.dataset)
     if sampler is None or isinstance(loader.dataset, IterableDataset) or not length:
@@ -91,7 +90,7 @@ def record_of_loader(
         drop_last=bool(getattr(sampler, "drop_last", False)),
         batches=batches,
         spans=(span,),
-        package=__version__,
+        package=own_version(),
     )
 
 

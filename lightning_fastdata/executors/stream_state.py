@@ -1,0 +1,225 @@
+"""The states of a stream and of the global generators, in the process that reads the stream."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+import random
+import time
+from collections.abc import Callable
+from typing import Any, Final, Protocol, TypeGuard, runtime_checkable
+
+import numpy as np
+import torch
+from torch.utils.data import IterableDataset
+
+from lightning_fastdata.batches.keyed import KeyedIterableDataset, tell_epoch
+from lightning_fastdata.order.indices import Stateful
+from lightning_fastdata.randomness.generators import DrawWatch
+from lightning_fastdata.tree import held_by
+
+_SHARE: Final = 0.01
+"""Of the time that taking states may cost."""
+_LARGE_BYTES: Final = 64 * 1024
+_LARGE_EACH_S: Final = 10.0
+"""A larger state is taken once in so many seconds."""
+_SCALARS: Final = frozenset({int, float, str, bool, type(None)})
+_PLAIN: Final = "numbers, strings, lists, dicts and None"
+_SHUFFLE_BUFFER: Final = "BufferShuffledExamplesIterable"
+"""Of Hugging Face's ``datasets``."""
+_COUNTED: Final = ("num_samples_yielded", "num_workers", "batch_size")
+
+
+class CountedState(Protocol):
+    """A stream that makes its state from how much was read, as LitData's ``StreamingDataset``.
+
+    It is asked in the training process, and each worker loads what it said.
+    """
+
+    def state_dict(
+        self, num_samples_yielded: int, num_workers: int, batch_size: int
+    ) -> dict[str, Any]:
+        """Return the state after so many samples, read in batches of the workers in turn."""
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
+        """Go on from a state."""
+
+
+@runtime_checkable
+class HasBatchSize(Protocol):
+    """A stream that reckons with batches of its own size, whatever those of the loader have."""
+
+    batch_size: int
+
+
+@runtime_checkable
+class _Resets(Protocol):
+    def reset_state_dict(self) -> None: ...
+
+
+def own_stream(dataset: Any) -> Any:
+    """Return the user's stream, also where this package reads it through a wrapper."""
+    return vars(dataset)["_keying"].dataset if _is_keyed(dataset) else dataset
+
+
+def _is_keyed(dataset: object) -> TypeGuard[KeyedIterableDataset]:
+    return isinstance(dataset, KeyedIterableDataset)
+
+
+def tells_state(stream: object) -> TypeGuard[Stateful]:
+    """Return whether a stream has ``state_dict()``, called so, and ``load_state_dict(state)``."""
+    if not isinstance(stream, Stateful):
+        return False
+    try:
+        inspect.signature(stream.state_dict).bind()
+        inspect.signature(stream.load_state_dict).bind({})
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def counts_samples(stream: object) -> TypeGuard[CountedState]:
+    """Return whether a stream has the ``state_dict`` of :class:`CountedState`."""
+    if not isinstance(stream, Stateful):
+        return False
+    try:
+        return tuple(inspect.signature(stream.state_dict).parameters) == _COUNTED
+    except (TypeError, ValueError):
+        return False
+
+
+def _has_shuffle_buffer(stream: object) -> bool:
+    """Return whether a stream is, or reads, one of Hugging Face's that shuffles in a buffer."""
+    waiting, seen = [stream], set[int]()
+    while waiting:
+        one = waiting.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if type(one).__name__ == _SHUFFLE_BUFFER:
+            return True
+        if isinstance(one, list | tuple):
+            waiting.extend(one)
+        elif isinstance(one, IterableDataset) or type(one).__module__.startswith("datasets."):
+            waiting.extend(held_by(one).values())
+    return False
+
+
+def not_plain(value: object, path: str = "state") -> str:
+    """Return what in a value is other than plain data, and where; "" if nothing is."""
+    kind = type(value)
+    if kind in _SCALARS:
+        return ""
+    parts: list[tuple[object, object]] = []
+    if isinstance(value, dict) and kind is dict:
+        keys = (key for key in value if type(key) not in _SCALARS)
+        for key in keys:
+            return f"a {type(key).__name__} as a key of {path}"
+        parts = list(value.items())
+    elif isinstance(value, list | tuple) and kind in (list, tuple):
+        parts = list(enumerate(value))
+    else:
+        return f"a {kind.__name__} at {path}"
+    found = (not_plain(part, f"{path}[{key!r}]") for key, part in parts)
+    return next(filter(None, found), "")
+
+
+def generator_states() -> dict[str, Any]:
+    """Return the states of the global generators as plain data, 20 kB of it."""
+    version, words, kept_back = random.getstate()
+    numpy_state: Any = np.random.get_state(legacy=False)
+    inner = numpy_state["state"]
+    return {
+        "random": [version, list(words), kept_back],
+        "numpy": {**numpy_state, "state": {**inner, "key": inner["key"].tolist()}},
+        "torch": torch.default_generator.get_state().numpy().tobytes().hex(),
+    }
+
+
+def set_generator_states(states: dict[str, Any]) -> None:
+    """Put the states of the global generators back."""
+    version, words, kept_back = states["random"]
+    random.setstate((version, tuple(words), kept_back))
+    inner = states["numpy"]["state"]
+    key = np.array(inner["key"], np.uint32)
+    np.random.set_state({**states["numpy"], "state": {**inner, "key": key}})
+    memory = bytearray.fromhex(states["torch"])
+    torch.default_generator.set_state(torch.frombuffer(memory, dtype=torch.uint8))
+
+
+class StateTaker:
+    """Takes the states of one stream between its batches, where that costs next to nothing.
+
+    Args:
+        dataset: The stream, as it is read.
+        worker: It is read in a side process, whose global generators are its own.
+        clock: Tells the time in seconds.
+    """
+
+    def __init__(
+        self, dataset: Any, *, worker: bool, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._dataset = dataset
+        self._stream = own_stream(dataset)
+        self._takes = tells_state(self._stream)
+        self._watch = DrawWatch() if worker else None
+        self._clock = clock
+        self._next_s = 0.0
+        self._loaded = False
+        self.refused = ""
+        """Why its state cannot be saved, to go on with after ``state_dict()``."""
+        if self._takes and _has_shuffle_buffer(self._stream):
+            self.refused = "leaves out the samples in its shuffle buffer, which would be lost"
+
+    def begin(self, state: dict[str, Any] | None, samples: int, epoch: int) -> None:
+        """Have the next pass over the stream go on from a state; None: from the beginning.
+
+        ``samples`` were read before in this epoch.
+        """
+        self._next_s = 0.0
+        if self._loaded and isinstance(self._stream, _Resets):
+            # It would go on from what it was given for another pass, in the epoch of that.
+            self._stream.reset_state_dict()
+            tell_epoch(self._dataset, epoch)
+        self._loaded = state is not None
+        if state is not None:
+            self._stream.load_state_dict(copy.deepcopy(state))  # it may go on in that very object
+        if _is_keyed(self._dataset):
+            self._dataset.number_from(samples)
+
+    def generators(self) -> dict[str, Any] | None:
+        """Return the generators' states; None: they are those that the worker started with."""
+        return generator_states() if self._watch is not None and self._watch.drew() else None
+
+    def generators_alone(self) -> bytes | None:
+        """Return them as :meth:`take` does, without a state of the stream; None: likewise."""
+        generators = self.generators()
+        return None if generators is None else pickle.dumps((None, generators), 5)
+
+    def take(self) -> bytes | None:
+        """Return the state of the stream and the generators, pickled; None: not now.
+
+        It is the one that belongs to the samples that were read until now.
+        """
+        began_s = self._clock()
+        if not self._takes or self.refused or began_s < self._next_s:
+            return None
+        try:
+            state: object = self._stream.state_dict()
+            wrong = not_plain(state)
+            if wrong or not isinstance(state, dict):
+                self.refused = f"returned {state!r:.40}, which is no dict"
+                if wrong:
+                    self.refused = f"holds {wrong}, and a checkpoint takes {_PLAIN} only"
+                return None
+            # States may be live objects, which go on changing.
+            pickled = pickle.dumps((state, self.generators()), 5)
+        except Exception as error:  # whatever the user's code raises, or one that holds itself
+            self.refused = f"raised {type(error).__name__} ({error!s:.200})"
+            return None
+        ended_s = self._clock()
+        self._next_s = ended_s + (ended_s - began_s) / _SHARE
+        if len(pickled) > _LARGE_BYTES:
+            self._next_s = max(self._next_s, ended_s + _LARGE_EACH_S)
+        return pickled
