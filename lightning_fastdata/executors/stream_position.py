@@ -108,6 +108,16 @@ class StreamPosition:
             )
 
 
+def counts_only(saved: dict[str, Any]) -> dict[str, Any]:
+    """Return a saved position of another rank for this one, which reads another part of the stream.
+
+    Both have taken as many batches; what the rank of the position saved of its part is left out.
+    """
+    position = StreamPosition.from_dict(saved)
+    lanes = (LanePosition(batches=lane.batches, skip=lane.batches) for lane in position.lanes)
+    return replace(position, lanes=tuple(lanes)).as_dict()
+
+
 class Snapshot(NamedTuple):
     """What a lane can go on from."""
 
