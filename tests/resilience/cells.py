@@ -263,8 +263,8 @@ MOMENTS = {
     **{f"batch end {n}": hook("on_train_batch_end", n) for n in (1, 3, STEPS, STEPS + 1)},
     "validation end": hook("on_validation_end", 1),
     "epoch end": hook("on_train_epoch_end", 1),
-    # In a later epoch Lightning keeps the counts of the one before, and skips the epoch.
-    "epoch start": hook("on_train_epoch_start", 0),
+    # In a later epoch Lightning keeps the counts of the one before, and by itself skips the epoch.
+    **{f"epoch start {n}": hook("on_train_epoch_start", n) for n in (0, 1, STEPS + 1)},
     "train start": hook("on_train_start", 0),
     "ctrl-c": raised(interrupt, 3),
     "sigterm": raised(terminate, 3),

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from conformance.forked_ranks import launched
-from lightning.pytorch import seed_everything
+from lightning.pytorch import Callback, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from resilience.runs import Images, Recorder, lines, lines_before, train
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
@@ -169,6 +169,41 @@ def test_a_stateful_loader_skips_the_epoch_after_a_checkpoint_at_a_last_step(tmp
 @pytest.mark.parametrize("workers", [0, 2])
 def test_ours_trains_the_epoch_after_a_checkpoint_at_a_last_step(tmp_path, workers):
     left, resumed = runs(tmp_path / "x", lambda: Module(workers=workers), at=STEPS, epochs=3)
+    assert resumed == left
+
+
+# -- a checkpoint at the start of an epoch ---------------------------------------------------------
+
+
+class SavesAtItsStart(Callback):
+    """Saves when the second epoch starts, where Lightning counts the batches of the first yet."""
+
+    def __init__(self, file):
+        self.file = file
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        if trainer.current_epoch == 1:
+            trainer.save_checkpoint(self.file)
+
+
+def runs_from_a_start(folder, make_data):
+    for name, resume in (("straight", None), ("resumed", folder / "file")):
+        save = [] if resume else [SavesAtItsStart(folder / "file")]
+        train(Recorder(folder / name), make_data(), folder, resume=resume, callbacks=save)
+    return lines(folder / "straight")[STEPS:], lines(folder / "resumed")
+
+
+def test_an_epoch_is_left_out_after_a_checkpoint_at_its_start(tmp_path):
+    def make():
+        return DataLoader(Images(SAMPLES), batch_size=BATCH)
+
+    left, resumed = runs_from_a_start(tmp_path, make)
+    assert shown(left, resumed)
+    assert len(resumed) == STEPS + 1  # one more batch than the last epoch has
+
+
+def test_ours_trains_the_epoch_after_a_checkpoint_at_its_start(tmp_path):
+    left, resumed = runs_from_a_start(tmp_path, Module)
     assert resumed == left
 
 

@@ -9,13 +9,18 @@ from pathlib import Path
 
 import pytest
 from conformance.forked_ranks import launched
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from resilience.cells import (
     BEGINS_ANEW,
     EPOCHS,
     FEATURES,
+    LOADERS,
     MOMENTS,
+    SAMPLES,
     STEPS,
+    Cell,
+    Module,
     callbacks_of,
     cells,
     make_model,
@@ -29,7 +34,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
 
-CELLS = cells(400 if LONG else 40)
+CELLS = cells(2000 if LONG else 40)
 KILLED = {
     "within an epoch": ("plain", "workers-2", 3),
     "at its last step": ("plain", "inline", STEPS),
@@ -120,3 +125,60 @@ def test_a_training_that_was_killed_goes_on_from_its_last_checkpoint(
     assert first_difference(lines(killed / case / "record"), whole[: at + 1]) is None
     fit(feature, loader, tmp_path, resume=killed / case / f"step={at}.ckpt", callbacks=[])
     assert first_difference(lines(tmp_path / "record"), whole[at:]) is None
+
+
+@pytest.mark.parametrize("feature", ["plain", "deferred augment", "sampler with state"])
+@pytest.mark.parametrize("loaders", [["inline"], ["inline", "workers-1", "torch-0"]])
+def test_a_training_that_is_stopped_after_each_step_is_the_straight_one(
+    tmp_path, straight, feature, loaders
+):
+    whole = straight(feature, "inline")
+    file = None
+    for steps in range(1, len(whole) + 1):
+        save = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=steps, save_top_k=-1)
+        how = {"max_steps": steps, "limit_val_batches": 1, "num_sanity_val_steps": 0}
+        model = make_model(feature, tmp_path / "record")
+        data = make_module(feature, loaders[steps % len(loaders)])
+        train(model, data, tmp_path, resume=file, callbacks=[save], **how)
+        file = tmp_path / f"step={steps}.ckpt"
+    assert first_difference(lines(tmp_path / "record"), whole) is None
+
+
+class Renamed(Module):
+    """Lightning finds no state of it in the checkpoint of another class."""
+
+
+@pytest.mark.parametrize("at", [1, 3, STEPS, STEPS + 2])
+def test_a_checkpoint_without_our_state_is_gone_on_from_where_lightning_counted(
+    tmp_path, straight, at
+):
+    whole = straight("plain", "inline")
+    (tmp_path / "a").mkdir()
+    file = stopped(Cell("plain", f"step {at}", "inline", None), tmp_path / "a")
+    train(
+        make_model("plain", tmp_path / "record"), Renamed(LOADERS["inline"]), tmp_path, resume=file
+    )
+    assert first_difference(lines(tmp_path / "record"), whole[at:]) is None
+
+
+@pytest.mark.parametrize(("at", "size"), [(3, 2), (2, 8), (4, 8), (5, 8), (1, 3)])
+def test_another_batch_size_leaves_out_no_sample_of_the_epoch(tmp_path, at, size):
+    """Lightning counts batches, but what was read is a number of samples."""
+    save = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=at, save_top_k=-1)
+    train(
+        make_model("plain", tmp_path / "before"),
+        Module(LOADERS["inline"]),
+        tmp_path,
+        callbacks=[save],
+        max_steps=at,
+    )
+    train(
+        make_model("plain", tmp_path / "after"),
+        Module(LOADERS["inline"], batch_size=size),
+        tmp_path,
+        resume=tmp_path / f"step={at}.ckpt",
+        max_epochs=1,
+    )
+    record = lines(tmp_path / "before") + lines(tmp_path / "after")
+    read = [int(i) for line in record for i in line.split(" ")[3].split(",")]
+    assert sorted(read) == list(range(SAMPLES))
