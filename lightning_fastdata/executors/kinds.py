@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from lightning_fastdata.batches.streams import PageLocks
     from lightning_fastdata.executors.fetch import FetchPlan
     from lightning_fastdata.executors.pool.crew_trial import CrewTrial
+    from lightning_fastdata.executors.stream_position import StreamPosition
     from lightning_fastdata.order.epoch_order import EpochOrder
     from lightning_fastdata.stamps.batch_stamps import BatchStamps
     from lightning_fastdata.types import Batch
@@ -199,6 +200,22 @@ class Executor(Protocol):
 
     def close(self) -> None:
         """Stop threads and processes; batches handed out stay valid."""
+
+
+@runtime_checkable
+class ResumingExecutor(Executor, Protocol):
+    """An executor that goes on within an epoch of a stream."""
+
+    def start_epoch(
+        self, batches: Iterable[Any], epoch: int, *, resume: StreamPosition | None = None
+    ) -> None:
+        """Begin an epoch, of a stream at a position if one is given."""
+
+    def position(self, delivered: int) -> StreamPosition | None:
+        """Return where a stream is after so many batches of this epoch, from its beginning.
+
+        None: it is no stream, or no epoch has begun.
+        """
 
 
 @runtime_checkable

@@ -9,20 +9,24 @@ from __future__ import annotations
 
 import math
 import pickle
+import time
 import warnings
 from collections import deque
-from collections.abc import Sized
+from collections.abc import Iterator, Sized
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from lightning_fastdata.errors import FastDataWarning, OptionsError
+from lightning_fastdata.errors import DatasetError, FastDataWarning, OptionsError
 from lightning_fastdata.executors.stream_state import (
     HasBatchSize,
     counts_samples,
     own_stream,
     tells_state,
 )
+
+if TYPE_CHECKING:
+    from lightning_fastdata.types import Batch
 
 _KEPT: Final = 32
 """Batches that may be handed out, and not yet be taken by the training."""
@@ -133,6 +137,10 @@ class StreamNote(NamedTuple):
     """Why the state of the dataset cannot be saved, to go on with after its name."""
 
 
+NO_NOTE: Final = StreamNote()
+"""What is told where there is nothing to tell."""
+
+
 class _Lane:
     def __init__(self, start: LanePosition) -> None:
         self.batches = self.made = start.batches
@@ -215,7 +223,11 @@ class StreamHistory:
             samples, seconds = self._skipped
             self._skipped = samples + note.skipped, max(seconds, note.skipped_s)
             if not self._skipping and self._told_skipping:
-                self._tell_skipped(*self._skipped)
+                why = "it has no state_dict() and load_state_dict()"
+                if tells_state(self._stream):
+                    why = "no state of it could be saved"
+                samples, seconds = self._skipped
+                _tell_read_again(self._stream, f"{samples} samples", seconds, why)
 
     def handed_over(self, lane: int) -> None:
         """Note that the next batch of a lane was handed over."""
@@ -281,18 +293,6 @@ class StreamHistory:
                 return replace(lane, state=state, skip=lane.batches - batches)
         return lane
 
-    def _tell_skipped(self, samples: int, seconds: float) -> None:
-        name = type(self._stream).__name__
-        why = f"{name} has no state_dict() and load_state_dict(). With those it goes on at once."
-        if tells_state(self._stream):
-            why = f"no state of {name} could be saved."
-        warnings.warn(
-            f"To go on where the training was saved, {samples} samples of the stream that were "
-            f"delivered before were read again and dropped, in {seconds:.1f} s, as {why}",
-            FastDataWarning,
-            stacklevel=2,
-        )
-
     def _tell_refused(self) -> None:
         why, self._refused = self._refused, ""
         warnings.warn(
@@ -302,3 +302,35 @@ class StreamHistory:
             FastDataWarning,
             stacklevel=2,
         )
+
+
+def _tell_read_again(stream: object, what: str, seconds: float, why: str) -> None:
+    warnings.warn(
+        f"To go on where the training was saved, {what} of {type(stream).__name__} that were "
+        f"delivered before were read again and dropped, in {seconds:.1f} s, as {why}.",
+        FastDataWarning,
+        stacklevel=3,
+    )
+
+
+def after_batches(batches: Iterator[Batch], count: int, dataset: object) -> Iterator[Batch]:
+    """Yield the batches of torch's own iterator after the first ones, which are read and dropped.
+
+    Its workers cannot be told where to go on. They draw other random numbers than before.
+
+    Raises:
+        DatasetError: There are fewer.
+    """
+    began_s = time.monotonic()
+    for number in range(count):
+        if next(batches, batches) is batches:
+            raise DatasetError(
+                f"{type(own_stream(dataset)).__name__} has ended after {number} batches, and "
+                f"{count} had been delivered when the training was saved. It is not the stream "
+                "that it was: resume with the same data and number of workers."
+            )
+    if count:
+        why = 'executor="torch" has no other way; "workers" goes on from the states of a stream'
+        seconds = time.monotonic() - began_s
+        _tell_read_again(own_stream(dataset), f"{count} batches", seconds, why)
+    yield from batches

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from thoroughness import LONG
-from torch.utils.data import IterableDataset, default_collate, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 
 from lightning_fastdata.batches.keyed import keyed
 from lightning_fastdata.errors import DatasetError, FastDataWarning, OptionsError
@@ -22,7 +22,7 @@ from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.inline import InlineExecutor
 from lightning_fastdata.executors.kinds import open_executor
 from lightning_fastdata.executors.stream import StreamExecutor
-from lightning_fastdata.executors.stream_position import StreamPosition
+from lightning_fastdata.executors.stream_position import StreamPosition, after_batches
 from lightning_fastdata.executors.stream_state import StateTaker
 from lightning_fastdata.randomness.seeds import EpochCell
 
@@ -269,6 +269,19 @@ def test_batches_as_they_are_ready_are_all_there_once(stream: type) -> None:
         assert sorted(whole[:stop] + rest) == sorted(whole)
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+def test_torch_reads_again_what_was_delivered_and_says_so(workers: int) -> None:
+    loader: Any = DataLoader(Numbers(*LENGTHS), 2, num_workers=workers)
+    whole = [frozen(batch) for batch in loader]
+    assert len(list(after_batches(iter(loader), 0, loader.dataset))) == len(whole)
+    with pytest.warns(FastDataWarning, match=r"2 batches of Numbers .* dropped, in .*torch"):
+        rest = [frozen(batch) for batch in after_batches(iter(loader), 2, loader.dataset)]
+    assert rest == whole[2:]
+    with pytest.raises(DatasetError, match=rf"ended after {len(whole)} batches, and 99"):
+        next(after_batches(iter(loader), 99, loader.dataset))
+
+
 # -- what it costs, and what is said ---------------------------------------------------------------
 
 
@@ -276,7 +289,7 @@ def test_reading_again_is_said_once_with_its_samples() -> None:
     _, positions = run_of(executor := opened(plan_of(Numbers(7)), 2), 2)
     executor.close()
     with pytest.warns(
-        FastDataWarning, match="10 samples .* read again and dropped, in .* s, as Nu"
+        FastDataWarning, match="10 samples of Numbers .* dropped, in .* s, as it has"
     ):
         rest = rest_after(positions[5][0], plan_of(Numbers(7)), 2, 2)
     assert len(rest) == 3
