@@ -1,16 +1,18 @@
-"""The command line: ``fastdata demo``, ``doctor``, ``show-augment``, ``compare``."""
+"""The command line: ``fastdata demo``, ``doctor``, ``show-augment``, ``compare``, ``replay``..."""
 
 from __future__ import annotations
 
 import os
 import sys
+from functools import partial
 from json import dumps as dump_json
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from lightning_fastdata.errors import FastDataError, OptionsError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from jsonargparse import ArgumentParser
 
@@ -110,6 +112,101 @@ def compare(a: str, b: str, fail_if: Sequence[str] = (), json: bool = False) -> 
         raise SystemExit(1)
 
 
+def replay(
+    run: str,
+    step: int,
+    datamodule: str,
+    rank: int = 0,
+    save: str | None = None,
+    out: str | None = None,
+) -> None:
+    """Print the batches that a training step got, made again without training.
+
+    Args:
+        run: A checkpoint of Lightning, or the report.json of a run.
+        step: The trainer's global_step in that training step, from 0.
+        datamodule: Where the data module is: module:name, or path/to/file.py:name.
+        rank: Whose batches.
+        save: File to write them to, for ``torch.load(weights_only=True)``; None: none.
+        out: PNG file for their pictures; None: none.
+    """
+    import torch
+
+    from lightning_fastdata.plugin.data.run_record import read_run
+    from lightning_fastdata.plugin.loggers.pictures import draw_batch
+
+    record, hyperparameters = read_run(run)
+    numbers = record.batches_of_step(step)
+    module = _open_datamodule(datamodule, hyperparameters)
+    batches = [module.batch_at(number, rank=rank, run=record) for number in numbers]
+    for batch in batches:
+        _print_lines([(line, "") for line in batch.text().splitlines()])
+    if numbers[-1] >= record.batches:
+        _print_lines([(f"The run has taken {record.batches} batches so far: no step had it.", "")])
+    if save is not None:
+        kept = {"global_step": step, "batches": [batch.saved() for batch in batches]}
+        _write(save, lambda: torch.save(kept, save))
+    for batch in batches if out is not None else ():
+        path = Path(str(out))
+        if len(batches) > 1:
+            path = path.with_stem(f"{path.stem}-{batch.step}")
+        picture = draw_batch(module, batch.batch, epoch=batch.epoch, step=step)
+        _write(str(path), partial(picture.save, path, "PNG"))
+
+
+def which(run: str, index: int, datamodule: str | None = None) -> None:
+    """Print the training steps so far that got a sample.
+
+    Args:
+        run: A checkpoint of Lightning, or the report.json of a run.
+        index: Of the sample in the training dataset, from 0.
+        datamodule: Where the data module is, to print what was drawn for the sample; None: nowhere.
+    """
+    from lightning_fastdata.plugin.data.run_record import read_run
+
+    record, hyperparameters = read_run(run)
+    module = None if datamodule is None else _open_datamodule(datamodule, hyperparameters)
+    count = 0
+    for seen in record.seen(index):
+        count += 1
+        place = f"epoch {seen.epoch}, batch {seen.number} ({seen.batch} of the run)"
+        text = f"step {seen.step}: {place}, rank {seen.rank}, row {seen.row}"
+        _print_lines([(text, "bold")])
+        if module is not None:
+            for row in module.draws_of(index, seen.epoch, run=record):
+                _print_lines([(f"    {words}", "") for words in row])
+    left_out = [span.epoch for span in record.spans if span.partly]
+    if left_out:
+        _print_lines([(f"Not known of epochs {left_out}, which were cut anew amid.", "")])
+    times = f"{count} time" + ("" if count == 1 else "s")
+    _print_lines([(f"Sample {index} was seen {times} in {record.batches} batches.", "dim")])
+
+
+def _open_datamodule(spec: str, hyperparameters: Mapping[str, object]) -> Any:
+    """Return the data module that a user named; nothing else is imported."""
+    from lightning_fastdata.augment import import_by_name
+    from lightning_fastdata.plugin.data.time_travel import made_datamodule
+
+    module_name, _, name = spec.rpartition(":")
+    if not module_name or not name:
+        raise OptionsError(
+            f"{spec!r} does not say where the data module is. Write MODULE:NAME, for example "
+            "train:Data for `class Data(FastDataModule)` in train.py."
+        )
+    found = vars(import_by_name(module_name, "the data module"))
+    if name not in found:
+        raise OptionsError(f"{module_name} has no {name!r}.")
+    return made_datamodule(found[name], hyperparameters)
+
+
+def _write(path: str, write: Callable[[], object]) -> None:
+    try:
+        write()
+    except (OSError, RuntimeError) as error:  # torch's of a folder that is missing
+        raise OptionsError(f"{path} cannot be written: {error}.") from error
+    _print_lines([(f"{path} written.", "dim")])
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line.
 
@@ -133,6 +230,13 @@ def main(arguments: list[str] | None = None) -> None:
     commands.add_subcommand(
         "compare", _compare_parser(), help="Print what differs between two runs."
     )
+    for name, function in (("replay", replay), ("which", which)):
+        functions[name] = function
+        summary = (function.__doc__ or "").partition("\n")[0]
+        command = ArgumentParser(description=summary)
+        command.add_argument("run", help="A checkpoint of Lightning, or the report.json of a run.")
+        command.add_function_arguments(function, skip={"run"})
+        commands.add_subcommand(name, command, help=summary)
     chosen = parser.parse_args(arguments)
     options = chosen[chosen.command].as_dict()
     try:

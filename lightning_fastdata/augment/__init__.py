@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from lightning_fastdata.augment.dataset_pipelines import redrawn_of as redrawn_of
     from lightning_fastdata.augment.ops.operation import DeviceOp as DeviceOp
     from lightning_fastdata.augment.pipeline.bounds import is_equal as is_equal
+    from lightning_fastdata.augment.pipeline.tree import drawn_words as drawn_words
     from lightning_fastdata.augment.pipeline.tree import list_nodes as list_nodes
     from lightning_fastdata.augment.pipeline.trial import Tried as Tried
     from lightning_fastdata.augment.pipeline.trial import try_operations as try_operations
@@ -38,12 +39,14 @@ if TYPE_CHECKING:
     from lightning_fastdata.augment.show.grid import batch_grid as batch_grid
     from lightning_fastdata.augment.show.grid import find_images as find_images
     from lightning_fastdata.augment.show.grid import find_normalized as find_normalized
+    from lightning_fastdata.augment.show.pictures import import_by_name as import_by_name
     from lightning_fastdata.augment.show.pictures import show_pipeline as show_pipeline
     from lightning_fastdata.augment.stage_transform import Place as Place
     from lightning_fastdata.augment.stage_transform import PlaceSwitch as PlaceSwitch
     from lightning_fastdata.augment.stage_transform import StageTransform as StageTransform
     from lightning_fastdata.augment.stage_transform import SuitsSamples as SuitsSamples
     from lightning_fastdata.augment.stage_transform import SwitchedTransform as SwitchedTransform
+    from lightning_fastdata.augment.stage_transform import TellsDraws as TellsDraws
     from lightning_fastdata.augment.stage_transform import WorkerTransform as WorkerTransform
     from lightning_fastdata.augment.stage_transform import leaves_to_device as leaves_to_device
     from lightning_fastdata.augment.stage_transform import redrawn_on_device as redrawn_on_device
@@ -64,6 +67,7 @@ _HOME = {
     "StageTransform": "stage_transform",
     "SuitsSamples": "stage_transform",
     "SwitchedTransform": "stage_transform",
+    "TellsDraws": "stage_transform",
     "Tried": "pipeline.trial",
     "Variant": "replay.warm_up",
     "Waiting": "record.deferred",
@@ -72,10 +76,12 @@ _HOME = {
     "as_batch_transform": "transform",
     "batch_grid": "show.grid",
     "device_ops": "record.worker",
+    "drawn_words": "pipeline.tree",
     "explain_pipelines": "dataset_pipelines",
     "find_images": "show.grid",
     "find_normalized": "show.grid",
     "has_kernels": "replay.triton",
+    "import_by_name": "show.pictures",
     "is_equal": "pipeline.bounds",
     "leaves_to_device": "stage_transform",
     "list_nodes": "pipeline.tree",

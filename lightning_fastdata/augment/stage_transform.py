@@ -51,6 +51,14 @@ class WorkerTransform(Protocol):
 
 
 @runtime_checkable
+class TellsDraws(Protocol):
+    """A part that runs on each sample and can say what it draws for one."""
+
+    def words(self, sample: Batch, key: SampleKey) -> list[tuple[str, ...]]:
+        """Return for each row that becomes of a sample what is drawn for it, in words."""
+
+
+@runtime_checkable
 class StageTransform(Protocol):
     """What a data module runs on a batch once it is on the device."""
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import Dataset, IterableDataset, StackDataset, Subset, get_worker_info
 
+from lightning_fastdata.augment import drawn_words
 from lightning_fastdata.errors import BatchError
 from lightning_fastdata.randomness.search import find_composes
 from lightning_fastdata.randomness.seeds import EpochCell, reseed
@@ -21,7 +22,7 @@ from lightning_fastdata.tree import held, held_by
 from lightning_fastdata.types import SampleKey
 
 if TYPE_CHECKING:
-    from lightning_fastdata.augment import DatasetRecording, WorkerTransform
+    from lightning_fastdata.augment import DatasetRecording, TellsDraws, WorkerTransform
 
 
 class _Keying:
@@ -148,6 +149,31 @@ class KeyedIterableDataset(_Stand, IterableDataset[Any]):
             key = keying.key(position * workers + worker)
             yield keying.finish(sample, key)
             keying.seed_for(key._replace(index=key.index + workers))
+
+
+class DrawnWords(Dataset[Any]):
+    """What is drawn for each sample of a map-style dataset, in words, for each row made of it.
+
+    ``part`` is what runs on each sample besides, and does everything here; None: nothing.
+    """
+
+    def __init__(
+        self, dataset: Dataset[Any], part: TellsDraws | None, seed: int, epoch: int
+    ) -> None:
+        self.dataset, self.part, self.seed, self.epoch = dataset, part, seed, epoch
+
+    def __len__(self) -> int:
+        return len(self.dataset)  # type: ignore[arg-type]
+
+    def __getitem__(self, index: int) -> list[tuple[str, ...]]:
+        key = SampleKey(self.seed, self.epoch, index)
+        read: list[Any] = []
+        composes = find_composes(self.dataset)
+        reseed(composes, key)
+        own = drawn_words(composes, lambda: read.append(self.dataset[index]))
+        if self.part is None:
+            return [own]
+        return [(*own, *row) for row in self.part.words(read[-1], key)]
 
 
 def keyed(

@@ -152,6 +152,11 @@ class OneAhead(Generic[_Sent]):
         self._next = self._sent(waiting=False)
         return batch
 
+    @property
+    def ahead(self) -> int:
+        """Batches that were taken from the loader and not handed out: 0 or 1."""
+        return int(isinstance(self._next, tuple))
+
     def close(self) -> None:
         """Ask for no more batches, and drop the one that is under way."""
         self._batches = self._next = None

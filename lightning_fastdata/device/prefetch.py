@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -91,6 +92,26 @@ class _BringsTransform(Protocol):
     transform: _Prepared | None
 
 
+@runtime_checkable
+class _Saves(Protocol):
+    def state_behind(self, ahead: int) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any], /) -> None: ...
+
+
+def _saves(loader: object) -> _Saves:
+    if not isinstance(loader, _Saves):
+        raise OptionsError(
+            f"prefetch() takes the batches of a {type(loader).__name__} one ahead of their use, "
+            "and can save and restore the position in a FastDataLoader only. Give it one."
+        )
+    return loader
+
+
+class _Count(NamedTuple):
+    batches: int
+    samples: int
+
+
 class Prefetched:
     """What :func:`prefetch` returns."""
 
@@ -116,6 +137,10 @@ class Prefetched:
         self._transform = None if transform is None else as_batch_transform(transform)
         self._epochs = 0
         self._next_epoch: int | None = None
+        self._work: _Work | None = None
+        self._batches: Iterator[Batch] | None = None
+        self._start = _Count(0, 0)
+        """Batches and samples of the next epoch that were used before."""
 
     def __len__(self) -> int:
         """Batches of the loader; a TypeError if it has no length."""
@@ -148,21 +173,45 @@ class Prefetched:
             streams = self._streams(self.device)
             self._lane = None if streams is None else SideLane(streams)
         lane = self._lane
-        work = _Work(self, epoch, aside=lane is not None)
+        start, self._start = self._start, _Count(0, 0)
+        self._work = work = _Work(self, epoch, start, aside=lane is not None)
         batches = iter(self.loader)
         if lane is None:
-            return map(work, batches)
+            self._batches = map(work, batches)
+            return self._batches
         # What was drawn by sample reads the batch and nothing else; a callable may read anything.
         waits = self._transform is not None
-        return OneAhead(
+        self._batches = OneAhead(
             batches, lambda batch: lane.send(batch, work, after_consumer=waits), Crossing.land
         )
+        return self._batches
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return how far the training has come, as ``FastDataLoader.state_dict()`` does.
+
+        Raises:
+            OptionsError: The loader is no FastDataLoader.
+        """
+        ahead = self._batches.ahead if isinstance(self._batches, OneAhead) else 0
+        state = _saves(self.loader).state_behind(ahead)
+        used = self._start if self._work is None else self._work.used(ahead)
+        return {**state, "prefetch": list(used if state["batches"] else _Count(0, 0))}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on, with the next iteration, behind the batch after which a state was saved.
+
+        Raises:
+            OptionsError: The loader is no FastDataLoader, or the state is none of one.
+        """
+        _saves(self.loader).load_state_dict(state)
+        self._epochs, self._work = state["epoch"], None
+        self._start = _Count(*state.get("prefetch", (state["batches"], 0)))
 
 
 class _Work:
     """Moves and transforms the batches of one epoch."""
 
-    def __init__(self, owner: Prefetched, epoch: int, *, aside: bool) -> None:
+    def __init__(self, owner: Prefetched, epoch: int, start: _Count, *, aside: bool) -> None:
         self._device = owner.device
         self._aside = aside
         self._seed, self._epoch = owner.seed, epoch
@@ -171,11 +220,17 @@ class _Work:
         if isinstance(loader, _BringsTransform) and loader.on_device:
             self._prepared = loader.transform
         self._transform: StageTransform | None = owner._transform
-        self._batches = self._samples = 0
+        self._counts = deque([start], 2)
+        """Before the last batch that was sent, and behind it."""
+
+    def used(self, ahead: int) -> _Count:
+        """Return what was used if so many batches, 0 or 1, were sent and not used yet."""
+        return self._counts[0 if ahead else -1]
 
     def __call__(self, batch: Batch) -> Batch:
         moved = move(batch, self._device, non_blocking=self._aside)
-        number, self._batches = self._batches, self._batches + 1
+        count = self._counts[-1]
+        self._counts.append(_Count(count.batches + 1, count.samples))
         if isinstance(moved, StagedBatch) and moved.draws is None:
             moved = moved.batch
         elif isinstance(moved, StagedBatch):
@@ -187,9 +242,9 @@ class _Work:
             moved = self._prepared.apply(moved.batch, moved.draws)
         if self._transform is None:
             return moved
-        key = SampleKey(self._seed, self._epoch, self._samples)
-        self._samples += batch_samples(moved)
-        with drawn_under(self._seed, self._epoch, number, self._device):
+        key = SampleKey(self._seed, self._epoch, count.samples)
+        self._counts[-1] = _Count(count.batches + 1, count.samples + batch_samples(moved))
+        with drawn_under(self._seed, self._epoch, count.batches, self._device):
             return self._transform.apply_unprepared(moved, key)
 
 

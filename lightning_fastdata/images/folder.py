@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset
 
 from lightning_fastdata.errors import BatchError, DatasetError, OptionsError
 from lightning_fastdata.images.decoders import Decoder, DecoderName, Pixels, choose_decoder
@@ -22,6 +22,7 @@ from lightning_fastdata.images.resized_crop import (
     settle_resample,
 )
 from lightning_fastdata.randomness.seeds import EpochCell
+from lightning_fastdata.tree import held
 from lightning_fastdata.types import SampleKey
 
 if TYPE_CHECKING:
@@ -254,6 +255,23 @@ class FastImageFolder(Dataset[tuple[torch.Tensor, int]]):
                 f"{self.sample_shape}; it got {out.dtype} {out.shape} with strides {out.strides}, "
                 f"writable: {out.flags.writeable}."
             )
+
+
+def files_of(dataset: object, indices: Sequence[int]) -> tuple[str, ...] | None:
+    """Return the files of samples, of a dataset that lists them as torchvision's folders do."""
+    while type(dataset) is Subset:
+        indices = [dataset.indices[index] for index in indices]
+        dataset = dataset.dataset
+    # Another class's property may open what is to be opened in the workers.
+    listed: object = held(dataset, "samples") or held(dataset, "imgs")
+    if isinstance(dataset, FastImageFolder):
+        listed = dataset.samples
+    if not isinstance(listed, Sequence):
+        return None
+    found = [listed[index] for index in indices]
+    paths = [one[0] if isinstance(one, tuple | list) and one else one for one in found]
+    known = all(isinstance(path, str | bytes | os.PathLike) for path in paths)
+    return tuple(os.fsdecode(path) for path in paths) if known else None
 
 
 def _normalising_tables(

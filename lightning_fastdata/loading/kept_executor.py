@@ -121,14 +121,18 @@ class KeptExecutor:
         self.page_locks = cuda_page_locks(self.pin_on) if registers else None
         self.records: deque[BatchStamps] | None = None
         self._running: weakref.ref[EpochIterator] | None = None
-        self._base_seed: int | None = None
+        self.base_seed: int | None = None
+        """What the side processes are seeded from; None: nothing was drawn for it yet."""
+        self._earlier_seed: int | None = None
         # Under this name Lightning looks for workers to stop when it is done.
         self._iterator: Executor | None = None
 
     def __iter__(self) -> EpochIterator:
-        if not self.persistent or self._base_seed is None:
+        if not self.persistent or self.base_seed is None:
             drawn = torch.empty((), dtype=torch.int64).random_(generator=self.settings.generator)
-            self._base_seed = int(drawn)
+            self.base_seed = int(drawn)
+        if self._earlier_seed is not None:
+            self.base_seed, self._earlier_seed = self._earlier_seed, None
         other = None if self._running is None else self._running()
         unfinished = other is not None and other.executor is not None
         if other is not None and unfinished and self.persistent:
@@ -137,7 +141,7 @@ class KeptExecutor:
         keep = self.keep and not unfinished
         executor = self._iterator if keep else None
         if executor is None:
-            plan = replace(self.plan, base_seed=self._seed_of_processes(self._base_seed))
+            plan = replace(self.plan, base_seed=self._seed_of_processes(self.base_seed))
             executor = open_executor(
                 self.name,
                 plan,
@@ -179,6 +183,12 @@ class KeptExecutor:
         # may be repeated or followed by none.
         if order.shuffle and self._arms:
             executor.arm(replace(order, epoch=epoch + 1, start=0))
+
+    def go_on_from(self, base_seed: int | None) -> None:
+        """Seed the side processes of the next epoch as those of a run that goes on were."""
+        if base_seed is not None and self.persistent:
+            self.base_seed = base_seed  # nothing is drawn for it, as in the run that goes on
+        self._earlier_seed = base_seed
 
     def record(self, records: deque[BatchStamps] | None) -> None:
         """Append the stamps of each batch from now on; None: no more."""

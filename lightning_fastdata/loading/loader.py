@@ -6,11 +6,10 @@ import contextlib
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from types import GenericAlias
 from typing import TYPE_CHECKING, Any, Literal
 
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lightning_fastdata.augment import DatasetRecording, StageTransform, warn_of_unkeyed
 from lightning_fastdata.batches.keyed import tell_epoch
@@ -18,15 +17,8 @@ from lightning_fastdata.batches.streams import PageLockName
 from lightning_fastdata.errors import FastDataWarning
 from lightning_fastdata.executors.kinds import KINDS, ExecutorName
 from lightning_fastdata.loading.kept_executor import EpochIterator, KeptExecutor, SourceSettings
-from lightning_fastdata.loading.position import CountedBatches, LoaderState, Pass, Position, Run
-from lightning_fastdata.loading.resume import (
-    as_it_is,
-    dataset_state,
-    restore_dataset,
-    sampler_epoch,
-    start_of,
-    with_indices,
-)
+from lightning_fastdata.loading.position import CountedBatches, Pass, Run
+from lightning_fastdata.loading.resume import Resumable
 from lightning_fastdata.loading.source import (
     Source,
     indices_of,
@@ -49,7 +41,7 @@ if TYPE_CHECKING:
     from torch import Generator
 
 
-class FastDataLoader(DataLoader[Any]):
+class FastDataLoader(Resumable, DataLoader[Any]):
     """A ``torch.utils.data.DataLoader`` with randomness keyed by sample and staged transforms.
 
     All of torch's arguments keep their meaning and are found under the same attributes, so that
@@ -254,9 +246,7 @@ class FastDataLoader(DataLoader[Any]):
         self.stall_timeout = stall_timeout
         self._reported: dict[str, int] = {}
         self._epoch_cell = EpochCell()
-        self.run = run
-        self._position = Position()
-        self._indices: EpochIndices | None = None
+        self._counts_from_nothing(run)
         self._records: deque[BatchStamps] | None = None
         self._ledger = Ledger()
 
@@ -275,49 +265,6 @@ class FastDataLoader(DataLoader[Any]):
         """Start an epoch; the order and the randomness are those of ``epoch()``."""
         return CountedBatches(self._next_pass, self._begin, self._position.settle)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return how far the training has come in the batches: plain data, below 2 kB.
-
-        It is what :meth:`load_state_dict` goes on from, in any process, with any executor and
-        number of workers. After the last batch of an epoch it is the start of the next one. A
-        dataset or a sampler that has a ``state_dict()`` of its own adds that.
-        """
-        epoch, batches, pending = self._position.now(self.run, self._length())
-        if pending is not None:
-            return pending.as_dict()
-        indices = self._indices or self._indices_now()
-        state = replace(as_it_is(self, indices), epoch=epoch, batches=batches)
-        return replace(
-            state if indices is None else with_indices(state, indices),
-            dataset_state=dataset_state(self.dataset),
-        ).as_dict()
-
-    def _length(self) -> int | None:
-        if isinstance(self.dataset, IterableDataset):
-            return None  # it may give more or less than it says
-        try:
-            return len(self)
-        except TypeError:
-            return None
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on, with the next iteration, behind the batch after which a state was saved.
-
-        Raises:
-            OptionsError: It is no state of a loader, or one of a later version.
-        """
-        self._position.load(LoaderState.from_dict(state))
-
-    def _next_pass(self, begun: Pass | None) -> Pass:
-        if self.run is not None:
-            return self._position.next_pass_of(self.run, self, self.epoch)
-        return self._position.next_pass(self.epoch, sampler_epoch(self), begun)
-
-    @property
-    def begun(self) -> bool:
-        """Whether a batch was asked for, since the last state was loaded if one was."""
-        return self._position.begun
-
     def _begin(self, begun: Pass) -> Iterator[Batch]:
         epoch = begun.epoch
         if self.epoch is not None or self.run is not None:
@@ -325,8 +272,6 @@ class FastDataLoader(DataLoader[Any]):
             for sampler in (self.sampler, getattr(self.batch_sampler, "sampler", None)):
                 if isinstance(sampler, SetsEpoch):
                     sampler.set_epoch(epoch)
-        if begun.state is not None:
-            restore_dataset(self.dataset, begun.state)
         self._epoch_cell.set(epoch)
         tell_epoch(self.dataset, epoch)
         try:
@@ -338,15 +283,16 @@ class FastDataLoader(DataLoader[Any]):
             return EpochIterator(error=error)
         return batches if self.ahead is None else self.ahead(batches)
 
-    def _indices_now(self) -> EpochIndices | None:
-        """Return what gives the indices of the epochs; None of a stream."""
-        settings = SourceSettings(*(getattr(self, name) for name in SourceSettings._fields))
-        return indices_of(settings)
+    def _own_indices(self) -> EpochIndices | None:
+        return indices_of(self._settings())
+
+    def _settings(self) -> SourceSettings:
+        return SourceSettings(*(getattr(self, name) for name in SourceSettings._fields))
 
     def _batches(self, begun: Pass) -> Iterator[Batch]:
         """Begin the epoch, with the workers of the one before if they persist."""
         stamped = self._records is not None and reads_with_torch(self) and stampable(self.dataset)
-        settings = SourceSettings(*(getattr(self, name) for name in SourceSettings._fields))
+        settings = self._settings()
         inner = self._inner
         if inner is None or self._inner_settings != (settings, stamped):
             stamps = self._ledger.wait if stamped else None
@@ -357,8 +303,7 @@ class FastDataLoader(DataLoader[Any]):
             if isinstance(inner, KeptExecutor):
                 inner.record(self._records)
             self._keep(inner, (settings, stamped))
-        if self._indices is not None:
-            self._indices.start = start_of(begun, as_it_is(self, self._indices), self._indices)
+        self._go_on(begun)
         if self._reported and isinstance(inner, DataLoader):
             with contextlib.suppress(TypeError):
                 len(inner)  # a stream that gives more than was reported is warned of
@@ -400,6 +345,7 @@ class FastDataLoader(DataLoader[Any]):
     def __getstate__(self) -> dict[str, Any]:
         # Worker processes belong to one loader; a copy starts its own.
         own = {"_inner": None, "_inner_settings": None, "_records": None, "_ledger": Ledger()}
+        own["_indices"] = None
         return {**self.__dict__, **own}
 
     # torch keeps persistent workers under this name and Lightning stops them through it.

@@ -246,6 +246,7 @@ class Position:
 
         ``epoch``, if given, is asked for the epoch in place of the run.
         """
+        state = run.resumed(loader) or self._pending
         number, taken, last = run.place()
         number = number if epoch is None else epoch()
         now = self._pass
@@ -254,7 +255,6 @@ class Position:
                 return Pass(epoch=number, before=now.before + now.handed, earlier=now)
             if now.handed:
                 return Pass(epoch=number, aside=True)
-        state = run.resumed(loader) or self._pending
         if state is not None and not state.batches:
             # The run may not have counted yet that its last batch ended an epoch.
             over = taken and last and state.epoch == number + 1
@@ -277,12 +277,15 @@ class Position:
         """Whether a batch was asked for since the last state was loaded."""
         return self._pass is not None
 
-    def now(self, run: Run | None, length: int | None) -> tuple[int, int, LoaderState | None]:
+    def now(
+        self, run: Run | None, length: int | None, ahead: int = 0
+    ) -> tuple[int, int, LoaderState | None]:
         """Return the epoch and how many batches of the pass were taken.
 
         Args:
             run: Who takes the batches; None: a plain loop takes what is handed out.
             length: Batches of a whole pass; None: not known.
+            ahead: Batches that a plain loop has taken and not used.
 
         Returns:
             Epoch, batches, and the state that was loaded if no batch has followed yet.
@@ -293,8 +296,9 @@ class Position:
         if run is None:
             if begun is None:
                 return 0, 0, None
-            whole = begun.exhausted or begun.handed == length
-            return (begun.epoch + 1, 0, None) if whole else (begun.epoch, begun.handed, None)
+            used = begun.handed - ahead
+            whole = (begun.exhausted and not ahead) or used == length
+            return (begun.epoch + 1, 0, None) if whole else (begun.epoch, max(0, used), None)
         epoch, taken, last = run.place()
         if begun is None or begun.epoch != epoch:
             return epoch, 0, None

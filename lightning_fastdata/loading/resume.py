@@ -4,31 +4,27 @@ from __future__ import annotations
 
 import importlib.metadata
 import warnings
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 from torch.utils.data import DistributedSampler, IterableDataset
 
-from lightning_fastdata.errors import FastDataWarning
-from lightning_fastdata.loading.position import LoaderState
+from lightning_fastdata.errors import FastDataWarning, OptionsError
+from lightning_fastdata.loading.position import LoaderState, Pass, Position, Run
 from lightning_fastdata.order.epoch_order import dataset_length
 from lightning_fastdata.order.indices import (
     EpochIndices,
     HasEpoch,
     Start,
     Stateful,
-    fingerprint,
-    restore_sampler,
 )
 from lightning_fastdata.order.samplers import epoch_order
 from lightning_fastdata.types import SetsEpoch
 
-if TYPE_CHECKING:
-    from lightning_fastdata.loading.position import Pass
 
-
-class SavedLoader(Protocol):
+class _Loader(Protocol):
     """What of a FastDataLoader its state rests on."""
 
     @property
@@ -53,7 +49,16 @@ class _SizesBatches(Protocol):
     batch_size: int | None
 
 
-def as_it_is(loader: SavedLoader, indices: EpochIndices | None) -> LoaderState:
+@runtime_checkable
+class _SeedsProcesses(Protocol):
+    """A source of batches whose side processes are seeded from a number."""
+
+    base_seed: int | None
+
+    def go_on_from(self, base_seed: int | None) -> None: ...
+
+
+def as_it_is(loader: _Loader, indices: EpochIndices | None) -> LoaderState:
     """Return the state of a loader at the start of epoch 0. ``indices``: None of a stream."""
     sampler = None if indices is None else indices.sampler
     batch_size = loader.batch_size
@@ -70,14 +75,15 @@ def as_it_is(loader: SavedLoader, indices: EpochIndices | None) -> LoaderState:
         seed=loader.seed,
         order="a stream" if stream else type(sampler).__name__,
         dataset=fingerprint(loader.dataset),
-        package=_own_version(),
+        package=own_version(),
     )
 
 
-def _own_version() -> str:
+def own_version() -> str:
+    """Return the version of this package; "" where it is on the path without being installed."""
     try:
         return importlib.metadata.version("lightning-fastdata")
-    except importlib.metadata.PackageNotFoundError:  # it is on the path without being installed
+    except importlib.metadata.PackageNotFoundError:
         return ""
 
 
@@ -92,7 +98,8 @@ def samples_before(indices: EpochIndices, now: LoaderState, epoch: int, batches:
 def with_indices(state: LoaderState, indices: EpochIndices) -> LoaderState:
     """Return a state with what its sampler drew, and which samples were delivered."""
     if not state.batches:
-        return replace(state, drawn=indices.to_draw())
+        drawn = indices.drawn_epoch == state.epoch
+        return replace(state, drawn=indices.drawn() if drawn else indices.to_draw())
     samples = samples_before(indices, state, state.epoch, state.batches)
     digest = indices.digest(state.epoch, samples, state.batches)
     return replace(state, samples=samples, digest=digest, drawn=indices.drawn())
@@ -104,14 +111,23 @@ def start_of(begun: Pass, now: LoaderState, indices: EpochIndices) -> Start:
     if state is None:
         return Start()
     if not state.batches:
-        restore_sampler(indices.sampler, state.drawn)
-        return Start()
+        indices.prepare(state.drawn)
+        return Start(drawn=state.drawn if "ahead" not in state.drawn else None)
     if state.samples < 0:  # a training that was saved without our state
+        warnings.warn(
+            f"The training took {state.batches} batches of epoch {state.epoch} before it was "
+            "saved, and the checkpoint does not hold which: another loader gave them, or a "
+            "state_dict() of a data module does not call super(). The epoch goes on with batch "
+            f"{state.batches} of the order there is now, so that samples may come twice or not at "
+            "all in it; later epochs are whole.",
+            FastDataWarning,
+            stacklevel=2,
+        )
         return Start(
             batches=state.batches,
             samples=samples_before(indices, now, begun.epoch, state.batches),
         )
-    _tell(state, now, indices)
+    changed = _tell(state, now, indices)
     # The digest of a sampler's own order is that of one rank, and rank 0 saves.
     shared = now.world_size > 1 and epoch_order(indices.source, begun.epoch) is None
     return Start(
@@ -119,14 +135,31 @@ def start_of(begun: Pass, now: LoaderState, indices: EpochIndices) -> Start:
         samples=state.samples,
         same_batches=state.same_steps(now),
         drawn=state.drawn or None,
-        digest=None if shared else state.digest,
+        digest=None if shared or changed else state.digest,
     )
 
 
-def _tell(state: LoaderState, now: LoaderState, indices: EpochIndices) -> None:
+def _cut_anew(state: LoaderState, now: LoaderState, indices: EpochIndices) -> LoaderState:
+    """Return a state with its position counted in batches of the present size.
+
+    They count from the end of the epoch, where the whole batches are those that are left.
+    """
+    order = epoch_order(indices.source, state.epoch)
+    if order is None or state.same_steps(now):
+        return state
+    try:
+        left = len(replace(order, start=state.samples))
+    except OptionsError:  # what is left over cannot be shared out evenly
+        left = 0
+    return replace(state, batches=len(order) - left)
+
+
+def _tell(state: LoaderState, now: LoaderState, indices: EpochIndices) -> bool:
+    """Tell what is not as it was, and return whether the order is another one."""
     texts = list(_told(state, now, indices))
     if texts:
         warnings.warn(" ".join(texts), FastDataWarning, stacklevel=2)
+    return next(state.differences(now), None) is not None
 
 
 def _told(state: LoaderState, now: LoaderState, indices: EpochIndices) -> Iterator[str]:
@@ -137,6 +170,12 @@ def _told(state: LoaderState, now: LoaderState, indices: EpochIndices) -> Iterat
             f"The training was saved in {where}, and since then something has changed: "
             f"{difference}. The epoch goes on at that place of the order there is now, so that "
             "samples may come twice or not at all in it; later epochs are whole."
+        )
+    if "draw" in state.drawn or "torch" in state.drawn:
+        yield (
+            f"{now.order} draws from torch's global generator: the rest of this epoch is that of "
+            "before, and later epochs are drawn from the generator as it will be then. For the "
+            "same epochs as without a break, give the sampler a generator, or restore torch's."
         )
     if state.same_steps(now):
         return
@@ -152,21 +191,21 @@ def _told(state: LoaderState, now: LoaderState, indices: EpochIndices) -> Iterat
         )
 
 
-def dataset_state(dataset: object) -> dict[str, Any] | None:
+def _dataset_state(dataset: object) -> dict[str, Any] | None:
     """Return what a map-style dataset saves of itself; None: nothing."""
     if isinstance(dataset, IterableDataset) or not isinstance(dataset, Stateful):
         return None
     return dataset.state_dict()
 
 
-def restore_dataset(dataset: object, state: LoaderState) -> None:
+def _restore_dataset(dataset: object, state: LoaderState) -> None:
     """Give a map-style dataset what it saved of itself."""
     saved = state.dataset_state
     if saved is not None and isinstance(dataset, Stateful):
         dataset.load_state_dict(saved)
 
 
-def sampler_epoch(loader: Any) -> int | None:
+def _sampler_epoch(loader: Resumable) -> int | None:
     """Return the epoch that was set for a loader's sampler; None: it has none.
 
     Lightning sets it after it has made the iterator of a resumed run.
@@ -175,3 +214,121 @@ def sampler_epoch(loader: Any) -> int | None:
         if isinstance(sampler, SetsEpoch) and isinstance(sampler, HasEpoch):
             return sampler.epoch
     return None
+
+
+def fingerprint(dataset: object) -> str:
+    """Return 16 hexadecimal digits that differ for datasets of another class, length or files.
+
+    No sample is read. Of a dataset that lists its files (``samples``, ``imgs``) 64 names count,
+    without their folders, as data may move to another machine.
+    """
+    text: list[str] = []
+    while dataset is not None and len(text) < 64:
+        text.append(f"{type(dataset).__module__}.{type(dataset).__qualname__}")
+        listed = next((v for n in ("samples", "imgs") if (v := _listed(dataset, n))), None)
+        if listed is not None:
+            text.append(str(len(listed)))
+            text.extend(_file_name(listed[i]) for i in range(0, len(listed), -(-len(listed) // 64)))
+        dataset = vars(dataset).get("dataset") if hasattr(dataset, "__dict__") else None
+    joined = "\n".join(text).encode(errors="surrogateescape")
+    return f"{zlib.crc32(joined):08x}{zlib.adler32(joined):08x}"
+
+
+def _listed(dataset: object, name: str) -> Sequence[object] | None:
+    found = vars(dataset).get(name) if hasattr(dataset, "__dict__") else None
+    return found if isinstance(found, list | tuple) and found else None
+
+
+def _file_name(entry: object) -> str:
+    path = entry[0] if isinstance(entry, tuple | list) and entry else entry
+    return path.replace("\\", "/").rpartition("/")[2] if isinstance(path, str) else ""
+
+
+class Resumable:
+    """The part of a FastDataLoader that knows how far the training has come in its batches."""
+
+    dataset: Any
+    batch_size: int | None
+    sampler: Any
+    batch_sampler: Any
+    seed: int
+    epoch: Callable[[], int] | None
+    run: Run | None
+    _inner: object
+    _indices: EpochIndices | None
+
+    def _counts_from_nothing(self, run: Run | None) -> None:
+        self.run = run
+        self._position = Position()
+        self._indices = None
+
+    def _own_indices(self) -> EpochIndices | None:
+        """Return what gives the indices of the epochs; None of a stream."""
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return how far the training has come in the batches: plain data, below 2 kB.
+
+        It is what :meth:`load_state_dict` goes on from, in any process, with any executor and
+        number of workers. After the last batch of an epoch it is the start of the next one. A
+        dataset or a sampler that has a ``state_dict()`` of its own adds that.
+        """
+        return self.state_behind(0)
+
+    def state_behind(self, ahead: int) -> dict[str, Any]:
+        """Return the state as of so many batches before the last one that was handed out.
+
+        For who takes batches of a plain loop ahead of their use.
+        """
+        epoch, batches, pending = self._position.now(self.run, self._length(), ahead)
+        if pending is not None:
+            return pending.as_dict()
+        indices = self._indices or self._own_indices()
+        state = replace(as_it_is(self, indices), epoch=epoch, batches=batches)
+        if isinstance(self._inner, _SeedsProcesses):
+            state = replace(state, base_seed=self._inner.base_seed)
+        if indices is not None:
+            state = with_indices(state, indices)
+        return replace(state, dataset_state=_dataset_state(self.dataset)).as_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on, with the next iteration, behind the batch after which a state was saved.
+
+        Raises:
+            OptionsError: It is no state of a loader, or one of a later version.
+        """
+        self._position.load(LoaderState.from_dict(state))
+
+    @property
+    def begun(self) -> bool:
+        """Whether a batch was asked for, since the last state was loaded if one was."""
+        return self._position.begun
+
+    def cut_anew(self, state: LoaderState) -> LoaderState:
+        """Return a state of this loader with its position in batches of the present size."""
+        indices = self._indices or self._own_indices()
+        return state if indices is None else _cut_anew(state, as_it_is(self, indices), indices)
+
+    def _next_pass(self, begun: Pass | None) -> Pass:
+        if self.run is not None:
+            return self._position.next_pass_of(self.run, self, self.epoch)
+        return self._position.next_pass(self.epoch, _sampler_epoch(self), begun)
+
+    def _go_on(self, begun: Pass) -> None:
+        """Have the pass that begins next begin where it should."""
+        state, indices, inner = begun.state, self._indices, self._inner
+        if state is not None:
+            _restore_dataset(self.dataset, state)
+        if indices is not None:
+            indices.epoch = begun.epoch
+            indices.start = start_of(begun, as_it_is(self, indices), indices)
+        if state is not None and isinstance(inner, _SeedsProcesses):
+            inner.go_on_from(state.base_seed)
+
+    def _length(self) -> int | None:
+        if isinstance(self.dataset, IterableDataset):
+            return None  # it may give more or less than it says
+        try:
+            return len(cast("Sized", self))
+        except TypeError:
+            return None

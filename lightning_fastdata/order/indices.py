@@ -11,7 +11,7 @@ import base64
 import warnings
 import zlib
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -101,6 +101,10 @@ class EpochIndices:
         self.arrays = arrays
         self.start = Start()
         """Of the epoch that begins next."""
+        self.epoch = 0
+        """Its number."""
+        self.drawn_epoch: int | None = None
+        """The number of the epoch that the sampler drew last."""
         self._ahead = _Digests(Start())
         self._began = _Began(source)
         self._hashed: tuple[EpochOrder, int, int] | None = None
@@ -118,13 +122,13 @@ class EpochIndices:
     def __iter__(self) -> Iterator[Any]:
         """Begin an epoch."""
         start = self.start
-        self._began = began = _Began(self.source)
-        known = epoch_order(self.source, began.epoch)
+        epoch = self.sampler.epoch if isinstance(self.sampler, HasEpoch) else 0
+        known = epoch_order(self.source, epoch)
         if known is not None:
             if not start.samples:
                 return self._plain(self.source)
             if start.digest is not None and start.samples <= _CHECKED:
-                _check(start, self.digest(began.epoch, start.samples, 0), self.sampler)
+                _check(start, self.digest(epoch, start.samples, 0), self.sampler)
             rest = replace(known, start=start.samples).batches()
             return rest if self.arrays else (batch.tolist() for batch in rest)
         self._ahead = _Digests(start)
@@ -137,7 +141,12 @@ class EpochIndices:
     def to_draw(self) -> Drawn:
         """Return what the sampler is going to draw the next epoch from, where it holds that."""
         drawn = _Began(self.source).drawn()
-        return {name: drawn[name] for name in ("sampler", "generator") if name in drawn}
+        held = {name: drawn[name] for name in ("sampler", "generator") if name in drawn}
+        return {"ahead": held} if held else {}
+
+    def prepare(self, drawn: Drawn) -> None:
+        """Set the sampler to what :meth:`to_draw` returned."""
+        _restore(self.sampler, drawn.get("ahead", {}))
 
     def digest(self, epoch: int, samples: int, batches: int) -> int | None:
         """Return the CRC-32 of the indices of an epoch before a position; None: not known.
@@ -171,6 +180,8 @@ class EpochIndices:
             source = _drawing_again(source, start.drawn)
         if not start.same_batches:
             source = _cut_anew(source, start.samples)
+        # Not before: torch draws a seed of its own between iter() and the first index.
+        self._began, self.drawn_epoch = _Began(self.source, start.drawn), self.epoch
         batches = self._plain(source)
         skipped = start.batches if start.same_batches else 0
         with _as_before(start.drawn):
@@ -199,9 +210,9 @@ def _check(start: Start, found: int | None, sampler: object) -> None:
 class _Began:
     """What a sampler was about to draw an epoch from."""
 
-    def __init__(self, source: object) -> None:
+    def __init__(self, source: object, again: Drawn | None = None) -> None:
+        self._again = again
         sampler = source.sampler if isinstance(source, _HasSampler) else source
-        self.epoch = sampler.epoch if isinstance(sampler, HasEpoch) else 0
         self._sampler = sampler
         self._torch = torch.get_rng_state()
         generator = sampler.generator if isinstance(sampler, _HasGenerator) else None
@@ -209,6 +220,8 @@ class _Began:
         self._state = sampler.state_dict() if isinstance(sampler, Stateful) else None
 
     def drawn(self) -> Drawn:
+        if self._again:
+            return self._again
         if self._state is not None:
             return {"sampler": self._state}
         if self._generator is not None:
@@ -220,7 +233,7 @@ class _Began:
         return {"torch": _packed(self._torch)} if type(self._sampler) in _DRAW_FROM_TORCH else {}
 
 
-def restore_sampler(sampler: object, drawn: Drawn) -> None:
+def _restore(sampler: object, drawn: Drawn) -> None:
     """Set a sampler, or the generator that it holds, to what an epoch was, or will be, drawn from.
 
     Raises:
@@ -236,7 +249,7 @@ def restore_sampler(sampler: object, drawn: Drawn) -> None:
 def _drawing_again(source: Iterable[Any], drawn: Drawn) -> Iterable[Any]:
     """Return what yields the indices of a sampler that draws from what it drew from before."""
     sampler: Any = source.sampler if isinstance(source, _HasSampler) else source
-    restore_sampler(sampler, drawn)
+    _restore(sampler, drawn)
     if "draw" not in drawn or type(sampler) is not RandomSampler:
         return source
     generator = torch.Generator()
@@ -319,31 +332,3 @@ def _unpacked(text: str) -> torch.Tensor:
             f"and {text!r:.60} is none ({error}). Give what FastDataLoader.state_dict() returned."
         ) from error
     return state
-
-
-def fingerprint(dataset: object) -> str:
-    """Return 16 hexadecimal digits that differ for datasets of another class, length or files.
-
-    No sample is read. Of a dataset that lists its files (``samples``, ``imgs``) 64 names count,
-    without their folders, as data may move to another machine.
-    """
-    text: list[str] = []
-    while dataset is not None and len(text) < 64:
-        text.append(f"{type(dataset).__module__}.{type(dataset).__qualname__}")
-        listed = next((v for n in ("samples", "imgs") if (v := _listed(dataset, n))), None)
-        if listed is not None:
-            text.append(str(len(listed)))
-            text.extend(_file_name(listed[i]) for i in range(0, len(listed), -(-len(listed) // 64)))
-        dataset = vars(dataset).get("dataset") if hasattr(dataset, "__dict__") else None
-    joined = "\n".join(text).encode()
-    return f"{zlib.crc32(joined):08x}{zlib.adler32(joined):08x}"
-
-
-def _listed(dataset: object, name: str) -> Sequence[object] | None:
-    found = vars(dataset).get(name) if hasattr(dataset, "__dict__") else None
-    return found if isinstance(found, list | tuple) and found else None
-
-
-def _file_name(entry: object) -> str:
-    path = entry[0] if isinstance(entry, tuple | list) and entry else entry
-    return path.replace("\\", "/").rpartition("/")[2] if isinstance(path, str) else ""

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from lightning_fastdata.augment import Normalized
     from lightning_fastdata.batches.streams import DeviceStreams
     from lightning_fastdata.loading.loader import FastDataLoader
+    from lightning_fastdata.order.run_record import RunRecord
     from lightning_fastdata.planning.options import LoaderOptions
     from lightning_fastdata.plugin.guard.prediction import GuardPolicy
     from lightning_fastdata.types import Batch, Stage
@@ -45,6 +46,9 @@ class DataModule(Protocol):
     def trainer(self) -> Trainer | None:
         """The trainer that uses it; None before the first run."""
 
+    def train_dataset(self) -> Any:
+        """Return what it is trained on."""
+
     def make_loader(
         self, dataset: Dataset[Any], *, stage: Stage, name: str | None = None, **overrides: Any
     ) -> FastDataLoader:
@@ -69,6 +73,9 @@ class DataModule(Protocol):
 
     def repeats_of(self, stage: Stage) -> int:
         """Return how often each sample is in a batch that the steps of a stage get."""
+
+    def run_record(self) -> RunRecord | None:
+        """Return what decides the training batches of its run; None: they cannot be found again."""
 
     def image_form(self, stage: Stage) -> ImageForm:
         """Return what is known of the images that the steps of a stage get."""

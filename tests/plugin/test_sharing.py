@@ -12,7 +12,7 @@ from conformance.pieces import RowsModule, make_trainer
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSamplerWrapper
 from torch.utils.data import BatchSampler, SequentialSampler
 
-from lightning_fastdata.order.samplers import EvaluationBatchSampler
+from lightning_fastdata.order.samplers import EvaluationBatchSampler, RankBatchSampler
 from lightning_fastdata.plugin.seams.loaders import average_exactly
 
 
@@ -36,7 +36,7 @@ def test_means_of_integers_are_not_rounded_and_others_are_left_alone(tmp_path, c
     assert strategy.reduce("unchanged", reduce_op="mean") == "unchanged"
 
 
-def test_only_evaluation_among_ranks_has_batches_of_our_own(tmp_path):
+def test_ranks_have_batches_of_our_own(tmp_path):
     def kinds(trainer):
         module = RowsModule()
         module.trainer = trainer
@@ -46,7 +46,7 @@ def test_only_evaluation_among_ranks_has_batches_of_our_own(tmp_path):
         return [type(loader.batch_sampler) for loader in loaders]
 
     ours, theirs = EvaluationBatchSampler, BatchSampler
-    assert kinds(ranks_of(tmp_path)) == [theirs, ours, ours, ours]
+    assert kinds(ranks_of(tmp_path)) == [RankBatchSampler, ours, ours, ours]
     assert kinds(make_trainer(tmp_path)) == [theirs] * 4
     assert kinds(ranks_of(tmp_path, use_distributed_sampler=False)) == [theirs] * 4
     assert kinds(None) == [theirs] * 4

@@ -124,7 +124,7 @@ def load_pipeline(spec: str) -> Node:
         )
     import albumentations
 
-    found: object = _import(module_name)
+    found: object = import_by_name(module_name, "the pipeline")
     for part in name.split("."):
         if not hasattr(found, part):
             have = [k for k, v in vars(found).items() if isinstance(v, albumentations.Compose)]
@@ -142,12 +142,16 @@ def load_pipeline(spec: str) -> Node:
     return found
 
 
-def _import(name: str) -> ModuleType:
-    """Return a module by its name or the path of its file."""
+def import_by_name(name: str, holds: str) -> ModuleType:
+    """Return a module by its name or the path of its file; ``holds`` says what it is asked for.
+
+    Raises:
+        TransformError: there is none, or it raised when it was imported.
+    """
     path = Path(name)
     try:
         if path.suffix == ".py":
-            return _import_file(path)
+            return _import_file(path, holds)
         # As `python -m` does: a console script does not look in the folder it is called in.
         if "" not in sys.path:
             sys.path.insert(0, "")
@@ -161,14 +165,14 @@ def _import(name: str) -> ModuleType:
         raise
     except Exception as error:
         raise TransformError(
-            f"Importing {name!r} raised {type(error).__name__}: {error}. Move the pipeline to a "
+            f"Importing {name!r} raised {type(error).__name__}: {error}. Move {holds} to a "
             "module that can be imported on its own."
         ) from error
 
 
-def _import_file(path: Path) -> ModuleType:
+def _import_file(path: Path, holds: str) -> ModuleType:
     if not path.is_file():
-        raise TransformError(f"There is no file {path}, which should hold the pipeline.")
+        raise TransformError(f"There is no file {path}, which should hold {holds}.")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
         raise TransformError(f"{path} cannot be imported as a Python file.")

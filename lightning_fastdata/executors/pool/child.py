@@ -46,6 +46,8 @@ def child_main(
     for descriptor in inherited_fds:
         os.close(descriptor)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # A fork copies the handler of the training process, and Lightning's tells the other ranks.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     die_with(parent)
     wire = Wire(end)
     first = wire.receive()

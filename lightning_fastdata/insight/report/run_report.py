@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 SCHEMA_VERSION = 5
 """Raised when the form of the JSON report changes; 2 added ``causes`` to the stages, 3 ``recent``
 to them and ``findings`` to the verdict, in the place of ``next_step`` and ``leave_alone``, 4
-``wall``, 5 ``ended``, and ``loaders`` to the stages."""
+``wall``, 5 ``ended``, ``run``, and ``loaders`` to the stages."""
 _MOST_RECENT = 512
 
 
@@ -56,6 +56,8 @@ class RunReport:
     """Package name -> version."""
     machine: Mapping[str, str | int | float] = field(default_factory=dict)
     """Facts of the machine, units in the names."""
+    run: Mapping[str, Any] | None = None
+    """What ``fastdata replay`` makes the training batches again from; None: they cannot be."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as plain JSON types; keys of unmeasured numbers hold None."""
@@ -72,6 +74,7 @@ class RunReport:
             "notes": list(self.notes),
             "versions": dict(self.versions),
             "machine": dict(self.machine),
+            "run": None if self.run is None else dict(self.run),
         }
 
     def __str__(self) -> str:

@@ -28,9 +28,9 @@ from lightning_fastdata.plugin.data.arguments import (
     remembers_given,
     take_over_hyperparameters,
 )
+from lightning_fastdata.plugin.data.checkpoint import SavesProgress
 from lightning_fastdata.plugin.data.datasets import in_form_of, named, of_datasets, of_loaders
 from lightning_fastdata.plugin.data.module_loaders import ModuleLoaders
-from lightning_fastdata.plugin.data.progress import KEY
 from lightning_fastdata.plugin.guard.callback import attach_guard, first_rows, guard_rows
 from lightning_fastdata.plugin.guard.prediction import GuardPolicy
 from lightning_fastdata.plugin.placing.pipelines import Pipelines
@@ -51,7 +51,7 @@ _OF_THE_CLASS: Any = object()  # an argument that was not given: the constructor
 
 @refuses_unknown_names
 @remembers_given
-class DataModuleHooks(TransferHooks, NeedsConstruction):
+class DataModuleHooks(SavesProgress, TransferHooks, NeedsConstruction):
     """Builds tuned loaders for every stage from the datasets that a subclass returns.
 
     A subclass writes ``train_dataset()``, ``val_dataset()`` and, if wanted, ``test_dataset()`` and
@@ -316,23 +316,6 @@ class DataModuleHooks(TransferHooks, NeedsConstruction):
             BatchError: A transform for images was registered and the samples hold none.
         """
         return self._loaders.make(self, dataset, stage, name, overrides)
-
-    def run_seed(self) -> int:
-        """Return the seed of order and draws."""
-        return self._loaders.seed(self)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return how far the training has come; Lightning puts it into its checkpoints."""
-        return {KEY: self._loaders.progress.state_dict(self._trainer)}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on behind the batch after which a checkpoint was written; Lightning calls it.
-
-        Raises:
-            OptionsError: The state is none of this class, or of a later version.
-        """
-        if KEY in state_dict:
-            self._loaders.progress.load_state_dict(state_dict[KEY], self._trainer)
 
     def batch_for_guard(self, rows: int) -> Batch:
         """Return a training batch with that many rows, for the batch-size guard."""

@@ -9,7 +9,7 @@ from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.loading.position import VERSION, LoaderState, Place
 from lightning_fastdata.plugin.seams.loaders import with_paths
-from lightning_fastdata.plugin.seams.trainer import training_place
+from lightning_fastdata.plugin.seams.trainer import begin_anew, move_place, training_place
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -63,8 +63,19 @@ class TrainingProgress:
 
     def of(self, loader: object, trainer: Trainer | None) -> LoaderState | None:
         """Return where a loader was; None: not known."""
-        found = (path for path, one in _training_loaders(trainer) if one is loader)
-        return self._saved.get(next(found, "none"))
+        loaders = dict(_training_loaders(trainer))
+        path = next((path for path, one in loaders.items() if one is loader), None)
+        if trainer is None or path is None or path not in self._saved:
+            return None
+        state = self._saved[path]
+        if not state.batches:
+            begin_anew(trainer, state.epoch)
+        anew = loaders[path].cut_anew(state)
+        if anew.batches != state.batches:
+            self._saved[path] = anew
+            if len(loaders) == 1:
+                move_place(trainer, state.epoch, state.batches, anew.batches)
+        return self._saved[path]
 
 
 class TrainingRun:

@@ -13,7 +13,7 @@ import numpy as np
 
 from lightning_fastdata.augment import batch_grid, find_images, find_normalized
 from lightning_fastdata.errors import BatchError, FastDataWarning, OptionsError
-from lightning_fastdata.plugin.contracts import ImageForm
+from lightning_fastdata.plugin.contracts import DataModule, ImageForm
 from lightning_fastdata.plugin.loggers.boards import log_image
 from lightning_fastdata.plugin.seams.loaders import flattened
 from lightning_fastdata.plugin.seams.trainer import own_datamodule
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import torch
     from lightning.pytorch import Trainer
     from lightning.pytorch.loggers import Logger
+    from PIL.Image import Image
 
 TAG: Final = "data/batch"
 """What the pictures are called on a board."""
@@ -183,6 +184,23 @@ def captioned(grid: np.ndarray, caption: str) -> np.ndarray:
         pen.text((2, _LINE_PX * number), line, fill="black", font=font)
     page.paste(Image.fromarray(grid), (0, top))
     return np.asarray(page)
+
+
+def draw_batch(module: DataModule, batch: Batch, *, epoch: int, step: int) -> Image:
+    """Return a picture of a training batch, as the model gets it.
+
+    Raises:
+        BatchError: There are no images in it.
+    """
+    from PIL import Image
+
+    form = module.image_form("train")
+    if form.normalized is None:
+        form = replace(form, normalized=find_normalized([module.train_dataset()]))
+    images = find_images(batch, form.image)
+    grid = batch_grid(images, most=len(images), normalized=form.normalized)
+    caption = describe_picture(images, len(images), form, epoch, step)
+    return Image.fromarray(captioned(grid, caption))
 
 
 def _of_one_loader(batch: Batch, image: int | str | None) -> Batch:

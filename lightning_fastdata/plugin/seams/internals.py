@@ -1,9 +1,11 @@
 """The only place that reads private names of Lightning; ``docs/seams.md`` says what for.
 
-Read: ``_data_source`` of a loop; ``_loaded_from_state_dict``, ``_combined_loader`` of the fit loop;
-``_batches_that_stepped`` of the epoch loop; ``_accelerator_connector``, ``_data_connector`` of a
-trainer, of the latter ``_datahook_selector`` and ``_prepare_dataloader``; ``_mode`` of a
-CombinedLoader; ``_prefix`` of a TensorBoardLogger; ``_compiler_ctx`` of a LightningModule.
+Read: ``_data_source`` of a loop; ``_loaded_from_state_dict``, ``_combined_loader`` and
+``_data_fetcher`` of the fit loop, of the latter ``fetched``, which is set, too; ``epoch_progress``
+and ``batch_progress`` of its loops; ``_batches_that_stepped`` of the epoch loop;
+``_accelerator_connector``, ``_data_connector`` of a trainer, of the latter
+``_datahook_selector`` and ``_prepare_dataloader``; ``_mode`` of a CombinedLoader; ``_prefix`` of a
+TensorBoardLogger; ``_compiler_ctx`` of a LightningModule.
 
 Replaced on one object, never on a class, until the run of its trainer ends:
 
@@ -64,6 +66,13 @@ def data_source(loop: object) -> Any:
 def began_from_file(trainer: Trainer) -> bool:
     """Return whether a fit that resumes from a file has not ended its first epoch; else False."""
     return bool(_private(trainer.fit_loop, "_loaded_from_state_dict"))
+
+
+def count_fetched(trainer: Trainer, fetched: int, counted: int) -> None:
+    """Have a fetcher that counts so many batches of before the resume count another number."""
+    fetcher = _private(trainer.fit_loop, "_data_fetcher")
+    if fetcher is not None and _private(fetcher, "fetched") == fetched:
+        fetcher.fetched = counted
 
 
 def batches_that_stepped(trainer: Trainer) -> int | None:

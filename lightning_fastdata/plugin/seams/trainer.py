@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import logging
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -18,6 +20,7 @@ from lightning_fastdata.plugin.seams.internals import (
     attributes_of,
     batches_that_stepped,
     began_from_file,
+    count_fetched,
 )
 from lightning_fastdata.tree import held
 from lightning_fastdata.types import STAGES, Stage
@@ -96,6 +99,34 @@ def training_place(trainer: Trainer | None) -> Place:
     return Place(int(epochs.processed), taken, last=last)
 
 
+def move_place(trainer: Trainer, epoch: int, taken: int, counted: int) -> None:
+    """Have a training that took so many batches of an epoch count them as another number.
+
+    Its loader gives what is left of the epoch in larger or smaller batches, and Lightning ends the
+    epoch by the number of batches.
+    """
+    if training_place(trainer)[:2] != (epoch, taken):
+        return
+    loop: Any = trainer.fit_loop
+    current = loop.epoch_loop.batch_progress.current
+    for name in ("ready", "started", "processed", "completed"):
+        setattr(current, name, getattr(current, name) + counted - taken)
+    count_fetched(trainer, taken, counted)
+
+
+def begin_anew(trainer: Trainer, epoch: int) -> None:
+    """Have a training that was saved in ``on_train_epoch_start`` begin that epoch.
+
+    Lightning 2.6 saves the number of batches of the epoch before there, and goes on as if it were
+    that of the epoch that begins: it would leave the epoch out.
+    """
+    loop: Any = trainer.fit_loop
+    current, batches = loop.epoch_progress.current, loop.epoch_loop.batch_progress
+    if current.processed == epoch and current.ready == current.started + 1:
+        batches.current.reset()
+        batches.is_last_batch = False
+
+
 def first_epoch() -> int:
     """Return 0: evaluation draws the same each time, so that its metrics can be compared."""
     return 0
@@ -165,6 +196,29 @@ def close_progress_bar(trainer: Trainer) -> None:
     for stage in STAGES:
         with suppress(AttributeError, TypeError):  # TQDM's raise a TypeError before first use
             getattr(bar, f"{stage}_progress_bar").close()
+
+
+def trainer_of_class(cls: type[object]) -> Trainer:
+    """Return a trainer on the CPU, of the package that a data module belongs to."""
+    modules = (base.__module__ for base in cls.__mro__)
+    package = next(p for m in modules for p in PACKAGES if m.startswith(p)).rstrip(".")
+    said = logging.getLogger(f"{package}.utilities.rank_zero")
+    level = said.level
+    said.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            trainer: Trainer = importlib.import_module(package).Trainer(
+                accelerator="cpu",
+                devices=1,
+                logger=False,
+                enable_checkpointing=False,
+                enable_progress_bar=False,
+                enable_model_summary=False,
+            )
+    finally:
+        said.setLevel(level)
+    return trainer
 
 
 @contextmanager

@@ -303,8 +303,10 @@ class MeasuredRun:
             ranks.read()
         if verdict is None:
             verdict, _ = self.judge.judged(main, val, self.wall())
+        run = None if datamodule is None or not self.recording.fits else datamodule.run_record()
         return RunReport(
             ended=ended,
+            run=None if run is None else run.as_dict(),
             wall=self.wall(),  # judging took its time, too
             stages=tuple(stage for stage in (main, val) if stage is not None),
             verdict=verdict,

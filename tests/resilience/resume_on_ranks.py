@@ -1,0 +1,49 @@
+"""A program of several ranks that train, save and go on.
+
+Arguments: folder, and phases as JSON: numbers of ranks, each with a list of settings for
+:func:`run`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from functools import partial
+from pathlib import Path
+
+import torch
+from conformance.forked_ranks import on_ranks
+from lightning.pytorch.callbacks import ModelCheckpoint
+from resilience.cells import LOADERS, Module
+from resilience.runs import Recorder, train
+
+
+def run(folder, ranks, *, name, loader, batch_size, steps, resume=None, length, **about):
+    """Train for so many steps in all; save at the last one, and record what each rank took."""
+    rank = int(os.environ.get("LOCAL_RANK", "0"))
+    data = Module(LOADERS[loader], batch_size=batch_size, length=length, **about)
+    save = ModelCheckpoint(folder, name, every_n_train_steps=steps, enable_version_counter=False)
+    model = Recorder(folder / f"{name}-{rank}")
+    train(
+        model,
+        data,
+        folder,
+        resume=None if resume is None else folder / f"{resume}.ckpt",
+        callbacks=[save],
+        strategy="ddp" if ranks > 1 else "auto",
+        devices=ranks,
+        max_epochs=-1,
+        max_steps=steps,
+    )
+
+
+def main(ranks, folder, runs):
+    torch.set_num_threads(1)
+    for settings in runs:
+        run(folder, ranks, **settings)
+
+
+if __name__ == "__main__":
+    for ranks, runs in json.loads(sys.argv[2]):
+        on_ranks(ranks, partial(main, ranks, Path(sys.argv[1]), runs))

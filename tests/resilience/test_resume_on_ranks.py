@@ -1,0 +1,77 @@
+"""Ranks go on with what was left, and so do fewer or more ranks with the same global batch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from conformance.forked_ranks import launched
+from resilience.runs import first_difference, lines
+
+pytestmark = pytest.mark.timeout(600)
+
+PROGRAM = Path(__file__).with_name("resume_on_ranks.py")
+GLOBAL = 8
+"""Samples of a step, of all ranks."""
+LENGTH = 44
+"""Five steps and a half an epoch."""
+STEPS, LAST = 6, 14
+
+
+def settings(name, ranks, steps, *, resume=None, loader="inline"):
+    about = {"loader": loader, "batch_size": GLOBAL // ranks, "length": LENGTH}
+    return {"name": name, "steps": steps, "resume": resume, **about}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Records of straight runs, and of runs that went on with as many ranks or another number."""
+    folder = tmp_path_factory.mktemp("ranks")
+    stops = (3, STEPS)  # within an epoch, and at its last step
+    begin = [settings("one", 1, LAST), *(settings(f"one-{n}", 1, n) for n in stops)]
+    two = [settings("two", 2, LAST)]
+    for n in stops:
+        two += [
+            settings(f"two-{n}", 2, n, loader="workers-1"),
+            settings(f"two-{n}-two", 2, LAST, resume=f"two-{n}"),
+            settings(f"one-{n}-two", 2, LAST, resume=f"one-{n}"),
+        ]
+    # One rank begins, two go on, and one ends it.
+    two.append(settings("one-3-two-5", 2, 5, resume="one-3"))
+    one = [settings(f"two-{n}-one", 1, LAST, resume=f"two-{n}") for n in stops]
+    one.append(settings("one-3-two-5-one", 1, LAST, resume="one-3-two-5"))
+    launched(PROGRAM, str(folder), json.dumps([(1, begin), (2, two), (1, one)]))
+    return folder
+
+
+def samples(folder, name):
+    """The samples of each step, of all ranks, in order."""
+    ranks = [[line.split(" ") for line in lines(file)] for file in sorted(folder.glob(f"{name}-?"))]
+    return [
+        (steps[0][0], sorted(int(i) for step in steps for i in step[3].split(",")))
+        for steps in zip(*ranks, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("stop", [3, STEPS])
+def test_two_ranks_go_on_with_what_was_left_to_each(folder, stop):
+    for rank in range(2):
+        straight = lines(folder / f"two-{rank}")
+        assert len(straight) == LAST
+        assert first_difference(lines(folder / f"two-{stop}-{rank}"), straight[:stop]) is None
+        assert first_difference(lines(folder / f"two-{stop}-two-{rank}"), straight[stop:]) is None
+
+
+@pytest.mark.parametrize("stop", [3, STEPS])
+@pytest.mark.parametrize("run", ["one-{}-two", "two-{}-one"])
+def test_another_number_of_ranks_goes_on_with_what_was_left(folder, stop, run):
+    straight = samples(folder, "one")
+    assert len(straight) == LAST
+    assert samples(folder, run.format(stop)) == straight[stop:]
+
+
+def test_the_number_of_ranks_may_change_more_than_once(folder):
+    straight = samples(folder, "one")
+    assert samples(folder, "one-3-two-5") == straight[3:5]
+    assert samples(folder, "one-3-two-5-one") == straight[5:]

@@ -1,0 +1,373 @@
+"""A plain loop over FastDataLoader that is left anywhere goes on from its ``state_dict()``.
+
+The behaviours are the public ones of torchdata's StatefulDataLoader, and those that it lacks.
+"""
+
+from __future__ import annotations
+
+import io
+import random
+import re
+import warnings
+from itertools import islice, pairwise
+
+import numpy as np
+import pytest
+import torch
+from lightning.fabric import Fabric
+from resilience.cells import LOADERS, Draws, Reversing, weighted
+from resilience.runs import Images, digest, rows
+from torch.utils.data import RandomSampler
+
+from lightning_fastdata import FastDataLoader, prefetch
+from lightning_fastdata.errors import FastDataWarning, OptionsError
+
+LENGTH, BATCH = 22, 4
+STEPS = 6
+
+
+def make(loader="inline", data=Images, length=LENGTH, **arguments):
+    """A shuffled loader in a world whose global generators stand elsewhere each time."""
+    for anew in (torch.seed, np.random.seed, random.seed):
+        anew()
+    executor, workers = LOADERS[loader]
+    if "sampler" not in arguments:
+        generator = torch.Generator().manual_seed(6)
+        arguments["sampler"] = RandomSampler(range(length), generator=generator)
+    return FastDataLoader(
+        data(length), BATCH, num_workers=workers, executor=executor, **{"seed": 3, **arguments}
+    )
+
+
+def seen(batches):
+    return [digest(batch) for batch in batches]
+
+
+def epochs(count, loader="inline", **how):
+    """The digests of whole epochs, which nobody disturbed."""
+    whole = make(loader, **how)
+    return [seen(whole) for _ in range(count)]
+
+
+def through_a_file(state):
+    """What is left of a state in a file that holds plain data only."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def left_after(batches, loader="inline", **how):
+    """The state of a loop that was left after so many batches."""
+    stopped = make(loader, **how)
+    given = iter(stopped)
+    for _ in range(batches):
+        next(given)
+    return through_a_file(stopped.state_dict())
+
+
+def resumed(state, loader="inline", **how):
+    again = make(loader, **how)
+    again.load_state_dict(state)
+    return again
+
+
+@pytest.mark.parametrize("loader", ["inline", "workers-2", "torch-2"])
+@pytest.mark.parametrize("at", [0, 1, 3, STEPS - 1])
+def test_a_loop_that_is_left_goes_on_with_the_next_batch(loader, at):
+    first, second = epochs(2)
+    again = resumed(left_after(at, loader), loader)
+    assert seen(again) == first[at:]
+    assert seen(again) == second
+
+
+@pytest.mark.parametrize("exhausted", [False, True])
+def test_a_state_at_the_end_of_an_epoch_is_followed_by_a_whole_one(exhausted):
+    first, second, third = epochs(3)
+    stopped = make()
+    given = iter(stopped)
+    assert seen(islice(given, STEPS)) == first
+    if exhausted:
+        assert next(given, None) is None
+    again = resumed(stopped.state_dict())
+    assert seen(again) == second
+    assert seen(again) == third
+
+
+def test_states_between_epochs_and_in_later_ones():
+    whole = epochs(3)
+    stopped = make()
+    seen(stopped)
+    assert seen(resumed(stopped.state_dict())) == whole[1]
+    given = iter(stopped)
+    next(given)
+    next(given)
+    again = resumed(stopped.state_dict())
+    assert seen(again) == whole[1][2:]
+    assert seen(again) == whole[2]
+
+
+@pytest.mark.parametrize("loader", ["inline", "workers-2", "gather-1"])
+def test_states_that_are_taken_while_iterating_disturb_nothing(loader):
+    how = {"data": rows} if loader == "gather-1" else {}
+    first, second = epochs(2, loader, **how)
+    watched = make(loader, **how)
+    states = []
+    for expected in (first, second):
+        found = []
+        for batch in watched:
+            found.append(digest(batch))
+            states.append(watched.state_dict())
+            assert watched.state_dict() == states[-1]
+        assert found == expected
+    left = [*first, *second]
+    for at in (0, 2, STEPS - 1, STEPS):
+        again = resumed(states[at], loader, **how)
+        rest = [*seen(again), *(seen(again) if at < STEPS - 1 else [])]
+        assert rest == left[at + 1 :]
+
+
+def test_a_state_from_before_the_first_iteration_begins_at_the_start():
+    (first,) = epochs(1)
+    state = make().state_dict()
+    assert (state["epoch"], state["batches"]) == (0, 0)
+    assert seen(resumed(state)) == first
+
+
+def test_a_state_that_was_loaded_and_not_used_is_the_state():
+    (first,) = epochs(1)
+    state = left_after(3)
+    assert resumed(state).state_dict() == state
+    assert seen(resumed(resumed(state).state_dict())) == first[3:]
+
+
+def test_the_state_that_was_loaded_last_counts():
+    (first,) = epochs(1)
+    again = resumed(left_after(4))
+    again.load_state_dict(left_after(1))
+    assert seen(again) == first[1:]
+
+
+def test_a_state_may_be_loaded_into_a_loop_that_runs():
+    (first,) = epochs(1)
+    again = make("workers-1")
+    next(iter(again))
+    again.load_state_dict(left_after(4))
+    assert seen(again) == first[4:]
+
+
+def test_a_resumed_loop_that_is_left_goes_on_again():
+    (first,) = epochs(1)
+    again = resumed(left_after(2))
+    given = iter(again)
+    next(given)
+    assert seen(resumed(again.state_dict())) == first[3:]
+
+
+WAYS = ["inline", "workers-1", "workers-4", "sidecar-2", "torch-0", "torch-2"]
+
+
+@pytest.mark.parametrize(("before", "after"), list(pairwise([*WAYS, WAYS[0]])))
+def test_another_executor_and_other_workers_go_on(before, after):
+    first, second = epochs(2)
+    again = resumed(left_after(3, before), after)
+    assert seen(again) == first[3:]
+    assert seen(again) == second
+
+
+@pytest.mark.parametrize(("before", "after"), [("inline", "workers-2"), ("workers-4", "inline")])
+def test_what_samples_draw_is_what_they_would_have_drawn(before, after):
+    (first,) = epochs(1, data=Draws)
+    assert seen(resumed(left_after(3, before, data=Draws), after, data=Draws)) == first[3:]
+
+
+# -- states as data --------------------------------------------------------------------------------
+
+
+def test_a_state_is_small_and_plain():
+    """It is for an order by seed and epoch; a generator of the user's own has 2,500 words."""
+    state = left_after(3, sampler=Reversing(LENGTH))
+    file = io.BytesIO()
+    torch.save(state, file)
+    assert len(repr(state)) < 2048
+    assert {"version", "package", "epoch", "batches", "samples", "length"} <= state.keys()
+    assert {"batch_size", "world_size", "seed", "order", "digest", "dataset"} <= state.keys()
+    assert (state["version"], state["batches"], state["samples"]) == (1, 3, 12)
+
+
+def test_a_state_is_a_copy():
+    stopped = make(sampler=Reversing(LENGTH))
+    given = iter(stopped)
+    next(given)
+    state = stopped.state_dict()
+    kept = through_a_file(state)
+    next(given)
+    assert state == kept
+
+
+# -- what has changed is said ----------------------------------------------------------------------
+
+
+def warned(state, **how):
+    """The texts of the warnings of an epoch that goes on from a state."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        seen(resumed(state, **how))
+    return [str(each.message) for each in found if each.category is FastDataWarning]
+
+
+@pytest.mark.parametrize("at", [1, 3])
+@pytest.mark.parametrize(
+    ("how", "names"),
+    [
+        ({"length": LENGTH + 2}, r"24 samples and had 22"),
+        ({"seed": 4}, r"seed=4 and was 3"),
+        ({"sampler": Reversing(LENGTH)}, r"Reversing and was that of RandomSampler"),
+        ({"length": LENGTH + 2, "seed": 4}, r"24 samples and had 22"),
+    ],
+)
+def test_the_first_thing_that_differs_is_named(at, how, names):
+    text = warned(left_after(at), **how)[0]
+    assert re.search(names, text), text
+
+
+def test_another_version_of_the_package_is_named():
+    state = {**left_after(3), "package": "0.0.1"}
+    (text,) = warned(state)
+    assert "0.0.1" in text
+
+
+def test_nothing_is_said_where_nothing_has_changed():
+    assert warned(left_after(3), loader="workers-2") == []
+
+
+def test_a_state_of_a_later_form_is_refused():
+    with pytest.raises(OptionsError, match=r"version 99.*reads version 1"):
+        resumed({**left_after(3), "version": 99})
+
+
+@pytest.mark.parametrize("state", [{}, {"epoch": 1}, None, [1], "state"])
+def test_what_is_no_state_is_refused(state):
+    with pytest.raises(OptionsError, match="state_dict"):
+        resumed(state)
+
+
+@pytest.mark.parametrize(("name", "value"), [("batches", -1), ("epoch", "1"), ("samples", None)])
+def test_an_impossible_position_is_refused(name, value):
+    with pytest.raises(OptionsError, match=name):
+        resumed({**left_after(3), name: value})
+
+
+def test_another_batch_size_goes_on_behind_the_same_samples():
+    state = left_after(3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FastDataWarning)
+        again = make()
+        again = FastDataLoader(again.dataset, 2, sampler=again.sampler, seed=3, executor="inline")
+        again.load_state_dict(state)
+        rest = [i for batch in again for i in batch["index"].tolist()]
+    whole = [i for batch in make() for i in batch["index"].tolist()]
+    assert rest == whole[12:]
+
+
+# -- samplers and datasets with a state of their own -----------------------------------------------
+
+
+@pytest.mark.parametrize("sampler", [Reversing, weighted])
+@pytest.mark.parametrize("loader", ["inline", "workers-2", "torch-2"])
+@pytest.mark.parametrize("at", [0, 1, 4, STEPS])
+def test_a_sampler_of_ones_own_goes_on(sampler, loader, at):
+    whole = epochs(2, sampler=sampler(LENGTH))
+    state = left_after(at, loader, sampler=sampler(LENGTH))
+    again = resumed(state, loader, sampler=sampler(LENGTH))
+    left = [*whole[0], *whole[1]][at:]
+    assert seen(again) == left[: len(left) - STEPS or STEPS]
+
+
+@pytest.mark.parametrize(("before", "after"), [("inline", "inline"), ("workers-2", "workers-2")])
+@pytest.mark.parametrize("at", [1, 4, STEPS])
+def test_a_generator_of_the_loader_goes_on(before, after, at):
+    def generator():
+        return {"sampler": None, "shuffle": True, "generator": torch.Generator().manual_seed(8)}
+
+    whole = epochs(3, before, **generator())
+    again = resumed(left_after(at, before, **generator()), after, **generator())
+    left = [batch for epoch in whole for batch in epoch][at:]
+    found = [*seen(again), *seen(again)]
+    assert found == left[: len(found)]
+
+
+class Counting(Images):
+    """Has a state of its own, which its samples show."""
+
+    def __init__(self, length):
+        super().__init__(length)
+        self.stage = 0
+
+    def __getitem__(self, index):
+        return {**super().__getitem__(index), "stage": self.stage}
+
+    def state_dict(self):
+        return {"stage": self.stage}
+
+    def load_state_dict(self, state):
+        self.stage = state["stage"]
+
+
+def test_a_dataset_with_a_state_gets_it_back():
+    stopped = make(data=Counting)
+    stopped.dataset.stage = 7
+    next(iter(stopped))
+    again = resumed(through_a_file(stopped.state_dict()), data=Counting)
+    assert {int(i) for batch in again for i in batch["stage"]} == {7}
+    assert again.dataset.stage == 7
+
+
+# -- other loops -----------------------------------------------------------------------------------
+
+
+def drawing(batch):
+    return {**batch, "drawn": torch.rand(3)}
+
+
+@pytest.mark.parametrize("transform", [None, drawing])
+@pytest.mark.parametrize("loader", ["inline", "workers-2"])
+def test_prefetching_goes_on_behind_what_the_loop_took(loader, transform):
+    def make_batches():
+        return prefetch(make(loader), "cpu", transform)
+
+    straight = make_batches()
+    whole = [*seen(straight), *seen(straight)]
+    assert len(set(whole)) == 2 * STEPS
+    for at in (1, 3, STEPS):
+        stopped = make_batches()
+        assert seen(islice(iter(stopped), at)) == whole[:at]
+        again = make_batches()
+        again.load_state_dict(through_a_file(stopped.state_dict()))
+        assert [*seen(again), *(seen(again) if at < STEPS else [])] == whole[at:]
+
+
+def test_fabric_goes_on(tmp_path):
+    whole = epochs(2)
+    fabric = Fabric(accelerator="cpu", devices=1)
+    stopped = make("workers-1")
+    given = iter(fabric.setup_dataloaders(stopped))
+    next(given)
+    next(given)
+    fabric.save(tmp_path / "file", {"loader": stopped.state_dict()})
+    again = make("workers-2")
+    again.load_state_dict(fabric.load(tmp_path / "file")["loader"])
+    loader = fabric.setup_dataloaders(again)
+    assert seen(loader) == whole[0][2:]
+    assert seen(loader) == whole[1]
+
+
+def test_fabric_saves_and_loads_a_loader_in_its_state(tmp_path):
+    (first,) = epochs(1)
+    fabric = Fabric(accelerator="cpu", devices=1)
+    stopped = make()
+    next(iter(stopped))
+    fabric.save(tmp_path / "file", {"loader": stopped})
+    again = make()
+    fabric.load(tmp_path / "file", {"loader": again})
+    assert seen(again) == first[1:]
