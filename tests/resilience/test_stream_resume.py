@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from thoroughness import LONG
+from thoroughness import LONG, some
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 
 from lightning_fastdata.batches.keyed import keyed
@@ -152,7 +152,7 @@ def run_of(
 
 
 @SILENT
-@pytest.mark.cases(14)
+@pytest.mark.cases(10)
 @pytest.mark.parametrize("stream", [Drawing, DrawingWithState])
 @pytest.mark.parametrize("workers", [1, 2, 3])
 @pytest.mark.parametrize(
@@ -207,7 +207,7 @@ def test_a_resumed_epoch_is_resumed_again(stream: type) -> None:
     _, later = run_of(second, 1, resume=positions[3][-1])
     second.close()
     assert list(later) == list(range(3, len(whole) + 1))
-    for stop, found in later.items():
+    for stop, found in some(later.items(), 3):
         assert rest_after(found[-1], plan_of(stream(*LENGTHS)), 2, 1) == whole[stop:]
 
 
@@ -218,7 +218,7 @@ def test_workers_that_had_read_an_epoch_before_draw_on(stream: type) -> None:
     epochs = [run_of(kept, 2, epoch=epoch) for epoch in range(3)]
     kept.close()
     assert epochs[0][0] != epochs[1][0]
-    for stop in (0, 1, 3):
+    for stop in some((0, 1, 3), 2):
         again = opened(plan_of(stream(*LENGTHS)), 2)
         rest, _ = run_of(again, 2, epoch=1, resume=epochs[1][1][stop][0])
         after, _ = run_of(again, 2, epoch=2)
@@ -505,13 +505,14 @@ def test_what_is_no_position_is_refused(broken: dict[str, Any]) -> None:
 
 
 @SILENT
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("workers", [0, 1, 2])
 @pytest.mark.parametrize("made", ["plain", "mapped", "filtered"])
 def test_hugging_face_streams_go_on(workers: int, made: str) -> None:
     datasets = pytest.importorskip("datasets")
 
     def plan() -> FetchPlan:
-        rows = [{"x": number} for number in range(15)]
+        rows = [{"x": number} for number in range(11)]
         stream = datasets.Dataset.from_list(rows).to_iterable_dataset(num_shards=3)
         if made == "filtered":
             stream = stream.filter(lambda row: row["x"] % 3)
@@ -526,12 +527,37 @@ def test_hugging_face_streams_go_on(workers: int, made: str) -> None:
         assert rest_after(found[0], plan(), workers, 2) == whole[stop:]
 
 
+class Lines(IterableDataset):
+    """As in the docs."""
+
+    begin, end = 0, 9
+
+    def __iter__(self) -> Iterator[Any]:
+        for self.at in range(self.begin, self.end):  # noqa: B020 - as people write it
+            yield torch.full((2,), self.at)
+        self.begin = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at + 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.begin = state["at"]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_stream_of_the_docs_goes_on(workers: int) -> None:
+    whole, positions = run_of(executor := opened(plan_of(Lines()), workers), 2)
+    executor.close()
+    for stop, found in positions.items():
+        assert rest_after(found[0], plan_of(Lines()), workers, 2) == whole[stop:]
+
+
 @SILENT
 def test_a_shuffle_buffer_of_hugging_face_loses_nothing() -> None:
     datasets = pytest.importorskip("datasets")
 
     def plan() -> FetchPlan:
-        rows = [{"x": number} for number in range(30)]
+        rows = [{"x": number} for number in range(20)]
         stream = datasets.Dataset.from_list(rows).to_iterable_dataset(num_shards=3)
         return plan_of(stream.shuffle(seed=1, buffer_size=5).filter(lambda row: row["x"] % 3))
 
