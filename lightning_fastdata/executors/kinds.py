@@ -203,19 +203,16 @@ class Executor(Protocol):
 
 
 @runtime_checkable
-class ResumingExecutor(Executor, Protocol):
-    """An executor that goes on within an epoch of a stream."""
+class StreamReader(Executor, Protocol):
+    """An executor that reads streams, and goes on within one."""
 
     def start_epoch(
         self, batches: Iterable[Any], epoch: int, *, resume: StreamPosition | None = None
     ) -> None:
-        """Begin an epoch, of a stream at a position if one is given."""
+        """Begin an epoch, at a position in the stream if one is given."""
 
     def position(self, delivered: int) -> StreamPosition | None:
-        """Return where a stream is after so many batches of this epoch, from its beginning.
-
-        None: it is no stream, or no epoch has begun.
-        """
+        """Return where the stream is after so many batches of the epoch; None: it is no stream."""
 
 
 @runtime_checkable

@@ -9,24 +9,20 @@ from __future__ import annotations
 
 import math
 import pickle
-import time
 import warnings
 from collections import deque
-from collections.abc import Iterator, Sized
+from collections.abc import Sized
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
-from lightning_fastdata.errors import DatasetError, FastDataWarning, OptionsError
+from lightning_fastdata.errors import FastDataWarning, OptionsError
 from lightning_fastdata.executors.stream_state import (
     HasBatchSize,
     counts_samples,
     own_stream,
     tells_state,
 )
-
-if TYPE_CHECKING:
-    from lightning_fastdata.types import Batch
 
 _KEPT: Final = 32
 """Batches that may be handed out, and not yet be taken by the training."""
@@ -110,6 +106,16 @@ class StreamPosition:
                 "training process alone cannot go on in all of them. "
                 f"Set num_workers={self.workers}."
             )
+
+
+def counts_only(saved: dict[str, Any]) -> dict[str, Any]:
+    """Return a saved position of another rank for this one, which reads another part of the stream.
+
+    Both have taken as many batches; what the rank of the position saved of its part is left out.
+    """
+    position = StreamPosition.from_dict(saved)
+    lanes = (LanePosition(batches=lane.batches, skip=lane.batches) for lane in position.lanes)
+    return replace(position, lanes=tuple(lanes)).as_dict()
 
 
 class Snapshot(NamedTuple):
@@ -311,26 +317,3 @@ def _tell_read_again(stream: object, what: str, seconds: float, why: str) -> Non
         FastDataWarning,
         stacklevel=3,
     )
-
-
-def after_batches(batches: Iterator[Batch], count: int, dataset: object) -> Iterator[Batch]:
-    """Yield the batches of torch's own iterator after the first ones, which are read and dropped.
-
-    Its workers cannot be told where to go on. They draw other random numbers than before.
-
-    Raises:
-        DatasetError: There are fewer.
-    """
-    began_s = time.monotonic()
-    for number in range(count):
-        if next(batches, batches) is batches:
-            raise DatasetError(
-                f"{type(own_stream(dataset)).__name__} has ended after {number} batches, and "
-                f"{count} had been delivered when the training was saved. It is not the stream "
-                "that it was: resume with the same data and number of workers."
-            )
-    if count:
-        why = 'executor="torch" has no other way; "workers" goes on from the states of a stream'
-        seconds = time.monotonic() - began_s
-        _tell_read_again(own_stream(dataset), f"{count} batches", seconds, why)
-    yield from batches

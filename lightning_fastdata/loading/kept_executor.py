@@ -25,9 +25,11 @@ from lightning_fastdata.executors.kinds import (
     ArmingExecutor,
     Executor,
     ExecutorName,
+    StreamReader,
     open_executor,
 )
 from lightning_fastdata.executors.pool.crew_trial import CrewTrial
+from lightning_fastdata.executors.stream_position import StreamPosition
 from lightning_fastdata.order.indices import EpochIndices
 from lightning_fastdata.stamps.batch_stamps import BatchStamps
 from lightning_fastdata.torch_internals import pinned
@@ -124,6 +126,7 @@ class KeptExecutor:
         self.base_seed: int | None = None
         """What the side processes are seeded from; None: nothing was drawn for it yet."""
         self._earlier_seed: int | None = None
+        self._in_stream: StreamPosition | None = None
         # Under this name Lightning looks for workers to stop when it is done.
         self._iterator: Executor | None = None
 
@@ -172,7 +175,9 @@ class KeptExecutor:
         epoch = self.epoch()
         indices = self.indices
         if indices is None:
-            executor.start_epoch(repeat(self.settings.batch_size), epoch)
+            if isinstance(executor, StreamReader):
+                resume, self._in_stream = self._in_stream, None
+                executor.start_epoch(repeat(self.settings.batch_size), epoch, resume=resume)
             return
         order = indices.order(epoch)
         if order is None or not self.persistent or not isinstance(executor, ArmingExecutor):
@@ -184,8 +189,32 @@ class KeptExecutor:
         if order.shuffle and self._arms:
             executor.arm(replace(order, epoch=epoch + 1, start=0))
 
-    def go_on_from(self, base_seed: int | None) -> None:
-        """Seed the side processes of the next epoch as those of a run that goes on were."""
+    def stream_position(self, batches: int, *, over: bool) -> dict[str, Any] | None:
+        """Return where the stream is after so many batches of this epoch, as plain data.
+
+        ``over``: they were all, and it is where the next epoch begins. None: it is no stream, or
+        none is being read, or the next epoch begins in new processes.
+
+        Raises:
+            OptionsError: So many were not handed out, or too long ago.
+        """
+        running = None if self._running is None else self._running()
+        executor = self._iterator if running is None else running.executor or self._iterator
+        if not isinstance(executor, StreamReader) or (over and not self.keep):
+            return None
+        position = executor.position(batches)
+        if position is not None and over:
+            position = position.next_epoch()
+        return None if position is None else position.as_dict()
+
+    def go_on_from(self, base_seed: int | None, stream: dict[str, Any] | None) -> None:
+        """Begin the next epoch as a run that goes on did.
+
+        Args:
+            base_seed: What its side processes were seeded from; None: not known.
+            stream: The position in a stream; None: its beginning, or it is none.
+        """
+        self._in_stream = None if stream is None else StreamPosition.from_dict(stream)
         if base_seed is not None and self.persistent:
             self.base_seed = base_seed  # nothing is drawn for it, as in the run that goes on
         self._earlier_seed = base_seed

@@ -311,7 +311,7 @@ class FastDataLoader(Resumable, DataLoader[Any]):
         if stamped:
             self._ledger.records = self._records
             batches = OpenedEnvelopes(batches, self._ledger)
-        return batches
+        return self._dropped(batches, begun)
 
     def _keep(
         self, inner: Source | None, settings: tuple[SourceSettings, bool] | None = None

@@ -128,6 +128,14 @@ class Run(Protocol):
         """Return where a loader was when the run was saved that goes on now; None: not known."""
 
 
+class Given(NamedTuple):
+    """How much of a pass was given."""
+
+    batches: int
+    over: bool
+    """That was all."""
+
+
 @dataclass(slots=True, kw_only=True)
 class Pass:
     """One pass over the data of a loader."""
@@ -276,6 +284,14 @@ class Position:
     def begun(self) -> bool:
         """Whether a batch was asked for since the last state was loaded."""
         return self._pass is not None
+
+    def given(self, epoch: int, batches: int) -> Given | None:
+        """Return where a stream is at the position that :meth:`now` returned; None: not begun."""
+        begun = self._pass
+        if begun is None or (begun.epoch == epoch and not begun.earlier):
+            return None if begun is None else Given(batches, over=False)
+        over = begun.epoch == epoch - 1 and begun.exhausted
+        return Given(begun.handed, over=True) if over else None
 
     def now(
         self, run: Run | None, length: int | None, ahead: int = 0

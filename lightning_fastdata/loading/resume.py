@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import importlib.metadata
+import time
 import warnings
-import zlib
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Sized
 from dataclasses import replace
+from itertools import islice
 from typing import Any, Protocol, cast, runtime_checkable
 
 from torch.utils.data import DistributedSampler, IterableDataset
 
 from lightning_fastdata.errors import FastDataWarning, OptionsError
+from lightning_fastdata.loading.fingerprint import fingerprint
 from lightning_fastdata.loading.position import LoaderState, Pass, Position, Run
 from lightning_fastdata.order.epoch_order import dataset_length
 from lightning_fastdata.order.indices import (
@@ -21,7 +23,7 @@ from lightning_fastdata.order.indices import (
     Stateful,
 )
 from lightning_fastdata.order.samplers import epoch_order
-from lightning_fastdata.types import SetsEpoch
+from lightning_fastdata.types import Batch, SetsEpoch
 
 
 class _Loader(Protocol):
@@ -50,12 +52,13 @@ class _SizesBatches(Protocol):
 
 
 @runtime_checkable
-class _SeedsProcesses(Protocol):
-    """A source of batches whose side processes are seeded from a number."""
+class _Fetches(Protocol):
+    """A source of batches that an executor of this package fetches."""
 
     base_seed: int | None
 
-    def go_on_from(self, base_seed: int | None) -> None: ...
+    def stream_position(self, batches: int, *, over: bool) -> dict[str, Any] | None: ...
+    def go_on_from(self, base_seed: int | None, stream: dict[str, Any] | None) -> None: ...
 
 
 def as_it_is(loader: _Loader, indices: EpochIndices | None) -> LoaderState:
@@ -114,15 +117,7 @@ def start_of(begun: Pass, now: LoaderState, indices: EpochIndices) -> Start:
         indices.prepare(state.drawn)
         return Start(drawn=state.drawn if "ahead" not in state.drawn else None)
     if state.samples < 0:  # a training that was saved without our state
-        warnings.warn(
-            f"The training took {state.batches} batches of epoch {state.epoch} before it was "
-            "saved, and the checkpoint does not hold which: another loader gave them, or a "
-            "state_dict() of a data module does not call super(). The epoch goes on with batch "
-            f"{state.batches} of the order there is now, so that samples may come twice or not at "
-            "all in it; later epochs are whole.",
-            FastDataWarning,
-            stacklevel=2,
-        )
+        _tell_unknown(state, f"with batch {state.batches} of the order there is now")
         return Start(
             batches=state.batches,
             samples=samples_before(indices, now, begun.epoch, state.batches),
@@ -136,6 +131,17 @@ def start_of(begun: Pass, now: LoaderState, indices: EpochIndices) -> Start:
         same_batches=state.same_steps(now),
         drawn=state.drawn or None,
         digest=None if shared or changed else state.digest,
+    )
+
+
+def _tell_unknown(state: LoaderState, where: str) -> None:
+    warnings.warn(
+        f"The training took {state.batches} batches of epoch {state.epoch} before it was saved, "
+        "and the checkpoint does not hold which: another loader gave them, or a state_dict() of a "
+        f"data module does not call super(). The epoch goes on {where}, so that samples may come "
+        "twice or not at all in it; later epochs are whole.",
+        FastDataWarning,
+        stacklevel=2,
     )
 
 
@@ -216,32 +222,20 @@ def _sampler_epoch(loader: Resumable) -> int | None:
     return None
 
 
-def fingerprint(dataset: object) -> str:
-    """Return 16 hexadecimal digits that differ for datasets of another class, length or files.
-
-    No sample is read. Of a dataset that lists its files (``samples``, ``imgs``) 64 names count,
-    without their folders, as data may move to another machine.
-    """
-    text: list[str] = []
-    while dataset is not None and len(text) < 64:
-        text.append(f"{type(dataset).__module__}.{type(dataset).__qualname__}")
-        listed = next((v for n in ("samples", "imgs") if (v := _listed(dataset, n))), None)
-        if listed is not None:
-            text.append(str(len(listed)))
-            text.extend(_file_name(listed[i]) for i in range(0, len(listed), -(-len(listed) // 64)))
-        dataset = vars(dataset).get("dataset") if hasattr(dataset, "__dict__") else None
-    joined = "\n".join(text).encode(errors="surrogateescape")
-    return f"{zlib.crc32(joined):08x}{zlib.adler32(joined):08x}"
-
-
-def _listed(dataset: object, name: str) -> Sequence[object] | None:
-    found = vars(dataset).get(name) if hasattr(dataset, "__dict__") else None
-    return found if isinstance(found, list | tuple) and found else None
-
-
-def _file_name(entry: object) -> str:
-    path = entry[0] if isinstance(entry, tuple | list) and entry else entry
-    return path.replace("\\", "/").rpartition("/")[2] if isinstance(path, str) else ""
+def _read_again(batches: Iterator[Batch], count: int, name: str) -> Iterator[Batch]:
+    began_s = time.monotonic()
+    for _ in islice(batches, count):
+        pass
+    if count:
+        warnings.warn(
+            f"{count} batches of {name} that were delivered before the training was saved were "
+            f"read again and dropped, in {time.monotonic() - began_s:.1f} s, as torch's own "
+            "iterator cannot begin within a stream. What its workers draw from global generators "
+            'is not drawn again. Use executor="workers".',
+            FastDataWarning,
+            stacklevel=2,
+        )
+    yield from batches
 
 
 class Resumable:
@@ -285,8 +279,12 @@ class Resumable:
             return pending.as_dict()
         indices = self._indices or self._own_indices()
         state = replace(as_it_is(self, indices), epoch=epoch, batches=batches)
-        if isinstance(self._inner, _SeedsProcesses):
+        if isinstance(self._inner, _Fetches):
             state = replace(state, base_seed=self._inner.base_seed)
+            given = self._position.given(epoch, batches) if indices is None else None
+            if given is not None:
+                stream = self._inner.stream_position(given.batches, over=given.over)
+                state = replace(state, stream=stream)
         if indices is not None:
             state = with_indices(state, indices)
         return replace(state, dataset_state=_dataset_state(self.dataset)).as_dict()
@@ -322,8 +320,20 @@ class Resumable:
         if indices is not None:
             indices.epoch = begun.epoch
             indices.start = start_of(begun, as_it_is(self, indices), indices)
-        if state is not None and isinstance(inner, _SeedsProcesses):
-            inner.go_on_from(state.base_seed)
+        if state is not None and isinstance(inner, _Fetches):
+            inner.go_on_from(state.base_seed, state.stream)
+            if indices is None and state.batches and state.stream is None:
+                _tell_unknown(state, "at the beginning of the stream")
+
+    def _dropped(self, batches: Iterator[Batch], begun: Pass) -> Iterator[Batch]:
+        """Return what follows the batches of a stream that were delivered before the pass began.
+
+        Torch's own iterator can only read them again.
+        """
+        state = begun.state
+        if state is None or self._indices is not None or isinstance(self._inner, _Fetches):
+            return batches
+        return _read_again(batches, state.batches, type(self.dataset).__name__)
 
     def _length(self) -> int | None:
         if isinstance(self.dataset, IterableDataset):

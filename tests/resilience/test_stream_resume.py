@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from thoroughness import LONG, some
-from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
+from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
 from lightning_fastdata.batches.keyed import keyed
 from lightning_fastdata.errors import DatasetError, FastDataWarning, OptionsError
@@ -22,8 +22,9 @@ from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.inline import InlineExecutor
 from lightning_fastdata.executors.kinds import open_executor
 from lightning_fastdata.executors.stream import StreamExecutor
-from lightning_fastdata.executors.stream_position import StreamPosition, after_batches
+from lightning_fastdata.executors.stream_position import StreamPosition
 from lightning_fastdata.executors.stream_state import StateTaker
+from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.randomness.seeds import EpochCell
 
 LENGTHS = (5, 3, 6)
@@ -269,17 +270,44 @@ def test_batches_as_they_are_ready_are_all_there_once(stream: type) -> None:
         assert sorted(whole[:stop] + rest) == sorted(whole)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.filterwarnings("ignore:This DataLoader will create")
-def test_torch_reads_again_what_was_delivered_and_says_so(workers: int) -> None:
-    loader: Any = DataLoader(Numbers(*LENGTHS), 2, num_workers=workers)
-    whole = [frozen(batch) for batch in loader]
-    assert len(list(after_batches(iter(loader), 0, loader.dataset))) == len(whole)
-    with pytest.warns(FastDataWarning, match=r"2 batches of Numbers .* dropped, in .*torch"):
-        rest = [frozen(batch) for batch in after_batches(iter(loader), 2, loader.dataset)]
-    assert rest == whole[2:]
-    with pytest.raises(DatasetError, match=rf"ended after {len(whole)} batches, and 99"):
-        next(after_batches(iter(loader), 99, loader.dataset))
+@SILENT
+@pytest.mark.parametrize(
+    ("stream", "how"),
+    [
+        (Drawing, "kept"),
+        (DrawingWithState, "kept"),
+        (Drawing, "anew"),
+        (DrawingWithState, "anew"),
+        (Numbers, "inline"),
+        (WithState, "inline"),
+    ],
+)
+def test_a_plain_loop_over_a_loader_goes_on(stream: type, how: str) -> None:
+    given: dict[str, Any] = {"batch_size": 2, "num_workers": 0 if how == "inline" else 2}
+    given |= {"persistent_workers": True} if how == "kept" else {}
+
+    def loader() -> FastDataLoader:
+        return FastDataLoader(stream(*LENGTHS), **given, executor="workers")
+
+    torch.manual_seed(5)
+    undisturbed, epochs, states = loader(), [], []
+    for _ in range(3):
+        epochs.append([])
+        for batch in undisturbed:
+            states.append((len(epochs) - 1, len(epochs[-1]) + 1, undisturbed.state_dict()))
+            epochs[-1].append(frozen(batch))
+    undisturbed.close()
+    for epoch, taken, state in some(states, 2):
+        torch.manual_seed(6)
+        again = loader()
+        memory = io.BytesIO()
+        torch.save(state, memory)
+        memory.seek(0)
+        again.load_state_dict(torch.load(memory, weights_only=True))
+        assert [frozen(batch) for batch in again] == epochs[epoch][taken:]
+        if how == "kept" and epoch < 2:
+            assert [frozen(batch) for batch in again] == epochs[epoch + 1]
+        again.close()
 
 
 # -- what it costs, and what is said ---------------------------------------------------------------

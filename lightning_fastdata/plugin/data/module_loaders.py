@@ -6,7 +6,6 @@ import os
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lightning_fastdata.errors import BatchError, DatasetError, FastDataWarning
@@ -43,7 +42,6 @@ from lightning_fastdata.plugin.seams.trainer import (
     device_type,
     first_epoch,
     running_stage,
-    training_epoch,
 )
 from lightning_fastdata.randomness.search import find_composes
 from lightning_fastdata.types import STAGES
@@ -126,13 +124,14 @@ class ModuleLoaders:
             warnings.warn(f"{name}: {limit}", FastDataWarning, stacklevel=3)
         self._plans[name] = plan
         self._prefetching.decide(module)
+        run = TrainingRun(module, self.progress) if stage == "train" else None
         settings: dict[str, Any] = {
             "batch_size": spec.batch_size or 1,
             "collate_fn": spec.collate_fn,
             "drop_last": module.drop_last and stage == "train",
             "seed": seed,
-            "epoch": partial(_training_epoch, module) if stage == "train" else first_epoch,
-            "run": TrainingRun(module, self.progress) if stage == "train" else None,
+            "epoch": first_epoch if run is None else run.epoch,
+            "run": run,
             "ahead": self._prefetching.look_ahead(trainer, stage, self._transforms),
         }
         settings |= self._pipelines.placing.settings(
@@ -253,8 +252,3 @@ def _named_datasets(module: DataModule, stage: Stage) -> tuple[object, list[tupl
 
 def _name_of(module: DataModule, stage: Stage) -> str:
     return f"{type(module).__name__}.{DATASET_METHOD[stage]}()"
-
-
-def _training_epoch(module: DataModule) -> int:
-    # The trainer may be another one when the loader is opened.
-    return training_epoch(module.trainer)

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from lightning_fastdata.errors import OptionsError
+from lightning_fastdata.executors.stream_position import counts_only
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.loading.position import VERSION, LoaderState, Place
 from lightning_fastdata.plugin.seams.loaders import with_paths
-from lightning_fastdata.plugin.seams.trainer import begin_anew, move_place, training_place
+from lightning_fastdata.plugin.seams.trainer import (
+    begin_anew,
+    count_from_nothing,
+    is_to_be_restored,
+    move_place,
+    training_place,
+)
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -25,6 +33,13 @@ class TrainingProgress:
 
     def __init__(self) -> None:
         self._saved: dict[str, LoaderState] = {}
+        self._place: Place | None = None
+        """Where the run was that goes on."""
+
+    @property
+    def place(self) -> Place | None:
+        """Where the run was that goes on; None: none does."""
+        return self._place
 
     @property
     def seed(self) -> int | None:
@@ -38,11 +53,20 @@ class TrainingProgress:
         loaded, that is returned.
         """
         loaders = dict(_training_loaders(trainer))
+        place = training_place(trainer)
+        if place.last:
+            place = Place(place.epoch + 1, 0, last=False)
         if self._saved and not any(loader.begun for loader in loaders.values()):
             states = {path: state.as_dict() for path, state in self._saved.items()}
+            place = place if self._place is None else self._place
         else:
             states = {path: loader.state_dict() for path, loader in loaders.items()}
-        return {"version": VERSION, "loaders": states}
+        return {
+            "version": VERSION,
+            "epoch": place.epoch,
+            "batches": place.taken,
+            "loaders": states,
+        }
 
     def load_state_dict(self, state: object, trainer: Trainer | None) -> None:
         """Go on from a state with the next iteration of each training loader.
@@ -57,6 +81,9 @@ class TrainingProgress:
                 "its training loaders were expected. It was not written by FastDataModule."
             )
         self._saved = {str(path): LoaderState.from_dict(one) for path, one in loaders.items()}
+        self._place = None
+        if isinstance(state, Mapping) and "epoch" in state:
+            self._place = Place(int(state["epoch"]), int(state["batches"]), last=False)
         for path, loader in _training_loaders(trainer):
             if path in self._saved:
                 loader.load_state_dict(self._saved[path].as_dict())
@@ -70,6 +97,10 @@ class TrainingProgress:
         state = self._saved[path]
         if not state.batches:
             begin_anew(trainer, state.epoch)
+            if state.length is None:
+                count_from_nothing(trainer, state.epoch)
+        if state.stream is not None and trainer.global_rank:
+            state = self._saved[path] = replace(state, stream=counts_only(state.stream))
         anew = loaders[path].cut_anew(state)
         if anew.batches != state.batches:
             self._saved[path] = anew
@@ -86,8 +117,21 @@ class TrainingRun:
         self._progress = progress
 
     def place(self) -> Place:
-        """Return where the run is."""
-        return training_place(self._module.trainer)
+        """Return where the run is.
+
+        A run that goes on from a checkpoint is where that was saved, also while Lightning has not
+        restored its own counts yet: of a stream it takes the first batch then, if the
+        LightningModule asks for ``estimated_stepping_batches``.
+        """
+        trainer = self._module.trainer
+        saved = self._progress.place
+        if saved is not None and trainer is not None and is_to_be_restored(trainer):
+            return saved
+        return training_place(trainer)
+
+    def epoch(self) -> int:
+        """Return the epoch, counted from 0, of the batches that come next."""
+        return self.place().epoch
 
     def resumed(self, loader: object) -> LoaderState | None:
         """Return where a loader was when the run was saved that goes on now; None: not known."""

@@ -37,7 +37,7 @@ from lightning_fastdata.plugin.data.run_record import (
 from lightning_fastdata.plugin.placing.pipelines import Pipelines
 from lightning_fastdata.plugin.placing.transfer import Prefetching
 from lightning_fastdata.plugin.seams.loaders import flattened
-from lightning_fastdata.plugin.seams.trainer import trainer_of_class, training_epoch
+from lightning_fastdata.plugin.seams.trainer import trainer_of_class, training_place
 from lightning_fastdata.randomness.generators import kept_random_state
 from lightning_fastdata.randomness.search import find_composes
 
@@ -231,7 +231,7 @@ class _Replay:
             draws = self._draws(dataset, indices, epoch)
         finally:
             if self.trainer is not None:
-                tell_epoch(dataset, training_epoch(self.trainer))
+                tell_epoch(dataset, training_place(self.trainer).epoch)
         return ReplayedBatch(
             step=step,
             epoch=epoch,
@@ -248,7 +248,7 @@ class _Replay:
             return self._draws(self.loader.dataset, [index], epoch)
         finally:
             if self.trainer is not None:
-                tell_epoch(self.loader.dataset, training_epoch(self.trainer))
+                tell_epoch(self.loader.dataset, training_place(self.trainer).epoch)
 
     def _read(
         self, dataset: Dataset[Any], indices: list[int], epoch: int, **arguments: Any

@@ -69,21 +69,6 @@ def running_stage(trainer: Trainer | None) -> Stage | None:
     return None if method is None else _STAGE_OF_FN[method.value]
 
 
-def training_epoch(trainer: Trainer | None) -> int:
-    """Return the epoch, counted from 0, of the training batches that come next.
-
-    A file of ``ModelCheckpoint`` is written before Lightning counts its epoch as completed, and a
-    fit that resumes from it makes its first iterator before that is made up for. Until its first
-    epoch is over, the epochs that were processed are counted instead.
-    """
-    if trainer is None:
-        return 0
-    if began_from_file(trainer):
-        current: Any = trainer.fit_loop.epoch_progress.current
-        return int(current.processed)
-    return int(trainer.current_epoch)
-
-
 def training_place(trainer: Trainer | None) -> Place:
     """Return how far a training has come.
 
@@ -99,14 +84,36 @@ def training_place(trainer: Trainer | None) -> Place:
     return Place(int(epochs.processed), taken, last=last)
 
 
+def is_to_be_restored(trainer: Trainer) -> bool:
+    """Return whether a fit goes on from a checkpoint, whose counts are not restored yet."""
+    total: Any = trainer.fit_loop.epoch_loop.batch_progress.total
+    fits = running_stage(trainer) == "train" and trainer.ckpt_path is not None
+    return fits and not began_from_file(trainer) and not total.ready
+
+
 def move_place(trainer: Trainer, epoch: int, taken: int, counted: int) -> None:
     """Have a training that took so many batches of an epoch count them as another number.
 
     Its loader gives what is left of the epoch in larger or smaller batches, and Lightning ends the
     epoch by the number of batches.
     """
-    if training_place(trainer)[:2] != (epoch, taken):
-        return
+    if training_place(trainer)[:2] == (epoch, taken):
+        _count(trainer, taken, counted)
+
+
+def count_from_nothing(trainer: Trainer, epoch: int) -> None:
+    """Have a training that begins an epoch of unknown length count its batches from 0.
+
+    Lightning 2.6 goes on counting from those of the epoch before.
+    """
+    place = training_place(trainer)
+    ends_now = place.last and place.epoch == epoch - 1
+    endless = trainer.num_training_batches == float("inf")
+    if place.taken and endless and (place.epoch == epoch or ends_now):
+        _count(trainer, place.taken, 0)
+
+
+def _count(trainer: Trainer, taken: int, counted: int) -> None:
     loop: Any = trainer.fit_loop
     current = loop.epoch_loop.batch_progress.current
     for name in ("ready", "started", "processed", "completed"):
