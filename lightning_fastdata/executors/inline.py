@@ -14,6 +14,7 @@ from lightning_fastdata.batches.bad_samples import NO_SAMPLES, Fault
 from lightning_fastdata.errors import DatasetError
 from lightning_fastdata.executors.fetch import Fetcher
 from lightning_fastdata.executors.stream_position import (
+    NO_NOTE,
     LanePosition,
     StreamHistory,
     StreamNote,
@@ -64,7 +65,7 @@ class StreamFetcher:
         self._read = 0
         self._skip = 0
         self._states = StateTaker(plan.dataset, worker=not guest)
-        self._note = StreamNote()
+        self._note = NO_NOTE
 
     def attempt(self, fetch: Callable[[], _Fetched]) -> _Fetched:
         """Return what ``fetch`` does; a stream seeds itself, and is read once."""
@@ -93,11 +94,12 @@ class StreamFetcher:
         self._generation = generation
         self._ended, self._read, self.position = False, 0, 0
         self._samples = iter(())  # a file or lock that the old pass holds is free for the new one
-        self._skip, self._note = 0, StreamNote()
+        self._skip, self._note = 0, NO_NOTE
         if resume is None:
             self._states.begin(None, 0, epoch)
-            # Something where the worker has read an epoch before.
-            self._note = StreamNote(at_start=self._states.generators_alone())
+            generators = self._states.generators_alone()
+            if generators is not None:  # the worker has read an epoch before
+                self._note = StreamNote(at_start=generators)
             self._samples = iter(self.dataset)
             return
         self._read = (resume.batches - resume.skip) * (batch_size or 1)
@@ -119,7 +121,9 @@ class StreamFetcher:
             self._drop_delivered(ask, mark)
         samples = self._next_samples(ask, mark)
         if not samples or (self._ended and self.plan.drop_last):
-            self._note = self._note._replace(after=self._states.generators_alone())
+            generators = self._states.generators_alone()
+            if generators is not None:
+                self._note = self._note._replace(after=generators)
             return END_OF_STREAM
         self.position = -1
         if self.stamps is not None:
@@ -129,8 +133,9 @@ class StreamFetcher:
         if self.stamps is not None:
             self.stamps.collated(began_ns)
         if not self._ended:  # a stream that has ended may have begun anew in its state
-            after = self._states.take()
-            self._note = self._note._replace(after=after, refused=self._states.refused)
+            after, refused = self._states.take(), self._states.tell_refused()
+            if after is not None or refused:
+                self._note = self._note._replace(after=after, refused=refused)
         return batch
 
     def _next_samples(self, ask: StreamAsk, mark: Callable[[int], None] | None) -> list[Any]:
@@ -176,8 +181,8 @@ class StreamFetcher:
 
     def told(self) -> StreamNote | None:
         """Return what belongs to the batch that was fetched last, once; None: nothing."""
-        note, self._note = self._note, StreamNote()
-        return None if note == StreamNote() else note
+        note, self._note = self._note, NO_NOTE
+        return None if note is NO_NOTE else note
 
     def where(self, ask: StreamAsk) -> str:  # noqa: ARG002 - as of Fetcher
         """Return what was being done, for the text of an error."""
