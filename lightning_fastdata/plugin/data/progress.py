@@ -15,6 +15,7 @@ from lightning_fastdata.plugin.seams.trainer import (
     begin_anew,
     count_from_nothing,
     is_to_be_restored,
+    mend_epoch,
     move_place,
     training_place,
 )
@@ -97,6 +98,7 @@ class TrainingProgress:
         state = self._saved[path]
         if not state.batches:
             begin_anew(trainer, state.epoch)
+            mend_epoch(trainer, state.epoch)
             if state.length is None:
                 count_from_nothing(trainer, state.epoch)
         if state.stream is not None and trainer.global_rank:

@@ -121,6 +121,19 @@ def _count(trainer: Trainer, taken: int, counted: int) -> None:
     count_fetched(trainer, taken, counted)
 
 
+def mend_epoch(trainer: Trainer, epoch: int) -> None:
+    """Have a training that begins this epoch after a resume count the epochs before it once.
+
+    Lightning 2.6 counts the one that a checkpoint ends twice if ``max_steps`` limits the training.
+    """
+    counts: Any = trainer.fit_loop.epoch_progress
+    current = counts.current
+    began = current.ready == current.started == epoch + 1 and current.completed == epoch
+    if began and current.processed == epoch + 1 and not training_place(trainer).taken:
+        current.processed -= 1
+        counts.total.processed -= 1
+
+
 def begin_anew(trainer: Trainer, epoch: int) -> None:
     """Have a training that was saved in ``on_train_epoch_start`` begin that epoch.
 
