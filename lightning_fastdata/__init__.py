@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lightning_fastdata.augment import BatchTransform as BatchTransform
     from lightning_fastdata.augment import as_batch_transform as as_batch_transform
+    from lightning_fastdata.batches.bad_samples import BadSamples as BadSamples
     from lightning_fastdata.device.prefetch import prefetch as prefetch
     from lightning_fastdata.errors import FastDataError as FastDataError
     from lightning_fastdata.errors import FastDataWarning as FastDataWarning
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
+    "BadSamples": "batches.bad_samples",
     "BatchTransform": "augment.transform",
     "ColumnDataset": "executors.gather.columns",
     "DataThroughputCallback": "plugin.bindings",

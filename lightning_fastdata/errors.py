@@ -77,3 +77,23 @@ class FastDataWarning(UserWarning):
 
     def __str__(self) -> str:
         return printable(super().__str__())
+
+
+def as_error(kind: type[BaseException], number: int, text: str) -> BaseException:
+    """Return an error of the same class as one that was raised in a side process."""
+    message = f"Caught {kind.__name__} in side process {number} {text}"
+    if issubclass(kind, StopIteration) or not issubclass(kind, Exception):
+        # Raised from __next__, it would end the epoch, or the program, early and without a word.
+        return RuntimeError(message)
+    try:
+        # A KeyError shows its argument quoted, which no traceback survives.
+        return kind(_Verbatim(message)) if issubclass(kind, KeyError) else kind(message)
+    except Exception:  # whatever an exception class of the user asks of its arguments
+        return RuntimeError(message)
+
+
+class _Verbatim(str):
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)

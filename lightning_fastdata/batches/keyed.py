@@ -197,6 +197,18 @@ def keyed(
     return KeyedDataset(keying)
 
 
+def keying_of(dataset: Dataset[Any], seed: int, epoch: EpochCell) -> _Keying:
+    """Return how the samples of a dataset are drawn, keyed already or not."""
+    if isinstance(dataset, KeyedDataset):
+        return dataset._keying
+    return _Keying(dataset, seed, epoch, None, None)
+
+
+def own_dataset(dataset: object) -> Any:
+    """Return the user's dataset, where one with keyed randomness stands for it."""
+    return dataset._keying.dataset if isinstance(dataset, _Stand) else dataset
+
+
 def tell_epoch(dataset: Dataset[Any], epoch: int) -> None:
     """Call ``set_epoch`` of a dataset that has one, also below datasets that wrap it.
 

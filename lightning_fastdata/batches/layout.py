@@ -6,14 +6,16 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeGuard
 
 import numpy as np
 import torch
 from torch.utils.data import default_collate
 
 from lightning_fastdata.batches.packed import tensor_over
+from lightning_fastdata.images.folder import FastImageFolder
 from lightning_fastdata.tree import is_named_tuple
+from lightning_fastdata.types import SampleKey
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -116,12 +118,23 @@ class SampleLayout:
         else:
             _write_many(self.root, samples, self.fields, writers, row)
 
-    def batch(self, owner: NDArray[np.uint8], samples: int, *, copy: bool = False) -> Batch:
-        """Return the batch: the structure of the default collation over the slot's memory."""
-        tensors = [
-            t.clone() if copy or t.nbytes <= _SMALL_BYTES else t
-            for t in self.tensors(owner, samples)
-        ]
+    def batch(
+        self,
+        owner: NDArray[np.uint8],
+        samples: int,
+        *,
+        copy: bool = False,
+        rows: list[int] | None = None,
+    ) -> Batch:
+        """Return the batch: the structure of the default collation over the slot's memory.
+
+        ``rows``: those of the samples that are in it, as a copy; None: all.
+        """
+        tensors = self.tensors(owner, samples)
+        if rows is not None:
+            tensors = [t[rows] for t in tensors]
+        else:
+            tensors = [t.clone() if copy or t.nbytes <= _SMALL_BYTES else t for t in tensors]
         return _collated(self.root, tensors)
 
 
@@ -262,3 +275,30 @@ def same_batch(ours: Batch, theirs: Batch) -> bool:
     if isinstance(ours, dict):
         return list(ours) == list(theirs) and all(same_batch(ours[k], theirs[k]) for k in ours)
     return len(ours) == len(theirs) and all(map(same_batch, ours, theirs))
+
+
+def decodes_in_place(dataset: object) -> TypeGuard[FastImageFolder]:
+    """Return whether samples are those of :class:`FastImageFolder`, unchanged by a subclass."""
+    ours = FastImageFolder
+    return isinstance(dataset, ours) and type(dataset).__getitem__ is ours.__getitem__
+
+
+def write_image_of(
+    dataset: object, layout: SampleLayout, memory: Memory, rows: int, epoch: int
+) -> Callable[[Any, int], None] | None:
+    """Return what decodes sample ``index`` straight into a row of the batch, if that is possible.
+
+    ``memory`` is that of a batch of ``rows`` samples.
+    """
+    if not decodes_in_place(dataset):
+        return None
+    if [field.shape for field in layout.fields] != [dataset.sample_shape, ()]:
+        return None
+    images, targets = (tensor.numpy() for tensor in layout.tensors(memory, rows))
+    seed, length = dataset.seed, len(dataset)
+
+    def write(index: Any, row: int) -> None:
+        key = SampleKey(seed, epoch, int(index) % length)
+        targets[row] = dataset.write_into(index, images[row], key=key)
+
+    return write

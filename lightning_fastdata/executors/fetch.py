@@ -6,25 +6,34 @@ import hashlib
 import random
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
 
+from lightning_fastdata.batches.bad_samples import (
+    NO_SAMPLES,
+    SKIPPED,
+    Fault,
+    Gone,
+    SampleGuard,
+    described,
+)
 from lightning_fastdata.batches.keyed import fetches_in_batches
-from lightning_fastdata.images.folder import FastImageFolder
+from lightning_fastdata.executors.fault_log import FaultLog
 from lightning_fastdata.randomness.generators import GENERATORS, DrawWatch, kept_random_state
-from lightning_fastdata.types import Batch, SampleKey
+from lightning_fastdata.types import Batch
 
 if TYPE_CHECKING:
-    from lightning_fastdata.batches.layout import SampleLayout
-    from lightning_fastdata.batches.packed import Memory
     from lightning_fastdata.randomness.generators import OwnGenerators
     from lightning_fastdata.stamps.batch_stamps import TaskWatch
 
 _Fetched = TypeVar("_Fetched")
+_OTHERS = 8
+"""So many samples are tried to see what samples look like."""
 _COLLATION = -1
 """Stands for the sample index in the randomness of a collate function."""
 
@@ -68,6 +77,10 @@ class FetchPlan:
     sharing_strategy: str | None = None
     """How torch shares the memory of tensors in side processes; None: as it is by default. What is
     delivered does not rest on it, but samples may."""
+    guard: SampleGuard = field(default_factory=SampleGuard)
+    """What becomes of samples that cannot be read."""
+    faults: FaultLog = field(default_factory=FaultLog)
+    """Where the training process counts them."""
     niceness: int = 5
     """How much side processes give way to the training process, 0 to 19."""
 
@@ -76,8 +89,8 @@ class FetchPlan:
         return replace(self, base_seed=(self.base_seed + 2**32) % 2**63)
 
 
-class _DrewError(Exception):
-    """Ends an attempt that has drawn without a key."""
+class _DrewError(BaseException):
+    """Ends an attempt that has drawn without a key; it is no error of the sample."""
 
 
 class Fetcher:
@@ -98,8 +111,11 @@ class Fetcher:
         """The global generators that a fetch has drawn from."""
         self.position = 0
         """Which sample of the batch is being read; that of an error when one is raised."""
+        self.faults: list[Fault] = []
+        """What happened to the samples of the present task."""
         self.stamps: TaskWatch | None = None
         """Where the times of samples and collation are noted."""
+        self._skips = plan.guard.policy == "skip"
         self._watch = DrawWatch() if self.keyed else None
         self._own = plan.own if self.keyed else None
         self._own_draws = bool(self._own)
@@ -129,7 +145,7 @@ class Fetcher:
             while True:
                 try:
                     result = fetch()
-                except Exception:
+                except (Exception, _DrewError):
                     drawn = watch.drawn()
                     if not drawn:
                         raise
@@ -146,9 +162,36 @@ class Fetcher:
                     self.stamps.begin()
 
     def sample(self, index: Any, epoch: int) -> Any:
-        """Return ``dataset[index]``, drawn under its own key."""
-        if self.stamps is None and self._needs_nothing(epoch):
-            return self.dataset[index]
+        """Return ``dataset[index]``, drawn under its own key; ``SKIPPED`` if it is left out."""
+        if self._skips and type(index) is Gone:
+            return SKIPPED
+        try:
+            if self.stamps is None and self._needs_nothing(epoch):
+                return self.dataset[index]
+            return self._watched(index, epoch)
+        except Exception as error:
+            failed = error
+        # No closure, which would cost each sample that is fine some nanoseconds.
+        return self.rescued(failed, partial(self._watched, epoch=epoch), index, epoch)
+
+    def rescued(self, error: Exception, read: Callable[[Any], Any], index: Any, epoch: int) -> Any:
+        """Return what ``read`` gives where it has failed, as :meth:`SampleGuard.rescue` does it.
+
+        To be called when the error is no longer being handled, so that others do not seem to come
+        from it.
+        """
+        how: dict[str, Any] = {"dataset": self.dataset, "position": self.position}
+        return self.plan.guard.rescue(error, read, index, epoch, faults=self.faults, **how)
+
+    def another(self, index: Any, epoch: int) -> Any:
+        """Return another sample than one that was skipped; ``SKIPPED`` if there is none."""
+        guard = self.plan.guard
+        for attempt in range(1, 1 + min(_OTHERS, len(guard.candidates))):
+            with suppress(Exception):
+                return self._watched(guard.stand_in(index, epoch, attempt), epoch)
+        return SKIPPED
+
+    def _watched(self, index: Any, epoch: int) -> Any:
         began_ns = time.monotonic_ns()
         sample = self._read(self._item, index, index, epoch)
         if self.stamps is not None:
@@ -185,16 +228,14 @@ class Fetcher:
         return result
 
     def batch(self, indices: Any, epoch: int, mark: Callable[[int], None] | None = None) -> Batch:
-        """Return the collated batch of the indices."""
+        """Return the collated batch of the indices; ``NO_SAMPLES`` if all of them are skipped."""
         self.position = 0
+        self.faults.clear()
         if not self.plan.batched:
-            return self.plan.collate_fn(self.sample(indices, epoch))
+            sample = self.sample(indices, epoch)
+            return NO_SAMPLES if sample is SKIPPED else self.plan.collate_fn(sample)
         if fetches_in_batches(self.dataset):
-            first = indices[0] if len(indices) else None
-            began_ns = time.monotonic_ns()
-            samples = self._read(self.dataset.__getitems__, indices, first, epoch)
-            if self.stamps is not None:
-                self.stamps.read(first, began_ns, len(indices))
+            samples = self._together(indices, epoch)
         else:
             samples = []
             for position, index in enumerate(indices):
@@ -202,10 +243,50 @@ class Fetcher:
                 if mark is not None:
                     mark(position)
                 samples.append(self.sample(index, epoch))
+        if self._skips:
+            samples = [sample for sample in samples if sample is not SKIPPED]
+            if not samples and len(indices):
+                return NO_SAMPLES
         self.position = -1
         if self.stamps is not None:
             self.stamps.all_read()
         return self.collate(samples, indices, epoch)
+
+    def _together(self, indices: Any, epoch: int) -> Any:
+        """Return samples that the dataset reads in one call, or one by one if that fails."""
+        asked, read = indices, self.dataset.__getitems__
+        if self._skips:
+            asked = [index for index in indices if type(index) is not Gone]
+        first = next(iter(asked), None)
+        began_ns = time.monotonic_ns()
+        try:
+            samples = self._read(read, asked, first, epoch)
+        except Exception as error:
+            failed = error
+        else:
+            if self.stamps is not None:
+                self.stamps.read(first, began_ns, len(asked))
+            return samples
+        samples = [self._alone(index, epoch) for self.position, index in enumerate(indices)]
+        if not self.faults:
+            self.position = 0
+            found = self.plan.guard.all_read_alone(failed, self.dataset, first, epoch)
+            self.faults.append(found)
+        return samples
+
+    def _alone(self, index: Any, epoch: int) -> Any:
+        """Return a sample of a dataset that reads several in one call."""
+
+        def read(asked: Any) -> Any:
+            return self._read(self.dataset.__getitems__, [asked], asked, epoch)[0]
+
+        if type(index) is Gone:
+            return SKIPPED
+        try:
+            return read(index)
+        except Exception as error:
+            failed = error
+        return self.rescued(failed, read, index, epoch)
 
     def collate(self, samples: Sequence[Any], indices: Any, epoch: int) -> Batch:
         """Return the batch of samples."""
@@ -228,9 +309,13 @@ class Fetcher:
     def where(self, indices: Any) -> str:
         """Return what was being done, for the text of an error."""
         if self.position < 0:
-            return "in collate_fn"
+            return f"in collate_fn of samples {indices!r:.400}"
         index = indices[self.position] if self.plan.batched else indices
-        return f"while reading sample {index!r} of the dataset"
+        return f"while reading sample {index!r} of the dataset{self._known()}"
+
+    def _known(self) -> str:
+        raised = (fault for fault in reversed(self.faults) if fault.outcome == "raised")
+        return described(next(raised, None))
 
     def asks(self, batches: Iterable[Any]) -> Iterator[Any]:
         """Begin an epoch, and return what :meth:`batch` is to be called with."""
@@ -241,36 +326,10 @@ class Fetcher:
 
     def note(self, indices: Any) -> str | None:
         """Return what to add to an error that the caller sees as it was raised."""
-        if not self.plan.batched or self.position < 0:
+        if not self.plan.batched and not self.faults:
             return None
-        return f"While reading sample {indices[self.position]!r} of the dataset."
-
-
-def decodes_in_place(dataset: object) -> TypeGuard[FastImageFolder]:
-    """Return whether samples are those of :class:`FastImageFolder`, unchanged by a subclass."""
-    ours = FastImageFolder
-    return isinstance(dataset, ours) and type(dataset).__getitem__ is ours.__getitem__
-
-
-def write_image_of(
-    dataset: object, layout: SampleLayout, memory: Memory, rows: int, epoch: int
-) -> Callable[[Any, int], None] | None:
-    """Return what decodes sample ``index`` straight into a row of the batch, if that is possible.
-
-    ``memory`` is that of a batch of ``rows`` samples.
-    """
-    if not decodes_in_place(dataset):
-        return None
-    if [field.shape for field in layout.fields] != [dataset.sample_shape, ()]:
-        return None
-    images, targets = (tensor.numpy() for tensor in layout.tensors(memory, rows))
-    seed, length = dataset.seed, len(dataset)
-
-    def write(index: Any, row: int) -> None:
-        key = SampleKey(seed, epoch, int(index) % length)
-        targets[row] = dataset.write_into(index, images[row], key=key)
-
-    return write
+        where = self.where(indices)
+        return f"{where[0].upper()}{where[1:]}."
 
 
 def seed_global_generators(

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from torch.utils.data import IterableDataset
 
+from lightning_fastdata.batches.bad_samples import NO_SAMPLES, Fault
 from lightning_fastdata.errors import DatasetError
 from lightning_fastdata.executors.fetch import Fetcher
 from lightning_fastdata.executors.stream_position import (
+    NO_NOTE,
     LanePosition,
     StreamHistory,
     StreamNote,
@@ -55,13 +57,15 @@ class StreamFetcher:
         """0 while a sample is being read, -1 in the collation, -2 while a state is loaded."""
         self.stamps: TaskWatch | None = None
         """Where the times of samples and collation are noted."""
+        self.faults: list[Fault] = []
+        """None, as an error ends a stream."""
         self._generation = -1
         self._samples: Iterator[Any] = iter(())
         self._ended = False
         self._read = 0
         self._skip = 0
         self._states = StateTaker(plan.dataset, worker=not guest)
-        self._note = StreamNote()
+        self._note = NO_NOTE
 
     def attempt(self, fetch: Callable[[], _Fetched]) -> _Fetched:
         """Return what ``fetch`` does; a stream seeds itself, and is read once."""
@@ -90,11 +94,12 @@ class StreamFetcher:
         self._generation = generation
         self._ended, self._read, self.position = False, 0, 0
         self._samples = iter(())  # a file or lock that the old pass holds is free for the new one
-        self._skip, self._note = 0, StreamNote()
+        self._skip, self._note = 0, NO_NOTE
         if resume is None:
             self._states.begin(None, 0, epoch)
-            # Something where the worker has read an epoch before.
-            self._note = StreamNote(at_start=self._states.generators_alone())
+            generators = self._states.generators_alone()
+            if generators is not None:  # the worker has read an epoch before
+                self._note = StreamNote(at_start=generators)
             self._samples = iter(self.dataset)
             return
         self._read = (resume.batches - resume.skip) * (batch_size or 1)
@@ -116,7 +121,9 @@ class StreamFetcher:
             self._drop_delivered(ask, mark)
         samples = self._next_samples(ask, mark)
         if not samples or (self._ended and self.plan.drop_last):
-            self._note = self._note._replace(after=self._states.generators_alone())
+            generators = self._states.generators_alone()
+            if generators is not None:
+                self._note = self._note._replace(after=generators)
             return END_OF_STREAM
         self.position = -1
         if self.stamps is not None:
@@ -126,8 +133,9 @@ class StreamFetcher:
         if self.stamps is not None:
             self.stamps.collated(began_ns)
         if not self._ended:  # a stream that has ended may have begun anew in its state
-            after = self._states.take()
-            self._note = self._note._replace(after=after, refused=self._states.refused)
+            after, refused = self._states.take(), self._states.tell_refused()
+            if after is not None or refused:
+                self._note = self._note._replace(after=after, refused=refused)
         return batch
 
     def _next_samples(self, ask: StreamAsk, mark: Callable[[int], None] | None) -> list[Any]:
@@ -173,8 +181,8 @@ class StreamFetcher:
 
     def told(self) -> StreamNote | None:
         """Return what belongs to the batch that was fetched last, once; None: nothing."""
-        note, self._note = self._note, StreamNote()
-        return None if note == StreamNote() else note
+        note, self._note = self._note, NO_NOTE
+        return None if note is NO_NOTE else note
 
     def where(self, ask: StreamAsk) -> str:  # noqa: ARG002 - as of Fetcher
         """Return what was being done, for the text of an error."""
@@ -206,6 +214,7 @@ class InlineExecutor:
     def __init__(self, plan: FetchPlan) -> None:
         # The training's own draws must not depend on how its data is loaded.
         self._fetcher = fetcher_of(plan, guest=True)
+        self._plan = plan
         self._batches: Iterator[Any] = iter(())
         self._epoch = 0
         self._count = 0
@@ -249,8 +258,18 @@ class InlineExecutor:
         return self
 
     def __next__(self) -> Batch:
+        while (batch := self._next()) is NO_SAMPLES:
+            pass
+        return batch
+
+    def _next(self) -> Batch:
         self._wait.requested(recorded=self._records is not None)
         indices = self._wait.sampled(self._batches)
+        plan, left_out = self._plan, list[Fault]()
+        if plan.faults.quarantine:
+            indices, left_out = plan.faults.left_out(
+                plan.guard, indices, self._epoch, batched=plan.batched
+            )
         stamps = self._fetcher.stamps
         if stamps is not None:
             stamps.begin()
@@ -267,15 +286,14 @@ class InlineExecutor:
             raise
         finally:
             task = None if stamps is None else stamps.end()
-        if self._history is not None and isinstance(self._fetcher, StreamFetcher):
-            if batch is END_OF_STREAM:
-                self._history.ended(0, self._fetcher.told())
-            else:
-                self._history.made(0, self._fetcher.told())
-                self._history.handed_over(0)
+            if left_out or self._fetcher.faults:
+                plan.faults.take([*left_out, *self._fetcher.faults])
+        self._note_stream(batch)
         if batch is END_OF_STREAM:
             self._batches = iter(())
             raise StopIteration
+        if batch is NO_SAMPLES:
+            return batch
         if task is not None and self._records is not None:
             self._count += 1
             self._records.append(
@@ -289,6 +307,15 @@ class InlineExecutor:
             )
         self._first = False
         return batch
+
+    def _note_stream(self, batch: Batch) -> None:
+        if self._history is None or not isinstance(self._fetcher, StreamFetcher):
+            return
+        if batch is END_OF_STREAM:
+            self._history.ended(0, self._fetcher.told())
+        else:
+            self._history.made(0, self._fetcher.told())
+            self._history.handed_over(0)
 
     def record(self, records: deque[BatchStamps] | None) -> None:
         """Append the stamps of each batch from now on; None: no more."""

@@ -16,13 +16,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lightning_fastdata.batches.slots import SlotPool
-from lightning_fastdata.errors import FastDataWarning
+from lightning_fastdata.errors import FastDataWarning, as_error
 from lightning_fastdata.executors.inline import StreamAsk
 from lightning_fastdata.executors.pool import protocol
 from lightning_fastdata.executors.pool.crew import Answer, Crew, Loss
 from lightning_fastdata.executors.pool.faults import (
     StallWatch,
-    as_error,
     doing_in_streams,
     stream_broken,
     stream_timed_out,

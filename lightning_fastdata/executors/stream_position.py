@@ -143,6 +143,10 @@ class StreamNote(NamedTuple):
     """Why the state of the dataset cannot be saved, to go on with after its name."""
 
 
+NO_NOTE: Final = StreamNote()
+"""What is told where there is nothing to tell."""
+
+
 class _Lane:
     def __init__(self, start: LanePosition) -> None:
         self.batches = self.made = start.batches
@@ -225,7 +229,11 @@ class StreamHistory:
             samples, seconds = self._skipped
             self._skipped = samples + note.skipped, max(seconds, note.skipped_s)
             if not self._skipping and self._told_skipping:
-                self._tell_skipped(*self._skipped)
+                why = "it has no state_dict() and load_state_dict()"
+                if tells_state(self._stream):
+                    why = "no state of it could be saved"
+                samples, seconds = self._skipped
+                _tell_read_again(self._stream, f"{samples} samples", seconds, why)
 
     def handed_over(self, lane: int) -> None:
         """Note that the next batch of a lane was handed over."""
@@ -291,18 +299,6 @@ class StreamHistory:
                 return replace(lane, state=state, skip=lane.batches - batches)
         return lane
 
-    def _tell_skipped(self, samples: int, seconds: float) -> None:
-        name = type(self._stream).__name__
-        why = f"{name} has no state_dict() and load_state_dict(). With those it goes on at once."
-        if tells_state(self._stream):
-            why = f"no state of {name} could be saved."
-        warnings.warn(
-            f"To go on where the training was saved, {samples} samples of the stream that were "
-            f"delivered before were read again and dropped, in {seconds:.1f} s, as {why}",
-            FastDataWarning,
-            stacklevel=2,
-        )
-
     def _tell_refused(self) -> None:
         why, self._refused = self._refused, ""
         warnings.warn(
@@ -312,3 +308,12 @@ class StreamHistory:
             FastDataWarning,
             stacklevel=2,
         )
+
+
+def _tell_read_again(stream: object, what: str, seconds: float, why: str) -> None:
+    warnings.warn(
+        f"To go on where the training was saved, {what} of {type(stream).__name__} that were "
+        f"delivered before were read again and dropped, in {seconds:.1f} s, as {why}.",
+        FastDataWarning,
+        stacklevel=3,
+    )

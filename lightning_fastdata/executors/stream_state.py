@@ -169,6 +169,7 @@ class StateTaker:
         self._loaded = False
         self.refused = ""
         """Why its state cannot be saved, to go on with after ``state_dict()``."""
+        self._told = False
         if self._takes and _has_shuffle_buffer(self._stream):
             self.refused = "leaves out the samples in its shuffle buffer, which would be lost"
 
@@ -177,7 +178,7 @@ class StateTaker:
 
         ``samples`` were read before in this epoch.
         """
-        self._next_s = 0.0
+        self._next_s, self._told = 0.0, False
         if self._loaded and isinstance(self._stream, _Resets):
             # It would go on from what it was given for another pass, in the epoch of that.
             self._stream.reset_state_dict()
@@ -187,6 +188,12 @@ class StateTaker:
             self._stream.load_state_dict(copy.deepcopy(state))  # it may go on in that very object
         if _is_keyed(self._dataset):
             self._dataset.number_from(samples)
+
+    def tell_refused(self) -> str:
+        """Return why its state cannot be saved, once in each pass; "" otherwise."""
+        why = "" if self._told else self.refused
+        self._told = self._told or bool(why)
+        return why
 
     def generators(self) -> dict[str, Any] | None:
         """Return the generators' states; None: they are those that the worker started with."""

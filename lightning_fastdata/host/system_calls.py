@@ -61,3 +61,22 @@ def die_with(parent: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             os._exit(0)
+
+
+def append_privately(path: str | os.PathLike[str], text: str) -> None:
+    """Append text to a file that only its owner may read; its folder is created.
+
+    A link in its place, which may lead to another file, is not followed where the system can tell.
+
+    Raises:
+        OSError: The file cannot be written, or is a link.
+    """
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    how = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+    if sys.platform != "win32":
+        how |= os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(path, how, 0o600)
+    try:
+        os.write(descriptor, text.encode())
+    finally:
+        os.close(descriptor)

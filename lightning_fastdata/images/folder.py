@@ -171,6 +171,10 @@ class FastImageFolder(Dataset[tuple[torch.Tensor, int]]):
         targets: list[int] = self._targets.tolist()
         return targets
 
+    def path_of(self, index: int) -> str:
+        """Return the path of one sample's file, without unpacking all of them."""
+        return self._paths[index]
+
     def set_epoch(self, epoch: int) -> None:
         """Draw the random crops and flips of this epoch (counted from 0) from now on."""
         self._epoch.set(epoch)

@@ -136,6 +136,15 @@ MACHINE: Final = (
 )
 """What the training took of its machine: since a number was last logged; of the device, in all."""
 
-METRICS: Final = (*STEPS, *WAITS, *RANKS, *MACHINE)
+FAULTS: Final = (
+    Metric("data_faults/samples", "times that a bad sample was replaced or left out", True),
+    Metric(
+        "data_faults/retries", "times that a sample was read again, as its error may pass", True
+    ),
+    Metric("data_faults/deaths", "worker processes that died and were replaced", True),
+)
+"""What went wrong in reading so far; absent while nothing has."""
+
+METRICS: Final = (*STEPS, *WAITS, *RANKS, *MACHINE, *FAULTS)
 MAIN: Final = frozenset(metric.name for metric in METRICS if metric.main)
-"""What people look at: 20 at most, several of them only where there is something to measure."""
+"""What people look at: 23 at most, several of them only where there is something to measure."""

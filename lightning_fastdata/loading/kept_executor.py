@@ -16,10 +16,12 @@ from typing import Any, Final, Literal, NamedTuple, Protocol, runtime_checkable
 import torch
 
 from lightning_fastdata.augment import DatasetRecording, StageTransform
+from lightning_fastdata.batches.layout import decodes_in_place
 from lightning_fastdata.batches.staged import StagedBatch
 from lightning_fastdata.batches.streams import PageLockName, cuda_page_locks
 from lightning_fastdata.errors import FastDataWarning, WorkerError
-from lightning_fastdata.executors.fetch import FetchPlan, decodes_in_place
+from lightning_fastdata.executors.fault_log import FaultLog
+from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.kinds import (
     KINDS,
     ArmingExecutor,
@@ -82,6 +84,7 @@ class SourceSettings(NamedTuple):
     page_lock: PageLockName
     device_resident: bool | str | torch.device
     stall_timeout: float | Literal["auto"]
+    faults: FaultLog
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from types import GenericAlias
@@ -12,36 +11,33 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lightning_fastdata.augment import DatasetRecording, StageTransform, warn_of_unkeyed
+from lightning_fastdata.batches.bad_samples import BadSamplePolicy, BadSamples
 from lightning_fastdata.batches.keyed import tell_epoch
 from lightning_fastdata.batches.streams import PageLockName
-from lightning_fastdata.errors import FastDataWarning
+from lightning_fastdata.executors.fault_log import FaultLog, HasQuarantine
 from lightning_fastdata.executors.kinds import KINDS, ExecutorName
+from lightning_fastdata.executors.torch_guard import OpenedNotes
 from lightning_fastdata.loading.kept_executor import EpochIterator, KeptExecutor, SourceSettings
 from lightning_fastdata.loading.position import CountedBatches, Pass, Run
 from lightning_fastdata.loading.resume import Resumable
-from lightning_fastdata.loading.source import (
-    Source,
-    indices_of,
-    open_source,
-    reads_with_torch,
-)
+from lightning_fastdata.loading.source import Source, indices_of, open_source, reads_with_torch
 from lightning_fastdata.order.indices import EpochIndices
-from lightning_fastdata.order.samplers import RankSampler
+from lightning_fastdata.order.samplers import RankSampler, set_epoch
 from lightning_fastdata.planning.loader_plan import LoaderPlan, LoaderSpec
 from lightning_fastdata.planning.options import LoaderOptions, check_loader, checked_seed
-from lightning_fastdata.planning.plan_for import plan_for
+from lightning_fastdata.planning.plan_for import plan_asked
 from lightning_fastdata.randomness.search import find_composes
 from lightning_fastdata.randomness.seeds import EpochCell
 from lightning_fastdata.stamps.batch_stamps import BatchStamps
 from lightning_fastdata.stamps.stamped import Ledger, OpenedEnvelopes, stampable
-from lightning_fastdata.types import Batch, SetsEpoch, Stage
+from lightning_fastdata.types import Batch, Stage
 
 if TYPE_CHECKING:
     import torch
     from torch import Generator
 
 
-class FastDataLoader(Resumable, DataLoader[Any]):
+class FastDataLoader(Resumable, HasQuarantine, DataLoader[Any]):
     """A ``torch.utils.data.DataLoader`` with randomness keyed by sample and staged transforms.
 
     All of torch's arguments keep their meaning and are found under the same attributes, so that
@@ -101,6 +97,8 @@ class FastDataLoader(Resumable, DataLoader[Any]):
             A ``timeout`` takes its place. Not of ``executor="torch"``.
         run: Who takes the batches, where that is not a plain loop: asked which epoch it is in and
             how many batches of it were taken, in place of ``epoch``.
+        on_bad_sample: What to do about a sample that cannot be read: ``"raise"``, ``"replace"`` it
+            by another one, or ``"skip"`` it; or a :class:`BadSamples`, with budget and file.
 
     Raises:
         DatasetError: What was given is no dataset, or has neither length nor sampler.
@@ -147,6 +145,7 @@ class FastDataLoader(Resumable, DataLoader[Any]):
         device_resident: bool | str | torch.device = False,
         stall_timeout: float | Literal["auto"] = "auto",
         run: Run | None = None,
+        on_bad_sample: BadSamplePolicy | BadSamples = "raise",
     ) -> None:
         check_loader(
             dataset,
@@ -173,20 +172,11 @@ class FastDataLoader(Resumable, DataLoader[Any]):
         self._inner_settings: tuple[SourceSettings, bool] | None
         self.plan: LoaderPlan | None = None
         if executor == "auto":
-            method = multiprocessing_context
-            if method is not None and not isinstance(method, str):
-                method = method.get_start_method()
-            asked = {
-                "num_workers": num_workers,
-                "prefetch_factor": prefetch_factor,
-                "persistent_workers": persistent_workers,
-                "multiprocessing_context": method,
-            }
-            self.plan = plan = plan_for(
+            self.plan = plan = plan_asked(
                 LoaderSpec(
                     dataset=dataset,
                     name=type(dataset).__name__,
-                    options=LoaderOptions(**{k: v for k, v in asked.items() if v is not None}),
+                    options=LoaderOptions(),
                     batch_size=getattr(batch_sampler, "batch_size", None) or batch_size,
                     pipelines=find_composes(dataset),
                     transformed=transform is not None,
@@ -194,10 +184,13 @@ class FastDataLoader(Resumable, DataLoader[Any]):
                     sampler=sampler,
                     batch_sampler=batch_sampler,
                     worker_init_fn=worker_init_fn,
-                )
+                ),
+                num_workers=num_workers,
+                prefetch_factor=prefetch_factor,
+                persistent_workers=persistent_workers,
+                multiprocessing_context=multiprocessing_context,
+                on_bad_sample=BadSamples.of(on_bad_sample).policy,
             )
-            for warning in plan.warnings:
-                warnings.warn(f"{type(dataset).__name__}: {warning}", FastDataWarning, stacklevel=2)
             executor, num_workers = plan.executor, plan.num_workers
             worker_nice = plan.worker_nice if worker_nice is None else worker_nice
             persistent_workers = plan.persistent_workers and num_workers > 0
@@ -244,6 +237,8 @@ class FastDataLoader(Resumable, DataLoader[Any]):
         self.page_lock = page_lock
         self.device_resident = device_resident
         self.stall_timeout = stall_timeout
+        self.faults = FaultLog.of(on_bad_sample, dataset)
+        self.on_bad_sample = self.faults.rule
         self._reported: dict[str, int] = {}
         self._epoch_cell = EpochCell()
         self._counts_from_nothing(run)
@@ -269,9 +264,7 @@ class FastDataLoader(Resumable, DataLoader[Any]):
         epoch = begun.epoch
         if self.epoch is not None or self.run is not None:
             # Lightning sets the epoch only after it has made the iterator of a resumed run.
-            for sampler in (self.sampler, getattr(self.batch_sampler, "sampler", None)):
-                if isinstance(sampler, SetsEpoch):
-                    sampler.set_epoch(epoch)
+            set_epoch(self, epoch)
         self._epoch_cell.set(epoch)
         tell_epoch(self.dataset, epoch)
         try:
@@ -311,6 +304,8 @@ class FastDataLoader(Resumable, DataLoader[Any]):
         if stamped:
             self._ledger.records = self._records
             batches = OpenedEnvelopes(batches, self._ledger)
+        if self.faults.is_asked and reads_with_torch(self):
+            batches = OpenedNotes(batches, self.faults)
         return self._dropped(batches, begun)
 
     def _keep(

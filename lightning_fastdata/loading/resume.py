@@ -248,6 +248,7 @@ class Resumable:
     seed: int
     epoch: Callable[[], int] | None
     run: Run | None
+    quarantine: list[int]
     _inner: object
     _indices: EpochIndices | None
 
@@ -278,7 +279,9 @@ class Resumable:
         if pending is not None:
             return pending.as_dict()
         indices = self._indices or self._own_indices()
-        state = replace(as_it_is(self, indices), epoch=epoch, batches=batches)
+        state = replace(
+            as_it_is(self, indices), epoch=epoch, batches=batches, quarantine=self.quarantine
+        )
         if isinstance(self._inner, _Fetches):
             state = replace(state, base_seed=self._inner.base_seed)
             given = self._position.given(epoch, batches) if indices is None else None
@@ -317,6 +320,7 @@ class Resumable:
         state, indices, inner = begun.state, self._indices, self._inner
         if state is not None:
             _restore_dataset(self.dataset, state)
+            self.quarantine = sorted({*self.quarantine, *state.quarantine})
         if indices is not None:
             indices.epoch = begun.epoch
             indices.start = start_of(begun, as_it_is(self, indices), indices)

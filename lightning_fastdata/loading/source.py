@@ -19,6 +19,7 @@ from torch.utils.data import (
 )
 
 from lightning_fastdata.augment import DatasetRecording, WorkerTransform
+from lightning_fastdata.batches.bad_samples import SampleGuard
 from lightning_fastdata.batches.collate import (
     FirstOfPairs,
     RecordedCollate,
@@ -30,6 +31,7 @@ from lightning_fastdata.batches.keyed import fetches_in_batches, keyed
 from lightning_fastdata.device.resident import ResidentBatches, device_of
 from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.kinds import KINDS, ExecutorName, executor_for
+from lightning_fastdata.executors.torch_guard import GuardedCollate, GuardedDataset
 from lightning_fastdata.host.memory import read_host_memory
 from lightning_fastdata.loading.kept_executor import KeptExecutor, SourceSettings
 from lightning_fastdata.order.indices import EpochIndices
@@ -122,8 +124,13 @@ def open_source(
             staged=settings.staged,
             generator=settings.generator,
         )
+    rule = settings.faults.rule
+    guard = SampleGuard.of(rule, settings.dataset, settings.sampler, settings.seed)
     if not reads_with_torch(settings):
-        return _open_executor(settings, indices, dataset, collate_fn, epochs, reported)
+        return _open_executor(settings, indices, dataset, collate_fn, epochs, reported, guard)
+    if settings.faults.is_asked and indices is not None:
+        dataset = GuardedDataset(dataset, guard, settings.faults, epochs)
+        collate_fn = GuardedCollate(collate_fn, dataset, batched=makes_batches(settings))
     if stamps is not None:
         dataset, collate_fn = stamped(dataset, collate_fn)
     order: dict[str, Any] = {"batch_size": settings.batch_size, "drop_last": settings.drop_last}
@@ -179,6 +186,7 @@ def _open_executor(
     collate_fn: Callable[[Any], Batch],
     epochs: EpochCell,
     reported: dict[str, int],
+    guard: SampleGuard,
 ) -> KeptExecutor:
     streamed = isinstance(settings.dataset, IterableDataset)
     executor = executor_for(settings.executor, stream=streamed, workers=settings.num_workers)
@@ -209,6 +217,8 @@ def _open_executor(
         look_ahead=ahead,
         memory_limit_bytes=read_host_memory().available_bytes // 4,
         sharing_strategy=_sharing_strategy(),
+        guard=guard,
+        faults=settings.faults,
         niceness=settings.worker_nice,
     )
     staged = isinstance(collate_fn, StagingCollate | RecordedCollate)

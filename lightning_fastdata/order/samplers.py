@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import (
     BatchSampler,
+    DataLoader,
     DistributedSampler,
     RandomSampler,
     Sampler,
@@ -28,6 +29,7 @@ from lightning_fastdata.order.epoch_order import (
     epoch_permutation,
     parts_of,
 )
+from lightning_fastdata.types import SetsEpoch
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -186,6 +188,13 @@ class RankBatchSampler(BatchSampler):
         if isinstance(self.sampler, RankSampler):
             return len(self.sampler.order)
         return super().__len__()
+
+
+def set_epoch(loader: DataLoader[Any], epoch: int) -> None:
+    """Set the epoch of a loader's sampler, and of that of its batch sampler, if they have one."""
+    for sampler in (loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
+        if isinstance(sampler, SetsEpoch):
+            sampler.set_epoch(epoch)
 
 
 def epoch_order(batch_sampler: object, epoch: int) -> EpochOrder | None:

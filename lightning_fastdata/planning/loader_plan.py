@@ -15,6 +15,7 @@ from lightning_fastdata.executors.kinds import KINDS
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
+    from lightning_fastdata.batches.bad_samples import BadSamplePolicy
     from lightning_fastdata.executors.kinds import ExecutorName
     from lightning_fastdata.host.cpu import CpuLimit
     from lightning_fastdata.host.memory import HostMemory
@@ -155,6 +156,9 @@ class LoaderPlan:
     worker_nice: int
     executor: ExecutorName
     page_lock: Literal["copy", "register"]
+    on_bad_sample: BadSamplePolicy
+    bad_sample_budget: float
+    quarantine_file: str | None
     probe: bool
     choices: tuple[Setting, ...]
     """One for each setting, in the order of ``LoaderOptions``."""

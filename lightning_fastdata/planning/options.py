@@ -15,6 +15,7 @@ from typing import Any, Final, Literal, Protocol, TypeAlias, TypeVar, runtime_ch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_fastdata.augment import StageTransform
+from lightning_fastdata.batches.bad_samples import BadSamplePolicy, BadSamples
 from lightning_fastdata.errors import DatasetError, OptionsError, TransformError
 from lightning_fastdata.executors.kinds import KINDS, ExecutorName
 from lightning_fastdata.randomness.search import find_composes
@@ -288,6 +289,13 @@ class LoaderOptions:
             ``"sidecar"`` num_workers threads outside the training process.
         page_lock: How batches of the engine come into page-locked memory: ``"copy"`` copies each,
             ``"register"`` has CUDA lock the engine's own memory once.
+        on_bad_sample: What to do about a sample that cannot be read: ``"raise"`` an error that
+            names it, ``"replace"`` it by another one, the same for any number of workers, or
+            ``"skip"`` it, which shortens its batch. Not of streams, which can only raise.
+        bad_sample_budget: Share of the dataset's samples that may be bad, replaced or skipped; 10
+            always may. More are an error that lists them.
+        quarantine_file: Where bad samples are listed, one JSON object a line. None:
+            ``bad_samples.jsonl`` in the trainer's log folder if they are replaced or skipped.
         probe: Read some samples before the workers start, and choose what suits them. False reads
             none: for datasets that must not be read then, or whose keys are not 0, 1, 2, ...
 
@@ -308,6 +316,9 @@ class LoaderOptions:
     worker_nice: int | Auto = "auto"
     executor: Literal["auto", ExecutorName] = "auto"
     page_lock: Literal["copy", "register"] = "copy"
+    on_bad_sample: BadSamplePolicy = "raise"
+    bad_sample_budget: float = 0.001
+    quarantine_file: str | None = None
     probe: bool = True
 
     def __post_init__(self) -> None:
@@ -324,5 +335,6 @@ class LoaderOptions:
         check_among("sharing_strategy", self.sharing_strategy, _SHARING)
         check_among("executor", self.executor, _EXECUTORS)
         check_among("page_lock", self.page_lock, _PAGE_LOCKS)
+        BadSamples(self.on_bad_sample, self.bad_sample_budget, self.quarantine_file)
         _check_seconds("timeout_s", self.timeout_s, auto=False)
         _check_seconds("stall_timeout_s", self.stall_timeout_s, auto=True)

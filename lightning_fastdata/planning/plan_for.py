@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import warnings
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -11,7 +12,7 @@ from torch.utils.data import TensorDataset
 
 from lightning_fastdata.batches.keyed import fetches_in_batches
 from lightning_fastdata.batches.slots import shared_slots_supported
-from lightning_fastdata.errors import OptionsError
+from lightning_fastdata.errors import FastDataWarning, OptionsError
 from lightning_fastdata.executors.kinds import KINDS, ExecutorName
 from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.host.memory import read_host_memory
@@ -214,6 +215,9 @@ def plan_loader(options: LoaderOptions, situation: Situation) -> LoaderPlan:
         "worker_nice": (_POLITE, "the training process goes first where both want a CPU"),
         "executor": (chosen.executor, chosen.why),
         "page_lock": ("copy", "each batch is copied, where pin_memory asks for it"),
+        "on_bad_sample": ("raise", "an error names the sample, and the training ends"),
+        "bad_sample_budget": (0.001, "share of the samples, where they are replaced or skipped"),
+        "quarantine_file": (None, "in the trainer's log folder, where they are"),
         "probe": (True, "a few samples tell what suits them"),
     }
     limits += unsuited(options.executor, iterable=situation.iterable, workers=count)
@@ -246,3 +250,19 @@ def _setting(options: LoaderOptions, option: str, auto: Value, why: str) -> Sett
     if asked in ("auto", getattr(LoaderOptions(), option)):
         return Setting(option=option, value=auto, why=why, by="auto")
     return Setting(option=option, value=asked, why=SET, by="you")
+
+
+def plan_asked(spec: LoaderSpec, *, multiprocessing_context: Any, **asked: Any) -> LoaderPlan:
+    """Return the plan of a loader of which only some settings were ``asked`` for; None: not given.
+
+    What it warns of is warned of here.
+    """
+    method = multiprocessing_context
+    if method is not None and not isinstance(method, str):
+        method = method.get_start_method()
+    given = {**asked, "multiprocessing_context": method}
+    options = LoaderOptions(**{name: value for name, value in given.items() if value is not None})
+    plan = plan_for(replace(spec, options=options))
+    for warning in plan.warnings:
+        warnings.warn(f"{spec.name}: {warning}", FastDataWarning, stacklevel=4)
+    return plan

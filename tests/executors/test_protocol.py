@@ -39,7 +39,7 @@ def test_messages_arrive_as_what_they_were(kind: Any) -> None:
 
 @pytest.mark.parametrize("kind", get_args(protocol.TaskResult))
 def test_the_end_of_a_task_arrives_with_its_result(kind: Any) -> None:
-    message = protocol.TaskEnded(5, 1000, None, kind(*range(len(kind._fields))))
+    message = protocol.TaskEnded(5, 1000, None, (), kind(*range(len(kind._fields))))
     arrived = protocol.decode(pickle.loads(pickle.dumps(protocol.encode(message), 5)))
     assert arrived == message
     assert type(arrived.result) is kind

@@ -7,13 +7,26 @@ from pathlib import Path
 
 import pytest
 
+from lightning_fastdata.executors.fault_log import FaultLog
 from lightning_fastdata.host.cpu import CpuThrottling
 from lightning_fastdata.host.usage import DeviceUsage, HostUsage, ReadBytes
-from lightning_fastdata.insight.measure.host_metrics import device_scalars, host_scalars
+from lightning_fastdata.insight.measure.host_metrics import (
+    device_scalars,
+    fault_scalars,
+    host_scalars,
+)
 from lightning_fastdata.insight.measure.metrics import StepTiming, columns_of
 from lightning_fastdata.insight.measure.stage import window_means
 from lightning_fastdata.insight.measure.wall import WallTime
-from lightning_fastdata.insight.metric_names import MACHINE, MAIN, METRICS, RANKS, STEPS, WAITS
+from lightning_fastdata.insight.metric_names import (
+    FAULTS,
+    MACHINE,
+    MAIN,
+    METRICS,
+    RANKS,
+    STEPS,
+    WAITS,
+)
 from lightning_fastdata.insight.waits.attribution import WaitParts
 from lightning_fastdata.insight.waits.ranks import RankTiming, rank_metrics
 from lightning_fastdata.plugin.loggers.boards import PREDICTED_STEP, wall_scalars
@@ -37,7 +50,13 @@ def short_row(metric):
 
 @pytest.mark.parametrize(
     ("metrics", "row"),
-    [(STEPS, row_with_clocks), (WAITS, short_row), (RANKS, short_row), (MACHINE, full_row)],
+    [
+        (STEPS, row_with_clocks),
+        (WAITS, short_row),
+        (RANKS, short_row),
+        (MACHINE, full_row),
+        (FAULTS, full_row),
+    ],
 )
 def test_the_page_prints_the_table(metrics, row):
     assert "\n| --- | --- " in PAGE
@@ -59,7 +78,10 @@ def test_what_is_measured_has_a_name_in_the_table_and_nothing_else_has():
     )  # fmt: skip
     rank = RankTiming(rank=0, host="a", steps=1, step_ms=4.0, stall_ms=1.0, compute_ms=1.0)
     memory = DeviceUsage(peak_bytes=1, never_used_bytes=1, total_bytes=2, alloc_retries=0)
+    faults = FaultLog()
+    faults.samples = faults.retries = faults.deaths = 1
     measured = {
+        *fault_scalars([faults]),
         PREDICTED_STEP,
         *window_means(columns_of([step])),
         *(f"data_wait/{part.name}" for part in fields(WaitParts)),
@@ -72,5 +94,5 @@ def test_what_is_measured_has_a_name_in_the_table_and_nothing_else_has():
     assert len(METRICS) == len({metric.name for metric in METRICS})
 
 
-def test_loggers_get_20_numbers_at_most_by_default():
-    assert len(MAIN) == 20
+def test_loggers_get_23_numbers_at_most_by_default():
+    assert len(MAIN) == 23

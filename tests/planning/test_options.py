@@ -22,6 +22,7 @@ from lightning_fastdata.types import STAGES
 GIB = 2**30
 MIB = 2**20
 NAMES = [field.name for field in fields(LoaderOptions)]
+WITH_DEFAULTS = [field.name for field in fields(LoaderOptions) if field.default != "auto"]
 
 
 def cpus(count: int, ranks: int = 1) -> CpuLimit:
@@ -116,10 +117,7 @@ def test_the_users_value_always_wins_and_each_option_is_chosen_once(
     for choice in made.choices:
         asked = getattr(options, choice.option)
         assert getattr(made, choice.option) == choice.value
-        if choice.by == "you" or (
-            asked != "auto"
-            and choice.option not in ("timeout_s", "in_order", "executor", "page_lock", "probe")
-        ):
+        if choice.by == "you" or (asked != "auto" and choice.option not in WITH_DEFAULTS):
             assert (choice.by, choice.value) == ("you", asked)
         assert choice.why
         assert choice.option in made.explain()

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from thoroughness import LONG
+from thoroughness import LONG, some
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
 from lightning_fastdata.batches.keyed import keyed
@@ -24,6 +24,7 @@ from lightning_fastdata.executors.kinds import open_executor
 from lightning_fastdata.executors.stream import StreamExecutor
 from lightning_fastdata.executors.stream_position import StreamPosition
 from lightning_fastdata.executors.stream_state import StateTaker
+from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.randomness.seeds import EpochCell
 
 LENGTHS = (5, 3, 6)
@@ -152,7 +153,7 @@ def run_of(
 
 
 @SILENT
-@pytest.mark.cases(14)
+@pytest.mark.cases(10)
 @pytest.mark.parametrize("stream", [Drawing, DrawingWithState])
 @pytest.mark.parametrize("workers", [1, 2, 3])
 @pytest.mark.parametrize(
@@ -207,7 +208,7 @@ def test_a_resumed_epoch_is_resumed_again(stream: type) -> None:
     _, later = run_of(second, 1, resume=positions[3][-1])
     second.close()
     assert list(later) == list(range(3, len(whole) + 1))
-    for stop, found in later.items():
+    for stop, found in some(later.items(), 3):
         assert rest_after(found[-1], plan_of(stream(*LENGTHS)), 2, 1) == whole[stop:]
 
 
@@ -218,7 +219,7 @@ def test_workers_that_had_read_an_epoch_before_draw_on(stream: type) -> None:
     epochs = [run_of(kept, 2, epoch=epoch) for epoch in range(3)]
     kept.close()
     assert epochs[0][0] != epochs[1][0]
-    for stop in (0, 1, 3):
+    for stop in some((0, 1, 3), 2):
         again = opened(plan_of(stream(*LENGTHS)), 2)
         rest, _ = run_of(again, 2, epoch=1, resume=epochs[1][1][stop][0])
         after, _ = run_of(again, 2, epoch=2)
@@ -269,6 +270,46 @@ def test_batches_as_they_are_ready_are_all_there_once(stream: type) -> None:
         assert sorted(whole[:stop] + rest) == sorted(whole)
 
 
+@SILENT
+@pytest.mark.parametrize(
+    ("stream", "how"),
+    [
+        (Drawing, "kept"),
+        (DrawingWithState, "kept"),
+        (Drawing, "anew"),
+        (DrawingWithState, "anew"),
+        (Numbers, "inline"),
+        (WithState, "inline"),
+    ],
+)
+def test_a_plain_loop_over_a_loader_goes_on(stream: type, how: str) -> None:
+    given: dict[str, Any] = {"batch_size": 2, "num_workers": 0 if how == "inline" else 2}
+    given |= {"persistent_workers": True} if how == "kept" else {}
+
+    def loader() -> FastDataLoader:
+        return FastDataLoader(stream(*LENGTHS), **given, executor="workers")
+
+    torch.manual_seed(5)
+    undisturbed, epochs, states = loader(), [], []
+    for _ in range(3):
+        epochs.append([])
+        for batch in undisturbed:
+            states.append((len(epochs) - 1, len(epochs[-1]) + 1, undisturbed.state_dict()))
+            epochs[-1].append(frozen(batch))
+    undisturbed.close()
+    for epoch, taken, state in some(states, 2):
+        torch.manual_seed(6)
+        again = loader()
+        memory = io.BytesIO()
+        torch.save(state, memory)
+        memory.seek(0)
+        again.load_state_dict(torch.load(memory, weights_only=True))
+        assert [frozen(batch) for batch in again] == epochs[epoch][taken:]
+        if how == "kept" and epoch < 2:
+            assert [frozen(batch) for batch in again] == epochs[epoch + 1]
+        again.close()
+
+
 # -- what it costs, and what is said ---------------------------------------------------------------
 
 
@@ -276,7 +317,7 @@ def test_reading_again_is_said_once_with_its_samples() -> None:
     _, positions = run_of(executor := opened(plan_of(Numbers(7)), 2), 2)
     executor.close()
     with pytest.warns(
-        FastDataWarning, match="10 samples .* read again and dropped, in .* s, as Nu"
+        FastDataWarning, match="10 samples of Numbers .* dropped, in .* s, as it has"
     ):
         rest = rest_after(positions[5][0], plan_of(Numbers(7)), 2, 2)
     assert len(rest) == 3
@@ -492,13 +533,14 @@ def test_what_is_no_position_is_refused(broken: dict[str, Any]) -> None:
 
 
 @SILENT
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("workers", [0, 1, 2])
 @pytest.mark.parametrize("made", ["plain", "mapped", "filtered"])
 def test_hugging_face_streams_go_on(workers: int, made: str) -> None:
     datasets = pytest.importorskip("datasets")
 
     def plan() -> FetchPlan:
-        rows = [{"x": number} for number in range(15)]
+        rows = [{"x": number} for number in range(11)]
         stream = datasets.Dataset.from_list(rows).to_iterable_dataset(num_shards=3)
         if made == "filtered":
             stream = stream.filter(lambda row: row["x"] % 3)
@@ -513,12 +555,37 @@ def test_hugging_face_streams_go_on(workers: int, made: str) -> None:
         assert rest_after(found[0], plan(), workers, 2) == whole[stop:]
 
 
+class Lines(IterableDataset):
+    """As in the docs."""
+
+    begin, end = 0, 9
+
+    def __iter__(self) -> Iterator[Any]:
+        for self.at in range(self.begin, self.end):  # noqa: B020 - as people write it
+            yield torch.full((2,), self.at)
+        self.begin = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at + 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.begin = state["at"]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_stream_of_the_docs_goes_on(workers: int) -> None:
+    whole, positions = run_of(executor := opened(plan_of(Lines()), workers), 2)
+    executor.close()
+    for stop, found in positions.items():
+        assert rest_after(found[0], plan_of(Lines()), workers, 2) == whole[stop:]
+
+
 @SILENT
 def test_a_shuffle_buffer_of_hugging_face_loses_nothing() -> None:
     datasets = pytest.importorskip("datasets")
 
     def plan() -> FetchPlan:
-        rows = [{"x": number} for number in range(30)]
+        rows = [{"x": number} for number in range(20)]
         stream = datasets.Dataset.from_list(rows).to_iterable_dataset(num_shards=3)
         return plan_of(stream.shuffle(seed=1, buffer_size=5).filter(lambda row: row["x"] % 3))
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
+from lightning_fastdata.batches.bad_samples import NO_SAMPLES
 from lightning_fastdata.batches.packed import tensor_over
 from lightning_fastdata.batches.slots import SlotPool
 from lightning_fastdata.errors import OptionsError
@@ -208,11 +209,20 @@ class GatherExecutor:
                 indices = job.indices
                 if isinstance(indices, np.ndarray):
                     indices = indices.tolist()
-                return self._odd.batch(indices, self._epoch)
+                batch = self._read_odd(indices)
+                return self._next() if batch is NO_SAMPLES else batch
             began = time.perf_counter()
             self._ready.extend(job.batches())
             self._long |= time.perf_counter() - began > _LONG_S
         return self._ready.popleft()
+
+    def _read_odd(self, indices: Any) -> Batch:
+        plan = self._plan
+        indices, left_out = plan.faults.left_out(plan.guard, indices, self._epoch, batched=True)
+        try:
+            return self._odd.batch(indices, self._epoch)
+        finally:
+            plan.faults.take([*left_out, *self._odd.faults])
 
     def record(self, records: deque[BatchStamps] | None) -> None:
         """Append the stamps of each batch from now on; None: no more."""

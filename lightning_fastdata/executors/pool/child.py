@@ -160,7 +160,7 @@ class Child:
                 failure = protocol.TaskError(0, *describe_error(error, "in unpickling indices"))
             progress.take(thread, number)
             if failure is not None:
-                self.shared.send(protocol.TaskEnded(number, 0, None, failure))
+                self.shared.send(protocol.TaskEnded(number, 0, None, (), failure))
                 continue
             # What it rests on was sent before it was queued, but may still be on its way.
             self._read_wire()

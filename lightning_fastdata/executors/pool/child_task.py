@@ -7,17 +7,19 @@ import threading
 import time
 import traceback
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from mmap import mmap
 from typing import Any, TypeAlias
 
+from lightning_fastdata.batches.bad_samples import NO_SAMPLES, SKIPPED
 from lightning_fastdata.batches.collate import collate_samples
 from lightning_fastdata.batches.keyed import tell_epoch
-from lightning_fastdata.batches.layout import MisfitError, SampleLayout, layout_of
+from lightning_fastdata.batches.layout import MisfitError, SampleLayout, layout_of, write_image_of
 from lightning_fastdata.batches.packed import pack, write_leaves
 from lightning_fastdata.batches.slots import create_shared_memory, map_shared_memory
-from lightning_fastdata.executors.fetch import FetchPlan, write_image_of
+from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.inline import END_OF_STREAM, StreamFetcher, fetcher_of
 from lightning_fastdata.executors.pool import protocol
 from lightning_fastdata.executors.pool.wire import Wire
@@ -32,6 +34,10 @@ _Outcome: TypeAlias = tuple[protocol.TaskResult, tuple[int, ...]]
 def describe_error(error: BaseException, where: str) -> tuple[type[BaseException], str]:
     """Return the class of an error, and where it was raised with its traceback."""
     return type(error), f"{where}.\n{''.join(traceback.format_exception(error))}"
+
+
+def _at_row(write_image: Callable[[Any, int], None], row: int, index: Any) -> None:
+    write_image(index, row)
 
 
 @dataclass(eq=False)
@@ -98,6 +104,7 @@ class TaskThread:
         if fetcher.stamps is not None:
             self.stamps.begin()
         result: protocol.TaskResult
+        fetcher.faults.clear()
         files: tuple[int, ...] = ()
         where = f"in set_epoch({task.epoch})"
         try:
@@ -119,8 +126,11 @@ class TaskThread:
         awaits_rest = isinstance(result, protocol.FirstSample)
         if awaits_rest:
             shared.awaiting_rest.append((task.batch, task.start))
+        faults = tuple(
+            fault._replace(position=task.start + fault.position) for fault in fetcher.faults
+        )
         try:
-            shared.send(protocol.TaskEnded(number, spent_ns, stamps, result), files)
+            shared.send(protocol.TaskEnded(number, spent_ns, stamps, faults, result), files)
         except Exception as error:  # something in it cannot be pickled, and nothing was sent
             if awaits_rest:
                 shared.awaiting_rest.pop()
@@ -128,7 +138,7 @@ class TaskThread:
             if isinstance(result, protocol.TaskError):
                 text = result.text
             failure = protocol.TaskError(self._position(task), RuntimeError, text)
-            shared.send(protocol.TaskEnded(number, spent_ns, stamps, failure))
+            shared.send(protocol.TaskEnded(number, spent_ns, stamps, faults, failure))
         for descriptor in files:
             os.close(descriptor)
 
@@ -138,15 +148,19 @@ class TaskThread:
 
     def _fetch(self, task: protocol.TaskRequest) -> _Outcome:
         steps = {"first": self._first, "rows": self._rows, "whole": self._whole}
+        self.fetcher.faults.clear()  # of an attempt before
         self.shared.progress.read(self.number, task.batch, task.start)
         return steps[task.kind](task)
 
     def _first(self, task: protocol.TaskRequest) -> _Outcome:
         self.fetcher.position = 0
         sample = self.fetcher.sample(task.indices[0], task.epoch)
+        skipped = sample is SKIPPED
+        if skipped:
+            sample = self.fetcher.another(task.indices[0], task.epoch)
         self.fetcher.position = -1
         layout = layout_of(sample, collate_samples)
-        if layout is not None:
+        if layout is not None and not skipped:
             self.shared.first_samples[task.batch, task.start] = sample
         return protocol.FirstSample(layout), ()
 
@@ -161,7 +175,8 @@ class TaskThread:
         writers = layout.writers(memory, rows, start, start + len(indices))
         # As ProgressMemory.read(), without a call for each sample.
         words, position_at = self.shared.progress.words, self.number * protocol.THREAD_WORDS + 1
-        at_once = 1 if write_image is not None else layout.rows_at_once
+        alone = write_image is not None or fetcher.plan.guard.policy == "skip"
+        at_once = 1 if alone else layout.rows_at_once
         for row in range(0, len(indices), at_once):
             samples = []
             for offset, index in enumerate(indices[row : row + at_once], row):
@@ -171,10 +186,19 @@ class TaskThread:
                 if sample is not kept:
                     samples.append(sample)
                 elif write_image is None:
-                    samples.append(fetcher.sample(index, epoch))
+                    sample = fetcher.sample(index, epoch)
+                    if sample is not SKIPPED:
+                        samples.append(sample)
                 else:
                     began_ns = time.monotonic_ns()
-                    write_image(index, start + offset)
+                    try:
+                        write_image(index, start + offset)
+                        failed = None
+                    except Exception as error:
+                        failed = error
+                    if failed is not None:
+                        write = partial(_at_row, write_image, start + offset)
+                        fetcher.rescued(failed, write, index, epoch)
                     if stamps is not None:
                         stamps.read(index, began_ns)
             if samples:
@@ -189,6 +213,8 @@ class TaskThread:
         result = self.fetcher.batch(task.indices, task.epoch, mark)
         if result is END_OF_STREAM:
             return protocol.StreamEnd(self.fetcher.told()), ()
+        if result is NO_SAMPLES:
+            return protocol.NothingLeft(), ()
         began_ns = time.monotonic_ns()
         collated, files = self._packed(result, task.slot)
         if self.fetcher.stamps is not None:

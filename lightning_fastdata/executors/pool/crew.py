@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from lightning_fastdata.batches.slots import Slot, SlotPool
+from lightning_fastdata.errors import as_error
 from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.pool import protocol
-from lightning_fastdata.executors.pool.faults import as_error, died_starting
+from lightning_fastdata.executors.pool.faults import died_starting
 from lightning_fastdata.executors.pool.process import ChildProcess, stop_all
 from lightning_fastdata.executors.pool.splitter import Task
 from lightning_fastdata.executors.pool.wire import TaskQueue, make_packet
@@ -308,6 +309,7 @@ class Crew:
                 self._send_all(protocol.AskTaken(self.respawned))
         yield from self._resolve(child)
         self.respawned += 1
+        self.plan.faults.deaths += 1
         self._spawn_missing()
         if not child.began:
             self._died_starting += 1

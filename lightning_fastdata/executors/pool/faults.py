@@ -5,7 +5,8 @@ from __future__ import annotations
 import signal
 import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Container, Iterable
 from typing import Final
 
 import psutil
@@ -78,6 +79,46 @@ class StallWatch:
             self._warned = True
             text = "\n".join([_stalled(limit_s / 2), f"At {limit_s:g} s it is an error.", *doing()])
             warnings.warn(text, FastDataWarning, stacklevel=2)
+
+
+class Blame:
+    """Which sample kills whoever reads it, as the deaths of side processes tell."""
+
+    def __init__(self) -> None:
+        self._deaths: Counter[tuple[int, int]] = Counter()
+        self._apart: set[int] = set()
+
+    def forget(self) -> None:
+        """Begin anew, as batches of another epoch do."""
+        self._deaths.clear()
+        self._apart.clear()
+
+    def killers(
+        self, suspects: Iterable[tuple[int, int]], known: Container[tuple[int, int]], times: int
+    ) -> list[tuple[int, int]]:
+        """Return those samples of a process that died, as (batch number, position), that killed it.
+
+        One is ``known``, or was read each of so many ``times``. Where that holds for several, they
+        were read by threads of one process: which of them it was shows when they are read again,
+        :meth:`one_by_one`.
+        """
+        suspects = list(suspects)
+        self._deaths.update(suspects)
+        found = [each for each in suspects if each in known] or [
+            each for each in suspects if self._deaths[each] >= times
+        ]
+        if len(found) > 1:
+            self._apart.update(number for number, _ in found)
+            return []
+        for each in found:
+            del self._deaths[each]  # of this sample, and not of what takes its place
+        return found
+
+    def one_by_one(self, batches: Iterable[PendingBatch]) -> bool:
+        """Return whether only one task is to be under way, until suspicious batches are ready."""
+        if self._apart:
+            self._apart &= {batch.number for batch in batches if not batch.is_ready}
+        return bool(self._apart)
 
 
 def _stalled(seconds: float) -> str:
@@ -176,23 +217,3 @@ def _death(code: int | None) -> str:
         hint = " (the kernel kills so when memory runs out)" if code == -signal.SIGKILL else ""
         return f"was ended by {signal.Signals(-code).name}{hint}"
     return f"left with exit code {code}"
-
-
-def as_error(kind: type[BaseException], number: int, text: str) -> BaseException:
-    """Return an error of the same class as one that was raised in a side process."""
-    message = f"Caught {kind.__name__} in side process {number} {text}"
-    if issubclass(kind, StopIteration) or not issubclass(kind, Exception):
-        # Raised from __next__, it would end the epoch, or the program, early and without a word.
-        return RuntimeError(message)
-    try:
-        # A KeyError shows its argument quoted, which no traceback survives.
-        return kind(_Verbatim(message)) if issubclass(kind, KeyError) else kind(message)
-    except Exception:  # whatever an exception class of the user asks of its arguments
-        return RuntimeError(message)
-
-
-class _Verbatim(str):
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        return str(self)

@@ -30,7 +30,8 @@ when no task of it is open, and is then delivered, or its error is raised in its
 - *in place*: each task writes its samples into rows of a slot, memory that all processes map.
 - *misfit*: a sample has no layout, or another one, and cannot be written. When the other tasks have
   ended, the batch is collated *whole*, by a single task; so are all batches after it.
-- *error*: a sample or the collation failed; of several errors the one of the first sample counts.
+- *error*: a sample or the collation failed, and no other sample is to be read in its place; of
+  several errors the one of the first sample counts.
 - *old*: the batch belongs to an epoch that is over. It is dropped when its open tasks have ended.
 
 **Generations.** Each epoch has a generation, larger than that of the epoch before. The training
@@ -49,7 +50,8 @@ It notes in its progress memory how far it has got, and ends when its wire close
 any point, the tasks that were sent to it, or that it noted as taken, are lost: another does them. A
 task that is neither in the queue nor noted was taken by the dead process or, just now, by a living
 one. Each living one is asked (``AskTaken``), and what none of them has is lost, too. Where a task
-is lost again and again with the same sample being read, that sample gets an error. The wire and the
+is lost again and again with the same sample being read, that sample gets an error, or another one
+is read in its place. The wire and the
 queue carry whole packets, so that nothing is left half written or locked.
 
 A process that reads a stream has no queue: it is sent its tasks, all of them *whole*, and what is
@@ -64,6 +66,7 @@ from typing import Any, Final, Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
 
+from lightning_fastdata.batches.bad_samples import Fault
 from lightning_fastdata.batches.layout import SampleLayout
 from lightning_fastdata.batches.packed import Packed
 from lightning_fastdata.batches.slots import create_shared_memory, map_shared_memory
@@ -177,6 +180,10 @@ class Collated(NamedTuple):
     """What a stream tells of its position."""
 
 
+class NothingLeft(NamedTuple):
+    """All samples of the batch are left out."""
+
+
 class Misfit(NamedTuple):
     """A sample differs from the layout."""
 
@@ -200,7 +207,7 @@ class StreamEnd(NamedTuple):
 
 
 TaskResult: TypeAlias = (
-    RowsWritten | FirstSample | Collated | Misfit | TaskError | OldEpoch | StreamEnd
+    RowsWritten | FirstSample | Collated | NothingLeft | Misfit | TaskError | OldEpoch | StreamEnd
 )
 
 
@@ -210,6 +217,8 @@ class TaskEnded(NamedTuple):
     number: int
     spent_ns: int
     stamps: TaskStamps | None
+    faults: tuple[Fault, ...]
+    """Of its samples, each with its position in the batch."""
     result: TaskResult
 
 

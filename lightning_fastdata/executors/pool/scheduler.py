@@ -8,22 +8,23 @@ from __future__ import annotations
 
 import signal
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable
 from functools import partial
 from typing import Any, Final
 
+from lightning_fastdata.batches.bad_samples import NO_SAMPLES, plain_index
 from lightning_fastdata.batches.layout import SampleLayout
 from lightning_fastdata.batches.slots import SlotPool
 from lightning_fastdata.batches.streams import PageLocks
-from lightning_fastdata.errors import OptionsError, WorkerError
+from lightning_fastdata.errors import OptionsError, WorkerError, as_error
 from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.pool import protocol
 from lightning_fastdata.executors.pool.crew import Answer, Crew, Loss
 from lightning_fastdata.executors.pool.crew_trial import CrewTrial
 from lightning_fastdata.executors.pool.faults import (
+    Blame,
     StallWatch,
-    as_error,
     doing,
     killer_sample,
     timed_out,
@@ -69,7 +70,7 @@ class PoolExecutor:
         self._todo: deque[Task] = deque()
         self._count = 0
         self._stall = StallWatch(plan.stall_timeout_s)
-        self._deaths: Counter[tuple[int, int]] = Counter()
+        self._blame = Blame()
 
     @property
     def respawned(self) -> int:
@@ -98,7 +99,7 @@ class PoolExecutor:
             self._batches.remove(batch)
             if batch.is_ready:
                 batch.release(self._slots)
-        self._deaths.clear()
+        self._blame.forget()
         if self._now is not armed:
             self._trial.given_up()
         self._fill()
@@ -120,8 +121,12 @@ class PoolExecutor:
             batch = self._first_ready()
             if batch is not None:
                 self._batches.remove(batch)
+                if batch.faults:
+                    batch.report(self.plan.faults)
                 deliver = partial(batch.data, self._slots, self._splitter.layout)
                 delivered = self._wait.unpacked(deliver)
+                if delivered is NO_SAMPLES:
+                    continue
                 if self._records is not None:
                     rates, self._rates = self._rates, None
                     stamps = batch.all_stamps(
@@ -197,12 +202,10 @@ class PoolExecutor:
                 break
             run, indices = found
             self._count += 1
-            if self.plan.batched and hasattr(indices, "tolist"):
-                indices = indices.tolist()
-            batch = PendingBatch(self._count, run.generation, run.number, indices)
+            batch = self._splitter.begin(self._count, run, indices)
             self._batches.append(batch)
             self._todo.extend(self._splitter.tasks(batch, self._batches, hands))
-        limit = self._trial.limit
+        limit = 1 if self._blame.one_by_one(self._batches) else self._trial.limit
         while self._todo and (limit is None or self._crew.under_way < limit):
             if not self._crew.give(self._todo[0]):
                 break
@@ -237,6 +240,7 @@ class PoolExecutor:
         child, task, ended = answer.child, answer.task, answer.ended
         batch, result = task.batch, ended.result
         batch.open_tasks -= 1
+        batch.note(ended.faults)
         self._stall.note_task(ended.spent_ns)
         if ended.stamps is not None and not isinstance(result, protocol.OldEpoch):
             batch.stamps.append(ended.stamps)
@@ -249,6 +253,8 @@ class PoolExecutor:
             case protocol.Collated(packed):
                 self._wait.unpacked(partial(batch.take_parts, packed, answer.files, self._slots))
                 self._splitter.whole_bytes = max(self._splitter.whole_bytes, packed.size_bytes)
+            case protocol.NothingLeft():
+                batch.is_empty = True
             case protocol.Misfit():
                 batch.misfit, self._splitter.in_place = True, False
             case protocol.TaskError(position, kind, text):
@@ -307,21 +313,33 @@ class PoolExecutor:
 
     def _redo(self, loss: Loss) -> None:
         """Do again what a side process died with, but for a sample that kills all who read it."""
-        self._deaths.update(loss.suspects)
         code = loss.child.process.exitcode
-        limit = _KILLS if code == -signal.SIGKILL else _CRASHES
-        killers = [suspect for suspect in loss.suspects if self._deaths[suspect] >= limit]
+        times = _KILLS if code == -signal.SIGKILL else _CRASHES
+        quarantine = self.plan.faults.quarantine
+        batches = {task.batch.number: task.batch for task in loss.tasks}
+        known = {
+            (number, at)
+            for number, at in loss.suspects
+            if number in batches and plain_index(batches[number].index_at(at)) in quarantine
+        }
+        killers = self._blame.killers(loss.suspects, known, times)
         for task in reversed(loss.tasks):
-            batch = task.batch
-            read = range(task.start, task.start + len(task.indices) if self.plan.batched else 1)
-            killer = next(
-                (at for number, at in killers if number == batch.number and at in read), None
-            )
-            if killer is not None:
-                index = batch.indices[killer] if self.plan.batched else batch.indices
-                batch.error = killer, killer_sample(index, code, limit)
-            elif not self._is_old(batch):
-                self._todo.appendleft(task)
+            batch, went_on = task.batch, True
+            for number, at in killers:
+                if number == batch.number and task.reads(at):
+                    error = killer_sample(batch.index_at(at), code, times)
+                    went_on = self._give_up(batch, at, error)
+            if went_on and not self._is_old(batch):
+                self._todo.appendleft(task.renewed())
                 continue
             batch.open_tasks -= 1
             self._finish_if_ready(batch)
+
+    def _give_up(self, batch: PendingBatch, at: int, error: WorkerError) -> bool:
+        """Have the sample at a position, which no process can read, go the way of bad samples.
+
+        Returns:
+            Whether the batch goes on with another index in its place, which ``renewed()`` tasks
+            read; otherwise it raises the error, and the task is over.
+        """
+        return batch.give_up(at, self.plan, error)

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from lightning_fastdata.batches.bad_samples import (
+    NO_SAMPLES,
+    STAND_INS,
+    Fault,
+    Gone,
+    fault_of,
+    plain_index,
+)
 from lightning_fastdata.batches.keyed import fetches_in_batches
 from lightning_fastdata.batches.layout import SampleLayout
 from lightning_fastdata.batches.packed import Packed, unpack
 from lightning_fastdata.batches.slots import Slot, SlotPool
-from lightning_fastdata.errors import WorkerError
+from lightning_fastdata.errors import DatasetError, WorkerError
+from lightning_fastdata.executors.fault_log import FaultLog
 from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.pool.protocol import TaskKind, TaskRequest
 from lightning_fastdata.order.epoch_order import EpochOrder
@@ -53,7 +62,9 @@ class PendingBatch:
     generation: int
     epoch: int
     indices: Any
-    """What the plan gave."""
+    """What the plan gave, but for samples that are left out or replaced before they are read."""
+    batched: bool = True
+    """The indices are several; False: a single one."""
     slot: Slot | None = None
     """Where it is written; None until it has a place."""
     open_tasks: int = 0
@@ -62,17 +73,72 @@ class PendingBatch:
     """Its parts, if it was collated by a side process."""
     error: tuple[int, BaseException] | None = None
     """Of its first failing sample, with its position."""
+    is_empty: bool = False
+    """All of its samples are left out."""
     misfit: bool = False
     """Its samples cannot be written in place; to be collated as a whole when all tasks ended."""
     in_place: bool = False
     """Its samples are written in place."""
     stamps: list[TaskStamps] = field(default_factory=list)
     """Of its tasks, if stamps are recorded."""
+    faults: dict[tuple[int, int | str], Fault] = field(default_factory=dict)
+    """By position and index: samples that could not be read at once."""
 
     @property
     def is_ready(self) -> bool:
         """Whether it can be delivered, or raise its error."""
         return not self.open_tasks
+
+    def note(self, faults: Iterable[Fault]) -> None:
+        """Note what happened to samples; what a task that is done again tells again counts once."""
+        self.faults.update({(fault.position, fault.index): fault for fault in faults})
+
+    def index_at(self, at: int) -> Any:
+        """Return the index of the sample at a position."""
+        return self.indices[at] if self.batched else self.indices
+
+    def give_up(self, at: int, plan: FetchPlan, error: WorkerError) -> bool:
+        """Have another index in the place of one that no process can read, or raise the error.
+
+        Returns:
+            Whether there is another one.
+        """
+        index, quarantine = self.index_at(at), plan.faults.quarantine
+        # What kills whatever is read, as a collation may, would go on for ever.
+        tried = sum(fault.position == at for fault in self.faults.values())
+        allowed = tried < STAND_INS and len(quarantine) < plan.faults.allowed
+        goes_on = plan.guard.policy != "raise" and type(index) is not Gone and allowed
+        outcome = plan.guard.outcome if goes_on else "raised"
+        self.note([fault_of(error, plan.dataset, at, index, self.epoch, outcome)])
+        if not goes_on:
+            self.error = at, error
+            return False
+        quarantine.add(plain_index(index))
+        other = plan.guard.in_place_of(index, self.epoch, quarantine)
+        if self.batched:  # a list of the sampler is the sampler's
+            self.indices = [*self.indices[:at], other, *self.indices[at + 1 :]]
+        else:
+            self.indices = other
+        return True
+
+    def report(self, faults: FaultLog) -> None:
+        """Have what happened to the samples counted, as the batch is handed over.
+
+        It gets an error if there were too many bad ones.
+        """
+        if self.in_place and self.kept_rows() == []:
+            self.is_empty = True
+        try:
+            faults.take(self.faults.values())
+        except DatasetError as error:
+            self.error = self.error or (0, error)
+
+    def kept_rows(self) -> list[int] | None:
+        """Return the positions of the samples that are not left out; None: all of them."""
+        left_out = {fault.position for fault in self.faults.values() if fault.outcome == "skipped"}
+        if not left_out:
+            return None
+        return [at for at in range(len(self.indices)) if at not in left_out]
 
     def take_parts(self, packed: Packed, files: list[int], slots: SlotPool) -> None:
         """Take what a side process collated: in the slot it was given, or in a file of its own."""
@@ -82,17 +148,24 @@ class PendingBatch:
             self.slot = slots.adopt(files[0])
 
     def data(self, slots: SlotPool, layout: SampleLayout | None = None) -> Batch:
-        """Return the batch, or raise its error; its slot is used again when nothing views it."""
+        """Return the batch, or raise its error; its slot is used again when nothing views it.
+
+        ``NO_SAMPLES``: all of its samples are left out.
+        """
         if self.error is not None:
             self.release(slots)
             raise self.error[1]
+        if self.is_empty:
+            self.release(slots)
+            return NO_SAMPLES
         slot, self.slot = self.slot, None
         if slot is None:
             return unpack(self.packed, None)
         copy = slots.has_to_copy(slot)
         owner = slots.lease(slot)
         if self.in_place and layout is not None:
-            return layout.batch(owner, len(self.indices), copy=copy)
+            rows = self.kept_rows()
+            return layout.batch(owner, len(self.indices), copy=copy, rows=rows)
         return unpack(self.packed, owner, copy=copy)
 
     def release(self, slots: SlotPool) -> None:
@@ -134,6 +207,18 @@ class Task:
         """(batch number, position): stands for the task where no sample was being read yet."""
         return self.batch.number, self.start
 
+    def reads(self, at: int) -> bool:
+        """Return whether the sample at a position of the batch is one of the task's."""
+        count = len(self.indices) if self.batch.batched else 1
+        return self.start <= at < self.start + count
+
+    def renewed(self) -> Task:
+        """Return the same task with the indices that its batch has now."""
+        indices = self.batch.indices
+        if self.batch.batched:
+            indices = indices[self.start : self.start + len(self.indices)]
+        return Task(self.kind, self.batch, self.start, indices)
+
     def request(self) -> TaskRequest:
         """Return what is sent to a side process."""
         batch = self.batch
@@ -162,6 +247,18 @@ class Splitter:
         self.whole_bytes = 0
         """Size of the largest batch so far that was collated as a whole."""
         self._sample_ns: float | None = None
+
+    def begin(self, number: int, run: EpochRun, indices: Any) -> PendingBatch:
+        """Return a batch that begins, with none of the samples in quarantine."""
+        plan = self.plan
+        if plan.batched and hasattr(indices, "tolist"):
+            indices = indices.tolist()
+        indices, left_out = plan.faults.left_out(
+            plan.guard, indices, run.number, batched=plan.batched
+        )
+        batch = PendingBatch(number, run.generation, run.number, indices, plan.batched)
+        batch.note(left_out)
+        return batch
 
     def note_time(self, sample_ns: float) -> None:
         """Note how long each sample of a task took."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Final
 
 from lightning_fastdata.host.usage import (
@@ -16,7 +16,15 @@ from lightning_fastdata.host.usage import (
 if TYPE_CHECKING:
     import torch
 
+    from lightning_fastdata.executors.fault_log import FaultLog
     from lightning_fastdata.host.usage import DeviceUsage, HostUsage
+
+
+_FAULT_WORDS: Final = {
+    "data_faults/samples": "bad samples were replaced or left out {} times",
+    "data_faults/retries": "reads were repeated {} times",
+    "data_faults/deaths": "{} workers died and were replaced",
+}
 
 
 def host_scalars(before: HostUsage, after: HostUsage) -> dict[str, float]:
@@ -158,3 +166,28 @@ class HostMeter:
     def _read(self) -> None:
         self._newest = read_host_usage(self._workers(), at_s=self._clock_s())
         self._device_newest = read_device_usage(self._device)
+
+
+def fault_scalars(logs: Iterable[FaultLog]) -> dict[str, float]:
+    """Return what went wrong in reading so far, in all loaders; without what has not."""
+    logs = list(logs)
+    found = {
+        "data_faults/samples": sum(log.samples for log in logs),
+        "data_faults/retries": sum(log.retries for log in logs),
+        "data_faults/deaths": sum(log.deaths for log in logs),
+    }
+    return {name: float(count) for name, count in found.items() if count}
+
+
+def fault_notes(logs: Iterable[FaultLog]) -> tuple[str, ...]:
+    """Return in one sentence what went wrong in reading; empty: nothing has."""
+    logs = list(logs)
+    counts = fault_scalars(logs)
+    said = [
+        words.format(int(counts[name])) for name, words in _FAULT_WORDS.items() if name in counts
+    ]
+    if not said:
+        return ()
+    files = sorted({str(log.rule.quarantine_file) for log in logs if log.samples} - {"None"})
+    listed = f" Bad samples are listed in {', '.join(files)}." if files else ""
+    return (f"Faults in reading: {', '.join(said)}.{listed}",)

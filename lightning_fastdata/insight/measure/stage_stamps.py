@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from torch.utils.data import ConcatDataset, IterableDataset, Subset
 
-from lightning_fastdata.executors.fetch import decodes_in_place
+from lightning_fastdata.batches.layout import decodes_in_place
 from lightning_fastdata.insight.model.setups import busy_share
 from lightning_fastdata.insight.waits.several_loaders import LoaderTotals, LoaderWait, OneOfSeveral
 from lightning_fastdata.loading.loader import FastDataLoader

@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 from torch.utils.data import Subset
 
+from lightning_fastdata.batches.bad_samples import SampleGuard
 from lightning_fastdata.batches.collate import collate_samples
 from lightning_fastdata.batches.keyed import fetches_in_batches
 from lightning_fastdata.batches.uncollatable import uncollatable
 from lightning_fastdata.errors import DatasetError
 from lightning_fastdata.executors.gather.rows import gatherable
+from lightning_fastdata.executors.torch_guard import ReadingOn
 from lightning_fastdata.order.epoch_order import dataset_length
 from lightning_fastdata.planning.facts.pipeline_trial import Trial, try_recording
 from lightning_fastdata.planning.facts.probe import further_samples, measure_samples, probe_indices
@@ -109,6 +111,10 @@ def inspect_dataset(spec: LoaderSpec, questions: Questions) -> DatasetFacts:
         return facts_of(Findings(values=values))
     work = partial(try_apart, _answer, spec, questions)
     findings = work(start_method=method)
+    raised = findings.failure is not None and findings.failure.error is not None
+    if raised and spec.options.on_bad_sample != "raise":
+        work = partial(try_apart, _answer, reading_on(spec), questions)
+        findings = work(start_method=method)
     facts, failure = facts_of(findings), findings.failure
     if spec.reads_here and (failure is None or _suspects_fork(failure)):
         return replace(facts, shared_file=None)
@@ -131,6 +137,15 @@ def inspect_dataset(spec: LoaderSpec, questions: Questions) -> DatasetFacts:
         f"{_with_stack(failure)}"
     )
     return replace(facts, warnings=(*facts.warnings, decided_without))
+
+
+def reading_on(spec: LoaderSpec) -> LoaderSpec:
+    """Return the same loader over a dataset that reads others in the place of bad samples."""
+    length = dataset_length(spec.dataset)
+    if not length or spec.is_stream:
+        return spec
+    guard = SampleGuard("replace", 0, range(length))
+    return replace(spec, dataset=ReadingOn(spec.dataset, guard))
 
 
 def refuse_empty(dataset: Dataset[Any], name: str) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 from torch.utils.data import Dataset, IterableDataset, SequentialSampler
 
+from lightning_fastdata.batches.bad_samples import BadSamples
 from lightning_fastdata.errors import DatasetError, OptionsError
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.order.epoch_order import can_share_evenly, dataset_length
@@ -53,6 +55,7 @@ def build_loader(
         torch.multiprocessing.set_sharing_strategy(plan.sharing_strategy)  # type: ignore[no-untyped-call]
     arguments = {**settings, **plan.dataloader_kwargs(), "worker_nice": plan.worker_nice}
     arguments |= {"executor": plan.executor, "page_lock": plan.page_lock}
+    arguments["on_bad_sample"] = bad_samples_of(plan, trainer)
     if plan.stall_timeout_s is not None:
         arguments["stall_timeout"] = plan.stall_timeout_s
     overrides = dict(overrides)
@@ -108,6 +111,28 @@ def _share_of_rank(
         drop_last=drop_last,
     )
     return RankBatchSampler(sampler, size, drop_last)
+
+
+def bad_samples_of(plan: LoaderPlan, trainer: Trainer | None) -> BadSamples:
+    """Return what is done about bad samples; where they do not end the training it lists them.
+
+    Raises:
+        OptionsError: Several ranks are to skip samples.
+    """
+    if plan.on_bad_sample == "skip" and trainer is not None and trainer.world_size > 1:
+        raise OptionsError(
+            f"on_bad_sample='skip' with {trainer.world_size} ranks: one that leaves out a whole "
+            "batch comes to fewer of them, and the others would wait for it for ever. Use "
+            "'replace', or evaluate on one device."
+        )
+    file = plan.quarantine_file
+    if file is None and plan.on_bad_sample != "raise" and trainer is not None:
+        # All ranks are asked for a trainer's log folder together, as they are in its methods.
+        runs = running_stage(trainer) is not None
+        folder = (trainer.log_dir if runs else None) or trainer.default_root_dir
+        rank = f"-rank{trainer.global_rank}" if trainer.world_size > 1 else ""
+        file = os.path.join(folder, f"bad_samples{rank}.jsonl")  # noqa: PTH118 - may be a URL
+    return BadSamples(plan.on_bad_sample, plan.bad_sample_budget, file)
 
 
 def _without(arguments: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final, Literal, Protocol
 from lightning_fastdata.augment import SwitchedTransform, leaves_to_device
 from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.host.machine import describe_machine, read_versions
+from lightning_fastdata.insight.measure.host_metrics import fault_notes, fault_scalars
 from lightning_fastdata.insight.model.evidence import Evidence, LoaderFacts, read_loader
 from lightning_fastdata.insight.model.simulate import simulate
 from lightning_fastdata.insight.report.run_report import RunReport
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
     from lightning.pytorch import Trainer
 
+    from lightning_fastdata.executors.fault_log import FaultLog
     from lightning_fastdata.insight.measure.metrics import StageSummary
     from lightning_fastdata.insight.measure.wall import WallTime
     from lightning_fastdata.insight.verdicts.catalogue import Verdict
@@ -213,6 +215,7 @@ class MeasuredRun:
         """Give those scalars to the loggers that were asked for."""
         self.step = step
         if self.logs:
+            metrics = {**metrics, **fault_scalars(self._fault_logs(self.recording.loaders()))}
             boards.log_to(self.trainer.loggers, chosen(metrics, self._ours.scalars), step)
 
     def step_ended(self, step: int) -> None:
@@ -277,6 +280,14 @@ class MeasuredRun:
             text = boards.verdict_markdown(verdict, summary, wall)
             boards.log_text(self.trainer.loggers, name, text, self.step)
 
+    def _evaluated(self) -> object:
+        return self.trainer.val_dataloaders if self.recording.fits else None
+
+    @staticmethod
+    def _fault_logs(*several: object) -> list[FaultLog]:
+        found = (loader for loaders in several for loader in flattened(loaders))
+        return [loader.faults for loader in found if isinstance(loader, FastDataLoader)]
+
     def _validation(self) -> StageSummary | None:
         return self.recording.evaluated.summary() if self.recording.fits else None
 
@@ -315,6 +326,7 @@ class MeasuredRun:
             notes=(
                 *(() if datamodule is None else datamodule.notes),
                 *self.recording.notes(),
+                *fault_notes(self._fault_logs(self.recording.loaders(), self._evaluated())),
                 *replayed,
                 *(() if ranks is None else ranks.notes()),
             ),

@@ -1,0 +1,350 @@
+"""Samples that cannot be read: what becomes of them, decided in one place for every executor.
+
+Who reads a sample and gets an exception calls :meth:`SampleGuard.rescue`, in whichever process it
+is. What happened travels to the training process as :class:`Fault`, with the batch.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import operator
+import os
+import random
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
+
+from torch.utils.data import Dataset, Subset, SubsetRandomSampler
+
+from lightning_fastdata.batches.keyed import own_dataset
+from lightning_fastdata.errors import OptionsError, printable
+from lightning_fastdata.images.folder import FastImageFolder
+from lightning_fastdata.order.epoch_order import dataset_length
+from lightning_fastdata.tree import held
+
+BadSamplePolicy: TypeAlias = Literal["raise", "replace", "skip"]
+POLICIES: Final[tuple[BadSamplePolicy, ...]] = ("raise", "replace", "skip")
+FaultStage: TypeAlias = Literal["read", "transform", "collate"]
+Outcome: TypeAlias = Literal["read", "raised", "replaced", "skipped"]
+
+STAND_INS: Final = 8
+"""So many other samples are read in place of one, and fail, before that is an error."""
+_RETRY_AFTER_S: Final = (0.02, 0.2, 0.8)
+_RETRY_WITHIN_S: Final = 2.0
+"""A read that takes long by itself is not done again after this."""
+_JITTER: Final = random.Random()
+"""Of its own, as the global generator belongs to the samples."""
+_TRANSIENT: Final = frozenset(
+    {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EINTR, errno.EBUSY}
+)
+_TRANSFORMS: Final = ("albumentations.", "torchvision.transforms.", "lightning_fastdata.augment.")
+_MOST_TEXT: Final = 300
+_OUTCOME_OF: Final[Mapping[BadSamplePolicy, Outcome]] = {
+    "raise": "raised",
+    "replace": "replaced",
+    "skip": "skipped",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class BadSamples:
+    """What to do about samples that cannot be read, transformed or collated.
+
+    Raises:
+        OptionsError: A value is impossible.
+    """
+
+    policy: BadSamplePolicy = "raise"
+    """``"raise"`` an error that names the sample; ``"replace"`` it by another one, which follows
+    from seed, epoch and index; ``"skip"`` it, which shortens its batch."""
+    budget_share: float = 0.001
+    """Share of the dataset's samples that may be bad; 10 samples always may. More are an error."""
+    quarantine_file: str | os.PathLike[str] | None = None
+    """Where bad samples are written down, one JSON object a line; None: nowhere."""
+
+    def __post_init__(self) -> None:
+        if self.policy not in POLICIES:
+            known = ", ".join(map(repr, POLICIES))
+            raise OptionsError(f"on_bad_sample is {self.policy!r}; allowed are {known}.")
+        share = self.budget_share
+        number = isinstance(share, int | float) and not isinstance(share, bool)
+        if not (number and 0 <= share <= 1):
+            raise OptionsError(f"bad_sample_budget is {share!r}; allowed are shares from 0 to 1.")
+        if not isinstance(self.quarantine_file, str | os.PathLike | None):
+            raise OptionsError(
+                f"quarantine_file is {self.quarantine_file!r}; allowed are None and a path."
+            )
+
+    @classmethod
+    def of(cls, given: BadSamplePolicy | BadSamples) -> BadSamples:
+        """Return the rule that a policy's name stands for, or the rule itself."""
+        return given if isinstance(given, BadSamples) else cls(given)
+
+
+class Fault(NamedTuple):
+    """A sample that could not be read at once."""
+
+    position: int
+    """In its batch."""
+    index: int | str  # type: ignore[assignment]  # the field's name matters more than tuple.index
+    """Of the sample, or of one that was to replace another; of one that is no number its repr."""
+    epoch: int
+    path: str | None
+    """Of its file, where the dataset or the error shows one."""
+    stage: FaultStage
+    error: str
+    """Name of the class."""
+    text: str
+    """Of the error, in one line."""
+    retries: int
+    """How often it was read again."""
+    outcome: Outcome
+    """``"read"``: when it was read again."""
+
+
+class Gone:
+    """In place of an index: a sample that is left out of its batch and must not be read."""
+
+    __slots__ = ("index",)
+
+    def __init__(self, index: object) -> None:
+        self.index = index
+
+    def __repr__(self) -> str:
+        return repr(self.index)
+
+
+SKIPPED: Final = object()
+"""In place of a sample that is left out of its batch."""
+NO_SAMPLES: Final = object()
+"""In place of a batch, all of whose samples are left out."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleGuard:
+    """Reads on where a sample failed; a plain value, which goes to every process that reads."""
+
+    policy: BadSamplePolicy = "raise"
+    seed: int = 0
+    candidates: Sequence[int] = ()
+    """Indices of the samples that may replace another."""
+
+    @classmethod
+    def of(cls, rule: BadSamples, dataset: Dataset[Any], sampler: object, seed: int) -> SampleGuard:
+        """Return the guard of a loader.
+
+        What replaces a sample is any of the dataset's, or of those of a ``SubsetRandomSampler``.
+
+        Raises:
+            OptionsError: Samples are to be replaced, and it is not known by which.
+        """
+        if rule.policy == "raise":
+            return cls()
+        if isinstance(sampler, SubsetRandomSampler):
+            return cls(rule.policy, seed, sampler.indices)
+        length = dataset_length(dataset)
+        if length is None and rule.policy == "replace":
+            raise OptionsError(
+                f"on_bad_sample is 'replace', but {type(dataset).__name__} has no length, so that "
+                "it is not known what could replace a sample. Give it a __len__(), or use 'skip'."
+            )
+        return cls(rule.policy, seed, range(length or 0))
+
+    @property
+    def outcome(self) -> Outcome:
+        """What becomes of a sample that is bad."""
+        return _OUTCOME_OF[self.policy]
+
+    def stand_in(self, index: object, epoch: int, attempt: int = 1) -> Any:
+        """Return the index of what is read in place of a sample; never of that sample itself."""
+        text = f"{self.seed},{epoch},{plain_index(index)},{attempt}".encode()
+        number = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+        at = number % len(self.candidates)
+        if self.candidates[at] == index:
+            at = (at + 1) % len(self.candidates)
+        return self.candidates[at]
+
+    def in_place_of(self, index: object, epoch: int, without: Collection[object]) -> Any:
+        """Return what takes the place of an index that must not be read, nor those ``without``."""
+        if self.policy == "replace":
+            for attempt in range(1, 1 + 10 * STAND_INS):
+                other = self.stand_in(index, epoch, attempt)
+                if other not in without:
+                    return other
+        return Gone(index)
+
+    def rescue(
+        self,
+        error: Exception,
+        read: Callable[[Any], Any],
+        index: object,
+        epoch: int,
+        *,
+        dataset: object,
+        position: int,
+        faults: list[Fault],
+    ) -> Any:
+        """Return a sample where reading one has failed, or :data:`SKIPPED`.
+
+        ``read`` reads a sample by its index, under its own key; ``dataset`` tells its path, and
+        ``faults`` takes what happened.
+
+        Raises:
+            Exception: The error, if that is the policy, or those in its place fail, too.
+        """
+        if isinstance(index, Gone):
+            return SKIPPED
+        first, asked, begin = error, index, len(faults)
+        for attempt in range(1, STAND_INS + 2):
+            left, sample, retries = _read_again(error, read, asked)
+            outcome: Outcome = "read" if left is None else self.outcome
+            shown = left or error
+            fault = fault_of(shown, dataset, position, asked, epoch, outcome, retries=retries)
+            faults.append(fault)
+            if left is None:
+                return sample
+            if outcome == "skipped":
+                return SKIPPED
+            if outcome == "raised":
+                raise left
+            if attempt > STAND_INS:
+                break
+            asked = self.stand_in(index, epoch, attempt)
+            try:
+                return read(asked)
+            except Exception as other:
+                error = other
+        faults[begin] = faults[begin]._replace(outcome="raised")
+        first.add_note(
+            f"{STAND_INS} other samples were read in its place, and failed, too; the last one, "
+            f"sample {asked!r}, with {type(error).__name__}: {_line(error)}"
+        )
+        raise first
+
+    def all_read_alone(self, error: Exception, dataset: object, first: object, epoch: int) -> Fault:
+        """Return what happened where samples can be read alone, or raise why they all cannot."""
+        if self.policy == "raise" and not is_transient(error):
+            raise error
+        return fault_of(error, dataset, 0, first, epoch, "read", retries=1)
+
+
+def fault_of(
+    error: BaseException,
+    dataset: object,
+    position: int,
+    index: Any,
+    epoch: int,
+    outcome: Outcome,
+    *,
+    retries: int = 0,
+) -> Fault:
+    """Return what is worth knowing of a sample that failed."""
+    path, stage = path_of(dataset, index, error), stage_of(error)
+    kind = type(error).__name__
+    return Fault(
+        position, plain_index(index), epoch, path, stage, kind, _line(error), retries, outcome
+    )
+
+
+def _line(error: BaseException) -> str:
+    return printable(" ".join(str(error).split())[:_MOST_TEXT])
+
+
+def plain_index(index: object) -> int | str:
+    """Return an index as a number of Python, or what it looks like if it is none."""
+    try:
+        return operator.index(index)  # type: ignore[arg-type]
+    except TypeError:
+        return repr(index)
+
+
+def _read_again(
+    error: Exception, read: Callable[[Any], Any], index: object
+) -> tuple[Exception | None, Any, int]:
+    """Read a sample again while its error may pass; return the error that stays, or the sample."""
+    began_s, retries = time.monotonic(), 0
+    for pause_s in _RETRY_AFTER_S:
+        if not is_transient(error) or time.monotonic() - began_s > _RETRY_WITHIN_S:
+            break
+        time.sleep(pause_s * _JITTER.uniform(0.5, 1.5))
+        retries += 1
+        try:
+            return None, read(index), retries
+        except Exception as other:
+            error = other
+    return error, None, retries
+
+
+def is_transient(error: BaseException) -> bool:
+    """Return whether reading again may help: a network or a disk that had a bad moment.
+
+    A file that is missing, forbidden or damaged stays so.
+    """
+    for each in _chain(error):
+        if isinstance(each, TimeoutError | ConnectionError):
+            return True
+        if isinstance(each, OSError) and each.errno is not None:
+            return each.errno in _TRANSIENT
+    return False
+
+
+def stage_of(error: BaseException) -> FaultStage:
+    """Return where a sample failed: in a transform that is known as one, or else in the dataset."""
+    step = error.__traceback__
+    while step is not None:
+        module = step.tb_frame.f_globals.get("__name__", "")
+        if f"{module}.".startswith(_TRANSFORMS):
+            return "transform"
+        step = step.tb_next
+    return "read"
+
+
+def path_of(dataset: object, index: Any, error: BaseException) -> str | None:
+    """Return the file of a sample, if its dataset or the error shows one."""
+    listed = _listed_path(dataset, index)
+    if listed is not None:
+        return listed
+    for each in _chain(error):
+        if isinstance(each, OSError) and isinstance(each.filename, str | bytes | os.PathLike):
+            return os.fsdecode(each.filename)
+    return None
+
+
+def _listed_path(dataset: object, index: Any) -> str | None:
+    owner = own_dataset(dataset)
+    try:
+        while isinstance(owner, Subset):
+            owner, index = own_dataset(owner.dataset), owner.indices[index]
+        if isinstance(owner, FastImageFolder):
+            return owner.path_of(index)
+        for name in ("samples", "imgs"):
+            listed = held(owner, name)
+            if isinstance(listed, list | tuple):
+                entry = listed[index]
+                path = entry[0] if isinstance(entry, list | tuple) else entry
+                if isinstance(path, str | os.PathLike):
+                    return os.fspath(path)
+    except (LookupError, TypeError):  # no such sample, or one of another kind
+        pass
+    return None
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """Return an error and what it came from, as a traceback shows them."""
+    found: list[BaseException] = []
+    each: BaseException | None = error
+    while each is not None and each not in found:
+        found.append(each)
+        each = each.__cause__ or (None if each.__suppress_context__ else each.__context__)
+    return found
+
+
+def described(fault: Fault | None) -> str:
+    """Return what is known of a sample that failed beside its index, for the text of an error."""
+    if fault is None:
+        return ""
+    stage = ", in its transform" if fault.stage == "transform" else ""
+    path = "" if fault.path is None else f" (file {printable(fault.path)})"
+    return stage + path

@@ -1,0 +1,615 @@
+"""Samples that cannot be read are named, replaced or left out, alike for every executor."""
+
+from __future__ import annotations
+
+import errno
+import faulthandler
+import json
+import os
+import signal
+import stat
+import warnings
+from pathlib import Path
+from typing import Any
+
+import albumentations
+import numpy as np
+import pytest
+import torch
+from thoroughness import LONG
+from torch.utils.data import Dataset, IterableDataset, SubsetRandomSampler, TensorDataset
+
+from lightning_fastdata import FastDataLoader, FastDataWarning, FastImageFolder
+from lightning_fastdata.augment import BatchTransform
+from lightning_fastdata.batches import bad_samples
+from lightning_fastdata.batches.bad_samples import BadSamples, SampleGuard, is_transient
+from lightning_fastdata.errors import DatasetError, OptionsError, WorkerError
+
+LENGTH = 1000
+BAD = (3, 250, 251, 700, 999)
+SETUPS = {
+    "inline": {"executor": "inline"},
+    "workers-1": {"executor": "workers", "num_workers": 1},
+    "workers-2": {"executor": "workers", "num_workers": 2},
+    "workers-4": {"executor": "workers", "num_workers": 4},
+    "sidecar": {"executor": "sidecar", "num_workers": 3},
+    "torch-0": {"executor": "torch"},
+    "torch-2": {"executor": "torch", "num_workers": 2},
+}
+SETUP = pytest.mark.parametrize("setup", SETUPS)
+# After an error in the middle of an epoch torch's own loader takes ten seconds to end its workers.
+FAILING = pytest.mark.parametrize("setup", [name for name in SETUPS if name != "torch-2" or LONG])
+
+
+class Numbers(Dataset):
+    """Sample i is 16 floats of i and of the epoch's draw; some cannot be read."""
+
+    def __init__(self, length: int = LENGTH, bad: tuple[int, ...] = BAD) -> None:
+        self.length = length
+        self.bad = frozenset(bad)
+        self.samples = [(f"/data/{i}.bin", 0) for i in range(length)]
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if index in self.bad:
+            raise ValueError(f"sample {index} is damaged")
+        return {"values": torch.full((16,), float(index)), "index": index}
+
+
+class Together(Numbers):
+    """The same, read by the batch."""
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [self[index] for index in indices]
+
+
+class Images(Dataset):
+    """Images, some of which a transform refuses."""
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        image = np.full((8, 8, 3), index % 251, np.uint8)
+        image[0, 0] = (index // 256, index % 256, 7)
+        return {"image": image, "index": index}
+
+
+def refuse(image: Any, **_: Any) -> Any:
+    index = int(image[0, 0, 0]) * 256 + int(image[0, 0, 1])
+    if index in BAD and image[0, 0, 2] == 7:
+        raise ArithmeticError(f"no transform of {index}")
+    return image
+
+
+def pipeline() -> albumentations.Compose:
+    return albumentations.Compose(
+        [albumentations.Lambda(image=refuse, p=1.0), albumentations.GaussNoise(p=0.8)]
+    )
+
+
+def loader(dataset: Any, setup: str, rule: Any = "replace", **how: Any) -> FastDataLoader:
+    return FastDataLoader(dataset, on_bad_sample=rule, **{"batch_size": 32, **how}, **SETUPS[setup])
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FastDataWarning)
+        yield
+
+
+def expected(bad: tuple[int, ...] = BAD, epoch: int = 0, seed: int = 0) -> list[int]:
+    """Return which sample is read for each index, by the rule alone."""
+    guard = SampleGuard("replace", seed, range(LENGTH))
+    found = list(range(LENGTH))
+    for index in bad:
+        attempt = 1
+        while (other := guard.stand_in(index, epoch, attempt)) in bad:
+            attempt += 1
+        found[index] = other
+    return found
+
+
+def taken(batches: list[Any]) -> list[int]:
+    return [int(i) for batch in batches for i in batch["index"]]
+
+
+# -- one rule for every executor -------------------------------------------------------------------
+
+
+@SETUP
+@pytest.mark.parametrize("kind", [Numbers, Together])
+def test_replaced_samples_are_those_of_the_rule_for_every_executor(setup, kind) -> None:
+    data = loader(kind(), setup)
+    for epoch in range(2):
+        batches = list(data)
+        assert [len(batch["index"]) for batch in batches] == [32] * 31 + [8]
+        wanted = expected(epoch=epoch)
+        assert taken(batches) == wanted
+        values = torch.cat([batch["values"] for batch in batches])
+        assert torch.equal(values, torch.tensor(wanted).float()[:, None].expand(-1, 16))
+    met = sum(1 for epoch in range(2) for _ in BAD)
+    assert data.faults.samples == met
+    assert data.faults.retries == 0
+
+
+class Drawing(Numbers):
+    """Draws from the global generators, before it fails, too."""
+
+    def __getitem__(self, index: int) -> Any:
+        drawn = torch.rand(4) + np.random.rand()
+        return {**super().__getitem__(index), "drawn": drawn}
+
+
+def test_what_replaces_a_sample_is_drawn_under_its_own_key() -> None:
+    whole = {}
+    for batch in loader(Drawing(bad=()), "inline"):
+        whole |= dict(zip(taken([batch]), batch["drawn"], strict=True))
+    wanted = expected()
+    for setup in ("inline", "workers-1", "workers-2"):
+        batches = list(loader(Drawing(), setup))
+        assert taken(batches) == wanted
+        drawn = torch.cat([batch["drawn"] for batch in batches])
+        assert torch.equal(drawn, torch.stack([whole[index] for index in wanted])), setup
+
+
+def test_samples_that_a_transform_refuses_are_replaced_with_the_same_bytes() -> None:
+    found = {}
+    for setup in ("inline", "workers-1", "workers-2", "workers-4", "torch-2"):
+        transform = BatchTransform.from_albumentations(pipeline())
+        data = loader(Images(), setup, transform=transform)
+        batches = list(data)
+        assert taken(batches) == expected(), setup
+        assert data.faults.samples == len(BAD)
+        found[setup] = torch.cat([torch.as_tensor(batch["image"]) for batch in batches])
+    first = found.pop("inline")
+    for setup, images in found.items():
+        assert torch.equal(images, first), setup
+
+
+def test_a_pipeline_that_the_dataset_calls_itself_is_seeded_for_what_it_reads() -> None:
+    class Own(Images):
+        def __init__(self) -> None:
+            self.pipeline = pipeline()
+
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            sample = super().__getitem__(index)
+            return {**sample, "image": self.pipeline(image=sample["image"])["image"]}
+
+    found = []
+    for setup in ("inline", "workers-2", "torch-2"):
+        batches = list(loader(Own(), setup))
+        assert taken(batches) == expected()
+        found.append(torch.cat([batch["image"] for batch in batches]))
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+@SETUP
+@pytest.mark.parametrize("kind", [Numbers, Together])
+def test_skipped_samples_shorten_their_batch_and_an_empty_one_is_not_delivered(setup, kind) -> None:
+    bad = (0, 1, 2, 3, 37, 63)
+    batches = list(loader(kind(64, bad), setup, "skip", batch_size=4))
+    wanted = [i for i in range(64) if i not in bad]
+    assert taken(batches) == wanted
+    assert [len(batch["index"]) for batch in batches] == [4] * 8 + [3] + [4] * 5 + [3]
+    values = torch.cat([batch["values"] for batch in batches])
+    assert torch.equal(values[:, 0], torch.tensor(wanted).float())
+
+
+@pytest.mark.cases(4)
+@SETUP
+def test_single_samples_are_replaced_and_skipped(setup) -> None:
+    class Plain(Numbers):
+        def __getitem__(self, index: int) -> int:
+            return int(super().__getitem__(index)["index"])
+
+    skipped = list(loader(Plain(20, (0, 7)), setup, "skip", batch_size=None))
+    assert skipped == [i for i in range(20) if i not in (0, 7)]
+    guard = SampleGuard("replace", 0, range(20))
+    replaced = list(loader(Plain(20, (7,)), setup, batch_size=None))
+    assert replaced == [*range(7), guard.stand_in(7, 0), *range(8, 20)]
+
+
+def test_rows_that_are_read_one_by_one_are_replaced_as_elsewhere() -> None:
+    rows = torch.arange(40)
+    order = [*range(10), 99, *range(10, 20)]  # there is no sample 99
+    found = []
+    for how in ({"executor": "gather"}, {"executor": "workers", "num_workers": 2}):
+        data = FastDataLoader(
+            TensorDataset(rows), batch_size=7, sampler=order, on_bad_sample="replace", **how
+        )
+        found.append(torch.cat([batch[0] for batch in data]).tolist())
+        assert data.faults.samples == 1
+    other = SampleGuard("replace", 0, range(40)).stand_in(99, 0)
+    assert found[0] == found[1] == [*range(10), other, *range(10, 20)]
+
+
+def test_a_subset_given_to_a_sampler_is_not_left() -> None:
+    part = list(range(0, 200, 2))
+    data = loader(Numbers(200, (8, 10)), "workers-2", sampler=SubsetRandomSampler(part))
+    assert all(index % 2 == 0 for _ in range(3) for index in taken(list(data)))
+
+
+@pytest.mark.parametrize("executor", ["workers", "torch"])
+@pytest.mark.skipif(not LONG, reason="starts processes that import everything anew")
+def test_spawned_processes_go_by_the_same_rule(executor) -> None:
+    data = FastDataLoader(
+        Numbers(), 32, num_workers=2, executor=executor, on_bad_sample="replace",
+        multiprocessing_context="spawn",
+    )  # fmt: skip
+    assert taken(list(data)) == expected()
+
+
+class OnlyAlone(Together):
+    """Its call for a batch always fails."""
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        if len(indices) > 1:
+            raise RuntimeError("not so many")
+        return super().__getitems__(indices)
+
+
+@pytest.mark.parametrize("setup", ["inline", "workers-2", "torch-0"])
+def test_a_call_for_a_batch_that_fails_alone_is_counted_or_an_error(setup) -> None:
+    data = loader(OnlyAlone(64, ()), setup)
+    assert taken(list(data)) == list(range(64))
+    assert (data.faults.samples, data.faults.retries) == (0, 2)
+    with pytest.raises(RuntimeError, match="not so many"):
+        list(loader(OnlyAlone(64, ()), setup, "raise"))
+
+
+# -- errors ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("setup", ["inline", "workers-2", "sidecar"])
+def test_an_error_names_the_sample_its_file_and_the_stage(setup) -> None:
+    with pytest.raises(ValueError, match="damaged") as told:
+        list(loader(Numbers(40, (9,)), setup, "raise"))
+    text = "\n".join([str(told.value), *getattr(told.value, "__notes__", ())])
+    assert "hile reading sample 9 of the dataset (file /data/9.bin)" in text
+    if setup == "sidecar":  # threads share no pipeline
+        return
+    transform = BatchTransform.from_albumentations(pipeline())
+    with pytest.raises(ArithmeticError, match="no transform of 3") as told:
+        list(loader(Images(), setup, "raise", transform=transform))
+    text = "\n".join([str(told.value), *getattr(told.value, "__notes__", ())])
+    assert "hile reading sample 3 of the dataset, in its transform" in text
+
+
+def refuse_to_collate(samples: list[Any]) -> Any:
+    if any(sample["index"] == 9 for sample in samples):
+        raise RuntimeError("these do not go together")
+    return [sample["index"] for sample in samples]
+
+
+@pytest.mark.cases(4)
+@FAILING
+@pytest.mark.parametrize("rule", ["raise", "replace", "skip"])
+def test_a_collation_that_fails_is_an_error_that_names_its_samples(setup, rule) -> None:
+    how = {"collate_fn": refuse_to_collate, "batch_size": 4}
+    with pytest.raises(RuntimeError, match="do not go together") as told:
+        list(loader(Numbers(40, ()), setup, rule, **how))
+    text = "\n".join([str(told.value), *getattr(told.value, "__notes__", ())])
+    if not (setup.startswith("torch") and rule == "raise"):  # that is torch's own
+        assert "n collate_fn of samples [8, 9, 10, 11]" in text
+
+
+@pytest.mark.cases(4)
+@FAILING
+def test_more_bad_samples_than_the_budget_end_the_training_and_are_listed(setup) -> None:
+    bad = tuple(range(0, 400, 10))
+    data = loader(Numbers(bad=bad), setup, BadSamples("replace", 0.02))
+    with pytest.raises(DatasetError, match=r"and 20 may be[\s\S]*/data/100.bin"):
+        list(data)
+    assert len(list(loader(Numbers(bad=bad), setup, BadSamples("replace", 0.05)))) == 32
+
+
+@pytest.mark.cases(4)
+@FAILING
+def test_ten_samples_may_always_be_bad_and_eleven_may_not(setup) -> None:
+    assert len(list(loader(Numbers(100, tuple(range(10))), setup, "skip"))) == 4
+    with pytest.raises(DatasetError, match="11 samples of the dataset are bad, and 10 may be"):
+        list(loader(Numbers(100, tuple(range(11))), setup, "skip"))
+
+
+@pytest.mark.cases(4)
+@FAILING
+def test_where_nothing_can_be_read_the_first_error_is_raised(setup) -> None:
+    with pytest.raises(ValueError, match=r"sample \d is damaged") as told:
+        list(loader(Numbers(50, tuple(range(50))), setup, batch_size=4))
+    text = "\n".join([str(told.value), *getattr(told.value, "__notes__", ())])
+    assert "8 other samples were read in its place" in text
+
+
+def test_a_new_kind_of_error_is_warned_of_once() -> None:
+    data = loader(Numbers(), "workers-2")
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        list(data)
+        list(data)
+    texts = [str(each.message) for each in told if issubclass(each.category, FastDataWarning)]
+    (text,) = [text for text in texts if "is bad" in text]
+    assert "Sample 3 (file /data/3.bin) is bad and was replaced" in text
+
+
+def test_what_is_impossible_is_said_when_the_loader_is_made() -> None:
+    class Stream(IterableDataset):
+        def __iter__(self) -> Any:
+            return iter(range(3))
+
+    with pytest.raises(OptionsError, match="is a stream"):
+        FastDataLoader(Stream(), on_bad_sample="skip")
+    with pytest.raises(OptionsError, match="on_bad_sample is 'ignore'"):
+        FastDataLoader(Numbers(), on_bad_sample="ignore")  # type: ignore[arg-type]
+    with pytest.raises(OptionsError, match="bad_sample_budget is 2"):
+        BadSamples("skip", 2)
+
+
+# -- the file --------------------------------------------------------------------------------------
+
+
+@pytest.mark.cases(4)
+@SETUP
+def test_bad_samples_are_written_to_a_private_file(setup, tmp_path: Path) -> None:
+    file = tmp_path / "logs" / "bad.jsonl"
+    data = loader(Numbers(), setup, BadSamples("replace", 0.001, file))
+    list(data)
+    list(data)
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert {line["index"] for line in lines} == set(BAD)
+    assert [line for line in lines if line["index"] == 250] == [
+        {
+            "index": 250,
+            "path": "/data/250.bin",
+            "stage": "read",
+            "error": "ValueError: sample 250 is damaged",
+            "count": epoch + 1,
+            "epoch": epoch,
+        }
+        for epoch in range(2)
+    ]
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+
+
+@pytest.mark.cases(4)
+@FAILING
+def test_an_error_is_written_down_before_it_is_raised(setup, tmp_path: Path) -> None:
+    file = tmp_path / "bad.jsonl"
+    with pytest.raises(ValueError, match="damaged"):
+        list(loader(Numbers(), setup, BadSamples("raise", quarantine_file=file)))
+    (line,) = file.read_text().splitlines()
+    assert json.loads(line)["index"] == 3
+
+
+def test_a_link_in_the_place_of_the_file_is_not_followed(tmp_path: Path) -> None:
+    victim, file = tmp_path / "victim", tmp_path / "bad.jsonl"
+    victim.write_text("mine")
+    file.symlink_to(victim)
+    with pytest.warns(FastDataWarning, match="not written to"):
+        batches = list(loader(Numbers(), "inline", BadSamples("replace", 0.001, file)))
+    assert taken(batches) == expected()
+    assert victim.read_text() == "mine"
+
+
+# -- what passes by itself -------------------------------------------------------------------------
+
+
+class Flaky(Dataset):
+    """A network file system: one read in 20 fails at first, some for ever."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = str(folder)
+
+    def __len__(self) -> int:
+        return 200
+
+    def __getitem__(self, index: int) -> int:
+        if index % 20 == 3:
+            marker = Path(self.folder, str(index))
+            tries = len(marker.read_text()) if marker.exists() else 0
+            marker.write_text("x" * (tries + 1))
+            if tries < 2 or index == 43:
+                code = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT)[index // 20 % 3]
+                raise OSError(code, os.strerror(code), f"/net/{index}")
+        return index
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bad_samples, "_RETRY_AFTER_S", (0.0, 0.001, 0.002))
+
+
+@pytest.mark.cases(8)
+@SETUP
+@pytest.mark.usefixtures("at_once")
+@pytest.mark.parametrize("rule", ["replace", "skip"])
+def test_a_read_that_fails_for_a_moment_is_done_again(setup, rule, tmp_path: Path) -> None:
+    data = loader(Flaky(tmp_path), setup, BadSamples(rule, 0.001, tmp_path / "bad.jsonl"))
+    found = torch.cat(list(data)).tolist()
+    guard = SampleGuard("replace", 0, range(200))
+    other = [guard.stand_in(43, 0)] if rule == "replace" else []
+    assert found == [*range(43), *other, *range(44, 200)]
+    # Nine samples at their third try, and one that is given up after its fourth.
+    assert data.faults.retries == 9 * 2 + 3
+    (line,) = (tmp_path / "bad.jsonl").read_text().splitlines()
+    assert json.loads(line)["path"] == "/net/43"
+
+
+@pytest.mark.parametrize(
+    ("error", "passes"),
+    [
+        (OSError(errno.EIO, "input/output error"), True),
+        (OSError(errno.EBUSY, "busy"), True),
+        (InterruptedError(errno.EINTR, "interrupted"), True),
+        (ConnectionResetError("by peer"), True),
+        (TimeoutError("late"), True),
+        (FileNotFoundError(errno.ENOENT, "none"), False),
+        (PermissionError(errno.EACCES, "no"), False),
+        (OSError("image file is truncated (3 bytes not processed)"), False),
+        (ValueError("damaged"), False),
+    ],
+)
+def test_only_what_may_pass_is_tried_again(error, passes) -> None:
+    assert is_transient(error) is passes
+    wrapped = DatasetError("cannot read")
+    wrapped.__cause__ = error
+    assert is_transient(wrapped) is passes
+
+
+def test_raising_tries_again_first(tmp_path: Path) -> None:
+    class Passing(Flaky):
+        def __getitem__(self, index: int) -> int:
+            return index if index == 43 else super().__getitem__(index)
+
+    assert torch.cat(list(loader(Passing(tmp_path), "workers-2", "raise"))).tolist() == [
+        *range(200)
+    ]
+
+
+# -- image files -----------------------------------------------------------------------------------
+
+DAMAGED = {"b/05.jpg": "cut", "a/02.jpg": "noise", "b/11.jpg": "empty"}
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    """Two classes of 20 JPEG files, three of which are damaged."""
+    from PIL import Image
+
+    rng = np.random.default_rng(0)
+    root = tmp_path / "photos"
+    for name in "ab":
+        (root / name).mkdir(parents=True)
+        for i in range(20):
+            pixels = rng.integers(0, 255, (48, 64, 3), np.uint8)
+            Image.fromarray(pixels).save(root / name / f"{i:02}.jpg")
+    for name, how in DAMAGED.items():
+        data = (root / name).read_bytes()
+        part = {"cut": data[:300], "noise": b"no JPEG at all" * 9, "empty": b""}[how]
+        (root / name).write_bytes(part)
+    return root
+
+
+@pytest.mark.parametrize("kind", ["fast", "torchvision"])
+def test_damaged_image_files_are_replaced_by_the_same_ones(kind, photos: Path, tmp_path) -> None:
+    from torchvision.datasets import ImageFolder
+    from torchvision.transforms import v2
+
+    file = tmp_path / "bad.jsonl"
+    found: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for setup in ("inline", "workers-2", "sidecar", "torch-2"):
+        if kind == "fast":
+            dataset: Any = FastImageFolder(photos, size=32)
+        else:
+            steps = [v2.ToImage(), v2.CenterCrop(32)]
+            dataset = ImageFolder(str(photos), transform=v2.Compose(steps))
+        data = loader(dataset, setup, BadSamples("replace", 0.001, file), batch_size=8)
+        batches = list(data)
+        assert [len(batch[1]) for batch in batches] == [8] * 5
+        assert data.faults.samples == 3
+        found.append((torch.cat([b[0] for b in batches]), torch.cat([b[1] for b in batches])))
+        lines = [json.loads(line) for line in file.read_text().splitlines()]
+        assert {line["path"] for line in lines} == {str(photos / name) for name in DAMAGED}
+        file.unlink()
+    for images, targets in found[1:]:
+        assert torch.equal(images, found[0][0])
+        assert torch.equal(targets, found[0][1])
+
+
+@pytest.mark.parametrize("setup", ["inline", "workers-2", "sidecar"])
+def test_damaged_image_files_are_left_out(setup, photos: Path) -> None:
+    batches = list(loader(FastImageFolder(photos, size=32), setup, "skip", batch_size=8))
+    whole = FastImageFolder(photos, size=32)
+    good = [i for i in range(40) if i not in (2, 25, 31)]
+    assert sum(len(batch[1]) for batch in batches) == len(good)
+    images = torch.cat([batch[0] for batch in batches])
+    assert torch.equal(images, torch.stack([whole[i][0] for i in good]))
+
+
+# -- samples that kill -----------------------------------------------------------------------------
+
+
+class Deadly(Numbers):
+    def __init__(self, how: str) -> None:
+        super().__init__(60, ())
+        self.how = how
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 13:
+            if self.how == "exit":
+                os._exit(3)
+            faulthandler.disable()  # pytest's, which would print stacks
+            signal.raise_signal(signal.Signals[self.how])  # of this thread
+        return super().__getitem__(index)
+
+
+def collate_whole(samples: list[Any]) -> Any:
+    return torch.utils.data.default_collate(samples)
+
+
+@pytest.mark.cases(8)
+@pytest.mark.parametrize("how", ["exit", "SIGSEGV", *(["SIGABRT", "SIGKILL"] if LONG else [])])
+@pytest.mark.parametrize("setup", ["workers-1", "workers-2", "sidecar"])
+@pytest.mark.parametrize("collated", [True, False])
+def test_a_sample_that_kills_its_worker_is_replaced_and_not_read_again(
+    how, setup, collated
+) -> None:
+    collate = None if collated else collate_whole
+    data = loader(Deadly(how), setup, batch_size=8, collate_fn=collate, persistent_workers=True)
+    guard = SampleGuard("replace", 0, range(60))
+    for epoch in range(3):
+        assert taken(list(data)) == [*range(13), guard.stand_in(13, epoch), *range(14, 60)]
+        if epoch == 0:
+            deaths = data.faults.deaths
+    assert data.quarantine == [13]
+    assert data.faults.samples == 3
+    assert 2 <= deaths == data.faults.deaths
+    data.close()
+
+
+@pytest.mark.parametrize("setup", ["workers-2", "sidecar"])
+@pytest.mark.parametrize("collated", [True, False])
+def test_a_sample_that_kills_its_worker_is_left_out(setup, collated) -> None:
+    collate = None if collated else collate_whole
+    data = loader(Deadly("exit"), setup, "skip", batch_size=8, collate_fn=collate)
+    for _ in range(2):
+        batches = list(data)
+        assert taken(batches) == [i for i in range(60) if i != 13]
+        assert [len(batch["index"]) for batch in batches] == [8, 7, *[8] * 5, 4]
+    assert data.quarantine == [13]
+
+
+@pytest.mark.parametrize("setup", ["workers-2", "sidecar"])
+def test_a_sample_that_kills_its_worker_is_an_error_that_names_it(setup) -> None:
+    data = loader(Deadly("exit"), setup, "raise", batch_size=8)
+    with pytest.raises(WorkerError, match="Sample 13 of the dataset"):
+        list(data)
+    assert data.quarantine == []
+
+
+@pytest.mark.parametrize("setup", ["inline", "workers-2", "torch-0", "torch-2"])
+@pytest.mark.parametrize("rule", ["replace", "skip"])
+def test_what_is_in_quarantine_is_not_read(setup, rule) -> None:
+    data = loader(Deadly("exit"), setup, rule, batch_size=8)
+    data.quarantine = [13]
+    guard = SampleGuard("replace", 0, range(60))
+    other = [guard.stand_in(13, 0)] if rule == "replace" else []
+    assert taken(list(data)) == [*range(13), *other, *range(14, 60)]
+    assert data.faults.deaths == 0
+    assert data.faults.samples == 1
+
+
+def collate_to_death(samples: list[Any]) -> Any:
+    if any(sample["index"] >= 8 for sample in samples):
+        os._exit(3)
+    return [sample["index"] for sample in samples]
+
+
+def test_a_collation_that_kills_its_worker_ends_with_an_error() -> None:
+    data = loader(Numbers(32, ()), "workers-1", batch_size=8, collate_fn=collate_to_death)
+    with pytest.raises(WorkerError):
+        list(data)

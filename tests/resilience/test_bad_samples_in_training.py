@@ -1,0 +1,238 @@
+"""A real training goes on over bad samples, and tells of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import albumentations
+import lightning
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger
+from torch.utils.data import Dataset, IterableDataset
+
+from lightning_fastdata import (
+    DataThroughputCallback,
+    FastDataModule,
+    FastDataWarning,
+    LoaderOptions,
+)
+from lightning_fastdata.batches.bad_samples import SampleGuard
+from lightning_fastdata.errors import OptionsError
+from lightning_fastdata.plugin.data.loaders import bad_samples_of
+
+
+class Numbers(Dataset):
+    def __init__(self, bad: tuple[int, ...], deadly: int | None = None) -> None:
+        self.bad = bad
+        self.deadly = deadly
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == self.deadly:
+            os._exit(3)
+        if index in self.bad:
+            raise ValueError(f"sample {index} is damaged")
+        return torch.full((4,), float(index))
+
+
+class Seen(lightning.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+        self.trained: list[list[int]] = []
+        self.validated: list[list[int]] = []
+
+    def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+        self.trained.append(batch[:, 0].int().tolist())
+        return self.layer(batch).mean()
+
+    def validation_step(self, batch: torch.Tensor) -> None:
+        self.validated.append(batch[:, 0].int().tolist())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.0)
+
+
+def data(**options: Any) -> FastDataModule:
+    train, val = options.pop("train"), options.pop("val", None)
+    given = {"train": LoaderOptions(on_bad_sample="replace", **options)}
+    given["val"] = LoaderOptions(on_bad_sample="skip", **options)
+    return FastDataModule.from_datasets(train, val, batch_size=8, options=given, seed=5)
+
+
+def fit(module: Seen, datamodule: Any, folder: Path, epochs: int = 2) -> lightning.Trainer:
+    trainer = lightning.Trainer(
+        max_epochs=epochs,
+        accelerator="cpu",
+        logger=CSVLogger(folder),
+        callbacks=[DataThroughputCallback(every_n_steps=1)],
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        num_sanity_val_steps=0,
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.fit(module, datamodule=datamodule)
+    return trainer
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_training_replaces_and_a_validation_skips(workers, tmp_path, capsys) -> None:
+    module = Seen()
+    # The first sample is read before there are workers, to see what samples look like.
+    options: dict[str, Any] = {"num_workers": workers}
+    if workers:
+        options["executor"] = "workers"
+    datamodule = data(train=Numbers((0, 21)), val=Numbers((0, 1, 40)), **options)
+    trainer = fit(module, datamodule, tmp_path)
+    assert [len(batch) for batch in module.trained] == [8] * 16
+    guard = SampleGuard("replace", 5, range(64))
+    for epoch in range(2):
+        read = sorted(i for batch in module.trained[8 * epoch :][:8] for i in batch)
+        stand_ins = [guard.stand_in(index, epoch) for index in (0, 21)]
+        assert read == sorted([*(set(range(64)) - {0, 21}), *stand_ins])
+    assert [len(batch) for batch in module.validated] == [6, 8, 8, 8, 8, 7, 8, 8] * 2
+    log_dir = Path(str(trainer.log_dir))
+    lines = [json.loads(line) for line in (log_dir / "bad_samples.jsonl").read_text().splitlines()]
+    assert len(lines) == 2 * (2 + 3)
+    logged = (log_dir / "metrics.csv").read_text()
+    assert "data_faults/samples" in logged
+    assert "data_faults/deaths" not in logged
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "bad samples were replaced or left out 10 times" in printed
+    assert trainer.callbacks[0].report is not None  # type: ignore[attr-defined]
+
+
+def test_the_replaced_samples_of_a_training_do_not_depend_on_workers(tmp_path) -> None:
+    seen = []
+    for options in (
+        {"executor": "inline"},
+        {"executor": "workers", "num_workers": 1},
+        {"executor": "workers", "num_workers": 3},
+        {"executor": "sidecar", "num_workers": 2},
+        {"executor": "torch", "num_workers": 2},
+    ):
+        module = Seen()
+        fit(module, data(train=Numbers((3, 17, 50)), **options), tmp_path)
+        seen.append(module.trained)
+    assert all(batches == seen[0] for batches in seen)
+
+
+def test_a_training_goes_on_over_a_sample_that_kills_its_worker(tmp_path, capfd) -> None:
+    module = Seen()
+    datamodule = data(train=Numbers((), deadly=30), executor="workers", num_workers=2)
+    trainer = fit(module, datamodule, tmp_path)
+    read = sorted(i for batch in module.trained for i in batch)
+    guard = SampleGuard("replace", 5, range(64))
+    stand_ins = [guard.stand_in(30, epoch) for epoch in range(2)]
+    assert read == sorted([*(set(range(64)) - {30}), *(set(range(64)) - {30}), *stand_ins])
+    assert trainer.train_dataloader.quarantine == [30]
+    assert "workers died and were replaced" in " ".join(capfd.readouterr().out.split())
+
+
+IMAGES = np.random.default_rng(0).integers(0, 256, (64, 24, 24, 3), np.uint8)
+
+
+class Pictures(Dataset):
+    """Runs its own pipeline; some samples fail before it, some behind it."""
+
+    def __init__(self, bad: tuple[int, ...]) -> None:
+        self.bad = bad
+        steps = [albumentations.HorizontalFlip(), albumentations.RandomBrightnessContrast(p=0.9)]
+        self.pipeline = albumentations.Compose([*steps, albumentations.ToTensorV2()])
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        if index in self.bad[::2]:
+            raise ValueError("before")
+        image = self.pipeline(image=IMAGES[index])["image"]
+        if index in self.bad[1::2]:
+            raise ValueError("behind")
+        return image, index
+
+
+class Shown(Seen):
+    def training_step(self, batch: Any) -> torch.Tensor:
+        images, indices = batch
+        self.trained.append([indices.clone(), images.float().clone()])
+        return self.layer(
+            images.float().mean((1, 2, 3), keepdim=True)[:, :, 0, 0].expand(-1, 4)
+        ).mean()
+
+
+def test_what_waits_for_the_device_is_replaced_with_the_same_pixels(tmp_path) -> None:
+    bad, seen = (3, 17, 50, 51), []
+    for place, options in (
+        ("cpu", {"executor": "inline"}),
+        ("gpu", {"executor": "inline"}),
+        ("gpu", {"executor": "workers", "num_workers": 2}),
+        ("gpu", {"executor": "torch", "num_workers": 2}),
+    ):
+        module = Shown()
+        given = LoaderOptions(on_bad_sample="replace", **options)
+        datamodule = FastDataModule.from_datasets(
+            Pictures(bad), batch_size=8, options=given, seed=5, augment_on=place
+        )
+        fit(module, datamodule, tmp_path, epochs=1)
+        seen.append([torch.cat(parts) for parts in zip(*module.trained, strict=True)])
+    guard = SampleGuard("replace", 5, range(64))
+    stand_ins = [guard.stand_in(index, 0) for index in bad]
+    assert sorted(seen[0][0].tolist()) == sorted([*(set(range(64)) - set(bad)), *stand_ins])
+    for indices, images in seen[1:]:
+        assert torch.equal(indices, seen[0][0])
+        assert (images - seen[0][1]).abs().max() <= 1  # a brightness may be rounded otherwise
+
+
+def test_a_training_names_what_it_cannot_read_by_default(tmp_path) -> None:
+    datamodule = FastDataModule.from_datasets(Numbers((21,)), num_workers=2, batch_size=8)
+    with pytest.raises(ValueError, match="sample 21 of the dataset"):
+        fit(Seen(), datamodule, tmp_path)
+    assert not list(tmp_path.rglob("bad_samples*"))
+
+
+def test_a_stream_says_that_it_can_only_raise(tmp_path) -> None:
+    class Stream(IterableDataset):
+        def __iter__(self) -> Any:
+            return iter(torch.zeros(3, 4))
+
+    with pytest.raises(OptionsError, match="is a stream"):
+        fit(Seen(), data(train=Stream()), tmp_path)
+
+
+def test_a_loader_that_chooses_for_itself_reads_over_bad_samples() -> None:
+    from lightning_fastdata import FastDataLoader
+
+    loader = FastDataLoader(
+        Numbers((0, 1, 2)), batch_size=8, executor="auto", on_bad_sample="replace"
+    )
+    with pytest.warns(FastDataWarning, match="is bad"):
+        assert [len(batch) for batch in loader] == [8] * 8
+
+
+def test_ranks_list_bad_samples_apart_and_none_may_skip(tmp_path) -> None:
+    state = SimpleNamespace(fn=None)
+    trainer: Any = SimpleNamespace(
+        world_size=2, global_rank=1, default_root_dir=str(tmp_path), state=state
+    )
+    plan: Any = SimpleNamespace(
+        on_bad_sample="replace", bad_sample_budget=0.1, quarantine_file=None
+    )
+    rule = bad_samples_of(plan, trainer)
+    assert rule.quarantine_file == str(tmp_path / "bad_samples-rank1.jsonl")
+    plan.on_bad_sample = "skip"
+    with pytest.raises(OptionsError, match="wait for it for ever"):
+        bad_samples_of(plan, trainer)
+    trainer.world_size = 1
+    assert bad_samples_of(plan, trainer).quarantine_file == str(tmp_path / "bad_samples.jsonl")
