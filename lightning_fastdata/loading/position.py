@@ -223,6 +223,7 @@ class Position:
         """Go on from a state with the next pass."""
         self._pending = state
         self._pass = None
+        self._epochs = state.epoch
 
     def next_pass(
         self, epoch: Callable[[], int] | None, sampler_epoch: int | None, begun: Pass | None
@@ -240,9 +241,10 @@ class Position:
         elif pending is not None:
             number = pending.epoch
         else:
-            number = self._epochs if begun is None else begun.epoch
-        if begun is None:
-            self._epochs = number + 1
+            # Who sets the epoch of a sampler knows better; one that nobody sets stays at 0.
+            counted = self._epochs if begun is None else begun.epoch
+            number = max(counted, sampler_epoch or 0)
+        self._epochs = max(self._epochs, number + 1)
         if pending is None or pending.epoch != number:
             return Pass(epoch=number, sampler_epoch=sampler_epoch)
         return Pass(
