@@ -17,7 +17,6 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Dataset,
-    DistributedSampler,
     IterableDataset,
     RandomSampler,
     SequentialSampler,
@@ -29,6 +28,7 @@ from lightning_fastdata import (
     FastDataModule,
     LoaderOptions,
 )
+from lightning_fastdata.order.epoch_order import EpochOrder
 from lightning_fastdata.order.samplers import ShuffleSampler
 
 
@@ -110,7 +110,7 @@ class RecordsRank(Linear):
         self.seen["train"] = []
 
 
-def test_row_13_two_ranks_see_torchs_distributed_shares(tmp_path):
+def test_row_13_two_ranks_share_each_step_of_one_order(tmp_path):
     model, module = RecordsRank(tmp_path), RowsModule(batch_size=4, length=32)
     trainer = make_trainer(
         tmp_path, max_epochs=2, strategy="ddp_fork", devices=2, limit_val_batches=0
@@ -122,9 +122,9 @@ def test_row_13_two_ranks_see_torchs_distributed_shares(tmp_path):
         for rank in range(2):
             text = (tmp_path / f"epoch{epoch}-rank{rank}.txt").read_text()
             shares.append([int(i) for i in text.split(",")])
-            sampler = DistributedSampler(Rows(32), num_replicas=2, rank=rank, shuffle=True, seed=0)
-            sampler.set_epoch(epoch)
-            assert shares[rank] == list(sampler)
+        steps = [shares[0][at : at + 4] + shares[1][at : at + 4] for at in range(0, 16, 4)]
+        alone = EpochOrder(length=32, batch_size=8, seed=0, epoch=epoch)
+        assert steps == [batch.tolist() for batch in alone.batches()]
         assert sorted(shares[0] + shares[1]) == list(range(32))
         epochs.append(shares)
     assert epochs[0] != epochs[1]
