@@ -243,6 +243,7 @@ def test_a_second_fit_starts_a_new_report(tmp_path):
 SCHEMA = {
     "schema_version",
     "ended",
+    "run",
     "stages",
     "verdict",
     "wall",
