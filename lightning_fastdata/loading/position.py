@@ -116,6 +116,8 @@ class Place(NamedTuple):
     """Batches of it that the training took; between two epochs still those of the one before."""
     last: bool
     """The batch that it took last was the last one of its epoch."""
+    within: bool = False
+    """It goes on within an epoch, from a checkpoint that was written there."""
 
 
 class Run(Protocol):
@@ -257,7 +259,7 @@ class Position:
         ``epoch``, if given, is asked for the epoch in place of the run.
         """
         state = run.resumed(loader) or self._pending
-        number, taken, last = run.place()
+        number, taken, last, within = run.place()
         number = number if epoch is None else epoch()
         now = self._pass
         if now is not None and now.epoch == number and taken:
@@ -273,6 +275,8 @@ class Position:
         if not taken:
             return Pass(epoch=number)
         if state is None or state.epoch != number:
+            if not within:  # the count is still that of the epoch before
+                return Pass(epoch=number)
             state = LoaderState(epoch=number, batches=taken, samples=-1)
         before = max(0, taken - state.batches)
         return Pass(epoch=number, state=state, before=before, handed=state.batches)
@@ -317,7 +321,7 @@ class Position:
             used = begun.handed - ahead
             whole = (begun.exhausted and not ahead) or used == length
             return (begun.epoch + 1, 0, None) if whole else (begun.epoch, max(0, used), None)
-        epoch, taken, last = run.place()
+        epoch, taken, last, _ = run.place()
         if begun is None or begun.epoch != epoch:
             return epoch, 0, None
         handed = begun.before + begun.handed

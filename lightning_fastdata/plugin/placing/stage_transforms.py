@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -215,11 +215,18 @@ def carry_out_draws(batch: Batch, transforms: StageTransforms) -> Batch:
     return batch
 
 
+def draw_freely(_: Stage) -> AbstractContextManager[None]:
+    """Return a block that leaves the generators as they are."""
+    return nullcontext()
+
+
 Drawing: TypeAlias = Callable[[Stage], AbstractContextManager[None]]
 """A block in which the callables of a stage draw."""
 
 
-def finish(batch: Batch, transforms: StageTransforms, drawing: Drawing) -> tuple[Batch, bool]:
+def finish(
+    batch: Batch, transforms: StageTransforms, drawing: Drawing = draw_freely
+) -> tuple[Batch, bool]:
     """Run what a batch on the device waits for; return it plain, with whether anything ran."""
     if _is_combined(batch):
         return _each(batch, lambda part: finish(part, transforms, drawing)[0]), True

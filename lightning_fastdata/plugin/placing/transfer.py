@@ -230,9 +230,10 @@ class TransferHooks:
         if stage != "train" or trainer is None:
             return nullcontext()
         # What one batch draws rests on no other, so that a run may go on from any of them.
-        epoch, taken, _ = training_place(trainer)
+        place = training_place(trainer)
         device = trainer.strategy.root_device
-        return drawn_under(self.run_seed(), epoch, (trainer.global_rank, taken), device)
+        number = trainer.global_rank, place.taken
+        return drawn_under(self.run_seed(), place.epoch, number, device)
 
     def run_seed(self) -> int:
         """Return the seed of order and draws."""

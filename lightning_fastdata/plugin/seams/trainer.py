@@ -81,7 +81,9 @@ def training_place(trainer: Trainer | None) -> Place:
     epochs, batches = loop.epoch_progress.current, loop.epoch_loop.batch_progress
     taken = int(batches.current.processed)
     last = bool(batches.is_last_batch) and taken == batches.current.ready
-    return Place(int(epochs.processed), taken, last=last)
+    in_epoch = epochs.ready == epochs.started == epochs.processed + 1
+    within = in_epoch and began_from_file(trainer)
+    return Place(int(epochs.processed), taken, last=last, within=within)
 
 
 def is_to_be_restored(trainer: Trainer) -> bool:
