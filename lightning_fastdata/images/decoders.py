@@ -12,9 +12,9 @@ opencv       no     yes           albumentations
 pillow       no     yes           torchvision
 ============ ====== ============= =============================================================
 
-A *strict* library refuses a JPEG whose entropy-coded data is garbled. The others would return grey or
-shifted pixels for it, as torchvision's ``ImageFolder`` does, so simplejpeg reads the codes before them
-(``wholeness``). All of them refuse a truncated file.
+A *strict* library refuses a JPEG whose entropy-coded data is garbled. The others would return grey
+or shifted pixels for it, as torchvision's ``ImageFolder`` does, so simplejpeg reads the codes before
+them (``wholeness``). All of them refuse a truncated file.
 What is not a JPEG, and what is a CMYK JPEG, is read by Pillow whatever decoder is chosen, so that
 palettes, alpha and CMYK mean what they mean to ``ImageFolder``.
 """
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
     import torch
     from PIL import Image
+    from PIL.ImageFile import ImageFile
 
 Pixels: TypeAlias = npt.NDArray[np.uint8]
 """``[height, width, 3]`` uint8, red-green-blue."""
@@ -244,7 +245,7 @@ def _is_rgb_jpeg(data: bytes) -> bool:
 
 
 @contextmanager
-def _opened(data: bytes) -> Iterator[Image.Image]:
+def _opened(data: bytes) -> Iterator[ImageFile]:
     """Open with Pillow; whatever it raises for bad data becomes a ``ValueError`` with the reason.
 
     Pillow's parsers let through what they met: OSError, SyntaxError, struct.error, zlib.error,
@@ -269,7 +270,7 @@ def _opened(data: bytes) -> Iterator[Image.Image]:
         raise ValueError(str(error) or type(error).__name__) from error
 
 
-def _check_opened(image: Image.Image) -> None:
+def _check_opened(image: ImageFile) -> None:
     """Refuse what must not be loaded. Nothing but the header has been read."""
     from PIL import Image
 
@@ -286,7 +287,7 @@ def _check_opened(image: Image.Image) -> None:
         raise ValueError(f"it says that it has {image.width} x {image.height} pixels")
 
 
-def _check_whole(data: bytes, image: Image.Image) -> None:
+def _check_whole(data: bytes, image: ImageFile) -> None:
     """Refuse what Pillow would load a part of."""
     if is_jpeg(data):
         check_jpeg_codes(data)
@@ -296,7 +297,7 @@ def _check_whole(data: bytes, image: Image.Image) -> None:
         check_tiles(image)
 
 
-def _to_rgb(image: Image.Image) -> Image.Image:
+def _to_rgb(image: ImageFile) -> Image.Image:
     """Convert as ``ImageFolder`` does, except where that would burn the picture to white."""
     from PIL import Image
 

@@ -79,7 +79,7 @@ def open_image(
     """
     try:
         # A Path costs 3 us per sample.
-        with open(path, "rb", buffering=0, opener=_open_at_once) as file:  # noqa: PTH123
+        with open(path, "rb", buffering=0, opener=_open_at_once) as file:
             _check_file(path, os.fstat(file.fileno()), max_pixels)
             data = file.read()
     except OSError as error:

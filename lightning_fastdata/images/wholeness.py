@@ -18,7 +18,7 @@ from lightning_fastdata.errors import FastDataWarning
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from PIL import Image
+    from PIL.ImageFile import ImageFile
 
 _FRAMES: Final = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 _SCAN, _END = 0xDA, 0xD9
@@ -79,8 +79,8 @@ def _next_marker(data: bytes, at: int, marker: int) -> int:
 def check_jpeg_codes(data: bytes) -> None:
     """Refuse a JPEG whose entropy-coded data is garbled, or of which a part is missing.
 
-    simplejpeg reads all codes and computes an eighth of the picture: half the time of decoding. Only
-    for libraries that are not strict themselves.
+    simplejpeg reads all codes and computes an eighth of the picture: half the time of decoding.
+    Only for libraries that are not strict themselves.
     """
     decode = _strict_decoder()
     if decode is None:
@@ -134,11 +134,13 @@ def check_png(data: bytes) -> None:
         at = end
 
 
-def check_tiles(image: Image.Image) -> None:
+def check_tiles(image: ImageFile) -> None:
     """Refuse an opened, not yet loaded TIFF whose tiles do not reach over the whole picture."""
-    reach = [tile[1] for tile in getattr(image, "tile", ()) if tile[1]]
+    reach = [tile[1] for tile in image.tile if tile[1]]
     right, bottom = (max((box[side] for box in reach), default=0) for side in (2, 3))
-    if reach and (right < image.width or bottom < image.height):
+    # Pillow says the size as it will be turned; tiles are as they are stored.
+    short, long = sorted((right, bottom))
+    if reach and (short < min(image.size) or long < max(image.size)):
         raise ValueError(
             f"its data ends at {right} x {bottom} pixels, and it says that it has "
             f"{image.width} x {image.height}"

@@ -148,7 +148,7 @@ def test_garbled_data_is_refused_whatever_library_decodes(decoder, kind, damage,
     data = bytearray(jpegs[kind])
     middle = len(data) // 2
     data[middle : middle + len(damage)] = damage
-    with pytest.raises(ValueError, match="Corrupt JPEG data|last scan|marker"):
+    with pytest.raises(ValueError, match=r"Corrupt JPEG data|last scan|marker"):
         decoder.decode(bytes(data))
 
 

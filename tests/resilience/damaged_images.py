@@ -181,7 +181,7 @@ def _later_scans(data: bytes, begin: int) -> list[int]:
 
 
 def png(pixels: np.ndarray, *, bits: int, interlaced: bool = False) -> bytes:
-    """Return RGB pixels ``[H, W, 3]`` as a PNG file, which Pillow writes in neither of these ways."""
+    """Return RGB pixels ``[H, W, 3]`` as a PNG file in a way in which Pillow writes none."""
     height, width = pixels.shape[:2]
     passes = [(0, 0, 1, 1)]
     if interlaced:
@@ -210,7 +210,11 @@ def _png(data: bytes, numbers: random.Random) -> Iterator[Damage]:
         content, end, name = data[at + 8 : at + 8 + length], at + 12 + length, kind.decode()
         whole: Truth = "whole"
         yield f"cut-in-{name}-{at}", data[: (at + end) // 2], whole
-        yield f"sum-of-{name}-{at}", data[: end - 1] + bytes([data[end - 1] ^ 1]) + data[end:], whole
+        yield (
+            f"sum-of-{name}-{at}",
+            data[: end - 1] + bytes([data[end - 1] ^ 1]) + data[end:],
+            whole,
+        )
         for claimed in (0x7FFFFFFF, 0xFFFFFFFF, length + 7):
             wrong = data[:at] + struct.pack(">I", claimed) + data[at + 4 :]
             yield f"length-{claimed}-{name}-{at}", wrong, whole
