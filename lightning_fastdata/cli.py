@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from json import dumps as dump_json
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning_fastdata.errors import FastDataError, OptionsError
@@ -54,12 +56,15 @@ def show_augment(
     """
     from lightning_fastdata.augment import show_pipeline
     from lightning_fastdata.demo.photos import photograph_path
+    from lightning_fastdata.host.system_calls import write_atomically
 
     shown = show_pipeline(
         compose, photograph_path("cat") if image is None else image, mask, seed=seed, draws=draws
     )
+    page = io.BytesIO()
+    shown.page.save(page, "PNG")
     try:
-        shown.page.save(out, "PNG")
+        write_atomically(Path(out), page.getvalue())
     except OSError as error:
         raise OptionsError(f"The picture cannot be written to {out}: {error}.") from error
     head, *places = shown.explained.splitlines()

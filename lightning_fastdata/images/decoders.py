@@ -13,8 +13,8 @@ pillow       no     yes           torchvision
 ============ ====== ============= =============================================================
 
 A *strict* library refuses a JPEG whose entropy-coded data is garbled. The others would return grey
-or shifted pixels for it, as torchvision's ``ImageFolder`` does, so simplejpeg reads the codes before
-them (``wholeness``). All of them refuse a truncated file.
+or shifted pixels for it, as torchvision's ``ImageFolder`` does, so simplejpeg reads the codes
+before them (``wholeness``). All of them refuse a truncated file.
 What is not a JPEG, and what is a CMYK JPEG, is read by Pillow whatever decoder is chosen, so that
 palettes, alpha and CMYK mean what they mean to ``ImageFolder``.
 """
