@@ -117,7 +117,7 @@ def _strict_decoder() -> Callable[..., object] | None:
 def check_png(data: bytes) -> None:
     """Refuse a PNG with a wrong checksum, a missing palette, or no end.
 
-    Pillow does not look at the checksums of pixels. 0.1 ms for 100 kB, where decoding takes 3 ms.
+    Pillow does not look at the checksums of pixels. 0.05 ms for 181 kB, where decoding takes 6.6.
     """
     at, kind, palette = 8, b"", data[25:26] != bytes([_PALETTE])
     while kind != b"IEND":
