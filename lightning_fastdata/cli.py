@@ -64,7 +64,8 @@ def show_augment(
     page = io.BytesIO()
     shown.page.save(page, "PNG")
     try:
-        write_atomically(Path(out), page.getvalue())
+        # A folder that is not there is misspelled rather than wanted.
+        write_atomically(Path(out).parent.resolve(strict=True) / Path(out).name, page.getvalue())
     except OSError as error:
         raise OptionsError(f"The picture cannot be written to {out}: {error}.") from error
     head, *places = shown.explained.splitlines()
