@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from functools import partial
@@ -56,12 +57,16 @@ def show_augment(
     """
     from lightning_fastdata.augment import show_pipeline
     from lightning_fastdata.demo.photos import photograph_path
+    from lightning_fastdata.host.system_calls import write_atomically
 
     shown = show_pipeline(
         compose, photograph_path("cat") if image is None else image, mask, seed=seed, draws=draws
     )
+    page = io.BytesIO()
+    shown.page.save(page, "PNG")
     try:
-        shown.page.save(out, "PNG")
+        # A folder that is not there is misspelled rather than wanted.
+        write_atomically(Path(out).parent.resolve(strict=True) / Path(out).name, page.getvalue())
     except OSError as error:
         raise OptionsError(f"The picture cannot be written to {out}: {error}.") from error
     head, *places = shown.explained.splitlines()

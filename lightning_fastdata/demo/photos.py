@@ -8,8 +8,8 @@ read, decode, crop, augment. The class of a crop is the photograph it was cut fr
 from __future__ import annotations
 
 import json
+import secrets
 import shutil
-import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -175,16 +175,17 @@ def cut_photographs(folder: str | Path, cut: Cut | None = None, *, threads: int 
     folder = Path(folder)
     cut = cut or Cut()
     recipe = {"cut": asdict(cut), "photographs": list(PHOTOGRAPHS)}
-    manifest = folder / _MANIFEST
-    replace = manifest.is_file()
-    if replace and json.loads(manifest.read_text()) == recipe:
+    there = _read_manifest(folder / _MANIFEST)
+    if there == recipe:
         return folder
+    replace = isinstance(there, dict) and "cut" in there
     if not replace and folder.exists() and any(folder.iterdir()):
         raise DatasetError(
             f"{folder} holds other files, and they are left alone. Name a new or an empty folder."
         )
     folder.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    unfinished = folder.with_name(f".{folder.name}-{secrets.token_hex(8)}")
+    unfinished.mkdir()  # fails where anything, a link too, has this name
     try:
         with ThreadPoolExecutor(threads) as pool:
             for label, name in enumerate(PHOTOGRAPHS):
@@ -193,13 +194,22 @@ def cut_photographs(folder: str | Path, cut: Cut | None = None, *, threads: int 
                 # list() raises here what a thread raised there.
                 list(pool.map(partial(_save, photograph, cut.quality), jobs))
         (unfinished / _MANIFEST).write_text(json.dumps(recipe, indent=1))
-        unfinished.chmod(0o755)
         if replace:
             shutil.rmtree(folder)
         unfinished.rename(folder)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     return folder
+
+
+def _read_manifest(manifest: Path) -> object:
+    """Return what a folder says of itself; None if it says nothing that can be read."""
+    try:
+        with manifest.open(encoding="utf-8") as file:
+            read: object = json.loads(file.read(1 << 20))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return read
 
 
 def _files_of(

@@ -36,16 +36,19 @@ def keep_freed_memory() -> bool:
     return bool(kept and any(mallopt(_M_MMAP_THRESHOLD, size) for size in _BLOCK_BYTES))
 
 
-def write_atomically(path: Path, text: str) -> Path:
-    """Write ``text`` as UTF-8 so that no reader ever sees a part of it; return the path.
+def write_atomically(path: Path, content: str | bytes) -> Path:
+    """Write a text as UTF-8, or bytes, so that no reader ever sees a part of it; return the path.
 
-    What is no text (surrogates) is spelled. Who may read the file is for the umask to say.
+    What is no text (surrogates) is spelled. A link at ``path`` is replaced, and what it points to
+    stays as it is. Who may read the file is for the umask to say.
     """
+    if isinstance(content, str):
+        content = content.encode("utf-8", "backslashreplace")
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".fastdata-{secrets.token_hex(8)}")
     try:
-        with temporary.open("x", encoding="utf-8", errors="backslashreplace") as file:
-            file.write(text)
+        with temporary.open("xb") as file:
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)

@@ -12,8 +12,9 @@ opencv       no     yes           albumentations
 pillow       no     yes           torchvision
 ============ ====== ============= =============================================================
 
-A *strict* decoder refuses a JPEG whose entropy-coded data is garbled. The others return grey or
-shifted pixels for it, as torchvision's ``ImageFolder`` does. All of them refuse a truncated file.
+A *strict* library refuses a JPEG whose entropy-coded data is garbled. The others would return grey
+or shifted pixels for it, as torchvision's ``ImageFolder`` does, so simplejpeg reads the codes
+before them (``wholeness``). All of them refuse a truncated file.
 What is not a JPEG, and what is a CMYK JPEG, is read by Pillow whatever decoder is chosen, so that
 palettes, alpha and CMYK mean what they mean to ``ImageFolder``.
 """
@@ -29,12 +30,19 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_fastdata.errors import OptionsError
+from lightning_fastdata.images.wholeness import (
+    check_jpeg_codes,
+    check_jpeg_scans,
+    check_png,
+    check_tiles,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     import torch
     from PIL import Image
+    from PIL.ImageFile import ImageFile
 
 Pixels: TypeAlias = npt.NDArray[np.uint8]
 """``[height, width, 3]`` uint8, red-green-blue."""
@@ -55,7 +63,7 @@ class Decoder:
     name: ClassVar[str] = "pillow"
     """The library that decodes JPEG."""
     strict: ClassVar[bool] = False
-    """Whether garbled entropy-coded data in a JPEG is an error."""
+    """Whether the library refuses garbled entropy-coded data in a JPEG by itself."""
     scales_jpeg: ClassVar[bool] = True
     """Whether decoding a JPEG at ``scale`` > 1 is cheaper than decoding it fully."""
 
@@ -71,10 +79,13 @@ class Decoder:
         of ``scale`` x ``scale`` pixels. EXIF orientation is not applied. Grey is repeated over the
         channels, alpha is dropped, 16-bit grey keeps its high byte.
         """
+        if is_jpeg(data):
+            check_jpeg_scans(data)
         pixels = self._decode_jpeg(data, scale)
         if pixels is not None:
             return pixels
         with _opened(data) as image:
+            _check_whole(data, image)
             full = image.width
             if scale > 1 and image.format in ("JPEG", "MPO"):
                 image.draft(None, (max(1, image.width // scale), max(1, image.height // scale)))
@@ -145,6 +156,7 @@ class _TorchCodecDecoder(Decoder):
         import torch
         from PIL import Image
 
+        check_jpeg_codes(data)
         try:
             # A bytearray, because torch warns about memory that it must not write to.
             image = self._decode(torch.frombuffer(bytearray(data), dtype=torch.uint8), mode="RGB")
@@ -173,6 +185,7 @@ class _OpenCvDecoder(Decoder):
     def _decode_jpeg(self, data: bytes, scale: Scale) -> Pixels | None:
         if not _is_rgb_jpeg(data):
             return None
+        check_jpeg_codes(data)
         cv2 = self._cv2
         flags = self._flags[scale] | cv2.IMREAD_IGNORE_ORIENTATION
         try:
@@ -232,7 +245,7 @@ def _is_rgb_jpeg(data: bytes) -> bool:
 
 
 @contextmanager
-def _opened(data: bytes) -> Iterator[Image.Image]:
+def _opened(data: bytes) -> Iterator[ImageFile]:
     """Open with Pillow; whatever it raises for bad data becomes a ``ValueError`` with the reason.
 
     Pillow's parsers let through what they met: OSError, SyntaxError, struct.error, zlib.error,
@@ -244,6 +257,7 @@ def _opened(data: bytes) -> Iterator[Image.Image]:
         raise ValueError("the file is empty")
     try:
         with Image.open(io.BytesIO(data)) as image:
+            _check_opened(image)
             yield image
     except MemoryError:
         raise
@@ -256,7 +270,34 @@ def _opened(data: bytes) -> Iterator[Image.Image]:
         raise ValueError(str(error) or type(error).__name__) from error
 
 
-def _to_rgb(image: Image.Image) -> Image.Image:
+def _check_opened(image: ImageFile) -> None:
+    """Refuse what must not be loaded. Nothing but the header has been read."""
+    from PIL import Image
+
+    if image.format == "EPS":
+        raise ValueError("it is an EPS file, a program that Ghostscript would run; save it as PNG")
+    limit, count = Image.MAX_IMAGE_PIXELS, image.width * image.height
+    if limit is not None and count > limit:
+        raise ValueError(
+            f"it says that it has {image.width} x {image.height} = {count:,} pixels, and "
+            f"PIL.Image.MAX_IMAGE_PIXELS is {limit:,}: it may be a decompression bomb. Set that "
+            "limit higher if you trust it"
+        )
+    if count == 0:
+        raise ValueError(f"it says that it has {image.width} x {image.height} pixels")
+
+
+def _check_whole(data: bytes, image: ImageFile) -> None:
+    """Refuse what Pillow would load a part of."""
+    if is_jpeg(data):
+        check_jpeg_codes(data)
+    elif image.format == "PNG":
+        check_png(data)
+    elif image.format == "TIFF":
+        check_tiles(image)
+
+
+def _to_rgb(image: ImageFile) -> Image.Image:
     """Convert as ``ImageFolder`` does, except where that would burn the picture to white."""
     from PIL import Image
 

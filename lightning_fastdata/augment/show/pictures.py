@@ -190,7 +190,9 @@ def _read(path: str | Path, what: str, modes: frozenset[str], other: str) -> np.
             return np.array(image if image.mode in modes else image.convert(other))
     except UnidentifiedImageError as error:
         raise DatasetError(f"{path} is not an image that Pillow can read.") from error
-    except OSError as error:
+    except MemoryError:
+        raise
+    except Exception as error:  # Pillow's parsers let through what they met
         raise DatasetError(f"The {what} {path} cannot be read: {error}.") from error
 
 

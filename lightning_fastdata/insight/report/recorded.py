@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import operator
 import re
 from collections.abc import Callable, Mapping
@@ -11,12 +12,15 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from lightning_fastdata.errors import OptionsError
+from lightning_fastdata.errors import OptionsError, printable
 from lightning_fastdata.insight.measure.wall import PART_NAMES
 from lightning_fastdata.insight.waits.attribution import WaitParts
 
 READABLE_SCHEMAS: Final = (2, 3, 4, 5)
 """Versions of the JSON report that can be compared, also with each other."""
+
+_MAX_BYTES: Final = 64 << 20
+"""Reports have some 100 kB."""
 
 MAIN_STAGE: Final = "train"
 _PHASES: Final = ("step", "stall", "wait", "transfer", "augment", "compute", "gap")
@@ -58,10 +62,15 @@ def read_report(path: Path) -> Mapping[str, Any]:
     """Return a JSON report that `RunReport.write_json` wrote.
 
     Raises:
-        OptionsError: The file cannot be read, or is no report of a known schema version.
+        OptionsError: The file cannot be read, has more than 64 MiB, or is no report of a known
+            schema version.
     """
     try:
-        report: object = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_number)
+        with path.open("rb") as file:
+            data = file.read(_MAX_BYTES + 1)
+        if len(data) > _MAX_BYTES:
+            raise OptionsError(f"{path} is no report: it has more than {_MAX_BYTES >> 20} MiB.")
+        report: object = json.loads(data.decode("utf-8"), parse_constant=_no_number)
     except OSError as error:
         reason = error.strerror or error
         raise OptionsError(
@@ -70,7 +79,9 @@ def read_report(path: Path) -> Mapping[str, Any]:
         ) from error
     except UnicodeDecodeError as error:
         raise OptionsError(f"{path} is no report: it is not text in UTF-8.") from error
-    except ValueError as error:
+    except OptionsError:
+        raise
+    except (ValueError, RecursionError) as error:
         raise OptionsError(f"{path} is no report: it is not JSON ({error}).") from error
     if not isinstance(report, dict) or "schema_version" not in report:
         raise OptionsError(
@@ -86,14 +97,33 @@ def read_report(path: Path) -> Mapping[str, Any]:
     stages = report.get("stages")
     if not isinstance(stages, dict) or not all(isinstance(one, dict) for one in stages.values()):
         raise OptionsError(f"{path} is no whole report: its stages are missing. Record it again.")
+    if not _is_whole(report):
+        raise OptionsError(
+            f"{path} is no whole report: its metrics, machine, versions or verdict are not what "
+            "this package writes. Record it again."
+        )
     return report
+
+
+def _is_whole(report: Mapping[str, Any]) -> bool:
+    """Return whether all that is looked up in a report has the types that it should have."""
+    verdict = report.get("verdict") or {"kind": "", "code": ""}
+    groups = (verdict, report.get("machine") or {}, report.get("versions") or {})
+    if not all(isinstance(one, dict) for one in groups) or not {"kind", "code"} <= verdict.keys():
+        return False
+    try:
+        values = report_metrics(report).values()
+        numbers = [one for one in values if one is not None]
+        return all(type(one) in (int, float) and math.isfinite(one) for one in numbers)
+    except (AttributeError, TypeError, OverflowError):
+        return False
 
 
 def report_metrics(report: Mapping[str, Any]) -> dict[str, float | None]:
     """Return all metrics of a report by name; None = not measured."""
     metrics: dict[str, float | None] = {}
     for stage, values in report.get("stages", {}).items():
-        prefix = "" if stage == MAIN_STAGE else f"{stage}."
+        prefix = "" if stage == MAIN_STAGE else f"{printable(stage, keep='')}."
         metrics |= {f"{prefix}{name}": value for name, value in _stage_metrics(values).items()}
     return metrics | _run_metrics(report.get("wall") or {})
 
