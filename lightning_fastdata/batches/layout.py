@@ -15,7 +15,6 @@ from torch.utils.data import default_collate
 from lightning_fastdata.batches.packed import tensor_over
 from lightning_fastdata.images.folder import FastImageFolder
 from lightning_fastdata.tree import is_named_tuple
-from lightning_fastdata.types import SampleKey
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -281,24 +280,3 @@ def decodes_in_place(dataset: object) -> TypeGuard[FastImageFolder]:
     """Return whether samples are those of :class:`FastImageFolder`, unchanged by a subclass."""
     ours = FastImageFolder
     return isinstance(dataset, ours) and type(dataset).__getitem__ is ours.__getitem__
-
-
-def write_image_of(
-    dataset: object, layout: SampleLayout, memory: Memory, rows: int, epoch: int
-) -> Callable[[Any, int], None] | None:
-    """Return what decodes sample ``index`` straight into a row of the batch, if that is possible.
-
-    ``memory`` is that of a batch of ``rows`` samples.
-    """
-    if not decodes_in_place(dataset):
-        return None
-    if [field.shape for field in layout.fields] != [dataset.sample_shape, ()]:
-        return None
-    images, targets = (tensor.numpy() for tensor in layout.tensors(memory, rows))
-    seed, length = dataset.seed, len(dataset)
-
-    def write(index: Any, row: int) -> None:
-        key = SampleKey(seed, epoch, int(index) % length)
-        targets[row] = dataset.write_into(index, images[row], key=key)
-
-    return write

@@ -5,9 +5,9 @@ What counts is what the training took, not what was fetched or handed out ahead 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sized
 from dataclasses import asdict, dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, cast
 
 from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.order.indices import Drawn
@@ -200,6 +200,9 @@ class CountedBatches:
             raise
         self._pass.handed += 1
         return batch
+
+    def __len__(self) -> int:
+        return len(cast("Sized", self._batches))  # as torch's iterators, which have a length
 
     def __getattr__(self, name: str) -> Any:
         if name in ("_batches", "_pass"):

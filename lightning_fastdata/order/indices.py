@@ -11,11 +11,11 @@ import base64
 import warnings
 import zlib
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, Final, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Final, Protocol, TypeAlias, cast, runtime_checkable
 
 import numpy as np
 import torch
@@ -118,6 +118,10 @@ class EpochIndices:
         """Return the plan of an epoch that is not begun yet, if it is sure beforehand."""
         order = epoch_order(self.source, epoch)
         return None if order is None else replace(order, start=self.start.samples)
+
+    def __len__(self) -> int:
+        """Return the length of a whole epoch, as torch's iterators tell it."""
+        return len(cast("Sized", self.source))
 
     def __iter__(self) -> Iterator[Any]:
         """Begin an epoch."""

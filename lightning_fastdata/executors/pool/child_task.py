@@ -16,7 +16,12 @@ from typing import Any, TypeAlias
 from lightning_fastdata.batches.bad_samples import NO_SAMPLES, SKIPPED
 from lightning_fastdata.batches.collate import collate_samples
 from lightning_fastdata.batches.keyed import tell_epoch
-from lightning_fastdata.batches.layout import MisfitError, SampleLayout, layout_of, write_image_of
+from lightning_fastdata.batches.layout import (
+    MisfitError,
+    SampleLayout,
+    decodes_in_place,
+    layout_of,
+)
 from lightning_fastdata.batches.packed import pack, write_leaves
 from lightning_fastdata.batches.slots import create_shared_memory, map_shared_memory
 from lightning_fastdata.executors.fetch import FetchPlan
@@ -26,6 +31,7 @@ from lightning_fastdata.executors.pool.wire import Wire
 from lightning_fastdata.stamps.batch_stamps import TaskWatch
 from lightning_fastdata.stamps.lines import LineWatch
 from lightning_fastdata.stamps.operations import OperationWatch
+from lightning_fastdata.types import SampleKey
 
 _Outcome: TypeAlias = tuple[protocol.TaskResult, tuple[int, ...]]
 """How a task ended, and open files that go with it."""
@@ -34,6 +40,27 @@ _Outcome: TypeAlias = tuple[protocol.TaskResult, tuple[int, ...]]
 def describe_error(error: BaseException, where: str) -> tuple[type[BaseException], str]:
     """Return the class of an error, and where it was raised with its traceback."""
     return type(error), f"{where}.\n{''.join(traceback.format_exception(error))}"
+
+
+def _write_image_of(
+    dataset: object, layout: SampleLayout, memory: mmap, rows: int, epoch: int
+) -> Callable[[Any, int], None] | None:
+    """Return what decodes sample ``index`` straight into a row of the batch, if that is possible.
+
+    ``memory`` is that of a batch of ``rows`` samples.
+    """
+    if not decodes_in_place(dataset):
+        return None
+    if [field.shape for field in layout.fields] != [dataset.sample_shape, ()]:
+        return None
+    images, targets = (tensor.numpy() for tensor in layout.tensors(memory, rows))
+    seed, length = dataset.seed, len(dataset)
+
+    def write(index: Any, row: int) -> None:
+        key = SampleKey(seed, epoch, int(index) % length)
+        targets[row] = dataset.write_into(index, images[row], key=key)
+
+    return write
 
 
 def _at_row(write_image: Callable[[Any, int], None], row: int, index: Any) -> None:
@@ -171,7 +198,7 @@ class TaskThread:
             raise MisfitError
         memory = self.shared.maps[slot]
         fetcher, kept, stamps = self.fetcher, self.shared.first_samples, self.fetcher.stamps
-        write_image = write_image_of(fetcher.dataset, layout, memory, rows, epoch)
+        write_image = _write_image_of(fetcher.dataset, layout, memory, rows, epoch)
         writers = layout.writers(memory, rows, start, start + len(indices))
         # As ProgressMemory.read(), without a call for each sample.
         words, position_at = self.shared.progress.words, self.number * protocol.THREAD_WORDS + 1
