@@ -27,6 +27,7 @@ def demo(tmp_path_factory):
     return folder, "\n".join(said), reports
 
 
+@pytest.mark.slow
 def test_all_trainings_are_measured_by_the_same_clock(demo):
     _, _, reports = demo
     assert len(reports) == 3

@@ -26,7 +26,7 @@ COMMANDS = {
 }
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", sorted(COMMANDS))
 def test_the_example_trains_and_tells_where_the_steps_went(name, tmp_path):
     done = subprocess.run(

@@ -64,8 +64,8 @@ class FetchPlan:
     timeout_s: float = 0
     """Seconds to wait for one batch; 0 waits as long as there is progress."""
     stall_timeout_s: float | None = None
-    """Seconds to wait without progress, where ``timeout_s`` is 0; 0: for ever; None: as the tasks
-    show."""
+    """Seconds without progress until a side process is stuck, where ``timeout_s`` is 0; 0: never;
+    None: as the tasks show."""
     in_order: bool = True
     """Deliver in the plan's order; False: as they are ready."""
     context: Any = None

@@ -19,14 +19,15 @@ from lightning_fastdata.batches.slots import SlotPool
 from lightning_fastdata.errors import FastDataWarning, as_error
 from lightning_fastdata.executors.inline import StreamAsk
 from lightning_fastdata.executors.pool import protocol
-from lightning_fastdata.executors.pool.crew import Answer, Crew, Loss
+from lightning_fastdata.executors.pool.crew import Crew
 from lightning_fastdata.executors.pool.faults import (
-    StallWatch,
     doing_in_streams,
     stream_broken,
     stream_timed_out,
 )
+from lightning_fastdata.executors.pool.process import Answer, Loss
 from lightning_fastdata.executors.pool.splitter import PendingBatch, Task
+from lightning_fastdata.executors.pool.stalls import StallWatch
 from lightning_fastdata.executors.stream_position import StreamHistory, StreamPosition
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, WaitWatch
 
@@ -287,14 +288,14 @@ class StreamExecutor:
     # What comes back
 
     def _receive(self, until: float | None) -> None:
-        look = self._stall.next_look if until is None else None
-        events = self._crew.wait(look or until)
-        if events is None:
-            children = self.children.values()
-            if look is None:
-                raise stream_timed_out(self.plan.timeout_s, children)
-            self._stall.look(children, lambda: doing_in_streams(children))
+        look_s = self._stall.next_look_s if until is None else None
+        events = self._crew.wait(look_s or until)
+        children = list(self.children.values())
+        if events is None and look_s is None:
+            raise stream_timed_out(self.plan.timeout_s, children)
         self._handle(events)
+        if events is None:
+            self._stall.look(children, lambda: doing_in_streams(children))
 
     def _handle(self, events: Iterable[Answer | Loss] | None) -> None:
         for event in events or ():

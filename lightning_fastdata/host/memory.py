@@ -137,6 +137,19 @@ def read_open_file_limits() -> tuple[int | None, int | None]:
     return None if soft == endless else soft, None if hard == endless else hard
 
 
+def read_oom_kills(*, root: Path = Path("/")) -> int | None:
+    """Return how often the kernel has killed since memory ran out; None: it does not count.
+
+    Of the cgroups around this process, else of the whole machine (Linux 4.13).
+    """
+    for folder in read_cgroup_folders("memory", root=root):
+        for name in ("memory.events", "memory.oom_control"):
+            kills = counters(read_text(root, folder / name) or "").get("oom_kill")
+            if kills is not None:
+                return kills
+    return counters(read_text(root, "/proc/vmstat") or "").get("oom_kill")
+
+
 def _read_ram_available(root: Path) -> int:
     kib = counters(read_text(root, "/proc/meminfo") or "").get("MemAvailable")
     if kib is not None:

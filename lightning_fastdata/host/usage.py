@@ -190,6 +190,17 @@ def read_pss(processes: Iterable[int], *, root: Path = Path("/")) -> int | None:
     return _sum(size * 1024 for size in sizes if size is not None)
 
 
+def read_own_bytes(process: int, *, root: Path = Path("/")) -> int | None:
+    """Return what a process takes that belongs to no file and is not shared; None: not known.
+
+    In some 15 us. After a fork, memory of the parent counts until the parent writes to it.
+    """
+    numbers = _text_of(process, "statm", root).split()
+    if len(numbers) < 3:
+        return None
+    return (int(numbers[1]) - int(numbers[2])) * os.sysconf("SC_PAGE_SIZE")
+
+
 def worker_processes() -> list[int]:
     """Process numbers of what this process has started through ``multiprocessing`` and is alive."""
     alive = multiprocessing.active_children()

@@ -91,10 +91,10 @@ class FastDataLoader(Resumable, HasQuarantine, DataLoader[Any]):
         device_resident: Keep the whole dataset on a device and index it there, if it is tensors or
             arrays: True: on the current accelerator, else the CPU. It is read once, at the first
             iteration.
-        stall_timeout: Seconds without any progress of the workers (no sample read, no batch made)
-            after which waiting is an error that shows what they do, and a warning after half of
-            it; 0 waits for ever. "auto": 120, or 20 times the longest task so far if that is more.
-            A ``timeout`` takes its place. Not of ``executor="torch"``.
+        stall_timeout: Seconds after which a worker that gets nowhere with a sample is replaced, and
+            the sample read once more; an error if that gets nowhere, too. 0 waits for ever. "auto":
+            60, or 20 times the 99th percentile of tasks if that is more. A ``timeout`` takes its
+            place. Not of ``executor="torch"``.
         run: Who takes the batches, where that is not a plain loop: asked which epoch it is in and
             how many batches of it were taken, in place of ``epoch``.
         on_bad_sample: What to do about a sample that cannot be read: ``"raise"``, ``"replace"`` it

@@ -276,10 +276,10 @@ class LoaderOptions:
             is set for the whole process.
         timeout_s: Seconds to wait for a batch of the workers before it is an error; 0 waits for
             ever.
-        stall_timeout_s: Seconds without any progress of the workers (no sample read, no batch made)
-            after which waiting for them is an error that shows what they do; half of it is a
-            warning. 0 waits for ever. "auto": 120, or 20 times the longest task so far if that is
-            more. Not of torch's own iterator.
+        stall_timeout_s: Seconds after which a worker that gets nowhere with a sample is replaced,
+            and the sample read once more; if that gets nowhere, too, it is an error that shows what
+            the worker does. 0 waits for ever. "auto": 60, or 20 times the 99th percentile of tasks
+            if that is more. Not of torch's own iterator.
         in_order: Batches come as the sampler gives them; False hands over whichever is ready
             first.
         worker_nice: How much the training process goes before the workers where both want a CPU:

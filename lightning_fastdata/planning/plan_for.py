@@ -210,7 +210,10 @@ def plan_loader(options: LoaderOptions, situation: Situation) -> LoaderPlan:
         "multiprocessing_context": _AS_IT_IS if forks else (situation.instead_of_fork, _NO_FORK),
         "sharing_strategy": ("file_system", _FEW_FILES) if many_files else _AS_IT_IS,
         "timeout_s": (0, "wait for ever, as long as there is progress"),
-        "stall_timeout_s": (None, "120 s without progress, or 20 times the longest task"),
+        "stall_timeout_s": (
+            None,
+            "60 s without progress, or 20 times as long as tasks take",
+        ),
         "in_order": (True, "as the sampler gives them"),
         "worker_nice": (_POLITE, "the training process goes first where both want a CPU"),
         "executor": (chosen.executor, chosen.why),

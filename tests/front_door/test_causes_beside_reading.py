@@ -92,6 +92,7 @@ def verdict_of(loader, folder, epochs=1):
     return callback.report.verdict
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("executor", ["torch", "workers", "inline"])
 def test_a_slow_sampler_is_named(executor, tmp_path):
     loader = FastDataLoader(

@@ -118,6 +118,7 @@ def test_threads_that_a_fork_loses_hang_nothing_if_they_start_on_first_use(tmp_p
     fit(WithRuntime(tmp_path, at_once=False))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)  # several processes that import torch anew
 def test_threads_that_a_fork_loses_are_told_of_and_got_round(tmp_path):
     with pytest.warns(UserWarning, match=r"(?s)forkserver instead of fork.*in read"):

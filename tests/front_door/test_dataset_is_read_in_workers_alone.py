@@ -205,6 +205,7 @@ def seen(module: Seen, way) -> list[int]:
     return module.labels
 
 
+@pytest.mark.cases(6)
 @pytest.mark.parametrize("way", WAYS)
 def test_the_training_process_reads_no_sample(way, tmp_path):
     # Rather slow to read, so that no choice is to read it in the training process.
@@ -220,6 +221,7 @@ class Slow(Watched):
         return super().__getitem__(index)
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("kind", [WatchedInBatches, WatchedImages, WatchedStream])
 @pytest.mark.parametrize("way", ["subclass", "FastDataLoader, auto", "some workers"])
 @pytest.mark.filterwarnings("ignore:.*num_workers is 1 of")

@@ -89,6 +89,7 @@ def is_plain(text):
     return all(sign.isprintable() or sign in "\n" for sign in text)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("name", NAMES.values(), ids=NAMES)
 def test_any_name_of_a_file_is_shown_spelled_and_kept_whole_in_the_json(tmp_path, capsys, name):
     for slow_s in (0.25, 0.5, 1.0):  # on a busy machine all samples are slow

@@ -107,6 +107,7 @@ def test_no_epoch_of_a_sidecar_draws_what_another_did(source):
     assert len(set(seen)) == len(seen) == SAMPLES * EPOCHS
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("executor", ["workers", "sidecar"])
 @pytest.mark.parametrize("persistent", [False, True])
 def test_epochs_and_seeds_draw_other_numbers(executor, persistent):

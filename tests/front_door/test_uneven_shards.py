@@ -90,6 +90,7 @@ def read(files, workers, executor, **options):
     return FastDataLoader(files, BATCH, num_workers=workers, executor=executor, **options)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("executor", EXECUTORS)
 @pytest.mark.parametrize("sizes", [(120,), (150, 4), (4, 150)])
 def test_a_stream_whose_samples_come_from_one_worker_is_told_to_share_them_out(

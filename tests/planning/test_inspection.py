@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -133,10 +134,12 @@ def test_waiting_for_something_that_comes_is_not_being_stuck():
 
 
 def test_nothing_of_it_is_left():
+    gc.collect()
     before = set(os.listdir("/proc/self/fd"))
     for act in (int, fail, killed):
         try_apart(send_then, act, start_method="fork")
-    assert set(os.listdir("/proc/self/fd")) == before
+    # What earlier tests left to be collected may be closed meanwhile.
+    assert set(os.listdir("/proc/self/fd")) <= before
 
 
 # What is found out

@@ -97,7 +97,7 @@ def test_accumulate_loads_smaller_batches_and_keeps_the_effective_size(tmp_path,
     assert "the loader now gives 8 rows at a time" in printed
 
 
-@pytest.mark.cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", ["end", "exception"])
 def test_the_asked_sizes_are_back_after_the_fit(tmp_path, ending):
     class Fails(Takes):
@@ -294,6 +294,7 @@ def test_the_repeats_of_a_sample_are_part_of_the_probe(
     assert "the model gets 3 of each (repeats=3)" in guard.decision.reason
 
 
+@pytest.mark.slow
 def test_a_loader_built_for_the_scheduler_is_built_again(tmp_path):
     class Schedules(Takes):
         def configure_optimizers(self):
@@ -328,6 +329,7 @@ def test_a_trainer_on_cuda_gets_one_guard_and_it_comes_first(tmp_path):
     assert trainer.callbacks[0].decision.action == "keep"
 
 
+@pytest.mark.slow
 def test_the_twins_guard_works_with_the_twins_trainer(tmp_path):
     device = Counted()
 

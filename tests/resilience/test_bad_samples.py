@@ -120,6 +120,7 @@ def taken(batches: list[Any]) -> list[int]:
 # -- one rule for every executor -------------------------------------------------------------------
 
 
+@pytest.mark.cases(7)
 @SETUP
 @pytest.mark.parametrize("kind", [Numbers, Together])
 def test_replaced_samples_are_those_of_the_rule_for_every_executor(setup, kind) -> None:

@@ -240,6 +240,7 @@ def on_ranks(tmp_path_factory):
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 
+@pytest.mark.slow
 def test_each_rank_trains_on_all_data_behind_a_wrapped_loader(on_ranks):
     zero, one = (set(rank["wrapped"]) for rank in on_ranks)
     if zero != one:

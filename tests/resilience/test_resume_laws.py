@@ -34,7 +34,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
 
-CELLS = cells(2000 if LONG else 40)
+CELLS = cells(2000 if LONG else 16)
 LATER_STARTS = ("epoch start 1", f"epoch start {STEPS + 1}")
 KILLED = {
     "within an epoch": ("plain", "workers-2", 3),
@@ -124,6 +124,7 @@ def killed(tmp_path_factory):
     return folder
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("case", KILLED)
 def test_a_training_that_was_killed_goes_on_from_its_last_checkpoint(
     tmp_path, straight, killed, case
@@ -136,6 +137,7 @@ def test_a_training_that_was_killed_goes_on_from_its_last_checkpoint(
     assert first_difference(lines(tmp_path / "record"), whole[at:]) is None
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("feature", ["plain", "deferred augment", "sampler with state"])
 @pytest.mark.parametrize("loaders", [["inline"], ["inline", "workers-1", "torch-0"]])
 def test_a_training_that_is_stopped_after_each_step_is_the_straight_one(

@@ -72,6 +72,7 @@ def resumed(state, loader="inline", **how):
     return again
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("loader", ["inline", "workers-2", "torch-2"])
 @pytest.mark.parametrize("at", [0, 1, 3, STEPS - 1])
 def test_a_loop_that_is_left_goes_on_with_the_next_batch(loader, at):
@@ -273,6 +274,7 @@ def test_another_batch_size_goes_on_behind_the_same_samples():
 # -- samplers and datasets with a state of their own -----------------------------------------------
 
 
+@pytest.mark.cases(10)
 @pytest.mark.parametrize("sampler", [Reversing, weighted])
 @pytest.mark.parametrize("loader", ["inline", "workers-2", "torch-2"])
 @pytest.mark.parametrize("at", [0, 1, 4, STEPS])
@@ -284,6 +286,7 @@ def test_a_sampler_of_ones_own_goes_on(sampler, loader, at):
     assert seen(again) == left[: len(left) - STEPS or STEPS]
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(("before", "after"), [("inline", "inline"), ("workers-2", "workers-2")])
 @pytest.mark.parametrize("at", [1, 4, STEPS])
 def test_a_generator_of_the_loader_goes_on(before, after, at):
@@ -330,6 +333,7 @@ def drawing(batch):
     return {**batch, "drawn": torch.rand(3)}
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("transform", [None, drawing])
 @pytest.mark.parametrize("loader", ["inline", "workers-2"])
 def test_prefetching_goes_on_behind_what_the_loop_took(loader, transform):

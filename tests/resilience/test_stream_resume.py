@@ -152,8 +152,8 @@ def run_of(
             batches.append(frozen(batch))
 
 
+@pytest.mark.cases(5)
 @SILENT
-@pytest.mark.cases(10)
 @pytest.mark.parametrize("stream", [Drawing, DrawingWithState])
 @pytest.mark.parametrize("workers", [1, 2, 3])
 @pytest.mark.parametrize(
@@ -270,6 +270,7 @@ def test_batches_as_they_are_ready_are_all_there_once(stream: type) -> None:
         assert sorted(whole[:stop] + rest) == sorted(whole)
 
 
+@pytest.mark.cases(2)
 @SILENT
 @pytest.mark.parametrize(
     ("stream", "how"),
@@ -532,8 +533,8 @@ def test_what_is_no_position_is_refused(broken: dict[str, Any]) -> None:
 # -- streams of others -----------------------------------------------------------------------------
 
 
+@pytest.mark.cases(2)
 @SILENT
-@pytest.mark.cases(5)
 @pytest.mark.parametrize("workers", [0, 1, 2])
 @pytest.mark.parametrize("made", ["plain", "mapped", "filtered"])
 def test_hugging_face_streams_go_on(workers: int, made: str) -> None:

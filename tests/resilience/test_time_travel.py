@@ -117,6 +117,7 @@ def check(data, seen, run=None):
         assert len(again.draws) == len(again.indices)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("augment_on", ["cpu", "gpu"])
 @pytest.mark.parametrize("executor", ["inline", "workers"])
 def test_every_batch_is_made_again(executor, augment_on) -> None:
@@ -129,6 +130,7 @@ def test_every_batch_is_made_again(executor, augment_on) -> None:
     check(fresh, seen[::5], RunRecord.from_dict(data.run_record().as_dict()))
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("augment_on", ["cpu", "gpu"])
 @pytest.mark.parametrize("executor", ["inline", "workers"])
 def test_a_pipeline_that_the_dataset_calls_is_drawn_again(executor, augment_on) -> None:

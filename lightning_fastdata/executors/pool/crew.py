@@ -14,36 +14,19 @@ import time
 import weakref
 from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final
 
 from lightning_fastdata.batches.slots import Slot, SlotPool
 from lightning_fastdata.errors import as_error
 from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.pool import protocol
 from lightning_fastdata.executors.pool.faults import died_starting
-from lightning_fastdata.executors.pool.process import ChildProcess, stop_all
+from lightning_fastdata.executors.pool.health import Deaths, Growth
+from lightning_fastdata.executors.pool.process import Answer, ChildProcess, Loss, stop_all
 from lightning_fastdata.executors.pool.splitter import Task
 from lightning_fastdata.executors.pool.wire import TaskQueue, make_packet
 
 _DEATHS_AT_START: Final = 3
-
-
-class Answer(NamedTuple):
-    """A side process has ended a task; open files came with its message."""
-
-    child: ChildProcess
-    task: Task
-    ended: protocol.TaskEnded
-    files: list[int]
-
-
-class Loss(NamedTuple):
-    """A side process died, and took tasks with it, which are not done."""
-
-    child: ChildProcess
-    tasks: list[Task]
-    suspects: list[tuple[int, int]]
-    """(batch number, position) of the samples that were being read, or about to be."""
 
 
 @dataclass(slots=True, eq=False)
@@ -89,6 +72,9 @@ class Crew:
         self._slots: dict[int, Slot] = {}
         self._inquiries: list[_Inquiry] = []
         self._died_starting = 0
+        self._answered = 0
+        self._deaths = Deaths()
+        self._growth = Growth()
         self.children: dict[int, ChildProcess] = {}
         self._poller = select.poll()
         self._by_end: dict[int, ChildProcess] = {}
@@ -103,6 +89,18 @@ class Crew:
     def hands(self) -> int:
         """Threads of all processes together."""
         return self.wanted * self.threads
+
+    @property
+    def owing(self) -> list[ChildProcess]:
+        """Processes that have something to do, or to answer."""
+        return [
+            child
+            for child in self.children.values()
+            if child.tasks
+            or child.progress.being_read()
+            or self._tasks.keys() & child.progress.taken()
+            or any(child.number in each.asked for each in self._inquiries)
+        ]
 
     @property
     def under_way(self) -> int:
@@ -195,6 +193,7 @@ class Crew:
             if bool(child.outbox) != (end in self._writing):
                 self._writing ^= {end}
                 self._poller.modify(end, select.POLLIN | (select.POLLOUT if child.outbox else 0))
+        self._look_at_memory()
         left_ms = None if until is None else max(0.0, (until - time.monotonic()) * 1000)
         readable: list[ChildProcess] = []
         for end, event in self._poller.poll(left_ms):
@@ -223,6 +222,7 @@ class Crew:
             case protocol.TaskEnded(number):
                 task = child.tasks.pop(number, None) or self._tasks.pop(number)
                 child.answers += 1
+                self._answered += 1
                 self._died_starting = 0
                 yield Answer(child, task, message, files)
             case protocol.TasksTaken(inquiry, numbers):
@@ -289,13 +289,21 @@ class Crew:
             del self._by_end[end]
             self._poller.unregister(end)
 
+    def _look_at_memory(self) -> None:
+        child = self._growth.look(self.children)
+        if child is not None and not (self._streams or child.retiring):
+            self.plan = self.plan.with_other_draws()
+            child.retiring = True
+            child.send(protocol.Retire())
+
     def _on_death(self, child: ChildProcess) -> Iterator[Loss]:
         self.discard(child)
         taken = child.progress.taken()
         from_queue = {number: self._tasks.pop(number) for number in self._tasks.keys() & taken}
         lost = {**child.tasks, **from_queue}
         started = [lost[number].first_sample for number in lost.keys() & taken]
-        suspects = child.progress.being_read() or started
+        stuck = child.hang.samples if child.hang is not None else []
+        suspects = stuck or child.progress.being_read() or started
         yield Loss(child, [lost[number] for number in sorted(lost)], suspects)
         if self._streams:
             return
@@ -310,6 +318,9 @@ class Crew:
         yield from self._resolve(child)
         self.respawned += 1
         self.plan.faults.deaths += 1
+        if child.hang is None:
+            living = {each.number: each.pid for each in self.children.values()}
+            self._deaths.note(child.process.exitcode, self._answered, living)
         self._spawn_missing()
         if not child.began:
             self._died_starting += 1

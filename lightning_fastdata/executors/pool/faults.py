@@ -3,82 +3,45 @@
 from __future__ import annotations
 
 import signal
-import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Container, Iterable
 from typing import Final
-
-import psutil
 
 from lightning_fastdata.errors import FastDataWarning, WorkerError
 from lightning_fastdata.executors.fetch import FetchPlan
-from lightning_fastdata.executors.pool.process import ChildProcess
+from lightning_fastdata.executors.pool.process import ChildProcess, Hang
 from lightning_fastdata.executors.pool.splitter import PendingBatch
 
 _IDLE_SHOWN: Final = 4
-_STALL_S: Final = 120.0
-_STALL_TASKS: Final = 20
-_LOOK_S: Final = 1.0
-_BUSY_SHARE: Final = 0.05
-"""Processes that compute have so much of a CPU, even where other programs take the CPUs."""
-_BUSY_WEIGHT: Final = 0.1
-"""While processes start, or compute as one that builds an index does, time counts for so much."""
 _MAIN: Final = (
     'With the start methods "spawn" and "forkserver" the script needs `if __name__ == "__main__":`.'
 )
 
 
-class StallWatch:
-    """Notices that the side processes get nowhere while the training process waits for them.
+def kill_hung(
+    child: ChildProcess, hang: Hang, plan: FetchPlan, batches: Iterable[PendingBatch]
+) -> None:
+    """Say what a process is stuck in, and kill it, so that others do what it had to do.
 
-    Args:
-        limit_s: How long that may go on; 0: for ever; None: 120 s, or 20 times the longest task.
+    Raises:
+        WorkerError: It was killed before, and has not died.
     """
-
-    def __init__(self, limit_s: float | None) -> None:
-        self._given = limit_s
-        self._step_s = min(_LOOK_S, (limit_s or _STALL_S) / 8)
-        self._longest_s = 0.0
-        self._stalled_s = 0.0
-        self._seen: list[tuple[int | None, bytes]] = []
-        self._cpu_s = 0.0
-        self._warned = False
-
-    @property
-    def next_look(self) -> float | None:
-        """Until when (``monotonic``) to wait before :meth:`look`; None: there is no limit."""
-        return None if self._given == 0 else time.monotonic() + self._step_s
-
-    def note_task(self, task_ns: int = 0) -> None:
-        """Note that a task has ended, which took so long."""
-        self._stalled_s = 0.0
-        self._longest_s = max(self._longest_s, task_ns / 1e9)
-
-    def look(self, children: Iterable[ChildProcess], doing: Callable[[], list[str]]) -> None:
-        """Warn, or raise, if nothing has moved for long; called when no process answered in time.
-
-        Raises:
-            WorkerError: Nothing has moved for too long.
-        """
-        children = list(children)
-        seen = [(child.process.pid, child.progress.words.tobytes()) for child in children]
-        cpu_s = sum(_cpu_s(child.process.pid) for child in children)
-        busy = cpu_s - self._cpu_s > _BUSY_SHARE * self._step_s
-        busy = busy or any(child.is_starting for child in children)
-        moved, self._seen, self._cpu_s = seen != self._seen, seen, cpu_s
-        if moved:
-            self._stalled_s = 0.0
-            return
-        # Counted in steps, so that time in which the whole program was stopped is none.
-        self._stalled_s += self._step_s * (_BUSY_WEIGHT if busy else 1)
-        limit_s = self._given or max(_STALL_S, _STALL_TASKS * self._longest_s)
-        if self._stalled_s >= limit_s:
-            raise WorkerError("\n".join([_stalled(limit_s), *doing()]))
-        if self._stalled_s >= limit_s / 2 and not self._warned:
-            self._warned = True
-            text = "\n".join([_stalled(limit_s / 2), f"At {limit_s:g} s it is an error.", *doing()])
-            warnings.warn(text, FastDataWarning, stacklevel=2)
+    what = doing(plan, batches, [child])[0]
+    if child.hang is not None:
+        raise WorkerError(
+            f"A side process got nowhere, was killed, and has not died in {hang.seconds:g} s, as "
+            f"when the kernel waits for a disk or server that does not answer. It was {what}"
+        )
+    child.hang = hang._replace(doing=what)
+    warnings.warn(
+        f"A side process has got nowhere for {hang.seconds:g} s with a sample, and is replaced; "
+        "the sample is read once more. If it only takes long, raise stall_timeout (LoaderOptions: "
+        f"stall_timeout_s); 0 waits for ever. It was {what}",
+        FastDataWarning,
+        stacklevel=2,
+    )
+    child.process.kill()
 
 
 class Blame:
@@ -121,27 +84,10 @@ class Blame:
         return bool(self._apart)
 
 
-def _stalled(seconds: float) -> str:
-    return (
-        f"No sample was read and no batch was made for {seconds:g} s while the training waited for "
-        "one. The workers are stuck, or one sample takes very long (to build an index, to reach a "
-        "server). If it only takes long, raise stall_timeout (LoaderOptions: stall_timeout_s); 0 "
-        "waits for ever. The side processes:"
-    )
-
-
-def _cpu_s(pid: int | None) -> float:
-    try:
-        times = psutil.Process(pid).cpu_times()
-    except psutil.Error:
-        return 0.0
-    return float(times.user + times.system)
-
-
 def died_starting(number: int, code: int | None, times: int) -> WorkerError:
     """Return the error for a side process that dies before it has read a sample."""
     return WorkerError(
-        f"Side process {number} {_death(code)} {times} times before it read a sample. Its own "
+        f"Side process {number} {death(code)} {times} times before it read a sample. Its own "
         f"message is on the standard error output. {_MAIN}"
     )
 
@@ -150,7 +96,7 @@ def stream_broken(number: int, code: int | None, delivered: int, *, answered: bo
     """Return the error for a side process that dies before the end of its stream."""
     hint = "" if answered else f" {_MAIN}"
     return WorkerError(
-        f"Side process {number} {_death(code)} before the end of its stream. The {delivered} "
+        f"Side process {number} {death(code)} before the end of its stream. The {delivered} "
         "batches that it had made in this epoch were delivered; the rest of its stream is "
         "missing, because a stream cannot be read again from its middle. Begin the epoch anew, or "
         f"use a dataset with __getitem__, whose samples are read again.{hint}"
@@ -203,16 +149,33 @@ def _doing(child: ChildProcess, what: str) -> str:
     )
 
 
-def killer_sample(index: object, code: int | None, times: int) -> WorkerError:
-    """Return the error for a sample that kills every process that reads it."""
+def lost_sample(index: object, child: ChildProcess, times: int) -> WorkerError:
+    """Return the error for a sample that kills or holds up every process that reads it.
+
+    ``child`` was the last of so many.
+    """
+    if child.hang is not None:
+        return _hung_sample(index, child.hang)
     return WorkerError(
         f"Sample {index!r} of the dataset was being read each of the {times} times that a side "
-        f"process {_death(code)}. Read dataset[{index!r}] in a script of its own to see why, and "
-        "leave it out or repair it."
+        f"process {death(child.process.exitcode)}. Read dataset[{index!r}] in a script of its own "
+        "to see why, and leave it out or repair it."
     )
 
 
-def _death(code: int | None) -> str:
+def _hung_sample(index: object, hang: Hang) -> WorkerError:
+    return WorkerError(
+        f"Sample {index!r} of the dataset was read twice, by two side processes that got nowhere "
+        f"with it for {hang.seconds:g} s each. Where the stack shows a lock, another thread of the "
+        "training process may have held it when the workers were forked: open files and clients in "
+        'the workers, or use multiprocessing_context="spawn". If the sample only takes long, raise '
+        "stall_timeout (LoaderOptions: stall_timeout_s); 0 waits for ever. The process was "
+        f"{hang.doing}"
+    )
+
+
+def death(code: int | None) -> str:
+    """Return how a process with this exit code ended, in words."""
     if code is not None and code < 0:
         hint = " (the kernel kills so when memory runs out)" if code == -signal.SIGKILL else ""
         return f"was ended by {signal.Signals(-code).name}{hint}"

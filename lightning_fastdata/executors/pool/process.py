@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from multiprocessing.context import BaseContext
-from typing import Final
+from typing import Final, NamedTuple
 
 from lightning_fastdata.batches.slots import Slot, create_shared_memory
 from lightning_fastdata.executors.fetch import FetchPlan
@@ -23,6 +23,7 @@ from lightning_fastdata.executors.pool.protocol import (
     ProgressMemory,
     Start,
     State,
+    TaskEnded,
     ToChild,
 )
 from lightning_fastdata.executors.pool.splitter import Task
@@ -30,6 +31,16 @@ from lightning_fastdata.executors.pool.wire import TaskQueue, Wire, wire_pair
 
 _CROWDED_S: Final = 0.001
 """Where a wire has room, and yet nothing can be sent, it is other processes that have to read."""
+
+
+class Hang(NamedTuple):
+    """What a side process gets nowhere with."""
+
+    samples: list[tuple[int, int]]
+    """(batch number, position) of those that stuck threads read."""
+    seconds: float
+    doing: str = ""
+    """With its stack, in words."""
 
 
 class ChildProcess:
@@ -62,6 +73,8 @@ class ChildProcess:
         """Tasks that it has ended."""
         self.failure: BaseException | None = None
         """What its ``worker_init_fn`` raised."""
+        self.hang: Hang | None = None
+        """Why it was killed."""
         self.retiring = False
         self.retired = False
         ours, theirs = wire_pair()
@@ -91,13 +104,18 @@ class ChildProcess:
         self._pidfd: tuple[int, ...] = ()
         self._life = select.poll()
         with contextlib.suppress(OSError):  # a kernel or container that has no such descriptors
-            self._pidfd = (os.pidfd_open(self.process.pid or 0),)
+            self._pidfd = (os.pidfd_open(self.pid),)
             self._life.register(self._pidfd[0], select.POLLIN)
         self.progress = ProgressMemory.create(places)
         self.stacks = create_shared_memory(1)
         os.ftruncate(self.stacks, 0)
         queues = () if queue is None else (queue,)
         self.send(Start(), (self.progress.descriptor, self.stacks, *queues))
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self.process.pid or 0
 
     @property
     def ends(self) -> tuple[int, ...]:
@@ -177,7 +195,7 @@ class ChildProcess:
             return f"(no stack: the process is starting, state {self._state()})"
         size = os.fstat(self.stacks).st_size
         try:
-            os.kill(self.process.pid or 0, signal.SIGUSR1)
+            os.kill(self.pid, signal.SIGUSR1)
         except ProcessLookupError:
             return "(no stack: the process is gone)"
         until = time.monotonic() + wait_s
@@ -212,6 +230,24 @@ class ChildProcess:
                 return next((line[6:].strip() for line in status if line.startswith("State:")), "?")
         except OSError:
             return "?"
+
+
+class Answer(NamedTuple):
+    """A side process has ended a task; open files came with its message."""
+
+    child: ChildProcess
+    task: Task
+    ended: TaskEnded
+    files: list[int]
+
+
+class Loss(NamedTuple):
+    """A side process died, and took tasks with it, which are not done."""
+
+    child: ChildProcess
+    tasks: list[Task]
+    suspects: list[tuple[int, int]]
+    """(batch number, position) of the samples that were being read, or about to be."""
 
 
 def stop_all(children: dict[int, ChildProcess], queue: TaskQueue | None, owner: int) -> None:

@@ -335,5 +335,9 @@ class ProgressMemory:
 
     def being_read(self) -> list[tuple[int, int]]:
         """Return (batch number, position) of each sample that is being read right now."""
-        words = self.words[:-1].reshape(-1, THREAD_WORDS).tolist()
-        return [(batch, position) for batch, position, _ in words if batch >= 0]
+        return [(batch, position) for batch, position, _ in self.by_thread() if batch >= 0]
+
+    def by_thread(self) -> list[list[int]]:
+        """Return for each thread the batch and position that it reads, and its last task."""
+        words: list[list[int]] = self.words[:-1].reshape(-1, THREAD_WORDS).tolist()
+        return words

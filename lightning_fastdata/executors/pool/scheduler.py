@@ -6,6 +6,7 @@ died had not finished is given to another one. :mod:`.protocol` shows the way of
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 from collections import deque
@@ -20,24 +21,26 @@ from lightning_fastdata.batches.streams import PageLocks
 from lightning_fastdata.errors import OptionsError, WorkerError, as_error
 from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.pool import protocol
-from lightning_fastdata.executors.pool.crew import Answer, Crew, Loss
+from lightning_fastdata.executors.pool.crew import Crew
 from lightning_fastdata.executors.pool.crew_trial import CrewTrial
 from lightning_fastdata.executors.pool.faults import (
     Blame,
-    StallWatch,
     doing,
-    killer_sample,
+    kill_hung,
+    lost_sample,
     timed_out,
 )
+from lightning_fastdata.executors.pool.process import Answer, Loss
 from lightning_fastdata.executors.pool.protocol import MAX_THREADS
 from lightning_fastdata.executors.pool.splitter import EpochRun, PendingBatch, Splitter, Task
+from lightning_fastdata.executors.pool.stalls import StallWatch
 from lightning_fastdata.order.epoch_order import EpochOrder
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, ReadRates, WaitWatch
 from lightning_fastdata.types import Batch
 
-_CRASHES: Final = 2
+_TIMES: Final = 2
 _KILLS: Final = 4
-"""SIGKILL comes from outside, so a sample that was under way need not be the cause."""
+"""So many crash or hang with a sample that is given up; SIGKILL may come from outside."""
 
 
 class PoolExecutor:
@@ -69,8 +72,7 @@ class PoolExecutor:
         self._batches: deque[PendingBatch] = deque()
         self._todo: deque[Task] = deque()
         self._count = 0
-        self._stall = StallWatch(plan.stall_timeout_s)
-        self._blame = Blame()
+        self._stall, self._blame = StallWatch(plan.stall_timeout_s), Blame()
 
     @property
     def respawned(self) -> int:
@@ -223,18 +225,21 @@ class PoolExecutor:
     # What comes back
 
     def _receive(self, until: float | None, *, waiting: bool = True) -> None:
-        look = self._stall.next_look if waiting and until is None else None
-        events = self._crew.wait((look or until) if waiting else 0.0)
-        if events is None and waiting:
-            children = list(self._crew.children.values())
-            if look is None:
-                raise timed_out(self.plan.timeout_s, doing(self.plan, self._batches, children))
-            self._stall.look(children, lambda: doing(self.plan, self._batches, children))
+        look_s = self._stall.next_look_s if waiting and until is None else None
+        events = self._crew.wait((look_s or until) if waiting else 0.0)
         for event in events or ():
             if isinstance(event, Loss):
                 self._redo(event)
             else:
                 self._answer(event)
+        if not waiting or (events is not None and time.monotonic() < (look_s or math.inf)):
+            return
+        children = list(self._crew.children.values())
+        tell = partial(doing, self.plan, self._batches, children)
+        if look_s is None:
+            raise timed_out(self.plan.timeout_s, tell())
+        for child, hang in self._stall.look(children, tell, self._crew.owing):
+            kill_hung(child, hang, self.plan, self._batches)
 
     def _answer(self, answer: Answer) -> None:
         child, task, ended = answer.child, answer.task, answer.ended
@@ -313,8 +318,8 @@ class PoolExecutor:
 
     def _redo(self, loss: Loss) -> None:
         """Do again what a side process died with, but for a sample that kills all who read it."""
-        code = loss.child.process.exitcode
-        times = _KILLS if code == -signal.SIGKILL else _CRASHES
+        killed = loss.child.process.exitcode == -signal.SIGKILL and loss.child.hang is None
+        times = _KILLS if killed else _TIMES
         quarantine = self.plan.faults.quarantine
         batches = {task.batch.number: task.batch for task in loss.tasks}
         known = {
@@ -327,7 +332,7 @@ class PoolExecutor:
             batch, went_on = task.batch, True
             for number, at in killers:
                 if number == batch.number and task.reads(at):
-                    error = killer_sample(batch.index_at(at), code, times)
+                    error = lost_sample(batch.index_at(at), loss.child, times)
                     went_on = self._give_up(batch, at, error)
             if went_on and not self._is_old(batch):
                 self._todo.appendleft(task.renewed())

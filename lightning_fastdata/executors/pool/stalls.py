@@ -1,0 +1,201 @@
+"""Notices side processes that get nowhere, by what they note of their progress."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import psutil
+
+from lightning_fastdata.errors import FastDataWarning, WorkerError
+from lightning_fastdata.executors.pool.process import ChildProcess, Hang
+from lightning_fastdata.stamps.batch_stamps import bounds_ns, bucket_of
+
+_LIMIT_S: Final = 60.0
+_LIMIT_TASKS: Final = 20
+_PERCENTILE: Final = 99
+_LOOK_S: Final = 0.5
+_MOST_LOOKS: Final = 5
+"""A look that comes late counts for so many: the whole program may have been stopped meanwhile."""
+_BUSY_SHARE: Final = 0.05
+"""Processes that compute have so much of a CPU, even where other programs take the CPUs."""
+_BUSY_WEIGHT: Final = 0.1
+"""While processes start, or compute as one that builds an index does, time counts for so much."""
+_LONG_LOOKS: Final = 5
+"""Who computes for so many looks without a new sample may be what the others wait for."""
+
+
+@dataclass(slots=True)
+class _Thread:
+    """What one thread of a process noted last."""
+
+    words: list[int]
+    looks: int = 0
+    """So many times it was the same."""
+    still_s: float = 0.0
+    """For so long, as it counts."""
+
+
+def read_cpu_s(pid: int, with_its_own: bool) -> float:
+    """Return the CPU time of a process, and of the processes that it has started."""
+    total_s = 0.0
+    try:
+        process = psutil.Process(pid)
+        for each in (process, *(process.children(recursive=True) if with_its_own else ())):
+            times = each.cpu_times()
+            total_s += times.user + times.system
+    except psutil.Error:
+        pass
+    return total_s
+
+
+class StallWatch:
+    """Notices that side processes get nowhere while the training process waits for them.
+
+    Args:
+        limit_s: How long that may go on; 0: for ever; None: 60 s, or 20 times the 99th percentile
+            of the times of tasks if that is more.
+        clock: Seconds that never go back.
+        cpu_s: Returns the CPU time of a process, by its id, and with True that of the processes
+            that it has started besides.
+    """
+
+    def __init__(
+        self,
+        limit_s: float | None,
+        clock: Callable[[], float] = time.monotonic,
+        cpu_s: Callable[[int, bool], float] = read_cpu_s,
+    ) -> None:
+        self._given = limit_s
+        self._clock, self._read_cpu_s = clock, cpu_s
+        self._step_s = min(_LOOK_S, (limit_s or _LIMIT_S) / 8)
+        self._looked_s = clock()
+        self._times: Counter[int] = Counter()
+        self._threads: dict[int, list[_Thread]] = {}
+        self._cpu_s: dict[int, float] = {}
+        self._stalled_s = 0.0
+        self._warned = False
+
+    @property
+    def next_look_s(self) -> float | None:
+        """When :meth:`look` is due, on the clock; None: there is no limit."""
+        return None if self._given == 0 else self._looked_s + self._step_s
+
+    @property
+    def limit_s(self) -> float:
+        """How long a process may get nowhere; 0: for ever."""
+        if self._given is not None:
+            return self._given
+        longer, long_ns = self._times.total() * (100 - _PERCENTILE) // 100, 0
+        for bucket, tasks in sorted(self._times.items(), reverse=True):
+            long_ns, longer = bounds_ns(bucket)[1], longer - tasks
+            if longer < 0:
+                break
+        return max(_LIMIT_S, _LIMIT_TASKS * long_ns / 1e9)
+
+    def note_task(self, task_ns: int = 0) -> None:
+        """Note that a task has ended, which took so long."""
+        self._stalled_s = 0.0
+        self._times[bucket_of(task_ns)] += 1
+
+    def look(
+        self,
+        children: Sequence[ChildProcess],
+        doing: Callable[[], list[str]],
+        owing: Collection[ChildProcess] = (),
+    ) -> list[tuple[ChildProcess, Hang]]:
+        """Look how far the processes are, if that is due; warn if none moves.
+
+        Args:
+            children: All of them.
+            doing: Returns in words what they do.
+            owing: Those that have something to do which others can do in their place.
+
+        Returns:
+            Those of ``owing`` that got nowhere for too long.
+
+        Raises:
+            WorkerError: Nothing at all has moved for too long, though no process owes anything.
+        """
+        now_s = self._clock()
+        if self.next_look_s is None or now_s < self.next_look_s:
+            return []
+        spent_s = min(now_s - self._looked_s, _MOST_LOOKS * self._step_s)
+        self._looked_s = now_s
+        moved = self._read(children)
+        limit_s = self.limit_s
+        computing = [child for child in children if self._computes(child, limit_s / 4)]
+        held_up = any(self._acting(child)[0].looks >= _LONG_LOOKS for child in computing)
+        hangs: list[tuple[ChildProcess, Hang]] = []
+        for child in children:
+            slow = held_up or child in computing
+            stuck = []
+            for thread in self._acting(child):
+                if child not in owing or not thread.looks:
+                    thread.still_s = 0.0
+                    continue
+                thread.still_s += spent_s * (_BUSY_WEIGHT if slow else 1)
+                if thread.still_s >= limit_s:
+                    stuck.append(thread)
+                    thread.still_s = 0.0
+            if stuck:
+                samples = [(each.words[0], each.words[1]) for each in stuck if each.words[0] >= 0]
+                hangs.append((child, Hang(samples, limit_s)))
+        if moved or hangs:
+            self._stalled_s = 0.0
+            return hangs
+        slow = bool(computing) or any(child.is_starting for child in children)
+        self._stalled_s += spent_s * (_BUSY_WEIGHT if slow else 1)
+        if self._stalled_s >= limit_s:
+            raise WorkerError("\n".join([_stalled(limit_s), *doing()]))
+        if self._stalled_s >= limit_s / 2 and not (owing or self._warned):
+            self._warned = True
+            text = [_stalled(limit_s / 2), f"At {limit_s:g} s it is an error.", *doing()]
+            warnings.warn("\n".join(text), FastDataWarning, stacklevel=2)
+        return []
+
+    def _read(self, children: Sequence[ChildProcess]) -> bool:
+        """Read what all threads have noted; return whether anything is new."""
+        before, self._threads = self._threads, {}
+        moved = before.keys() != {child.pid for child in children}
+        for child in children:
+            was = before.get(child.pid, [])
+            now = [_Thread(words) for words in child.progress.by_thread()]
+            for at, (old, new) in enumerate(zip(was, now, strict=False)):
+                if old.words == new.words:
+                    now[at] = old
+                    old.looks += 1
+                else:
+                    moved = True
+            self._threads[child.pid] = now
+        return moved
+
+    def _acting(self, child: ChildProcess) -> list[_Thread]:
+        """Return the threads of a process that read; all of them if none does."""
+        threads = self._threads[child.pid]
+        return [each for each in threads if each.words[0] >= 0] or threads
+
+    def _computes(self, child: ChildProcess, long_s: float) -> bool:
+        """Return whether a process that has noted nothing new computes, or what it started."""
+        acting = self._acting(child)
+        if not any(each.looks for each in acting):
+            self._cpu_s.pop(child.pid, None)
+            return False
+        with_its_own = any(each.still_s >= long_s for each in acting)
+        cpu_s = self._read_cpu_s(child.pid, with_its_own)
+        before_s = self._cpu_s.get(child.pid, 0.0)
+        self._cpu_s[child.pid] = cpu_s
+        return cpu_s - before_s > _BUSY_SHARE * self._step_s
+
+
+def _stalled(seconds: float) -> str:
+    return (
+        f"No sample was read and no batch was made for {seconds:g} s while the training waited for "
+        "one. The workers are stuck, or one sample takes very long (to build an index, to reach a "
+        "server). If it only takes long, raise stall_timeout (LoaderOptions: stall_timeout_s); 0 "
+        "waits for ever. The side processes:"
+    )

@@ -1,0 +1,213 @@
+"""A worker that gets nowhere is found, shown and replaced; what it had to do is done once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from lightning_fastdata import FastDataLoader
+from lightning_fastdata.errors import FastDataWarning, WorkerError
+from lightning_fastdata.executors.pool.protocol import ProgressMemory
+from lightning_fastdata.executors.pool.stalls import StallWatch
+
+LOCK = threading.Lock()
+SAMPLES = 160
+BAD = 37
+
+
+def sleep() -> None:
+    time.sleep(600)
+
+
+def stop_oneself() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def wait_for_a_lock() -> None:
+    LOCK.acquire()
+
+
+def wait_for_a_program() -> None:
+    subprocess.run(["sleep", "600"], check=True)
+
+
+class Stuck(Dataset):
+    """Hangs with one sample: the first time that it is read, or each time."""
+
+    def __init__(self, hang: Any, once: Path | None) -> None:
+        self.hang, self.once = hang, once
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == BAD and (self.once is None or not self.once.exists()):
+            if self.once is not None:
+                self.once.touch()
+            self.hang()
+        time.sleep(0.001)
+        return torch.tensor([index, torch.randint(2**40, ()).item()])
+
+
+def loader_of(dataset: Dataset, executor: str, **how: Any) -> FastDataLoader:
+    seed = torch.Generator().manual_seed(0)
+    how = {"num_workers": 2, "stall_timeout": 1, "generator": seed, **how}
+    return FastDataLoader(dataset, 8, executor=executor, **how)
+
+
+def batches_of(loader: FastDataLoader) -> list[Any]:
+    batches = [batch.tolist() for batch in loader]
+    loader.close()
+    return batches
+
+
+@pytest.mark.parametrize("hang", [sleep, stop_oneself, wait_for_a_program])
+@pytest.mark.parametrize("executor", ["workers", "sidecar"])
+@pytest.mark.cases(4)
+def test_what_hangs_once_is_delivered_as_if_it_had_not(tmp_path, executor, hang):
+    calm = batches_of(loader_of(Stuck(hang, Path("/")), executor))
+    with pytest.warns(FastDataWarning, match=rf"got nowhere for 1 s[\s\S]*reading sample.* {BAD}"):
+        got = batches_of(loader_of(Stuck(hang, tmp_path / "hung"), executor))
+    if executor == "sidecar":  # whose threads share the global generator
+        got, calm = ([[row[0] for row in batch] for batch in each] for each in (got, calm))
+    assert got == calm
+
+
+@pytest.mark.parametrize("executor", ["workers", "sidecar"])
+def test_what_hangs_twice_is_an_error_that_names_the_sample_and_shows_the_stack(executor):
+    match = rf"Sample {BAD} of the dataset was read twice[\s\S]*in wait_for_a_lock"
+    with (
+        LOCK,
+        pytest.warns(FastDataWarning, match="is replaced"),
+        pytest.raises(WorkerError, match=match),
+    ):
+        batches_of(loader_of(Stuck(wait_for_a_lock, None), executor))
+
+
+@pytest.mark.filterwarnings("ignore::lightning_fastdata.errors.FastDataWarning")
+def test_what_hangs_twice_goes_the_way_of_bad_samples():
+    loader = loader_of(Stuck(sleep, None), "workers", on_bad_sample="replace")
+    got = [row[0] for batch in batches_of(loader) for row in batch]
+    assert [at for at in range(SAMPLES) if got[at] != at] == [BAD]
+
+
+def test_while_others_go_on_it_is_found_too():
+    """Order does not matter, so that the training gets batches all the time."""
+    loader = loader_of(Stuck(sleep, None), "workers", in_order=False, num_workers=3)
+    with pytest.warns(FastDataWarning), pytest.raises(WorkerError, match=f"Sample {BAD} "):
+        batches_of(loader)
+
+
+def test_no_time_is_a_hang_if_it_is_turned_off(tmp_path):
+    class Late(Stuck):
+        def __getitem__(self, index: int) -> torch.Tensor:
+            if index == BAD:
+                time.sleep(2)
+            return torch.tensor(index)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FastDataWarning)
+        got = batches_of(loader_of(Late(sleep, None), "workers", stall_timeout=0))
+    assert sum(map(len, got)) == SAMPLES
+
+
+# What counts as time
+
+
+class Clock:
+    now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Child:
+    """What is asked of a side process."""
+
+    is_starting = False
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.progress = ProgressMemory.create(1)
+        self.progress.state = 0
+
+
+def watch_of(limit_s: float | None, clock: Clock, cpu_s: Any = lambda _pid, _all: 0.0) -> Any:
+    return StallWatch(limit_s, clock, cpu_s)
+
+
+def passes(watch: StallWatch, clock: Clock, seconds: float, children: Any, step_s: float = 0.5):
+    """Look for so long; return after how much of it a process was found stuck, or None."""
+    began_s = clock.now_s
+    while clock.now_s < began_s + seconds:
+        clock.now_s += step_s
+        if watch.look(children, list, children):
+            return clock.now_s - began_s
+    return None
+
+
+def test_by_default_a_minute_is_a_hang_or_twenty_times_the_99th_percentile():
+    clock = Clock()
+    watch = watch_of(None, clock)
+    assert watch.limit_s == 60
+    for _ in range(99):
+        watch.note_task(10**9)
+    watch.note_task(200 * 10**9)
+    assert watch.limit_s == 60
+    watch.note_task(10 * 10**9)
+    assert 200 <= watch.limit_s <= 250
+    stuck = Child(0)
+    stuck.progress.read(0, 1, 5)
+    assert 60 <= passes(watch_of(None, clock), clock, 100, [stuck]) <= 61.5
+
+
+def test_samples_that_come_are_progress_however_slowly():
+    clock = Clock()
+    watch, slow = watch_of(10, clock), Child(0)
+    for sample in range(20):
+        slow.progress.read(0, 1, sample)
+        assert passes(watch, clock, 9, [slow]) is None
+
+
+def test_time_in_which_the_whole_program_was_stopped_is_none():
+    clock = Clock()
+    watch, stuck = watch_of(60, clock), Child(0)
+    stuck.progress.read(0, 1, 5)
+    assert passes(watch, clock, 30, [stuck]) is None
+    clock.now_s += 3600
+    assert passes(watch, clock, 20, [stuck]) is None
+    assert passes(watch, clock, 20, [stuck]) is not None
+
+
+def test_an_idle_process_is_not_stuck():
+    clock = Clock()
+    watch, idle, busy = watch_of(10, clock), Child(0), Child(1)
+    for sample in range(20):
+        busy.progress.read(0, 1, sample)
+        clock.now_s += 5
+        assert watch.look([idle, busy], list, [busy]) == []
+    clock.now_s += 1
+    assert watch.look([idle, busy], list, [idle, busy]) == []
+
+
+def test_who_computes_may_go_on_for_ten_times_as_long_and_so_may_those_who_wait_for_it():
+    clock = Clock()
+    computes, waits = Child(0), Child(1)
+    for each in (computes, waits):
+        each.progress.read(0, 1, 5)
+
+    def cpu_s(pid: int, _all: bool) -> float:
+        return clock.now_s if pid == computes.pid else 0.0
+
+    assert 80 <= passes(watch_of(10, clock, cpu_s), clock, 200, [computes, waits]) <= 105
+    assert passes(watch_of(10, clock, cpu_s), clock, 20, [waits]) <= 11.5

@@ -1,0 +1,152 @@
+"""Workers that die again and again end the training with the reason; one that grows is replaced."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from lightning_fastdata import FastDataLoader
+from lightning_fastdata.errors import FastDataWarning, WorkerError
+from lightning_fastdata.executors.pool.health import Deaths, Growth
+from lightning_fastdata.host.memory import read_oom_kills
+from lightning_fastdata.host.usage import read_own_bytes
+
+MIB = 2**20
+
+
+class DiesEverywhere(Dataset):
+    def __len__(self) -> int:
+        return 4000
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index >= 32:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return torch.tensor(index)
+
+
+def test_a_training_whose_workers_keep_dying_ends_and_says_what_the_kernel_says():
+    loader = FastDataLoader(
+        DiesEverywhere(), 8, num_workers=2, executor="workers", on_bad_sample="replace"
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FastDataWarning)
+        with pytest.raises(WorkerError) as told:
+            list(loader)
+    loader.close()
+    text = str(told.value)
+    assert "31 side processes died within a minute" in text
+    assert "was ended by SIGKILL" in text
+    assert "The kernel has killed" in text or "The kernel does not say" in text
+    assert "Memory of those that live: " in text
+
+
+def test_deaths_count_where_little_is_done_between_them():
+    now_s, kills = [0.0], [3]
+
+    def deaths() -> Deaths:
+        return Deaths(lambda: now_s[0], lambda: kills[0])
+
+    slow = deaths()
+    for _ in range(200):  # one in three seconds
+        now_s[0] += 3
+        slow.note(-9, 0, {})
+    useful = deaths()
+    for at in range(200):
+        now_s[0] += 0.1
+        useful.note(-9, 5 * at, {})
+    useless = deaths()
+    kills[0] = 10
+    for _ in range(30):
+        useless.note(-9, 0, {})
+    with pytest.raises(WorkerError, match=r"(?s)SIGKILL.*\(31 times\).*has killed 7 processes"):
+        useless.note(-9, 0, {})
+
+
+class Child:
+    def __init__(self, number: int) -> None:
+        self.number = self.pid = number
+
+
+def looks(sizes: dict[int, int], left: list[int]) -> Any:
+    """Return what looks at workers of these sizes, 6 s later each time."""
+    now_s = [0.0]
+    growth = Growth(lambda: now_s[0], sizes.get, lambda: left[0])
+    children = {number: Child(number) for number in sizes}
+
+    def look() -> Any:
+        now_s[0] += 6
+        return growth.look(children)
+
+    return look
+
+
+def test_growth_is_told_of_before_memory_runs_out_and_then_ended():
+    sizes, left = {0: 100 * MIB, 1: 100 * MIB}, [8000 * MIB]
+    look = looks(sizes, left)
+    found = look()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        while found is None and left[0] > 0:
+            sizes[1] += 100 * MIB
+            left[0] -= 100 * MIB
+            found = look()
+    assert found is not None
+    assert found.number == 1
+    texts = [str(each.message) for each in told]
+    assert len(texts) == 2
+    assert all(text.startswith("Side process 1 (pid 1) has grown from 100 to") for text in texts)
+    assert "Take fewer workers" in texts[0]
+    assert "It is replaced" in texts[1]
+
+
+def test_what_stays_as_it_is_is_never_told_of_however_little_is_left():
+    look = looks({0: 10_000 * MIB, 1: 9_000 * MIB}, [1])
+    assert [look() for _ in range(10)] == [None] * 10
+
+
+class Hoards(Dataset):
+    """Keeps what it has read, as a dataset with a cache does."""
+
+    def __init__(self) -> None:
+        self.kept: list[bytearray] = []
+
+    def __len__(self) -> int:
+        return 400
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.kept.append(bytearray(b"x") * (8 * MIB))
+        time.sleep(0.002)
+        return torch.tensor([index, os.getpid()])
+
+
+def test_a_worker_that_hoards_is_replaced_and_no_sample_is_lost_or_doubled():
+    how = {"num_workers": 2, "persistent_workers": True}
+    loader = FastDataLoader(Hoards(), 4, executor="workers", **how)
+    batches = iter(loader)
+    crew = loader._iterator._crew
+    clock_s = [0.0]
+    crew._growth = Growth(lambda: clock_s[0], left_bytes=lambda: 100 * MIB)
+    got = []
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for batch in batches:
+            clock_s[0] += 5
+            got += batch.tolist()
+    loader.close()
+    assert any("It is replaced between two tasks" in str(each.message) for each in told)
+    assert [index for index, _ in got] == list(range(400))
+    assert len({pid for _, pid in got}) > 2
+
+
+def test_the_numbers_of_the_kernel_are_those_of_this_machine():
+    mine = read_own_bytes(os.getpid())
+    assert mine is None or MIB < mine < 2**40
+    kills = read_oom_kills()
+    assert kills is None or kills >= 0
