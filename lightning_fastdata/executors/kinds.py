@@ -6,14 +6,17 @@ a name and a row here.
 
 from __future__ import annotations
 
+import multiprocessing
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from multiprocessing.context import BaseContext
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypeAlias, runtime_checkable
 
 from torch.utils.data import IterableDataset
 
 from lightning_fastdata.errors import OptionsError
+from lightning_fastdata.host.memory import allow_open_files
 
 if TYPE_CHECKING:
     from lightning_fastdata.batches.streams import PageLocks
@@ -24,6 +27,9 @@ if TYPE_CHECKING:
     from lightning_fastdata.stamps.batch_stamps import BatchStamps
     from lightning_fastdata.types import Batch
 
+_FILES_OF_WORKER: Final = 8
+"""Descriptors of a side process, with those that exist while it starts."""
+_FILES_OF_BATCH: Final = 4
 ExecutorName: TypeAlias = Literal["torch", "inline", "gather", "workers", "sidecar"]
 
 
@@ -88,6 +94,14 @@ def _start_gather(plan: FetchPlan, given: Resources) -> Executor:
 
 
 def _start_processes(plan: FetchPlan, given: Resources) -> Executor:
+    context = plan.context
+    if not isinstance(context, BaseContext):
+        context = multiprocessing.get_context(context)
+    if context.get_start_method() == "fork":
+        from lightning_fastdata.executors.fork_hazards import warn_before_fork
+
+        warn_before_fork(plan.dataset)
+    allow_open_files(_FILES_OF_WORKER * given.workers + _FILES_OF_BATCH * plan.look_ahead)
     if isinstance(plan.dataset, IterableDataset):
         from lightning_fastdata.executors.stream import StreamExecutor
 

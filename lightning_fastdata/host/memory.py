@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import shutil
 from collections.abc import Iterator
@@ -135,6 +136,27 @@ def read_open_file_limits() -> tuple[int | None, int | None]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     endless = resource.RLIM_INFINITY
     return None if soft == endless else soft, None if hard == endless else hard
+
+
+def allow_open_files(more: int) -> None:
+    """Raise the soft limit of open files, as far as the hard one, so that so many more can be had.
+
+    It is left alone where there is room, and where it may not be raised.
+    """
+    soft, hard = read_open_file_limits()
+    if soft is None:
+        return
+    try:
+        wanted = len(list(Path("/proc/self/fd").iterdir())) + more
+    except OSError:  # no Linux, or no file can be opened any more
+        wanted = soft + more
+    if wanted > soft and (hard is None or hard > soft):
+        import resource
+
+        new = 2 * wanted if hard is None else min(2 * wanted, hard)
+        limits = (new, resource.RLIM_INFINITY if hard is None else hard)
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def read_oom_kills(*, root: Path = Path("/")) -> int | None:

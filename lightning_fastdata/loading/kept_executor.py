@@ -158,9 +158,14 @@ class KeptExecutor:
             )
             if self.records is not None:
                 executor.record(self.records)
+        try:
+            self._start_epoch(executor)
+        except BaseException:
+            self._iterator = None
+            executor.close()  # which would otherwise live as long as the traceback
+            raise
         if keep:
             self._iterator = executor
-        self._start_epoch(executor)
         reported = None if self.reported_batches is None else self.reported_batches()
         running = EpochIterator(executor, self.finish, reported, keep=keep)
         self._running = weakref.ref(running)
@@ -238,6 +243,10 @@ class KeptExecutor:
 
     def close(self) -> None:
         """Stop the executor; the next epoch starts a new one."""
+        running = None if self._running is None else self._running()
+        if running is not None and running.executor is not None:
+            running.executor.close()
+            running.end("its loader was closed")
         if self._iterator is not None:
             self._iterator.close()
             self._iterator = None
@@ -290,7 +299,7 @@ class EpochIterator:
     def end(self, why: str) -> None:
         """Give no more batches."""
         self.executor = None
-        self.error = WorkerError(f"This iterator has ended: {why}. Use the newer one.")
+        self.error = WorkerError(f"This iterator has ended: {why}. Iterate the loader anew.")
 
     def __reduce__(self) -> tuple[Callable[[], EpochIterator], tuple[()]]:
         # Lightning copies its trainer with the iterators in it; processes cannot be copied.

@@ -55,6 +55,24 @@ def test_a_running_loader_can_be_copied_and_pickled() -> None:
     loader.close()
 
 
+@pytest.mark.parametrize("executor", ["inline", "gather", "workers", "sidecar"])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_closing_ends_an_epoch_with_an_error_and_not_as_if_it_were_over(
+    executor: str, persistent: bool
+) -> None:
+    before = set(multiprocessing.active_children())
+    how = {"num_workers": 1, "persistent_workers": persistent, "executor": executor}
+    loader = FastDataLoader(DATA, batch_size=4, **how)
+    running = iter(loader)
+    next(running)
+    loader.close()
+    assert set(multiprocessing.active_children()) == before
+    with pytest.raises(WorkerError, match="its loader was closed"):
+        next(running)
+    assert len(list(loader)) == 5
+    loader.close()
+
+
 @pytest.mark.parametrize("executor", ["inline", "workers"])
 def test_single_samples_come_as_they_are(executor: str) -> None:
     loader = FastDataLoader(DATA, batch_size=None, num_workers=1, executor=executor)

@@ -155,13 +155,15 @@ def test_time_spent_queueing_for_a_cpu_is_no_waiting():
 def test_no_sample_is_begun_after_the_budget():
     data = Planted(lambda: clock.advance(0.1), length=1000)
     clock = Times()
-    measured = measure_samples(data, batch_size=8, budget_s=0.45, clocks=Clocks(clock.now, zero))
+    measured = measure_samples(
+        data, batch_size=8, budget_s=0.45, clocks=Clocks(clock.now, zero, zero)
+    )
     # The first one is left out.
     assert len(data.read) == 5
     assert measured is not None
     assert (measured.samples, measured.wall_ms) == (4, pytest.approx(100))
     slow = Planted(lambda: clock.advance(9), length=1000)
-    once = measure_samples(slow, batch_size=8, clocks=Clocks(clock.now, zero))
+    once = measure_samples(slow, batch_size=8, clocks=Clocks(clock.now, zero, zero))
     assert len(slow.read) == 1
     assert once is not None
     assert (once.samples, once.wall_ms) == (1, pytest.approx(9000))
@@ -170,7 +172,9 @@ def test_no_sample_is_begun_after_the_budget():
 def test_a_few_samples_that_take_long_count_for_as_long_as_they_take():
     clock, count = Times(), iter(range(10_000))
     data = Planted(lambda: clock.advance(1 if next(count) % 50 == 49 else 0.001), length=2000)
-    measured = measure_samples(data, batch_size=16, budget_s=5, clocks=Clocks(clock.now, zero))
+    measured = measure_samples(
+        data, batch_size=16, budget_s=5, clocks=Clocks(clock.now, zero, zero)
+    )
     assert measured is not None
     assert measured.wall_ms == pytest.approx(21, rel=0.5)
     assert waits(measured)
@@ -183,7 +187,7 @@ def test_collation_is_measured_in_whole_batches():
         sizes.append(len(samples))
         clock.advance(0.016 + 0.001 * len(samples))
 
-    about = {"batch_size": 16, "budget_s": 60, "clocks": Clocks(clock.now, clock.now)}
+    about = {"batch_size": 16, "budget_s": 60, "clocks": Clocks(clock.now, clock.now, zero)}
     measured = measure_samples(Planted(nothing, length=500), collate=collate, **about)
     assert sizes[:7] == [1, 2, 4, 8, 16, 16, 16]
     assert measured is not None
@@ -202,7 +206,7 @@ def test_a_dataset_that_reads_whole_batches_is_asked_for_them():
 
     data = Batched(nothing, length=500)
     measured = measure_samples(
-        data, batch_size=32, budget_s=60, clocks=Clocks(clock.now, clock.now)
+        data, batch_size=32, budget_s=60, clocks=Clocks(clock.now, clock.now, zero)
     )
     assert data.read == []
     assert asked[:7] == [1, 2, 4, 8, 16, 32, 32]

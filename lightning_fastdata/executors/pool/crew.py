@@ -20,7 +20,7 @@ from lightning_fastdata.batches.slots import Slot, SlotPool
 from lightning_fastdata.errors import as_error
 from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.pool import protocol
-from lightning_fastdata.executors.pool.faults import died_starting
+from lightning_fastdata.executors.pool.faults import cannot_start, died_starting
 from lightning_fastdata.executors.pool.health import Deaths, Growth
 from lightning_fastdata.executors.pool.process import Answer, ChildProcess, Loss, stop_all
 from lightning_fastdata.executors.pool.splitter import Task
@@ -247,16 +247,21 @@ class Crew:
         for number in sorted(set(range(self.wanted)) - self.children.keys()):
             ends = () if self._queue is None else self._queue.descriptors
             wires = (child.wire.fileno() for child in self.children.values())
-            child = ChildProcess(
-                self.plan,
-                number,
-                self.wanted,
-                self.threads,
-                (*ends, *wires),
-                places=self._places,
-                epoch=epoch,
-                queue=None if self._queue is None else self._queue.reading,
-            )
+            queue = None if self._queue is None else self._queue.reading
+            files = (*ends, *wires)
+            try:
+                child = ChildProcess(
+                    self.plan,
+                    number,
+                    self.wanted,
+                    self.threads,
+                    files,
+                    places=self._places,
+                    epoch=epoch,
+                    queue=queue,
+                )
+            except OSError as error:
+                raise cannot_start(number, error) from error
             child.progress.generation = self._generation
             for setting in self._settings.values():
                 child.send(setting)

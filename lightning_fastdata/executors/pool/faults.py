@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import signal
+import threading
 import warnings
 from collections import Counter
 from collections.abc import Container, Iterable
@@ -12,6 +14,7 @@ from lightning_fastdata.errors import FastDataWarning, WorkerError
 from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.pool.process import ChildProcess, Hang
 from lightning_fastdata.executors.pool.splitter import PendingBatch
+from lightning_fastdata.host.memory import read_open_file_limits
 
 _IDLE_SHOWN: Final = 4
 _MAIN: Final = (
@@ -82,6 +85,23 @@ class Blame:
         if self._apart:
             self._apart &= {batch.number for batch in batches if not batch.is_ready}
         return bool(self._apart)
+
+
+def cannot_start(number: int, error: OSError) -> WorkerError:
+    """Return the error for a side process that the system does not start."""
+    soft, hard = read_open_file_limits()
+    remedy = "Take fewer workers."
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        remedy = (
+            f"This process may have {soft} files open (hard limit: {hard}) and has about as many. "
+            "Raise the limit (ulimit -n), or take fewer workers."
+        )
+    elif error.errno in (errno.EAGAIN, errno.ENOMEM):
+        remedy = (
+            "There are as many processes as the user or the container may have, or memory runs "
+            "out. Raise the limit (ulimit -u; pids.max of the cgroup), or take fewer workers."
+        )
+    return WorkerError(f"Side process {number} cannot be started: {error}. {remedy}")
 
 
 def died_starting(number: int, code: int | None, times: int) -> WorkerError:
@@ -167,11 +187,17 @@ def _hung_sample(index: object, hang: Hang) -> WorkerError:
     return WorkerError(
         f"Sample {index!r} of the dataset was read twice, by two side processes that got nowhere "
         f"with it for {hang.seconds:g} s each. Where the stack shows a lock, another thread of the "
-        "training process may have held it when the workers were forked: open files and clients in "
-        'the workers, or use multiprocessing_context="spawn". If the sample only takes long, raise '
-        "stall_timeout (LoaderOptions: stall_timeout_s); 0 waits for ever. The process was "
-        f"{hang.doing}"
+        f"training process{_threads()} may have held it when the workers were forked: open files "
+        'and clients in the workers, or use multiprocessing_context="forkserver". If the sample '
+        "only takes long, raise stall_timeout (LoaderOptions: stall_timeout_s); 0 waits for ever. "
+        f"The process was {hang.doing}"
     )
+
+
+def _threads() -> str:
+    """Return the names of the program's other threads, if there are any."""
+    others = [each.name for each in threading.enumerate() if each is not threading.main_thread()]
+    return f" ({', '.join(others[:_IDLE_SHOWN])})" if others else ""
 
 
 def death(code: int | None) -> str:

@@ -15,6 +15,7 @@ from multiprocessing.context import BaseContext
 from typing import Final, NamedTuple
 
 from lightning_fastdata.batches.slots import Slot, create_shared_memory
+from lightning_fastdata.errors import WorkerError
 from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.pool.child import child_main
 from lightning_fastdata.executors.pool.protocol import (
@@ -106,8 +107,14 @@ class ChildProcess:
         with contextlib.suppress(OSError):  # a kernel or container that has no such descriptors
             self._pidfd = (os.pidfd_open(self.pid),)
             self._life.register(self._pidfd[0], select.POLLIN)
-        self.progress = ProgressMemory.create(places)
-        self.stacks = create_shared_memory(1)
+        try:
+            self.progress = ProgressMemory.create(places)
+            self.stacks = create_shared_memory(1)
+        except (OSError, WorkerError):  # no more files may be open
+            self.wire.close()
+            self.process.kill()
+            self.process.join()
+            raise
         os.ftruncate(self.stacks, 0)
         queues = () if queue is None else (queue,)
         self.send(Start(), (self.progress.descriptor, self.stacks, *queues))

@@ -1,0 +1,153 @@
+"""What a dataset has open and forked workers would share is told before they are forked."""
+
+from __future__ import annotations
+
+import io
+import sqlite3
+import sys
+import tarfile
+import warnings
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset, Subset
+
+from lightning_fastdata import FastDataLoader, FastDataModule, LoaderOptions
+from lightning_fastdata.errors import FastDataWarning
+
+SAMPLES = 40
+
+
+class Holds(Dataset):
+    """Reads nothing of what it holds, so that only what it is can be seen."""
+
+    def __init__(self, handle: Any) -> None:
+        self.of_each_kind = {"train": [handle]}
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor(index)
+
+
+class OpensLazily(Dataset):
+    """As one should: each worker opens it for itself."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.file = path, None
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if self.file is None:
+            self.file = self.path.open("rb")
+        self.file.seek(index)
+        return torch.tensor(self.file.read(1)[0])
+
+
+def a_file(folder: Path) -> Path:
+    path = folder / "samples"
+    path.write_bytes(bytes(range(SAMPLES)))
+    return path
+
+
+def an_archive(folder: Path) -> Any:
+    with zipfile.ZipFile(folder / "a.zip", "w") as archive:
+        archive.writestr("a", "b")
+    return zipfile.ZipFile(folder / "a.zip")
+
+
+def a_tar(folder: Path) -> Any:
+    with tarfile.open(folder / "a.tar", "w") as archive:
+        archive.add(a_file(folder), "a")
+    return tarfile.open(folder / "a.tar")
+
+
+def an_hdf5_file(folder: Path) -> Any:
+    h5py = pytest.importorskip("h5py")
+    file = h5py.File(folder / "a.h5", "w")
+    file.create_dataset("x", data=np.arange(3))
+    return file
+
+
+OPEN = {
+    "the open file": lambda folder: a_file(folder).open("rb"),
+    "the open file ": lambda folder: a_file(folder).open(encoding="latin1"),
+    "an open zipfile.ZipFile": an_archive,
+    "an open tarfile.TarFile": a_tar,
+    "an open sqlite3.Connection": lambda folder: sqlite3.connect(folder / "a.db"),
+    "an open h5py.File": an_hdf5_file,
+    "an open h5py.Dataset": lambda folder: an_hdf5_file(folder)["x"],
+    "an open lmdb.Environment": lambda folder: pytest.importorskip("lmdb").open(
+        str(folder / "lmdb")
+    ),
+}
+
+
+def closed(handle: Any) -> Any:
+    handle.close()
+    return handle
+
+
+FINE = {
+    "a closed file": lambda folder: closed(a_file(folder).open("rb")),
+    "a closed archive": lambda folder: closed(an_archive(folder)),
+    "a closed connection": lambda folder: closed(sqlite3.connect(folder / "a.db")),
+    "a closed HDF5 file": lambda folder: closed(an_hdf5_file(folder)),
+    "a log": lambda folder: (folder / "log").open("w"),
+    "memory": lambda _: io.BytesIO(b"x"),
+    "the terminal": lambda _: sys.stdout,
+    "a memory map": lambda folder: np.memmap(a_file(folder), np.uint8),
+    "tensors": lambda _: torch.zeros(3),
+    "a path": a_file,
+}
+
+
+def told(dataset: Dataset) -> list[str]:
+    """Return what is said of a dataset before its workers have read anything."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        loader = FastDataLoader(
+            dataset, 8, num_workers=1, executor="workers", multiprocessing_context="fork"
+        )
+        assert len(list(loader)) == SAMPLES // 8
+        loader.close()
+    return [str(each.message) for each in said if each.category is FastDataWarning]
+
+
+@pytest.mark.parametrize("what", OPEN)
+def test_what_must_not_be_shared_is_named_with_the_remedy(what, tmp_path):
+    (text,) = told(Subset(Holds(OPEN[what](tmp_path)), range(SAMPLES)))
+    assert what.strip() in text
+    assert "on first use in __getitem__" in text
+    assert 'multiprocessing_context="forkserver"' in text
+
+
+@pytest.mark.parametrize("what", FINE)
+def test_of_all_else_nothing_is_said(what, tmp_path):
+    assert told(Holds(FINE[what](tmp_path))) == []
+
+
+def test_nothing_is_said_of_what_each_worker_opens_itself(tmp_path):
+    dataset = OpensLazily(a_file(tmp_path))
+    assert told(dataset) == []
+    assert dataset.file is None
+
+
+def test_a_data_module_tells_so_too(tmp_path):
+    class Data(FastDataModule):
+        def train_dataset(self) -> Dataset:
+            return Holds(sqlite3.connect(tmp_path / "a.db"))
+
+    options = LoaderOptions(num_workers=1, executor="workers", multiprocessing_context="fork")
+    data = Data(batch_size=8, options=options)
+    with pytest.warns(FastDataWarning, match="holds an open sqlite3.Connection"):
+        for _ in data.train_dataloader():
+            pass
+    data.teardown("fit")
