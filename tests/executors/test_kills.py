@@ -25,8 +25,10 @@ from lightning_fastdata.loading.loader import FastDataLoader
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
-KILLS = 100 if LONG else 30
+KILLS = 200 if LONG else 20
 LENGTH = 240
+ROW = 22_000
+"""Numbers of 8 bytes in a sample: six samples are 1 MiB, which takes time to write."""
 
 
 class Rows(Dataset):
@@ -37,7 +39,7 @@ class Rows(Dataset):
 
     def __getitem__(self, index: int) -> Any:
         time.sleep(0.0005)
-        return torch.full((700,), index), torch.rand(3), f"row {index}"
+        return torch.full((ROW,), index), torch.rand(3), f"row {index}"
 
 
 def only_tensors(samples: list[Any]) -> Any:

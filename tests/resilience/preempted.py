@@ -1,0 +1,226 @@
+"""A training that is ended by signals again and again, and goes on from its newest file each time.
+
+Arguments: folder, seed, number of signals. Three runs over one epoch leave their records in folders
+of their own: ``straight`` without a signal, ``lives`` with signals in one rank, two, and one again,
+``requeued`` by SLURM. A file ``<life>-<rank>`` has lines of ``step index:digest ...``: the samples
+of the step in this rank, with a digest of what each held, its draws included. ``told`` has a line
+of JSON for each life.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+import traceback
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from pickle import UnpicklingError
+
+import psutil
+import torch
+from conformance.forked_ranks import free_port
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from resilience.cells import LOADERS, Augmented, Draws, Module
+from resilience.runs import Recorder, digest, train
+
+GLOBAL = 8
+"""Samples of a step, of all ranks."""
+STEPS_OF_SIGNAL = 4
+"""Of the epoch, so that each signal finds steps to come."""
+SIGNALS = {"TERM": signal.SIGTERM, "KILL": signal.SIGKILL, "INT": signal.SIGINT}
+READERS = ("workers-2", "inline", "workers-1", "workers-4")
+GRACE_S = {1: 20, 2: 4}
+"""By number of ranks. Lightning broadcasts in its handler of SIGTERM, where ranks may be at
+different operations and then wait for each other until they are killed."""
+
+
+class Images(Augmented, Draws):
+    """Draws from the three global generators, and in a pipeline of its own."""
+
+
+class Steps(Recorder):
+    """Writes a line with the samples of each step, and takes a while for it."""
+
+    def record(self, batch, batch_idx):
+        each = [
+            f"{int(index)}:{digest({name: part[at] for name, part in batch.items()})}"
+            for at, index in enumerate(batch["index"])
+        ]
+        with self.file.open("a") as file:
+            file.write(f"{self.global_step} {' '.join(each)}\n")
+        self.lines += 1
+        time.sleep(0.02)
+
+
+def newest(folder: Path) -> Path | None:
+    """The file of the latest step that is whole: a kill may come while one is written."""
+    found = []
+    for file in folder.glob("*.ckpt"):
+        with suppress(EOFError, RuntimeError, UnpicklingError, OSError):
+            found.append((torch.load(file, weights_only=True)["global_step"], file))
+    return max(found)[1] if found else None
+
+
+def live(
+    folder: Path, name: str, ranks: int, reader: str, length: int, resume: Path | None
+) -> None:
+    """Train to the end of the epoch."""
+    torch.set_num_threads(1)
+    rank = int(os.environ.get("LOCAL_RANK", "0"))
+    often = ModelCheckpoint(folder, f"{name}-{{step}}", every_n_train_steps=3, save_top_k=-1)
+    train(
+        Steps(folder / f"{name}-{rank}"),
+        Module(LOADERS[reader], dataset=Images, batch_size=GLOBAL // ranks, length=length),
+        folder,
+        resume=resume,
+        callbacks=[often, OnExceptionCheckpoint(folder, f"{name}-exception")],
+        strategy="ddp" if ranks > 1 else "auto",
+        devices=ranks,
+        max_epochs=1,
+    )
+
+
+def started(ranks: int, act) -> list[int]:
+    """Process ids of ranks that call a function, all in one process group."""
+    if ranks > 1:
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "NODE_RANK": "0"}
+    running: list[int] = []
+    for rank in range(ranks):
+        process = os.fork()
+        if process == 0:
+            os.setpgid(0, running[0] if running else 0)
+            if ranks > 1:
+                os.environ["LOCAL_RANK"] = str(rank)
+            failed = 1
+            try:
+                act()
+                failed = 0
+            except SystemExit:
+                pass
+            except BaseException:
+                traceback.print_exc()
+            os._exit(failed)
+        with suppress(PermissionError):  # it has begun, and done so itself
+            os.setpgid(process, running[0] if running else 0)
+        running.append(process)
+    return running
+
+
+def lives_on(process: int) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return psutil.Process(process).status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def left_of(leader: int) -> list[int]:
+    """Processes that live on in a group, a while after its ranks have ended."""
+    until = time.monotonic() + 10
+    while True:
+        members = []
+        for process in psutil.pids():
+            with suppress(ProcessLookupError):
+                if os.getpgid(process) == leader and lives_on(process):
+                    members.append(process)
+        if not members or time.monotonic() > until:
+            return members
+        time.sleep(0.05)
+
+
+def ended(running: list[int], *, patient: bool) -> list[int]:
+    """Exit codes of ranks; where one was killed, a launcher kills the others."""
+    codes: dict[int, int] = {}
+    until = time.monotonic() + GRACE_S[len(running)]
+    while len(codes) < len(running):
+        for process in set(running) - codes.keys():
+            found, status = os.waitpid(process, os.WNOHANG)
+            if found:
+                codes[process] = os.waitstatus_to_exitcode(status)
+        late = time.monotonic() > until
+        if (codes and not patient) or late:
+            for process in set(running) - codes.keys():
+                os.kill(process, signal.SIGKILL)
+        time.sleep(0.005)
+    return [codes[process] for process in running]
+
+
+def last_step(folder: Path, name: str) -> int:
+    """The step that a life took last; -1: none."""
+    file = folder / f"{name}-0"
+    lines = file.read_text().splitlines() if file.exists() else []
+    return int(lines[-1].split(" ")[0]) if lines else -1
+
+
+def preempt(folder: Path, seed: int, signals: int, length: int) -> list[dict]:
+    """Return what became of each life of a run: one for each signal, and one to the end."""
+    draws, told = random.Random(seed), []
+    kinds = [(name, whom) for name in SIGNALS for whom in ("one", "all", "group")]
+    planned = [kinds[n % len(kinds)] for n in range(signals)]
+    draws.shuffle(planned)
+    for number, (name, whom) in enumerate([*planned, ("none", "none")]):
+        ranks = (1, 2, 1)[3 * number // (signals + 1)]
+        life, reader = f"life-{number}", READERS[number % len(READERS)]
+        file = newest(folder)
+        begun = 0 if file is None else torch.load(file, weights_only=True)["global_step"]
+        aim = begun + draws.randrange(-1, STEPS_OF_SIGNAL)
+        running = started(ranks, partial(live, folder, life, ranks, reader, length, file))
+        if name != "none":
+            while last_step(folder, life) < aim and all(map(lives_on, running)):
+                time.sleep(0.005)
+            time.sleep(draws.random() * 0.04)
+            if whom == "group":
+                os.killpg(running[0], SIGNALS[name])
+            else:
+                for process in running[: 1 if whom == "one" else ranks]:
+                    os.kill(process, SIGNALS[name])
+        codes = ended(running, patient=name != "KILL")
+        about = {"ranks": ranks, "signal": name, "whom": whom, "reader": reader, "begun": begun}
+        about |= {"took": last_step(folder, life) - begun + 1, "codes": codes}
+        told.append({**about, "left": len(left_of(running[0]))})
+    return told
+
+
+def requeue(folder: Path, length: int) -> list[dict]:
+    """Have SLURM announce the end of a life and kill it; the next one finds the file itself."""
+    (folder / "scontrol").write_text(f"#!/bin/sh\necho $@ >> {folder}/asked\n")
+    (folder / "scontrol").chmod(0o700)
+    slurm = {"JOB_ID": "7", "JOB_NAME": "train", "NTASKS": "1", "PROCID": "0", "LOCALID": "0"}
+    os.environ |= {f"SLURM_{name}": value for name, value in slurm.items()}
+    os.environ |= {"PATH": f"{folder}:{os.environ['PATH']}"}
+    told = []
+    for number in range(3):
+        life = f"life-{number}"
+        running = started(1, partial(live, folder, life, 1, "workers-2", length, None))
+        if number < 2:
+            while last_step(folder, life) < 4 * (number + 1) and lives_on(running[0]):
+                time.sleep(0.005)
+            os.kill(running[0], signal.SIGUSR1)
+            while not (folder / f"hpc_ckpt_{number + 1}.ckpt").exists() and lives_on(running[0]):
+                time.sleep(0.005)
+            time.sleep(0.1)  # in which it goes on
+            os.kill(running[0], signal.SIGKILL)
+        codes = ended(running, patient=False)
+        told.append({"codes": codes, "left": len(left_of(running[0]))})
+    return told
+
+
+def main(folder: Path, seed: int, signals: int) -> None:
+    length = GLOBAL * STEPS_OF_SIGNAL * (signals + 1)
+    runs = {
+        "straight": lambda own: preempt(own, seed, 0, length),
+        "lives": lambda own: preempt(own, seed, signals, length),
+        "requeued": lambda own: requeue(own, length),
+    }
+    for name, run in runs.items():
+        own = folder / name
+        own.mkdir()
+        told = run(own)
+        (own / "told").write_text("\n".join(map(json.dumps, told)))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
