@@ -45,7 +45,7 @@ def warn_before_fork(dataset: object) -> None:
     if handles:
         warnings.warn(
             f"The dataset {type(own_dataset(dataset)).__name__} holds {', '.join(handles)}, opened "
-            "in the training process. Workers that are forked share it: they move each other's "
+            "in the training process. Workers that are forked share it, and may move each other's "
             "position, read wrong samples, or hang. Open it on first use in __getitem__ and not in "
             '__init__, or set multiprocessing_context="forkserver", which opens it in each worker.',
             FastDataWarning,

@@ -359,6 +359,7 @@ LAZY = [WithReader, Wrapping, WithCachedOpen, WithGlobal, Zipped]
 @pytest.mark.parametrize("dataset", LAZY)
 @pytest.mark.parametrize("options", [LoaderOptions(), LoaderOptions(num_workers=2)])
 def test_a_file_opened_on_first_use_gives_its_own_samples(dataset, options, numbers):
+    WithGlobal.files.clear()
     module = Seen()
     fit(module, FastDataModule.from_datasets(dataset(numbers), batch_size=8, options=options))
     assert sorted(module.labels) == list(range(SAMPLES))
