@@ -7,14 +7,15 @@ version of Lightning that has mended it skips that half; the other half is a law
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
 from conformance.forked_ranks import launched
 from lightning.pytorch import Callback, seed_everything
-from lightning.pytorch.callbacks import ModelCheckpoint
-from resilience.runs import Images, Recorder, lines, lines_before, train
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from resilience.runs import Images, Recorder, Stop, lines, lines_before, train
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from lightning_fastdata import FastDataModule, LoaderOptions
@@ -205,6 +206,70 @@ def test_an_epoch_is_left_out_after_a_checkpoint_at_its_start(tmp_path):
 def test_ours_trains_the_epoch_after_a_checkpoint_at_its_start(tmp_path):
     left, resumed = runs_from_a_start(tmp_path, Module)
     assert resumed == left
+
+
+# -- a run that was interrupted within a step, and one that was killed after it -------------------
+
+
+class Interrupted:
+    """Raises in a step of the whole training, once."""
+
+    def __init__(self, at):
+        self.at = at
+
+    def __call__(self, model):
+        if model.global_step == self.at:
+            raise Stop
+
+
+class Killed(Callback):
+    """Ends a run before a step of the whole training, with nothing saved."""
+
+    def __init__(self, at):
+        self.at = at
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_step == self.at:
+            raise Stop
+
+
+def three_lives(folder, make_data, at, **arguments):
+    """The record of a run that is interrupted in one step and killed before another."""
+    record = folder / "record"
+    for number, resume in enumerate([None, folder / "first.ckpt", folder / "second.ckpt"]):
+        model, callbacks = Recorder(record), []
+        if number == 0:
+            model.raising = Interrupted(at[0])
+            callbacks = [OnExceptionCheckpoint(folder, "first")]
+        elif number == 1:
+            often = {"every_n_train_steps": 1, "save_on_train_epoch_end": False}
+            save = ModelCheckpoint(folder, "second", enable_version_counter=False, **often)
+            callbacks = [save, Killed(at[1])]
+        with suppress(Stop):
+            train(model, make_data(), folder, resume=resume, callbacks=callbacks, **arguments)
+    return lines(record)
+
+
+def test_lightning_counts_a_batch_less_after_an_interrupted_step(tmp_path):
+    def make():
+        return DataLoader(Images(SAMPLES), batch_size=BATCH)
+
+    train(Recorder(tmp_path / "straight"), make(), tmp_path, max_epochs=1)
+    numbers = [line.split(" ")[1] for line in lines(tmp_path / "straight")]
+    again = [line.split(" ")[1] for line in three_lives(tmp_path, make, (2, 4), max_epochs=1)]
+    assert shown(numbers, again)
+    assert again == ["0", "1", "2", "3", "3", "4", "5"]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    "at", [(0, 1), (2, 4), (2, STEPS - 1), (STEPS - 1, STEPS), (STEPS - 1, 8), (STEPS, 8), (8, 9)]
+)
+@pytest.mark.cases(5)
+def test_ours_takes_each_batch_once_after_an_interrupted_step(tmp_path, at, workers):
+    train(Recorder(tmp_path / "straight"), Module(), tmp_path)
+    got = three_lives(tmp_path, lambda: Module(workers=workers), at)
+    assert got == lines(tmp_path / "straight")
 
 
 # -- workers that read ahead before the epoch is known ---------------------------------------------

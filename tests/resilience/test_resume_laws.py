@@ -35,7 +35,6 @@ pytestmark = [
 ]
 
 CELLS = cells(2000 if LONG else 16)
-LATER_STARTS = ("epoch start 1", f"epoch start {STEPS + 1}")
 KILLED = {
     "within an epoch": ("plain", "workers-2", 3),
     "at its last step": ("plain", "inline", STEPS),
@@ -87,15 +86,7 @@ def stopped(cell, folder):
     return max(folder.glob("*.ckpt"), key=lambda file: file.stat().st_mtime_ns)
 
 
-def cases():
-    """The cells; in a few of them Lightning leaves out an epoch, whoever loads."""
-    left_out = pytest.mark.xfail(reason="Lightning sets the count of batches after the resume")
-    for cell in CELLS:
-        known = cell.feature == "number of steps asked" and cell.moment in LATER_STARTS
-        yield pytest.param(cell, id="; ".join(cell), marks=[left_out] if known else [])
-
-
-@pytest.mark.parametrize("cell", list(cases()))
+@pytest.mark.parametrize("cell", CELLS, ids="; ".join)
 def test_what_is_left_is_what_was_left(tmp_path, straight, cell):
     before, after = tmp_path / "before", tmp_path / "after"
     before.mkdir()

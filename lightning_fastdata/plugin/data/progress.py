@@ -12,10 +12,8 @@ from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.loading.position import VERSION, LoaderState, Place
 from lightning_fastdata.plugin.seams.loaders import with_paths
 from lightning_fastdata.plugin.seams.trainer import (
-    begin_anew,
-    count_from_nothing,
     is_to_be_restored,
-    mend_epoch,
+    mend_counts,
     move_place,
     training_place,
 )
@@ -85,6 +83,8 @@ class TrainingProgress:
         self._place = None
         if isinstance(state, Mapping) and "epoch" in state:
             self._place = Place(int(state["epoch"]), int(state["batches"]), last=False)
+            if trainer is not None:
+                mend_counts(trainer)
         for path, loader in _training_loaders(trainer):
             if path in self._saved:
                 loader.load_state_dict(self._saved[path].as_dict())
@@ -96,11 +96,6 @@ class TrainingProgress:
         if trainer is None or path is None or path not in self._saved:
             return None
         state = self._saved[path]
-        if not state.batches:
-            begin_anew(trainer, state.epoch)
-            mend_epoch(trainer, state.epoch)
-            if state.length is None:
-                count_from_nothing(trainer, state.epoch)
         if state.stream is not None and trainer.global_rank:
             state = self._saved[path] = replace(state, stream=counts_only(state.stream))
         anew = loaders[path].cut_anew(state)

@@ -4,8 +4,9 @@ Read: ``_data_source`` of a loop; ``_loaded_from_state_dict``, ``_combined_loade
 ``_data_fetcher`` of the fit loop, of the latter ``fetched``, which is set, too; ``epoch_progress``
 and ``batch_progress`` of its loops; ``_batches_that_stepped`` of the epoch loop;
 ``_accelerator_connector``, ``_data_connector`` of a trainer, of the latter
-``_datahook_selector`` and ``_prepare_dataloader``; ``_mode`` of a CombinedLoader; ``_prefix`` of a
-TensorBoardLogger; ``_compiler_ctx`` of a LightningModule.
+``_datahook_selector`` and ``_prepare_dataloader``; ``_loaded_checkpoint`` of its
+``_checkpoint_connector``, whose counts are set, too; ``_mode`` of a CombinedLoader; ``_prefix``
+of a TensorBoardLogger; ``_compiler_ctx`` of a LightningModule.
 
 Replaced on one object, never on a class, until the run of its trainer ends:
 
@@ -66,6 +67,13 @@ def data_source(loop: object) -> Any:
 def began_from_file(trainer: Trainer) -> bool:
     """Return whether a fit that resumes from a file has not ended its first epoch; else False."""
     return bool(_private(trainer.fit_loop, "_loaded_from_state_dict"))
+
+
+def counts_to_load(trainer: Trainer) -> dict[str, Any]:
+    """Return the counts of its loops that a fit that resumes is about to load; empty: not known."""
+    loaded = _private(trainer, "_checkpoint_connector", "_loaded_checkpoint") or {}
+    counts: dict[str, Any] = loaded.get("loops", {}).get("fit_loop", {})
+    return counts
 
 
 def count_fetched(trainer: Trainer, fetched: int, counted: int) -> None:

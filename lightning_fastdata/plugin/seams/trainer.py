@@ -21,6 +21,7 @@ from lightning_fastdata.plugin.seams.internals import (
     batches_that_stepped,
     began_from_file,
     count_fetched,
+    counts_to_load,
 )
 from lightning_fastdata.tree import held
 from lightning_fastdata.types import STAGES, Stage
@@ -79,11 +80,11 @@ def training_place(trainer: Trainer | None) -> Place:
         return Place(0, 0, last=False)
     loop: Any = trainer.fit_loop
     epochs, batches = loop.epoch_progress.current, loop.epoch_loop.batch_progress
+    if not epochs.ready == epochs.started == epochs.processed + 1:  # between two epochs
+        return Place(int(epochs.processed), 0, last=False)
     taken = int(batches.current.processed)
     last = bool(batches.is_last_batch) and taken == batches.current.ready
-    in_epoch = epochs.ready == epochs.started == epochs.processed + 1
-    within = in_epoch and began_from_file(trainer)
-    return Place(int(epochs.processed), taken, last=last, within=within)
+    return Place(int(epochs.processed), taken, last=last, within=began_from_file(trainer))
 
 
 def is_to_be_restored(trainer: Trainer) -> bool:
@@ -91,6 +92,41 @@ def is_to_be_restored(trainer: Trainer) -> bool:
     total: Any = trainer.fit_loop.epoch_loop.batch_progress.total
     fits = running_stage(trainer) == "train" and trainer.ckpt_path is not None
     return fits and not began_from_file(trainer) and not total.ready
+
+
+def mend_counts(trainer: Trainer) -> None:
+    """Have a training that is about to go on load counts that Lightning 2.6 goes on from rightly.
+
+    It tells what comes next from which of its counts differ, and is wrong in three cases. Totals
+    hold a batch for ever whose step was interrupted, so that the next checkpoint after a step goes
+    on one batch short. After a checkpoint of an epoch's last step, the next epoch is not counted as
+    begun. And between two epochs, an epoch is left out or counted twice where the batches of the
+    one before are still counted.
+    """
+    loops = counts_to_load(trainer)
+    if not {"epoch_progress", "epoch_loop.batch_progress", "epoch_loop.state_dict"} <= loops.keys():
+        return
+    epochs, batches = loops["epoch_progress"], loops["epoch_loop.batch_progress"]
+    epoch, batch = epochs["current"], batches["current"]
+    if batch["ready"] > batch["processed"]:
+        batches["is_last_batch"] = False
+    stepped = batch["processed"] - batch["completed"]
+    within = epoch["ready"] == epoch["started"] == epoch["processed"] + 1
+    if within and stepped and batches["is_last_batch"]:
+        loops["epoch_loop.state_dict"]["_batches_that_stepped"] += 1
+        over = epoch["started"]
+    else:
+        over = epoch["processed"]
+    if not within or over == epoch["started"]:
+        for name in epoch:
+            epochs["total"][name] += over - epoch[name]
+            epoch[name] = over
+            batch[name] = 0
+        batches["is_last_batch"], stepped = False, 0
+    total = batches["total"]
+    batch["ready"] = batch["started"] = batch["processed"]
+    total["ready"] = total["started"] = total["processed"]
+    total["completed"] = total["processed"] - stepped
 
 
 def move_place(trainer: Trainer, epoch: int, taken: int, counted: int) -> None:
@@ -103,50 +139,12 @@ def move_place(trainer: Trainer, epoch: int, taken: int, counted: int) -> None:
         _count(trainer, taken, counted)
 
 
-def count_from_nothing(trainer: Trainer, epoch: int) -> None:
-    """Have a training that begins an epoch of unknown length count its batches from 0.
-
-    Lightning 2.6 goes on counting from those of the epoch before.
-    """
-    place = training_place(trainer)
-    ends_now = place.last and place.epoch == epoch - 1
-    endless = trainer.num_training_batches == float("inf")
-    if place.taken and endless and (place.epoch == epoch or ends_now):
-        _count(trainer, place.taken, 0)
-
-
 def _count(trainer: Trainer, taken: int, counted: int) -> None:
     loop: Any = trainer.fit_loop
     current = loop.epoch_loop.batch_progress.current
     for name in ("ready", "started", "processed", "completed"):
         setattr(current, name, getattr(current, name) + counted - taken)
     count_fetched(trainer, taken, counted)
-
-
-def mend_epoch(trainer: Trainer, epoch: int) -> None:
-    """Have a training that begins this epoch after a resume count the epochs before it once.
-
-    Lightning 2.6 counts the one that a checkpoint ends twice if ``max_steps`` limits the training.
-    """
-    counts: Any = trainer.fit_loop.epoch_progress
-    current = counts.current
-    began = current.ready == current.started == epoch + 1 and current.completed == epoch
-    if began and current.processed == epoch + 1 and not training_place(trainer).taken:
-        current.processed -= 1
-        counts.total.processed -= 1
-
-
-def begin_anew(trainer: Trainer, epoch: int) -> None:
-    """Have a training that was saved in ``on_train_epoch_start`` begin that epoch.
-
-    Lightning 2.6 saves the number of batches of the epoch before there, and goes on as if it were
-    that of the epoch that begins: it would leave the epoch out.
-    """
-    loop: Any = trainer.fit_loop
-    current, batches = loop.epoch_progress.current, loop.epoch_loop.batch_progress
-    if current.processed == epoch and current.ready == current.started + 1:
-        batches.current.reset()
-        batches.is_last_batch = False
 
 
 def first_epoch() -> int:

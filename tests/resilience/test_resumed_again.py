@@ -1,0 +1,190 @@
+"""However often a training is stopped and goes on, it takes each step of the straight one once."""
+
+from __future__ import annotations
+
+import random
+import signal
+from functools import cache
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from resilience.cells import (
+    BEGINS_ANEW,
+    EPOCHS,
+    FEATURES,
+    LOADERS,
+    SAMPLES,
+    STEPS,
+    Cell,
+    Ends,
+    Module,
+    Raises,
+    SavesIn,
+    interrupt,
+    make_model,
+    make_module,
+    makes_sense,
+    stop,
+    terminate,
+)
+from resilience.runs import (
+    Images,
+    Recorder,
+    Stop,
+    first_difference,
+    lines,
+    lines_before,
+    train,
+)
+from torch.utils.data import IterableDataset, get_worker_info
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
+MOST_LIVES = 40
+HOOKS = (
+    "on_train_epoch_start",
+    "on_train_batch_start",
+    "on_train_batch_end",
+    "on_validation_end",
+    "on_train_epoch_end",
+)
+ENDINGS = ("raised", "ctrl-c", "sigterm", "step", "epoch", *HOOKS)
+LENGTHS = {
+    "epochs": {"max_epochs": EPOCHS},
+    "steps": {"max_epochs": -1, "max_steps": EPOCHS * STEPS},
+}
+AGAIN = {name for name in FEATURES if name not in BEGINS_ANEW and "finder" not in name}
+
+
+def callbacks_of(ending, folder, at):
+    """Callbacks that save and end a life when so many steps were taken, and what a step raises."""
+    if ending in HOOKS:
+        return [SavesIn(ending, at, folder), Ends(folder)], None
+    if ending == "step":
+        save = ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=1)
+        return [save], Raises(stop, at)
+    if ending == "epoch":
+        save = ModelCheckpoint(folder, every_n_epochs=1, save_on_train_epoch_end=True)
+        return [save, Ends(folder)], None
+    act = {"raised": stop, "ctrl-c": interrupt, "sigterm": terminate}[ending]
+    return [OnExceptionCheckpoint(folder)], Raises(act, at)
+
+
+def lives(folder, make, seed, loaders, **arguments):
+    """The record of a training of many lives, and how each ended."""
+    chance, record, told, resume = random.Random(seed), [], [], None
+    for number in range(MOST_LIVES):
+        own = folder / str(number)
+        own.mkdir()
+        loader, ending = chance.choice(loaders), chance.choice(ENDINGS)
+        taken = 0 if resume is None else lines_before(resume)
+        at = taken + chance.choice([0, 1, 1, 2, 3, 5])
+        told.append(f"{ending} at {at} with {loader} from {taken}")
+        model, data = make(loader, own / "record")
+        callbacks, model.raising = callbacks_of(ending, own, at)
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        ended = True
+        try:
+            train(model, data, own, resume=resume, callbacks=callbacks, **arguments)
+        except (Stop, SystemExit, SIGTERMException):
+            ended = False
+        finally:
+            for each, handler in handlers.items():
+                signal.signal(each, handler)
+        record = [*record[:taken], *lines(own / "record")]
+        if ended:
+            return record, told
+        files = sorted(own.glob("*.ckpt"), key=lambda file: file.stat().st_mtime_ns)
+        resume = files[-1] if files else resume
+    raise AssertionError(f"it comes to no end: {told}")
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    @cache
+    def record(feature, loader, length):
+        folder = tmp_path_factory.mktemp("straight")
+        model = make_model(feature, folder / "record")
+        train(model, make_module(feature, loader), folder, **arguments_of(feature, length))
+        return lines(folder / "record")
+
+    return record
+
+
+def arguments_of(feature, length):
+    about = {**LENGTHS[length], "limit_val_batches": 1, "num_sanity_val_steps": 0}
+    return about | FEATURES[feature].get("trainer", {})
+
+
+@pytest.mark.cases(8)
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("feature", sorted(AGAIN))
+def test_many_lives_take_the_steps_of_one(tmp_path, straight, feature, length, seed):
+    usual = ["inline", "workers-1", "workers-2"]
+    fitting = [name for name in usual if makes_sense(Cell(feature, "", name, name))]
+
+    def make(loader, file):
+        return make_model(feature, file), make_module(feature, loader)
+
+    got, told = lives(tmp_path, make, seed, fitting, **arguments_of(feature, length))
+    assert first_difference(got, straight(feature, "inline", length)) is None, told
+
+
+class Stream(IterableDataset):
+    """As many samples as the images have, shared among workers; with a state or without one."""
+
+    def __init__(self, *, stateful):
+        self.stateful, self.at, self.epoch = stateful, 0, 0
+        if stateful:
+            self.state_dict = lambda: {"at": self.at}
+            self.load_state_dict = lambda state: setattr(self, "at", state["at"])
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        info = get_worker_info()
+        worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
+        while worker + self.at * workers < SAMPLES:
+            index = worker + self.at * workers
+            self.at += 1
+            yield {"image": torch.tensor([index, self.epoch]), "index": index}
+        self.at = 0
+
+
+class StreamModule(Module):
+    def __init__(self, loader, *, stateful):
+        super().__init__(loader)
+        self.stateful = stateful
+
+    def train_dataset(self):
+        return Stream(stateful=self.stateful)
+
+    def val_dataset(self):
+        return Images(4)
+
+
+@pytest.mark.cases(5)
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("loader", ["inline", "workers-1", "workers-2"])
+@pytest.mark.parametrize("one_cycle", [False, True])
+@pytest.mark.parametrize("stateful", [False, True])
+def test_many_lives_take_the_batches_of_one_stream(tmp_path, loader, one_cycle, stateful, seed):
+    about = {"max_epochs": EPOCHS, "limit_val_batches": 1, "num_sanity_val_steps": 0}
+    if one_cycle:  # asks for the number of steps, which a stream does not know
+        about["max_steps"] = EPOCHS * STEPS
+
+    def make(name, file):
+        return Recorder(file, one_cycle=one_cycle), StreamModule(LOADERS[name], stateful=stateful)
+
+    calm = tmp_path / "straight"
+    calm.mkdir()
+    train(*make(loader, calm / "record"), calm, **about)
+    got, told = lives(tmp_path, make, seed, [loader], **about)
+    assert first_difference(got, lines(calm / "record")) is None, told
