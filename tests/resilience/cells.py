@@ -283,6 +283,8 @@ def makes_sense(cell):
     module = FEATURES[cell.feature].get("module", {})
     if "gather" in ways:  # rows of tensors, which nothing is drawn for
         return ways <= {"gather"} and not {"augment", "dataset"} & set(module)
+    if cell.feature in ("overfit 3", "limit 0.5") and cell.moment == f"epoch start {STEPS + 1}":
+        return False  # its last epoch starts after six steps
     if cell.feature in ("draws", "own pipeline"):  # threads and torch's workers share generators
         return ways <= {"inline", "workers"}
     if "sidecar" in ways:
