@@ -242,7 +242,8 @@ class FastDataLoader(Resumable, HasQuarantine, DataLoader[Any]):
         self._reported: dict[str, int] = {}
         self._epoch_cell = EpochCell()
         self._counts_from_nothing(run)
-        self._records: deque[BatchStamps] | None = None
+        self.records: deque[BatchStamps] | None = None
+        """Where the stamps of delivered batches go; None: no stamps are taken."""
         self._ledger = Ledger()
 
     def check_worker_number_rationality(self) -> None:
@@ -284,7 +285,7 @@ class FastDataLoader(Resumable, HasQuarantine, DataLoader[Any]):
 
     def _batches(self, begun: Pass) -> Iterator[Batch]:
         """Begin the epoch, with the workers of the one before if they persist."""
-        stamped = self._records is not None and reads_with_torch(self) and stampable(self.dataset)
+        stamped = self.records is not None and reads_with_torch(self) and stampable(self.dataset)
         settings = self._settings()
         inner = self._inner
         if inner is None or self._inner_settings != (settings, stamped):
@@ -294,7 +295,7 @@ class FastDataLoader(Resumable, HasQuarantine, DataLoader[Any]):
                 settings, indices, self._epoch_cell, reported=self._reported, stamps=stamps
             )
             if isinstance(inner, KeptExecutor):
-                inner.record(self._records)
+                inner.record(self.records)
             self._keep(inner, (settings, stamped))
         self._go_on(begun)
         if self._reported and isinstance(inner, DataLoader):
@@ -302,7 +303,7 @@ class FastDataLoader(Resumable, HasQuarantine, DataLoader[Any]):
                 len(inner)  # a stream that gives more than was reported is warned of
         batches: Iterator[Batch] = iter(inner)
         if stamped:
-            self._ledger.records = self._records
+            self._ledger.records = self.records
             batches = OpenedEnvelopes(batches, self._ledger)
         if self.faults.is_asked and reads_with_torch(self):
             batches = OpenedNotes(batches, self.faults)
@@ -322,14 +323,9 @@ class FastDataLoader(Resumable, HasQuarantine, DataLoader[Any]):
         iterable DataPipes.
         """
         # Lightning carries over what is set in a data hook if it makes the loader anew.
-        self._records = self._ledger.records = records
+        self.records = self._ledger.records = records
         if isinstance(self._inner, KeptExecutor):
             self._inner.record(records)
-
-    @property
-    def records(self) -> deque[BatchStamps] | None:
-        """Where the stamps of delivered batches go; None: no stamps are taken."""
-        return self._records
 
     def close(self) -> None:
         """Stop the workers; the next iteration starts new ones."""
@@ -339,7 +335,7 @@ class FastDataLoader(Resumable, HasQuarantine, DataLoader[Any]):
 
     def __getstate__(self) -> dict[str, Any]:
         # Worker processes belong to one loader; a copy starts its own.
-        own = {"_inner": None, "_inner_settings": None, "_records": None, "_ledger": Ledger()}
+        own = {"_inner": None, "_inner_settings": None, "records": None, "_ledger": Ledger()}
         own["_indices"] = None
         return {**self.__dict__, **own}
 

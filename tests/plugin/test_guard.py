@@ -19,7 +19,8 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_fastdata.errors import BatchSizeError, FastDataWarning, OptionsError
 from lightning_fastdata.plugin.guard.prediction import Probe, reserve_bytes
-from lightning_fastdata.plugin.guard.steps import apply_decision, run_guard, snapshot
+from lightning_fastdata.plugin.guard.snapshots import snapshot
+from lightning_fastdata.plugin.guard.steps import apply_decision, run_guard
 
 GIB = 2**30
 ROWS = 48

@@ -34,7 +34,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
 
-CELLS = cells(2000 if LONG else 16)
+CELLS = cells(2000 if LONG else 10)
 KILLED = {
     "within an epoch": ("plain", "workers-2", 3),
     "at its last step": ("plain", "inline", STEPS),

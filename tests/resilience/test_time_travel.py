@@ -414,6 +414,7 @@ def run(tmp_path_factory):
     return folder, seen
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("file", ["last.ckpt", "report.json"])
 def test_the_command_makes_the_batches_of_a_step_again(run, file, here) -> None:
     folder, seen = run

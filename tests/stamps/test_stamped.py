@@ -241,7 +241,7 @@ def test_the_iterator_is_torchs_own_but_for_its_batches():
     assert list(pickle.loads(pickle.dumps(batches))) == []
     assert isinstance(next(batches), dict)
     copied = copy.copy(loader)
-    assert copied._records is None
+    assert copied.records is None
     assert len(list(copied)) == 4
 
 

@@ -12,9 +12,14 @@ from lightning_fastdata.errors import DatasetError, FastDataWarning
 from lightning_fastdata.executors.kinds import KINDS
 from lightning_fastdata.order.epoch_order import dataset_length
 from lightning_fastdata.plugin.data.datasets import GivenLoader, taken_apart
-from lightning_fastdata.plugin.guard.prediction import CudaMemoryReader, skipped
+from lightning_fastdata.plugin.guard.prediction import (
+    CudaMemoryReader,
+    is_out_of_memory,
+    skipped,
+)
+from lightning_fastdata.plugin.guard.replay import RunsInParts, why_not_in_parts
 from lightning_fastdata.plugin.guard.steps import apply_decision, run_guard
-from lightning_fastdata.plugin.seams.internals import attributes_of
+from lightning_fastdata.plugin.seams.internals import attributes_of, replace_for_one_run
 from lightning_fastdata.plugin.seams.trainer import has_cuda, own_datamodule
 
 if TYPE_CHECKING:
@@ -25,6 +30,12 @@ if TYPE_CHECKING:
     from lightning_fastdata.plugin.contracts import DataModule
     from lightning_fastdata.plugin.guard.prediction import GuardDecision, MemoryReader
     from lightning_fastdata.types import Batch
+
+
+_TOO_LARGE = (
+    "Memory ran out in the trainer's stage {stage}. Batches of a training step on one device are "
+    "taken in parts by themselves; elsewhere set a smaller batch_size, of validation, too."
+)
 
 
 class GuardHooks:
@@ -41,6 +52,8 @@ class GuardHooks:
         super().__init__()
         self.reader = reader
         self.decision: GuardDecision | None = None
+        self.parts: RunsInParts | None = None
+        """What takes batches in parts that do not fit; None: they cannot be, or not yet."""
         self._resumed: dict[str, int] | None = None
         self._undo: Callable[[], None] | None = None
 
@@ -63,6 +76,10 @@ class GuardHooks:
         datamodule, device = own_datamodule(trainer), trainer.strategy.root_device
         if datamodule is None or datamodule.guard == "off":
             return
+        if why_not_in_parts(trainer, pl_module) is None:
+            optimization: Any = trainer.fit_loop.epoch_loop.automatic_optimization
+            self.parts = RunsInParts(trainer, pl_module, optimization.run, policy=datamodule.guard)
+            replace_for_one_run(trainer, optimization, "run", self.parts)
         reader = self.reader
         if reader is None:
             if device.type != "cuda":
@@ -95,17 +112,39 @@ class GuardHooks:
             self.decision = _with_repeats(self.decision, datamodule.repeats_of("train"))
         datamodule.notes[:] = [apply_decision(self.decision, trainer, datamodule)]
 
+    def on_before_backward(
+        self,
+        trainer: Trainer,  # noqa: ARG002
+        pl_module: LightningModule,  # noqa: ARG002
+        loss: object,  # noqa: ARG002
+    ) -> None:
+        """Note that the training step has come to its end."""
+        if self.parts is not None:
+            self.parts.has_logged = True
+
+    def on_before_optimizer_step(
+        self,
+        trainer: Trainer,  # noqa: ARG002
+        pl_module: LightningModule,  # noqa: ARG002
+        optimizer: object,  # noqa: ARG002
+    ) -> None:
+        """Note that from now on the parameters change."""
+        if self.parts is not None:
+            self.parts.is_stepping = True
+
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:  # noqa: ARG002
         """Give the data module and the trainer back the sizes that the user asked for."""
         self._restore_sizes()
 
     def on_exception(
         self,
-        trainer: Trainer,  # noqa: ARG002
+        trainer: Trainer,
         pl_module: LightningModule,  # noqa: ARG002
-        exception: BaseException,  # noqa: ARG002
+        exception: BaseException,
     ) -> None:
         """Do the same after an exception, when Lightning calls no teardown."""
+        if is_out_of_memory(exception):
+            exception.add_note(_TOO_LARGE.format(stage=trainer.state.stage))
         self._restore_sizes()
 
     def _restore_sizes(self) -> None:

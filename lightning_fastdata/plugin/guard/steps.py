@@ -10,15 +10,12 @@ from __future__ import annotations
 import gc
 import inspect
 import logging
-import random
 import warnings
-from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -34,6 +31,8 @@ from lightning_fastdata.plugin.guard.prediction import (
     reserve_bytes,
     skipped,
 )
+from lightning_fastdata.plugin.guard.replay import NORMALISED, why_not_in_parts
+from lightning_fastdata.plugin.guard.snapshots import Undo, snapshot, snapshot_random_states
 from lightning_fastdata.plugin.seams.hooks import overridden_hook
 from lightning_fastdata.plugin.seams.internals import attributes_of, forget_training_loader
 from lightning_fastdata.plugin.seams.trainer import unseen_steps
@@ -44,85 +43,6 @@ if TYPE_CHECKING:
 
     from lightning_fastdata.plugin.contracts import DataModule
     from lightning_fastdata.types import Batch
-
-Undo: TypeAlias = Callable[[], object]
-
-_FOLLOWED = (torch.Tensor, torch.Generator, nn.Module, torch.optim.Optimizer)
-_CONTAINERS = (dict, list, deque, set, tuple)
-
-
-def snapshot(*roots: object) -> Undo:
-    """Return a function that puts objects back into their present state, as often as it is called.
-
-    Followed are the attributes of the roots and in them, through tuples, lists, dicts, sets and
-    deques: tensors (values; a gradient is dropped), generators, modules and optimizers. Other
-    objects are put back by reference. Identities stay: tensors and containers are written in place.
-    Values are copied to host memory.
-    """
-    undos: list[Undo] = []
-    seen: dict[int, object] = {}  # keeps what it has seen alive, so that no id comes twice
-    waiting: list[object] = [vars(root) for root in roots if hasattr(root, "__dict__")]
-    while waiting:
-        value = waiting.pop()
-        if id(value) in seen or not isinstance(value, (*_FOLLOWED, *_CONTAINERS)):
-            continue
-        seen[id(value)] = value
-        if isinstance(value, torch.Tensor):
-            undos.append(_snapshot_tensor(value))
-        elif isinstance(value, torch.Generator):
-            undos.append(partial(value.set_state, value.get_state()))
-        elif isinstance(value, _FOLLOWED):
-            waiting.append(vars(value))
-        elif isinstance(value, dict):
-            undos.append(partial(_refill, value, dict(value)))
-            waiting.extend(value.values())
-        else:
-            if not isinstance(value, tuple):
-                undos.append(partial(_refill, value, list(value)))
-            waiting.extend(value)
-    return lambda: [undo() for undo in undos]
-
-
-def _snapshot_tensor(tensor: torch.Tensor) -> Undo:
-    strides = tensor.stride() if tensor.layout == torch.strided else ()
-    expanded = any(s == 0 and n > 1 for s, n in zip(strides, tensor.shape, strict=False))
-    if tensor.is_meta or expanded:  # nothing can be written into them
-        return lambda: None
-    values, requires_grad = tensor.detach().to("cpu", copy=True), tensor.requires_grad
-
-    def undo() -> None:
-        with torch.inference_mode(tensor.is_inference()), torch.no_grad():
-            tensor.copy_(values)
-        if tensor.is_leaf and (tensor.grad is not None or tensor.requires_grad != requires_grad):
-            tensor.grad = None
-            tensor.requires_grad_(requires_grad)
-
-    return undo
-
-
-def _refill(live: Any, saved: dict[Any, Any] | list[Any]) -> None:
-    def identities(value: Collection[object]) -> list[int]:
-        return [id(part) for part in (*value, *(value.values() if isinstance(value, dict) else ()))]
-
-    if identities(live) != identities(saved):  # else leave it alone, as it may be being read
-        live.clear()
-        (live.update if isinstance(live, (dict, set)) else live.extend)(saved)
-
-
-def snapshot_random_states() -> Undo:
-    """Return a function that puts back the random states of Python, numpy, torch and CUDA."""
-    python, arrays, host = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    cuda: Any = torch.cuda
-    devices = cuda.get_rng_state_all() if cuda.is_initialized() else []
-
-    def undo() -> None:
-        random.setstate(python)
-        np.random.set_state(arrays)
-        torch.set_rng_state(host)
-        cuda.set_rng_state_all(devices)
-
-    return undo
-
 
 _LOG = logging.getLogger(__name__)
 _STEPS = 2  # the second one has the optimizer's state and the gradients of the first in memory
@@ -200,9 +120,8 @@ def run_guard(
         accumulate_now=accumulate_now,
         dataset_rows=dataset_rows,
     )
-    normalised = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
     if decision.batch_size != asked and any(
-        isinstance(module, normalised) and module.training for module in pl_module.modules()
+        isinstance(module, NORMALISED) and module.training for module in pl_module.modules()
     ):
         note = f"Batch normalisation now averages over {decision.batch_size} rows."
         return replace(decision, reason=f"{decision.reason} {note}")
@@ -243,13 +162,10 @@ def _why_not(
     trainer: Trainer, pl_module: LightningModule, batch_size: int, policy: GuardPolicy
 ) -> str | None:
     """Return why training steps cannot be tried and undone here, or None if they can."""
-    optimizers, attributes = trainer.strategy.optimizers, attributes_of(trainer)
-    lbfgs = any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers)
-    strategies = [kind.__name__ for kind in type(trainer.strategy).__mro__]
+    attributes = attributes_of(trainer)
     callbacks = {kind.__name__ for own in attributes.callbacks for kind in type(own).__mro__}
     scheduled = policy == "accumulate" and "GradientAccumulationScheduler" in callbacks
     tensors = (*pl_module.parameters(), *pl_module.buffers())
-    arguments = inspect.signature(pl_module.training_step).parameters
     reasons = {
         "the guard is off": policy == "off",
         "the loader does not batch by itself": batch_size < 1,
@@ -257,17 +173,11 @@ def _why_not(
         "fast_dev_run is on": bool(attributes.fast_dev_run),
         "the resumed run would lose its place in the data": trainer.ckpt_path is not None,
         "training_step is not written": overridden_hook(pl_module, "training_step") is None,
-        "training_step takes the loader's iterator": "dataloader_iter" in arguments,
-        "the module optimizes by hand": not pl_module.automatic_optimization,
-        # one rank that runs out of memory would leave the others waiting in a collective
-        f"{trainer.world_size} processes train together": trainer.world_size > 1,
-        f"{strategies[0]} is not for one device": "SingleDeviceStrategy" not in strategies,
-        f"there are {len(optimizers)} optimizers, not one": len(optimizers) != 1,
-        "LBFGS runs training_step several times per step": lbfgs,
         "lazy layers get their shape from the first batch": any(map(nn.parameter.is_lazy, tensors)),
         "GradientAccumulationScheduler sets the accumulation itself": scheduled,
     }
-    return next((why for why, holds in reasons.items() if holds), None)
+    why = next((why for why, holds in reasons.items() if holds), None)
+    return why or why_not_in_parts(trainer, pl_module)
 
 
 class _NoLossError(Exception):

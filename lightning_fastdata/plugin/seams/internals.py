@@ -15,6 +15,8 @@ Replaced on one object, never on a class, until the run of its trainer ends:
   ``_prepare_dataloader`` of the data connector
 - in :mod:`.hooks`: ``on_after_batch_transfer`` of a module, ``get_instance`` of the hook selector
 - here: ``teardown`` of the strategy, which puts back what :func:`replace_for_one_run` replaced
+- in :mod:`..guard.callback`: ``run`` of the automatic optimization; in :mod:`..guard.replay`, for
+  one batch: ``training_step``, ``optimizer_zero_grad`` and ``log`` of the module
 - in :mod:`.trainer`, during the steps that the batch-size guard tries: ``callbacks``, ``loggers``
   and ``profiler`` of the trainer, ``log`` and ``log_dict`` of the module
 

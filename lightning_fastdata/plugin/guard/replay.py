@@ -1,0 +1,299 @@
+"""A training batch that runs out of memory is trained on in parts.
+
+Lightning does all of a batch in one call: training step, backward, optimizer step. On an
+out-of-memory error that call is unwound, so that nothing of it holds memory; the state of before is
+put back, and the call is made again with a training step that takes the batch in parts.
+"""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch import nn
+
+from lightning_fastdata.errors import BatchSizeError, FastDataWarning
+from lightning_fastdata.plugin.guard.prediction import is_out_of_memory
+from lightning_fastdata.plugin.guard.snapshots import Undo, snapshot, snapshot_random_states
+from lightning_fastdata.tree import children, is_named_tuple, leaves, replace_leaves
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+
+    from lightning_fastdata.types import Batch
+
+Run: TypeAlias = Callable[[Any, int, Mapping[str, Any]], Any]
+
+NORMALISED = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+def rows_of(batch: Batch) -> int | None:
+    """Return how many samples a batch has; None: it cannot be told.
+
+    That is the first dimension of its tensors, or the length of its lists where it has no tensors.
+    """
+    if isinstance(batch, torch.Tensor):
+        return len(batch) if batch.dim() else None
+    parts = [part for _, part in children(batch) or []]
+    sizes = {len(part) for part in parts if isinstance(part, torch.Tensor) and part.dim()}
+    if not sizes:
+        sizes = {len(part) for part in parts if isinstance(part, list | tuple)}
+    if not sizes:
+        sizes = {rows for part in parts if (rows := rows_of(part)) is not None}
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+def part_of(batch: Batch, begin: int, end: int, rows: int) -> Batch:
+    """Return some samples of a batch: of tensors and lists as long as it; the rest stays whole."""
+
+    def is_column(value: Any) -> bool:
+        if isinstance(value, torch.Tensor):
+            return value.dim() > 0 and len(value) == rows
+        listed = isinstance(value, list | tuple) and len(value) == rows
+        return listed and not is_named_tuple(value) and not any(map(is_column, value))
+
+    return replace_leaves(
+        batch, lambda _, leaf: leaf[begin:end] if is_column(leaf) else leaf, is_leaf=is_column
+    )
+
+
+class RunsInParts:
+    """What optimizes on one batch, and takes those in parts that do not fit at once.
+
+    The loss is to be a mean over the samples, as the parts' gradients are weighted by their sizes.
+    Layers that look at the whole batch, as batch normalisation does, see a part of it. Callbacks
+    see a backward pass for each part. Of a batch no larger than one that was trained on before,
+    what the failed try drew and counted (running statistics, metrics) is not put back.
+
+    Args:
+        trainer: Trains on one device, with one optimizer that Lightning steps.
+        pl_module: The module that it trains.
+        run: Lightning's own; takes the optimizer, the batch's number and the arguments of the
+            training step.
+        policy: ``"raise"``: a batch that does not fit is an error.
+    """
+
+    def __init__(
+        self, trainer: Trainer, pl_module: LightningModule, run: Run, *, policy: str
+    ) -> None:
+        self.trainer, self.pl_module, self.run, self.policy = trainer, pl_module, run, policy
+        self.largest: int | None = None
+        """Samples that fit, of batches that did not; None: all did."""
+        self.is_stepping = False
+        """Whether the optimizer has begun to change the parameters."""
+        self.has_logged = False
+        """Whether the training step came to its end."""
+        self._fitted = 0
+        """Numbers in the largest batch that was trained on."""
+
+    def __call__(self, optimizer: Any, batch_idx: int, kwargs: Mapping[str, Any]) -> Any:
+        """Optimize on one batch, in as few parts as fit.
+
+        Raises:
+            BatchSizeError: Memory runs out where the batch cannot be taken in parts.
+        """
+        batch = next(iter(kwargs.values()), None)
+        rows, numbers = rows_of(batch), _numbers_of(batch)
+        if rows is None:
+            return self.run(optimizer, batch_idx, kwargs)
+        size = rows if self.largest is None else min(rows, self.largest)
+        first = not batch_idx % self.trainer.accumulate_grad_batches
+        # A batch no larger than one before may still fail, if others take memory, too. To remember
+        # everything for each batch would take longer than some steps.
+        undo = self._remembered(first=first) if numbers > self._fitted else None
+        logged = False
+        while True:
+            self.is_stepping = self.has_logged = False
+            parts = _Parts(self, rows, size, first=first, silent=logged)
+            with nullcontext() if size == rows else parts.replacing():
+                try:
+                    result = self.run(optimizer, batch_idx, kwargs)
+                except Exception as error:
+                    if not is_out_of_memory(error):
+                        raise
+                    why = self._why_not(size, lost=undo is None and not first)
+                    if why is not None:
+                        raise BatchSizeError(_REFUSED.format(rows=rows, why=why)) from error
+                    said = str(error).partition("\n")[0]
+                else:
+                    break
+            # Not within the except clause, which keeps the frames of what has failed.
+            logged = logged or (self.has_logged and size == rows)
+            if undo is not None:
+                undo()
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            size = -(-size // 2)
+        self._fitted = max(self._fitted, numbers)
+        if size < rows:
+            if self.largest is None:
+                self._warn(rows, size, said)
+            self.largest = size
+        return result
+
+    def _remembered(self, *, first: bool) -> Undo:
+        """Return what puts back all that a try changes; ``first``: gradients of before are over."""
+        module = self.pl_module
+        random = snapshot_random_states()
+        buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+        grads = [] if first else [(p, _on_host(p.grad)) for p in module.parameters()]
+        metrics = snapshot(*(m for m in module.modules() if hasattr(type(m), "metric_state")))
+
+        def undo() -> None:
+            metrics()
+            random()
+            with torch.no_grad():
+                for buffer, before in buffers:
+                    buffer.copy_(before)
+            for parameter, grad in grads:
+                parameter.grad = None if grad is None else grad.to(parameter.device)
+
+        return undo
+
+    def _why_not(self, size: int, *, lost: bool) -> str | None:
+        """Return why the batch is not tried again in smaller parts; None: it is.
+
+        ``lost``: The gradients of the batches before it were not kept.
+        """
+        if self.policy == "raise":
+            return 'guard="raise" was set'
+        if self.is_stepping:
+            return "it ran out while the optimizer changed the parameters, which cannot be undone"
+        if lost:
+            return "gradients of the batches before were accumulated, and not kept"
+        return "not even one sample fits" if size == 1 else None
+
+    def _warn(self, rows: int, size: int, said: str) -> None:
+        normalised = any(isinstance(m, NORMALISED) and m.training for m in self.pl_module.modules())
+        note = " Batch normalisation then averages over a part." if normalised else ""
+        warnings.warn(
+            f"A training batch of {rows} samples ran out of memory ({said}). It was trained on in "
+            f"parts of {size}, and so are all batches of more from now on: the same optimizer "
+            f"steps, if the loss is a mean over the samples.{note} A batch_size of {size} and "
+            f"accumulate_grad_batches={-(-rows // size)} do the same without the first try.",
+            FastDataWarning,
+            stacklevel=2,
+        )
+
+
+_REFUSED = (
+    "A training batch of {rows} samples ran out of memory, and is not tried again in parts: {why}. "
+    "Set a smaller batch_size, with accumulate_grad_batches to keep the optimizer steps."
+)
+
+
+class _Parts:
+    """A training step that takes its batch in parts, backward passes included."""
+
+    def __init__(
+        self, owner: RunsInParts, rows: int, size: int, *, first: bool, silent: bool
+    ) -> None:
+        self.owner, self.rows, self.size = owner, rows, size
+        self.first, self.silent = first, silent
+        self.logged: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+    @contextmanager
+    def replacing(self) -> Iterator[None]:
+        """Have the module do its training step so."""
+        attributes = vars(self.owner.pl_module)
+        names = ("training_step", "optimizer_zero_grad", "log")
+        before = {name: attributes[name] for name in names if name in attributes}
+        module = self.owner.pl_module
+        step, zero, log = module.training_step, module.optimizer_zero_grad, module.log
+        replaced = partial(self._step, step, zero, log)
+        # Lightning looks there for the arguments that the step takes.
+        replaced.__wrapped__ = step  # type: ignore[attr-defined]
+        attributes["training_step"] = replaced
+        attributes["optimizer_zero_grad"] = lambda *_: None  # would undo the parts
+        try:
+            yield
+        finally:
+            for name in names:
+                attributes.pop(name, None)
+            attributes.update(before)
+
+    def _step(self, step: Any, zero: Any, log: Any, batch: Batch, *rest: Any) -> Any:
+        trainer, rows = self.owner.trainer, self.rows
+        optimizer = trainer.strategy.optimizers[0]
+        if self.first:
+            zero(trainer.current_epoch, trainer.fit_loop.batch_idx, optimizer)
+        outputs = []
+        for begin in range(0, rows, self.size):
+            end = min(begin + self.size, rows)
+            vars(self.owner.pl_module)["log"] = partial(self._log, end - begin)
+            output = step(part_of(batch, begin, end, rows), *rest)
+            loss = output.get("loss") if isinstance(output, Mapping) else output
+            if loss is None:
+                continue
+            weighted = loss * ((end - begin) / rows)
+            trainer.strategy.backward(weighted / trainer.accumulate_grad_batches, optimizer)
+            outputs.append((end - begin, output, weighted.detach()))
+            del output, loss, weighted
+        vars(self.owner.pl_module).pop("log", None)
+        for arguments, how in [] if self.silent else self.logged:
+            log(*arguments, **how)
+        return _joined(outputs)
+
+    def _log(self, rows: int, name: str, value: Any, *args: Any, **how: Any) -> None:
+        """Keep what a part logs until all have: it may be tried again."""
+        if len(args) <= _BATCH_SIZE_AT and how.get("batch_size") is None:
+            how = {**how, "batch_size": rows}
+        value = value.detach() if isinstance(value, torch.Tensor) else value
+        self.logged.append(((name, value, *args), how))
+
+
+_BATCH_SIZE_AT = 9
+"""Place of ``batch_size`` behind name and value in ``LightningModule.log``."""
+
+
+def why_not_in_parts(trainer: Trainer, pl_module: LightningModule) -> str | None:
+    """Return why batches of a training cannot be taken in parts; None: they can."""
+    optimizers = trainer.strategy.optimizers
+    strategies = [kind.__name__ for kind in type(trainer.strategy).__mro__]
+    arguments = inspect.signature(pl_module.training_step).parameters
+    reasons = {
+        "the module optimizes by hand": not pl_module.automatic_optimization,
+        # one rank that runs out of memory would leave the others waiting in a collective
+        f"{trainer.world_size} processes train together": trainer.world_size > 1,
+        f"{strategies[0]} is not for one device": "SingleDeviceStrategy" not in strategies,
+        f"there are {len(optimizers)} optimizers, not one": len(optimizers) != 1,
+        "training_step takes the loader's iterator": "dataloader_iter" in arguments,
+        "LBFGS runs training_step several times per step": any(
+            isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers
+        ),
+    }
+    return next((why for why, holds in reasons.items() if holds), None)
+
+
+def _joined(outputs: list[tuple[int, Any, torch.Tensor]]) -> Any:
+    """Return the output of the step for the whole batch, whose loss has nothing behind it."""
+    if not outputs:
+        return None
+    total = torch.stack([loss for _, _, loss in outputs]).sum().requires_grad_()
+    _, last, _ = outputs[-1]
+    if not isinstance(last, Mapping):
+        return total
+    joined: dict[str, Any] = {}
+    for name, value in last.items():
+        pieces = [output.get(name) for _, output, _ in outputs]
+        of_samples = all(
+            isinstance(piece, torch.Tensor) and piece.dim() and len(piece) == rows
+            for (rows, _, _), piece in zip(outputs, pieces, strict=True)
+        )
+        joined[name] = torch.cat([piece.detach() for piece in pieces]) if of_samples else value
+    return {**joined, "loss": total}
+
+
+def _numbers_of(batch: Batch) -> int:
+    return sum(leaf.numel() for leaf in leaves(batch) if isinstance(leaf, torch.Tensor))
+
+
+def _on_host(grad: torch.Tensor | None) -> torch.Tensor | None:
+    return None if grad is None else grad.detach().to("cpu", copy=True)
