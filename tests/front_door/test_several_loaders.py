@@ -18,6 +18,9 @@ STEPS, BATCH = 24, 4
 SLOW_MS, QUICK_MS = 24.0, 1.0
 """To read a batch."""
 
+# What is told of real times is wrong now and then where other programs take the CPUs meanwhile.
+pytestmark = pytest.mark.flaky(reruns=2)
+
 
 class Rows(Dataset):
     def __init__(self, batch_ms=QUICK_MS, batches=STEPS):

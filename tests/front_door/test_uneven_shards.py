@@ -15,6 +15,9 @@ BATCH, BATCH_MS = 4, 16.0
 NOT_WITH_IT = {"FD302", "FD303", "FD304", "FD305", "FD309"}
 EXECUTORS = ("torch", "workers")
 
+# What is told of real times is wrong now and then where other programs take the CPUs meanwhile.
+pytestmark = pytest.mark.flaky(reruns=2)
+
 
 class Files(IterableDataset):
     """Reads files of so many samples, each by the worker whose turn it is."""
