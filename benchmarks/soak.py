@@ -5,7 +5,7 @@ batches, while a sample in 500 batches cannot be read (``on_bad_sample="replace"
 loader without workers reads the same beside it, and each batch is compared byte by byte. Memory
 (PSS) and descriptors are of this process with its workers, over time.
 
-``--batches 200000`` is the whole; it takes about twenty minutes on two cores.
+``--batches 200000`` is the whole; it takes two to twenty minutes on two cores.
 """
 
 from __future__ import annotations
